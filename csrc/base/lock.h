@@ -1,0 +1,39 @@
+/* A mutex that knows whether it is held, so that a function named …_locked can assert it:
+ *
+ *     MO_ASSERT(mo_lock_held(&pool->lock));
+ *
+ * A thread that already holds it must not take it again. A fork while another thread holds it leaves the
+ * child's copy locked for ever: the child of a fork makes no calls that lock (see driver_cuda.h). */
+#ifndef MO_LOCK_H
+#define MO_LOCK_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+typedef struct mo_lock {
+    pthread_mutex_t mutex;
+    atomic_uintptr_t holder; /* the holder's pthread_self(), 0 when free */
+} mo_lock;
+
+#define MO_LOCK_INIT {PTHREAD_MUTEX_INITIALIZER, 0}
+
+static inline bool mo_lock_held(mo_lock *lock)
+{
+    return atomic_load_explicit(&lock->holder, memory_order_relaxed) == (uintptr_t)pthread_self();
+}
+
+static inline void mo_lock_take(mo_lock *lock)
+{
+    pthread_mutex_lock(&lock->mutex);
+    atomic_store_explicit(&lock->holder, (uintptr_t)pthread_self(), memory_order_relaxed);
+}
+
+static inline void mo_lock_give(mo_lock *lock)
+{
+    atomic_store_explicit(&lock->holder, 0, memory_order_relaxed);
+    pthread_mutex_unlock(&lock->mutex);
+}
+
+#endif
