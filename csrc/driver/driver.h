@@ -28,6 +28,9 @@
 
 #include "base/status.h"
 
+/* Devices of a process, more than any machine has; a table may be an array. An ordinal past it is MO_NO_DEVICE. */
+#define MO_MAX_DEVICES 64
+
 typedef uintptr_t mo_address;     /* a device address */
 typedef uint64_t mo_physical;     /* a handle of physical memory, never 0 */
 typedef void *mo_stream;          /* a CUstream; NULL is the legacy default stream */
@@ -35,7 +38,7 @@ typedef struct mo_event mo_event; /* the driver's own */
 
 typedef struct mo_driver mo_driver;
 struct mo_driver {
-    int device;         /* ordinal, as torch counts */
+    int device;         /* ordinal, as torch counts, < MO_MAX_DEVICES */
     size_t granularity; /* bytes of the smallest physical block; 0: no virtual memory here, only segments */
 
     /* ---- addresses ------------------------------------------------------------------------------------- */

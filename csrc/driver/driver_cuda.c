@@ -1,0 +1,423 @@
+#include "driver/driver_cuda.h"
+
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/lock.h"
+
+/* ---- a call's surroundings ----------------------------------------------------------------------------------- */
+
+static atomic_bool forked; /* true in a child of a process that had opened a driver */
+
+static void note_fork(void)
+{
+    atomic_store(&forked, true);
+}
+
+static void watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, note_fork);
+}
+
+typedef struct call {
+    const mo_cuda_api *api;
+    bool pushed;
+    bool relaxed;
+    CUstreamCaptureMode mode; /* to be put back */
+} call;
+
+static mo_driver_cuda *self(mo_driver *driver)
+{
+    return (mo_driver_cuda *)driver;
+}
+
+/* Makes the context current. Fails with the driver's code; then leave() must not be called. */
+static CUresult enter(mo_driver *driver, bool relax, call *out)
+{
+    mo_driver_cuda *d = self(driver);
+    call c = {.api = d->api, .mode = CU_STREAM_CAPTURE_MODE_RELAXED};
+    CUcontext current = NULL;
+    CUresult code;
+
+    if (atomic_load_explicit(&forked, memory_order_relaxed))
+        return CUDA_ERROR_NOT_INITIALIZED;
+    code = c.api->context_current(&current);
+    if (code)
+        return code;
+    if (current != d->context) {
+        code = c.api->context_push(d->context);
+        if (code)
+            return code;
+        c.pushed = true;
+    }
+    if (relax) {
+        code = c.api->capture_mode(&c.mode);
+        if (code) {
+            if (c.pushed)
+                c.api->context_pop(&current);
+            return code;
+        }
+        c.relaxed = true;
+    }
+    *out = c;
+    return CUDA_SUCCESS;
+}
+
+/* What the thread had before. Putting back what was there a moment ago fails only where the driver is being shut
+ * down, and then there is nothing left to put back. */
+static void leave(call *c)
+{
+    CUcontext popped;
+    if (c->relaxed)
+        c->api->capture_mode(&c->mode);
+    if (c->pushed)
+        c->api->context_pop(&popped);
+}
+
+static bool gone(CUresult code)
+{
+    return code == CUDA_ERROR_DEINITIALIZED || code == CUDA_ERROR_NOT_INITIALIZED ||
+           code == CUDA_ERROR_CONTEXT_IS_DESTROYED;
+}
+
+/* One driver call in its surroundings; `code` is what the whole came to. */
+#define CALL(driver_, relax_, code_, expression_)                                                            \
+    do {                                                                                                     \
+        call call_;                                                                                          \
+        code_ = enter((driver_), (relax_), &call_);                                                          \
+        if (!code_) {                                                                                        \
+            const mo_cuda_api *api = call_.api;                                                              \
+            code_ = (expression_);                                                                           \
+            leave(&call_);                                                                                   \
+        }                                                                                                    \
+    } while (0)
+
+#define CHECKED(driver_, code_, detail_, ...)                                                                \
+    checked(self(driver_)->api, (code_), (detail_), __VA_ARGS__)
+
+static mo_status checked(const mo_cuda_api *api, CUresult code, mo_detail *detail, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
+
+
+static mo_status checked(const mo_cuda_api *api, CUresult code, mo_detail *detail, const char *format, ...)
+{
+    char what[160];
+    va_list args;
+
+    if (code == CUDA_SUCCESS)
+        return MO_OK;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    return mo_cuda_check(api, code, what, detail);
+}
+
+/* As checked(), for what releases: a driver that is gone has released everything. */
+#define RELEASED(driver_, code_, detail_, ...)                                                               \
+    (gone(code_) ? MO_OK : CHECKED((driver_), (code_), (detail_), __VA_ARGS__))
+
+/* ---- addresses, physical memory, mappings ----------------------------------------------------------------------- */
+
+static mo_status cuda_reserve(mo_driver *driver, size_t size, mo_detail *detail, mo_address *out)
+{
+    CUdeviceptr address = 0;
+    CUresult code;
+    CALL(driver, true, code, api->reserve(&address, size, 0, 0, 0));
+    if (code)
+        return CHECKED(driver, code, detail, "cuMemAddressReserve(%zu)", size);
+    *out = (mo_address)address;
+    return MO_OK;
+}
+
+static mo_status cuda_unreserve(mo_driver *driver, mo_address address, size_t size, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, true, code, api->unreserve(address, size));
+    return RELEASED(driver, code, detail, "cuMemAddressFree(%#zx, %zu)", (size_t)address, size);
+}
+
+static CUmemAllocationProp pinned_on(mo_driver *driver)
+{
+    CUmemAllocationProp properties;
+    memset(&properties, 0, sizeof properties); /* every field that is not named must be 0 */
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    properties.location.id = self(driver)->handle;
+    return properties;
+}
+
+static mo_status cuda_create(mo_driver *driver, size_t size, mo_detail *detail, mo_physical *out)
+{
+    CUmemAllocationProp properties = pinned_on(driver);
+    CUmemGenericAllocationHandle handle = 0;
+    CUresult code;
+    CALL(driver, true, code, api->create(&handle, size, &properties, 0));
+    if (code)
+        return CHECKED(driver, code, detail, "cuMemCreate(%zu)", size);
+    *out = handle;
+    return MO_OK;
+}
+
+static mo_status cuda_release(mo_driver *driver, mo_physical handle, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, true, code, api->release(handle));
+    return RELEASED(driver, code, detail, "cuMemRelease(%#llx)", (unsigned long long)handle);
+}
+
+static mo_status cuda_map(mo_driver *driver, mo_address address, size_t size, mo_physical handle, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, true, code, api->map(address, size, /* offset, must be */ 0, handle, /* flags */ 0));
+    return CHECKED(driver, code, detail, "cuMemMap(%#zx, %zu)", (size_t)address, size);
+}
+
+static mo_status cuda_unmap(mo_driver *driver, mo_address address, size_t size, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, true, code, api->unmap(address, size));
+    return RELEASED(driver, code, detail, "cuMemUnmap(%#zx, %zu)", (size_t)address, size);
+}
+
+static mo_status cuda_grant(mo_driver *driver, mo_address address, size_t size, mo_detail *detail)
+{
+    CUmemAccessDesc access = {
+        .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = self(driver)->handle},
+        .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    };
+    CUresult code;
+    CALL(driver, true, code, api->grant(address, size, &access, 1));
+    return CHECKED(driver, code, detail, "cuMemSetAccess(%#zx, %zu)", (size_t)address, size);
+}
+
+/* ---- segments -------------------------------------------------------------------------------------------------- */
+
+static mo_status cuda_segment_alloc(mo_driver *driver, size_t size, mo_detail *detail, mo_address *out)
+{
+    CUdeviceptr address = 0;
+    CUresult code;
+    CALL(driver, true, code, api->memory_alloc(&address, size));
+    if (code)
+        return CHECKED(driver, code, detail, "cuMemAlloc(%zu)", size);
+    *out = (mo_address)address;
+    return MO_OK;
+}
+
+static mo_status cuda_segment_free(mo_driver *driver, mo_address address, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, true, code, api->memory_free(address));
+    return RELEASED(driver, code, detail, "cuMemFree(%#zx)", (size_t)address);
+}
+
+/* ---- order ------------------------------------------------------------------------------------------------------- */
+
+static mo_status cuda_event_create(mo_driver *driver, mo_detail *detail, mo_event **out)
+{
+    CUevent event = NULL;
+    CUresult code;
+    CALL(driver, true, code, api->event_create(&event, CU_EVENT_DISABLE_TIMING));
+    if (code)
+        return CHECKED(driver, code, detail, "cuEventCreate()");
+    *out = (mo_event *)event;
+    return MO_OK;
+}
+
+static mo_status cuda_event_destroy(mo_driver *driver, mo_event *event, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, true, code, api->event_destroy((CUevent)event));
+    return RELEASED(driver, code, detail, "cuEventDestroy()");
+}
+
+static mo_status cuda_event_record(mo_driver *driver, mo_event *event, mo_stream stream, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, false, code, api->event_record((CUevent)event, stream));
+    return CHECKED(driver, code, detail, "cuEventRecord()");
+}
+
+static mo_status cuda_event_query(mo_driver *driver, mo_event *event, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, true, code, api->event_query((CUevent)event));
+    return code == CUDA_ERROR_NOT_READY ? MO_NOT_READY : CHECKED(driver, code, detail, "cuEventQuery()");
+}
+
+static mo_status cuda_stream_wait(mo_driver *driver, mo_stream stream, mo_event *event, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, false, code, api->stream_wait(stream, (CUevent)event, 0));
+    return CHECKED(driver, code, detail, "cuStreamWaitEvent()");
+}
+
+static mo_status cuda_capture_id(mo_driver *driver, mo_stream stream, mo_detail *detail, uint64_t *out)
+{
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    cuuint64_t id = 0;
+    CUresult code;
+
+    /* The legacy stream cannot be captured, and asking it while another stream is would break that capture. */
+    if (!stream) {
+        *out = 0;
+        return MO_OK;
+    }
+    if (self(driver)->api->capture_info_v3)
+        CALL(driver, false, code, api->capture_info_v3(stream, &status, &id, NULL, NULL, NULL, NULL));
+    else if (self(driver)->api->capture_info_v2)
+        CALL(driver, false, code, api->capture_info_v2(stream, &status, &id, NULL, NULL, NULL));
+    else
+        CALL(driver, false, code, api->stream_capturing(stream, &status));
+    if (code)
+        return CHECKED(driver, code, detail, "cuStreamGetCaptureInfo()");
+    /* A driver that cannot tell captures apart has one number for them all. */
+    *out = status == CU_STREAM_CAPTURE_STATUS_NONE ? 0 : id ? id : 1;
+    return MO_OK;
+}
+
+static mo_status cuda_synchronize(mo_driver *driver, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, true, code, api->context_synchronize());
+    return CHECKED(driver, code, detail, "cuCtxSynchronize()");
+}
+
+static mo_status cuda_memory_info(mo_driver *driver, mo_detail *detail, size_t *free_bytes, size_t *total_bytes)
+{
+    size_t unused = 0, total = 0;
+    CUresult code;
+    CALL(driver, true, code, api->memory_info(&unused, &total));
+    if (code)
+        return CHECKED(driver, code, detail, "cuMemGetInfo()");
+    *free_bytes = unused;
+    *total_bytes = total;
+    return MO_OK;
+}
+
+static uint64_t cuda_now(mo_driver *driver)
+{
+    struct timespec t;
+    (void)driver;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * UINT64_C(1000000000) + (uint64_t)t.tv_nsec;
+}
+
+static void cuda_pause(mo_driver *driver, uint64_t duration)
+{
+    struct timespec t = {(time_t)(duration / UINT64_C(1000000000)), (long)(duration % UINT64_C(1000000000))};
+    (void)driver;
+    nanosleep(&t, NULL); /* a signal ends the rest early; "about" allows it */
+}
+
+/* ---- opening ------------------------------------------------------------------------------------------------------- */
+
+static const mo_driver cuda_table = {
+    .reserve = cuda_reserve,
+    .unreserve = cuda_unreserve,
+    .create = cuda_create,
+    .release = cuda_release,
+    .map = cuda_map,
+    .unmap = cuda_unmap,
+    .grant = cuda_grant,
+    .segment_alloc = cuda_segment_alloc,
+    .segment_free = cuda_segment_free,
+    .event_create = cuda_event_create,
+    .event_destroy = cuda_event_destroy,
+    .event_record = cuda_event_record,
+    .event_query = cuda_event_query,
+    .stream_wait = cuda_stream_wait,
+    .capture_id = cuda_capture_id,
+    .synchronize = cuda_synchronize,
+    .memory_info = cuda_memory_info,
+    .now = cuda_now,
+    .pause = cuda_pause,
+};
+
+/* Bytes of the smallest physical block, 0 where the device or the driver has no virtual memory management. */
+static mo_status find_granularity(mo_driver_cuda *d, mo_detail *detail, size_t *out)
+{
+    const mo_cuda_api *api = d->api;
+    CUmemAllocationProp properties = pinned_on(&d->table);
+    int supported = 0;
+    CUresult code;
+
+    *out = 0;
+    if (!api->reserve || !api->unreserve || !api->create || !api->release || !api->map || !api->unmap ||
+        !api->grant || !api->granularity)
+        return MO_OK;
+    code = api->device_attribute(&supported, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, d->handle);
+    if (!code && supported)
+        code = api->granularity(out, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+    return checked(api, code, detail, "asking device %d for its virtual memory", d->table.device);
+}
+
+mo_status mo_driver_cuda_open(const mo_cuda_api *api, int ordinal, mo_driver_cuda *out, mo_detail *detail)
+{
+    static pthread_once_t watching = PTHREAD_ONCE_INIT;
+    mo_driver_cuda d = {.table = cuda_table, .api = api};
+    int count = 0;
+    mo_status status;
+
+    status = checked(api, api->device_count(&count), detail, "cuDeviceGetCount()");
+    if (status)
+        return status;
+    if (ordinal < 0 || ordinal >= count)
+        return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d: this process sees %d of them", ordinal,
+                       count);
+    status = checked(api, api->device_get(&d.handle, ordinal), detail, "cuDeviceGet(%d)", ordinal);
+    if (status)
+        return status;
+    d.table.device = ordinal;
+    status = find_granularity(&d, detail, &d.table.granularity);
+    if (status)
+        return status;
+    status = checked(api, api->primary_retain(&d.context, d.handle), detail, "cuDevicePrimaryCtxRetain(%d)", ordinal);
+    if (status)
+        return status;
+    pthread_once(&watching, watch_forks);
+    *out = d;
+    return MO_OK;
+}
+
+mo_status mo_driver_cuda_close(mo_driver_cuda *driver, mo_detail *detail)
+{
+    CUresult code =
+        atomic_load(&forked) ? CUDA_SUCCESS : driver->api->primary_release(driver->handle);
+    return RELEASED(&driver->table, code, detail, "cuDevicePrimaryCtxRelease(%d)", driver->table.device);
+}
+
+mo_status mo_driver_cuda_get(int ordinal, mo_driver **out, mo_detail *detail)
+{
+    static mo_driver_cuda drivers[MO_MAX_DEVICES];
+    static _Atomic(mo_driver *) ready[MO_MAX_DEVICES];
+    static mo_lock lock = MO_LOCK_INIT;
+    const mo_cuda_api *api = NULL;
+    mo_driver *found;
+    mo_status status;
+
+    if (ordinal < 0 || ordinal >= MO_MAX_DEVICES)
+        return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d", ordinal);
+    found = atomic_load_explicit(&ready[ordinal], memory_order_acquire);
+    if (!found) {
+        status = mo_cuda_api_get(&api, detail);
+        if (status)
+            return status;
+        mo_lock_take(&lock);
+        found = atomic_load(&ready[ordinal]);
+        if (!found) {
+            status = mo_driver_cuda_open(api, ordinal, &drivers[ordinal], detail);
+            if (!status) {
+                found = &drivers[ordinal].table;
+                atomic_store_explicit(&ready[ordinal], found, memory_order_release);
+            }
+        }
+        mo_lock_give(&lock);
+        if (status)
+            return status;
+    }
+    *out = found;
+    return MO_OK;
+}

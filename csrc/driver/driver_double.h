@@ -1,0 +1,73 @@
+/* The test double behind mo_driver: a device of numbers. No memory stands behind its addresses, its clock moves
+ * when told to, work on its streams is over when the test says so, and any call can be made to fail.
+ *
+ *     used  = sum of sizes of handles that are unreleased or mapped, and of segments   <= capacity
+ *     a mapping lies in one reservation, holds a whole handle, overlaps no other
+ *     a stream: completed <= submitted; an event's mark is over <=> completed >= its mark
+ *
+ * What CUDA calls an error is MO_INVALID here, with a sentence. Thread safe by one lock. Its own bookkeeping comes
+ * from malloc, not from hostmem.h, so that a test of host memory failures is about the code under test alone. */
+#ifndef MO_DRIVER_DOUBLE_H
+#define MO_DRIVER_DOUBLE_H
+
+#include "base/lock.h"
+#include "driver/driver.h"
+
+/* Every entry of the table that can fail. */
+#define MO_DOUBLE_CALLS(X)                                                                                   \
+    X(reserve) X(unreserve) X(create) X(release) X(map) X(unmap) X(grant) X(segment_alloc) X(segment_free)   \
+    X(event_create) X(event_destroy) X(event_record) X(event_query) X(stream_wait) X(capture_id)             \
+    X(synchronize) X(memory_info)
+
+typedef enum mo_double_call {
+#define CALL_NAME(name) MO_DOUBLE_##name,
+    MO_DOUBLE_CALLS(CALL_NAME)
+#undef CALL_NAME
+        MO_DOUBLE_CALL_COUNT
+} mo_double_call;
+
+typedef struct mo_double_block mo_double_block;
+typedef struct mo_double_stream mo_double_stream;
+
+typedef struct mo_double {
+    mo_driver table; /* first */
+    mo_lock lock;
+    size_t capacity, used, peak;
+    mo_address next_address; /* addresses only grow: none is ever handed out twice */
+    mo_double_block *blocks; /* reservations, handles, mappings, segments, events */
+    mo_double_stream *streams;
+    uint64_t clock;               /* nanoseconds */
+    uint64_t next_id;
+    size_t work_per_pause;        /* operations of every stream that a pause() lets complete */
+    uint64_t calls[MO_DOUBLE_CALL_COUNT];
+    struct {
+        uint64_t after, count; /* let `after` more pass, then fail `count` */
+        mo_status status;
+    } plan[MO_DOUBLE_CALL_COUNT];
+} mo_double;
+
+/* A device of `capacity` bytes; granularity 0 makes one without virtual memory. */
+void mo_double_open(mo_double *device, size_t capacity, size_t granularity);
+
+/* Forgets everything, whatever is still live. */
+void mo_double_close(mo_double *device);
+
+/* Live reservations + handles + mappings + segments + events: what a test that cleans up leaves at 0. */
+size_t mo_double_live(mo_double *device);
+
+/* Lets `after` more calls pass, then fails `count` of them with status (before anything changed). */
+void mo_double_fail(mo_double *device, mo_double_call which, uint64_t after, uint64_t count, mo_status status);
+void mo_double_fail_never(mo_double *device);
+
+/* Queues one operation on a stream. */
+void mo_double_submit(mo_double *device, mo_stream stream);
+
+/* Completes up to n operations of a stream, in order; stops at a wait whose mark is not over. Returns how many. */
+size_t mo_double_complete(mo_double *device, mo_stream stream, size_t n);
+
+/* From now on capture_id() says id for this stream; 0 ends it. */
+void mo_double_capture(mo_double *device, mo_stream stream, uint64_t id);
+
+const char *mo_double_call_name(mo_double_call which);
+
+#endif

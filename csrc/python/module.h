@@ -1,0 +1,33 @@
+/* memopt._C, the module: its state, and the one place where a mo_status becomes an exception.
+ *
+ * Every Python object of ours lives in the module state (so sub-interpreters and a second import are safe); what
+ * the engines know lives in C, process-wide, and is not here. Built against the limited API of CPython 3.11.
+ * A binding file py_x.c offers `int mo_py_x_init(PyObject *module)`, which adds its functions and types; the
+ * module's exec slot is the list of them. */
+#ifndef MO_MODULE_H
+#define MO_MODULE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "base/status.h"
+
+typedef struct mo_module_state {
+    PyObject *error; /* memopt.Error, a RuntimeError with .status and .code */
+} mo_module_state;
+
+static inline mo_module_state *mo_state(PyObject *module)
+{
+    return (mo_module_state *)PyModule_GetState(module);
+}
+
+/* Sets the exception that a status stands for and returns NULL:
+ *     MO_INVALID, MO_OVERFLOW     ValueError          MO_NO_HOST_MEMORY    MemoryError
+ *     MO_IO                       OSError             all others           memopt.Error */
+PyObject *mo_raise(PyObject *module, mo_status status, const mo_detail *detail);
+
+int mo_py_units_init(PyObject *module);
+int mo_py_driver_init(PyObject *module);
+int mo_py_alloc_init(PyObject *module);
+
+#endif
