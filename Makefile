@@ -1,0 +1,137 @@
+# memopt: `make help` lists what there is. Every target makes what it needs first.
+PYTHON ?= python3
+CC ?= gcc
+ENVIRONMENT = $(PYTHON) tests/environments.py
+TORCH ?= 2.13.0
+PYTEST ?=
+
+.DEFAULT_GOAL := build
+.DELETE_ON_ERROR:
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
+
+# ---- building ---------------------------------------------------------------------------------------------------
+build:  ## the extension and the simulated device's libraries, in place (import memopt works from here)
+	@echo "building the extension and the simulated device" >&2
+	@$$($(ENVIRONMENT) build) setup.py --quiet build_ext --inplace
+
+wheel:  ## dist/memopt-*.whl: one for every Python >= 3.11 and every torch >= 2.10
+	@$$($(ENVIRONMENT) build) setup.py --quiet bdist_wheel
+	@ls -l dist/*.whl
+
+clean:  ## removes what was built; the environments in .venv stay
+	rm -rf build dist memopt.egg-info memopt/_C*.so memopt/sim/cu12 memopt/sim/cu13
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# ---- the main job -------------------------------------------------------------------------------------------------
+demo: build  ## trains a small transformer on a simulated GPU through memopt's allocator
+	@$(ENVIRONMENT) sim >build/python-sim
+	@$$(cat build/python-sim) benchmarks/first_light.py
+
+# ---- tests ----------------------------------------------------------------------------------------------------------
+test: environments  ## everything: C, Python and the simulated device; one closing line
+	@$$(cat build/python-cpu) -m pytest $(PYTEST)
+
+environments: build
+	@$(ENVIRONMENT) cpu >build/python-cpu
+	@$(ENVIRONMENT) sim >build/python-sim
+
+test-c: environments  ## the C tests alone
+	@$$(cat build/python-cpu) -m pytest tests/c $(PYTEST)
+
+test-sim: build  ## the simulated device's tests alone, on any torch: make test-sim TORCH=2.11.0
+	@$(ENVIRONMENT) cpu >build/python-cpu
+	@$(ENVIRONMENT) sim --torch $(TORCH) >build/python-sim-$(TORCH)
+	@$$(cat build/python-cpu) -m pytest tests/sim --sim-python $$(cat build/python-sim-$(TORCH)) $(PYTEST)
+
+test-asan test-ubsan test-tsan: test-%: environments  ## the C tests under a sanitizer
+	@$$(cat build/python-cpu) -m pytest tests/c --c-variant $* $(PYTEST)
+
+test-asan:  ## the C tests under AddressSanitizer and LeakSanitizer
+test-ubsan:  ## the C tests under UndefinedBehaviorSanitizer
+test-tsan:  ## the C tests under ThreadSanitizer
+
+valgrind: environments  ## the C tests under valgrind's memcheck
+	@$$(cat build/python-cpu) -m pytest tests/c --c-variant valgrind $(PYTEST)
+
+soak: environments  ## the long form of everything that has one; figures go to benchmarks/results
+	@$$(cat build/python-cpu) benchmarks/bench_import.py --json
+	@$$(cat build/python-cpu) benchmarks/torch_versions.py
+	@MEMOPT_SOAK=1 $$(cat build/python-cpu) -m pytest $(PYTEST)
+
+bench: environments  ## every benchmark, side by side with its peer
+	@$$(cat build/python-cpu) benchmarks/bench_import.py
+
+notebooks: build  ## executes the notebooks, in full, in place
+	@$(ENVIRONMENT) notebook >build/python-notebook
+	@cd notebooks && for n in *.ipynb; do echo "executing $$n" >&2; \
+	    $$(cat ../build/python-notebook) ../tests/execute_notebook.py $$n || exit 1; done
+
+# ---- fuzzing ----------------------------------------------------------------------------------------------------------
+FUZZ_SECONDS ?= 60
+FUZZERS = $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
+CLANG ?= clang
+
+fuzz:  ## each fuzzer under libFuzzer for FUZZ_SECONDS (60); needs clang
+	@command -v $(CLANG) >/dev/null || { echo "fuzz: there is no $(CLANG) (Debian: apt-get install clang libclang-rt-14-dev)" >&2; exit 1; }
+	@mkdir -p build/fuzz
+	@for f in $(FUZZERS); do mkdir -p build/fuzz/$$f.corpus && echo "$$f: $(FUZZ_SECONDS) s" >&2 && \
+	    $(CLANG) $(C_FLAGS) -g -O1 -DMO_LEVEL=3 -fsanitize=fuzzer,address,undefined tests/fuzz/$$f.c \
+	        $(filter-out csrc/driver/kernel_image.c,$(CORE)) $(KERNEL_IMAGE) -o build/fuzz/$$f $(C_LIBRARIES) && \
+	    build/fuzz/$$f -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 build/fuzz/$$f.corpus || exit 1; done
+
+# ---- plain C: the modules and their tests, in a folder a variant --------------------------------------------------------
+# build/c/plain/test_units is tests/c/test_units.c with every module below csrc/python; build/c/plain/sim/test_vmm is
+# tests/c/sim/test_vmm.c with the simulated device, whose functions are CUDA's.
+C_WARNINGS = -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Werror
+C_FLAGS = -std=c11 -D_GNU_SOURCE -Icsrc -I. -Itests/c $(C_WARNINGS)
+C_LIBRARIES = -ldl -lpthread -lm
+
+plain_FLAGS = -O1 -g -DMO_LEVEL=3
+asan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=address -fno-omit-frame-pointer
+ubsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=undefined -fno-sanitize-recover=all
+tsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=thread
+
+CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scaler/*.c))
+SIM = $(sort $(wildcard csrc/simcuda/device_*.c csrc/simcuda/driver_*.c csrc/simcuda/runtime_*.c) $(wildcard csrc/simcuda/nvml.c \
+	csrc/simcuda/kernel_bodies.c))
+
+# What kernel_image.c embeds; made by nvcc where there is one.
+KERNEL_MACROS = $(shell $(PYTHON) kernels/build_kernels.py --macros build/kernels)
+
+define VARIANT
+build/c/$(1)/core/%.o: %.c
+	@mkdir -p $$(@D)
+	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -fexceptions -MMD -MP -c $$< -o $$@
+build/c/$(1)/core/csrc/driver/kernel_image.o: csrc/driver/kernel_image.c
+	@mkdir -p $$(@D)
+	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) $$(KERNEL_MACROS) -MMD -MP -c $$< -o $$@
+build/c/$(1)/sim/%.o: %.c
+	@mkdir -p $$(@D)
+	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 -MMD -MP -c $$< -o $$@
+build/c/$(1)/test_%: tests/c/test_%.c tests/c/test.h $$(CORE:%.c=build/c/$(1)/core/%.o)
+	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) $$< $$(CORE:%.c=build/c/$(1)/core/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
+build/c/$(1)/sim/test_%: tests/c/sim/test_%.c tests/c/test.h $$(SIM:%.c=build/c/$(1)/sim/%.o)
+	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 $$< $$(SIM:%.c=build/c/$(1)/sim/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
+build/c/$(1)/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/random_input.h $$(CORE:%.c=build/c/$(1)/core/%.o)
+	@mkdir -p $$(@D)
+	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DMEMOPT_RANDOM_INPUT $$< $$(CORE:%.c=build/c/$(1)/core/%.o) -o $$@ $$(C_LIBRARIES)
+-include $$(CORE:%.c=build/c/$(1)/core/%.d) $$(SIM:%.c=build/c/$(1)/sim/%.d)
+endef
+$(foreach variant,plain asan ubsan tsan,$(eval $(call VARIANT,$(variant))))
+
+# ---- style ------------------------------------------------------------------------------------------------------------
+C_FILES = $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')
+
+lint: build  ## ruff, mypy, both compilers' warnings, clang-format, clang-tidy; says which tool is missing
+	@$(ENVIRONMENT) lint >build/python-lint
+	@$(PYTHON) tests/lint.py $$(cat build/python-lint)
+
+format: build  ## rewrites Python and C in the project's style
+	@$(ENVIRONMENT) lint >build/python-lint
+	@$$(cat build/python-lint) -m ruff check --fix --quiet . ; $$(cat build/python-lint) -m ruff format --quiet .
+	@clang-format -i $(C_FILES)
+
+.PHONY: help build wheel clean demo test environments test-c test-sim test-asan test-ubsan test-tsan valgrind soak bench \
+	notebooks fuzz lint format

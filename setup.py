@@ -1,0 +1,90 @@
+"""Builds memopt: one C extension for every Python >= 3.11 and every torch >= 2.10, the kernels it carries, and the
+libraries of the simulated CUDA device. Needs a C compiler; neither torch nor CUDA. Where nvcc is found the kernels
+are compiled now, else on the user's machine at first use.
+
+Environment: CC; MEMOPT_CUDA=0|1|auto (without nvcc: never look, fail, go on); MEMOPT_LEVEL=0..3 (assertions: none,
+O(1), one structure, whole heap); MEMOPT_WERROR=1 (warnings are errors)."""
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "csrc" / "simcuda")]
+import build_kernels  # noqa: E402
+import build_libraries  # noqa: E402
+
+LAYERS = ("base", "driver", "alloc", "scaler", "python")
+NOT_IN_THE_EXTENSION = {"csrc/driver/driver_double.c"}  # the driver table's test double
+SOURCES = sorted(
+    str(path.relative_to(ROOT))
+    for layer in LAYERS
+    for path in (ROOT / "csrc" / layer).glob("*.c")
+    if str(path.relative_to(ROOT)) not in NOT_IN_THE_EXTENSION
+)
+
+WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes"]
+FLAGS = ["-std=c11", "-O2", "-g1", "-fvisibility=hidden", "-fno-strict-aliasing", *WARNINGS]
+
+# Only these two files are left by a C++ exception (torch.OutOfMemoryError).
+FLAGS_OF = {"torch_hooks.c": ["-fexceptions"], "torch_throw.c": ["-fexceptions"]}
+
+
+class BuildExtension(build_ext):
+    """build_ext with flags by file, the kernels, and the simulated device's libraries."""
+
+    def build_extensions(self) -> None:
+        if "-Werror" not in FLAGS and os.environ.get("MEMOPT_WERROR") == "1":
+            FLAGS.append("-Werror")
+        extension = self.extensions[0]
+        extension.extra_compile_args = FLAGS
+        extension.define_macros += build_kernels.define_macros(Path(self.build_temp).resolve() / "kernels")
+        compile_one = self.compiler._compile
+
+        def with_own_flags(obj, src, ext, cc_args, extra, pp_opts):
+            own = FLAGS_OF.get(Path(src).name, [])
+            return compile_one(obj, src, ext, cc_args, [*extra, *own], pp_opts)
+
+        self.compiler._compile = with_own_flags
+        super().build_extensions()
+        self.build_simulated_device()
+
+    def build_simulated_device(self) -> None:
+        """A wheel without these libraries is an error, so whatever fails here fails the build."""
+        package = ROOT / "memopt" if self.inplace else Path(self.build_lib) / "memopt"
+        built = build_libraries.build(ROOT / "build" / "simcuda", shlex.split(os.environ.get("CC", "gcc")))
+        for library in built:
+            target = package / "sim" / library.parent.name / library.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # A new file under the old name: a process that has the old one mapped keeps it.
+            fresh = target.with_suffix(".new")
+            shutil.copy2(library, fresh)
+            fresh.replace(target)
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "memopt._C",
+            sources=SOURCES,
+            include_dirs=["csrc"],
+            define_macros=[
+                ("_GNU_SOURCE", None),
+                ("Py_LIMITED_API", "0x030B0000"),
+                ("MO_LEVEL", os.environ.get("MEMOPT_LEVEL", "0")),
+            ],
+            depends=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*/*.h"))
+            + sorted(str(p.relative_to(ROOT)) for p in (ROOT / "kernels").glob("*.cu*")),
+            extra_link_args=["-pthread"],
+            libraries=["dl"],
+            py_limited_api=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -1,0 +1,78 @@
+"""One pytest over three kinds of test, so that its closing line speaks for all of them:
+
+* `tests/test_*.py` run here;
+* `tests/c/**/test_*.c` are binaries: built by make, started once each, a test an item (c_tests.py);
+* `tests/sim/test_*.py` need PyTorch's CUDA build on the simulated device, which has to be activated before torch is
+  imported: each file runs in a process of its own under `.venv/sim` (sim_tests.py).
+
+Which environment this process is in, its own file `memopt-environment` says."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from c_tests import CFile  # noqa: E402
+from sim_tests import SimFile, in_sim_environment  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sim-python", default=str(HERE.parent / ".venv/sim/bin/python"), metavar="PATH",
+                     help="Python of the simulated device's environment (default: .venv/sim)")  # fmt: skip
+    parser.addoption("--c-variant", default="plain", choices=["plain", "asan", "ubsan", "tsan", "valgrind"],
+                     help="how the C tests are built or run")  # fmt: skip
+    parser.addoption("--report-to", metavar="FILE", help="write each test's outcome to FILE, a JSON line a phase")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    seed = os.environ.setdefault("MEMOPT_SEED", str(int.from_bytes(os.urandom(4), "big") | 1))
+    return f"memopt: MEMOPT_SEED={seed}, {'long' if os.environ.get('MEMOPT_SOAK') == '1' else 'short'} form"
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if file_path.suffix == ".c" and file_path.name.startswith("test_"):
+        return CFile.from_parent(parent, path=file_path)
+    return None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if module_path.parent == HERE / "sim" and not in_sim_environment():
+        return SimFile.from_parent(parent, path=module_path)
+    return None
+
+
+@pytest.hookimpl
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """The other half of sim_tests.py: this process is the one that was started there."""
+    if target := _config.getoption("--report-to"):
+        line = {
+            "id": report.nodeid, "when": report.when, "outcome": report.outcome, "text": report.longreprtext,
+            "seconds": report.duration, "output": report.capstdout + report.capstderr,
+        }  # fmt: skip
+        if report.skipped and isinstance(report.longrepr, tuple):
+            line["text"] = str(report.longrepr[2])
+        with open(target, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+_config: pytest.Config
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _config
+    _config = config
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda"):
+        import torch
+
+        if not torch.cuda.is_available() or torch.cuda.get_device_name(0).startswith("simulated"):
+            pytest.skip("needs a real GPU")

@@ -1,0 +1,185 @@
+"""The virtual environments that building and testing need, made on demand under .venv/.
+
+    python3 tests/environments.py build            setuptools: to build the extension
+    python3 tests/environments.py cpu              PyTorch without a GPU, and what the tests import
+    python3 tests/environments.py sim [--torch V]  PyTorch's CUDA build without NVIDIA's libraries, for memopt.sim
+    python3 tests/environments.py lint             ruff and mypy
+    python3 tests/environments.py notebook         what executes the notebooks
+
+The path of the environment's Python is the last line it prints; what it does meanwhile goes to standard error. An
+environment is made once, and again when what it should hold has changed. Only the standard library is used: this runs
+under whatever python3 (3.11 or later, with venv) a machine has.
+
+No gigabytes by accident: torch comes as the CPU build where pip's configuration offers one, otherwise as the CUDA
+wheel alone (--no-deps) with a pinned list of its pure-Python dependencies. pip's own line with the size of each
+download is passed on before the download starts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = ROOT / ".venv"
+
+TORCH = "2.13.0"
+OLDEST_TORCH = (2, 10)
+BUILD = ["setuptools==84.2.1", "wheel==0.48.0"]
+TESTS = ["pytest==9.2.0", "hypothesis==6.170.15", "numpy==2.4.6", "scikit-learn==1.9.1"]
+# What torch imports beside NVIDIA's libraries.
+PURE = [
+    "typing_extensions==4.16.0", "filelock==4.2.11", "sympy==1.14.0", "mpmath==1.3.0", "networkx==3.6.1",
+    "jinja2==3.1.6", "MarkupSafe==3.0.4", "fsspec==2026.9.0",
+]  # fmt: skip
+LINT = ["ruff==0.17.5", "mypy==2.4.1"]
+NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """pip install, of whose talk only the lines about downloads are shown, and all of it if it fails."""
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    heard = []
+    assert process.stdout
+    for line in process.stdout:
+        heard.append(line)
+        # "Downloading torch-2.13.0-….whl (526.6 MB)" comes before the first byte of it.
+        download = re.match(r"\s*(Downloading|Using cached) .*?([^/\s]+\.(?:whl|tar\.gz)) (\(.*\))", line)
+        if download:
+            say("    {} {} {}".format(*download.groups()))
+    if process.wait() != 0:
+        raise SystemExit("".join(heard[-40:]) + f"\nfailed: {' '.join(command)}")
+
+
+def torch_of(python: str) -> tuple[int, ...] | None:
+    """The version of the torch that a Python can import, or None."""
+    code = "import torch; print(torch.__version__)"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    found = re.match(r"(\d+)\.(\d+)", done.stdout)
+    return (int(found[1]), int(found[2])) if done.returncode == 0 and found else None
+
+
+def cpu_build_is_offered(python: Path) -> bool:
+    command = [str(python), "-m", "pip", "index", "versions", "torch", "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return f"{TORCH}+cpu" in done.stdout
+
+
+def site_packages(python: Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+
+
+def install_lean_torch(python: Path, version: str) -> None:
+    """The registry's CUDA build and none of the NVIDIA packages that it asks for (three equals signs: a local
+    version such as +cpu does not match)."""
+    say(f"  PyTorch {version}, CUDA build without NVIDIA's packages: about 530 MB to download, 1.4 GB on disk")
+    pip(python, *PURE)
+    pip(python, "--no-deps", f"torch==={version}")
+
+
+def fill_build(python: Path, _: argparse.Namespace) -> None:
+    pip(python, *BUILD)
+
+
+def fill_cpu(python: Path, _: argparse.Namespace) -> None:
+    if torch_of(str(python)):
+        say("  using the PyTorch of the Python at hand")
+        pip(python, *BUILD, *TESTS)
+        return
+    pip(python, *BUILD, *PURE, *TESTS)
+    if cpu_build_is_offered(python):
+        say(f"  PyTorch {TORCH}, CPU build: about 200 MB")
+        pip(python, f"torch=={TORCH}+cpu")
+        return
+    install_lean_torch(python, TORCH)
+    # The CUDA build links NVIDIA's libraries. The simulated device's take their place; as long as nobody activates
+    # it they are those of a machine with no GPU.
+    say("  standing in for NVIDIA's libraries: memopt/sim (no GPU)")
+    folder = site_packages(python) / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True, exist_ok=True)
+    sys.path.insert(0, str(ROOT / "memopt" / "sim"))
+    import elf
+
+    for library in sorted((ROOT / "memopt" / "sim" / "cu13").glob("sim_*.so")):
+        link = folder / elf.read(library).soname
+        link.unlink(missing_ok=True)
+        link.symlink_to(library)
+
+
+def fill_sim(python: Path, options: argparse.Namespace) -> None:
+    pip(python, *BUILD, *TESTS)
+    install_lean_torch(python, options.torch)
+
+
+def fill_lint(python: Path, _: argparse.Namespace) -> None:
+    pip(python, *LINT)
+
+
+def fill_notebook(python: Path, options: argparse.Namespace) -> None:
+    fill_sim(python, options)
+    pip(python, *NOTEBOOK)
+
+
+FILL = {"build": fill_build, "cpu": fill_cpu, "sim": fill_sim, "lint": fill_lint, "notebook": fill_notebook}
+RECIPE = {
+    "build": BUILD, "cpu": [TORCH, *BUILD, *PURE, *TESTS], "sim": [*BUILD, *PURE, *TESTS], "lint": LINT,
+    "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK],
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Two makes at once: the second waits, and then finds it done."""
+    HOME.mkdir(exist_ok=True)
+    with open(HOME / f"{name}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def make(options: argparse.Namespace) -> Path:
+    own_version = options.name in ("sim", "notebook") and options.torch != TORCH
+    name = f"{options.name}-{options.torch}" if own_version else options.name
+    python = HOME / name / "bin" / "python"
+    ready = HOME / name / "memopt-environment"
+    torch = options.torch if options.name in ("sim", "notebook") else ""
+    recipe = json.dumps([sys.version_info[:2], torch, RECIPE[options.name]])
+    mark = f"{options.name}\n{hashlib.sha256(recipe.encode()).hexdigest()[:16]}\n"
+    with alone(name):
+        if ready.exists() and ready.read_text() == mark:
+            return python
+        say(f"environment '{name}' (.venv/{name})")
+        here = options.name == "cpu" and (torch_of(sys.executable) or (0, 0)) >= OLDEST_TORCH
+        arguments = ["--clear", *(["--system-site-packages"] if here else [])]
+        subprocess.run([sys.executable, "-m", "venv", *arguments, str(HOME / name)], check=True)
+        FILL[options.name](python, options)
+        ready.write_text(mark)
+        say(f"environment '{name}' is ready")
+    return python
+
+
+def main() -> None:
+    if sys.version_info < (3, 11):
+        raise SystemExit(f"memopt needs Python 3.11 or later; this is {sys.version.split()[0]} ({sys.executable})")
+    parser = argparse.ArgumentParser(description="make one of memopt's virtual environments")
+    parser.add_argument("name", choices=sorted(FILL))
+    parser.add_argument("--torch", default=TORCH, metavar="V", help=f"version of PyTorch (default {TORCH})")
+    os.environ.pop("PYTHONPATH", None)
+    print(make(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
