@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -27,6 +28,8 @@ SOURCES = sorted(
     for path in (ROOT / "csrc" / layer).glob("*.c")
     if str(path.relative_to(ROOT)) not in NOT_IN_THE_EXTENSION
 )
+
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes"]
 FLAGS = ["-std=c11", "-O2", "-g1", "-fvisibility=hidden", "-fno-strict-aliasing", *WARNINGS]
@@ -76,6 +79,7 @@ setup(
             define_macros=[
                 ("_GNU_SOURCE", None),
                 ("Py_LIMITED_API", "0x030B0000"),
+                ("MEMOPT_VERSION", f'"{VERSION}"'),
                 ("MO_LEVEL", os.environ.get("MEMOPT_LEVEL", "0")),
             ],
             depends=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*/*.h"))

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 
+#include "base/assert.h"
 #include "base/pin.h"
 
 PyObject *mo_raise(PyObject *module, mo_status status, const mo_detail *detail)
@@ -46,6 +47,21 @@ fail:
 PyDoc_STRVAR(error_doc, "What the device, its driver or a library refused.\n\n"
                         "status: the kind, such as 'MO_NO_LIBRARY'. code: the callee's own number, 0 if it has none.");
 
+/* What this binary is: for the doctor, and for whoever asks whether the assertions are on. */
+static int add_build(PyObject *module)
+{
+    PyObject *build = Py_BuildValue("{s:s,s:i}", "compiler",
+#ifdef __clang__
+                                    "clang " __clang_version__,
+#else
+                                    "gcc " __VERSION__,
+#endif
+                                    "level", MO_LEVEL);
+    int failed = !build || PyModule_AddObjectRef(module, "build", build) < 0;
+    Py_XDECREF(build);
+    return failed || PyModule_AddStringConstant(module, "__version__", MEMOPT_VERSION) < 0 ? -1 : 0;
+}
+
 static int module_exec(PyObject *module)
 {
     mo_module_state *state = mo_state(module);
@@ -59,7 +75,7 @@ static int module_exec(PyObject *module)
         mo_raise(module, status, &detail);
         return -1;
     }
-    if (mo_py_units_init(module) < 0 || mo_py_driver_init(module) < 0 || mo_py_alloc_init(module) < 0)
+    if (add_build(module) < 0 || mo_py_units_init(module) < 0 || mo_py_driver_init(module) < 0 || mo_py_alloc_init(module) < 0)
         return -1;
     return 0;
 }

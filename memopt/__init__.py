@@ -1,0 +1,48 @@
+"""memopt: train bigger models in the memory you have, with PyTorch.
+
+Importing it changes nothing: each switch is explicit. Neither torch nor a GPU is needed to import it; what needs one
+says so when it is first used. `python -m memopt doctor` tells what works on this machine and why the rest does not."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING
+
+try:
+    from memopt import _C
+except ImportError as error:
+    from pathlib import Path
+
+    if (Path(__file__).resolve().parents[1] / "setup.py").exists():
+        hint = "this is a source tree whose C extension is not built (or was built for another Python): run `make`"
+    else:
+        hint = "the installed package is damaged: reinstall it with `pip install --force-reinstall memopt`"
+    raise ImportError(f"memopt._C cannot be loaded ({error}): {hint}") from error
+
+from memopt._C import Error
+
+if TYPE_CHECKING:
+    from memopt import amp, cuda, sim
+    from memopt.diagnosis import doctor
+
+__version__ = _C.__version__
+__all__ = ["Error", "__version__", "amp", "cuda", "doctor", "sim"]
+
+logging.getLogger("memopt").addHandler(logging.NullHandler())
+
+# What is imported when it is first asked for: a name here, the module it lives in.
+_LATER = {"doctor": "memopt.diagnosis", "amp": None, "cuda": None, "sim": None}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module 'memopt' has no attribute {name!r}")
+    home = _LATER[name]
+    value = importlib.import_module(f"memopt.{name}") if home is None else getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

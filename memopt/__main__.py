@@ -1,0 +1,53 @@
+"""python -m memopt COMMAND: one file a command, in memopt/commands."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+import memopt
+from memopt.commands import doctor
+
+COMMANDS = [doctor]
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="memopt",
+        description="Train bigger models in the memory you have.",
+        epilog="exit codes: 0 done; 1 done, and the answer is no; 2 the call was wrong",
+    )
+    top.add_argument("--version", action="version", version=f"memopt {memopt.__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        sub = commands.add_parser(module.NAME, help=module.HELP, description=module.__doc__)
+        sub.add_argument("-v", "--verbose", action="count", default=0, help="say more (twice: everything)")
+        sub.add_argument("-q", "--quiet", action="store_true", help="say only what was asked for")
+        sub.add_argument("-o", "--output", metavar="FILE", help="write the answer to FILE instead of the screen")
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    level = logging.ERROR if options.quiet else max(logging.DEBUG, logging.WARNING - 10 * options.verbose)
+    named = os.environ.get("MEMOPT_LOG", "").upper()
+    logging.basicConfig(level=logging.getLevelNamesMapping().get(named, level), format="memopt: %(message)s")
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+        return int(status)
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python would complain once more when it closes standard output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"memopt {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""What works on this machine, and why the rest does not: `memopt.doctor()`, `python -m memopt doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from memopt import _C, torch_version
+
+State = Literal["ok", "absent", "broken"]
+
+# What memopt reads from the environment, and what it means.
+VARIABLES = {
+    "MEMOPT_BACKEND": "allocator of memopt.enable(): native or pool",
+    "MEMOPT_BUDGET": "memory budget, such as 8GiB",
+    "MEMOPT_ON_OOM": "what happens on an OOM: report or raise",
+    "MEMOPT_REPORT": "where reports are written",
+    "MEMOPT_LOG": "level of the memopt logger",
+    "MEMOPT_ISA": "instruction set of the CPU kernels: generic, avx2, avx512",
+    "MEMOPT_DISABLE": "1 turns every switch of memopt off",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor: what was looked at, how it is, and, if something is to be done, what.
+
+    state: 'ok'; 'absent' (not here, and memopt works without it); 'broken' (somebody should do something)."""
+
+    topic: str
+    state: State
+    text: str
+    mend: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing is broken. What is merely absent does not count."""
+        return all(finding.state != "broken" for finding in self.findings)
+
+    def as_dict(self) -> dict[str, object]:
+        return {"healthy": self.healthy, "findings": [asdict(finding) for finding in self.findings]}
+
+    def __str__(self) -> str:
+        mark = {"ok": "ok    ", "absent": "-     ", "broken": "BROKEN"}
+        width = max(len(finding.topic) for finding in self.findings)
+        lines = []
+        for finding in self.findings:
+            lines.append(f"{mark[finding.state]}  {finding.topic:<{width}}  {finding.text}")
+            if finding.mend:
+                lines.append(f"{'':8}{'':{width}}  -> {finding.mend}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def doctor() -> Diagnosis:
+    """Looks at everything that memopt can use here: the Python and the torch, the CUDA driver and its devices (a
+    context is created on each), the kernels, the simulated device, the environment variables.
+
+    Returns a Diagnosis: print it, or read .findings and .healthy. Never raises for what it finds."""
+    return Diagnosis([
+        Finding("memopt", "ok", f"{_C.__version__}, built with {_C.build['compiler']}, assertions: level "
+                                f"{_C.build['level']}"),
+        Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        _torch(), *_driver(), _kernels(), _cpu_kernels(), _simulated_device(), *_variables(),
+    ])  # fmt: skip
+
+
+def _torch() -> Finding:
+    version = torch_version.installed()
+    if version is None:
+        return Finding("torch", "absent", "not installed; what needs it will say so", "pip install 'torch>=2.10'")
+    if torch_version.too_old(version):
+        return Finding("torch", "broken", f"{version} is older than 2.10", "pip install -U torch")
+    try:
+        import torch
+    except Exception as error:  # whatever a broken installation raises is what there is to report
+        return Finding("torch", "broken", f"{version} cannot be imported: {error}",
+                       "reinstall torch; a CUDA build needs NVIDIA's packages or memopt.sim")  # fmt: skip
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return Finding("torch", "ok", f"{version}, {build}")
+
+
+def _driver() -> list[Finding]:
+    try:
+        driver = _C.cuda_driver()
+    except _C.Error as error:
+        state: State = "absent" if error.status in ("MO_NO_LIBRARY", "MO_NO_DEVICE") else "broken"
+        mend = "" if state == "absent" else "update the NVIDIA driver"
+        return [Finding("cuda driver", state, str(error), mend)]
+    lacking = f", lacks {', '.join(driver['lacking'])}" if driver["lacking"] else ""
+    found = [Finding("cuda driver", "ok", f"CUDA {driver['version']}{lacking}")]
+    for i, device in enumerate(driver["devices"]):
+        pages = _C.format_size(device["granularity"])
+        virtual = f"physical blocks of {pages}" if device["granularity"] else "no virtual memory management"
+        found.append(Finding(f"device {i}", "ok", f"{device['name']}, compute capability "
+                             f"{device['compute_capability']}, {_C.format_size(device['total_bytes'])}, "
+                             f"{virtual}"))  # fmt: skip
+    return found
+
+
+def _kernels() -> Finding:
+    from memopt import kernels
+
+    return kernels.finding()
+
+
+def _cpu_kernels() -> Finding:
+    wanted = os.environ.get("MEMOPT_ISA")
+    try:
+        isa = _C.cpu_isa(wanted)
+    except (ValueError, _C.Error) as error:
+        return Finding("cpu kernels", "broken", str(error), "unset MEMOPT_ISA")
+    return Finding("cpu kernels", "ok", f"{isa}{' (MEMOPT_ISA)' if wanted else ''}")
+
+
+def _simulated_device() -> Finding:
+    from memopt import sim
+
+    return sim.finding()
+
+
+def _variables() -> list[Finding]:
+    found = [Finding("environment", "ok", f"{name}={os.environ[name]} ({VARIABLES[name]})")
+             for name in VARIABLES if name in os.environ]  # fmt: skip
+    found += [Finding("environment", "broken", f"{name} is set and means nothing to memopt",
+                      f"one of: {', '.join(VARIABLES)}")
+              for name in sorted(os.environ) if name.startswith("MEMOPT_") and name not in {*VARIABLES, *_BUILD}]  # fmt: skip
+    found += [_allocator_settings(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+              if os.environ.get(name)]  # fmt: skip
+    return found
+
+
+# Read by setup.py and by the tests, not by the package.
+_BUILD = {"MEMOPT_CUDA", "MEMOPT_LEVEL", "MEMOPT_WERROR", "MEMOPT_NVCC", "MEMOPT_SEED", "MEMOPT_SOAK"}
+
+
+def _allocator_settings(name: str) -> Finding:
+    """torch reads these for its own allocator. They do nothing once memopt's is installed, and the cudaMallocAsync
+    backend keeps another allocator from being installed at all."""
+    value = os.environ[name]
+    if "cudaMallocAsync" in value:
+        return Finding("environment", "broken", f"{name}={value}: torch refuses other allocators beside it",
+                       "drop backend:cudaMallocAsync, or do not install memopt's allocator")  # fmt: skip
+    return Finding("environment", "ok", f"{name}={value}: for torch's own allocator, not for memopt's")
+
+
