@@ -1,0 +1,90 @@
+/* The kernels, loaded on a device and ready to launch. Tried in this order, the first that the driver takes
+ * wins:
+ *
+ *     1. the fatbin that this library carries (absent when it was built without nvcc; refused by a driver
+ * older than the nvcc that made it, or on a GPU that it has neither code nor PTX for)
+ *     2. the cache's image of our source for this GPU and this NVRTC
+ *     3. the source, compiled by NVRTC now, and stored in the cache once the driver has taken it
+ *
+ * An error that is about the device rather than the image (out of memory, a lost context) ends the search.
+ *
+ * mo_kernel_module_load is the whole of it over given parts and knows no process state; mo_kernels_get is the
+ * process's: one module a device, loaded at the first call that succeeds, under one lock, and never unloaded.
+ */
+#ifndef MO_KERNEL_MODULE_H
+#define MO_KERNEL_MODULE_H
+
+#include "base/status.h"
+#include "driver/driver_cuda.h"
+#include "driver/kernel_cache.h"
+#include "driver/kernel_image.h"
+#include "driver/nvrtc_api.h"
+
+/* Every kernel: X(identifier, name in the image). */
+#define MO_KERNELS(X)                                                                                        \
+    X(MO_KERNEL_UNSCALE_F32, "memopt_unscale_f32")                                                           \
+    X(MO_KERNEL_UNSCALE_F16, "memopt_unscale_f16")                                                           \
+    X(MO_KERNEL_UNSCALE_BF16, "memopt_unscale_bf16")                                                         \
+    X(MO_KERNEL_UNSCALE_F64, "memopt_unscale_f64")
+
+#define MO_KERNEL_ENUM(identifier, name) identifier,
+typedef enum mo_kernel { MO_KERNELS(MO_KERNEL_ENUM) MO_KERNEL_COUNT } mo_kernel;
+#undef MO_KERNEL_ENUM
+
+const char *mo_kernel_name(mo_kernel kernel);
+
+typedef enum mo_kernel_origin {
+    MO_KERNELS_NOT_LOADED,
+    MO_KERNELS_EMBEDDED, /* way 1 */
+    MO_KERNELS_CACHED,   /* way 2 */
+    MO_KERNELS_COMPILED  /* way 3 */
+} mo_kernel_origin;
+
+const char *
+mo_kernel_origin_name(mo_kernel_origin origin); /* "not loaded", "embedded", "cached", "compiled" */
+
+#define MO_NVRTC_PATHS_MAX 8
+
+/* What only the caller knows. Nothing is kept: mo_kernels_configure copies. */
+typedef struct mo_kernel_settings {
+    const char *nvrtc_paths[MO_NVRTC_PATHS_MAX]; /* candidates in order; see mo_nvrtc_open */
+    size_t nvrtc_path_count;
+    const char *cache_directory; /* NULL or "": no cache */
+    const char *version;         /* memopt's, part of the key; NULL counts as "" */
+} mo_kernel_settings;
+
+typedef struct mo_kernel_module {
+    CUmodule module;
+    CUfunction functions[MO_KERNEL_COUNT];
+    mo_kernel_origin origin;
+    int architecture;       /* the device's: 80 for compute capability 8.0 */
+    mo_nvrtc_target target; /* what NVRTC's image is for; zeros where NVRTC was not needed */
+    int nvrtc_major, nvrtc_minor;
+    mo_cache_finding cache; /* what a search of the cache found; MO_CACHE_OFF where it was not searched */
+    bool stored;            /* a freshly compiled image is in the cache now */
+    char note[1024]; /* what was tried before and why it did not serve, in words; "" if the first did */
+} mo_kernel_module;
+
+/* Loads on an open device. On failure *out is as before, nothing stays loaded, and *detail tells each thing
+ * that was tried and the mend. A cache that cannot be read or written is no failure: it is told in out->note.
+ */
+mo_status mo_kernel_module_load(const mo_driver_cuda *device, const mo_kernel_image *image,
+                                const mo_kernel_settings *settings, mo_kernel_module *out, mo_detail *detail);
+
+/* Unloads; for tests, and for whoever loaded a module of their own. */
+mo_status mo_kernel_module_unload(const mo_driver_cuda *device, mo_kernel_module *module, mo_detail *detail);
+
+/* The settings of loads to come in this process. MO_NO_HOST_MEMORY leaves the former ones. */
+mo_status mo_kernels_configure(const mo_kernel_settings *settings, mo_detail *detail);
+
+/* The process's module of a device. Compiling takes some 0.1 s, so call without the GIL. *out lives for ever.
+ */
+mo_status mo_kernels_get(int ordinal, const mo_kernel_module **out, mo_detail *detail);
+
+/* The same, only if it is loaded already, else NULL. */
+const mo_kernel_module *mo_kernels_peek(int ordinal);
+
+/* How often this process has called the compiler. */
+unsigned mo_kernels_compilations(void);
+
+#endif

@@ -1,0 +1,66 @@
+/* The unit of work of a multi-tensor kernel: a run of elements of one tensor, processed by one block. The host
+ * cuts tensors into chunks (csrc/scaler/chunk_table.h), uploads the table, and launches one block a chunk; so a
+ * launch is the same for one tensor of 10^9 elements and for 10^5 tensors of ten.
+ *
+ * Compiled by nvcc, by NVRTC and, as C11, by gcc and clang: the table's layout is written down once. */
+#ifndef MO_CHUNK_CUH
+#define MO_CHUNK_CUH
+
+#ifdef __CUDACC__ /* nvcc and NVRTC, which has no standard headers: none is used below */
+#define MO_BODY static __device__ __forceinline__
+#define MO_ALIGNED(bytes) __align__(bytes)
+#else
+#define MO_BODY static inline
+#define MO_ALIGNED(bytes) __attribute__((aligned(bytes)))
+#endif
+
+/* 16 bytes, so that an entry is one load and the table an array without holes. */
+typedef struct MO_ALIGNED(16) mo_chunk {
+    unsigned long long address; /* of the first element, a multiple of the element's size */
+    unsigned count;             /* elements, at least one */
+    unsigned tensor;            /* whose they are: the place in the caller's list */
+} mo_chunk;
+
+/* The element types that the kernels know, in the order in which kernels are listed. */
+typedef enum mo_float { MO_F32, MO_F16, MO_BF16, MO_F64, MO_FLOAT_COUNT } mo_float;
+
+MO_BODY unsigned mo_float_size(mo_float kind)
+{
+    return kind == MO_F64 ? 8 : kind == MO_F32 ? 4 : 2;
+}
+
+/* Sixteen bytes: the widest load and store that one thread can make. */
+typedef struct MO_ALIGNED(16) mo_vector {
+    unsigned long long word[2];
+} mo_vector;
+
+/* The address as a pointer. A number could point into any memory space; saying "global" makes the compiler emit
+ * ld.global for what would else be a generic load. (Generic and global addresses are equal numbers.) */
+MO_BODY void *mo_global(unsigned long long address)
+{
+#ifdef __CUDACC__
+    return __cvta_global_to_generic(address);
+#else
+    return (void *)address;
+#endif
+}
+
+/* How a chunk lies on the 16-byte grid: `head` single elements, `vectors` whole vectors, `tail` single elements.
+ *     head + vectors * (16 / size) + tail == count        head, tail < 16 / size       (all three may be 0) */
+typedef struct mo_split {
+    unsigned head, vectors, tail;
+} mo_split;
+
+MO_BODY mo_split mo_chunk_split(mo_chunk chunk, unsigned size)
+{
+    const unsigned lanes = 16 / size;
+    const unsigned to_grid = ((16 - (unsigned)(chunk.address & 15)) & 15) / size;
+    mo_split split;
+
+    split.head = to_grid < chunk.count ? to_grid : chunk.count;
+    split.vectors = (chunk.count - split.head) / lanes;
+    split.tail = chunk.count - split.head - split.vectors * lanes;
+    return split;
+}
+
+#endif
