@@ -1,13 +1,14 @@
 """How many bytes a training step holds at once, and what they are.
 
-The figure every `memory_budget` is about: *live bytes*, the sum of the storages that exist at one moment, each counted once,
-parameters, buffers, gradients, optimizer state, batch and activations together. It is a property of the step, not of an
-allocator: no rounding, no cache, no fragmentation, and the same on a CPU, a GPU, or fake tensors that hold no memory at all.
+The figure every `memory_budget` is about: *live bytes*, the sum of the storages that exist at one moment,
+each counted once, parameters, buffers, gradients, optimizer state, batch and activations together. It is a
+property of the step, not of an allocator: no rounding, no cache, no fragmentation, and the same on a CPU, a
+GPU, or fake tensors that hold no memory at all.
 
-A `TorchDispatchMode` sees every tensor that an ATen operation returns, in forward, backward and optimizer alike; a weak
-reference to its storage says when it dies. The result is a log of births and deaths, replayed afterwards, when it is known
-which storages turned out to be gradients. What a kernel takes and gives back within one operation (a cuDNN or MKL workspace)
-is not seen.
+A `TorchDispatchMode` sees every tensor that an ATen operation returns, in forward, backward and optimizer
+alike; a weak reference to its storage says when it dies. The result is a log of births and deaths, replayed
+afterwards, when it is known which storages turned out to be gradients. What a kernel takes and gives back
+within one operation (a cuDNN or MKL workspace) is not seen.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ CATEGORIES = ("parameters", "buffers", "optimizer_state", "gradients", "batch", 
 class StepMemory:
     """Live bytes at the moment of a training step when they are the most, by what they are.
 
-    `parameters + buffers + optimizer_state + gradients + batch + activations == peak`. Activations are what is none of the
-    others: saved tensors, temporaries, gradients of activations.
+    `parameters + buffers + optimizer_state + gradients + batch + activations == peak`. Activations are what
+    is none of the others: saved tensors, temporaries, gradients of activations.
     """
 
     peak: int
@@ -51,9 +52,9 @@ class StepMemory:
 class LiveBytes(TorchDispatchMode):
     """Logs the birth and death of every storage that passes while the mode is on.
 
-    `log` holds `(key, bytes)`: a storage `key` was seen with `bytes` more than before (a new one, or one that was resized),
-    or died (its bytes, negative). Keys count upwards and are never used twice, unlike addresses. The sum of the log is the
-    number of bytes live now; its largest prefix sum is the peak.
+    `log` holds `(key, bytes)`: a storage `key` was seen with `bytes` more than before (a new one, or one that
+    was resized), or died (its bytes, negative). Keys count upwards and are never used twice, unlike
+    addresses. The sum of the log is the number of bytes live now; its largest prefix sum is the peak.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,8 @@ class LiveBytes(TorchDispatchMode):
         if known is None:
             key, before = self._next_key, 0
             self._next_key += 1
-            # torch keeps the Python object of a storage for as long as C++ uses the storage, so the reference dies with it.
+            # torch keeps the Python object of a storage for as long as C++ uses the storage, so the reference
+            # dies with it.
             reference = weakref.ref(storage, lambda _, identity=identity: self._died(identity))
         else:
             reference, key, before = known
@@ -116,8 +118,8 @@ def measure_step(
 ) -> StepMemory:
     """Live bytes at the peak of one plain training step: `loss()`, backward, `optimizer.step()`.
 
-    Two steps are taken, and change the model: the first lets the optimizer make its state, the second is measured, from
-    gradients that are None. `batch` is what `loss` reads, so that it is counted as what it is.
+    Two steps are taken, and change the model: the first lets the optimizer make its state, the second is
+    measured, from gradients that are None. `batch` is what `loss` reads, so that it is counted as what it is.
     """
     loss().backward()
     optimizer.step()

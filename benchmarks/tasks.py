@@ -3,8 +3,9 @@
 * `gpt`: a character GPT on the source of Python's own standard library, text that every machine has.
 * `cnn`: a residual CNN on scikit-learn's digits (1797 images of 8 x 8), which ship inside the package.
 
-Nothing is downloaded. Each comes in three sizes. Everything is seeded: on one machine two runs are bit-equal on the CPU,
-and weights and batches are the same on every device, because both are made on the CPU and then moved.
+Nothing is downloaded. Each comes in three sizes. Everything is seeded: on one machine two runs are bit-equal
+on the CPU, and weights and batches are the same on every device, because both are made on the CPU and then
+moved.
 
     task = tasks.get("gpt", "small")
     model = task.build_model("cuda")
@@ -15,7 +16,8 @@ and weights and batches are the same on every device, because both are made on t
         optimizer.zero_grad()
     print(task.evaluate(model))
 
-`python benchmarks/tasks.py` prints the table of sizes: parameters, and live bytes of a step with the share of activations.
+`python benchmarks/tasks.py` prints the table of sizes: parameters, and live bytes of a step with the share of
+activations.
 """
 
 from __future__ import annotations
@@ -43,14 +45,15 @@ except ModuleNotFoundError:  # started as a script: this folder is on the path, 
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
-# ---- the text ---------------------------------------------------------------------------------------------------------
+# ---- the text -------------------------------------------------------------------------------------
 
 VOCABULARY = b"\n\t" + bytes(range(32, 127)) + b"\0"
-"""Token i is character VOCABULARY[i]; the last one stands for every byte that is not printable ASCII. Fixed, not collected
-from the text, so that a model has the same shape under every Python."""
+"""Token i is character VOCABULARY[i]; the last one stands for every byte that is not printable ASCII. Fixed,
+not collected from the text, so that a model has the same shape under every Python."""
 
 SITE_SPECIFIC = {"site", "sysconfig"}
-"""Modules that distributions of Python rewrite; left out so that the same version gives the same text elsewhere."""
+"""Modules that distributions of Python rewrite; left out so that the same version gives the same text
+elsewhere."""
 
 
 def _is_validation(module: str) -> bool:
@@ -60,17 +63,18 @@ def _is_validation(module: str) -> bool:
 
 @functools.cache
 def standard_library_text() -> dict[str, bytes]:
-    """The source text by split ("train", "val"): top-level modules of the standard library, by name, line ends as \\n.
+    """The source by split ("train", "val"): top-level modules of the standard library, by name, line ends
+    \\n.
 
-    Packages are left out (distributions move some of them elsewhere), and so are modules whose names start with an
-    underscore (generated ones among them). About 4 MB under Python 3.11.
+    Packages are left out (distributions move some of them elsewhere), and so are modules whose names start
+    with an underscore (generated ones among them). About 4 MB under Python 3.11.
     """
     library = Path(sysconfig.get_path("stdlib"))
     modules = sorted(path for path in library.glob("[a-z]*.py") if path.stem not in SITE_SPECIFIC)
     if len(modules) < 50:
         raise FileNotFoundError(
-            f"{library} holds the source of only {len(modules)} modules of the standard library, and the character GPT "
-            "trains on it. Use a Python that was installed with its .py files (not a zipped or source-less one)."
+            f"{library} holds the source of only {len(modules)} modules of the standard library, and the "
+            "character GPT trains on it. Use a Python installed with its .py files, not a zipped one."
         )
     text: dict[str, list[bytes]] = {"train": [], "val": []}
     for path in modules:
@@ -99,12 +103,12 @@ def decode(tokens: torch.Tensor) -> str:
     return bytes(VOCABULARY[i] for i in tokens.tolist()).replace(b"\0", b"?").decode("ascii")
 
 
-# ---- the images -------------------------------------------------------------------------------------------------------
+# ---- the images -----------------------------------------------------------------------------------
 
 
 @functools.cache
 def digits(split: str) -> Batch:
-    """scikit-learn's digits: images (n, 1, 8, 8) as float32 in [0, 1], labels (n,) int64. Every fifth is held out."""
+    """Images (n, 1, 8, 8) as float32 in [0, 1] and labels (n,) int64. Every fifth image is held out."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
@@ -119,14 +123,15 @@ def digits(split: str) -> Batch:
     return images[chosen], labels[chosen]
 
 
-# ---- the models -------------------------------------------------------------------------------------------------------
+# ---- the models -----------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
     """Multi-head self-attention in plain operations.
 
-    Not `scaled_dot_product_attention`: that picks another kernel on each device, and these tasks are there to compare
-    devices, allocators and schedules, which needs the same operations and the same saved tensors everywhere.
+    Not `scaled_dot_product_attention`: that picks another kernel on each device, and these tasks are there to
+    compare devices, allocators and schedules, which needs the same operations and the same saved tensors
+    everywhere.
     """
 
     def __init__(self, dim: int, heads: int, causal: bool, dropout: float = 0.0) -> None:
@@ -207,8 +212,8 @@ class ResidualConv(nn.Module):
 def make_cnn(scale: int, width: int, blocks: int, dropout: float) -> nn.Sequential:
     """images (B, 1, 8, 8) -> logits (B, 10): a flat chain, so that its stages are seen at once.
 
-    `scale` enlarges the image first (8 x scale pixels a side), which is what makes early stages heavy and late ones light;
-    three stages of `blocks` blocks, `width`, 2 and 4 `width` channels.
+    `scale` enlarges the image first (8 x scale pixels a side), which is what makes early stages heavy and
+    late ones light; three stages of `blocks` blocks, `width`, 2 and 4 `width` channels.
     """
     layers: list[nn.Module] = [nn.Upsample(scale_factor=scale)] if scale > 1 else []
     layers += [nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
@@ -223,12 +228,12 @@ def make_cnn(scale: int, width: int, blocks: int, dropout: float) -> nn.Sequenti
     )
 
 
-# ---- the tasks --------------------------------------------------------------------------------------------------------
+# ---- the tasks ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, its loss and its optimizer. Make a variant by `dataclasses.replace(task, batch_size=64)`."""
+    """A model, its data, loss and optimizer. Make a variant by `dataclasses.replace(task, batch_size=64)`."""
 
     kind: str  # "gpt" or "cnn"
     size: str
@@ -243,7 +248,8 @@ class Task:
         return f"{self.kind}-{self.size}"
 
     def build_model(self, device: torch.device | str = "cpu") -> nn.Module:
-        """A fresh model: equal weights each time and on every device. The caller's random state is left as it was."""
+        """A fresh model: equal weights each time and on every device. The caller's random state is
+        untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             arguments = dict(self.shape)
@@ -263,8 +269,9 @@ class Task:
     ) -> Iterator[Batch]:
         """`steps` batches (inputs, targets), the same ones for the same seed on every device.
 
-        Text: windows at random places, inputs and targets (B, T) int64, targets one character on. Digits: epochs in
-        shuffled order, the short rest of an epoch left out, inputs (B, 1, 8, 8) float32 and targets (B,) int64.
+        Text: windows at random places, inputs and targets (B, T) int64, targets one character on. Digits:
+        epochs in shuffled order, the short rest of an epoch left out, inputs (B, 1, 8, 8) float32 and targets
+        (B,) int64.
         """
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         if self.kind == "gpt":
@@ -311,8 +318,8 @@ class Task:
     def step_memory(self, device: torch.device | str | None = None) -> StepMemory:
         """Live bytes at the peak of a plain step, and the share of activations (`.activation_share`).
 
-        With no device it is computed from fake CPU tensors: any size in seconds, in no memory. With one, two real
-        steps are run there.
+        With no device it is computed from fake CPU tensors: any size in seconds, in no memory. With one, two
+        real steps are run there.
         """
         if device is not None:
             model = self.build_model(device)
@@ -331,7 +338,7 @@ class Task:
             return sum(parameter.numel() for parameter in self.build_model("meta").parameters())
 
     def metadata(self) -> dict[str, object]:
-        """What a result needs to name this task again: sizes, seed, parameters, and the digest of the data."""
+        """What a result needs to name this task again: sizes, seed, parameters, the digest of the data."""
         return {
             **asdict(self),
             "shape": dict(self.shape),
@@ -362,7 +369,8 @@ TASKS: dict[str, Task] = {
         _cnn("large", 128, 1e-3, scale=4, width=128, blocks=3),
     )
 }
-"""Small trains in seconds on two cores, medium in minutes; large is for a GPU, or for fake and simulated devices."""
+"""Small trains in seconds on two cores, medium in minutes; large is for a GPU, or for fake and simulated
+ones."""
 
 
 def get(kind: str, size: str = "small") -> Task:

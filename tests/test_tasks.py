@@ -74,7 +74,9 @@ def test_digits_splits_cover_all_images_once() -> None:
 def test_batches_repeat_for_a_seed_and_differ_between_seeds(kind: str) -> None:
     task = tasks.get(kind)
     first, again = list(task.batches(15)), list(task.batches(15))
-    assert all(torch.equal(a, b) for x, y in zip(first, again) for a, b in zip(x, y))
+    assert all(
+        torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True)
+    )
     assert not torch.equal(first[0][0], next(task.batches(1, seed=7))[0])
     assert not torch.equal(first[0][0], first[1][0])
 
@@ -103,9 +105,12 @@ def test_building_a_model_repeats_and_leaves_the_random_state(kind: str) -> None
     state = torch.get_rng_state()
     first, again = task.build_model(), task.build_model()
     assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values()))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True)
+    )
     other = replace(task, seed=1).build_model()
-    assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters()))
+    assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("kind, steps, accuracy", [("gpt", 30, 0.2), ("cnn", 22, 0.9)])
@@ -193,7 +198,7 @@ def test_metadata_names_size_parameters_and_data() -> None:
 
 
 def test_an_unknown_task_is_named_with_the_known_ones() -> None:
-    with pytest.raises(KeyError, match="gpt-huge.*gpt-small"):
+    with pytest.raises(KeyError, match=r"gpt-huge.*gpt-small"):
         tasks.get("gpt", "huge")
 
 
