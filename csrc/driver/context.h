@@ -17,37 +17,15 @@ typedef struct mo_context_scope {
     bool pushed;
 } mo_context_scope;
 
-static inline CUresult mo_context_enter(const mo_driver_cuda *device, mo_context_scope *out)
-{
-    mo_context_scope scope = {.api = device->api, .mode = CU_STREAM_CAPTURE_MODE_RELAXED};
-    CUcontext current = NULL;
-    CUresult code = scope.api->context_current(&current);
-
-    if (code)
-        return code;
-    if (current != device->context) {
-        code = scope.api->context_push(device->context);
-        if (code)
-            return code;
-        scope.pushed = true;
-    }
-    code = scope.api->capture_mode(&scope.mode);
-    if (code) {
-        if (scope.pushed)
-            scope.api->context_pop(&current);
-        return code;
-    }
-    *out = scope;
-    return CUDA_SUCCESS;
-}
+/* The driver's code where the context cannot be entered; then mo_context_leave() must not be called.
+ * CUDA_ERROR_NOT_INITIALIZED, without a call of the driver, in a child of a process that had opened a device:
+ * CUDA does not work there, and the fork may have torn the state of any lock. */
+CUresult mo_context_enter(const mo_driver_cuda *device, mo_context_scope *out);
 
 /* Fails only where the driver is being shut down, and then there is nothing left to put back. */
-static inline void mo_context_leave(mo_context_scope *scope)
-{
-    CUcontext popped;
-    scope->api->capture_mode(&scope->mode);
-    if (scope->pushed)
-        scope->api->context_pop(&popped);
-}
+void mo_context_leave(mo_context_scope *scope);
+
+/* Makes children of this process known to mo_context_enter. Called when a device is opened. */
+void mo_context_watch_forks(void);
 
 #endif

@@ -1,80 +1,18 @@
 #include "driver/driver_cuda.h"
 
-#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
 
 #include "base/lock.h"
+#include "driver/context.h"
 
-/* ---- a call's surroundings ----------------------------------------------------------------------------------- */
-
-static atomic_bool forked; /* true in a child of a process that had opened a driver */
-
-static void note_fork(void)
-{
-    atomic_store(&forked, true);
-}
-
-static void watch_forks(void)
-{
-    pthread_atfork(NULL, NULL, note_fork);
-}
-
-typedef struct call {
-    const mo_cuda_api *api;
-    bool pushed;
-    bool relaxed;
-    CUstreamCaptureMode mode; /* to be put back */
-} call;
+/* ---- a call and its outcome ---------------------------------------------------------------------------------- */
 
 static mo_driver_cuda *self(mo_driver *driver)
 {
     return (mo_driver_cuda *)driver;
-}
-
-/* Makes the context current. Fails with the driver's code; then leave() must not be called. */
-static CUresult enter(mo_driver *driver, bool relax, call *out)
-{
-    mo_driver_cuda *d = self(driver);
-    call c = {.api = d->api, .mode = CU_STREAM_CAPTURE_MODE_RELAXED};
-    CUcontext current = NULL;
-    CUresult code;
-
-    if (atomic_load_explicit(&forked, memory_order_relaxed))
-        return CUDA_ERROR_NOT_INITIALIZED;
-    code = c.api->context_current(&current);
-    if (code)
-        return code;
-    if (current != d->context) {
-        code = c.api->context_push(d->context);
-        if (code)
-            return code;
-        c.pushed = true;
-    }
-    if (relax) {
-        code = c.api->capture_mode(&c.mode);
-        if (code) {
-            if (c.pushed)
-                c.api->context_pop(&current);
-            return code;
-        }
-        c.relaxed = true;
-    }
-    *out = c;
-    return CUDA_SUCCESS;
-}
-
-/* What the thread had before. Putting back what was there a moment ago fails only where the driver is being shut
- * down, and then there is nothing left to put back. */
-static void leave(call *c)
-{
-    CUcontext popped;
-    if (c->relaxed)
-        c->api->capture_mode(&c->mode);
-    if (c->pushed)
-        c->api->context_pop(&popped);
 }
 
 static bool gone(CUresult code)
@@ -83,15 +21,15 @@ static bool gone(CUresult code)
            code == CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 
-/* One driver call in its surroundings; `code` is what the whole came to. */
-#define CALL(driver_, relax_, code_, expression_)                                                            \
+/* One driver call in its device's context; `code` is what the whole came to. */
+#define CALL(driver_, code_, expression_)                                                                    \
     do {                                                                                                     \
-        call call_;                                                                                          \
-        code_ = enter((driver_), (relax_), &call_);                                                          \
+        mo_context_scope scope_;                                                                             \
+        code_ = mo_context_enter(self(driver_), &scope_);                                                    \
         if (!code_) {                                                                                        \
-            const mo_cuda_api *api = call_.api;                                                              \
+            const mo_cuda_api *api = scope_.api;                                                             \
             code_ = (expression_);                                                                           \
-            leave(&call_);                                                                                   \
+            mo_context_leave(&scope_);                                                                       \
         }                                                                                                    \
     } while (0)
 
@@ -125,7 +63,7 @@ static mo_status cuda_reserve(mo_driver *driver, size_t size, mo_detail *detail,
 {
     CUdeviceptr address = 0;
     CUresult code;
-    CALL(driver, true, code, api->reserve(&address, size, 0, 0, 0));
+    CALL(driver, code, api->reserve(&address, size, 0, 0, 0));
     if (code)
         return CHECKED(driver, code, detail, "cuMemAddressReserve(%zu)", size);
     *out = (mo_address)address;
@@ -135,7 +73,7 @@ static mo_status cuda_reserve(mo_driver *driver, size_t size, mo_detail *detail,
 static mo_status cuda_unreserve(mo_driver *driver, mo_address address, size_t size, mo_detail *detail)
 {
     CUresult code;
-    CALL(driver, true, code, api->unreserve(address, size));
+    CALL(driver, code, api->unreserve(address, size));
     return RELEASED(driver, code, detail, "cuMemAddressFree(%#zx, %zu)", (size_t)address, size);
 }
 
@@ -154,7 +92,7 @@ static mo_status cuda_create(mo_driver *driver, size_t size, mo_detail *detail, 
     CUmemAllocationProp properties = pinned_on(driver);
     CUmemGenericAllocationHandle handle = 0;
     CUresult code;
-    CALL(driver, true, code, api->create(&handle, size, &properties, 0));
+    CALL(driver, code, api->create(&handle, size, &properties, 0));
     if (code)
         return CHECKED(driver, code, detail, "cuMemCreate(%zu)", size);
     *out = handle;
@@ -164,21 +102,21 @@ static mo_status cuda_create(mo_driver *driver, size_t size, mo_detail *detail, 
 static mo_status cuda_release(mo_driver *driver, mo_physical handle, mo_detail *detail)
 {
     CUresult code;
-    CALL(driver, true, code, api->release(handle));
+    CALL(driver, code, api->release(handle));
     return RELEASED(driver, code, detail, "cuMemRelease(%#llx)", (unsigned long long)handle);
 }
 
 static mo_status cuda_map(mo_driver *driver, mo_address address, size_t size, mo_physical handle, mo_detail *detail)
 {
     CUresult code;
-    CALL(driver, true, code, api->map(address, size, /* offset, must be */ 0, handle, /* flags */ 0));
+    CALL(driver, code, api->map(address, size, /* offset, must be */ 0, handle, /* flags */ 0));
     return CHECKED(driver, code, detail, "cuMemMap(%#zx, %zu)", (size_t)address, size);
 }
 
 static mo_status cuda_unmap(mo_driver *driver, mo_address address, size_t size, mo_detail *detail)
 {
     CUresult code;
-    CALL(driver, true, code, api->unmap(address, size));
+    CALL(driver, code, api->unmap(address, size));
     return RELEASED(driver, code, detail, "cuMemUnmap(%#zx, %zu)", (size_t)address, size);
 }
 
@@ -189,7 +127,7 @@ static mo_status cuda_grant(mo_driver *driver, mo_address address, size_t size, 
         .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
     };
     CUresult code;
-    CALL(driver, true, code, api->grant(address, size, &access, 1));
+    CALL(driver, code, api->grant(address, size, &access, 1));
     return CHECKED(driver, code, detail, "cuMemSetAccess(%#zx, %zu)", (size_t)address, size);
 }
 
@@ -199,7 +137,7 @@ static mo_status cuda_segment_alloc(mo_driver *driver, size_t size, mo_detail *d
 {
     CUdeviceptr address = 0;
     CUresult code;
-    CALL(driver, true, code, api->memory_alloc(&address, size));
+    CALL(driver, code, api->memory_alloc(&address, size));
     if (code)
         return CHECKED(driver, code, detail, "cuMemAlloc(%zu)", size);
     *out = (mo_address)address;
@@ -209,7 +147,7 @@ static mo_status cuda_segment_alloc(mo_driver *driver, size_t size, mo_detail *d
 static mo_status cuda_segment_free(mo_driver *driver, mo_address address, mo_detail *detail)
 {
     CUresult code;
-    CALL(driver, true, code, api->memory_free(address));
+    CALL(driver, code, api->memory_free(address));
     return RELEASED(driver, code, detail, "cuMemFree(%#zx)", (size_t)address);
 }
 
@@ -219,7 +157,7 @@ static mo_status cuda_event_create(mo_driver *driver, mo_detail *detail, mo_even
 {
     CUevent event = NULL;
     CUresult code;
-    CALL(driver, true, code, api->event_create(&event, CU_EVENT_DISABLE_TIMING));
+    CALL(driver, code, api->event_create(&event, CU_EVENT_DISABLE_TIMING));
     if (code)
         return CHECKED(driver, code, detail, "cuEventCreate()");
     *out = (mo_event *)event;
@@ -229,28 +167,28 @@ static mo_status cuda_event_create(mo_driver *driver, mo_detail *detail, mo_even
 static mo_status cuda_event_destroy(mo_driver *driver, mo_event *event, mo_detail *detail)
 {
     CUresult code;
-    CALL(driver, true, code, api->event_destroy((CUevent)event));
+    CALL(driver, code, api->event_destroy((CUevent)event));
     return RELEASED(driver, code, detail, "cuEventDestroy()");
 }
 
 static mo_status cuda_event_record(mo_driver *driver, mo_event *event, mo_stream stream, mo_detail *detail)
 {
     CUresult code;
-    CALL(driver, false, code, api->event_record((CUevent)event, stream));
+    CALL(driver, code, api->event_record((CUevent)event, stream));
     return CHECKED(driver, code, detail, "cuEventRecord()");
 }
 
 static mo_status cuda_event_query(mo_driver *driver, mo_event *event, mo_detail *detail)
 {
     CUresult code;
-    CALL(driver, true, code, api->event_query((CUevent)event));
+    CALL(driver, code, api->event_query((CUevent)event));
     return code == CUDA_ERROR_NOT_READY ? MO_NOT_READY : CHECKED(driver, code, detail, "cuEventQuery()");
 }
 
 static mo_status cuda_stream_wait(mo_driver *driver, mo_stream stream, mo_event *event, mo_detail *detail)
 {
     CUresult code;
-    CALL(driver, false, code, api->stream_wait(stream, (CUevent)event, 0));
+    CALL(driver, code, api->stream_wait(stream, (CUevent)event, 0));
     return CHECKED(driver, code, detail, "cuStreamWaitEvent()");
 }
 
@@ -266,11 +204,11 @@ static mo_status cuda_capture_id(mo_driver *driver, mo_stream stream, mo_detail 
         return MO_OK;
     }
     if (self(driver)->api->capture_info_v3)
-        CALL(driver, false, code, api->capture_info_v3(stream, &status, &id, NULL, NULL, NULL, NULL));
+        CALL(driver, code, api->capture_info_v3(stream, &status, &id, NULL, NULL, NULL, NULL));
     else if (self(driver)->api->capture_info_v2)
-        CALL(driver, false, code, api->capture_info_v2(stream, &status, &id, NULL, NULL, NULL));
+        CALL(driver, code, api->capture_info_v2(stream, &status, &id, NULL, NULL, NULL));
     else
-        CALL(driver, false, code, api->stream_capturing(stream, &status));
+        CALL(driver, code, api->stream_capturing(stream, &status));
     if (code)
         return CHECKED(driver, code, detail, "cuStreamGetCaptureInfo()");
     /* A driver that cannot tell captures apart has one number for them all. */
@@ -281,7 +219,7 @@ static mo_status cuda_capture_id(mo_driver *driver, mo_stream stream, mo_detail 
 static mo_status cuda_synchronize(mo_driver *driver, mo_detail *detail)
 {
     CUresult code;
-    CALL(driver, true, code, api->context_synchronize());
+    CALL(driver, code, api->context_synchronize());
     return CHECKED(driver, code, detail, "cuCtxSynchronize()");
 }
 
@@ -289,7 +227,7 @@ static mo_status cuda_memory_info(mo_driver *driver, mo_detail *detail, size_t *
 {
     size_t unused = 0, total = 0;
     CUresult code;
-    CALL(driver, true, code, api->memory_info(&unused, &total));
+    CALL(driver, code, api->memory_info(&unused, &total));
     if (code)
         return CHECKED(driver, code, detail, "cuMemGetInfo()");
     *free_bytes = unused;
@@ -356,7 +294,6 @@ static mo_status find_granularity(mo_driver_cuda *d, mo_detail *detail, size_t *
 
 mo_status mo_driver_cuda_open(const mo_cuda_api *api, int ordinal, mo_driver_cuda *out, mo_detail *detail)
 {
-    static pthread_once_t watching = PTHREAD_ONCE_INIT;
     mo_driver_cuda d = {.table = cuda_table, .api = api};
     int count = 0;
     mo_status status;
@@ -377,15 +314,19 @@ mo_status mo_driver_cuda_open(const mo_cuda_api *api, int ordinal, mo_driver_cud
     status = checked(api, api->primary_retain(&d.context, d.handle), detail, "cuDevicePrimaryCtxRetain(%d)", ordinal);
     if (status)
         return status;
-    pthread_once(&watching, watch_forks);
+    mo_context_watch_forks();
     *out = d;
     return MO_OK;
 }
 
 mo_status mo_driver_cuda_close(mo_driver_cuda *driver, mo_detail *detail)
 {
-    CUresult code =
-        atomic_load(&forked) ? CUDA_SUCCESS : driver->api->primary_release(driver->handle);
+    mo_context_scope scope;
+    CUresult code = mo_context_enter(driver, &scope); /* a child of a fork, or an ended driver, stops here */
+    if (!code) {
+        mo_context_leave(&scope);
+        code = driver->api->primary_release(driver->handle);
+    }
     return RELEASED(&driver->table, code, detail, "cuDevicePrimaryCtxRelease(%d)", driver->table.device);
 }
 
