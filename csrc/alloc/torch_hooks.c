@@ -8,17 +8,18 @@
 #include "base/units.h"
 #include "driver/driver_cuda.h"
 
-static void describe_out_of_memory(char *text, size_t capacity, mo_driver *driver, size_t size)
+/* driver is NULL where the context itself had no room. */
+static void describe_out_of_memory(char *text, size_t capacity, int device, mo_driver *driver, size_t size)
 {
     char asked[MO_SIZE_TEXT], all[MO_SIZE_TEXT], left[MO_SIZE_TEXT], live[MO_SIZE_TEXT];
     size_t free_bytes = 0, total_bytes = 0;
     mo_passthrough_stats stats;
     int n;
 
-    mo_passthrough_read(driver->device, &stats);
+    mo_passthrough_read(device, &stats);
     n = snprintf(text, capacity, "CUDA out of memory. Tried to allocate %s on GPU %d.", mo_format_size(size, asked),
-                 driver->device);
-    if (driver->memory_info(driver, NULL, &free_bytes, &total_bytes) == MO_OK)
+                 device);
+    if (driver && driver->memory_info(driver, NULL, &free_bytes, &total_bytes) == MO_OK)
         n += snprintf(text + n, capacity - (size_t)n, " It has %s in all, of which %s are free.",
                       mo_format_size(total_bytes, all), mo_format_size(free_bytes, left));
     snprintf(text + n, capacity - (size_t)n, " memopt's pass-through allocator holds %s in %llu blocks.",
@@ -37,7 +38,7 @@ void *memopt_malloc(ssize_t size, int device, void *stream)
         status = size < 0 ? mo_fail(&detail, MO_INVALID, 0, "memopt_malloc: the size %zd is negative", size)
                           : mo_passthrough_alloc(driver, (size_t)size, &detail, &address);
     if (status == MO_NO_DEVICE_MEMORY) {
-        describe_out_of_memory(detail.text, sizeof detail.text, driver, (size_t)size);
+        describe_out_of_memory(detail.text, sizeof detail.text, device, driver, (size_t)size);
         mo_torch_throw_out_of_memory(detail.text);
     }
     if (status)

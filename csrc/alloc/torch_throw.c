@@ -55,22 +55,14 @@ static bool look_up(void *slot, const char *symbol, void *const *libraries, int 
     return false;
 }
 
-static mo_status look_up_all(pieces *p, mo_detail *detail)
-{
-    static const char *const names[] = {"libc10.so", "libtorch_python.so", "libstdc++.so.6"};
-    enum { LIBRARIES = sizeof names / sizeof *names };
-    void *libraries[LIBRARIES];
-    const char *missing = NULL;
+enum { LIBRARIES = 3 };
 
-    for (int i = 0; i < LIBRARIES; i++) {
-        /* Only what torch itself has loaded: another copy would have types of its own. */
-        libraries[i] = dlopen(names[i], RTLD_NOW | RTLD_NOLOAD);
-        if (!libraries[i])
-            return mo_fail(detail, MO_NO_LIBRARY, 0, "%s is not loaded: import torch first", names[i]);
-    }
+/* Fills *p; the symbol that is missing, or NULL. */
+static const char *look_up_pieces(pieces *p, void *const *libraries)
+{
 #define NEED(slot, symbol)                                                                                   \
-    if (!missing && !look_up(&p->slot, symbol, libraries, LIBRARIES))                                        \
-        missing = symbol;
+    if (!look_up(&p->slot, symbol, libraries, LIBRARIES))                                                    \
+        return symbol;
     NEED(allocate_exception, "__cxa_allocate_exception")
     NEED(throw_exception, "__cxa_throw")
     NEED(operator_new, "_Znwm")
@@ -80,8 +72,25 @@ static mo_status look_up_all(pieces *p, mo_detail *detail)
     if (!look_up(&p->make_out_of_memory, NAMED_CONSTRUCTOR("16OutOfMemoryError"), libraries, LIBRARIES))
         NEED(out_of_memory_table, "_ZTVN3c1016OutOfMemoryErrorE")
 #undef NEED
-    for (int i = 0; i < LIBRARIES; i++)
+    return NULL;
+}
+
+static mo_status look_up_all(pieces *p, mo_detail *detail)
+{
+    static const char *const names[LIBRARIES] = {"libc10.so", "libtorch_python.so", "libstdc++.so.6"};
+    void *libraries[LIBRARIES];
+    const char *missing = NULL;
+    int opened = 0;
+
+    /* Only what torch itself has loaded: another copy would have types of its own. */
+    while (opened < LIBRARIES && (libraries[opened] = dlopen(names[opened], RTLD_NOW | RTLD_NOLOAD)))
+        opened++;
+    if (opened == LIBRARIES)
+        missing = look_up_pieces(p, libraries);
+    for (int i = 0; i < opened; i++)
         dlclose(libraries[i]); /* torch keeps them loaded; ours was one more count */
+    if (opened < LIBRARIES)
+        return mo_fail(detail, MO_NO_LIBRARY, 0, "%s is not loaded: import torch first", names[opened]);
     if (missing)
         return mo_fail(detail, MO_NO_SYMBOL, 0,
                        "this torch has no symbol %s, which memopt needs to raise torch.OutOfMemoryError: "

@@ -1,5 +1,6 @@
 #include "base/isa.h"
 
+#include <stdbool.h>
 #include <string.h>
 
 const char *mo_isa_name(mo_isa isa)
@@ -8,11 +9,22 @@ const char *mo_isa_name(mo_isa isa)
     return (unsigned)isa < MO_ISA_COUNT ? names[isa] : "?";
 }
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+/* clang 14 does not know the name "f16c". Whether the system keeps the registers, AVX2's own answer says. */
+static bool has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 mo_isa mo_isa_best(void)
 {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c())
         return MO_ISA_GENERIC;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))

@@ -12,6 +12,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/assert.h"
+
 typedef struct mo_lock {
     pthread_mutex_t mutex;
     atomic_uintptr_t holder; /* the holder's pthread_self(), 0 when free */
@@ -26,12 +28,14 @@ static inline bool mo_lock_held(mo_lock *lock)
 
 static inline void mo_lock_take(mo_lock *lock)
 {
+    MO_ASSERT(!mo_lock_held(lock));
     pthread_mutex_lock(&lock->mutex);
     atomic_store_explicit(&lock->holder, (uintptr_t)pthread_self(), memory_order_relaxed);
 }
 
 static inline void mo_lock_give(mo_lock *lock)
 {
+    MO_ASSERT(mo_lock_held(lock));
     atomic_store_explicit(&lock->holder, 0, memory_order_relaxed);
     pthread_mutex_unlock(&lock->mutex);
 }

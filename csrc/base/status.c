@@ -2,6 +2,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 const char *mo_status_name(mo_status status)
 {
@@ -19,6 +20,16 @@ const char *mo_status_text(mo_status status)
     return (unsigned)status < MO_STATUS_COUNT ? texts[status] : "an unknown status";
 }
 
+/* Takes off the end of a text what a cut left of a UTF-8 sequence: Python would refuse the whole for it. */
+static void cut_between_characters(char *text)
+{
+    size_t end = strlen(text), start = end;
+    while (start && ((unsigned char)text[start - 1] & 0xC0) == 0x80)
+        start--;
+    if (start && (unsigned char)text[start - 1] >= 0xC0)
+        text[start - 1] = 0;
+}
+
 mo_status mo_fail(mo_detail *detail, mo_status status, int code, const char *format, ...)
 {
     if (detail) {
@@ -26,8 +37,10 @@ mo_status mo_fail(mo_detail *detail, mo_status status, int code, const char *for
         detail->status = status;
         detail->code = code;
         va_start(args, format);
-        vsnprintf(detail->text, sizeof detail->text, format, args);
+        int length = vsnprintf(detail->text, sizeof detail->text, format, args);
         va_end(args);
+        if (length >= (int)sizeof detail->text)
+            cut_between_characters(detail->text);
     }
     return status;
 }

@@ -26,7 +26,7 @@ static char at_letter(const scanner *s)
     return (char)(*s->at >= 'a' && *s->at <= 'z' ? *s->at - 'a' + 'A' : *s->at);
 }
 
-/* number = digits / scale. 18 digits keep digits * 10 + 9 inside 64 bits. */
+/* number = digits / scale. 19 digits, as 2**63 - 1 has, keep digits * 10 + 9 inside 64 bits. */
 static bool scan_number(scanner *s, uint64_t *digits, uint64_t *scale)
 {
     bool any = false, fraction = false;
@@ -40,7 +40,7 @@ static bool scan_number(scanner *s, uint64_t *digits, uint64_t *scale)
         if (!at_digit(s))
             return any;
         any = true;
-        if (*digits > UINT64_C(99999999999999999) || *scale > UINT64_C(99999999999999999))
+        if (*digits > UINT64_C(999999999999999999) || *scale > UINT64_C(999999999999999999))
             return false;
         *digits = *digits * 10 + (uint64_t)(*s->at - '0');
         if (fraction)
@@ -77,6 +77,8 @@ mo_status mo_parse_size(const char *text, size_t length, uint64_t *out, mo_detai
     uint64_t digits, scale, factor;
     int shown = length > 60 ? 60 : (int)length;
 
+    while (shown < (int)length && shown && ((unsigned char)text[shown] & 0xC0) == 0x80)
+        shown--; /* whole characters: half a UTF-8 sequence cannot become a Python str */
     skip_blanks(&s);
     bool number = scan_number(&s, &digits, &scale);
     skip_blanks(&s);
@@ -94,17 +96,28 @@ mo_status mo_parse_size(const char *text, size_t length, uint64_t *out, mo_detai
     return MO_OK;
 }
 
+/* bytes * times in a unit of 1024**unit, rounded to the nearest, halves up. */
+static uint64_t in_unit(uint64_t bytes, int unit, unsigned times)
+{
+    const unsigned __int128 one = (unsigned __int128)1 << 10 * unit;
+    return (uint64_t)(((unsigned __int128)bytes * times + one / 2) / one);
+}
+
+/* In integers, since printf's %f writes the decimal point of the locale. */
 const char *mo_format_size(uint64_t bytes, char out[MO_SIZE_TEXT])
 {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
-    double value = (double)bytes;
     int unit = 0;
-    /* 1023.5 would be printed as "1024": one step further up. */
-    while (unit < 6 && value >= (unit ? 1023.5 : 1024.0)) {
-        value /= 1024;
+
+    /* 1023.5 would be written as 1024: one step further up. */
+    while (unit < 6 && in_unit(bytes, unit, 1) >= 1024)
         unit++;
-    }
-    snprintf(out, MO_SIZE_TEXT, unit == 0 || value >= 99.95 ? "%.0f %s" : value >= 9.995 ? "%.1f %s" : "%.2f %s",
-             value, units[unit]);
+    uint64_t tenths = in_unit(bytes, unit, 10), hundredths = in_unit(bytes, unit, 100);
+    if (unit && hundredths < 1000)
+        snprintf(out, MO_SIZE_TEXT, "%d.%02d %s", (int)(hundredths / 100), (int)(hundredths % 100), units[unit]);
+    else if (unit && tenths < 1000)
+        snprintf(out, MO_SIZE_TEXT, "%d.%d %s", (int)(tenths / 10), (int)(tenths % 10), units[unit]);
+    else
+        snprintf(out, MO_SIZE_TEXT, "%d %s", (int)in_unit(bytes, unit, 1), units[unit]);
     return out;
 }

@@ -21,13 +21,18 @@ void mo_context_watch_forks(void)
     pthread_once(&once, watch);
 }
 
+bool mo_context_forked(void)
+{
+    return atomic_load_explicit(&forked, memory_order_relaxed);
+}
+
 CUresult mo_context_enter(const mo_driver_cuda *device, mo_context_scope *out)
 {
     mo_context_scope scope = {.api = device->api, .mode = CU_STREAM_CAPTURE_MODE_RELAXED};
     CUcontext current = NULL;
     CUresult code;
 
-    if (atomic_load_explicit(&forked, memory_order_relaxed))
+    if (mo_context_forked())
         return CUDA_ERROR_NOT_INITIALIZED;
     code = scope.api->context_current(&current);
     if (code)

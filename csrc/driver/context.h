@@ -25,7 +25,10 @@ CUresult mo_context_enter(const mo_driver_cuda *device, mo_context_scope *out);
 /* Fails only where the driver is being shut down, and then there is nothing left to put back. */
 void mo_context_leave(mo_context_scope *scope);
 
-/* Makes children of this process known to mo_context_enter. Called when a device is opened. */
+/* Makes the children of this process known as such. Called before a device is opened. */
 void mo_context_watch_forks(void);
+
+/* True in a child of a process that watched. */
+bool mo_context_forked(void);
 
 #endif

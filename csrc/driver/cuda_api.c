@@ -9,6 +9,7 @@
 mo_status mo_cuda_api_open(const char *path, mo_cuda_api *out, mo_detail *detail)
 {
     mo_cuda_api api = {0};
+    const char *missing = NULL;
 
     api.library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!api.library) {
@@ -28,13 +29,17 @@ mo_status mo_cuda_api_open(const char *path, mo_cuda_api *out, mo_detail *detail
     MO_CUDA_OPTIONAL(FIND)
 #undef FIND
 #define DEMAND(field, symbol, parameters)                                                                    \
-    if (!api.field)                                                                                          \
-        return mo_fail(detail, MO_NO_SYMBOL, 0,                                                              \
-                       "%s has no function %s: the NVIDIA driver is too old; memopt needs one of CUDA 11.2 " \
-                       "or later (driver 460)",                                                              \
-                       path, #symbol);
+    if (!missing && !api.field)                                                                              \
+        missing = #symbol;
     MO_CUDA_REQUIRED(DEMAND)
 #undef DEMAND
+    if (missing) {
+        dlclose(api.library); /* nothing of it was called yet */
+        return mo_fail(detail, MO_NO_SYMBOL, 0,
+                       "%s has no function %s: the NVIDIA driver is too old; memopt needs one of CUDA 11.2 or later "
+                       "(driver 460)",
+                       path, missing);
+    }
     *out = api;
     return MO_OK;
 }

@@ -39,7 +39,6 @@ static bool gone(CUresult code)
 static mo_status checked(const mo_cuda_api *api, CUresult code, mo_detail *detail, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 
-
 static mo_status checked(const mo_cuda_api *api, CUresult code, mo_detail *detail, const char *format, ...)
 {
     char what[160];
@@ -50,6 +49,11 @@ static mo_status checked(const mo_cuda_api *api, CUresult code, mo_detail *detai
     va_start(args, format);
     vsnprintf(what, sizeof what, format, args);
     va_end(args);
+    if (mo_context_forked())
+        return mo_fail(detail, MO_DRIVER, (int)code,
+                       "%s: this process was forked from one that had used CUDA, and CUDA does not work there: start "
+                       "it with multiprocessing's 'spawn' or 'forkserver' method",
+                       what);
     return mo_cuda_check(api, code, what, detail);
 }
 
@@ -298,12 +302,15 @@ mo_status mo_driver_cuda_open(const mo_cuda_api *api, int ordinal, mo_driver_cud
     int count = 0;
     mo_status status;
 
+    if (mo_context_forked())
+        return checked(api, CUDA_ERROR_NOT_INITIALIZED, detail, "opening device %d", ordinal);
     status = checked(api, api->device_count(&count), detail, "cuDeviceGetCount()");
     if (status)
         return status;
     if (ordinal < 0 || ordinal >= count)
         return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d: this process sees %d of them", ordinal,
                        count);
+    mo_context_watch_forks();
     status = checked(api, api->device_get(&d.handle, ordinal), detail, "cuDeviceGet(%d)", ordinal);
     if (status)
         return status;
@@ -314,7 +321,6 @@ mo_status mo_driver_cuda_open(const mo_cuda_api *api, int ordinal, mo_driver_cud
     status = checked(api, api->primary_retain(&d.context, d.handle), detail, "cuDevicePrimaryCtxRetain(%d)", ordinal);
     if (status)
         return status;
-    mo_context_watch_forks();
     *out = d;
     return MO_OK;
 }
@@ -340,9 +346,13 @@ mo_status mo_driver_cuda_get(int ordinal, mo_driver **out, mo_detail *detail)
     mo_status status;
 
     if (ordinal < 0 || ordinal >= MO_MAX_DEVICES)
-        return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d", ordinal);
+        return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d: memopt counts from 0 to %d", ordinal,
+                       MO_MAX_DEVICES - 1);
     found = atomic_load_explicit(&ready[ordinal], memory_order_acquire);
     if (!found) {
+        /* Not past here in a child of a fork: another thread may have held these locks then. */
+        if (mo_context_forked())
+            return checked(NULL, CUDA_ERROR_NOT_INITIALIZED, detail, "opening device %d", ordinal);
         status = mo_cuda_api_get(&api, detail);
         if (status)
             return status;

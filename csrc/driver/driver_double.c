@@ -143,6 +143,9 @@ static void settle(mo_double *d, mo_double_block *handle)
     drop(d, handle);
 }
 
+/* A reservation beyond this is refused, as a GPU's 49 bits would; the sum of a test's stays far below 64 bits. */
+static const size_t MOST_ADDRESSES = (size_t)1 << 49;
+
 static mo_address fresh_address(mo_double *d, size_t size)
 {
     const size_t step = d->table.granularity ? d->table.granularity : 2u << 20;
@@ -166,6 +169,8 @@ static mo_status double_reserve(mo_driver *driver, size_t size, mo_detail *detai
         return status;
     if (!whole(d, size))
         return refuse(driver, detail, "reserve: size is no multiple of the granularity");
+    if (size > MOST_ADDRESSES)
+        return leave(driver, mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "reserve: no such range of addresses"));
     *out = add(d, (mo_double_block){.kind = RESERVATION, .address = fresh_address(d, size), .size = size})->address;
     return leave(driver, MO_OK);
 }
@@ -178,7 +183,7 @@ static mo_status double_unreserve(mo_driver *driver, mo_address address, size_t 
     if (status)
         return status;
     range = exact(d, RESERVATION, address, size);
-    if (!range)
+    if (!range || !size)
         return refuse(driver, detail, "unreserve: not a whole reservation");
     if (overlap(d, MAPPING, address, size))
         return refuse(driver, detail, "unreserve: something is still mapped there");
