@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 try:
-    from memopt import _C
+    import memopt._C as _C
 except ImportError as error:
     from pathlib import Path
 

@@ -1,0 +1,133 @@
+"""`memopt.doctor()` and `python -m memopt doctor`: what is absent is said and is no fault, what is broken is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memopt
+from memopt import diagnosis, torch_version
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("MEMOPT_", "PYTORCH_"))}
+    command = [sys.executable, "-m", "memopt", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=keep | environment, capture_output=True, text=True)
+
+
+def findings(**environment: str) -> dict[str, list[dict[str, str]]]:
+    done = run("doctor", "--json", **environment)
+    answer = json.loads(done.stdout)
+    assert done.returncode == (0 if answer["healthy"] else 1), done.stderr
+    topics: dict[str, list[dict[str, str]]] = {}
+    for finding in answer["findings"]:
+        topics.setdefault(finding["topic"], []).append(finding)
+    return topics
+
+
+def test_every_topic_is_covered_once():
+    topics = findings()
+    assert set(topics) >= {"memopt", "python", "torch", "cuda driver", "kernels", "cpu kernels", "simulated device"}
+    for topic in set(topics) - {"environment"}:
+        assert len(topics[topic]) == 1, topic
+
+
+def test_a_machine_without_a_gpu_is_healthy_and_told_why_there_is_no_driver():
+    (driver,) = findings()["cuda driver"]
+    assert driver["state"] == "absent"
+    assert "driver" in driver["text"]
+
+
+def test_versions_are_those_of_the_process():
+    import torch
+
+    topics = findings()
+    assert memopt.__version__ in topics["memopt"][0]["text"]
+    assert sys.version.split()[0] in topics["python"][0]["text"]
+    assert torch.__version__ in topics["torch"][0]["text"]
+
+
+def test_a_bad_isa_is_broken_and_names_the_choices():
+    (isa,) = findings(MEMOPT_ISA="avx3")["cpu kernels"]
+    assert isa["state"] == "broken" and "avx3" in isa["text"] and "generic, avx2, avx512" in isa["text"]
+
+
+def test_a_chosen_isa_is_shown():
+    (isa,) = findings(MEMOPT_ISA="generic")["cpu kernels"]
+    assert isa["state"] == "ok" and "generic" in isa["text"]
+
+
+def test_a_misspelt_variable_is_broken_and_lists_the_real_ones():
+    (line,) = findings(MEMOPT_BUGET="8GiB")["environment"]
+    assert line["state"] == "broken" and "MEMOPT_BUGET" in line["text"] and "MEMOPT_BUDGET" in line["mend"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_torchs_allocator_settings_are_shown_and_a_clash_is_broken(name):
+    (fine,) = findings(**{name: "expandable_segments:True"})["environment"]
+    assert fine["state"] == "ok" and "expandable_segments" in fine["text"]
+    (clash,) = findings(**{name: "backend:cudaMallocAsync"})["environment"]
+    assert clash["state"] == "broken" and name in clash["text"] and clash["mend"]
+
+
+def test_quiet_says_only_what_is_broken():
+    assert run("doctor", "-q").stdout == ""
+    broken = run("doctor", "-q", MEMOPT_ISA="avx3")
+    assert broken.returncode == 1 and len(broken.stdout.splitlines()) == 2
+
+
+def test_output_goes_to_a_file(tmp_path):
+    done = run("doctor", "-o", str(tmp_path / "doctor.txt"))
+    assert done.returncode == 0 and done.stdout == ""
+    assert memopt.__version__ in (tmp_path / "doctor.txt").read_text()
+
+
+def test_an_output_that_cannot_be_written_is_status_2(tmp_path):
+    done = run("doctor", "-o", str(tmp_path / "no" / "doctor.txt"))
+    assert done.returncode == 2 and "No such file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    done = subprocess.run(f"{sys.executable} -m memopt doctor | true", shell=True, cwd=ROOT, capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.stderr == ""
+
+
+def test_a_wrong_call_is_status_2_and_shows_the_usage():
+    for arguments in [(), ("docter",), ("doctor", "--nope")]:
+        done = run(*arguments)
+        assert done.returncode == 2 and "usage:" in done.stderr, arguments
+
+
+def test_the_function_returns_what_the_command_prints(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("MEMOPT_", "PYTORCH_")):
+            monkeypatch.delenv(name)
+    assert str(memopt.doctor()) + "\n" == run("doctor").stdout
+    assert memopt.doctor().healthy
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "words"),
+    [(None, "absent", "pip install"), ("2.9.1+cu128", "broken", "2.10"), ("2.10.0", "ok", ""), ("3.0.0", "ok", "")],
+)
+def test_torch_that_is_missing_or_too_old_is_told_with_the_mend(monkeypatch, version, state, words):
+    monkeypatch.setattr(torch_version, "installed", lambda: version)
+    found = diagnosis._torch()
+    assert found.state == state and words in found.text + found.mend
+    if state != "ok":
+        with pytest.raises(ImportError, match=r"some\.feature.*2\.10"):
+            torch_version.require("some.feature")
+
+
+def test_a_torch_that_cannot_be_imported_is_broken_and_no_crash(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = diagnosis._torch()
+    assert found.state == "broken" and "cannot be imported" in found.text
