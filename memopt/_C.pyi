@@ -1,3 +1,4 @@
+from array import array
 from typing import TypedDict
 
 class _Device(TypedDict):
@@ -10,6 +11,23 @@ class _Driver(TypedDict):
     version: str
     lacking: list[str]
     devices: list[_Device]
+
+class _KernelStatus(TypedDict):
+    embedded_bytes: int
+    compilations: int
+    origin: str
+    architecture: int
+    nvrtc: str
+    options: str
+    cache: str
+    stored: bool
+    note: str
+    launches: int
+    uploads: int
+    repeats: int
+    waits: int
+    captured: int
+    captured_bytes: int
 
 class _Build(TypedDict):
     compiler: str
@@ -30,3 +48,16 @@ def cpu_isa(name: str | None = None, /) -> str: ...
 def host_blocks() -> int: ...
 def allocator_prepare() -> None: ...
 def allocator_stats(device: int = 0, /) -> dict[str, int]: ...
+def kernels_configure(nvrtc_paths: tuple[str, ...], cache_directory: str | None, /) -> None: ...
+def kernel_status(device: int = 0, load: bool = False, /) -> _KernelStatus: ...
+def kernel_source() -> str: ...
+def foreach_unscale_cuda(
+    addresses: array[int],
+    counts: array[int],
+    kind: int,
+    inv_scale: int,
+    found_inf: int,
+    device: int,
+    stream: int,
+    /,
+) -> None: ...

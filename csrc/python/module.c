@@ -44,8 +44,9 @@ fail:
     return NULL;
 }
 
-PyDoc_STRVAR(error_doc, "What the device, its driver or a library refused.\n\n"
-                        "status: the kind, such as 'MO_NO_LIBRARY'. code: the callee's own number, 0 if it has none.");
+PyDoc_STRVAR(error_doc,
+             "What the device, its driver or a library refused.\n\n"
+             "status: the kind, such as 'MO_NO_LIBRARY'. code: the callee's own number, 0 if it has none.");
 
 /* What this binary is: for the doctor, and for whoever asks whether the assertions are on. */
 static int add_build(PyObject *module)
@@ -75,7 +76,8 @@ static int module_exec(PyObject *module)
         mo_raise(module, status, &detail);
         return -1;
     }
-    if (add_build(module) < 0 || mo_py_units_init(module) < 0 || mo_py_driver_init(module) < 0 || mo_py_alloc_init(module) < 0)
+    if (add_build(module) < 0 || mo_py_units_init(module) < 0 || mo_py_driver_init(module) < 0 ||
+        mo_py_alloc_init(module) < 0 || mo_py_kernels_init(module) < 0)
         return -1;
     return 0;
 }

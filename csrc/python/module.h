@@ -1,9 +1,9 @@
 /* memopt._C, the module: its state, and the one place where a mo_status becomes an exception.
  *
- * Every Python object of ours lives in the module state (so sub-interpreters and a second import are safe); what
- * the engines know lives in C, process-wide, and is not here. Built against the limited API of CPython 3.11.
- * A binding file py_x.c offers `int mo_py_x_init(PyObject *module)`, which adds its functions and types; the
- * module's exec slot is the list of them. */
+ * Every Python object of ours lives in the module state (so sub-interpreters and a second import are safe);
+ * what the engines know lives in C, process-wide, and is not here. Built against the limited API of
+ * CPython 3.11. A binding file py_x.c offers `int mo_py_x_init(PyObject *module)`, which adds its functions
+ * and types; the module's exec slot is the list of them. */
 #ifndef MO_MODULE_H
 #define MO_MODULE_H
 
@@ -29,5 +29,6 @@ PyObject *mo_raise(PyObject *module, mo_status status, const mo_detail *detail);
 int mo_py_units_init(PyObject *module);
 int mo_py_driver_init(PyObject *module);
 int mo_py_alloc_init(PyObject *module);
+int mo_py_kernels_init(PyObject *module);
 
 #endif

@@ -1,0 +1,76 @@
+"""The CUDA kernels that memopt carries: where their fallback compiler and its cache are, and what became of them.
+
+They are loaded when first used on a device. Where the embedded image does not serve (built without nvcc, or the driver
+refuses it) their source is compiled by NVRTC, which torch's CUDA wheels bring along, and the result is kept under the
+user's cache directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memopt import _C
+
+if TYPE_CHECKING:
+    from memopt.diagnosis import Finding
+
+__all__ = ["cache_directory", "nvrtc_candidates", "prepare", "status"]
+
+# Where NVIDIA's wheels put NVRTC below the package folder `nvidia`, by CUDA major.
+_IN_WHEELS = {13: "cu13/lib/libnvrtc.so.13", 12: "cuda_nvrtc/lib/libnvrtc.so.12"}
+
+
+def cache_directory() -> str | None:
+    """Where compiled kernels are kept: $XDG_CACHE_HOME or ~/.cache, then memopt/kernels. None without a home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the specification has a relative one ignored
+        base = os.path.expanduser("~/.cache")
+    return os.path.join(base, "memopt", "kernels") if os.path.isabs(base) else None
+
+
+def nvrtc_candidates() -> tuple[str, ...]:
+    """What to try as NVRTC, in order: MEMOPT_NVRTC alone if it is set; else the wheels' libraries, the one of the loaded
+    torch's CUDA first, and then the names that the linker may know."""
+    named = os.environ.get("MEMOPT_NVRTC")
+    if named:
+        return (named,)
+    torch = sys.modules.get("torch")
+    version: str = getattr(getattr(torch, "version", None), "cuda", None) or "13"
+    majors = sorted(_IN_WHEELS, key=lambda major: (not version.startswith(f"{major}."), -major))
+    namespace = importlib.util.find_spec("nvidia")
+    folders = list(namespace.submodule_search_locations or ()) if namespace else []
+    wheels = [Path(folder, _IN_WHEELS[major]) for major in majors for folder in folders]
+    return (*(str(path) for path in wheels if path.exists()), *(f"libnvrtc.so.{major}" for major in majors))[:8]
+
+
+@cache
+def prepare() -> None:
+    """Tells the engine the two above, once a process. Called by whatever launches a kernel."""
+    _C.kernels_configure(nvrtc_candidates(), cache_directory())
+
+
+def status(device: int = 0) -> dict[str, object]:
+    """How the kernels of a device were loaded ('not loaded' if no call has needed them yet) and what they did since; the
+    keys are explained by memopt._C.kernel_status."""
+    return dict(_C.kernel_status(device))
+
+
+def finding() -> Finding:
+    """A line for memopt.doctor(): whether there is an embedded image, and if not, whether NVRTC is at hand."""
+    from memopt.diagnosis import Finding
+
+    state = _C.kernel_status()
+    if state["origin"] != "not loaded":
+        text = f"{state['origin']}, for compute capability {state['architecture'] / 10:.1f}"
+        return Finding("kernels", "ok", f"{text} ({state['note']})" if state["note"] else text)
+    if state["embedded_bytes"]:
+        return Finding("kernels", "ok", f"{state['embedded_bytes']} bytes for CUDA devices are embedded")
+    found = [path for path in nvrtc_candidates() if os.path.exists(path)]
+    if found:
+        return Finding("kernels", "ok", f"to be compiled at first use by {found[0]}, kept in {cache_directory()}")
+    mend = "on a machine with a GPU: pip install nvidia-cuda-nvrtc (CUDA 12: nvidia-cuda-nvrtc-cu12), or build with nvcc"
+    return Finding("kernels", "absent", "none embedded, and no NVRTC is installed to compile them", mend)
