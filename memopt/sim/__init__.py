@@ -1,0 +1,50 @@
+"""A simulated CUDA device under PyTorch's own CUDA build: no GPU, no driver, the same allocator, streams and graphs.
+
+    import memopt.sim
+    memopt.sim.activate(memory="8GiB")     # first: it must come before torch
+    import torch
+    torch.empty(1 << 20, device="cuda")    # PyTorch's real caching allocator, on host memory
+
+Kernels compute nothing, unless an op runs under Compute or its kernel has a host body (emulate). What is simulated, and
+how far it is trusted, is said in csrc/simcuda/. It never loads where a real driver does; see activate().
+"""
+
+from memopt.sim.activation import activate, is_active
+from memopt.sim.control import (
+    calls,
+    emulate,
+    fail,
+    fail_clear,
+    lazy,
+    missing_calls,
+    progress,
+    reset_peak,
+    set_memory,
+    stats,
+)
+from memopt.sim.coverage import coverage
+
+__all__ = [
+    "Compute",
+    "activate",
+    "calls",
+    "coverage",
+    "emulate",
+    "fail",
+    "fail_clear",
+    "is_active",
+    "lazy",
+    "missing_calls",
+    "progress",
+    "reset_peak",
+    "set_memory",
+    "stats",
+]
+
+
+def __getattr__(name: str):
+    if name == "Compute":  # needs torch, which activate() must precede
+        from memopt.sim.compute import Compute
+
+        return Compute
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

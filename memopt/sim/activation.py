@@ -1,0 +1,159 @@
+"""Turn the simulated device on, in a process that has not imported torch yet.
+
+The dynamic linker takes a library that is loaded already when its soname is the one asked for. So the simulated ones,
+which carry NVIDIA's sonames, are opened here first; `import torch` then links them, whatever NVIDIA packages are
+installed. Nothing is preloaded and no environment variable is read or set.
+
+The set (CUDA 12 or 13) is the one whose runtime torch's libc10_cuda.so needs, read from the file: torch is not imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+from memopt.sim import control, interpreter_exit
+from memopt.sim.coverage import coverage, library_set
+
+OLDEST_TORCH = (2, 10)
+_INSTALL = "pip install --no-deps 'torch===2.13.0'"
+
+
+def activate(
+    memory: int | str = "2GiB",
+    devices: int = 1,
+    compute_capability: str = "8.0",
+    multiprocessors: int = 108,
+    lazy: bool = False,
+    blank: bool = False,
+    context: int | str = 0,
+    cudnn_workspace: int | str = 0,
+    cudnn_version: int | None = None,
+) -> None:
+    """Make `devices` simulated CUDA devices of `memory` bytes each, for this process, until it ends.
+
+    compute_capability and multiprocessors decide what torch's own code chooses (attention backends, scratch sizes).
+    lazy: device work completes only when waited for, or by progress(). blank: device memory reads as zeros and writes
+    are dropped, so that a card larger than the host costs nothing. context: bytes of each device that a CUDA context
+    would take. cudnn_workspace: the workspace every cuDNN plan asks for; NVIDIA's sizes are not known, 0 is a lower
+    bound. cudnn_version: as cudnnGetVersion answers it; by default the version this torch was published with.
+
+    Raises RuntimeError, with the mend, and changes nothing when torch is imported already, a real CUDA driver or runtime
+    is mapped in this process, torch is missing, too old or a CPU build, or imports what the simulated libraries lack.
+    """
+    settings = _settings(
+        memory, devices, compute_capability, multiprocessors, lazy, blank, context, cudnn_workspace
+    )
+    if is_active():
+        raise RuntimeError("the simulated device is active already: one activation a process")
+    if "torch" in sys.modules:
+        raise RuntimeError("torch is imported already: memopt.sim.activate() must come before `import torch`")
+    real = mapped_cuda()
+    if real:
+        raise RuntimeError(
+            f"a CUDA library is loaded in this process already ({real[0]}): the simulated device runs in a process of "
+            "its own; start a new one and activate before anything opens CUDA"
+        )
+    torch_lib = _torch_lib_dir()
+    folder = library_set(torch_lib)
+    missing = coverage(torch_lib)
+    if missing:
+        shown = "; ".join(f"{soname}: {', '.join(names[:5])}" for soname, names in missing.items())
+        raise RuntimeError(
+            f"torch in {torch_lib.parent} imports functions that the simulated libraries lack ({shown}): "
+            "use an older torch, or a newer memopt"
+        )
+    settings += f" cudnn_version={cudnn_version or _cudnn_version()}"
+    device = _open(folder)
+    control.attach(device)
+    refused = device.simcuda_activate(settings.encode())
+    if refused is not None:
+        raise ValueError(f"the simulated device refuses {settings!r}: {refused.decode()}")
+    interpreter_exit.install(device)
+    global _active
+    _active = True
+
+
+_active = False
+
+
+def is_active() -> bool:
+    """Whether activate() has succeeded in this process."""
+    return _active
+
+
+def mapped_cuda(maps: str = "/proc/self/maps") -> list[str]:
+    """Paths of CUDA drivers and runtimes mapped in this process, ours (sim_*.so) not among them."""
+    pattern = re.compile(r"/lib(cuda|cudart|nvidia-ml)(-[\w.]+)?\.so[\w.]*( \(deleted\))?$")
+    lines = Path(maps).read_text().splitlines()
+    return sorted({line.split(maxsplit=5)[5] for line in lines if pattern.search(line)})
+
+
+def _settings(
+    memory: int | str,
+    devices: int,
+    compute_capability: str,
+    multiprocessors: int,
+    lazy: bool,
+    blank: bool,
+    context: int | str,
+    cudnn_workspace: int | str,
+) -> str:
+    from memopt import _C
+
+    capability = re.fullmatch(r"(\d+)\.(\d)", str(compute_capability))
+    if capability is None:
+        raise ValueError(f'compute_capability is a text like "8.0", not {compute_capability!r}')
+    values = {
+        "memory": _C.parse_size(memory),
+        "devices": devices,
+        "cc": capability[1] + capability[2],
+        "sms": multiprocessors,
+        "lazy": int(lazy),
+        "blank": int(blank),
+        "context": _C.parse_size(context),
+        "cudnn_workspace": _C.parse_size(cudnn_workspace),
+    }
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def _torch_lib_dir() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RuntimeError(f"torch is not installed for {sys.executable}: install its CUDA build: {_INSTALL}")
+    home = Path(spec.origin).parent
+    # The file, not the package's metadata: it is torch itself, however it came here.
+    text = (home / "version.py").read_text() if (home / "version.py").exists() else ""
+    found = re.search(r"__version__\s*=\s*'((\d+)\.(\d+)[^']*)'", text)
+    if found is None:
+        raise RuntimeError(f"{home} tells no version (version.py): reinstall torch: {_INSTALL}")
+    if (int(found[2]), int(found[3])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise RuntimeError(
+            f"torch {found[1]} in {home} is too old, {oldest} is the oldest simulated: {_INSTALL}"
+        )
+    return home / "lib"
+
+
+def _cudnn_version() -> int:
+    """The cuDNN that this torch was published with, from its requirements, as cudnnGetVersion counts (9.20.0 is
+    92000); a recent one where they do not say. An older library than the one compiled against is refused by torch."""
+    for requirement in importlib.metadata.requires("torch") or []:
+        found = re.match(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", requirement)
+        if found:
+            return int(found[1]) * 10000 + int(found[2]) * 100 + int(found[3])
+    return 92800
+
+
+def _open(folder: Path) -> ctypes.CDLL:
+    """Opens the set, the device first because the others link it, and returns the device."""
+    first = folder / "sim_cuda.so"
+    device = ctypes.CDLL(str(first), ctypes.RTLD_GLOBAL)
+    for path in sorted(folder.glob("sim_*.so")):
+        if path != first:
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    return device

@@ -1,0 +1,101 @@
+"""Real numbers on the simulated device.
+
+Each ATen op first runs on cuda, so that it allocates, launches and frees as it does on a GPU (its kernels do nothing);
+then the same op runs on CPU tensors that alias the same memory, and its values are kept. A loss under Compute is the
+CPU's, bit for bit, while the memory behaviour is PyTorch's own CUDA allocator's.
+
+    with memopt.sim.Compute():
+        train()
+
+What it cannot do: an op without a CPU twin (the fused attention kernels: switch them off with
+torch.backends.cuda.enable_flash_sdp(False) and its like), a kernel launched outside ATen (give it a host body with
+memopt.sim.emulate), and work that a CUDA graph replays. It waits for the device after every op.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memopt.sim.activation import is_active
+
+_aten = torch.ops.aten
+
+# The shape of the result depends on values: the CPU decides, and its answer is moved over.
+_SHAPE_FROM_VALUES = {
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten._unique2.default,
+    _aten.unique_dim.default,
+    _aten.unique_consecutive.default,
+    _aten.bincount.default,
+    _aten.index.Tensor,
+    _aten.repeat_interleave.Tensor,
+}
+# They read or move what is there and compute nothing.
+_AS_THEY_ARE = {
+    _aten._local_scalar_dense.default,
+    _aten.record_stream.default,
+    _aten.is_pinned.default,
+    _aten._pin_memory.default,
+}
+
+
+class Compute(TorchDispatchMode):
+    """A dispatch mode under which simulated CUDA ops give the values of their CPU twins."""
+
+    def __init__(self) -> None:
+        if not is_active():
+            raise RuntimeError(
+                "Compute is for the simulated device: call memopt.sim.activate() before importing torch"
+            )
+        super().__init__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _on_cuda(leaf)]
+        if func in _AS_THEY_ARE or func.is_view:
+            return func(*args, **kwargs)
+        if func in _SHAPE_FROM_VALUES and inputs:
+            torch.cuda.synchronize()
+            values = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
+            return tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, values)
+        result = func(*args, **kwargs)
+        if not inputs and not any(map(_on_cuda, tree_leaves(result))):
+            return result
+        torch.cuda.synchronize()  # copies are real work: the CPU must not overtake them
+        values = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
+        written = {
+            tensor.untyped_storage().data_ptr() for tensor in inputs
+        }  # in place and out=: done by aliasing
+        for tensor, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
+            if not _on_cuda(tensor) or not tensor.numel() or tensor.untyped_storage().data_ptr() in written:
+                continue
+            if tensor.shape != value.shape:
+                raise RuntimeError(f"{func}: {tuple(tensor.shape)} on cuda, {tuple(value.shape)} on the CPU")
+            _alias(tensor).copy_(value)
+        return result
+
+
+def _on_cuda(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_cuda
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor over a cuda tensor's memory, which is host memory at the same address."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty(tensor.size(), dtype=tensor.dtype)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    raw = torch.frombuffer(memory, dtype=torch.uint8)
+    view = torch.empty(0, dtype=tensor.dtype)
+    return view.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _on_cpu(leaf: object) -> object:
+    if _on_cuda(leaf):
+        return _alias(leaf)
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf

@@ -1,0 +1,66 @@
+"""What a torch build imports from NVIDIA's libraries and the simulated ones do not have.
+
+Answered from the files alone, before torch is imported: a missing symbol would otherwise show as a linker error in
+`import torch`, or at the first call of a function that binds lazily.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from memopt.sim import elf
+
+_PACKAGE = Path(__file__).resolve().parent
+_NVIDIA_SONAME = re.compile(r"lib(cu|nv|nccl)\w*\.so\.\d+")
+# Libraries without version nodes leave no provider in an import; their names begin so.
+_NVIDIA_NAME = re.compile(r"(cu[A-Z]|cusparse|nccl|nvrtc|nvshmem|nvml)\w+")
+
+
+def library_set(torch_lib_dir: str | Path) -> Path:
+    """The folder of the prebuilt set for the torch whose libraries lie in torch_lib_dir, chosen by the CUDA runtime
+    that its libc10_cuda.so needs. RuntimeError where there is no such library, or no set for that runtime."""
+    c10_cuda = Path(torch_lib_dir) / "libc10_cuda.so"
+    if not c10_cuda.exists():
+        raise RuntimeError(
+            f"{torch_lib_dir} is a CPU build of torch (it has no libc10_cuda.so): "
+            "install torch's CUDA build: pip install --no-deps 'torch===2.13.0'"
+        )
+    runtimes = [name for name in elf.read(c10_cuda, exports=False).needed if name.startswith("libcudart.so.")]
+    if not runtimes:
+        raise RuntimeError(f"{c10_cuda} needs no libcudart.so: this torch links the CUDA runtime statically")
+    major = runtimes[0].rsplit(".", 1)[1]
+    folder = _PACKAGE / f"cu{major}"
+    if not (folder / "sim_cuda.so").exists():
+        have = sorted(path.parent.name for path in _PACKAGE.glob("cu*/sim_cuda.so"))
+        mend = "memopt simulates CUDA 12 and 13" if have else "build them: make, or pip install ."
+        raise RuntimeError(
+            f"no simulated libraries for CUDA {major} in {_PACKAGE} (there: {have or 'none'}): {mend}"
+        )
+    return folder
+
+
+def coverage(torch_lib_dir: str | Path) -> dict[str, list[str]]:
+    """NVIDIA soname -> names that the torch libraries in torch_lib_dir import and our library of that soname lacks;
+    empty when all is there. A soname that we do not have at all lists its names and, first, "(no such library)"."""
+    ours = {
+        library.soname: {symbol.name for symbol in library.exports}
+        for library in map(elf.read, sorted(library_set(torch_lib_dir).glob("sim_*.so")))
+    }
+    missing: dict[str, set[str]] = {}
+    for path in sorted(Path(torch_lib_dir).glob("*.so")):
+        library = elf.read(path, exports=False)
+        nvidia = [soname for soname in library.needed if _NVIDIA_SONAME.fullmatch(soname)]
+        for soname in nvidia:
+            if soname not in ours:
+                missing.setdefault(soname, set()).add("(no such library)")
+        for symbol in library.imports:
+            if symbol.provider in ours:
+                if symbol.name not in ours[symbol.provider]:
+                    missing.setdefault(symbol.provider, set()).add(symbol.name)
+            elif symbol.provider in nvidia:
+                missing.setdefault(symbol.provider, set()).add(symbol.name)
+            elif not symbol.provider and nvidia and _NVIDIA_NAME.fullmatch(symbol.name):
+                if not any(symbol.name in ours.get(soname, ()) for soname in nvidia):
+                    missing.setdefault(f"{path.name} (unversioned)", set()).add(symbol.name)
+    return {soname: sorted(names) for soname, names in sorted(missing.items())}
