@@ -110,9 +110,9 @@ build/c/$(1)/core/csrc/driver/kernel_image.o: csrc/driver/kernel_image.c
 build/c/$(1)/sim/%.o: %.c
 	@mkdir -p $$(@D)
 	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 -MMD -MP -c $$< -o $$@
-build/c/$(1)/test_%: tests/c/test_%.c tests/c/test.h $$(CORE:%.c=build/c/$(1)/core/%.o)
+build/c/$(1)/test_%: tests/c/test_%.c $$(wildcard tests/c/*.h) $$(CORE:%.c=build/c/$(1)/core/%.o)
 	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) $$< $$(CORE:%.c=build/c/$(1)/core/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
-build/c/$(1)/sim/test_%: tests/c/sim/test_%.c tests/c/test.h $$(SIM:%.c=build/c/$(1)/sim/%.o)
+build/c/$(1)/sim/test_%: tests/c/sim/test_%.c $$(wildcard tests/c/*.h) $$(SIM:%.c=build/c/$(1)/sim/%.o)
 	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 $$< $$(SIM:%.c=build/c/$(1)/sim/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
 build/c/$(1)/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/random_input.h $$(CORE:%.c=build/c/$(1)/core/%.o)
 	@mkdir -p $$(@D)

@@ -1,0 +1,92 @@
+#include "base/lock.h"
+
+#include "child.h"
+
+static mo_lock lock = MO_LOCK_INIT;
+static long shared; /* guarded by lock, and a plain long: what ThreadSanitizer watches */
+
+static void *is_held(void *answer)
+{
+    *(bool *)answer = mo_lock_held(&lock);
+    return NULL;
+}
+
+static bool held_elsewhere(void)
+{
+    pthread_t other;
+    bool answer = true;
+    CHECK_EQ(pthread_create(&other, NULL, is_held, &answer), 0);
+    pthread_join(other, NULL);
+    return answer;
+}
+
+TEST(a_lock_is_held_by_the_thread_that_took_it_and_no_other)
+{
+    CHECK(!mo_lock_held(&lock));
+    CHECK(!held_elsewhere());
+    mo_lock_take(&lock);
+    CHECK(mo_lock_held(&lock));
+    CHECK(!held_elsewhere());
+    mo_lock_give(&lock);
+    CHECK(!mo_lock_held(&lock));
+}
+
+static void *add(void *rounds)
+{
+    for (int i = 0; i < *(int *)rounds; i++) {
+        mo_lock_take(&lock);
+        shared++;
+        mo_lock_give(&lock);
+        (void)mo_lock_held(&lock); /* asked without the lock, as an assertion that fails would */
+    }
+    return NULL;
+}
+
+TEST(only_one_thread_at_a_time_holds_it)
+{
+    int rounds = test_rounds(20000, 1000000);
+    pthread_t threads[4];
+    shared = 0;
+    for (int i = 0; i < 4; i++)
+        CHECK_EQ(pthread_create(&threads[i], NULL, add, &rounds), 0);
+    for (int i = 0; i < 4; i++)
+        pthread_join(threads[i], NULL);
+    CHECK_EQ(shared, 4L * rounds);
+}
+
+static void take_twice(void)
+{
+    mo_lock_take(&lock);
+    mo_lock_take(&lock);
+}
+
+static void give_without_taking(void)
+{
+    mo_lock_give(&lock);
+}
+
+static void *take_and_keep(void *unused)
+{
+    mo_lock_take(&lock);
+    return unused;
+}
+
+static void give_what_another_took(void)
+{
+    pthread_t other;
+    pthread_create(&other, NULL, take_and_keep, NULL);
+    pthread_join(other, NULL);
+    mo_lock_give(&lock);
+}
+
+TEST(misuse_is_caught_where_assertions_are_on)
+{
+    void (*const misuses[])(void) = {take_twice, give_without_taking, give_what_another_took};
+    for (int i = 0; i < 3; i++) {
+        child_end end = in_child(misuses[i]);
+        CHECK(child_aborted(&end));
+        CHECK_SAID(&end, "mo_lock_held(lock)");
+    }
+}
+
+TEST_MAIN
