@@ -1,0 +1,155 @@
+#include "driver/staging.h"
+
+#include "fake_cuda.h"
+#include "test.h"
+
+#define STREAM(n) ((CUstream)(uintptr_t)(n))
+
+static mo_staging staging;
+
+static void start(void)
+{
+    fake_reset();
+    memset(&staging, 0, sizeof staging);
+}
+
+static void finish(void)
+{
+    fake.countdown = -1;
+    fake.pending = false;
+    CHECK_EQ(mo_staging_clear(&staging, &fake_api, NULL), MO_OK);
+    CHECK_EQ(fake.events, 0);
+    CHECK_EQ(fake.blocks, (int)staging.counts.captured);
+    CHECK_EQ(fake.pinned, (int)staging.counts.captured);
+}
+
+static mo_status put(int stream, const void *table, size_t size, mo_staging_slot **slot)
+{
+    CUdeviceptr at = 0;
+    mo_detail detail;
+    mo_status status = mo_staging_put(&staging, &fake_api, STREAM(stream), table, size, slot, &at, &detail);
+
+    CHECK(status || at);
+    return status ? status : mo_staging_used(&fake_api, *slot, &detail);
+}
+
+TEST(a_table_that_repeats_on_its_stream_is_not_copied_again)
+{
+    mo_staging_slot *first, *second;
+
+    start();
+    CHECK_EQ(put(1, "table a", 8, &first), MO_OK);
+    CHECK_EQ(put(1, "table a", 8, &second), MO_OK);
+    CHECK(first == second);
+    CHECK_EQ(fake.copies, 1);
+    fake.pending = true; /* also while it is in flight: it is only read */
+    CHECK_EQ(put(1, "table a", 8, &second), MO_OK);
+    CHECK_EQ(fake.copies, 1);
+    CHECK_EQ(put(2, "table a", 8, &second), MO_OK); /* another stream is not ordered behind the copy */
+    CHECK(first != second);
+    CHECK_EQ(fake.copies, 2);
+    CHECK_EQ(staging.counts.uploads, 2);
+    CHECK_EQ(staging.counts.repeats, 2);
+    finish();
+}
+
+TEST(a_slot_in_flight_is_not_overwritten)
+{
+    mo_staging_slot *first, *second;
+
+    start();
+    fake.pending = true;
+    CHECK_EQ(put(1, "table a", 8, &first), MO_OK);
+    CHECK_EQ(put(1, "table b", 8, &second), MO_OK);
+    CHECK(first != second);
+    CHECK_STR(first->host, "table a");
+    finish();
+}
+
+TEST(the_host_waits_only_when_every_slot_is_in_flight_and_then_for_the_oldest)
+{
+    mo_staging_slot *slots[MO_STAGING_SLOTS + 1];
+    char table[8] = "table 0";
+
+    start();
+    fake.pending = true;
+    for (int i = 0; i < MO_STAGING_SLOTS; i++, table[6]++)
+        CHECK_EQ(put(1, table, 8, &slots[i]), MO_OK);
+    CHECK_EQ(fake.waits, 0);
+    CHECK_EQ(put(1, "table x", 8, &slots[MO_STAGING_SLOTS]), MO_OK);
+    CHECK_EQ(fake.waits, 1);
+    CHECK_EQ(staging.counts.waits, 1);
+    CHECK(slots[MO_STAGING_SLOTS] == slots[0]);
+    finish();
+}
+
+TEST(free_slots_are_reused_and_grow)
+{
+    static char large[100000];
+    mo_staging_slot *slot;
+
+    start();
+    for (int i = 1; i <= 50; i++) {
+        memset(large, i, sizeof large);
+        CHECK_EQ(put(1, large, (size_t)i * 2000, &slot), MO_OK);
+        CHECK(slot->capacity >= (size_t)i * 2000);
+        CHECK(memcmp(slot->host, large, (size_t)i * 2000) == 0);
+    }
+    CHECK(fake.blocks <= MO_STAGING_SLOTS);
+    CHECK_EQ(fake.copies, 50);
+    finish();
+}
+
+TEST(a_captured_table_gets_buffers_of_its_own_for_ever)
+{
+    mo_staging_slot *slot = NULL;
+
+    start();
+    fake.capturing = true;
+    for (int i = 0; i < 20; i++) {
+        CHECK_EQ(put(1, "table a", 8, &slot), MO_OK);
+        CHECK(slot == NULL);
+    }
+    CHECK_EQ(staging.counts.captured, 20);
+    CHECK_EQ(fake.events, 0); /* an event recorded in a capture could not be asked */
+    fake.capturing = false;
+    CHECK_EQ(put(1, "table a", 8, &slot), MO_OK);
+    CHECK_EQ(fake.copies, 21); /* what a graph owns is no repeat */
+    finish();
+    fake.blocks = fake.pinned = 0; /* the graphs' buffers, lost with the fake */
+}
+
+/* Calls in an order that meets every driver function of the module; the first failure's status. */
+static mo_status every_call(void)
+{
+    static char large[9000];
+    mo_staging_slot *slot;
+    mo_status status = put(1, "table a", 8, &slot);
+
+    for (int i = 0; !status && i <= MO_STAGING_SLOTS; i++) {
+        large[0]++;
+        fake.pending = i > 1; /* at 2 and later the slots fill up, at the end one is waited for */
+        status = put(1, large, i % 2 ? sizeof large : 100, &slot);
+    }
+    return status;
+}
+
+TEST(failing_each_driver_call_in_turn_leaks_nothing_and_the_next_call_works)
+{
+    for (int n = 0, done = 0; !done; n++) {
+        mo_staging_slot *slot;
+        start();
+        fake.countdown = n;
+        fake.code = n % 2 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_HANDLE;
+        mo_status status = every_call();
+        done = fake.countdown >= 0; /* not reached: all calls were made */
+        CHECK(done ? status == MO_OK : status == (n % 2 ? MO_NO_DEVICE_MEMORY : MO_DRIVER));
+        fake.countdown = -1;
+        CHECK_EQ(put(3, "table z", 8, &slot), MO_OK);
+        CHECK_STR(slot->host, "table z");
+        finish();
+        CHECK(n < 1000);
+    }
+}
+
+TEST_MAIN
