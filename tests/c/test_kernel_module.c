@@ -1,0 +1,269 @@
+#include "driver/kernel_module.h"
+
+#include <unistd.h>
+
+#include "base/hostmem.h"
+#include "fake_cuda.h"
+#include "fake_nvrtc.h"
+#include "test.h"
+
+#define SOURCE "the source"
+
+static const mo_kernel_image good = {"image:embedded", 14, SOURCE, sizeof SOURCE - 1};
+static const mo_kernel_image bad = {"refused", 7, SOURCE, sizeof SOURCE - 1};
+static const mo_kernel_image none = {"", 0, SOURCE, sizeof SOURCE - 1};
+
+static char folder[64];
+static mo_kernel_settings settings;
+static mo_kernel_module module;
+static mo_detail detail;
+
+static void start(void)
+{
+    fake_reset();
+    nvrtc_reset();
+    strcpy(folder, "/tmp/memopt-module-XXXXXX");
+    CHECK(mkdtemp(folder));
+    settings = (mo_kernel_settings){
+        .nvrtc_paths = {FAKE_NVRTC_PATH}, .nvrtc_path_count = 1, .cache_directory = folder, .version = "1"};
+    memset(&module, 0, sizeof module);
+}
+
+static void finish(void)
+{
+    char command[96];
+    fake.modules = 0;
+    CHECK_EQ(fake.depth, 0);
+    CHECK(fake.current == NULL);
+    CHECK_EQ(fake.mode, CU_STREAM_CAPTURE_MODE_GLOBAL);
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    CHECK_EQ(system(command), 0);
+}
+
+static mo_status load(const mo_kernel_image *image)
+{
+    return mo_kernel_module_load(&fake_device, image, &settings, &module, &detail);
+}
+
+static void loads(const mo_kernel_image *image, mo_kernel_origin origin, int compiled)
+{
+    mo_status status = load(image);
+    if (status)
+        TEST_FAIL("%s: %.400s", mo_status_name(status), detail.text);
+    CHECK_STR(mo_kernel_origin_name(module.origin), mo_kernel_origin_name(origin));
+    CHECK_EQ(nvrtc.compiled, compiled);
+    for (int i = 0; i < MO_KERNEL_COUNT; i++)
+        CHECK_EQ((uintptr_t)module.functions[i], 0xF000 + strlen(mo_kernel_name((mo_kernel)i)));
+}
+
+TEST(the_embedded_image_is_taken_without_asking_for_nvrtc)
+{
+    start();
+    settings.nvrtc_path_count = 0;
+    loads(&good, MO_KERNELS_EMBEDDED, 0);
+    CHECK_STR(module.note, "");
+    CHECK_EQ(fake.modules, 1);
+    CHECK_EQ(mo_kernel_module_unload(&fake_device, &module, NULL), MO_OK);
+    CHECK_EQ(fake.modules, 0);
+    finish();
+}
+
+TEST(a_refused_image_is_compiled_once_and_then_comes_from_the_cache)
+{
+    static const CUresult refusals[] = {CUDA_ERROR_NO_BINARY_FOR_GPU,       CUDA_ERROR_INVALID_IMAGE,
+                                        CUDA_ERROR_UNSUPPORTED_PTX_VERSION, CUDA_ERROR_INVALID_PTX,
+                                        CUDA_ERROR_JIT_COMPILER_NOT_FOUND,  CUDA_ERROR_INVALID_SOURCE};
+    for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {
+        start();
+        fake.refusal = refusals[i];
+        loads(&bad, MO_KERNELS_COMPILED, 1);
+        CHECK_EQ(module.cache, MO_CACHE_MISSING);
+        CHECK(module.stored);
+        CHECK(strstr(module.note, "embedded image was refused"));
+        loads(&bad, MO_KERNELS_CACHED, 1);
+        CHECK_EQ(module.cache, MO_CACHE_HIT);
+        finish();
+    }
+}
+
+TEST(a_build_without_an_image_compiles)
+{
+    start();
+    loads(&none, MO_KERNELS_COMPILED, 1);
+    CHECK(strstr(module.note, "without nvcc"));
+    CHECK_EQ(fake.loads, 1);
+    finish();
+}
+
+TEST(source_version_architecture_and_compiler_each_make_a_key_of_their_own)
+{
+    const mo_kernel_image other = {"", 0, "another source", 14};
+
+    start();
+    loads(&none, MO_KERNELS_COMPILED, 1);
+    loads(&other, MO_KERNELS_COMPILED, 2);
+    settings.version = "2";
+    loads(&none, MO_KERNELS_COMPILED, 3);
+    fake.architecture = 90;
+    loads(&none, MO_KERNELS_COMPILED, 4);
+    nvrtc.major = 12;
+    loads(&none, MO_KERNELS_COMPILED, 5);
+    loads(&none, MO_KERNELS_CACHED, 5);
+    finish();
+}
+
+TEST(two_devices_of_one_major_share_a_cached_image)
+{
+    start();
+    loads(&none, MO_KERNELS_COMPILED, 1);
+    fake.architecture = 86;
+    loads(&none, MO_KERNELS_CACHED, 1);
+    CHECK_EQ(module.architecture, 86);
+    CHECK_EQ(module.target.architecture, 80);
+    finish();
+}
+
+TEST(a_damaged_cache_file_is_rebuilt_and_said_so)
+{
+    char command[160];
+
+    start();
+    loads(&bad, MO_KERNELS_COMPILED, 1);
+    snprintf(command, sizeof command, "for f in %s/*; do truncate -s -1 $f; done", folder);
+    CHECK_EQ(system(command), 0);
+    loads(&bad, MO_KERNELS_COMPILED, 2);
+    CHECK_EQ(module.cache, MO_CACHE_DAMAGED);
+    CHECK(module.stored && strstr(module.note, "rebuilt"));
+    loads(&bad, MO_KERNELS_CACHED, 2);
+    finish();
+}
+
+TEST(a_cached_image_that_this_driver_refuses_is_rebuilt)
+{
+    start();
+    loads(&none, MO_KERNELS_COMPILED, 1);
+    /* A driver that takes "image:…" no more, as after a downgrade; what is compiled now it takes. */
+    snprintf(fake.missing, sizeof fake.missing, "%s", mo_kernel_name(MO_KERNEL_UNSCALE_F64));
+    CHECK_EQ(load(&none), MO_DRIVER); /* both the cached and the new one lack a kernel */
+    CHECK(strstr(detail.text, "memopt_unscale_f64") && strstr(detail.text, "update the NVIDIA driver"));
+    CHECK_EQ(nvrtc.compiled, 2);
+    fake.missing[0] = 0;
+    loads(&none, MO_KERNELS_CACHED,
+          2); /* what the driver did not take was not stored over what it once took */
+    finish();
+}
+
+TEST(without_a_cache_or_with_one_that_cannot_be_written_the_kernels_still_load)
+{
+    start();
+    settings.cache_directory = NULL;
+    loads(&bad, MO_KERNELS_COMPILED, 1);
+    CHECK_EQ(module.cache, MO_CACHE_OFF);
+    CHECK(!module.stored && !strstr(module.note, "cached"));
+    settings.cache_directory = "/proc/memopt";
+    loads(&bad, MO_KERNELS_COMPILED, 2);
+    CHECK(!module.stored && strstr(module.note, "cannot be cached in /proc/memopt"));
+    finish();
+}
+
+TEST(when_nothing_serves_the_error_tells_everything_tried_and_the_mend)
+{
+    start();
+    settings.nvrtc_paths[0] = "/nowhere/libnvrtc.so.13";
+    CHECK_EQ(load(&bad), MO_NO_LIBRARY);
+    CHECK(strstr(detail.text, "compute capability 8.0") && strstr(detail.text, "embedded image was refused"));
+    CHECK(strstr(detail.text, "/nowhere/libnvrtc.so.13") &&
+          strstr(detail.text, "pip install nvidia-cuda-nvrtc"));
+    settings.nvrtc_paths[0] = FAKE_NVRTC_PATH;
+    nvrtc.image = "refused, too";
+    CHECK_EQ(load(&bad), MO_DRIVER);
+    CHECK(strstr(detail.text, "driver refuses what NVRTC 13.5 made"));
+    CHECK_EQ(module.origin, MO_KERNELS_NOT_LOADED); /* an output is only written on success */
+    finish();
+}
+
+TEST(an_error_of_the_device_ends_the_search)
+{
+    start();
+    fake.refusal = CUDA_ERROR_ILLEGAL_ADDRESS;
+    CHECK_EQ(load(&bad), MO_DRIVER);
+    CHECK_EQ(detail.code, CUDA_ERROR_ILLEGAL_ADDRESS);
+    CHECK_EQ(nvrtc.compiled, 0);
+    fake.refusal = CUDA_ERROR_OUT_OF_MEMORY;
+    CHECK_EQ(load(&bad), MO_NO_DEVICE_MEMORY);
+    CHECK_EQ(nvrtc.compiled, 0);
+    finish();
+}
+
+/* Each of the three ways, with every driver call failing in turn. */
+TEST(failing_each_driver_call_in_turn_leaves_no_module_and_the_context_as_it_was)
+{
+    for (int way = 0; way < 3; way++)
+        for (int n = 0, done = 0; !done; n++) {
+            const size_t before = mo_host_live();
+            start();
+            if (way == 1)
+                loads(&none, MO_KERNELS_COMPILED, 1);
+            fake.modules = 0;
+            fake.countdown = n;
+            fake.code = CUDA_ERROR_OUT_OF_MEMORY;
+            mo_status status = load(way == 0 ? &good : &none);
+            done = fake.countdown >= 0;
+            CHECK_EQ(status, done ? MO_OK : MO_NO_DEVICE_MEMORY);
+            CHECK_EQ(fake.modules, done ? 1 : 0);
+            CHECK_EQ(mo_host_live(), before);
+            CHECK(n < 100);
+            finish();
+        }
+}
+
+TEST(a_failure_of_host_memory_leaves_nothing_behind)
+{
+    const size_t before = mo_host_live();
+
+    for (int n = 0, done = 0; !done; n++) {
+        start();
+        mo_host_fail_after((uint64_t)n);
+        mo_status status = load(&none);
+        mo_host_fail_never();
+        done = status == MO_OK;
+        CHECK(done || (status == MO_NO_HOST_MEMORY && fake.modules == 0));
+        CHECK_EQ(mo_host_live(), before);
+        CHECK(n < 100);
+        finish();
+    }
+    for (int n = 0, done = 0; !done; n++) {
+        const mo_kernel_settings full = {
+            .nvrtc_paths = {"a", "b"}, .nvrtc_path_count = 2, .cache_directory = "c", .version = "d"};
+        mo_host_fail_after((uint64_t)n);
+        done = mo_kernels_configure(&full, &detail) == MO_OK;
+        mo_host_fail_never();
+        CHECK_EQ(mo_host_live(), done ? before + 4 : before);
+    }
+    CHECK_EQ(mo_kernels_configure(&(mo_kernel_settings){0}, &detail), MO_OK);
+    CHECK_EQ(mo_host_live(), before);
+}
+
+TEST(too_many_paths_and_foreign_device_numbers_are_refused)
+{
+    const mo_kernel_module *found = NULL;
+
+    CHECK_EQ(mo_kernels_configure(&(mo_kernel_settings){.nvrtc_path_count = MO_NVRTC_PATHS_MAX + 1}, &detail),
+             MO_INVALID);
+    CHECK_EQ(mo_kernels_get(-1, &found, &detail), MO_NO_DEVICE);
+    CHECK_EQ(mo_kernels_get(1000000, &found, &detail), MO_NO_DEVICE);
+    CHECK(strstr(detail.text, "1000000"));
+    CHECK(mo_kernels_peek(-1) == NULL && mo_kernels_peek(1000000) == NULL && mo_kernels_peek(0) == NULL);
+}
+
+TEST(the_image_of_this_build_has_its_source)
+{
+    const mo_kernel_image *image = mo_kernel_image_get();
+
+    CHECK_EQ(strlen(image->source), image->source_size);
+    for (int i = 0; i < MO_KERNEL_COUNT; i++)
+        CHECK(strstr(image->source, mo_kernel_name((mo_kernel)i)));
+    CHECK_EQ((uintptr_t)image->fatbin % 16, 0);
+}
+
+TEST_MAIN
