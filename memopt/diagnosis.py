@@ -19,6 +19,7 @@ VARIABLES = {
     "MEMOPT_REPORT": "where reports are written",
     "MEMOPT_LOG": "level of the memopt logger",
     "MEMOPT_ISA": "instruction set of the CPU kernels: generic, avx2, avx512",
+    "MEMOPT_NVRTC": "path of the run-time compiler, where it is not the one of torch's wheel",
     "MEMOPT_DISABLE": "1 turns every switch of memopt off",
 }
 
@@ -122,9 +123,18 @@ def _cpu_kernels() -> Finding:
 
 
 def _simulated_device() -> Finding:
+    """Whether memopt.sim.activate() would succeed in a fresh process with this torch."""
     from memopt import sim
 
-    return sim.finding()
+    topic = "simulated device"
+    if sim.is_active():
+        return Finding(topic, "ok", "active in this process: what is said of a driver and devices here is of this one")
+    try:
+        readiness = sim.readiness()
+    except RuntimeError as error:
+        text, _, mend = str(error).partition(": ")
+        return Finding(topic, "absent", text, mend)
+    return Finding(topic, "ok", readiness)
 
 
 def _variables() -> list[Finding]:

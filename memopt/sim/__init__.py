@@ -9,7 +9,7 @@ Kernels compute nothing, unless an op runs under Compute or its kernel has a hos
 how far it is trusted, is said in csrc/simcuda/. It never loads where a real driver does; see activate().
 """
 
-from memopt.sim.activation import activate, is_active
+from memopt.sim.activation import activate, is_active, readiness
 from memopt.sim.control import (
     calls,
     emulate,
@@ -36,6 +36,7 @@ __all__ = [
     "lazy",
     "missing_calls",
     "progress",
+    "readiness",
     "reset_peak",
     "set_memory",
     "stats",

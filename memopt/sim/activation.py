@@ -58,15 +58,7 @@ def activate(
             f"a CUDA library is loaded in this process already ({real[0]}): the simulated device runs in a process of "
             "its own; start a new one and activate before anything opens CUDA"
         )
-    torch_lib = _torch_lib_dir()
-    folder = library_set(torch_lib)
-    missing = coverage(torch_lib)
-    if missing:
-        shown = "; ".join(f"{soname}: {', '.join(names[:5])}" for soname, names in missing.items())
-        raise RuntimeError(
-            f"torch in {torch_lib.parent} imports functions that the simulated libraries lack ({shown}): "
-            "use an older torch, or a newer memopt"
-        )
+    folder = _set_for_this_torch()
     settings += f" cudnn_version={cudnn_version or _cudnn_version()}"
     device = _open(folder)
     control.attach(device)
@@ -84,6 +76,26 @@ _active = False
 def is_active() -> bool:
     """Whether activate() has succeeded in this process."""
     return _active
+
+
+def readiness() -> str:
+    """What activate() would load with this torch, in words; raises the RuntimeError that it would raise for the torch.
+    Loads nothing, so it may be called in any process, before or after torch."""
+    folder = _set_for_this_torch()
+    return f"ready for this torch: memopt/sim/{folder.name}, {len(list(folder.glob('sim_*.so')))} libraries"
+
+
+def _set_for_this_torch() -> Path:
+    torch_lib = _torch_lib_dir()
+    folder = library_set(torch_lib)
+    missing = coverage(torch_lib)
+    if missing:
+        shown = "; ".join(f"{soname}: {', '.join(names[:5])}" for soname, names in missing.items())
+        raise RuntimeError(
+            f"torch in {torch_lib.parent} imports functions that the simulated libraries lack ({shown}): "
+            "use an older torch, or a newer memopt"
+        )
+    return folder
 
 
 def mapped_cuda(maps: str = "/proc/self/maps") -> list[str]:
