@@ -45,11 +45,9 @@ def commit() -> dict[str, object]:
 
 
 def simulated() -> bool:
-    """Whether memopt's simulated CUDA device is mapped in this process."""
-    try:
-        return "sim_cuda.so" in Path("/proc/self/maps").read_text()
-    except OSError:
-        return False
+    """Whether memopt's simulated CUDA device is active in this process."""
+    sim = sys.modules.get("memopt.sim")
+    return sim is not None and sim.is_active()
 
 
 def driver_version() -> str | None:
@@ -97,7 +95,7 @@ def describe(*, cuda: bool = False) -> dict[str, object]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "memopt": getattr(memopt, "__version__", None),
-        "memopt_compiler": getattr(native, "compiler", None),
+        "memopt_compiler": native.build["compiler"] if native else None,
         **_torch(cuda),
         "simulated": simulated(),
     }

@@ -148,7 +148,9 @@ class Attention(nn.Module):
         if self.causal:
             future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
             scores = scores.masked_fill(future, float("-inf"))
-        mixed = self.dropout(scores.softmax(-1)) @ v
+        # In float32 by name: CUDA's autocast would do so, the CPU's would not, and results are compared
+        # across devices.
+        mixed = self.dropout(scores.float().softmax(-1)).to(v.dtype) @ v
         return self.out(mixed.transpose(1, 2).reshape(batch, length, dim))
 
 
