@@ -79,12 +79,14 @@ mo_status mo_cuda_api_get(const mo_cuda_api **out, mo_detail *detail)
     if (!found) {
         mo_status status = MO_OK;
         mo_lock_take(&lock);
-        if (!api.library)
-            status = mo_cuda_api_open("libcuda.so.1", &api, detail);
-        if (!status)
-            status = mo_cuda_check(&api, api.init(0), "cuInit(0)", detail);
-        if (!status)
-            atomic_store_explicit(&ready, &api, memory_order_release);
+        if (!atomic_load_explicit(&ready, memory_order_relaxed)) { /* nobody did it while we waited */
+            if (!api.library)
+                status = mo_cuda_api_open("libcuda.so.1", &api, detail);
+            if (!status)
+                status = mo_cuda_check(&api, api.init(0), "cuInit(0)", detail);
+            if (!status)
+                atomic_store_explicit(&ready, &api, memory_order_release);
+        }
         mo_lock_give(&lock);
         if (status)
             return status;
