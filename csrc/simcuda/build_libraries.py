@@ -32,7 +32,8 @@ assert _spec and _spec.loader
 elf = sys.modules["memopt_sim_elf"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(elf)
 
-COMPILE = ["-std=c11", "-D_GNU_SOURCE", "-Os", "-g0", "-fPIC", "-fno-asynchronous-unwind-tables", f"-I{ROOT}"]
+COMPILE = ["-std=c11", "-D_GNU_SOURCE", "-Os", "-g0", "-fPIC", "-fno-asynchronous-unwind-tables"]
+COMPILE += [f"-I{ROOT}", f"-I{ROOT}/csrc"]
 COMPILE += ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-pthread"]
 # One read-execute segment and 4 KiB pages: the default layout pads every one of these small files by 12 KiB.
 LINK = [
@@ -68,7 +69,7 @@ class Library:
 
 # NVIDIA's status for "not supported", or its nearest: CURAND has ARCH_MISMATCH (the GPU lacks the feature), NCCL and
 # NVRTC have only an internal error, cuFile has PLATFORM_NOT_SUPPORTED.
-DEVICE = Library("cuda", 801, ("device_*.c", "driver_*.c", "missing.c", "exit.c"))
+DEVICE = Library("cuda", 801, ("device_*.c", "driver_*.c", "kernel_bodies.c", "missing.c", "exit.c"))
 LIBRARIES = [
     DEVICE,
     Library("cudart", 801, ("runtime_*.c",)),
