@@ -63,10 +63,16 @@ def _kind(grad: Tensor) -> int | None:
     from the first element on for numel() elements without a gap."""
     import torch
 
-    if type(grad) not in (torch.Tensor, torch.nn.Parameter) or grad.layout is not torch.strided or grad.is_neg():
+    if (
+        type(grad) not in (torch.Tensor, torch.nn.Parameter)
+        or grad.layout is not torch.strided
+        or grad.is_neg()
+    ):
         return None
     kinds = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
     kind = kinds.get(grad.dtype)
-    if kind is None or not (grad.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(grad)):
+    if kind is None or not (
+        grad.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(grad)
+    ):
         return None
     return kind

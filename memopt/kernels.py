@@ -44,7 +44,9 @@ def nvrtc_candidates() -> tuple[str, ...]:
     namespace = importlib.util.find_spec("nvidia")
     folders = list(namespace.submodule_search_locations or ()) if namespace else []
     wheels = [Path(folder, _IN_WHEELS[major]) for major in majors for folder in folders]
-    return (*(str(path) for path in wheels if path.exists()), *(f"libnvrtc.so.{major}" for major in majors))[:8]
+    return (*(str(path) for path in wheels if path.exists()), *(f"libnvrtc.so.{major}" for major in majors))[
+        :8
+    ]
 
 
 @cache
@@ -71,6 +73,8 @@ def finding() -> Finding:
         return Finding("kernels", "ok", f"{state['embedded_bytes']} bytes for CUDA devices are embedded")
     found = [path for path in nvrtc_candidates() if os.path.exists(path)]
     if found:
-        return Finding("kernels", "ok", f"to be compiled at first use by {found[0]}, kept in {cache_directory()}")
+        return Finding(
+            "kernels", "ok", f"to be compiled at first use by {found[0]}, kept in {cache_directory()}"
+        )
     mend = "on a machine with a GPU: pip install nvidia-cuda-nvrtc (CUDA 12: nvidia-cuda-nvrtc-cu12), or build with nvcc"
     return Finding("kernels", "absent", "none embedded, and no NVRTC is installed to compile them", mend)

@@ -58,7 +58,7 @@ mo_status mo_nvrtc_choose(const mo_nvrtc_api *api, int device_architecture, mo_n
 void mo_nvrtc_options(mo_nvrtc_target target, char out[MO_NVRTC_OPTIONS_SIZE]);
 
 /* Compiles source (NUL-terminated). *out is the image, for mo_host_free; PTX is NUL-terminated and *out_size
- * counts the NUL. MO_COMPILER: the text begins with the compiler's own message. Takes some 0.1 s; call
+ * counts the NUL. MO_COMPILER: the text begins with the compiler's own message. Takes up to a second; call
  * without the GIL. */
 mo_status mo_nvrtc_compile(const mo_nvrtc_api *api, const char *source, mo_nvrtc_target target, void **out,
                            size_t *out_size, mo_detail *detail);

@@ -21,6 +21,9 @@ static struct fake {
     char missing[64]; /* a kernel that no image has */
 } fake;
 
+#define FAKE_PINNED_MAX 64
+static void *fake_pinned[FAKE_PINNED_MAX]; /* so that what a test leaves on purpose goes with the driver */
+
 #define FAKE_CONTEXT ((CUcontext)(uintptr_t)0xC0)
 
 static bool fake_fails(void)
@@ -124,12 +127,20 @@ static CUresult fake_host_alloc(void **out, size_t size, unsigned flags)
     if (fake_fails())
         return fake.code;
     *out = malloc(size);
+    for (int i = 0; i < FAKE_PINNED_MAX; i++)
+        if (!fake_pinned[i]) {
+            fake_pinned[i] = *out;
+            break;
+        }
     fake.pinned++;
     return CUDA_SUCCESS;
 }
 
 static CUresult fake_host_free(void *block)
 {
+    for (int i = 0; i < FAKE_PINNED_MAX; i++)
+        if (fake_pinned[i] == block)
+            fake_pinned[i] = NULL;
     free(block);
     fake.pinned--;
     return CUDA_SUCCESS;
@@ -191,6 +202,10 @@ static void fake_reset(void)
 {
     CHECK_EQ(fake.modules, 0);
     CHECK_EQ(fake.depth, 0);
+    for (int i = 0; i < FAKE_PINNED_MAX; i++) {
+        free(fake_pinned[i]);
+        fake_pinned[i] = NULL;
+    }
     fake = (struct fake){.refusal = CUDA_ERROR_NO_BINARY_FOR_GPU, .architecture = 80, .countdown = -1};
 }
 

@@ -116,7 +116,7 @@ TEST(a_captured_table_gets_buffers_of_its_own_for_ever)
     CHECK_EQ(put(1, "table a", 8, &slot), MO_OK);
     CHECK_EQ(fake.copies, 21); /* what a graph owns is no repeat */
     finish();
-    fake.blocks = fake.pinned = 0; /* the graphs' buffers, lost with the fake */
+    fake_reset(); /* the graphs' buffers go with the driver */
 }
 
 /* Calls in an order that meets every driver function of the module; the first failure's status. */
