@@ -23,11 +23,15 @@ const char *mo_status_text(mo_status status)
 /* Takes off the end of a text what a cut left of a UTF-8 sequence: Python would refuse the whole for it. */
 static void cut_between_characters(char *text)
 {
-    size_t end = strlen(text), start = end;
+    const size_t end = strlen(text);
+    size_t start = end;
     while (start && ((unsigned char)text[start - 1] & 0xC0) == 0x80)
         start--;
-    if (start && (unsigned char)text[start - 1] >= 0xC0)
-        text[start - 1] = 0;
+    if (!start || (unsigned char)text[start - 1] < 0xC0)
+        return;
+    const unsigned char lead = (unsigned char)text[--start];
+    if (end - start < (lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : 2))
+        text[start] = 0;
 }
 
 mo_status mo_fail(mo_detail *detail, mo_status status, int code, const char *format, ...)
