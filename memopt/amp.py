@@ -15,15 +15,18 @@ __all__ = ["foreach_unscale_"]
 
 
 def foreach_unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """A drop-in for torch._amp_foreach_non_finite_check_and_unscale_: multiplies every gradient by inv_scale in place,
-    and sets found_inf to 1.0 if any of their elements was infinite or NaN before that (it is never cleared).
+    """A drop-in for torch._amp_foreach_non_finite_check_and_unscale_: multiplies every gradient by inv_scale
+    in place, and sets found_inf to 1.0 if any of their elements was infinite or NaN before that (it is never
+    cleared).
 
-    Dense CUDA tensors go through memopt's kernel: one launch an element type, whatever their number, bf16 included
-    (which torch's op refuses on CUDA up to 2.13). Where inv_scale is 1 nothing is written. All else (sparse, strided
-    with gaps, subclasses, CPU, a scale that is elsewhere) is passed to torch's op, errors included.
+    Dense CUDA tensors go through memopt's kernel: one launch an element type, whatever their number, bf16
+    included (which torch's op refuses on CUDA up to 2.13). Where inv_scale is 1 nothing is written. All else
+    (sparse, strided with gaps, subclasses, CPU, a scale that is elsewhere) is passed to torch's op, errors
+    included.
 
-    grads: tensors on found_inf's device. found_inf, inv_scale: one fp32 each; inv_scale is read on the device, so the
-    host does not wait. Raises ImportError without PyTorch >= 2.10, memopt.Error where the kernels cannot be loaded."""
+    grads: tensors on found_inf's device. found_inf, inv_scale: one fp32 each; inv_scale is read on the
+    device, so the host does not wait. Raises ImportError without PyTorch >= 2.10, memopt.Error where the
+    kernels cannot be loaded."""
     torch_version.require("memopt.amp.foreach_unscale_")
     import torch
 
@@ -59,8 +62,8 @@ def _is_device_scalar(t: Tensor) -> bool:
 
 
 def _kind(grad: Tensor) -> int | None:
-    """The kernel's number for a gradient's element type; None where the kernel must not touch it: it takes the memory
-    from the first element on for numel() elements without a gap."""
+    """The kernel's number for a gradient's element type; None where the kernel must not touch it: it takes
+    the memory from the first element on for numel() elements without a gap."""
     import torch
 
     if (

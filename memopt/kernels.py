@@ -1,8 +1,9 @@
-"""The CUDA kernels that memopt carries: where their fallback compiler and its cache are, and what became of them.
+"""The CUDA kernels that memopt carries: where their fallback compiler and its cache are, and what became of
+them.
 
-They are loaded when first used on a device. Where the embedded image does not serve (built without nvcc, or the driver
-refuses it) their source is compiled by NVRTC, which torch's CUDA wheels bring along, and the result is kept under the
-user's cache directory."""
+They are loaded when first used on a device. Where the embedded image does not serve (built without nvcc, or
+the driver refuses it) their source is compiled by NVRTC, which torch's CUDA wheels bring along, and the
+result is kept under the user's cache directory."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _IN_WHEELS = {13: "cu13/lib/libnvrtc.so.13", 12: "cuda_nvrtc/lib/libnvrtc.so.12"
 
 
 def cache_directory() -> str | None:
-    """Where compiled kernels are kept: $XDG_CACHE_HOME or ~/.cache, then memopt/kernels. None without a home."""
+    """Where compiled kernels are kept: $XDG_CACHE_HOME or ~/.cache, then memopt/kernels. None without a
+    home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the specification has a relative one ignored
         base = os.path.expanduser("~/.cache")
@@ -33,8 +35,8 @@ def cache_directory() -> str | None:
 
 
 def nvrtc_candidates() -> tuple[str, ...]:
-    """What to try as NVRTC, in order: MEMOPT_NVRTC alone if it is set; else the wheels' libraries, the one of the loaded
-    torch's CUDA first, and then the names that the linker may know."""
+    """What to try as NVRTC, in order: MEMOPT_NVRTC alone if it is set; else the wheels' libraries, the one of
+    the loaded torch's CUDA first, and then the names that the linker may know."""
     named = os.environ.get("MEMOPT_NVRTC")
     if named:
         return (named,)
@@ -56,13 +58,14 @@ def prepare() -> None:
 
 
 def status(device: int = 0) -> dict[str, object]:
-    """How the kernels of a device were loaded ('not loaded' if no call has needed them yet) and what they did since; the
-    keys are explained by memopt._C.kernel_status."""
+    """How the kernels of a device were loaded ('not loaded' if no call has needed them yet) and what they did
+    since; the keys are explained by memopt._C.kernel_status."""
     return dict(_C.kernel_status(device))
 
 
 def finding() -> Finding:
-    """A line for memopt.doctor(): whether there is an embedded image, and if not, whether NVRTC is at hand."""
+    """A line for memopt.doctor(): whether there is an embedded image, and if not, whether NVRTC is at
+    hand."""
     from memopt.diagnosis import Finding
 
     state = _C.kernel_status()

@@ -1,6 +1,8 @@
-"""NVIDIA's run-time compiler for the tests: the library of its wheel, unpacked once below build/. It needs no GPU.
+"""NVIDIA's run-time compiler for the tests: the library of its wheel, unpacked once below build/. It needs no
+GPU.
 
-The same for the CPU suite and for the simulated device's, which run in environments without NVIDIA's packages."""
+The same for the CPU suite and for the simulated device's, which run in environments without NVIDIA's
+packages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The kernels as they are built: the source compiles for every architecture, the fatbin has code for each, and the
-build obeys its environment variables. What they compute is tested on the simulated device (sim/test_kernels.py)."""
+"""The kernels as they are built: the source compiles for every architecture, the fatbin has code for each,
+and the build obeys its environment variables. What they compute is tested on the simulated device
+(sim/test_kernels.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ import build_kernels  # noqa: E402
 KERNELS = {f"memopt_unscale_{kind}" for kind in ("f32", "f16", "bf16", "f64")}
 
 
-# ---- NVRTC ---------------------------------------------------------------------------------------------------------
+# ---- NVRTC -------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def compiler() -> ctypes.CDLL:
     return ctypes.CDLL(str(nvrtc()))
@@ -101,10 +102,11 @@ def test_vectors_are_moved_by_16_byte_loads_and_stores_in_global_memory(compiler
         assert ".ftz" not in body and "local" not in body, name
 
 
-# ---- the fatbin ----------------------------------------------------------------------------------------------------
+# ---- the fatbin --------------------------------------------------------------------------------------------
 def members(fatbin: bytes) -> list[tuple[str, int]]:
-    """(kind, architecture) of each image in a fatbin, by NVIDIA's format as nvcc writes it: a header of 16 bytes (magic,
-    version, header size, size of the rest), then members, each with a header of its own size."""
+    """(kind, architecture) of each image in a fatbin, by NVIDIA's format as nvcc writes it: a header of 16
+    bytes (magic, version, header size, size of the rest), then members, each with a header of its own
+    size."""
     magic, _, header, size = struct.unpack_from("<IHHQ", fatbin)
     assert magic == 0xBA55ED50 and header == 16 and header + size == len(fatbin)
     found, at = [], header
@@ -155,7 +157,7 @@ def test_a_second_build_does_nothing_and_a_changed_environment_builds_anew(
     assert sorted(members(fatbin.read_bytes())) == [("elf", 75), ("ptx", 75)]
 
 
-# ---- the build, with a compiler that only writes its arguments down ----------------------------------------------------
+# ---- the build, with a compiler that only writes its arguments down ----------------------------------------
 @pytest.fixture
 def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "bin" / "nvcc"
@@ -279,7 +281,7 @@ def test_the_script_prints_the_macros_of_the_c_build(fake_nvcc: Path, tmp_path: 
     assert printed.count("-DMEMOPT_KERNEL_SOURCE_PATH=") == 1 and printed.count("-DMEMOPT_FATBIN_PATH=") == 1
 
 
-# ---- where things are looked for ---------------------------------------------------------------------------------------
+# ---- where things are looked for ---------------------------------------------------------------------------
 def test_the_cache_is_where_the_xdg_specification_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/somebody")
