@@ -16,7 +16,8 @@ static CUresult load(CUmodule *out, const void *image)
 
     if (!out || !image)
         return CUDA_ERROR_INVALID_VALUE;
-    return give(sim_module_load(image, false, &module), module, (void **)out);
+    CUresult result = sim_module_load(image, false, &module);
+    return give(result, module, (void **)out);
 }
 
 SIM_DRIVER(SIM_CONTEXT | SIM_UNSAFE, cuModuleLoad, (CUmodule * out, const char *path), (out, path))
@@ -25,7 +26,8 @@ SIM_DRIVER(SIM_CONTEXT | SIM_UNSAFE, cuModuleLoad, (CUmodule * out, const char *
 
     if (!out || !path)
         return CUDA_ERROR_INVALID_VALUE;
-    return give(sim_module_load_file(path, false, &module), module, (void **)out);
+    CUresult result = sim_module_load_file(path, false, &module);
+    return give(result, module, (void **)out);
 }
 
 SIM_DRIVER(SIM_CONTEXT | SIM_UNSAFE, cuModuleLoadData, (CUmodule * out, const void *image), (out, image))
@@ -111,7 +113,8 @@ SIM_DRIVER(SIM_INITIALISED | SIM_UNSAFE, cuLibraryLoadData,
 
     if (!out || !image || (jit_count && (!jit || !jit_values)) || (count && (!options || !values)))
         return CUDA_ERROR_INVALID_VALUE;
-    return give(sim_module_load(image, true, &module), module, (void **)out);
+    CUresult result = sim_module_load(image, true, &module);
+    return give(result, module, (void **)out);
 }
 
 SIM_DRIVER(SIM_INITIALISED | SIM_UNSAFE, cuLibraryLoadFromFile,
@@ -123,7 +126,8 @@ SIM_DRIVER(SIM_INITIALISED | SIM_UNSAFE, cuLibraryLoadFromFile,
 
     if (!out || !path || (jit_count && (!jit || !jit_values)) || (count && (!options || !values)))
         return CUDA_ERROR_INVALID_VALUE;
-    return give(sim_module_load_file(path, true, &module), module, (void **)out);
+    CUresult result = sim_module_load_file(path, true, &module);
+    return give(result, module, (void **)out);
 }
 
 SIM_DRIVER(SIM_INITIALISED | SIM_UNSAFE, cuLibraryUnload, (CUlibrary handle), (handle))
