@@ -161,6 +161,8 @@ def run(steps: int = STEPS, say: Callable[[str], None] = lambda text: None) -> R
     import memopt
     from memopt import sim
 
+    # Matrices this small gain nothing from two threads, and lose much where another process wants the core.
+    torch.set_num_threads(1)
     # First of all: even training on the CPU makes torch start its own allocator, which can't be replaced
     # then.
     torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
@@ -239,8 +241,8 @@ def screen(result: Result, steps: int, seconds: float) -> str:
     return "\n".join(
         [
             "memopt: first light",
-            f"A small transformer learns handwritten digits in {steps} steps, on the CPU and on a simulated GPU",
-            "whose memory comes from memopt's allocator. PyTorch's CUDA code is the real one.",
+            f"A small transformer learns handwritten digits in {steps} steps, on the CPU and on a simulated",
+            "GPU whose memory comes from memopt's allocator. PyTorch's CUDA code is the real one.",
             "",
             f"  torch      {result.versions['torch']}, CUDA {result.versions['cuda']}",
             f"  device     {result.versions['device']}, {MEMORY}",

@@ -159,6 +159,8 @@ def compare(
 
     names = list(entries)
     collecting = gc.isenabled()
+    gc.collect()
+    gc.freeze()  # what stood before (all of torch's modules) need not be walked again before every sample
     gc.disable()
     try:
         for number in range(len(result.rounds), rounds):
@@ -181,6 +183,7 @@ def compare(
             if progress:
                 progress(f"{case}: round {number + 1} of {rounds}")
     finally:
+        gc.unfreeze()
         if collecting:
             gc.enable()
     return result

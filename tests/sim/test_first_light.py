@@ -10,22 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-import memopt
-from memopt import sim
-
-if not sim.is_active():
-    sim.activate(memory="1GiB")
-
 import torch
 
+import memopt
 from benchmarks import first_light, harness
+from memopt import sim
 
+SIM = {"memory": "1GiB"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def result() -> first_light.Result:
+    """Before all else in the process: once torch's own allocator has started, it can't be replaced."""
     return first_light.run(steps=40)
 
 
