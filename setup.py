@@ -55,11 +55,13 @@ class BuildExtension(build_ext):
 
         self.compiler._compile = with_own_flags
         super().build_extensions()
-        self.build_simulated_device()
 
-    def build_simulated_device(self) -> None:
+    def run(self) -> None:
+        super().run()
+        self.build_simulated_device(ROOT / "memopt" if self.inplace else Path(self.build_lib) / "memopt")
+
+    def build_simulated_device(self, package: Path) -> None:
         """A wheel without these libraries is an error, so whatever fails here fails the build."""
-        package = ROOT / "memopt" if self.inplace else Path(self.build_lib) / "memopt"
         built = build_libraries.build(ROOT / "build" / "simcuda", shlex.split(os.environ.get("CC", "gcc")))
         for library in built:
             target = package / "sim" / library.parent.name / library.name
