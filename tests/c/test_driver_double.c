@@ -2,7 +2,7 @@
 
 #include <pthread.h>
 
-#include "driver_contract.h"
+#include "driver_contract_tests.h"
 
 #define MIB ((size_t)1 << 20)
 
