@@ -147,7 +147,7 @@ static CUresult natural_error(const char *name)
         {"*ModuleLoad*", CUDA_ERROR_NO_BINARY_FOR_GPU},
         {"*LibraryLoad*", CUDA_ERROR_NO_BINARY_FOR_GPU},
         {"*Launch*", CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES},
-        {"*Alloc*", CUDA_ERROR_OUT_OF_MEMORY},
+        {"*[Aa]lloc*", CUDA_ERROR_OUT_OF_MEMORY},
         {"*Create*", CUDA_ERROR_OUT_OF_MEMORY},
         {"*Reserve*", CUDA_ERROR_OUT_OF_MEMORY},
         {"*MemMap*", CUDA_ERROR_OUT_OF_MEMORY},

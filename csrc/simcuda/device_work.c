@@ -49,15 +49,31 @@ static bool arguments_valid(const sim_work *work)
     return true;
 }
 
+/* Every row of one end. What the first row is, all must be. */
+static sim_access end_access(const char *at, size_t pitch, const sim_work *work, int device, bool write)
+{
+    sim_access first = sim_range_access(at, work->copy.width, device, write);
+
+    for (size_t row = 1; row < work->copy.rows && first != SIM_ACCESS_NO; row++)
+        if (sim_range_access(at + row * pitch, work->copy.width, device, write) != first)
+            return SIM_ACCESS_NO;
+    return first;
+}
+
+static sim_access to_access(const sim_work *work)
+{
+    return end_access(work->copy.to, work->copy.to_pitch, work, rights_of(work, work->copy.to_device), true);
+}
+
+static sim_access from_access(const sim_work *work)
+{
+    return end_access(work->copy.from, work->copy.from_pitch, work, rights_of(work, work->copy.from_device),
+                      false);
+}
+
 static bool copy_valid(const sim_work *work)
 {
-    for (size_t row = 0; row < work->copy.rows; row++)
-        if (sim_range_access(work->copy.to + row * work->copy.to_pitch, work->copy.width,
-                             rights_of(work, work->copy.to_device), true) == SIM_ACCESS_NO ||
-            sim_range_access(work->copy.from + row * work->copy.from_pitch, work->copy.width,
-                             rights_of(work, work->copy.from_device), false) == SIM_ACCESS_NO)
-            return false;
-    return true;
+    return to_access(work) == work->copy.to_kind && from_access(work) == work->copy.from_kind;
 }
 
 static bool set_valid(const sim_work *work)
@@ -77,11 +93,13 @@ static bool set_valid(const sim_work *work)
     return true;
 }
 
-bool sim_work_addresses_valid(const sim_work *work)
+bool sim_work_addresses_valid(sim_work *work)
 {
     switch (work->kind) {
     case SIM_WORK_COPY:
-        return copy_valid(work);
+        work->copy.to_kind = to_access(work);
+        work->copy.from_kind = from_access(work);
+        return work->copy.to_kind != SIM_ACCESS_NO && work->copy.from_kind != SIM_ACCESS_NO;
     case SIM_WORK_SET:
         return set_valid(work);
     default:

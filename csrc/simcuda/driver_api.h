@@ -13,6 +13,8 @@ void *sim_driver_function(const char *name, int version);
 /* CUDA 13's header gives these names to newer functions; its driver keeps the old ones. */
 #undef cuDeviceGetUuid
 #undef cuEventElapsedTime
+CUresult cuDeviceGetUuid(CUuuid *out, CUdevice device);
+CUresult cuEventElapsedTime(float *milliseconds, CUevent from, CUevent to);
 CUresult cuCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice device);
 CUresult cuStreamGetCaptureInfo_v2(CUstream handle, CUstreamCaptureStatus *status, cuuint64_t *id,
                                    CUgraph *graph, const CUgraphNode **dependencies, size_t *count);

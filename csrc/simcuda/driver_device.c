@@ -71,6 +71,11 @@ static CUresult uuid(CUuuid *out, CUdevice device)
     return CUDA_SUCCESS;
 }
 
+SIM_DRIVER(SIM_INITIALISED, cuDeviceGetUuid, (CUuuid * out, CUdevice device), (out, device))
+{
+    return uuid(out, device);
+}
+
 SIM_DRIVER(SIM_INITIALISED, cuDeviceGetUuid_v2, (CUuuid * out, CUdevice device), (out, device))
 {
     return uuid(out, device);

@@ -209,6 +209,12 @@ static CUresult elapsed(float *milliseconds, CUevent from, CUevent to)
     return first && second ? sim_event_elapsed(first, second, milliseconds) : CUDA_ERROR_INVALID_HANDLE;
 }
 
+SIM_DRIVER(SIM_INITIALISED, cuEventElapsedTime, (float *milliseconds, CUevent from, CUevent to),
+           (milliseconds, from, to))
+{
+    return elapsed(milliseconds, from, to);
+}
+
 SIM_DRIVER(SIM_INITIALISED, cuEventElapsedTime_v2, (float *milliseconds, CUevent from, CUevent to),
            (milliseconds, from, to))
 {

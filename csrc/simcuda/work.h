@@ -5,7 +5,7 @@
 #ifndef SIM_WORK_H
 #define SIM_WORK_H
 
-#include "driver/cuda_types.h"
+#include "ranges.h"
 
 #include <stdbool.h>
 
@@ -39,7 +39,9 @@ typedef struct sim_work {
             char *to;
             const char *from;
             size_t width, rows, to_pitch, from_pitch;
-            int to_device, from_device; /* whose rights count, -1: the stream's device */
+            int to_device, from_device;    /* whose rights count, -1: the stream's device */
+            sim_access to_kind, from_kind; /* what they were at the call: freed since, device memory must not
+                                              pass for the host's */
         } copy;
         struct {
             char *to;
@@ -63,7 +65,7 @@ void sim_work_release(sim_work *work);
 
 /* Addresses are checked twice: when the call is made, where a bad one is CUDA_ERROR_INVALID_VALUE, and when
  * the work runs, where it is the sticky CUDA_ERROR_ILLEGAL_ADDRESS. */
-bool sim_work_addresses_valid(const sim_work *work);
+bool sim_work_addresses_valid(sim_work *work);
 
 /* Does it. Called with the lock held; released around user code. */
 void sim_work_run(const sim_work *work);
