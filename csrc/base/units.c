@@ -26,7 +26,7 @@ static char at_letter(const scanner *s)
     return (char)(*s->at >= 'a' && *s->at <= 'z' ? *s->at - 'a' + 'A' : *s->at);
 }
 
-/* number = digits / scale. 19 digits, as 2**63 - 1 has, keep digits * 10 + 9 inside 64 bits. */
+/* number = digits / scale. 19 digits, as 2**63 - 1 has, keep both inside 64 bits. */
 static bool scan_number(scanner *s, uint64_t *digits, uint64_t *scale)
 {
     bool any = false, fraction = false;
@@ -40,7 +40,7 @@ static bool scan_number(scanner *s, uint64_t *digits, uint64_t *scale)
         if (!at_digit(s))
             return any;
         any = true;
-        if (*digits > UINT64_C(999999999999999999) || *scale > UINT64_C(999999999999999999))
+        if (*digits > UINT64_C(999999999999999999) || *scale > UINT64_C(1000000000000000000))
             return false;
         *digits = *digits * 10 + (uint64_t)(*s->at - '0');
         if (fraction)

@@ -13,8 +13,9 @@
 
 #include "base/status.h"
 
-/* text[0..length) to bytes. MO_INVALID for what is not a size (empty, a sign, words, half a byte, more than 19
- * digits), MO_OVERFLOW for one above INT64_MAX, the most a tensor can have; *detail quotes the text. */
+/* text[0..length) to bytes; on failure *detail quotes the text. MO_INVALID for what is not a size: empty, a sign,
+ * words, half a byte, more than 19 digits from the first that is not 0, more than 19 places. MO_OVERFLOW above
+ * INT64_MAX, the most a tensor can have. */
 mo_status mo_parse_size(const char *text, size_t length, uint64_t *out, mo_detail *detail);
 
 #define MO_SIZE_TEXT 16

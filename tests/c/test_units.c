@@ -26,6 +26,7 @@ TEST(sizes_are_read_as_people_write_them)
         {"1EiB", UINT64_C(1) << 60}, {"1EB", UINT64_C(1000000000000000000)}, {"007", 7},
         {"9223372036854775807", INT64_MAX}, {"9223372036854775807 B", INT64_MAX},
         {"9.223372036854775807EB", INT64_MAX},
+        {"0000000000000000000000000000000000000004K", KIB(4)}, {"0.1234567890123456789EB", UINT64_C(123456789012345678)},
     }; /* clang-format would give each a line */
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         uint64_t bytes = 77;
@@ -51,7 +52,7 @@ TEST(what_is_not_a_size_is_refused_and_quoted)
         "", " ", "-1", "-8GiB", "+8", "GiB", "G", "B", ".", ". G", ".G", "eight", "8 apples", "8GiBs", "8 GiB GiB", "8Gi", "8 ki",
         "8G B", "8GI B", "8iB", "8BB", "8KBB", "1.2.3G", "1..5G", "1,5G", "1_000", "1e9", "1e3G", "0x10", "inf", "nan", "None",
         "0.5", "1.5", "1.5B", "1.0", "8 G 1", "1 000", "8\n", "\n8", "8GiB\r\n", "8\vG", "$8", "8%", "8ZiB", "8YB",
-        "\xD9\xA3GB", "\xEF\xBC\x98GB", "8\xC2\xA0GB", "99999999999999999999", "0.00000000000000000001G",
+        "\xD9\xA3GB", "\xEF\xBC\x98GB", "8\xC2\xA0GB", "99999999999999999999", "0.00000000000000000001G", "12345678901234567890",
     };
     for (size_t i = 0; i < sizeof nonsense / sizeof *nonsense; i++) {
         uint64_t bytes = 77;
