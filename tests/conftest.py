@@ -32,8 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    seed = os.environ.setdefault("MEMOPT_SEED", str(int.from_bytes(os.urandom(4), "big") | 1))
-    return f"memopt: MEMOPT_SEED={seed}, {'long' if os.environ.get('MEMOPT_SOAK') == '1' else 'short'} form"
+    return f"memopt: MEMOPT_SEED={os.environ['MEMOPT_SEED']}, {'long' if os.environ.get('MEMOPT_SOAK') == '1' else 'short'} form"
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -68,6 +67,7 @@ _config: pytest.Config
 def pytest_configure(config: pytest.Config) -> None:
     global _config
     _config = config
+    os.environ.setdefault("MEMOPT_SEED", str(int.from_bytes(os.urandom(4), "big") | 1))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
