@@ -1,0 +1,162 @@
+"""activate() refuses what it must, saying why, and changes nothing then. Each case in an interpreter of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SIM = None
+
+TRY = """
+import memopt.sim
+try:
+    memopt.sim.activate({arguments})
+except {error} as error:
+    print(error)
+else:
+    print("activated")
+assert not memopt.sim.is_active()
+"""
+
+
+def attempt(
+    run_script, before: str = "", arguments: str = "", error: str = "RuntimeError", **environment: str
+) -> str:
+    done = run_script(before + TRY.format(arguments=arguments, error=error), **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def fake_torch(folder: Path, version: str) -> Path:
+    (folder / "torch" / "lib").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text("")
+    (folder / "torch" / "version.py").write_text(f"__version__ = '{version}'\n")
+    return folder
+
+
+def compile_library(file: Path, source: str, *flags: str) -> None:
+    file.with_suffix(".c").write_text(source)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", file, file.with_suffix(".c"), *flags], check=True)
+
+
+def test_after_torch_it_is_too_late(run_script, tmp_path):
+    before = "import sys, types; sys.modules['torch'] = types.ModuleType('torch')\n"
+    said = attempt(run_script, before)
+    assert "torch is imported already" in said and "before `import torch`" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["libcuda.so.1", "libcuda.so.550.54.14", "libcudart.so.12", "libcudart-d0da41ae.so.11"]
+)
+def test_beside_a_real_driver_or_runtime_it_refuses(run_script, tmp_path, name):
+    real = tmp_path / name
+    compile_library(tmp_path / "driver.so", "int cuInit(unsigned flags) { return 0; }")
+    (tmp_path / "driver.so").rename(real)
+    said = attempt(run_script, f"import ctypes; ctypes.CDLL({str(real)!r})\n")
+    assert str(real) in said and "process of its own" in said
+
+
+def test_without_torch_it_says_what_to_install(run_script, tmp_path):
+    before = "import importlib.util as u; found = u.find_spec; u.find_spec = lambda n: None if n == 'torch' else found(n)\n"
+    said = attempt(run_script, before)
+    assert "torch is not installed" in said and "pip install --no-deps 'torch===2.13.0'" in said
+
+
+def test_a_torch_too_old_is_named_with_the_mend(run_script, tmp_path):
+    said = attempt(run_script, FIRST_ON_PATH=str(fake_torch(tmp_path, "2.9.1+cu128")))
+    assert "torch 2.9.1+cu128" in said and "too old" in said and "torch===2.13.0" in said
+
+
+def test_a_cpu_build_of_torch_is_named_with_the_mend(run_script, tmp_path):
+    said = attempt(run_script, FIRST_ON_PATH=str(fake_torch(tmp_path, "2.13.0+cpu")))
+    assert "CPU build" in said and "pip install --no-deps 'torch===2.13.0'" in said
+
+
+def test_a_cuda_major_without_a_set_is_named(run_script, tmp_path):
+    home = fake_torch(tmp_path, "2.20.0+cu150")
+    compile_library(
+        tmp_path / "cudart.so", "int cudaMalloc(void) { return 0; }", "-Wl,-soname,libcudart.so.15"
+    )
+    c10 = tmp_path / "torch" / "lib" / "libc10_cuda.so"
+    compile_library(
+        c10, "int cudaMalloc(void); int use(void) { return cudaMalloc(); }", str(tmp_path / "cudart.so")
+    )
+    said = attempt(run_script, FIRST_ON_PATH=str(home))
+    assert "CUDA 15" in said and "cu12" in said and "cu13" in said
+
+
+def test_a_symbol_that_is_missing_is_named_before_torch_is_imported(run_script, tmp_path):
+    home = fake_torch(tmp_path, "2.20.0+cu130")
+    script = tmp_path / "version.map"
+    script.write_text("libcudart.so.13 { global: *; };\n")
+    flags = ["-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={script}"]
+    compile_library(tmp_path / "cudart.so", "int cudaFromTheFuture(void) { return 0; }", *flags)
+    c10 = tmp_path / "torch" / "lib" / "libc10_cuda.so"
+    compile_library(
+        c10,
+        "int cudaFromTheFuture(void); int use(void) { return cudaFromTheFuture(); }",
+        str(tmp_path / "cudart.so"),
+    )
+    said = attempt(run_script, FIRST_ON_PATH=str(home))
+    assert "libcudart.so.13: cudaFromTheFuture" in said and "newer memopt" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("memory='8 gigs'", "8 gigs"),
+        ("memory=-1", "-1"),
+        ("compute_capability='eight'", "eight"),
+        ("devices=0", "devices"),
+        ("devices=100", "devices"),
+        ("multiprocessors=0", "sms"),
+    ],
+)
+def test_nonsense_settings_are_refused_by_name(run_script, arguments, named):
+    assert named in attempt(run_script, arguments=arguments, error="ValueError")
+
+
+def test_a_second_activation_is_refused(run_script):
+    done = run_script(
+        "import memopt.sim\nmemopt.sim.activate()\ntry:\n    memopt.sim.activate()\n"
+        "except RuntimeError as error:\n    print(error)\n"
+    )
+    assert "active already" in done.stdout, done.stderr
+
+
+def test_control_before_activation_says_what_to_do(run_script):
+    done = run_script(
+        "import memopt.sim\ntry:\n    memopt.sim.stats()\nexcept RuntimeError as error:\n    print(error)\n"
+    )
+    assert "call memopt.sim.activate() before importing torch" in done.stdout, done.stderr
+
+
+def test_importing_the_package_loads_no_library(run_script):
+    done = run_script("import memopt.sim\nprint('sim_cuda' in open('/proc/self/maps').read())\n")
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_libraries_that_are_loaded_but_not_activated_are_a_machine_without_a_gpu(run_script):
+    done = run_script(
+        "import ctypes, pathlib, memopt.sim\n"
+        "from memopt.sim.activation import _open, _torch_lib_dir\n"
+        "from memopt.sim.coverage import library_set\n"
+        "device = _open(library_set(_torch_lib_dir()))\n"
+        "print(device.cuInit(0))\n"
+        "import torch\n"
+        "print(torch.cuda.is_available(), torch.cuda.device_count())\n"
+    )
+    assert done.stdout.split() == ["100", "False", "0"], done.stderr  # CUDA_ERROR_NO_DEVICE
+
+
+def test_an_unmodified_script_runs_after_activation(run_script, tmp_path):
+    (tmp_path / "user.py").write_text(
+        "import torch\nx = torch.ones(4, device='cuda')\nprint(torch.cuda.memory_allocated(), x.device)\n"
+    )
+    done = run_script(
+        "import runpy, memopt.sim\nmemopt.sim.activate(memory='1GiB')\n"
+        f"runpy.run_path({str(tmp_path / 'user.py')!r}, run_name='__main__')\n"
+    )
+    assert done.stdout.split() == ["512", "cuda:0"], done.stderr
+    assert sys.executable
