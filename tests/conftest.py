@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from c_tests import CFile  # noqa: E402
-from sim_tests import SimFile, in_sim_environment  # noqa: E402
+from sim_tests import Background, SimFile, in_sim_environment  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,6 +67,8 @@ _config: pytest.Config
 def pytest_configure(config: pytest.Config) -> None:
     global _config
     _config = config
+    if not in_sim_environment():
+        config.pluginmanager.register(Background(), "memopt-sim-background")
     os.environ.setdefault("MEMOPT_SEED", str(int.from_bytes(os.urandom(4), "big") | 1))
 
 
