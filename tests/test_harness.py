@@ -143,7 +143,6 @@ def test_the_wall_clock_measures_what_sleeps() -> None:
     result = harness.compare(
         {"long": lambda: time.sleep(0.03), "short": lambda: time.sleep(0.01)}, rounds=5, calls=1
     )
-    assert result.verdict("short").startswith("faster")
     assert 0.01 <= result.seconds("short").best < result.seconds("long").best
 
 
