@@ -422,3 +422,31 @@ def test_a_device_newer_than_the_compiler_gets_ptx(tmp_path: Path) -> None:
     state = outcome(child(tmp_path, capability="19.0"))
     assert state["origin"] == "compiled" and "compute_" in state["options"]
     assert outcome(child(tmp_path, capability="19.0", refusals=()))["origin"] == "embedded"  # its PTX
+
+
+def test_a_forked_child_is_told_so_and_does_not_hang(tmp_path: Path) -> None:
+    script = """
+import os
+from array import array
+from memopt import _C, kernels, sim
+sim.activate(memory="64MiB")
+kernels.prepare()
+_C.kernel_status(0, True)
+child = os.fork()
+if child == 0:
+    try:
+        _C.foreach_unscale_cuda(array("Q", [4096]), array("Q", [1]), 0, 4096, 4096, 0, 0)
+    except _C.Error as error:
+        os._exit(0 if "spawn" in str(error) else 1)
+    os._exit(2)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "MEMOPT_NVRTC": str(nvrtc()),
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
