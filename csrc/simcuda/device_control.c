@@ -77,8 +77,10 @@ static bool parse_pair(const char *pair, size_t length)
     bool valid = found && equals + 1 < pair + length;
 
     for (const char *at = equals ? equals + 1 : pair; valid && at < pair + length; at++) {
-        valid = *at >= '0' && *at <= '9' && value <= (found->most - (unsigned)(*at - '0')) / 10;
-        value = 10 * value + (unsigned)(*at - '0');
+        unsigned digit = (unsigned)*at - '0';
+        valid = digit <= 9 && value <= found->most / 10;
+        value = 10 * value + digit;
+        valid = valid && value <= found->most;
     }
     if (!equals || !found)
         snprintf(message, sizeof message, "unknown setting '%.*s'", (int)length, pair);
