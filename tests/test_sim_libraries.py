@@ -134,12 +134,12 @@ def test_an_unchanged_tree_is_not_built_again(tmp_path):
 
 
 def test_a_missing_compiler_is_named(tmp_path):
-    with pytest.raises(build_libraries.BuildError, match="/nonexistent/compiler.*install gcc"):
+    with pytest.raises(build_libraries.BuildError, match=r"/nonexistent/compiler.*install gcc"):
         build_libraries.build(tmp_path, ["/nonexistent/compiler"])
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path):
-    with pytest.raises(build_libraries.BuildError, match="sim_cuda.so"):
+    with pytest.raises(build_libraries.BuildError, match=r"sim_cuda\.so"):
         build_libraries.build(tmp_path, ["false"])
 
 
@@ -157,7 +157,7 @@ def test_the_reader_agrees_with_the_linker_on_a_real_library():
 def test_a_file_that_is_no_elf_library_is_refused_by_name(tmp_path, content):
     file = tmp_path / "odd.so"
     file.write_bytes(content)
-    with pytest.raises(ValueError, match="odd.so"):
+    with pytest.raises(ValueError, match=r"odd\.so"):
         elf.read(file)
 
 
@@ -165,5 +165,5 @@ def test_a_file_that_is_no_elf_library_is_refused_by_name(tmp_path, content):
 def test_a_file_that_is_cut_short_is_refused_by_name(tmp_path, length):
     file = tmp_path / "cut.so"
     file.write_bytes((SIM / "cu13" / "sim_nccl.so").read_bytes()[:length])
-    with pytest.raises(ValueError, match="cut.so"):
+    with pytest.raises(ValueError, match=r"cut\.so"):
         elf.read(file)

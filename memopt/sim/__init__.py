@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name == "Compute":  # needs torch, which activate() must precede
         from memopt.sim.compute import Compute
 

@@ -4,7 +4,8 @@ The dynamic linker takes a library that is loaded already when its soname is the
 which carry NVIDIA's sonames, are opened here first; `import torch` then links them, whatever NVIDIA packages are
 installed. Nothing is preloaded and no environment variable is read or set.
 
-The set (CUDA 12 or 13) is the one whose runtime torch's libc10_cuda.so needs, read from the file: torch is not imported.
+The set (CUDA 12 or 13) is the one whose runtime torch's libc10_cuda.so needs, read from the file: torch stays
+unimported.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import sys
 from pathlib import Path
 
+from memopt._C import parse_size
 from memopt.sim import control, interpreter_exit
 from memopt.sim.coverage import coverage, library_set
 
@@ -42,8 +44,9 @@ def activate(
     would take. cudnn_workspace: the workspace every cuDNN plan asks for; NVIDIA's sizes are not known, 0 is a lower
     bound. cudnn_version: as cudnnGetVersion answers it; by default the version this torch was published with.
 
-    Raises RuntimeError, with the mend, and changes nothing when torch is imported already, a real CUDA driver or runtime
-    is mapped in this process, torch is missing, too old or a CPU build, or imports what the simulated libraries lack.
+    Raises RuntimeError, with the mend, and changes nothing when torch is imported already, a real CUDA driver or
+    runtime is mapped in this process, torch is missing, too old or a CPU build, or imports what the simulated libraries
+    lack; ValueError for a setting that makes no sense.
     """
     settings = _settings(
         memory, devices, compute_capability, multiprocessors, lazy, blank, context, cudnn_workspace
@@ -115,20 +118,18 @@ def _settings(
     context: int | str,
     cudnn_workspace: int | str,
 ) -> str:
-    from memopt import _C
-
     capability = re.fullmatch(r"(\d+)\.(\d)", str(compute_capability))
     if capability is None:
         raise ValueError(f'compute_capability is a text like "8.0", not {compute_capability!r}')
     values = {
-        "memory": _C.parse_size(memory),
+        "memory": parse_size(memory),
         "devices": devices,
         "cc": capability[1] + capability[2],
         "sms": multiprocessors,
         "lazy": int(lazy),
         "blank": int(blank),
-        "context": _C.parse_size(context),
-        "cudnn_workspace": _C.parse_size(cudnn_workspace),
+        "context": parse_size(context),
+        "cudnn_workspace": parse_size(cudnn_workspace),
     }
     return " ".join(f"{key}={value}" for key, value in values.items())
 

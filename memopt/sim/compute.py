@@ -15,6 +15,7 @@ memopt.sim.emulate), and work that a CUDA graph replays. It waits for the device
 from __future__ import annotations
 
 import ctypes
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,7 +45,7 @@ _AS_THEY_ARE = {
 }
 
 
-class Compute(TorchDispatchMode):
+class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
     """A dispatch mode under which simulated CUDA ops give the values of their CPU twins."""
 
     def __init__(self) -> None:
@@ -52,9 +53,11 @@ class Compute(TorchDispatchMode):
             raise RuntimeError(
                 "Compute is for the simulated device: call memopt.sim.activate() before importing torch"
             )
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _on_cuda(leaf)]
         if func in _AS_THEY_ARE or func.is_view:
@@ -80,7 +83,7 @@ class Compute(TorchDispatchMode):
         return result
 
 
-def _on_cuda(leaf: object) -> bool:
+def _on_cuda(leaf: object) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.is_cuda
 
 

@@ -5,17 +5,42 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 
+from memopt._C import parse_size
+
 _library: ctypes.CDLL | None = None
 _bodies: list[object] = []  # host bodies of kernels: the device keeps their addresses for ever
 
-_LIVE = (
-    "bytes handles mappings allocations streams events graphs modules pending reservations reserved_bytes "
-    "host_allocations"
-).split()
-_COUNTS = (
-    "memory bytes_peak pool_reserved pool_used launches copies copied_bytes memsets syncs ooms faults"
-).split()
+_LIVE = [
+    "bytes",
+    "handles",
+    "mappings",
+    "allocations",
+    "streams",
+    "events",
+    "graphs",
+    "modules",
+    "pending",
+    "reservations",
+    "reserved_bytes",
+    "host_allocations",
+]
+_COUNTS = [
+    "memory",
+    "bytes_peak",
+    "pool_reserved",
+    "pool_used",
+    "launches",
+    "copies",
+    "copied_bytes",
+    "memsets",
+    "syncs",
+    "ooms",
+    "faults",
+]
 _NOT_IMPLEMENTED = 2**64 - 1
+
+# args: addresses of the argument values; grid and block: three numbers each.
+Body = Callable[[list[int], tuple[int, ...], tuple[int, ...]], None]
 
 
 class _Counts(ctypes.Structure):
@@ -24,7 +49,7 @@ class _Counts(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in (*_LIVE, *_COUNTS)]
 
 
-_Body = ctypes.CFUNCTYPE(
+_BODY = ctypes.CFUNCTYPE(
     None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint)
 )
 
@@ -67,7 +92,7 @@ def stats(device: int = 0) -> dict[str, int]:
     counts = _Counts()
     if device_library().simcuda_stats(device, ctypes.byref(counts)) != 0:
         raise ValueError(f"no simulated device {device}")
-    return {name: getattr(counts, name) for name, _ in counts._fields_}
+    return {name: getattr(counts, name) for name in (*_LIVE, *_COUNTS)}
 
 
 def reset_peak(device: int = 0) -> None:
@@ -78,9 +103,7 @@ def reset_peak(device: int = 0) -> None:
 
 def set_memory(memory: int | str, device: int = 0) -> None:
     """Changes the memory the device claims to have: at least what is held, at most what it was activated with."""
-    from memopt import _C
-
-    if device_library().simcuda_set_memory(device, _C.parse_size(memory)) != 0:
+    if device_library().simcuda_set_memory(device, parse_size(memory)) != 0:
         raise ValueError(
             f"device {device} cannot have {memory!r} of memory: more than at activation, less than is held"
         )
@@ -88,7 +111,7 @@ def set_memory(memory: int | str, device: int = 0) -> None:
 
 def calls(name: str) -> int:
     """Calls so far of a driver or runtime function, by its CUDA name: "cuMemMap", "cudaMalloc"."""
-    count = device_library().simcuda_calls(name.encode())
+    count: int = device_library().simcuda_calls(name.encode())
     if count == _NOT_IMPLEMENTED:
         raise ValueError(f"{name!r} is no function that the simulated device implements")
     return count
@@ -116,12 +139,11 @@ def lazy(on: bool) -> None:
 def progress(n: int = -1, stream: int | None = None) -> int:
     """Runs up to n pending operations (all when negative) of one stream, named by its handle
     (torch.cuda.Stream.cuda_stream; 1 is the legacy stream), or of all streams; returns how many ran."""
-    return device_library().simcuda_progress(stream, n)
+    ran: int = device_library().simcuda_progress(stream, n)
+    return ran
 
 
-def emulate(
-    name: str, body: Callable[[list[int], tuple, tuple], None] | int, argument_sizes: Sequence[int]
-) -> None:
+def emulate(name: str, body: Body | int, argument_sizes: Sequence[int]) -> None:
     """Gives the kernel of that exact name (mangled, or extern "C") a body on the host, run in stream order.
 
     body is the address of a C function `void (void **args, const unsigned grid[3], const unsigned block[3])`, or a
@@ -130,10 +152,10 @@ def emulate(
     if callable(body):
         python, count = body, len(argument_sizes)
 
-        def call(args, grid, block) -> None:
+        def call(args: Sequence[int], grid: Sequence[int], block: Sequence[int]) -> None:
             python([args[i] for i in range(count)], tuple(grid[:3]), tuple(block[:3]))
 
-        wrapped = _Body(call)
+        wrapped = _BODY(call)
         address = ctypes.cast(wrapped, ctypes.c_void_p)
         _bodies.append(wrapped)
     else:

@@ -55,12 +55,11 @@ def coverage(torch_lib_dir: str | Path) -> dict[str, list[str]]:
             if soname not in ours:
                 missing.setdefault(soname, set()).add("(no such library)")
         for symbol in library.imports:
-            if symbol.provider in ours:
-                if symbol.name not in ours[symbol.provider]:
+            if symbol.provider:
+                if symbol.provider in nvidia and symbol.name not in ours.get(symbol.provider, ()):
                     missing.setdefault(symbol.provider, set()).add(symbol.name)
-            elif symbol.provider in nvidia:
-                missing.setdefault(symbol.provider, set()).add(symbol.name)
-            elif not symbol.provider and nvidia and _NVIDIA_NAME.fullmatch(symbol.name):
-                if not any(symbol.name in ours.get(soname, ()) for soname in nvidia):
-                    missing.setdefault(f"{path.name} (unversioned)", set()).add(symbol.name)
+                continue
+            held = any(symbol.name in ours.get(soname, ()) for soname in nvidia)
+            if nvidia and not held and _NVIDIA_NAME.fullmatch(symbol.name):
+                missing.setdefault(f"{path.name} (unversioned)", set()).add(symbol.name)
     return {soname: sorted(names) for soname, names in sorted(missing.items())}

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 _SHT_DYNAMIC, _SHT_DYNSYM = 6, 11
 _SHT_GNU_VERDEF, _SHT_GNU_VERNEED, _SHT_GNU_VERSYM = 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
@@ -53,7 +55,7 @@ class _Section:
 
 def read(path: str | Path, exports: bool = True) -> Library:
     """The dynamic part of the shared object at path. ValueError, naming the file, where it is no 64-bit
-    little-endian ELF file or is cut short. Without exports it is quick on torch's libraries, which export 10^5 names."""
+    little-endian ELF file or is cut short. Without exports it is quick on torch's libraries: they export 10^5 names."""
     with open(path, "rb") as file, _map(path, file) as image:
         try:
             return _read(image, exports)
@@ -76,7 +78,7 @@ def defined_in_object(path: str | Path) -> frozenset[str]:
         )
 
 
-def _map(path: str | Path, file) -> mmap.mmap:
+def _map(path: str | Path, file: BinaryIO) -> mmap.mmap:
     head = file.read(20)
     # 64-bit class, little endian, version 1.
     if len(head) < 20 or head[:7] != b"\x7fELF\x02\x01\x01":
@@ -103,7 +105,7 @@ def _string(image: mmap.mmap, at: int) -> str:
     return image[at:end].decode()
 
 
-def _symbols(image: mmap.mmap, table: _Section):
+def _symbols(image: mmap.mmap, table: _Section) -> Iterator[tuple[int, int, int]]:
     """(name offset, info byte, section index) of every entry but the reserved first one."""
     entries = struct.iter_unpack("<IBBHQQ", image[table.offset + 24 : table.offset + table.size])
     return ((name, info, home) for name, info, _other, home, _value, _size in entries)

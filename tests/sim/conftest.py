@@ -43,9 +43,9 @@ def constants(file: Path) -> dict[str, object]:
     """SIM and ENVIRONMENT of a test file, without importing it."""
     found = {}
     for statement in ast.parse(file.read_text()).body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            if statement.targets[0].id in ("SIM", "ENVIRONMENT"):
-                found[statement.targets[0].id] = ast.literal_eval(statement.value)
+        name = getattr(statement.targets[0], "id", "") if isinstance(statement, ast.Assign) else ""
+        if name in ("SIM", "ENVIRONMENT"):
+            found[name] = ast.literal_eval(statement.value)
     return found
 
 

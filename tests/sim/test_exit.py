@@ -1,4 +1,4 @@
-"""The interpreter's end: whatever the autograd threads, streams and tensors are at, the script's own status comes out."""
+"""The interpreter's end: whatever autograd threads, streams and tensors are at, the script's own status comes out."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -37,14 +37,14 @@ def test_calls_before_the_planned_one_pass():
 
 def test_an_error_code_reaches_python_with_its_name():
     memopt.sim.fail("cudaStreamSynchronize", code=719)  # cudaErrorLaunchFailure
-    x = torch.zeros(4, device="cuda")
-    with pytest.raises(RuntimeError, match="LAUNCH_FAILED|launch failure"):
+    x = torch.zeros(4).cuda()
+    with pytest.raises(RuntimeError, match=r"LAUNCH_FAILED|launch failure"):
         x.cpu()
     assert x.cpu().sum() == 0
 
 
 def test_each_failing_malloc_of_a_training_step_is_survived_or_reported():
-    """Fail the n-th cudaMalloc for every n until a step makes none: it ends, or raises out of memory, and leaks nothing."""
+    """Fail the n-th cudaMalloc, for every n: the step ends or raises out of memory, and leaks nothing."""
 
     def step() -> None:
         model = torch.nn.Linear(512, 512).cuda()

@@ -1,5 +1,7 @@
 """The simulated maths libraries under torch: cuDNN's convolutions and networks, cuSOLVER, cuFFT, cuSPARSE."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -71,7 +73,7 @@ def test_weights_keep_their_values_in_cudnns_layout(kind):
     starts = sorted(weight.data_ptr() for weight in flat)
     ends = {weight.data_ptr(): weight.data_ptr() + 4 * weight.numel() for weight in flat}
     assert len(set(starts)) == len(flat)
-    assert all(ends[a] <= b for a, b in zip(starts, starts[1:], strict=False))  # none overlaps another
+    assert all(ends[a] <= b for a, b in pairwise(starts))  # none overlaps another
     assert all(weight.is_contiguous() for weight in flat)
 
 
@@ -138,7 +140,7 @@ def test_the_profiler_falls_back_to_the_host_side():
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True) as profiled:
         torch.empty(MIB, device="cuda").zero_()
-    assert any("aten::zero_" == event.name for event in profiled.events())
+    assert any(event.name == "aten::zero_" for event in profiled.events())
 
 
 def test_what_is_not_simulated_is_remembered_by_name():

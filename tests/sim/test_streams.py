@@ -1,4 +1,4 @@
-"""Streams and events in lazy mode, where device work completes only when something waits: order is the test's choice."""
+"""Streams and events in lazy mode: device work completes only when something waits, so the test chooses the order."""
 
 import pytest
 import torch
