@@ -34,7 +34,6 @@ class _Build(TypedDict):
     level: int
 
 __version__: str
-__file__: str
 build: _Build
 
 class Error(RuntimeError):

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 try:
-    import memopt._C as _C
+    import memopt._C as _engines
 except ImportError as error:
     from pathlib import Path
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memopt import amp, cuda, sim
     from memopt.diagnosis import doctor
 
-__version__ = _C.__version__
+__version__ = _engines.__version__
 __all__ = ["Error", "__version__", "amp", "cuda", "doctor", "sim"]
 
 logging.getLogger("memopt").addHandler(logging.NullHandler())
@@ -39,7 +39,11 @@ def __getattr__(name: str) -> object:
     if name not in _LATER:
         raise AttributeError(f"module 'memopt' has no attribute {name!r}")
     home = _LATER[name]
-    value = importlib.import_module(f"memopt.{name}") if home is None else getattr(importlib.import_module(home), name)
+    value = (
+        importlib.import_module(f"memopt.{name}")
+        if home is None
+        else getattr(importlib.import_module(home), name)
+    )
     globals()[name] = value
     return value
 

@@ -25,7 +25,9 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(module.NAME, help=module.HELP, description=module.__doc__)
         sub.add_argument("-v", "--verbose", action="count", default=0, help="say more (twice: everything)")
         sub.add_argument("-q", "--quiet", action="store_true", help="say only what was asked for")
-        sub.add_argument("-o", "--output", metavar="FILE", help="write the answer to FILE instead of the screen")
+        sub.add_argument(
+            "-o", "--output", metavar="FILE", help="write the answer to FILE instead of the screen"
+        )
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     return top

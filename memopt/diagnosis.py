@@ -66,25 +66,43 @@ def doctor() -> Diagnosis:
     context is created on each), the kernels, the simulated device, the environment variables.
 
     Returns a Diagnosis: print it, or read .findings and .healthy. Never raises for what it finds."""
-    return Diagnosis([
-        Finding("memopt", "ok", f"{_C.__version__}, built with {_C.build['compiler']}, assertions: level "
-                                f"{_C.build['level']}"),
-        Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        _torch(), *_driver(), _kernels(), _cpu_kernels(), _simulated_device(), *_variables(),
-    ])  # fmt: skip
+    return Diagnosis(
+        [
+            Finding(
+                "memopt",
+                "ok",
+                f"{_C.__version__}, built with {_C.build['compiler']}, assertions: level {_C.build['level']}",
+            ),
+            Finding(
+                "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+            ),
+            _torch(),
+            *_driver(),
+            _kernels(),
+            _cpu_kernels(),
+            _simulated_device(),
+            *_variables(),
+        ]
+    )
 
 
 def _torch() -> Finding:
     version = torch_version.installed()
     if version is None:
-        return Finding("torch", "absent", "not installed; what needs it will say so", "pip install 'torch>=2.10'")
+        return Finding(
+            "torch", "absent", "not installed; what needs it will say so", "pip install 'torch>=2.10'"
+        )
     if torch_version.too_old(version):
         return Finding("torch", "broken", f"{version} is older than 2.10", "pip install -U torch")
     try:
         import torch
     except Exception as error:  # whatever a broken installation raises is what there is to report
-        return Finding("torch", "broken", f"{version} cannot be imported: {error}",
-                       "reinstall torch; a CUDA build needs NVIDIA's packages or memopt.sim")  # fmt: skip
+        return Finding(
+            "torch",
+            "broken",
+            f"{version} cannot be imported: {error}",
+            "reinstall torch; a CUDA build needs NVIDIA's packages or memopt.sim",
+        )
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     return Finding("torch", "ok", f"{version}, {build}")
 
@@ -101,9 +119,15 @@ def _driver() -> list[Finding]:
     for i, device in enumerate(driver["devices"]):
         pages = _C.format_size(device["granularity"])
         virtual = f"physical blocks of {pages}" if device["granularity"] else "no virtual memory management"
-        found.append(Finding(f"device {i}", "ok", f"{device['name']}, compute capability "
-                             f"{device['compute_capability']}, {_C.format_size(device['total_bytes'])}, "
-                             f"{virtual}"))  # fmt: skip
+        found.append(
+            Finding(
+                f"device {i}",
+                "ok",
+                f"{device['name']}, compute capability "
+                f"{device['compute_capability']}, {_C.format_size(device['total_bytes'])}, "
+                f"{virtual}",
+            )
+        )
     return found
 
 
@@ -128,7 +152,9 @@ def _simulated_device() -> Finding:
 
     topic = "simulated device"
     if sim.is_active():
-        return Finding(topic, "ok", "active in this process: what is said of a driver and devices here is of this one")
+        return Finding(
+            topic, "ok", "active in this process: what is said of a driver and devices here is of this one"
+        )
     try:
         readiness = sim.readiness()
     except RuntimeError as error:
@@ -138,13 +164,26 @@ def _simulated_device() -> Finding:
 
 
 def _variables() -> list[Finding]:
-    found = [Finding("environment", "ok", f"{name}={os.environ[name]} ({VARIABLES[name]})")
-             for name in VARIABLES if name in os.environ]  # fmt: skip
-    found += [Finding("environment", "broken", f"{name} is set and means nothing to memopt",
-                      f"one of: {', '.join(VARIABLES)}")
-              for name in sorted(os.environ) if name.startswith("MEMOPT_") and name not in {*VARIABLES, *_BUILD}]  # fmt: skip
-    found += [_allocator_settings(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-              if os.environ.get(name)]  # fmt: skip
+    found = [
+        Finding("environment", "ok", f"{name}={os.environ[name]} ({VARIABLES[name]})")
+        for name in VARIABLES
+        if name in os.environ
+    ]
+    found += [
+        Finding(
+            "environment",
+            "broken",
+            f"{name} is set and means nothing to memopt",
+            f"one of: {', '.join(VARIABLES)}",
+        )
+        for name in sorted(os.environ)
+        if name.startswith("MEMOPT_") and name not in {*VARIABLES, *_BUILD}
+    ]
+    found += [
+        _allocator_settings(name)
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        if os.environ.get(name)
+    ]
     return found
 
 
@@ -157,8 +196,10 @@ def _allocator_settings(name: str) -> Finding:
     backend keeps another allocator from being installed at all."""
     value = os.environ[name]
     if "cudaMallocAsync" in value:
-        return Finding("environment", "broken", f"{name}={value}: torch refuses other allocators beside it",
-                       "drop backend:cudaMallocAsync, or do not install memopt's allocator")  # fmt: skip
+        return Finding(
+            "environment",
+            "broken",
+            f"{name}={value}: torch refuses other allocators beside it",
+            "drop backend:cudaMallocAsync, or do not install memopt's allocator",
+        )
     return Finding("environment", "ok", f"{name}={value}: for torch's own allocator, not for memopt's")
-
-

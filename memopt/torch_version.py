@@ -27,4 +27,6 @@ def require(feature: str) -> None:
     if version is None:
         raise ImportError(f"{feature} needs PyTorch, which is not installed: pip install 'torch>=2.10'")
     if too_old(version):
-        raise ImportError(f"{feature} needs PyTorch 2.10 or later, and this is {version}: pip install -U torch")
+        raise ImportError(
+            f"{feature} needs PyTorch 2.10 or later, and this is {version}: pip install -U torch"
+        )

@@ -24,15 +24,27 @@ from sim_tests import Background, SimFile, in_sim_environment  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sim-python", default=str(HERE.parent / ".venv/sim/bin/python"), metavar="PATH",
-                     help="Python of the simulated device's environment (default: .venv/sim)")  # fmt: skip
-    parser.addoption("--c-variant", default="plain", choices=["plain", "asan", "ubsan", "tsan", "valgrind"],
-                     help="how the C tests are built or run")  # fmt: skip
-    parser.addoption("--report-to", metavar="FILE", help="write each test's outcome to FILE, a JSON line a phase")
+    parser.addoption(
+        "--sim-python",
+        default=str(HERE.parent / ".venv/sim/bin/python"),
+        metavar="PATH",
+        help="Python of the simulated device's environment (default: .venv/sim)",
+    )
+    parser.addoption(
+        "--c-variant",
+        default="plain",
+        choices=["plain", "asan", "ubsan", "tsan", "valgrind"],
+        help="how the C tests are built or run",
+    )
+    parser.addoption(
+        "--report-to", metavar="FILE", help="write each test's outcome to FILE, a JSON line a phase"
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"memopt: MEMOPT_SEED={os.environ['MEMOPT_SEED']}, {'long' if os.environ.get('MEMOPT_SOAK') == '1' else 'short'} form"
+    seed = os.environ.setdefault("MEMOPT_SEED", str(int.from_bytes(os.urandom(4), "big") | 1))
+    form = "long" if os.environ.get("MEMOPT_SOAK") == "1" else "short"
+    return f"memopt: MEMOPT_SEED={seed}, {form} form"
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -52,9 +64,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """The other half of sim_tests.py: this process is the one that was started there."""
     if target := _config.getoption("--report-to"):
         line = {
-            "id": report.nodeid, "when": report.when, "outcome": report.outcome, "text": report.longreprtext,
-            "seconds": report.duration, "output": report.capstdout + report.capstderr,
-        }  # fmt: skip
+            "id": report.nodeid,
+            "when": report.when,
+            "outcome": report.outcome,
+            "text": report.longreprtext,
+            "seconds": report.duration,
+            "output": report.capstdout + report.capstderr,
+        }
         if report.skipped and isinstance(report.longrepr, tuple):
             line["text"] = str(report.longrepr[2])
         with open(target, "a") as file:

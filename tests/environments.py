@@ -37,9 +37,15 @@ BUILD = ["setuptools==84.2.1", "wheel==0.48.0"]
 TESTS = ["pytest==9.2.0", "hypothesis==6.170.15", "numpy==2.4.6", "scikit-learn==1.9.1"]
 # What torch imports beside NVIDIA's libraries.
 PURE = [
-    "typing_extensions==4.16.0", "filelock==4.2.11", "sympy==1.14.0", "mpmath==1.3.0", "networkx==3.6.1",
-    "jinja2==3.1.6", "MarkupSafe==3.0.4", "fsspec==2026.9.0",
-]  # fmt: skip
+    "typing_extensions==4.16.0",
+    "filelock==4.2.11",
+    "sympy==1.14.0",
+    "mpmath==1.3.0",
+    "networkx==3.6.1",
+    "jinja2==3.1.6",
+    "MarkupSafe==3.0.4",
+    "fsspec==2026.9.0",
+]
 LINT = ["ruff==0.17.5", "mypy==2.4.1"]
 NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
 
@@ -80,13 +86,17 @@ def cpu_build_is_offered(python: Path) -> bool:
 
 def site_packages(python: Path) -> Path:
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    return Path(subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+    return Path(
+        subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    )
 
 
 def install_lean_torch(python: Path, version: str) -> None:
     """The registry's CUDA build and none of the NVIDIA packages that it asks for (three equals signs: a local
     version such as +cpu does not match)."""
-    say(f"  PyTorch {version}, CUDA build without NVIDIA's packages: about 530 MB to download, 1.4 GB on disk")
+    say(
+        f"  PyTorch {version}, CUDA build without NVIDIA's packages: about 530 MB to download, 1.4 GB on disk"
+    )
     pip(python, *PURE)
     pip(python, "--no-deps", f"torch==={version}")
 
@@ -136,9 +146,12 @@ def fill_notebook(python: Path, options: argparse.Namespace) -> None:
 
 FILL = {"build": fill_build, "cpu": fill_cpu, "sim": fill_sim, "lint": fill_lint, "notebook": fill_notebook}
 RECIPE = {
-    "build": BUILD, "cpu": [TORCH, *BUILD, *PURE, *TESTS], "sim": [*BUILD, *PURE, *TESTS], "lint": LINT,
+    "build": BUILD,
+    "cpu": [TORCH, *BUILD, *PURE, *TESTS],
+    "sim": [*BUILD, *PURE, *TESTS],
+    "lint": LINT,
     "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK],
-}  # fmt: skip
+}
 
 
 @contextlib.contextmanager
@@ -172,8 +185,10 @@ def make(options: argparse.Namespace) -> Path:
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):
-        raise SystemExit(f"memopt needs Python 3.11 or later; this is {sys.version.split()[0]} ({sys.executable})")
+    if sys.version_info < (3, 11):  # noqa: UP036 (this runs under any python3)
+        raise SystemExit(
+            f"memopt needs Python 3.11 or later; this is {sys.version.split()[0]} ({sys.executable})"
+        )
     parser = argparse.ArgumentParser(description="make one of memopt's virtual environments")
     parser.add_argument("name", choices=sorted(FILL))
     parser.add_argument("--torch", default=TORCH, metavar="V", help=f"version of PyTorch (default {TORCH})")

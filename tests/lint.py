@@ -18,7 +18,9 @@ PACKAGES = {"clang": "clang", "clang-format": "clang-format", "clang-tidy": "cla
 
 
 def tracked(*patterns: str) -> list[str]:
-    done = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return done.stdout.split()
 
 
@@ -63,7 +65,9 @@ def main() -> int:
             print(f"{name:13} not here", flush=True)
             continue
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            done = list(pool.map(lambda c: subprocess.run(c, cwd=ROOT, capture_output=True, text=True), commands))
+            done = list(
+                pool.map(lambda c: subprocess.run(c, cwd=ROOT, capture_output=True, text=True), commands)
+            )
         wrong = [d for d in done if d.returncode != 0]
         failed += len(wrong)
         print(f"{name:13} {'ok' if not wrong else 'FAILED'}", flush=True)

@@ -26,7 +26,9 @@ def in_sim_environment() -> bool:
 def pytest_there(config: pytest.Config, *arguments: str) -> subprocess.CompletedProcess[str]:
     python = config.getoption("--sim-python")
     if not Path(python).exists():
-        raise RuntimeError(f"there is no {python}: `make test` makes it, `make sim-environment` makes it alone")
+        raise RuntimeError(
+            f"there is no {python}: `make test` makes it, `make sim-environment` makes it alone"
+        )
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _running["process"] = process
@@ -47,7 +49,9 @@ def names_there(config: pytest.Config) -> dict[Path, list[str]]:
     if found is None:
         done = pytest_there(config, "--collect-only", "-q", "tests/sim")
         if done.returncode != 0:
-            raise RuntimeError(f"the tests of the simulated device cannot be collected:\n{done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"the tests of the simulated device cannot be collected:\n{done.stdout}{done.stderr}"
+            )
         found = {}
         for line in done.stdout.splitlines():
             file, mark, name = line.partition("::")
@@ -78,11 +82,15 @@ class SimFile(pytest.File):
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
         for said in reports.values():
             if "teardown" not in [r["when"] for r in said]:
-                said.append({"outcome": "failed", "text": f"the process ended in it ({done.returncode}):\n{tail}"})
+                said.append(
+                    {"outcome": "failed", "text": f"the process ended in it ({done.returncode}):\n{tail}"}
+                )
         if done.returncode not in (0, 1):
             # All passed, and yet the process did not end well: the last test answers for it.
             said = reports[wanted[-1]]
-            said.append({"outcome": "failed", "text": f"the process ended with status {done.returncode}:\n{tail}"})
+            said.append(
+                {"outcome": "failed", "text": f"the process ended with status {done.returncode}:\n{tail}"}
+            )
         return reports
 
 

@@ -34,7 +34,15 @@ def findings(**environment: str) -> dict[str, list[dict[str, str]]]:
 
 def test_every_topic_is_covered_once():
     topics = findings()
-    assert set(topics) >= {"memopt", "python", "torch", "cuda driver", "kernels", "cpu kernels", "simulated device"}
+    assert set(topics) >= {
+        "memopt",
+        "python",
+        "torch",
+        "cuda driver",
+        "kernels",
+        "cpu kernels",
+        "simulated device",
+    }
     for topic in set(topics) - {"environment"}:
         assert len(topics[topic]) == 1, topic
 
@@ -95,8 +103,9 @@ def test_an_output_that_cannot_be_written_is_status_2(tmp_path):
 
 
 def test_a_reader_that_leaves_early_is_no_error():
-    done = subprocess.run(f"{sys.executable} -m memopt doctor | true", shell=True, cwd=ROOT, capture_output=True,
-                          text=True)  # fmt: skip
+    done = subprocess.run(
+        f"{sys.executable} -m memopt doctor | true", shell=True, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.stderr == ""
 
 
@@ -116,7 +125,12 @@ def test_the_function_returns_what_the_command_prints(monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "state", "words"),
-    [(None, "absent", "pip install"), ("2.9.1+cu128", "broken", "2.10"), ("2.10.0", "ok", ""), ("3.0.0", "ok", "")],
+    [
+        (None, "absent", "pip install"),
+        ("2.9.1+cu128", "broken", "2.10"),
+        ("2.10.0", "ok", ""),
+        ("3.0.0", "ok", ""),
+    ],
 )
 def test_torch_that_is_missing_or_too_old_is_told_with_the_mend(monkeypatch, version, state, words):
     monkeypatch.setattr(torch_version, "installed", lambda: version)

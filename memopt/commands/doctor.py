@@ -23,7 +23,11 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         text = json.dumps(found.as_dict(), indent=2)
     elif options.quiet:
-        text = str(diagnosis.Diagnosis([f for f in found.findings if f.state == "broken"])) if not found.healthy else ""
+        text = (
+            str(diagnosis.Diagnosis([f for f in found.findings if f.state == "broken"]))
+            if not found.healthy
+            else ""
+        )
     else:
         text = str(found)
     if text:

@@ -46,10 +46,14 @@ def main() -> dict[str, object]:
     diagnosis = memopt.doctor()
     assert diagnosis.healthy, str(diagnosis)
     return {
-        "torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0],
-        "extension": Path(_C.__file__).name, "allocations": stats["allocations"], "bytes_before": before,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+        "extension": Path(_C.__file__).name,
+        "allocations": stats["allocations"],
+        "bytes_before": before,
         "bytes_after": sim.stats()["bytes"],
-    }  # fmt: skip
+    }
 
 
 print(json.dumps(main()))
