@@ -36,8 +36,8 @@ def test_calls_before_the_planned_one_pass():
 
 
 def test_an_error_code_reaches_python_with_its_name():
-    memopt.sim.fail("cudaStreamSynchronize", code=719)  # cudaErrorLaunchFailure
     x = torch.zeros(4).cuda()
+    memopt.sim.fail("cudaStreamSynchronize", code=719)  # cudaErrorLaunchFailure
     with pytest.raises(RuntimeError, match=r"LAUNCH_FAILED|launch failure"):
         x.cpu()
     assert x.cpu().sum() == 0
