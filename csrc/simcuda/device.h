@@ -51,7 +51,7 @@ void sim_device_uuid(int device, char out[16]);
 
 #define SIM_DEVICE_NAME "Simulated CUDA device (host memory)"
 
-/* "CUDA_ERROR_…" and a phrase; NULL for a code that is none. */
+/* "CUDA_ERROR_…", NULL for a code that is none; and a phrase, NULL where we have no words for it. */
 const char *sim_error_name(int code);
 const char *sim_error_text(int code);
 

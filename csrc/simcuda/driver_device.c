@@ -306,6 +306,16 @@ const char *sim_error_text(int code)
         return "device not ready";
     case CUDA_ERROR_ILLEGAL_ADDRESS:
         return "an illegal memory access was encountered";
+    case CUDA_ERROR_LAUNCH_FAILED:
+        return "unspecified launch failure";
+    case CUDA_ERROR_MISALIGNED_ADDRESS:
+        return "misaligned address";
+    case CUDA_ERROR_OPERATING_SYSTEM:
+        return "OS call failed or operation not supported on this OS";
+    case CUDA_ERROR_ILLEGAL_STATE:
+        return "the operation cannot be performed in the present state";
+    case CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+        return "peer access is already enabled";
     case CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES:
         return "too many resources requested for launch";
     case CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE:
@@ -329,7 +339,7 @@ const char *sim_error_text(int code)
     case CUDA_ERROR_UNKNOWN:
         return "unknown error";
     default:
-        return sim_error_name(code);
+        return NULL;
     }
 }
 
@@ -346,5 +356,7 @@ SIM_DRIVER(SIM_ANYTIME, cuGetErrorString, (CUresult code, const char **out), (co
     if (!out)
         return CUDA_ERROR_INVALID_VALUE;
     *out = sim_error_text((int)code);
+    if (!*out)
+        *out = sim_error_name((int)code);
     return *out ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
