@@ -12,19 +12,20 @@
 #define CUDA_ERRORS(X)                                                                                                                                          \
     X(cudaSuccess, 0)                                                                                                                                           \
     X(cudaErrorInvalidValue, 1)                                                                                                                                 \
-    X(cudaErrorMemoryAllocation, 2) X(cudaErrorInitializationError, 3) X(cudaErrorCudartUnloading, 4) X(                                                        \
-        cudaErrorProfilerDisabled, 5) X(cudaErrorProfilerNotInitialized,                                                                                        \
-                                        6) X(cudaErrorProfilerAlreadyStarted,                                                                                   \
-                                             7) X(cudaErrorProfilerAlreadyStopped,                                                                              \
-                                                  8) X(cudaErrorInvalidConfiguration,                                                                           \
-                                                       9) X(cudaErrorInvalidPitchValue,                                                                         \
-                                                            12) X(cudaErrorInvalidSymbol,                                                                       \
-                                                                  13) X(cudaErrorInvalidHostPointer,                                                            \
-                                                                        16) X(cudaErrorInvalidDevicePointer,                                                    \
-                                                                              17)                                                                               \
-        X(cudaErrorInvalidTexture, 18) X(cudaErrorInvalidTextureBinding, 19) X(                                                                                 \
-            cudaErrorInvalidChannelDescriptor,                                                                                                                  \
-            20) X(cudaErrorInvalidMemcpyDirection, 21) X(cudaErrorAddressOfConstant, 22) X(cudaErrorTextureFetchFailed, 23) X(cudaErrorTextureNotBound, 24)     \
+    X(cudaErrorMemoryAllocation, 2)                                                                                                                             \
+    X(cudaErrorInitializationError, 3) X(cudaErrorCudartUnloading, 4) X(cudaErrorProfilerDisabled, 5) X(                                                        \
+        cudaErrorProfilerNotInitialized,                                                                                                                        \
+        6) X(cudaErrorProfilerAlreadyStarted,                                                                                                                   \
+             7) X(cudaErrorProfilerAlreadyStopped,                                                                                                              \
+                  8) X(cudaErrorInvalidConfiguration,                                                                                                           \
+                       9) X(cudaErrorInvalidPitchValue, 12) X(cudaErrorInvalidSymbol,                                                                           \
+                                                              13) X(cudaErrorInvalidHostPointer,                                                                \
+                                                                    16) X(cudaErrorInvalidDevicePointer,                                                        \
+                                                                          17) X(cudaErrorInvalidTexture, 18)                                                    \
+        X(cudaErrorInvalidTextureBinding, 19) X(cudaErrorInvalidChannelDescriptor, 20) X(                                                                       \
+            cudaErrorInvalidMemcpyDirection, 21) X(cudaErrorAddressOfConstant,                                                                                  \
+                                                   22) X(cudaErrorTextureFetchFailed, 23) X(cudaErrorTextureNotBound,                                           \
+                                                                                            24)                                                                 \
             X(cudaErrorSynchronizationError, 25) X(cudaErrorInvalidFilterSetting, 26) X(cudaErrorInvalidNormSetting, 27) X(                                     \
                 cudaErrorMixedDeviceExecution, 28) X(cudaErrorNotYetImplemented,                                                                                \
                                                      31) X(cudaErrorMemoryValueTooLarge,                                                                        \

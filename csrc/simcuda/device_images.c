@@ -58,6 +58,22 @@ static size_t elf_size(const char *bytes)
     return end;
 }
 
+/* The architecture a cubin was made for, 0 where it does not say. Its place in e_flags moved with CUDA 13's
+ * assembler (ABI version 8). */
+static int elf_architecture(const char *bytes)
+{
+    Elf64_Ehdr header;
+
+    memcpy(&header, bytes, sizeof header);
+    return (int)(header.e_ident[EI_ABIVERSION] >= 8 ? header.e_flags >> 8 & 0xFF : header.e_flags & 0xFF);
+}
+
+/* Machine code runs on devices of its major version and no smaller minor; PTX on all newer ones. */
+static bool code_fits(int architecture, int cc)
+{
+    return architecture / 10 == cc / 10 && architecture <= cc;
+}
+
 static CUresult keep(const char *bytes, size_t size, sim_image_format format, sim_image *out)
 {
     char *copy = malloc(size + 1);
@@ -70,11 +86,16 @@ static CUresult keep(const char *bytes, size_t size, sim_image_format format, si
     return CUDA_SUCCESS;
 }
 
-static CUresult open_single(const char *bytes, sim_image *out)
+static CUresult open_single(const char *bytes, int cc, sim_image *out)
 {
     if (memcmp(bytes, ELFMAG, SELFMAG) == 0) {
         size_t size = elf_size(bytes);
-        return size ? keep(bytes, size, SIM_IMAGE_ELF, out) : CUDA_ERROR_INVALID_IMAGE;
+        if (!size)
+            return CUDA_ERROR_INVALID_IMAGE;
+        int architecture = elf_architecture(bytes);
+        if (architecture && !code_fits(architecture, cc))
+            return CUDA_ERROR_NO_BINARY_FOR_GPU;
+        return keep(bytes, size, SIM_IMAGE_ELF, out);
     }
     /* PTX begins with comments or white space, then .version. Binary garbage has neither. */
     if (!isspace((unsigned char)bytes[0]) && strncmp(bytes, "//", 2) != 0 && strncmp(bytes, "/*", 2) != 0 &&
@@ -85,14 +106,13 @@ static CUresult open_single(const char *bytes, sim_image *out)
     return keep(bytes, strlen(bytes), SIM_IMAGE_PTX, out);
 }
 
-/* A cubin runs on devices of its major version and no smaller minor; PTX on all newer ones. */
 static bool member_fits(const member *of, int cc)
 {
     int architecture = (int)of->architecture;
 
     if (of->kind == MEMBER_PTX)
         return architecture <= cc;
-    return of->kind == MEMBER_ELF && architecture / 10 == cc / 10 && architecture <= cc;
+    return of->kind == MEMBER_ELF && code_fits(architecture, cc);
 }
 
 static CUresult open_fatbin(const char *bytes, int cc, sim_image *out)
@@ -136,7 +156,7 @@ CUresult sim_image_open(const void *image, int cc, sim_image *out)
     }
     if (magic == (uint32_t)FATBIN_MAGIC)
         return open_fatbin(image, cc, out);
-    return open_single(image, out);
+    return open_single(image, cc, out);
 }
 
 void sim_image_close(sim_image *image)

@@ -135,6 +135,25 @@ TEST(fatbins_are_searched_for_what_fits_the_device)
     CHECK_LIVE(before);
 }
 
+TEST(a_cubin_for_another_architecture_is_refused)
+{
+    open_device();
+    CUmodule module;
+    cubin elf = make_cubin();
+
+    elf.header.e_flags = 80; /* until CUDA 12 */
+    OK(cuModuleLoadData(&module, &elf));
+    OK(cuModuleUnload(module));
+    elf.header.e_flags = 90;
+    IS(cuModuleLoadData(&module, &elf), NO_BINARY_FOR_GPU);
+    elf.header.e_ident[EI_ABIVERSION] = 8;
+    elf.header.e_flags = 0x6005004;
+    OK(cuModuleLoadData(&module, &elf));
+    OK(cuModuleUnload(module));
+    elf.header.e_flags = 0x6005604;
+    IS(cuModuleLoadData(&module, &elf), NO_BINARY_FOR_GPU);
+}
+
 TEST(images_that_are_none_are_refused)
 {
     open_device();
