@@ -1,5 +1,5 @@
-"""Each fuzzer of tests/fuzz for a short while under AddressSanitizer, with the random inputs of random_input.h: with
-a fixed seed, so that a commit is judged the same everywhere, and with this session's. `make fuzz` is the long form, with
+"""Each fuzzer of tests/fuzz for a short while under AddressSanitizer, with the random inputs of random_input.h: with a
+fixed seed, so that a commit is judged the same everywhere, and with this session's. `make fuzz` is the long form, with
 libFuzzer; MEMOPT_SOAK=1 lengthens this one."""
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-/* A piece of a test in a process of its own: what ends the process, forks, or changes what can't be changed back.
+/* A piece of a test in a process of its own: what ends the process, forks, or changes what can't be changed
+ * back.
  *
  *     static void takes_it_twice(void) { … CHECK(…); … }
  *     child_end end = in_child(takes_it_twice);
  *     CHECK(child_aborted(&end));  CHECK_SAID(&end, "broken invariant");
  *
- * A CHECK that fails in the child is told by in_child's status 1 and its text. A child that hangs is killed after a
- * minute (SIGALRM). */
+ * A CHECK that fails in the child is told by in_child's status 1 and its text. A child that hangs is killed
+ * after a minute (SIGALRM). */
 #ifndef MEMOPT_CHILD_H
 #define MEMOPT_CHILD_H
 
@@ -84,8 +85,8 @@ __attribute__((unused)) static bool child_aborted(const child_end *end)
             TEST_FAIL("the child said not \"%s\" but \"%.300s\"", words, (end)->said);                       \
     } while (0)
 
-/* A C++ exception leaves body, and nobody catches it. AddressSanitizer sets up its own __cxa_throw at the program's
- * start; where libstdc++ comes later, it ends the program at the throw, naming it. */
+/* A C++ exception leaves body, and nobody catches it. AddressSanitizer sets up its own __cxa_throw at the
+ * program's start; where libstdc++ comes later, it ends the program at the throw, naming it. */
 #ifdef __SANITIZE_ADDRESS__
 #define CHECK_THROWS_BAD_ALLOC(body)                                                                         \
     do {                                                                                                     \

@@ -1,28 +1,32 @@
-/* A mo_driver under test, whichever it is, and the words that tests of it use: contract_look() at what it holds,
- * CHECK_REFUSED, CHECK_SAME, contract_session(). The tests of what driver.h promises are in driver_contract_tests.h. */
+/* A mo_driver under test, whichever it is, and the words that tests of it use: contract_look() at what it
+ * holds, CHECK_REFUSED, CHECK_SAME, contract_session(). The tests of what driver.h promises are in
+ * driver_contract_tests.h. */
 #ifndef MEMOPT_DRIVER_CONTRACT_H
 #define MEMOPT_DRIVER_CONTRACT_H
 
 #include "driver/driver.h"
 #include "test.h"
 
-/* A device with nothing on it, of 32 granules or more, on whose streams work is over when the test says so. */
+/* A device with nothing on it, of 32 granules or more, on whose streams work is over when the test says so.
+ */
 typedef struct contract_device {
     mo_driver *driver;
-    mo_stream stream, other;        /* two streams, neither being captured */
-    void (*submit)(mo_stream);      /* queues one operation */
-    void (*finish)(mo_stream);      /* lets that stream run as far as the others allow */
+    mo_stream stream, other;   /* two streams, neither being captured */
+    void (*submit)(mo_stream); /* queues one operation */
+    void (*finish)(mo_stream); /* lets that stream run as far as the others allow */
     void (*begin_capture)(mo_stream);
     void (*end_capture)(mo_stream);
-    size_t (*live)(void);           /* reservations, handles, mappings, segments, events */
+    size_t (*live)(void);                   /* reservations, handles, mappings, segments, events */
     const char *(*call_name)(int call);     /* the functions that can be made to fail; NULL past the last */
     uint64_t (*calls)(int call);            /* how often it was called so far */
     void (*fail)(int call, uint64_t after); /* it lets so many pass and fails once */
-    bool (*unheard)(int call, uint64_t after); /* that failure is nobody's to hear; NULL: there is none such */
+    bool (*unheard)(int call,
+                    uint64_t after); /* that failure is nobody's to hear; NULL: there is none such */
     void (*fail_never)(void);
 } contract_device;
 
-/* ---- what is there, before and after ---------------------------------------------------------------------------- */
+/* ---- what is there, before and after
+ * ---------------------------------------------------------------------------- */
 
 typedef struct contract_state {
     size_t free_bytes, live;
@@ -57,7 +61,8 @@ __attribute__((unused)) static contract_state contract_look(const contract_devic
         CHECK_SAME(device, before_);                                                                         \
     } while (0)
 
-/* ---- shorthands: what must work ----------------------------------------------------------------------------------- */
+/* ---- shorthands: what must work
+ * ----------------------------------------------------------------------------------- */
 
 __attribute__((unused)) static mo_address contract_reserve(mo_driver *m, size_t granules)
 {
@@ -93,10 +98,11 @@ __attribute__((unused)) static mo_event *contract_event(mo_driver *m)
 #define CHECK_NOT_OVER(m, event) CHECK_EQ((m)->event_query((m), (event), NULL), MO_NOT_READY)
 #define CHECK_OK(call)           CHECK_EQ(call, MO_OK)
 
-/* ---- a session ------------------------------------------------------------------------------------------------------ */
+/* ---- a session
+ * ------------------------------------------------------------------------------------------------------ */
 
-/* Every call of the table, as an engine would go through them: the first that fails ends it, and what was acquired
- * is given back; a release that fails is repeated. */
+/* Every call of the table, as an engine would go through them: the first that fails ends it, and what was
+ * acquired is given back; a release that fails is repeated. */
 __attribute__((unused)) static mo_status contract_session(const contract_device *d)
 {
     mo_driver *m = d->driver;
@@ -116,7 +122,7 @@ __attribute__((unused)) static mo_status contract_session(const contract_device 
 #define UNTIL_DONE(call)                                                                                     \
     do {                                                                                                     \
         int failures_ = 0;                                                                                   \
-        for (mo_status s_; (s_ = (call)) != MO_OK; failures_++, status = status ? status : s_)              \
+        for (mo_status s_; (s_ = (call)) != MO_OK; failures_++, status = status ? status : s_)               \
             CHECK(failures_ < 3);                                                                            \
     } while (0)
 

@@ -1,12 +1,13 @@
-/* What driver.h promises, as tests of any mo_driver: test_driver_double.c and test_driver_cuda.c (over the simulated
- * device) give each a device to run on and list them under their own names. A check here is one that both must
- * pass, so it asks for "refused", never for a code. */
+/* What driver.h promises, as tests of any mo_driver: test_driver_double.c and test_driver_cuda.c (over the
+ * simulated device) give each a device to run on and list them under their own names. A check here is one
+ * that both must pass, so it asks for "refused", never for a code. */
 #ifndef MEMOPT_DRIVER_CONTRACT_TESTS_H
 #define MEMOPT_DRIVER_CONTRACT_TESTS_H
 
 #include "driver_contract.h"
 
-/* ---- addresses ------------------------------------------------------------------------------------------------------ */
+/* ---- addresses
+ * ------------------------------------------------------------------------------------------------------ */
 
 static void contract_reservations_do_not_overlap_and_cost_no_memory(const contract_device *d)
 {
@@ -19,7 +20,8 @@ static void contract_reservations_do_not_overlap_and_cost_no_memory(const contra
     CHECK_EQ(contract_look(d).live, start.live + 8);
     for (size_t i = 0; i < 8; i++)
         for (size_t j = 0; j < i; j++)
-            CHECK(ranges[i] + (i + 1) * m->granularity <= ranges[j] || ranges[j] + (j + 1) * m->granularity <= ranges[i]);
+            CHECK(ranges[i] + (i + 1) * m->granularity <= ranges[j] ||
+                  ranges[j] + (j + 1) * m->granularity <= ranges[i]);
     for (size_t i = 0; i < 8; i++)
         CHECK_OK(m->unreserve(m, ranges[i], (i + 1) * m->granularity, NULL));
     CHECK_SAME(d, start);
@@ -64,7 +66,8 @@ static void contract_a_reservation_beyond_all_addresses_is_refused(const contrac
     CHECK_EQ(a, 77);
 }
 
-/* ---- physical memory ------------------------------------------------------------------------------------------------ */
+/* ---- physical memory
+ * ------------------------------------------------------------------------------------------------ */
 
 static void contract_memory_is_what_is_created_and_the_rest_is_free(const contract_device *d)
 {
@@ -125,7 +128,9 @@ static void contract_sizes_that_are_no_granules_are_refused(const contract_devic
     CHECK_EQ(h, 77);
 }
 
-/* ---- mappings --------------------------------------------------------------------------------------------------------- */
+/* ---- mappings
+ * ---------------------------------------------------------------------------------------------------------
+ */
 
 static void contract_memory_returns_after_release_and_unmap_in_either_order(const contract_device *d)
 {
@@ -173,9 +178,9 @@ static void contract_mappings_do_not_overlap_and_lie_in_a_reservation(const cont
     contract_map(m, a + g, 2, two);
     CHECK_REFUSED(d, m->map(m, a + g, g, one, &detail));
     CHECK_REFUSED(d, m->map(m, a + 2 * g, g, one, &detail));
-    CHECK_REFUSED(d, m->map(m, a, 2 * g, two, &detail));          /* half of it is taken */
-    CHECK_REFUSED(d, m->map(m, a + 3 * g, 2 * g, two, &detail));  /* over the end */
-    CHECK_REFUSED(d, m->map(m, a + g / 2, g, one, &detail));      /* no granule */
+    CHECK_REFUSED(d, m->map(m, a, 2 * g, two, &detail));           /* half of it is taken */
+    CHECK_REFUSED(d, m->map(m, a + 3 * g, 2 * g, two, &detail));   /* over the end */
+    CHECK_REFUSED(d, m->map(m, a + g / 2, g, one, &detail));       /* no granule */
     CHECK_REFUSED(d, m->map(m, a, g, one + two + 12345, &detail)); /* no handle */
     CHECK_OK(m->release(m, one, NULL));
     CHECK_REFUSED(d, m->map(m, a, g, one, &detail)); /* released */
@@ -225,7 +230,9 @@ static void contract_access_is_granted_over_mappings_in_a_row_only(const contrac
     CHECK_OK(m->unreserve(m, a, 4 * g, NULL));
 }
 
-/* ---- segments ----------------------------------------------------------------------------------------------------------- */
+/* ---- segments
+ * -----------------------------------------------------------------------------------------------------------
+ */
 
 static void contract_segments_are_apart_aligned_and_freed_once(const contract_device *d)
 {
@@ -280,7 +287,9 @@ static void contract_freeing_a_segment_waits_for_the_device(const contract_devic
     CHECK_OK(m->event_destroy(m, e, NULL));
 }
 
-/* ---- order --------------------------------------------------------------------------------------------------------------- */
+/* ---- order
+ * ---------------------------------------------------------------------------------------------------------------
+ */
 
 static void contract_an_event_is_over_when_what_was_queued_before_it_is(const contract_device *d)
 {
@@ -425,7 +434,8 @@ static void contract_a_capture_has_a_number_while_it_lasts(const contract_device
     CHECK_OK(m->capture_id(m, d->other, NULL, &none));
     CHECK_EQ(none, 0);
     none = 77;
-    CHECK_OK(m->capture_id(m, NULL, NULL, &none)); /* the default stream is none of it, and asking harms nothing */
+    CHECK_OK(
+        m->capture_id(m, NULL, NULL, &none)); /* the default stream is none of it, and asking harms nothing */
     CHECK_EQ(none, 0);
     d->end_capture(d->stream);
     CHECK(id != 0 && again == id);
@@ -437,7 +447,9 @@ static void contract_a_capture_has_a_number_while_it_lasts(const contract_device
     CHECK(next != 0 && next != id);
 }
 
-/* ---- the clock --------------------------------------------------------------------------------------------------------------- */
+/* ---- the clock
+ * ---------------------------------------------------------------------------------------------------------------
+ */
 
 static void contract_time_goes_on_and_a_pause_takes_about_as_long_as_asked(const contract_device *d)
 {
@@ -453,7 +465,8 @@ static void contract_time_goes_on_and_a_pause_takes_about_as_long_as_asked(const
     CHECK(m->now(m) >= before + asked);
 }
 
-/* ---- the N-th failure ------------------------------------------------------------------------------------------------- */
+/* ---- the N-th failure
+ * ------------------------------------------------------------------------------------------------- */
 
 /* Each call of each function that a session makes fails once, all others work. */
 static void contract_any_call_may_fail_and_nothing_is_left_behind(const contract_device *d)

@@ -1,6 +1,6 @@
-/* Shared libraries made by a test out of C text, with gcc, under build/: a driver that lacks a function, a libc10.so
- * that is not torch's. Its own functions come before those of
- * the same name in the test. Tests start in the repository's root, as pytest and make have them. */
+/* Shared libraries made by a test out of C text, with gcc, under build/: a driver that lacks a function, a
+ * libc10.so that is not torch's. Its own functions come before those of the same name in the test. Tests
+ * start in the repository's root, as pytest and make have them. */
 #ifndef MEMOPT_MADE_LIBRARY_H
 #define MEMOPT_MADE_LIBRARY_H
 
@@ -26,7 +26,8 @@ static const char *make_library(const char *name, const char *soname, const char
     if (!text || fputs(source, text) < 0 || fclose(text) != 0)
         TEST_FAIL("%s cannot be written: start the test in the repository's root", text_path);
     const char *cc = getenv("CC");
-    snprintf(command, sizeof command, "%s -std=c11 -D_GNU_SOURCE -Icsrc -shared -fPIC -Wl,-Bsymbolic%s%s -o %s %s",
+    snprintf(command, sizeof command,
+             "%s -std=c11 -D_GNU_SOURCE -Icsrc -shared -fPIC -Wl,-Bsymbolic%s%s -o %s %s",
              cc && *cc ? cc : "gcc", soname ? " -Wl,-soname," : "", soname ? soname : "", path, text_path);
     if (system(command) != 0)
         TEST_FAIL("failed: %s", command);

@@ -1,4 +1,5 @@
-/* The simulated device as the device of driver_contract.h: what test_driver_cuda.c and test_context.c run on. */
+/* The simulated device as the device of driver_contract.h: what test_driver_cuda.c and test_context.c run on.
+ */
 #ifndef MEMOPT_SIMULATED_CONTRACT_H
 #define MEMOPT_SIMULATED_CONTRACT_H
 
@@ -72,10 +73,28 @@ static size_t live(void)
 
 /* Everything that the table calls, and that a session of the contract goes through. */
 static const char *const used[] = {
-    "cuMemAddressReserve", "cuMemAddressFree", "cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap",
-    "cuMemSetAccess", "cuMemAlloc_v2", "cuMemFree_v2", "cuEventCreate", "cuEventDestroy_v2", "cuEventRecord",
-    "cuEventQuery", "cuStreamWaitEvent", "cuStreamGetCaptureInfo_v3", "cuCtxSynchronize", "cuMemGetInfo_v2",
-    "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuCtxPopCurrent_v2", NULL,
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemCreate",
+    "cuMemRelease",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cuMemSetAccess",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuStreamWaitEvent",
+    "cuStreamGetCaptureInfo_v3",
+    "cuCtxSynchronize",
+    "cuMemGetInfo_v2",
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuCtxPopCurrent_v2",
+    NULL,
 };
 
 static const char *call_name(int call)
@@ -93,8 +112,8 @@ static void fail(int call, uint64_t after)
     CHECK_EQ(simulated_devices()->fail(used[call], after, 1, CUDA_ERROR_UNKNOWN), 0);
 }
 
-/* A failure of putting back what the thread had before: it comes after the call has done its work. The capture
- * mode is exchanged on the way in (heard) and on the way out (not). */
+/* A failure of putting back what the thread had before: it comes after the call has done its work. The
+ * capture mode is exchanged on the way in (heard) and on the way out (not). */
 static bool unheard(int call, uint64_t after)
 {
     return strcmp(used[call], "cuCtxPopCurrent_v2") == 0 ||
@@ -112,8 +131,16 @@ static void fail_never(void)
 static const contract_device *contract(void)
 {
     static contract_device d = {
-        .submit = submit, .finish = finish, .begin_capture = begin_capture, .end_capture = end_capture, .live = live,
-        .call_name = call_name, .calls = calls, .fail = fail, .unheard = unheard, .fail_never = fail_never,
+        .submit = submit,
+        .finish = finish,
+        .begin_capture = begin_capture,
+        .end_capture = end_capture,
+        .live = live,
+        .call_name = call_name,
+        .calls = calls,
+        .fail = fail,
+        .unheard = unheard,
+        .fail_never = fail_never,
     };
     if (!d.driver) {
         simulated_device *sim = simulated_devices();

@@ -1,5 +1,5 @@
-/* The simulated CUDA device's driver library in a C test: opened by path, activated once, its control interface
- * looked up. MEMOPT_TEST_LIBCUDA names another one. */
+/* The simulated CUDA device's driver library in a C test: opened by path, activated once, its control
+ * interface looked up. MEMOPT_TEST_LIBCUDA names another one. */
 #ifndef MEMOPT_SIMULATED_DEVICE_H
 #define MEMOPT_SIMULATED_DEVICE_H
 
@@ -36,7 +36,8 @@ static void *simulated_symbol(void *library, const char *name)
     return found;
 }
 
-/* The library, loaded and not activated: a machine without a GPU. It answers to the name libcuda.so.1 from now on. */
+/* The library, loaded and not activated: a machine without a GPU. It answers to the name libcuda.so.1 from
+ * now on. */
 static simulated_device *simulated_library(void)
 {
     static simulated_device d;
@@ -48,7 +49,8 @@ static simulated_device *simulated_library(void)
         return &d;
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library)
-        TEST_FAIL("%s: `make` builds the simulated device, and tests start in the repository's root", dlerror());
+        TEST_FAIL("%s: `make` builds the simulated device, and tests start in the repository's root",
+                  dlerror());
 #define SYMBOL(field, name) *(void **)&d.field = simulated_symbol(library, name)
     SYMBOL(activate, "simcuda_activate");
     SYMBOL(stats, "simcuda_stats");

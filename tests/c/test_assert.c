@@ -1,4 +1,5 @@
-/* base/assert.h at each of its levels: it is included once for each, and what a level compiles is a function here. */
+/* base/assert.h at each of its levels: it is included once for each, and what a level compiles is a function
+ * here. */
 #include "child.h"
 
 static int evaluated;
@@ -10,9 +11,18 @@ static int holds(int value)
 }
 
 #define LEVEL_FUNCTIONS(level)                                                                               \
-    static void assert_at_##level(void) { MO_ASSERT(holds(0)); }                                             \
-    static void check_at_##level(void) { MO_CHECK(holds(0)); }                                               \
-    static void check_all_at_##level(void) { MO_CHECK_ALL(holds(0)); }                                       \
+    static void assert_at_##level(void)                                                                      \
+    {                                                                                                        \
+        MO_ASSERT(holds(0));                                                                                 \
+    }                                                                                                        \
+    static void check_at_##level(void)                                                                       \
+    {                                                                                                        \
+        MO_CHECK(holds(0));                                                                                  \
+    }                                                                                                        \
+    static void check_all_at_##level(void)                                                                   \
+    {                                                                                                        \
+        MO_CHECK_ALL(holds(0));                                                                              \
+    }                                                                                                        \
     static void true_at_##level(void)                                                                        \
     {                                                                                                        \
         MO_ASSERT(holds(1));                                                                                 \

@@ -1,5 +1,5 @@
-/* csrc/driver/context.c through the calls of mo_driver_cuda: what a call leaves of the thread's state, of a capture
- * that is going on, and of a process that was forked. */
+/* csrc/driver/context.c through the calls of mo_driver_cuda: what a call leaves of the thread's state, of a
+ * capture that is going on, and of a process that was forked. */
 #include "driver/context.h"
 
 #include <pthread.h>
@@ -30,7 +30,8 @@ TEST(a_child_of_a_process_that_never_used_cuda_can_use_it)
     CHECK_CHILD(forked_before_in_child);
 }
 
-/* ---- what the calling thread had stays --------------------------------------------------------------------------------- */
+/* ---- what the calling thread had stays
+ * --------------------------------------------------------------------------------- */
 
 static CUcontext current(void)
 {
@@ -48,7 +49,8 @@ TEST(a_call_leaves_the_threads_context_as_it_was)
         CHECK_OK(contract_session(c));
         CHECK(current() == before[i]);
         mo_address a;
-        CHECK(c->driver->segment_alloc(c->driver, (size_t)1 << 40, NULL, &a) == MO_NO_DEVICE_MEMORY); /* nor does a failure */
+        CHECK(c->driver->segment_alloc(c->driver, (size_t)1 << 40, NULL, &a) ==
+              MO_NO_DEVICE_MEMORY); /* nor does a failure */
         CHECK(current() == before[i]);
     }
     simulated_devices()->set_current(NULL);
@@ -91,10 +93,10 @@ static void *session_on_a_thread(void *unused)
         mo_address a;
         mo_physical h;
         mo_event *e;
-        if (m->reserve(m, 2 << 20, NULL, &a) || m->create(m, 2 << 20, NULL, &h) || m->map(m, a, 2 << 20, h, NULL) ||
-            m->grant(m, a, 2 << 20, NULL) || m->event_create(m, NULL, &e) || m->event_query(m, e, NULL) ||
-            m->event_destroy(m, e, NULL) || m->unmap(m, a, 2 << 20, NULL) || m->release(m, h, NULL) ||
-            m->unreserve(m, a, 2 << 20, NULL))
+        if (m->reserve(m, 2 << 20, NULL, &a) || m->create(m, 2 << 20, NULL, &h) ||
+            m->map(m, a, 2 << 20, h, NULL) || m->grant(m, a, 2 << 20, NULL) || m->event_create(m, NULL, &e) ||
+            m->event_query(m, e, NULL) || m->event_destroy(m, e, NULL) || m->unmap(m, a, 2 << 20, NULL) ||
+            m->release(m, h, NULL) || m->unreserve(m, a, 2 << 20, NULL))
             return NULL;
     }
     return &first;
@@ -115,7 +117,8 @@ TEST(threads_that_never_saw_cuda_can_call)
     CHECK_SAME(c, start);
 }
 
-/* ---- while a stream is captured ------------------------------------------------------------------------------------------ */
+/* ---- while a stream is captured
+ * ------------------------------------------------------------------------------------------ */
 
 TEST(a_capture_in_global_mode_ends_by_an_allocation_that_is_not_ours)
 {
@@ -150,7 +153,8 @@ TEST(a_capture_in_global_mode_survives_every_call_that_acquires_or_releases)
     CHECK_OK(m->event_query(m, kept, NULL));
     CHECK_OK(m->memory_info(m, NULL, &free_bytes, &total));
     CHECK_OK(m->event_destroy(m, e, NULL));
-    CHECK_EQ(m->segment_alloc(m, (size_t)1 << 40, NULL, &segment), MO_NO_DEVICE_MEMORY); /* nor does a failure end it */
+    CHECK_EQ(m->segment_alloc(m, (size_t)1 << 40, NULL, &segment),
+             MO_NO_DEVICE_MEMORY); /* nor does a failure end it */
     CHECK_OK(m->unmap(m, a, 2 * g, NULL));
     CHECK_OK(m->release(m, h, NULL));
     CHECK_OK(m->unreserve(m, a, 2 * g, NULL));
@@ -167,7 +171,9 @@ TEST(a_capture_in_global_mode_survives_every_call_that_acquires_or_releases)
     CHECK_SAME(c, start);
 }
 
-/* ---- after a fork --------------------------------------------------------------------------------------------------------------- */
+/* ---- after a fork
+ * ---------------------------------------------------------------------------------------------------------------
+ */
 
 static void forked_child(void)
 {

@@ -14,8 +14,9 @@ static const char *make_driver(const char *name, const char *soname, const char 
     for (int i = 0; (symbol = mo_cuda_api_symbol(i, &required)); i++)
         if (!without || strcmp(symbol, without) != 0)
             n += snprintf(source + n, sizeof source - (size_t)n, "int %s(void) { %s }\n", symbol,
-                          strcmp(symbol, "cuInit") == 0 ? "__sync_fetch_and_add(&init_calls, 1); return init_code;"
-                                                        : "return 0;");
+                          strcmp(symbol, "cuInit") == 0
+                              ? "__sync_fetch_and_add(&init_calls, 1); return init_code;"
+                              : "return 0;");
     return make_library(name, soname, source);
 }
 
@@ -111,7 +112,8 @@ TEST(a_driver_without_an_optional_function_is_taken_and_its_field_is_null)
     }
 }
 
-/* ---- what codes mean ------------------------------------------------------------------------------------------ */
+/* ---- what codes mean
+ * ------------------------------------------------------------------------------------------ */
 
 static CUresult name_of(CUresult code, const char **out)
 {
@@ -168,7 +170,8 @@ TEST(a_code_that_the_driver_does_not_know_is_told_by_its_number)
     CHECK_STR(detail.text, "cuX(): an unknown error (999)");
 }
 
-/* ---- the process's table: each in a child, since it is opened once a process ------------------------------------ */
+/* ---- the process's table: each in a child, since it is opened once a process
+ * ------------------------------------ */
 
 /* A driver under the very name that the linker would look for; now loaded, so it is the one that is found. */
 static void *load_driver(const char *without)
@@ -233,10 +236,12 @@ static void *get(void *slot)
     pthread_barrier_wait(&together);
     for (int i = 0; i < 100; i++) {
         const mo_cuda_api *api = NULL;
-        if (mo_cuda_api_get(&api, NULL) != MO_OK || (*(const mo_cuda_api **)slot && *(const mo_cuda_api **)slot != api))
+        if (mo_cuda_api_get(&api, NULL) != MO_OK ||
+            (*(const mo_cuda_api **)slot && *(const mo_cuda_api **)slot != api))
             return NULL;
         *(const mo_cuda_api **)slot = api;
-        if (api->driver_version(NULL) != CUDA_SUCCESS) /* through the table: what another thread wrote is whole */
+        if (api->driver_version(NULL) !=
+            CUDA_SUCCESS) /* through the table: what another thread wrote is whole */
             return NULL;
     }
     return slot;

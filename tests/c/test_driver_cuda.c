@@ -7,9 +7,10 @@
 #include "driver_contract_tests.h"
 #include "simulated_contract.h"
 
-/* ---- in processes of their own --------------------------------------------------------------------------------------
- * A device is activated, and a process's driver opened, once. These come first: the children are of a process that
- * has done neither yet. */
+/* ---- in processes of their own
+ * -------------------------------------------------------------------------------------- A device is
+ * activated, and a process's driver opened, once. These come first: the children are of a process that has
+ * done neither yet. */
 
 static void no_activation_in_child(void)
 {
@@ -131,37 +132,117 @@ TEST(a_processs_driver_that_could_not_be_opened_can_be_later)
     CHECK_CHILD(failures_in_child);
 }
 
-/* ---- the contract ------------------------------------------------------------------------------------------------ */
+/* ---- the contract
+ * ------------------------------------------------------------------------------------------------ */
 
 #define RUN(name) contract_##name(contract())
-TEST(reservations_do_not_overlap_and_cost_no_memory) { RUN(reservations_do_not_overlap_and_cost_no_memory); }
-TEST(a_reservation_is_given_back_whole_and_once) { RUN(a_reservation_is_given_back_whole_and_once); }
-TEST(a_reservation_with_something_mapped_stays) { RUN(a_reservation_with_something_mapped_stays); }
-TEST(a_reservation_beyond_all_addresses_is_refused) { RUN(a_reservation_beyond_all_addresses_is_refused); }
-TEST(memory_is_what_is_created_and_the_rest_is_free) { RUN(memory_is_what_is_created_and_the_rest_is_free); }
-TEST(a_full_device_says_out_of_memory_and_recovers) { RUN(a_full_device_says_out_of_memory_and_recovers); }
-TEST(a_handle_is_released_once) { RUN(a_handle_is_released_once); }
-TEST(sizes_that_are_no_granules_are_refused) { RUN(sizes_that_are_no_granules_are_refused); }
-TEST(memory_returns_after_release_and_unmap_in_either_order) { RUN(memory_returns_after_release_and_unmap_in_either_order); }
-TEST(a_handle_may_be_mapped_twice_and_returns_after_the_last) { RUN(a_handle_may_be_mapped_twice_and_returns_after_the_last); }
-TEST(mappings_do_not_overlap_and_lie_in_a_reservation) { RUN(mappings_do_not_overlap_and_lie_in_a_reservation); }
-TEST(mappings_are_undone_whole_one_or_several) { RUN(mappings_are_undone_whole_one_or_several); }
-TEST(access_is_granted_over_mappings_in_a_row_only) { RUN(access_is_granted_over_mappings_in_a_row_only); }
-TEST(segments_are_apart_aligned_and_freed_once) { RUN(segments_are_apart_aligned_and_freed_once); }
-TEST(a_segment_that_does_not_fit_is_out_of_memory) { RUN(a_segment_that_does_not_fit_is_out_of_memory); }
-TEST(freeing_a_segment_waits_for_the_device) { RUN(freeing_a_segment_waits_for_the_device); }
-TEST(an_event_is_over_when_what_was_queued_before_it_is) { RUN(an_event_is_over_when_what_was_queued_before_it_is); }
-TEST(recording_again_moves_the_mark) { RUN(recording_again_moves_the_mark); }
-TEST(a_pending_event_can_be_destroyed) { RUN(a_pending_event_can_be_destroyed); }
-TEST(a_stream_that_waits_goes_on_after_the_mark) { RUN(a_stream_that_waits_goes_on_after_the_mark); }
-TEST(waiting_for_what_was_never_recorded_is_no_wait) { RUN(waiting_for_what_was_never_recorded_is_no_wait); }
-TEST(a_wait_keeps_its_mark_when_the_event_moves_on) { RUN(a_wait_keeps_its_mark_when_the_event_moves_on); }
-TEST(synchronize_ends_all_work) { RUN(synchronize_ends_all_work); }
-TEST(a_capture_has_a_number_while_it_lasts) { RUN(a_capture_has_a_number_while_it_lasts); }
-TEST(time_goes_on_and_a_pause_takes_about_as_long_as_asked) { RUN(time_goes_on_and_a_pause_takes_about_as_long_as_asked); }
-TEST(any_call_may_fail_and_nothing_is_left_behind) { RUN(any_call_may_fail_and_nothing_is_left_behind); }
+TEST(reservations_do_not_overlap_and_cost_no_memory)
+{
+    RUN(reservations_do_not_overlap_and_cost_no_memory);
+}
+TEST(a_reservation_is_given_back_whole_and_once)
+{
+    RUN(a_reservation_is_given_back_whole_and_once);
+}
+TEST(a_reservation_with_something_mapped_stays)
+{
+    RUN(a_reservation_with_something_mapped_stays);
+}
+TEST(a_reservation_beyond_all_addresses_is_refused)
+{
+    RUN(a_reservation_beyond_all_addresses_is_refused);
+}
+TEST(memory_is_what_is_created_and_the_rest_is_free)
+{
+    RUN(memory_is_what_is_created_and_the_rest_is_free);
+}
+TEST(a_full_device_says_out_of_memory_and_recovers)
+{
+    RUN(a_full_device_says_out_of_memory_and_recovers);
+}
+TEST(a_handle_is_released_once)
+{
+    RUN(a_handle_is_released_once);
+}
+TEST(sizes_that_are_no_granules_are_refused)
+{
+    RUN(sizes_that_are_no_granules_are_refused);
+}
+TEST(memory_returns_after_release_and_unmap_in_either_order)
+{
+    RUN(memory_returns_after_release_and_unmap_in_either_order);
+}
+TEST(a_handle_may_be_mapped_twice_and_returns_after_the_last)
+{
+    RUN(a_handle_may_be_mapped_twice_and_returns_after_the_last);
+}
+TEST(mappings_do_not_overlap_and_lie_in_a_reservation)
+{
+    RUN(mappings_do_not_overlap_and_lie_in_a_reservation);
+}
+TEST(mappings_are_undone_whole_one_or_several)
+{
+    RUN(mappings_are_undone_whole_one_or_several);
+}
+TEST(access_is_granted_over_mappings_in_a_row_only)
+{
+    RUN(access_is_granted_over_mappings_in_a_row_only);
+}
+TEST(segments_are_apart_aligned_and_freed_once)
+{
+    RUN(segments_are_apart_aligned_and_freed_once);
+}
+TEST(a_segment_that_does_not_fit_is_out_of_memory)
+{
+    RUN(a_segment_that_does_not_fit_is_out_of_memory);
+}
+TEST(freeing_a_segment_waits_for_the_device)
+{
+    RUN(freeing_a_segment_waits_for_the_device);
+}
+TEST(an_event_is_over_when_what_was_queued_before_it_is)
+{
+    RUN(an_event_is_over_when_what_was_queued_before_it_is);
+}
+TEST(recording_again_moves_the_mark)
+{
+    RUN(recording_again_moves_the_mark);
+}
+TEST(a_pending_event_can_be_destroyed)
+{
+    RUN(a_pending_event_can_be_destroyed);
+}
+TEST(a_stream_that_waits_goes_on_after_the_mark)
+{
+    RUN(a_stream_that_waits_goes_on_after_the_mark);
+}
+TEST(waiting_for_what_was_never_recorded_is_no_wait)
+{
+    RUN(waiting_for_what_was_never_recorded_is_no_wait);
+}
+TEST(a_wait_keeps_its_mark_when_the_event_moves_on)
+{
+    RUN(a_wait_keeps_its_mark_when_the_event_moves_on);
+}
+TEST(synchronize_ends_all_work)
+{
+    RUN(synchronize_ends_all_work);
+}
+TEST(a_capture_has_a_number_while_it_lasts)
+{
+    RUN(a_capture_has_a_number_while_it_lasts);
+}
+TEST(time_goes_on_and_a_pause_takes_about_as_long_as_asked)
+{
+    RUN(time_goes_on_and_a_pause_takes_about_as_long_as_asked);
+}
+TEST(any_call_may_fail_and_nothing_is_left_behind)
+{
+    RUN(any_call_may_fail_and_nothing_is_left_behind);
+}
 
-/* ---- opening ------------------------------------------------------------------------------------------------------- */
+/* ---- opening
+ * ------------------------------------------------------------------------------------------------------- */
 
 TEST(opening_tells_the_ordinal_and_the_granularity)
 {
@@ -188,7 +269,8 @@ TEST(an_ordinal_that_is_not_there_is_named_with_how_many_there_are)
     }
 }
 
-/* ---- drivers of other ages --------------------------------------------------------------------------------------------- */
+/* ---- drivers of other ages
+ * --------------------------------------------------------------------------------------------- */
 
 static CUresult no_virtual_memory(int *out, CUdevice_attribute which, CUdevice handle)
 {
@@ -261,7 +343,8 @@ TEST(captures_are_told_apart_by_whichever_function_the_driver_has)
     }
 }
 
-/* ---- errors, and a driver that is gone ---------------------------------------------------------------------------------------- */
+/* ---- errors, and a driver that is gone
+ * ---------------------------------------------------------------------------------------- */
 
 TEST(a_failed_call_names_itself_its_arguments_and_the_drivers_words)
 {
@@ -278,13 +361,16 @@ TEST(a_failed_call_names_itself_its_arguments_and_the_drivers_words)
 TEST(after_the_driver_is_gone_releasing_is_success_and_acquiring_is_not)
 {
     const contract_device *c = contract();
-    const int codes[] = {CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_CONTEXT_IS_DESTROYED};
+    const int codes[] = {CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_NOT_INITIALIZED,
+                         CUDA_ERROR_CONTEXT_IS_DESTROYED};
     for (int i = 0; i < 3; i++) {
-        const char *const doors[] = {"cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuThreadExchangeStreamCaptureMode"};
+        const char *const doors[] = {"cuCtxGetCurrent", "cuCtxPushCurrent_v2",
+                                     "cuThreadExchangeStreamCaptureMode"};
         for (int j = 0; j < 3; j++) {
             CHECK_EQ(simulated_devices()->fail(doors[j], 0, UINT64_MAX, codes[i]), 0);
             check_gone(c);
-            CHECK(j == 2 || mo_driver_cuda_close(&first, NULL) == MO_OK); /* and does not count as a release */
+            CHECK(j == 2 ||
+                  mo_driver_cuda_close(&first, NULL) == MO_OK); /* and does not count as a release */
             fail_never();
         }
     }

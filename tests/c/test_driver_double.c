@@ -15,7 +15,8 @@ static mo_driver *fresh(size_t capacity, size_t granularity)
     return &device.table;
 }
 
-/* ---- the contract --------------------------------------------------------------------------------------------------- */
+/* ---- the contract
+ * --------------------------------------------------------------------------------------------------- */
 
 static void submit(mo_stream stream)
 {
@@ -66,43 +67,131 @@ static void fail_never(void)
 static const contract_device *contract(void)
 {
     static const contract_device d = {
-        .driver = &device.table, .stream = (mo_stream)0x10, .other = (mo_stream)0x20, .submit = submit,
-        .finish = finish, .begin_capture = begin_capture, .end_capture = end_capture, .live = live,
-        .call_name = call_name, .calls = calls, .fail = fail, .fail_never = fail_never,
+        .driver = &device.table,
+        .stream = (mo_stream)0x10,
+        .other = (mo_stream)0x20,
+        .submit = submit,
+        .finish = finish,
+        .begin_capture = begin_capture,
+        .end_capture = end_capture,
+        .live = live,
+        .call_name = call_name,
+        .calls = calls,
+        .fail = fail,
+        .fail_never = fail_never,
     };
     fresh(64 * MIB, 2 * MIB);
     return &d;
 }
 
 #define RUN(name) contract_##name(contract())
-TEST(reservations_do_not_overlap_and_cost_no_memory) { RUN(reservations_do_not_overlap_and_cost_no_memory); }
-TEST(a_reservation_is_given_back_whole_and_once) { RUN(a_reservation_is_given_back_whole_and_once); }
-TEST(a_reservation_with_something_mapped_stays) { RUN(a_reservation_with_something_mapped_stays); }
-TEST(a_reservation_beyond_all_addresses_is_refused) { RUN(a_reservation_beyond_all_addresses_is_refused); }
-TEST(memory_is_what_is_created_and_the_rest_is_free) { RUN(memory_is_what_is_created_and_the_rest_is_free); }
-TEST(a_full_device_says_out_of_memory_and_recovers) { RUN(a_full_device_says_out_of_memory_and_recovers); }
-TEST(a_handle_is_released_once) { RUN(a_handle_is_released_once); }
-TEST(sizes_that_are_no_granules_are_refused) { RUN(sizes_that_are_no_granules_are_refused); }
-TEST(memory_returns_after_release_and_unmap_in_either_order) { RUN(memory_returns_after_release_and_unmap_in_either_order); }
-TEST(a_handle_may_be_mapped_twice_and_returns_after_the_last) { RUN(a_handle_may_be_mapped_twice_and_returns_after_the_last); }
-TEST(mappings_do_not_overlap_and_lie_in_a_reservation) { RUN(mappings_do_not_overlap_and_lie_in_a_reservation); }
-TEST(mappings_are_undone_whole_one_or_several) { RUN(mappings_are_undone_whole_one_or_several); }
-TEST(access_is_granted_over_mappings_in_a_row_only) { RUN(access_is_granted_over_mappings_in_a_row_only); }
-TEST(segments_are_apart_aligned_and_freed_once) { RUN(segments_are_apart_aligned_and_freed_once); }
-TEST(a_segment_that_does_not_fit_is_out_of_memory) { RUN(a_segment_that_does_not_fit_is_out_of_memory); }
-TEST(freeing_a_segment_waits_for_the_device) { RUN(freeing_a_segment_waits_for_the_device); }
-TEST(an_event_is_over_when_what_was_queued_before_it_is) { RUN(an_event_is_over_when_what_was_queued_before_it_is); }
-TEST(recording_again_moves_the_mark) { RUN(recording_again_moves_the_mark); }
-TEST(a_pending_event_can_be_destroyed) { RUN(a_pending_event_can_be_destroyed); }
-TEST(a_stream_that_waits_goes_on_after_the_mark) { RUN(a_stream_that_waits_goes_on_after_the_mark); }
-TEST(waiting_for_what_was_never_recorded_is_no_wait) { RUN(waiting_for_what_was_never_recorded_is_no_wait); }
-TEST(a_wait_keeps_its_mark_when_the_event_moves_on) { RUN(a_wait_keeps_its_mark_when_the_event_moves_on); }
-TEST(synchronize_ends_all_work) { RUN(synchronize_ends_all_work); }
-TEST(a_capture_has_a_number_while_it_lasts) { RUN(a_capture_has_a_number_while_it_lasts); }
-TEST(time_goes_on_and_a_pause_takes_about_as_long_as_asked) { RUN(time_goes_on_and_a_pause_takes_about_as_long_as_asked); }
-TEST(any_call_may_fail_and_nothing_is_left_behind) { RUN(any_call_may_fail_and_nothing_is_left_behind); }
+TEST(reservations_do_not_overlap_and_cost_no_memory)
+{
+    RUN(reservations_do_not_overlap_and_cost_no_memory);
+}
+TEST(a_reservation_is_given_back_whole_and_once)
+{
+    RUN(a_reservation_is_given_back_whole_and_once);
+}
+TEST(a_reservation_with_something_mapped_stays)
+{
+    RUN(a_reservation_with_something_mapped_stays);
+}
+TEST(a_reservation_beyond_all_addresses_is_refused)
+{
+    RUN(a_reservation_beyond_all_addresses_is_refused);
+}
+TEST(memory_is_what_is_created_and_the_rest_is_free)
+{
+    RUN(memory_is_what_is_created_and_the_rest_is_free);
+}
+TEST(a_full_device_says_out_of_memory_and_recovers)
+{
+    RUN(a_full_device_says_out_of_memory_and_recovers);
+}
+TEST(a_handle_is_released_once)
+{
+    RUN(a_handle_is_released_once);
+}
+TEST(sizes_that_are_no_granules_are_refused)
+{
+    RUN(sizes_that_are_no_granules_are_refused);
+}
+TEST(memory_returns_after_release_and_unmap_in_either_order)
+{
+    RUN(memory_returns_after_release_and_unmap_in_either_order);
+}
+TEST(a_handle_may_be_mapped_twice_and_returns_after_the_last)
+{
+    RUN(a_handle_may_be_mapped_twice_and_returns_after_the_last);
+}
+TEST(mappings_do_not_overlap_and_lie_in_a_reservation)
+{
+    RUN(mappings_do_not_overlap_and_lie_in_a_reservation);
+}
+TEST(mappings_are_undone_whole_one_or_several)
+{
+    RUN(mappings_are_undone_whole_one_or_several);
+}
+TEST(access_is_granted_over_mappings_in_a_row_only)
+{
+    RUN(access_is_granted_over_mappings_in_a_row_only);
+}
+TEST(segments_are_apart_aligned_and_freed_once)
+{
+    RUN(segments_are_apart_aligned_and_freed_once);
+}
+TEST(a_segment_that_does_not_fit_is_out_of_memory)
+{
+    RUN(a_segment_that_does_not_fit_is_out_of_memory);
+}
+TEST(freeing_a_segment_waits_for_the_device)
+{
+    RUN(freeing_a_segment_waits_for_the_device);
+}
+TEST(an_event_is_over_when_what_was_queued_before_it_is)
+{
+    RUN(an_event_is_over_when_what_was_queued_before_it_is);
+}
+TEST(recording_again_moves_the_mark)
+{
+    RUN(recording_again_moves_the_mark);
+}
+TEST(a_pending_event_can_be_destroyed)
+{
+    RUN(a_pending_event_can_be_destroyed);
+}
+TEST(a_stream_that_waits_goes_on_after_the_mark)
+{
+    RUN(a_stream_that_waits_goes_on_after_the_mark);
+}
+TEST(waiting_for_what_was_never_recorded_is_no_wait)
+{
+    RUN(waiting_for_what_was_never_recorded_is_no_wait);
+}
+TEST(a_wait_keeps_its_mark_when_the_event_moves_on)
+{
+    RUN(a_wait_keeps_its_mark_when_the_event_moves_on);
+}
+TEST(synchronize_ends_all_work)
+{
+    RUN(synchronize_ends_all_work);
+}
+TEST(a_capture_has_a_number_while_it_lasts)
+{
+    RUN(a_capture_has_a_number_while_it_lasts);
+}
+TEST(time_goes_on_and_a_pause_takes_about_as_long_as_asked)
+{
+    RUN(time_goes_on_and_a_pause_takes_about_as_long_as_asked);
+}
+TEST(any_call_may_fail_and_nothing_is_left_behind)
+{
+    RUN(any_call_may_fail_and_nothing_is_left_behind);
+}
 
-/* ---- what only the double promises ------------------------------------------------------------------------------------ */
+/* ---- what only the double promises
+ * ------------------------------------------------------------------------------------ */
 
 TEST(a_plan_fails_the_calls_it_names_with_its_status_before_anything_changed)
 {
@@ -268,10 +357,11 @@ static void *use(void *unused)
         mo_address a;
         mo_physical h;
         mo_event *e;
-        if (m->reserve(m, 2 * MIB, NULL, &a) || m->create(m, 2 * MIB, NULL, &h) || m->map(m, a, 2 * MIB, h, NULL) ||
-            m->event_create(m, NULL, &e) || m->event_record(m, e, s, NULL) || m->event_query(m, e, NULL) ||
-            m->event_destroy(m, e, NULL) || m->unmap(m, a, 2 * MIB, NULL) || m->release(m, h, NULL) ||
-            m->unreserve(m, a, 2 * MIB, NULL) || !m->now(m))
+        if (m->reserve(m, 2 * MIB, NULL, &a) || m->create(m, 2 * MIB, NULL, &h) ||
+            m->map(m, a, 2 * MIB, h, NULL) || m->event_create(m, NULL, &e) ||
+            m->event_record(m, e, s, NULL) || m->event_query(m, e, NULL) || m->event_destroy(m, e, NULL) ||
+            m->unmap(m, a, 2 * MIB, NULL) || m->release(m, h, NULL) || m->unreserve(m, a, 2 * MIB, NULL) ||
+            !m->now(m))
             return unused;
     }
     return &device;

@@ -25,8 +25,8 @@ TEST(the_best_is_what_the_processor_has)
 {
 #if defined(__x86_64__)
     const bool avx2 = kernel_lists("avx2") && kernel_lists("fma") && kernel_lists("f16c");
-    const bool avx512 = avx2 && kernel_lists("avx512f") && kernel_lists("avx512bw") && kernel_lists("avx512vl") &&
-                        kernel_lists("avx512dq");
+    const bool avx512 = avx2 && kernel_lists("avx512f") && kernel_lists("avx512bw") &&
+                        kernel_lists("avx512vl") && kernel_lists("avx512dq");
     CHECK_EQ(mo_isa_best(), avx512 ? MO_ISA_AVX512 : avx2 ? MO_ISA_AVX2 : MO_ISA_GENERIC);
 #else
     (void)kernel_lists;
@@ -56,7 +56,8 @@ TEST(what_the_processor_has_can_be_chosen_and_more_is_refused)
         } else {
             CHECK_EQ(status, MO_UNSUPPORTED);
             CHECK_EQ(isa, MO_ISA_COUNT);
-            CHECK(strstr(detail.text, mo_isa_name(wanted)) && strstr(detail.text, mo_isa_name(mo_isa_best())));
+            CHECK(strstr(detail.text, mo_isa_name(wanted)) &&
+                  strstr(detail.text, mo_isa_name(mo_isa_best())));
         }
     }
 }

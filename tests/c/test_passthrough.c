@@ -1,4 +1,5 @@
-/* Over the double. The counters are the process's and live for ever: each test has a device ordinal of its own. */
+/* Over the double. The counters are the process's and live for ever: each test has a device ordinal of its
+ * own. */
 #include "alloc/passthrough.h"
 
 #include <pthread.h>
@@ -143,7 +144,8 @@ TEST(any_request_and_any_free_may_fail)
         const mo_passthrough_stats before = stats(7);
         mo_address blocks[3] = {0};
         uint64_t failures = 0, refused = 0;
-        mo_double_fail(&device, n < 3 ? MO_DOUBLE_segment_alloc : MO_DOUBLE_segment_free, n % 3, 1, MO_DRIVER);
+        mo_double_fail(&device, n < 3 ? MO_DOUBLE_segment_alloc : MO_DOUBLE_segment_free, n % 3, 1,
+                       MO_DRIVER);
         for (int i = 0; i < 3; i++)
             failures += mo_passthrough_alloc(m, 1000, NULL, &blocks[i]) != MO_OK;
         for (int i = 0; i < 3; i++)
@@ -188,7 +190,8 @@ static void *churn(void *unused)
 {
     mo_address a;
     for (int i = 0, n = test_rounds(3000, 300000); i < n; i++)
-        if (mo_passthrough_alloc(&device.table, 1000, NULL, &a) || mo_passthrough_free(&device.table, a, 1000, NULL))
+        if (mo_passthrough_alloc(&device.table, 1000, NULL, &a) ||
+            mo_passthrough_free(&device.table, a, 1000, NULL))
             return NULL;
     return unused;
 }

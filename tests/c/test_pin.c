@@ -1,10 +1,12 @@
-/* base/pin.c is compiled into a library of its own here: what stays loaded is the library that has the code. */
+/* base/pin.c is compiled into a library of its own here: what stays loaded is the library that has the code.
+ */
 #include "made_library.h"
 
-static const char source[] = "#include \"base/pin.c\"\n"
-                             "#include \"base/status.c\"\n"
-                             "int pin(void); int pin(void) { mo_detail detail; return mo_pin_library(&detail); }\n"
-                             "int answer(void); int answer(void) { return 42; }\n";
+static const char source[] =
+    "#include \"base/pin.c\"\n"
+    "#include \"base/status.c\"\n"
+    "int pin(void); int pin(void) { mo_detail detail; return mo_pin_library(&detail); }\n"
+    "int answer(void); int answer(void) { return 42; }\n";
 
 /* A library after `pins` calls of pin() and one dlclose; its answer() into *answer. */
 static bool stays_loaded(const char *name, int pins, int (**answer)(void))

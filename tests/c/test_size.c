@@ -5,8 +5,21 @@
 
 typedef unsigned __int128 wide;
 
-static const size_t edges[] = {0, 1, 2, 3, 511, 512, 513, (size_t)1 << 31, (size_t)1 << 32, ((size_t)1 << 32) + 1,
-                               SIZE_MAX / 2, SIZE_MAX / 2 + 1, SIZE_MAX - 511, SIZE_MAX - 1, SIZE_MAX};
+static const size_t edges[] = {0,
+                               1,
+                               2,
+                               3,
+                               511,
+                               512,
+                               513,
+                               (size_t)1 << 31,
+                               (size_t)1 << 32,
+                               ((size_t)1 << 32) + 1,
+                               SIZE_MAX / 2,
+                               SIZE_MAX / 2 + 1,
+                               SIZE_MAX - 511,
+                               SIZE_MAX - 1,
+                               SIZE_MAX};
 enum { EDGES = sizeof edges / sizeof *edges };
 
 /* Right: what fits is given, what does not leaves out alone. */

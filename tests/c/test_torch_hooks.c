@@ -1,5 +1,6 @@
-/* The two hooks as torch calls them, over the simulated device as libcuda.so.1, without torch: an exception is
- * std::bad_alloc here, which ends the child that nobody catches it in. With torch: tests/sim/test_torch_hooks.py. */
+/* The two hooks as torch calls them, over the simulated device as libcuda.so.1, without torch: an exception
+ * is std::bad_alloc here, which ends the child that nobody catches it in. With torch:
+ * tests/sim/test_torch_hooks.py. */
 #include "alloc/torch_hooks.h"
 
 #include <pthread.h>
@@ -15,7 +16,8 @@ static mo_passthrough_stats stats(int device)
     return s;
 }
 
-/* ---- first: in processes that have no device ---------------------------------------------------------------------- */
+/* ---- first: in processes that have no device
+ * ---------------------------------------------------------------------- */
 
 static void free_without_a_device(void)
 {
@@ -82,7 +84,8 @@ TEST(a_request_that_cannot_be_met_throws)
     CHECK_THROWS_BAD_ALLOC(malloc_of_a_broken_driver);
 }
 
-/* ---- then: with one ---------------------------------------------------------------------------------------------------- */
+/* ---- then: with one
+ * ---------------------------------------------------------------------------------------------------- */
 
 static uint64_t allocations_on(int device)
 {

@@ -1,6 +1,6 @@
-/* Without torch: what prepare() says is missing, and what is thrown when it was never prepared. The exceptions of
- * torch themselves are tests/sim/test_torch_hooks.py's. Each test is a process of its own, since what is loaded
- * stays loaded. */
+/* Without torch: what prepare() says is missing, and what is thrown when it was never prepared. The
+ * exceptions of torch themselves are tests/sim/test_torch_hooks.py's. Each test is a process of its own,
+ * since what is loaded stays loaded. */
 #include "alloc/torch_throw.h"
 
 #include <pthread.h>
@@ -71,7 +71,8 @@ TEST(a_torch_without_the_symbols_is_told_which_one)
 }
 
 #define CONSTRUCTOR(name)                                                                                    \
-    "void _ZN3c10" name "C1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(void) {}\n"
+    "void _ZN3c10" name                                                                                      \
+    "C1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(void) {}\n"
 
 static void only_the_last_is_missing(void)
 {

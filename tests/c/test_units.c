@@ -13,6 +13,7 @@ static mo_status parse(const char *text, uint64_t *out, mo_detail *detail)
 
 TEST(sizes_are_read_as_people_write_them)
 {
+    /* clang-format off */
     static const struct {
         const char *text;
         uint64_t bytes;
@@ -27,7 +28,8 @@ TEST(sizes_are_read_as_people_write_them)
         {"9223372036854775807", INT64_MAX}, {"9223372036854775807 B", INT64_MAX},
         {"9.223372036854775807EB", INT64_MAX},
         {"0000000000000000000000000000000000000004K", KIB(4)}, {"0.1234567890123456789EB", UINT64_C(123456789012345678)},
-    }; /* clang-format would give each a line */
+    };
+    /* clang-format on */
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         uint64_t bytes = 77;
         mo_detail detail = {.text = "no detail"};
@@ -42,18 +44,20 @@ TEST(what_is_left_under_one_byte_is_dropped)
     uint64_t bytes;
     CHECK(parse("0.0009KB", &bytes, NULL) == MO_OK && bytes == 0);
     CHECK(parse("1.9999KB", &bytes, NULL) == MO_OK && bytes == 1999);
-    CHECK(parse("0.1K", &bytes, NULL) == MO_OK && bytes == 102); /* 102.4 */
+    CHECK(parse("0.1K", &bytes, NULL) == MO_OK && bytes == 102);                            /* 102.4 */
     CHECK(parse("9007199254740991.999K", &bytes, NULL) == MO_OK && bytes == INT64_MAX - 1); /* … 1022.976 */
 }
 
 TEST(what_is_not_a_size_is_refused_and_quoted)
 {
+    /* clang-format off */
     static const char *const nonsense[] = {
         "", " ", "-1", "-8GiB", "+8", "GiB", "G", "B", ".", ". G", ".G", "eight", "8 apples", "8GiBs", "8 GiB GiB", "8Gi", "8 ki",
         "8G B", "8GI B", "8iB", "8BB", "8KBB", "1.2.3G", "1..5G", "1,5G", "1_000", "1e9", "1e3G", "0x10", "inf", "nan", "None",
         "0.5", "1.5", "1.5B", "1.0", "8 G 1", "1 000", "8\n", "\n8", "8GiB\r\n", "8\vG", "$8", "8%", "8ZiB", "8YB",
         "\xD9\xA3GB", "\xEF\xBC\x98GB", "8\xC2\xA0GB", "99999999999999999999", "0.00000000000000000001G", "12345678901234567890",
     };
+    /* clang-format on */
     for (size_t i = 0; i < sizeof nonsense / sizeof *nonsense; i++) {
         uint64_t bytes = 77;
         mo_detail detail;
@@ -79,8 +83,9 @@ TEST(a_nul_byte_inside_is_not_the_end)
 
 TEST(a_size_beyond_the_largest_is_an_overflow_that_quotes_it)
 {
-    static const char *const large[] = {"9223372036854775808", "9999999999999999999", "8EiB", "8E",
-                                        "9.3EB", "9999999999999999999EiB", "9007199254740992K", "8388608T"};
+    static const char *const large[] = {
+        "9223372036854775808",    "9999999999999999999", "8EiB",    "8E", "9.3EB",
+        "9999999999999999999EiB", "9007199254740992K",   "8388608T"};
     for (size_t i = 0; i < sizeof large / sizeof *large; i++) {
         uint64_t bytes = 77;
         mo_detail detail;
@@ -110,12 +115,14 @@ TEST(a_long_text_is_quoted_in_part_and_between_characters)
 /* A decimal with a unit, taken digit by digit: the model of mo_parse_size that has no scanner. */
 TEST(random_decimals_are_read_exactly)
 {
+    /* clang-format off */
     static const struct {
         const char *unit;
         int base, power;
     } units[] = {{"", 1, 0}, {"B", 1, 0}, {"K", 1024, 1}, {"KiB", 1024, 1}, {"kb", 1000, 1}, {"m", 1024, 2},
                  {"MB", 1000, 2}, {" GiB", 1024, 3}, {"gB", 1000, 3}, {"TiB", 1024, 4}, {"TB", 1000, 4},
                  {"pib", 1024, 5}, {"PB", 1000, 5}, {"e", 1024, 6}, {" EB ", 1000, 6}};
+    /* clang-format on */
     uint64_t state = test_seed();
 
     for (int round = 0, rounds = test_rounds(20000, 2000000); round < rounds; round++) {
@@ -149,6 +156,7 @@ TEST(random_decimals_are_read_exactly)
 
 TEST(bytes_are_written_with_three_or_four_digits)
 {
+    /* clang-format off */
     static const struct {
         uint64_t bytes;
         const char *text;
@@ -159,6 +167,7 @@ TEST(bytes_are_written_with_three_or_four_digits)
         {MIB(1), "1.00 MiB"}, {GIB(79) + MIB(205), "79.2 GiB"}, {GIB(1024) - 1, "1.00 TiB"},
         {(uint64_t)INT64_MAX, "8.00 EiB"}, {UINT64_MAX, "16.0 EiB"},
     };
+    /* clang-format on */
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char text[MO_SIZE_TEXT];
         CHECK_STR(mo_format_size(cases[i].bytes, text), cases[i].text);

@@ -1,5 +1,5 @@
-/* mo_parse_size against a model without a scanner: the text is cut at its ends and at its first letter, the unit is
- * looked up in the list of all of them. */
+/* mo_parse_size against a model without a scanner: the text is cut at its ends and at its first letter, the
+ * unit is looked up in the list of all of them. */
 #include <ctype.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -10,10 +10,12 @@
 #include "random_input.h"
 
 FUZZ_SEEDS(FUZZ_SEED("8GiB"), FUZZ_SEED("1.5 GB"), FUZZ_SEED("512m"), FUZZ_SEED(" 80 G "), FUZZ_SEED("4096"),
-           FUZZ_SEED("0"), FUZZ_SEED(".5K"), FUZZ_SEED("5.kib"), FUZZ_SEED("9223372036854775807"), FUZZ_SEED("7.999EiB"),
-           FUZZ_SEED("1tb"), FUZZ_SEED("3 PiB"), FUZZ_SEED("12 b"), FUZZ_SEED("-1"), FUZZ_SEED("1e9"), FUZZ_SEED("8Gi"),
-           FUZZ_SEED("0.0000000000000000001EB"), FUZZ_SEED("8\0GiB"), FUZZ_SEED("\xE2\x82\xAC 100"))
+           FUZZ_SEED("0"), FUZZ_SEED(".5K"), FUZZ_SEED("5.kib"), FUZZ_SEED("9223372036854775807"),
+           FUZZ_SEED("7.999EiB"), FUZZ_SEED("1tb"), FUZZ_SEED("3 PiB"), FUZZ_SEED("12 b"), FUZZ_SEED("-1"),
+           FUZZ_SEED("1e9"), FUZZ_SEED("8Gi"), FUZZ_SEED("0.0000000000000000001EB"), FUZZ_SEED("8\0GiB"),
+           FUZZ_SEED("\xE2\x82\xAC 100"))
 
+/* clang-format off */
 static const struct {
     const char *name;
     int base, power;
@@ -23,6 +25,7 @@ static const struct {
     {"tb", 1000, 4}, {"p", 1024, 5}, {"pib", 1024, 5}, {"pb", 1000, 5}, {"e", 1024, 6}, {"eib", 1024, 6},
     {"eb", 1000, 6},
 };
+/* clang-format on */
 
 static char *cut_blanks(char *text)
 {
@@ -75,7 +78,11 @@ static mo_status model(char *text, uint64_t *out)
 static bool is_text(const uint8_t *data, size_t size)
 {
     for (size_t i = 0; i < size;) {
-        const size_t n = data[i] < 0x80 ? 1 : data[i] < 0xC0 ? 0 : data[i] < 0xE0 ? 2 : data[i] < 0xF0 ? 3 : 4;
+        const size_t n = data[i] < 0x80   ? 1
+                         : data[i] < 0xC0 ? 0
+                         : data[i] < 0xE0 ? 2
+                         : data[i] < 0xF0 ? 3
+                                          : 4;
         if (!n || n > size - i)
             return false;
         for (size_t j = 1; j < n; j++)
@@ -97,7 +104,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     memcpy(copy, data, size);
     copy[size] = 0;
     const mo_status status = mo_parse_size((const char *)data, size, &bytes, &detail);
-    const mo_status right = strlen(copy) == size ? model(copy, &expected) : MO_INVALID; /* a NUL is in no size */
+    const mo_status right =
+        strlen(copy) == size ? model(copy, &expected) : MO_INVALID; /* a NUL is in no size */
     FUZZ_CHECK(status == right);
     FUZZ_CHECK(bytes == expected);
     if (status) {

@@ -1,7 +1,7 @@
-/* A fuzzer without libFuzzer: with MEMOPT_RANDOM_INPUT defined, a main() that feeds LLVMFuzzerTestOneInput random
- * bytes, the fuzzer's FUZZ_SEEDS, and mutations of what it fed before, from a printed seed (MEMOPT_SEED). It knows nothing of
- * coverage, so the seeds should reach every branch. MEMOPT_SOAK=1 takes the long form; a number as argument is a
- * count of inputs, a file's name is one input, as with libFuzzer.
+/* A fuzzer without libFuzzer: with MEMOPT_RANDOM_INPUT defined, a main() that feeds LLVMFuzzerTestOneInput
+ * random bytes, the fuzzer's FUZZ_SEEDS, and mutations of what it fed before, from a printed seed
+ * (MEMOPT_SEED). It knows nothing of coverage, so the seeds should reach every branch. MEMOPT_SOAK=1 takes
+ * the long form; a number as argument is a count of inputs, a file's name is one input, as with libFuzzer.
  *
  * What ends the program prints the input that did. */
 #ifndef MEMOPT_RANDOM_INPUT_H
@@ -17,7 +17,10 @@ typedef struct fuzz_seed {
     const char *data;
     size_t size;
 } fuzz_seed;
-#define FUZZ_SEED(text) {text, sizeof text - 1}
+#define FUZZ_SEED(text)                                                                                      \
+    {                                                                                                        \
+        text, sizeof text - 1                                                                                \
+    }
 
 /* A claim about the input. In a fuzzer there is nobody to go on for: it ends here. */
 #define FUZZ_CHECK(condition)                                                                                \
@@ -161,7 +164,8 @@ static void fuzz_feed(const fuzz_input *in)
 static int fuzz_main(int argc, char **argv)
 {
     const char *given = getenv("MEMOPT_SEED"), *soak = getenv("MEMOPT_SOAK");
-    const uint64_t seed = given ? strtoull(given, NULL, 0) : (uint64_t)time(NULL) * 2654435761u + (uint64_t)clock();
+    const uint64_t seed =
+        given ? strtoull(given, NULL, 0) : (uint64_t)time(NULL) * 2654435761u + (uint64_t)clock();
     uint64_t count = soak && strcmp(soak, "1") == 0 ? 20000000 : 50000;
     char *end = NULL;
 
