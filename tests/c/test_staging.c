@@ -100,6 +100,23 @@ TEST(free_slots_are_reused_and_grow)
     finish();
 }
 
+TEST(a_table_whose_copy_failed_is_copied_when_it_comes_again)
+{
+    mo_staging_slot *slot;
+
+    start();
+    CHECK_EQ(put(1, "table a", 8, &slot), MO_OK); /* the slot that the next one takes over */
+    fake.countdown = 2;                           /* cuStreamIsCapturing, cuEventQuery, then the copy */
+    fake.code = CUDA_ERROR_INVALID_HANDLE;
+    CHECK_EQ(put(1, "table b", 8, &slot), MO_DRIVER);
+    CHECK_EQ(fake.copies, 1);
+    CHECK_EQ(put(1, "table b", 8, &slot), MO_OK);
+    CHECK_EQ(fake.copies, 2);
+    CHECK_EQ(put(1, "table a", 8, &slot), MO_OK); /* and what lay there before is not taken for it */
+    CHECK_EQ(fake.copies, 3);
+    finish();
+}
+
 TEST(a_captured_table_gets_buffers_of_its_own_for_ever)
 {
     mo_staging_slot *slot = NULL;
