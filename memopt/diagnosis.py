@@ -11,16 +11,11 @@ from memopt import _C, torch_version
 
 State = Literal["ok", "absent", "broken"]
 
-# What memopt reads from the environment, and what it means.
+# What this version reads from the environment, and what it means.
 VARIABLES = {
-    "MEMOPT_BACKEND": "allocator of memopt.enable(): native or pool",
-    "MEMOPT_BUDGET": "memory budget, such as 8GiB",
-    "MEMOPT_ON_OOM": "what happens on an OOM: report or raise",
-    "MEMOPT_REPORT": "where reports are written",
-    "MEMOPT_LOG": "level of the memopt logger",
     "MEMOPT_ISA": "instruction set of the CPU kernels: generic, avx2, avx512",
+    "MEMOPT_LOG": "level of the memopt logger",
     "MEMOPT_NVRTC": "path of the run-time compiler, where it is not the one of torch's wheel",
-    "MEMOPT_DISABLE": "1 turns every switch of memopt off",
 }
 
 
@@ -179,11 +174,7 @@ def _variables() -> list[Finding]:
         for name in sorted(os.environ)
         if name.startswith("MEMOPT_") and name not in {*VARIABLES, *_BUILD}
     ]
-    found += [
-        _allocator_settings(name)
-        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-        if os.environ.get(name)
-    ]
+    found += _allocator_settings()
     return found
 
 
@@ -191,15 +182,21 @@ def _variables() -> list[Finding]:
 _BUILD = {"MEMOPT_CUDA", "MEMOPT_LEVEL", "MEMOPT_WERROR", "MEMOPT_NVCC", "MEMOPT_SEED", "MEMOPT_SOAK"}
 
 
-def _allocator_settings(name: str) -> Finding:
-    """torch reads these for its own allocator. They do nothing once memopt's is installed, and the cudaMallocAsync
-    backend keeps another allocator from being installed at all."""
-    value = os.environ[name]
-    if "cudaMallocAsync" in value:
-        return Finding(
-            "environment",
-            "broken",
-            f"{name}={value}: torch refuses other allocators beside it",
-            "drop backend:cudaMallocAsync, or do not install memopt's allocator",
-        )
-    return Finding("environment", "ok", f"{name}={value}: for torch's own allocator, not for memopt's")
+def _allocator_settings() -> list[Finding]:
+    """torch reads both names for its own allocator (and obeys the older one where they disagree); memopt's allocator,
+    once it is installed, takes the place of whatever they chose."""
+    old, new = os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF")
+    if old and new and old != new:
+        return [
+            Finding(
+                "environment",
+                "broken",
+                f"PYTORCH_CUDA_ALLOC_CONF={old} and PYTORCH_ALLOC_CONF={new} clash: torch obeys the former",
+                "unset one of them",
+            )
+        ]
+    return [
+        Finding("environment", "ok", f"{name}={value}: for torch's own allocator, without effect on memopt's")
+        for name, value in (("PYTORCH_CUDA_ALLOC_CONF", old), ("PYTORCH_ALLOC_CONF", new))
+        if value
+    ]

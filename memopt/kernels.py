@@ -73,11 +73,11 @@ def finding() -> Finding:
         text = f"{state['origin']}, for compute capability {state['architecture'] / 10:.1f}"
         return Finding("kernels", "ok", f"{text} ({state['note']})" if state["note"] else text)
     if state["embedded_bytes"]:
-        return Finding("kernels", "ok", f"{state['embedded_bytes']} bytes for CUDA devices are embedded")
+        return Finding("kernels", "ok", f"embedded, {_C.format_size(int(state['embedded_bytes']))}")
     found = [path for path in nvrtc_candidates() if os.path.exists(path)]
     if found:
         return Finding(
             "kernels", "ok", f"to be compiled at first use by {found[0]}, kept in {cache_directory()}"
         )
-    mend = "on a machine with a GPU: pip install nvidia-cuda-nvrtc (CUDA 12: nvidia-cuda-nvrtc-cu12), or build with nvcc"
+    mend = "where there is a GPU: pip install nvidia-cuda-nvrtc (CUDA 12: nvidia-cuda-nvrtc-cu12), or build with nvcc"
     return Finding("kernels", "absent", "none embedded, and no NVRTC is installed to compile them", mend)

@@ -82,16 +82,23 @@ def test_a_chosen_isa_is_shown(findings):
 
 
 def test_a_misspelt_variable_is_broken_and_lists_the_real_ones(findings):
-    (line,) = findings(MEMOPT_BUGET="8GiB")["environment"]
-    assert line["state"] == "broken" and "MEMOPT_BUGET" in line["text"] and "MEMOPT_BUDGET" in line["mend"]
+    (line,) = findings(MEMOPT_IAS="avx2")["environment"]
+    assert line["state"] == "broken" and "MEMOPT_IAS" in line["text"] and "MEMOPT_ISA" in line["mend"]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_torchs_allocator_settings_are_shown_and_a_clash_is_broken(name, findings):
+def test_torchs_allocator_settings_are_shown(name, findings):
     (fine,) = findings(**{name: "expandable_segments:True"})["environment"]
-    assert fine["state"] == "ok" and "expandable_segments" in fine["text"]
-    (clash,) = findings(**{name: "backend:cudaMallocAsync"})["environment"]
-    assert clash["state"] == "broken" and name in clash["text"] and clash["mend"]
+    assert fine["state"] == "ok" and f"{name}=expandable_segments:True" in fine["text"]
+
+
+def test_torchs_allocator_settings_that_clash_are_broken_and_the_one_that_wins_is_named(findings):
+    settings = {"PYTORCH_ALLOC_CONF": "backend:native", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    (clash,) = findings(**settings)["environment"]
+    assert clash["state"] == "broken" and "torch obeys the former" in clash["text"]
+    assert clash["text"].startswith("PYTORCH_CUDA_ALLOC_CONF=")
+    both_alike = dict.fromkeys(settings, "backend:native")
+    assert {f["state"] for f in findings(**both_alike)["environment"]} == {"ok"}
 
 
 def test_json_is_what_the_function_finds():

@@ -1,0 +1,38 @@
+"""The doctor where there is a device, and the facts about torch that it tells."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memopt
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_an_active_simulated_device_is_told_from_a_real_one():
+    topics = {finding.topic: finding for finding in memopt.doctor().findings}
+    assert topics["cuda driver"].state == topics["device 0"].state == topics["torch"].state == "ok"
+    assert (
+        "simulated" in topics["device 0"].text.lower() and "compute capability 8.0" in topics["device 0"].text
+    )
+    assert "active in this process" in topics["simulated device"].text
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_torch_obeys_the_older_name_of_its_allocator_settings(old):
+    code = (
+        "from memopt import sim; sim.activate(); import torch; x = torch.ones(8, device='cuda'); "
+        "print(torch.cuda.memory_snapshot()[0]['is_expandable'])"
+    )
+    settings = {
+        "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{old}",
+        "PYTORCH_ALLOC_CONF": f"expandable_segments:{not old}",
+    }
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
+    assert done.stdout.strip() == str(old), done.stderr
