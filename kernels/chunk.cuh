@@ -1,16 +1,16 @@
-/* The unit of work of a multi-tensor kernel: a run of elements of one tensor, processed by one block. The host
- * cuts tensors into chunks (csrc/scaler/chunk_table.h), uploads the table, and launches one block a chunk; so a
- * launch is the same for one tensor of 10^9 elements and for 10^5 tensors of ten.
+/* The unit of work of a multi-tensor kernel: a run of elements of one tensor, processed by one block. The
+ * host cuts tensors into chunks (csrc/scaler/chunk_table.h), uploads the table, and launches one block a
+ * chunk; so a launch is the same for one tensor of 10^9 elements and for 10^5 tensors of ten.
  *
  * Compiled by nvcc, by NVRTC and, as C11, by gcc and clang: the table's layout is written down once. */
 #ifndef MO_CHUNK_CUH
 #define MO_CHUNK_CUH
 
 #ifdef __CUDACC__ /* nvcc and NVRTC, which has no standard headers: none is used below */
-#define MO_BODY static __device__ __forceinline__
+#define MO_BODY           static __device__ __forceinline__
 #define MO_ALIGNED(bytes) __align__(bytes)
 #else
-#define MO_BODY static inline
+#define MO_BODY           static inline
 #define MO_ALIGNED(bytes) __attribute__((aligned(bytes)))
 #endif
 
@@ -34,8 +34,8 @@ typedef struct MO_ALIGNED(16) mo_vector {
     unsigned long long word[2];
 } mo_vector;
 
-/* The address as a pointer. A number could point into any memory space; saying "global" makes the compiler emit
- * ld.global for what would else be a generic load. (Generic and global addresses are equal numbers.) */
+/* The address as a pointer. A number could point into any memory space; saying "global" makes the compiler
+ * emit ld.global for what would else be a generic load. (Generic and global addresses are equal numbers.) */
 MO_BODY void *mo_global(unsigned long long address)
 {
 #ifdef __CUDACC__
@@ -45,8 +45,9 @@ MO_BODY void *mo_global(unsigned long long address)
 #endif
 }
 
-/* How a chunk lies on the 16-byte grid: `head` single elements, `vectors` whole vectors, `tail` single elements.
- *     head + vectors * (16 / size) + tail == count        head, tail < 16 / size       (all three may be 0) */
+/* How a chunk lies on the 16-byte grid: `head` single elements, `vectors` whole vectors, `tail` single
+ * elements. head + vectors * (16 / size) + tail == count        head, tail < 16 / size       (all three may
+ * be 0) */
 typedef struct mo_split {
     unsigned head, vectors, tail;
 } mo_split;

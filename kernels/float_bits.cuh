@@ -1,8 +1,8 @@
-/* Conversions between a number and its bits, and between fp32 and the two 16-bit formats, for compilers that may
- * lack cuda_fp16.h: NVRTC finds no header of the CUDA toolkit on a user's machine.
+/* Conversions between a number and its bits, and between fp32 and the two 16-bit formats, for compilers that
+ * may lack cuda_fp16.h: NVRTC finds no header of the CUDA toolkit on a user's machine.
  *
- * Rounding is to nearest, ties to even, as in torch; nothing is flushed to zero. A NaN stays a NaN; its payload
- * after a conversion is not specified (the hardware's own conversions do not keep it either). */
+ * Rounding is to nearest, ties to even, as in torch; nothing is flushed to zero. A NaN stays a NaN; its
+ * payload after a conversion is not specified (the hardware's own conversions do not keep it either). */
 #ifndef MO_FLOAT_BITS_CUH
 #define MO_FLOAT_BITS_CUH
 
@@ -56,9 +56,9 @@ MO_BODY unsigned long long mo_double_bits(double x)
 #endif
 }
 
-/* fp16: 1 sign, 5 exponent (bias 15), 10 mantissa bits. On the device one instruction each way (PTX, sm_53 and
- * later): by integer arithmetic a 16-bit kernel would need more operations than an H100 has time for at full
- * bandwidth (0.84e12 elements/s over 132 SMs: about 17 integer operations an element). */
+/* fp16: 1 sign, 5 exponent (bias 15), 10 mantissa bits. On the device one instruction each way (PTX, sm_53
+ * and later): by integer arithmetic a 16-bit kernel would need more operations than an H100 has time for at
+ * full bandwidth (0.84e12 elements/s over 132 SMs: about 17 integer operations an element). */
 MO_BODY float mo_f16_to_float(unsigned x)
 {
 #ifdef __CUDACC__
@@ -95,13 +95,14 @@ MO_BODY unsigned mo_f16_from_float(float wide)
         return sign | 0x7C00;
     if (magnitude < 0x38800000) /* below 2^-14: the unit in the last place of 0.5f is fp16's smallest step */
         return sign | (mo_float_bits(mo_float_from_bits(magnitude) + 0.5f) - 0x3F000000);
-    magnitude += 0x0FFF + ((magnitude >> 13) & 1); /* 13 bits go; a carry into the exponent is the right result */
+    magnitude +=
+        0x0FFF + ((magnitude >> 13) & 1); /* 13 bits go; a carry into the exponent is the right result */
     return sign | ((magnitude - ((127 - 15) << 23)) >> 13);
 #endif
 }
 
-/* bf16: the upper half of an fp32. By integers everywhere: the instruction exists from sm_80 only, and these few
- * operations are within the count above; so one text serves all and the host tests it. */
+/* bf16: the upper half of an fp32. By integers everywhere: the instruction exists from sm_80 only, and these
+ * few operations are within the count above; so one text serves all and the host tests it. */
 MO_BODY float mo_bf16_to_float(unsigned x)
 {
     return mo_float_from_bits(x << 16);

@@ -2,8 +2,8 @@
  *
  *     grid (chunks), block (any multiple of 32; the host launches 256)
  *     reads    chunks[gridDim.x] (16 B a chunk), *inv_scale (fp32), every element once
- *     writes   every element once unless *inv_scale is exactly 1, then none; *found_inf = 1 if any was inf or NaN
- *     bytes    2 * sizeof(element) an element, sizeof(element) where *inv_scale is 1
+ *     writes   every element once unless *inv_scale is exactly 1, then none; *found_inf = 1 if any was inf or
+ * NaN bytes    2 * sizeof(element) an element, sizeof(element) where *inv_scale is 1
  *
  * inv_scale and found_inf stay on the device, so that no step waits for the host. found_inf is never cleared:
  * that is the caller's part, as in torch. Several blocks may store the same 1.0f; the order does not matter.

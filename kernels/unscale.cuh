@@ -1,11 +1,11 @@
 /* What one thread does in the unscale kernel; see unscale.cu for the operation as a whole. Plain C below the
- * MO_BODY macro: the simulated device runs this text too (csrc/simcuda/kernel_bodies.c), index arithmetic and all,
- * one "thread" after another.
+ * MO_BODY macro: the simulated device runs this text too (csrc/simcuda/kernel_bodies.c), index arithmetic and
+ * all, one "thread" after another.
  *
  * Semantics, element by element, those of torch._amp_foreach_non_finite_check_and_unscale_:
- *     found |= x is infinite or NaN                                  (before scaling: an overflow here is not found)
- *     x     := inv_scale == 1 ? x : round(wide(x) * inv_scale)       wide: fp64 for fp64, else fp32
- * torch stores x also where inv_scale == 1; the bits are the same, so here nothing is stored. */
+ *     found |= x is infinite or NaN                                  (before scaling: an overflow here is not
+ * found) x     := inv_scale == 1 ? x : round(wide(x) * inv_scale)       wide: fp64 for fp64, else fp32 torch
+ * stores x also where inv_scale == 1; the bits are the same, so here nothing is stored. */
 #ifndef MO_UNSCALE_CUH
 #define MO_UNSCALE_CUH
 
@@ -13,12 +13,14 @@
 #include "float_bits.cuh"
 
 /* Loads that a thread starts before it uses the first: a block of 256 threads has 16 KiB on their way, which
- * covers the latency of device memory (Little's law: 3.3 TB/s * 0.7 us / 132 SMs = 18 KiB an SM) with two blocks
- * an SM; registers allow eight. */
+ * covers the latency of device memory (Little's law: 3.3 TB/s * 0.7 us / 132 SMs = 18 KiB an SM) with two
+ * blocks an SM; registers allow eight. */
 #define MO_UNSCALE_IN_FLIGHT 4
 
-/* One element given and returned as its bits. The test of the exponent is the same for every format: all ones. */
-MO_BODY unsigned long long mo_unscale_bits(mo_float kind, unsigned long long bits, float inv_scale, unsigned *found)
+/* One element given and returned as its bits. The test of the exponent is the same for every format: all
+ * ones. */
+MO_BODY unsigned long long mo_unscale_bits(mo_float kind, unsigned long long bits, float inv_scale,
+                                           unsigned *found)
 {
     const unsigned low = (unsigned)bits;
 
@@ -39,7 +41,8 @@ MO_BODY unsigned long long mo_unscale_bits(mo_float kind, unsigned long long bit
 }
 
 /* The elements of a 64-bit word: one, two or four, the first in the lowest bits. */
-MO_BODY unsigned long long mo_unscale_word(mo_float kind, unsigned long long word, float inv_scale, unsigned *found)
+MO_BODY unsigned long long mo_unscale_word(mo_float kind, unsigned long long word, float inv_scale,
+                                           unsigned *found)
 {
     unsigned long long result = 0;
     unsigned shift;
@@ -77,10 +80,10 @@ MO_BODY void mo_unscale_single(mo_float kind, unsigned long long address, float 
     }
 }
 
-/* The share of thread number `thread` of `threads` (at least 14, the most single elements a chunk can have) in one
- * chunk. Sets *found to 1 if it saw an element that is not finite, else leaves it. */
-MO_BODY void mo_unscale_thread(mo_float kind, mo_chunk chunk, unsigned thread, unsigned threads, float inv_scale,
-                               unsigned *found)
+/* The share of thread number `thread` of `threads` (at least 14, the most single elements a chunk can have)
+ * in one chunk. Sets *found to 1 if it saw an element that is not finite, else leaves it. */
+MO_BODY void mo_unscale_thread(mo_float kind, mo_chunk chunk, unsigned thread, unsigned threads,
+                               float inv_scale, unsigned *found)
 {
     const unsigned size = mo_float_size(kind);
     const mo_split split = mo_chunk_split(chunk, size);
@@ -110,7 +113,8 @@ MO_BODY void mo_unscale_thread(mo_float kind, mo_chunk chunk, unsigned thread, u
             }
     }
     if (thread < split.head + split.tail) {
-        const unsigned element = thread < split.head ? thread : chunk.count - split.tail + (thread - split.head);
+        const unsigned element =
+            thread < split.head ? thread : chunk.count - split.tail + (thread - split.head);
         mo_unscale_single(kind, chunk.address + (unsigned long long)element * size, inv_scale, found);
     }
 }

@@ -77,7 +77,8 @@ mo_status mo_kernel_module_unload(const mo_driver_cuda *device, mo_kernel_module
 /* The settings of loads to come in this process. MO_NO_HOST_MEMORY leaves the former ones. */
 mo_status mo_kernels_configure(const mo_kernel_settings *settings, mo_detail *detail);
 
-/* The process's module of a device. Compiling takes up to a second, so call without the GIL. *out lives for ever.
+/* The process's module of a device. Compiling takes up to a second, so call without the GIL. *out lives for
+ * ever.
  */
 mo_status mo_kernels_get(int ordinal, const mo_kernel_module **out, mo_detail *detail);
 

@@ -1,6 +1,6 @@
-/* memopt's kernels on the simulated device: each kernel's per-thread text (kernels/…cuh) run by a loop over the
- * blocks and the threads of the launch, in order. So index arithmetic and rounding are those of the real kernel;
- * what threads do at the same time is not simulated, and a fault that needs it does not show here. */
+/* memopt's kernels on the simulated device: each kernel's per-thread text (kernels/…cuh) run by a loop over
+ * the blocks and the threads of the launch, in order. So index arithmetic and rounding are those of the real
+ * kernel; what threads do at the same time is not simulated, and a fault that needs it does not show here. */
 #include "../kernels/unscale.cuh"
 
 #include "simcuda/kernels.h"
