@@ -174,15 +174,22 @@ static int answer_none(int64_t *count)
     return CUDNN_SUCCESS;
 }
 
-/* The caller brings empty configuration descriptors; they are valid as they are. */
+static int64_t config_count(void)
+{
+    return cudnn_workspace() > 0 ? 2 : 1;
+}
+
+/* The caller first asks how many there are, then brings empty configuration descriptors; they are valid as
+ * they are. The count told then is of those that were filled: a caller that brings fewer must not be told of
+ * more. */
 static int answer_heuristics(int64_t requested, int64_t *count, struct descriptor **out)
 {
-    int64_t configs = cudnn_workspace() > 0 ? 2 : 1;
+    int64_t configs = config_count();
+    if (out != NULL && requested < configs)
+        configs = requested;
     if (count != NULL)
         *count = configs;
-    if (out != NULL && requested >= 2 && configs == 2)
-        return mark_no_workspace(out[1]);
-    return CUDNN_SUCCESS;
+    return out != NULL && configs == 2 ? mark_no_workspace(out[1]) : CUDNN_SUCCESS;
 }
 
 /* A caller reads a descriptor by bringing its own, which gets a copy of the attributes. */
@@ -220,7 +227,7 @@ int cudnnBackendGetAttribute(const struct descriptor *descriptor, int name, int 
                              int64_t *count, void *out)
 {
     static const char json[] = "{}";
-    const int64_t zero = 0, one = 1;
+    const int64_t zero = 0;
     if (descriptor == NULL)
         return CUDNN_NULL_POINTER;
     switch (name) {
@@ -239,8 +246,10 @@ int cudnnBackendGetAttribute(const struct descriptor *descriptor, int name, int 
     }
     case CONFIG_SHARED_MEMORY:
         return answer(requested, count, out, &zero, sizeof(int32_t));
-    case GRAPH_ENGINE_COUNT:
-        return answer(requested, count, out, &one, sizeof one);
+    case GRAPH_ENGINE_COUNT: {
+        int64_t configs = config_count();
+        return answer(requested, count, out, &configs, sizeof configs);
+    }
     case ENGINE_GLOBAL_INDEX:
         if (find(descriptor, name) == NULL)
             return answer(requested, count, out, &zero, sizeof zero);
