@@ -137,16 +137,20 @@ static void contract_memory_returns_after_release_and_unmap_in_either_order(cons
     mo_driver *m = d->driver;
     const size_t g = m->granularity;
     const contract_state start = contract_look(d);
-    const mo_address a = contract_reserve(m, 2);
+    const mo_address a = contract_reserve(m, 4);
     for (int release_first = 0; release_first < 2; release_first++) {
         const mo_physical h = contract_create(m, 2);
         contract_map(m, a, 2, h);
         CHECK_OK(release_first ? m->release(m, h, NULL) : m->unmap(m, a, 2 * g, NULL));
+        if (release_first) { /* it is memory still, and nobody's handle */
+            CHECK_REFUSED(d, m->release(m, h, &detail));
+            CHECK_REFUSED(d, m->map(m, a + 2 * g, 2 * g, h, &detail));
+        }
         CHECK_EQ(contract_look(d).free_bytes, start.free_bytes - 2 * g);
         CHECK_OK(release_first ? m->unmap(m, a, 2 * g, NULL) : m->release(m, h, NULL));
         CHECK_EQ(contract_look(d).free_bytes, start.free_bytes);
     }
-    CHECK_OK(m->unreserve(m, a, 2 * g, NULL));
+    CHECK_OK(m->unreserve(m, a, 4 * g, NULL));
     CHECK_SAME(d, start);
 }
 

@@ -145,8 +145,8 @@ static const contract_device *contract(void)
     if (!d.driver) {
         simulated_device *sim = simulated_devices();
         d.driver = device();
-        IN_CONTEXT(sim->stream_create((CUstream *)&d.stream, CU_STREAM_NON_BLOCKING));
-        IN_CONTEXT(sim->stream_create((CUstream *)&d.other, CU_STREAM_NON_BLOCKING));
+        IN_CONTEXT(sim->stream_create((CUstream *)&d.stream, CU_STREAM_DEFAULT));
+        IN_CONTEXT(sim->stream_create((CUstream *)&d.other, CU_STREAM_DEFAULT));
     }
     return &d;
 }

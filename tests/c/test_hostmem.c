@@ -121,8 +121,11 @@ TEST(a_request_that_malloc_refuses_is_not_counted)
     CHECK_EQ(mo_host_live(), start);
 }
 
+static pthread_barrier_t together;
+
 static void *churn(void *rounds)
 {
+    pthread_barrier_wait(&together);
     for (int i = 0; i < *(int *)rounds; i++) {
         void *a = mo_host_alloc(16), *b = mo_host_calloc(2, 8);
         mo_host_free(a);
@@ -135,8 +138,9 @@ static void *churn(void *rounds)
 TEST(threads_lose_no_count)
 {
     const size_t start = mo_host_live();
-    int rounds = test_rounds(5000, 500000);
+    int rounds = test_rounds(50000, 2000000);
     pthread_t threads[4];
+    pthread_barrier_init(&together, NULL, 4);
     for (int i = 0; i < 4; i++)
         CHECK_EQ(pthread_create(&threads[i], NULL, churn, &rounds), 0);
     for (int i = 0; i < 4; i++)

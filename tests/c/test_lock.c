@@ -31,8 +31,11 @@ TEST(a_lock_is_held_by_the_thread_that_took_it_and_no_other)
     CHECK(!mo_lock_held(&lock));
 }
 
+static pthread_barrier_t together;
+
 static void *add(void *rounds)
 {
+    pthread_barrier_wait(&together);
     for (int i = 0; i < *(int *)rounds; i++) {
         mo_lock_take(&lock);
         shared++;
@@ -44,9 +47,10 @@ static void *add(void *rounds)
 
 TEST(only_one_thread_at_a_time_holds_it)
 {
-    int rounds = test_rounds(20000, 1000000);
+    int rounds = test_rounds(100000, 2000000);
     pthread_t threads[4];
     shared = 0;
+    pthread_barrier_init(&together, NULL, 4);
     for (int i = 0; i < 4; i++)
         CHECK_EQ(pthread_create(&threads[i], NULL, add, &rounds), 0);
     for (int i = 0; i < 4; i++)

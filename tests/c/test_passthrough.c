@@ -186,10 +186,13 @@ TEST(the_counters_are_right_after_any_sequence)
     }
 }
 
+static pthread_barrier_t together;
+
 static void *churn(void *unused)
 {
     mo_address a;
-    for (int i = 0, n = test_rounds(3000, 300000); i < n; i++)
+    pthread_barrier_wait(&together);
+    for (int i = 0, n = test_rounds(20000, 1000000); i < n; i++)
         if (mo_passthrough_alloc(&device.table, 1000, NULL, &a) ||
             mo_passthrough_free(&device.table, a, 1000, NULL))
             return NULL;
@@ -202,6 +205,7 @@ TEST(threads_lose_no_count)
     pthread_t threads[THREADS];
     void *done;
     fresh(9, 64 * MIB);
+    pthread_barrier_init(&together, NULL, THREADS);
     for (int i = 0; i < THREADS; i++)
         CHECK_EQ(pthread_create(&threads[i], NULL, churn, &device), 0);
     for (int i = 0; i < THREADS; i++) {
@@ -209,7 +213,7 @@ TEST(threads_lose_no_count)
         CHECK(done == &device);
     }
     const mo_passthrough_stats s = stats(9);
-    CHECK_EQ(s.allocations, (uint64_t)THREADS * (uint64_t)test_rounds(3000, 300000));
+    CHECK_EQ(s.allocations, (uint64_t)THREADS * (uint64_t)test_rounds(20000, 1000000));
     CHECK_EQ(s.frees, s.allocations);
     CHECK_EQ(s.live_blocks, 0);
     CHECK_EQ(s.live_bytes, 0);

@@ -114,29 +114,158 @@ TEST(either_form_of_the_exception_will_do)
     CHECK_CHILD(with_a_constructor);
 }
 
-static void *prepare(void *unused)
+/* A torch and a C++ runtime of ours: the constructor takes what it is given apart, the throw ends the thread.
+ */
+static const char runtime[] =
+    "#include <pthread.h>\n#include <stdio.h>\n#include <stdlib.h>\n"
+    "typedef struct { const char *function, *file; unsigned line; } where;\n"
+    "typedef struct { char *bytes; size_t length; union { char small[16]; size_t capacity; } u; } string;\n"
+    "int _ZTIN3c105ErrorE, destroyed, errors; __thread char said[1024]; __thread void *type;\n"
+    "void destroy(void *e) { __sync_fetch_and_add(&destroyed, 1); }\n"
+    "void *table[5] = {0, 0, destroy};\n"
+    "char *said_here(void) { return said; }\n"
+    "void *type_here(void) { return type; }\n"
+    "void *__cxa_allocate_exception(size_t n) { return malloc(n); }\n"
+    "void *_Znwm(size_t n) { return malloc(n); }\n"
+    "static void make(void **self, string *s) {\n"
+    "    if (s->u.capacity != s->length || s->bytes[s->length]) abort();\n"
+    "    snprintf(said, sizeof said, \"%s\", s->bytes); free(s->bytes); *self = table + 2; }\n"
+    "void _ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE\n"
+    "    (void **self, where w, string *s) { __sync_fetch_and_add(&errors, 1); make(self, s);\n"
+    "    if (!w.function || !w.file) abort(); }\n"
+    "void __cxa_throw(void *e, void *t, void (*end)(void *)) { type = t; end(e); free(e); pthread_exit(0); "
+    "}\n";
+
+static const char with_constructor[] =
+    "int _ZTIN3c1016OutOfMemoryErrorE;\n"
+    "typedef struct { const char *function, *file; unsigned line; } where;\n"
+    "void _ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(void *, "
+    "where, void *);\n"
+    "void "
+    "_ZN3c1016OutOfMemoryErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE\n"
+    "    (void *self, where w, void *s)\n"
+    "{ _ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(self, w, s); "
+    "}\n";
+
+static const char with_table[] = "int _ZTIN3c1016OutOfMemoryErrorE, ended_as_out_of_memory;\n"
+                                 "void end(void *e) { __sync_fetch_and_add(&ended_as_out_of_memory, 1); }\n"
+                                 "void *_ZTVN3c1016OutOfMemoryErrorE[5] = {0, 0, end};\n";
+
+static void *c10, *torch_python;
+
+static void load_runtime(const char *python)
 {
-    return mo_torch_throw_prepare(NULL) == MO_OK ? (void *)1 : unused;
+    const char *path = make_library("libc10.so", "libc10.so", runtime);
+    c10 = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
+    unlink(path);
+    CHECK(c10);
+    torch_python = load("libtorch_python.so", python);
+    CHECK(dlopen("libstdc++.so.6", RTLD_NOW));
+}
+
+typedef struct thrown {
+    const char *text;
+    bool out_of_memory;
+    char said[1024];
+    void *type;
+} thrown;
+
+/* Runs as the thread that has thrown ends. */
+static void keep(void *slot)
+{
+    thrown *t = slot;
+    char *(*said)(void);
+    void *(*type)(void);
+    *(void **)&said = dlsym(c10, "said_here");
+    *(void **)&type = dlsym(c10, "type_here");
+    strcpy(t->said, said());
+    t->type = type();
+}
+
+static void *throw_it(void *slot)
+{
+    thrown *t = slot;
+    pthread_cleanup_push(keep, t);
+    while (mo_torch_throw_prepare(NULL) != MO_OK)
+        continue;
+    if (t->out_of_memory)
+        mo_torch_throw_out_of_memory(t->text);
+    mo_torch_throw_error(t->text);
+    pthread_cleanup_pop(0);
+    return NULL;
+}
+
+static void check_thrown(thrown *t)
+{
+    const char *name = t->out_of_memory ? "_ZTIN3c1016OutOfMemoryErrorE" : "_ZTIN3c105ErrorE";
+    CHECK_STR(t->said, t->text);
+    CHECK(t->type && t->type == dlsym(t->out_of_memory ? torch_python : c10, name));
+}
+
+static void check_throws(const char *python)
+{
+    static const char *const texts[] = {
+        "", "short", "fifteen letters", "sixteen letters.",
+        "CUDA out of memory. Tried to allocate 1.00 GiB on GPU 0. It has 80.0 GiB in all."};
+    enum { TEXTS = sizeof texts / sizeof *texts };
+    load_runtime(python);
+    for (int i = 0; i < 2 * TEXTS; i++) {
+        pthread_t thread;
+        thrown t = {.text = texts[i / 2], .out_of_memory = i % 2};
+        CHECK_EQ(pthread_create(&thread, NULL, throw_it, &t), 0);
+        pthread_join(thread, NULL);
+        check_thrown(&t);
+    }
+    CHECK_EQ(*(int *)dlsym(c10, "errors"), 2 * TEXTS);
+    const int *as_out_of_memory = dlsym(torch_python, "ended_as_out_of_memory");
+    CHECK_EQ(*(int *)dlsym(c10, "destroyed") + (as_out_of_memory ? *as_out_of_memory : 0), 2 * TEXTS);
+    CHECK(!as_out_of_memory || *as_out_of_memory == TEXTS);
+}
+
+static void throws_by_constructor(void)
+{
+    check_throws(with_constructor);
+}
+
+static void throws_by_table(void)
+{
+    check_throws(with_table);
+}
+
+TEST(an_exception_has_its_text_its_type_and_its_destructor)
+{
+    CHECK_CHILD(throws_by_constructor);
+    CHECK_CHILD(throws_by_table);
+}
+
+static pthread_barrier_t together;
+
+static void *throw_at_once(void *slot)
+{
+    pthread_barrier_wait(&together);
+    return throw_it(slot);
 }
 
 static void many_threads(void)
 {
-    pthread_t threads[8];
-    load("libc10.so", "int _ZTIN3c105ErrorE;\n" CONSTRUCTOR("5Error"));
-    load("libtorch_python.so", "int _ZTIN3c1016OutOfMemoryErrorE;\n" CONSTRUCTOR("16OutOfMemoryError"));
-    CHECK(dlopen("libstdc++.so.6", RTLD_NOW));
-    for (int i = 0; i < 8; i++)
-        CHECK_EQ(pthread_create(&threads[i], NULL, prepare, NULL), 0);
-    for (int i = 0; i < 8; i++) {
-        void *done = NULL;
-        pthread_join(threads[i], &done);
-        CHECK(done);
+    enum { THREADS = 8 };
+    pthread_t threads[THREADS];
+    thrown each[THREADS];
+    load_runtime(with_constructor);
+    pthread_barrier_init(&together, NULL, THREADS);
+    for (int i = 0; i < THREADS; i++) {
+        each[i] = (thrown){.text = i % 2 ? "odd" : "CUDA out of memory", .out_of_memory = i % 2 == 0};
+        CHECK_EQ(pthread_create(&threads[i], NULL, throw_at_once, &each[i]), 0);
+    }
+    for (int i = 0; i < THREADS; i++) {
+        pthread_join(threads[i], NULL);
+        check_thrown(&each[i]);
     }
 }
 
-TEST(many_threads_prepare_at_once)
+TEST(many_threads_prepare_and_throw_at_once)
 {
-    for (int i = 0, n = test_rounds(2, 50); i < n; i++)
+    for (int i = 0, n = test_rounds(5, 100); i < n; i++)
         CHECK_CHILD(many_threads);
 }
 
