@@ -33,7 +33,7 @@ typedef struct simcuda_counts {
     simcuda_live live;
     uint64_t memory;                   /* bytes the device claims to have */
     uint64_t bytes_peak;               /* since activation or simcuda_reset_peak */
-    uint64_t pool_reserved, pool_used; /* the stream-ordered pools' bytes, part of live.bytes */
+    uint64_t pool_reserved, pool_used; /* of the device's default pool; part of live.bytes */
     uint64_t launches, copies, copied_bytes, memsets, syncs;
     uint64_t ooms;   /* requests refused for want of memory */
     uint64_t faults; /* illegal addresses met by device work */

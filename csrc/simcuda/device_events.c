@@ -45,6 +45,14 @@ static void forget(sim_event *event)
     event->point_count = 0;
 }
 
+static void name(sim_event *event, sim_mark *mark, sim_capture *capture, sim_node **point, size_t count)
+{
+    event->mark = mark;
+    event->capture = capture;
+    event->point = point;
+    event->point_count = count;
+}
+
 void sim_event_release(sim_event *event)
 {
     if (--event->references)
@@ -101,15 +109,21 @@ CUresult sim_event_record(sim_event *event, sim_stream *stream, unsigned flags)
         sim_work_release(work);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
+    /* The event names the new mark before it is queued, since queueing may run user code with the lock
+     * released. */
+    sim_event before = *event;
     mark->references++; /* one for the queue, one for the event */
+    event->references++;
+    name(event, mark, NULL, NULL, 0);
     result = sim_stream_submit(stream, work, mark);
-    if (result != CUDA_SUCCESS) {
+    if (result == CUDA_SUCCESS) {
+        forget(&before);
+    } else {
         sim_mark_release(mark);
-        return result;
+        name(event, before.mark, before.capture, before.point, before.point_count);
     }
-    forget(event);
-    event->mark = mark;
-    return CUDA_SUCCESS;
+    sim_event_release(event);
+    return result;
 }
 
 CUresult sim_event_wait(sim_event *event, sim_stream *stream, unsigned flags)

@@ -175,13 +175,13 @@ CUresult sim_exec_launch(sim_exec *exec, sim_stream *stream)
     memcpy(work, exec->work, count * sizeof *work);
     for (size_t i = 0; i < count; i++)
         work[i]->references++;
-    stream->holders++;
+    sim_stream_hold(stream);
     for (size_t i = 0; i < count; i++) {
         if (result == CUDA_SUCCESS)
             result = submit(work[i], stream);
         sim_work_release(work[i]);
     }
-    stream->holders--;
+    sim_stream_release(stream);
     free(work);
     return result;
 }

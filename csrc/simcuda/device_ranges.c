@@ -104,6 +104,9 @@ sim_access sim_range_access(const void *address, size_t size, int device, bool w
         range = sim_range_at(&sim_ranges, at);
         if (!range || !sim_range_on_device(range) || !sim_range_allows(range, device, write))
             return SIM_ACCESS_NO;
+        /* Mappings that touch are one range to a copy; allocations that happen to touch are not. */
+        if (range->kind != SIM_RANGE_MAPPING && end - range->base > range->size)
+            return SIM_ACCESS_NO;
     }
     return SIM_ACCESS_DEVICE;
 }

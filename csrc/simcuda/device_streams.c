@@ -64,6 +64,17 @@ static void reap(sim_stream *stream)
     free(stream);
 }
 
+void sim_stream_hold(sim_stream *stream)
+{
+    stream->holders++;
+}
+
+void sim_stream_release(sim_stream *stream)
+{
+    stream->holders--;
+    reap(stream);
+}
+
 void sim_stream_destroy(sim_stream *stream)
 {
     if (stream->handle) {
@@ -250,11 +261,10 @@ CUresult sim_stream_synchronize(sim_stream *stream)
 {
     uint64_t last = stream->tail ? stream->tail->ticket : 0;
 
-    stream->holders++;
+    sim_stream_hold(stream);
     while (stream->head && stream->head->ticket <= last)
         advance(stream);
-    stream->holders--;
-    reap(stream);
+    sim_stream_release(stream);
     return sim_fault;
 }
 

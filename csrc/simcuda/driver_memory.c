@@ -137,11 +137,11 @@ CUresult sim_copy_submit(const sim_copy *copy, sim_stream *stream)
         return result;
     }
     bool wait = !stream->capture && (copy->synchronous || pageable(copy->to) || pageable(copy->from));
-    stream->holders++;
+    sim_stream_hold(stream);
     result = sim_stream_submit(stream, work, NULL);
-    stream->holders--;
     if (result == CUDA_SUCCESS && wait)
         result = sim_stream_synchronize(stream);
+    sim_stream_release(stream);
     return result;
 }
 

@@ -56,6 +56,9 @@ sim_stream *sim_stream_new(int device, unsigned flags,
                            int priority);       /* with a handle, unless out of memory */
 sim_stream *sim_stream_new_default(int device); /* a per-thread or legacy stream */
 void sim_stream_destroy(sim_stream *stream);
+/* Between these the stream stays, whoever destroys it while the lock is released. */
+void sim_stream_hold(sim_stream *stream);
+void sim_stream_release(sim_stream *stream);
 
 /* What a caller's CUstream names, for the calling thread and its current device; NULL when it is not live. */
 sim_stream *sim_stream_of(CUstream handle);

@@ -57,10 +57,10 @@ TEST(reservation_takes_no_memory_and_refuses_bad_sizes)
     simcuda_live before = live_now();
     CUdeviceptr address;
 
-    OK(cuMemAddressReserve(&address, (size_t)1 << 40, 0, 0, 0)); /* far larger than the device */
+    OK(cuMemAddressReserve(&address, (size_t)1 << 32, 0, 0, 0)); /* far larger than the device */
     CHECK_EQ(live_now().bytes, before.bytes);
-    CHECK_EQ(live_now().reserved_bytes, (uint64_t)1 << 40);
-    OK(cuMemAddressFree(address, (size_t)1 << 40));
+    CHECK_EQ(live_now().reserved_bytes, (uint64_t)1 << 32);
+    OK(cuMemAddressFree(address, (size_t)1 << 32));
     OK(cuMemAddressReserve(&address, FRAME, 64 * MIB, 0, 0));
     CHECK_EQ(address % (64 * MIB), 0);
     OK(cuMemAddressFree(address, FRAME));
@@ -303,6 +303,27 @@ TEST(access_is_set_for_whole_mappings_of_known_devices)
     OK(cuMemUnmap(address, 2 * FRAME));
     OK(cuMemRelease(handle));
     OK(cuMemAddressFree(address, 4 * FRAME));
+    CHECK_LIVE(before);
+}
+
+TEST(a_copy_may_cross_from_one_mapping_into_the_next)
+{
+    open_device();
+    simcuda_live before = live_now();
+    CUdeviceptr address = reserve(2);
+    CUmemGenericAllocationHandle first = create(1), second = create(1);
+
+    OK(cuMemMap(address, FRAME, 0, first, 0));
+    OK(cuMemMap(address + FRAME, FRAME, 0, second, 0));
+    OK(cuMemSetAccess(address, FRAME, &rw_0, 1));
+    IS(cuMemsetD8_v2(address, 1, 2 * FRAME), INVALID_VALUE); /* no right to the second */
+    OK(cuMemSetAccess(address, 2 * FRAME, &rw_0, 1));
+    OK(cuMemsetD8_v2(address, 1, 2 * FRAME));
+    CHECK_EQ(*(char *)(address + 2 * FRAME - 1), 1);
+    OK(cuMemUnmap(address, 2 * FRAME));
+    OK(cuMemRelease(first));
+    OK(cuMemRelease(second));
+    OK(cuMemAddressFree(address, 2 * FRAME));
     CHECK_LIVE(before);
 }
 
