@@ -111,13 +111,13 @@ build/c/$(1)/sim/%.o: %.c
 	@mkdir -p $$(@D)
 	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 -MMD -MP -c $$< -o $$@
 build/c/$(1)/test_%: tests/c/test_%.c $$(wildcard tests/c/*.h) $$(CORE:%.c=build/c/$(1)/core/%.o)
-	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) $$< $$(CORE:%.c=build/c/$(1)/core/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
+	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -MMD -MP -MF $$@.d $$< $$(CORE:%.c=build/c/$(1)/core/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
 build/c/$(1)/sim/test_%: tests/c/sim/test_%.c $$(wildcard tests/c/*.h) $$(SIM:%.c=build/c/$(1)/sim/%.o)
-	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 $$< $$(SIM:%.c=build/c/$(1)/sim/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
+	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 -MMD -MP -MF $$@.d $$< $$(SIM:%.c=build/c/$(1)/sim/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
 build/c/$(1)/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/random_input.h $$(CORE:%.c=build/c/$(1)/core/%.o)
 	@mkdir -p $$(@D)
 	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DMEMOPT_RANDOM_INPUT $$< $$(CORE:%.c=build/c/$(1)/core/%.o) -o $$@ $$(C_LIBRARIES)
--include $$(CORE:%.c=build/c/$(1)/core/%.d) $$(SIM:%.c=build/c/$(1)/sim/%.d)
+-include $$(wildcard build/c/$(1)/*.d build/c/$(1)/sim/*.d) $$(CORE:%.c=build/c/$(1)/core/%.d) $$(SIM:%.c=build/c/$(1)/sim/%.d)
 endef
 $(foreach variant,plain asan ubsan tsan,$(eval $(call VARIANT,$(variant))))
 

@@ -17,8 +17,8 @@ static void bump(atomic_uint_least64_t *counter)
 static void raise_peak(counters *c, uint64_t live)
 {
     uint64_t peak = atomic_load_explicit(&c->peak_bytes, memory_order_relaxed);
-    while (live > peak && !atomic_compare_exchange_weak_explicit(&c->peak_bytes, &peak, live, memory_order_relaxed,
-                                                                 memory_order_relaxed)) {
+    while (live > peak && !atomic_compare_exchange_weak_explicit(
+                              &c->peak_bytes, &peak, live, memory_order_relaxed, memory_order_relaxed)) {
     }
 }
 

@@ -17,8 +17,8 @@ static void describe_out_of_memory(char *text, size_t capacity, int device, mo_d
     int n;
 
     mo_passthrough_read(device, &stats);
-    n = snprintf(text, capacity, "CUDA out of memory. Tried to allocate %s on GPU %d.", mo_format_size(size, asked),
-                 device);
+    n = snprintf(text, capacity, "CUDA out of memory. Tried to allocate %s on GPU %d.",
+                 mo_format_size(size, asked), device);
     if (driver && driver->memory_info(driver, NULL, &free_bytes, &total_bytes) == MO_OK)
         n += snprintf(text + n, capacity - (size_t)n, " It has %s in all, of which %s are free.",
                       mo_format_size(total_bytes, all), mo_format_size(free_bytes, left));

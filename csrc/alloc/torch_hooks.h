@@ -11,6 +11,7 @@
 __attribute__((visibility("default"))) void *memopt_malloc(ssize_t size, int device, void *stream);
 
 /* Runs in destructors, so it never throws: what the driver refuses is counted (mo_passthrough_stats). */
-__attribute__((visibility("default"))) void memopt_free(void *address, ssize_t size, int device, void *stream);
+__attribute__((visibility("default"))) void memopt_free(void *address, ssize_t size, int device,
+                                                        void *stream);
 
 #endif

@@ -47,8 +47,8 @@ mo_status mo_isa_choose(const char *name, mo_isa *out, mo_detail *detail)
         if (strcmp(name, mo_isa_name(isa)) != 0)
             continue;
         if (isa > best)
-            return mo_fail(detail, MO_UNSUPPORTED, 0, "MEMOPT_ISA=%s, but this processor has no more than %s", name,
-                           mo_isa_name(best));
+            return mo_fail(detail, MO_UNSUPPORTED, 0, "MEMOPT_ISA=%s, but this processor has no more than %s",
+                           name, mo_isa_name(best));
         *out = isa;
         return MO_OK;
     }

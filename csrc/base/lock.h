@@ -19,7 +19,10 @@ typedef struct mo_lock {
     atomic_uintptr_t holder; /* the holder's pthread_self(), 0 when free */
 } mo_lock;
 
-#define MO_LOCK_INIT {PTHREAD_MUTEX_INITIALIZER, 0}
+#define MO_LOCK_INIT                                                                                         \
+    {                                                                                                        \
+        PTHREAD_MUTEX_INITIALIZER, 0                                                                         \
+    }
 
 static inline bool mo_lock_held(mo_lock *lock)
 {

@@ -85,13 +85,15 @@ mo_status mo_parse_size(const char *text, size_t length, uint64_t *out, mo_detai
     factor = number ? scan_unit(&s) : 0;
     skip_blanks(&s);
     if (!number || !factor || s.at != s.end || (scale > 1 && factor == 1))
-        return mo_fail(detail, MO_INVALID, 0,
-                       "'%.*s' is not a size: write bytes as an integer, or a number and a unit such as '8GiB', "
-                       "'1.5 GB' or '512MiB'",
-                       shown, text);
+        return mo_fail(
+            detail, MO_INVALID, 0,
+            "'%.*s' is not a size: write bytes as an integer, or a number and a unit such as '8GiB', "
+            "'1.5 GB' or '512MiB'",
+            shown, text);
     unsigned __int128 bytes = (unsigned __int128)digits * factor / scale;
     if (bytes > INT64_MAX)
-        return mo_fail(detail, MO_OVERFLOW, 0, "'%.*s' is more than the largest size, 2**63 - 1 bytes", shown, text);
+        return mo_fail(detail, MO_OVERFLOW, 0, "'%.*s' is more than the largest size, 2**63 - 1 bytes", shown,
+                       text);
     *out = (uint64_t)bytes;
     return MO_OK;
 }
@@ -114,7 +116,8 @@ const char *mo_format_size(uint64_t bytes, char out[MO_SIZE_TEXT])
         unit++;
     uint64_t tenths = in_unit(bytes, unit, 10), hundredths = in_unit(bytes, unit, 100);
     if (unit && hundredths < 1000)
-        snprintf(out, MO_SIZE_TEXT, "%d.%02d %s", (int)(hundredths / 100), (int)(hundredths % 100), units[unit]);
+        snprintf(out, MO_SIZE_TEXT, "%d.%02d %s", (int)(hundredths / 100), (int)(hundredths % 100),
+                 units[unit]);
     else if (unit && tenths < 1000)
         snprintf(out, MO_SIZE_TEXT, "%d.%d %s", (int)(tenths / 10), (int)(tenths % 10), units[unit]);
     else

@@ -14,10 +14,11 @@ mo_status mo_cuda_api_open(const char *path, mo_cuda_api *out, mo_detail *detail
     api.library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!api.library) {
         const char *why = dlerror();
-        return mo_fail(detail, MO_NO_LIBRARY, 0,
-                       "the CUDA driver cannot be opened (%s): this machine has no NVIDIA driver, or it is not "
-                       "on the linker's path; CPU features work without it, and memopt.sim gives a simulated device",
-                       why ? why : path);
+        return mo_fail(
+            detail, MO_NO_LIBRARY, 0,
+            "the CUDA driver cannot be opened (%s): this machine has no NVIDIA driver, or it is not "
+            "on the linker's path; CPU features work without it, and memopt.sim gives a simulated device",
+            why ? why : path);
     }
     /* POSIX lets dlsym's object pointer be taken for a function pointer; C asks for the copy. */
 #define FIND(field, symbol, parameters)                                                                      \
@@ -35,10 +36,11 @@ mo_status mo_cuda_api_open(const char *path, mo_cuda_api *out, mo_detail *detail
 #undef DEMAND
     if (missing) {
         dlclose(api.library); /* nothing of it was called yet */
-        return mo_fail(detail, MO_NO_SYMBOL, 0,
-                       "%s has no function %s: the NVIDIA driver is too old; memopt needs one of CUDA 11.2 or later "
-                       "(driver 460)",
-                       path, missing);
+        return mo_fail(
+            detail, MO_NO_SYMBOL, 0,
+            "%s has no function %s: the NVIDIA driver is too old; memopt needs one of CUDA 11.2 or later "
+            "(driver 460)",
+            path, missing);
     }
     *out = api;
     return MO_OK;
@@ -65,8 +67,8 @@ mo_status mo_cuda_check(const mo_cuda_api *api, CUresult code, const char *call,
         name = NULL;
     if (api->error_string(code, &text) != CUDA_SUCCESS)
         text = NULL;
-    return mo_fail(detail, status, (int)code, "%s: %s (%d)%s%s", call, name ? name : "an unknown error", (int)code,
-                   text ? ": " : "", text ? text : "");
+    return mo_fail(detail, status, (int)code, "%s: %s (%d)%s%s", call, name ? name : "an unknown error",
+                   (int)code, text ? ": " : "", text ? text : "");
 }
 
 mo_status mo_cuda_api_get(const mo_cuda_api **out, mo_detail *detail)

@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "driver/cuda_types.h"
 
+/* clang-format off */
 /*    field                        symbol                              parameters                             */
 #define MO_CUDA_REQUIRED(X)                                                                                  \
     X(init, cuInit, (unsigned flags))                                                                        \
@@ -74,6 +75,7 @@
     X(capture_info_v3, cuStreamGetCaptureInfo_v3,                                                            \
       (CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id, CUgraph *graph,                       \
        const CUgraphNode **dependencies, const CUgraphEdgeData **edges, size_t *count))
+/* clang-format on */
 
 typedef struct mo_cuda_api {
 #define FIELD(field, symbol, parameters) CUresult(*field) parameters;

@@ -18,29 +18,31 @@
  */
 #define CU_RESULTS(X)                                                                                                                           \
     X(CUDA_SUCCESS, 0)                                                                                                                          \
-    X(CUDA_ERROR_INVALID_VALUE, 1) X(CUDA_ERROR_OUT_OF_MEMORY, 2) X(CUDA_ERROR_NOT_INITIALIZED, 3) X(                                           \
-        CUDA_ERROR_DEINITIALIZED, 4) X(CUDA_ERROR_PROFILER_DISABLED,                                                                            \
-                                       5) X(CUDA_ERROR_PROFILER_NOT_INITIALIZED,                                                                \
-                                            6) X(CUDA_ERROR_PROFILER_ALREADY_STARTED,                                                           \
-                                                 7) X(CUDA_ERROR_PROFILER_ALREADY_STOPPED, 8)                                                   \
+    X(CUDA_ERROR_INVALID_VALUE, 1)                                                                                                              \
+    X(CUDA_ERROR_OUT_OF_MEMORY, 2) X(CUDA_ERROR_NOT_INITIALIZED, 3) X(CUDA_ERROR_DEINITIALIZED, 4) X(                                           \
+        CUDA_ERROR_PROFILER_DISABLED, 5) X(CUDA_ERROR_PROFILER_NOT_INITIALIZED,                                                                 \
+                                           6) X(CUDA_ERROR_PROFILER_ALREADY_STARTED,                                                            \
+                                                7) X(CUDA_ERROR_PROFILER_ALREADY_STOPPED, 8)                                                    \
         X(CUDA_ERROR_STUB_LIBRARY, 34) X(CUDA_ERROR_DEVICE_UNAVAILABLE, 46) X(CUDA_ERROR_NO_DEVICE, 100) X(                                     \
-            CUDA_ERROR_INVALID_DEVICE, 101) X(CUDA_ERROR_DEVICE_NOT_LICENSED,                                                                   \
-                                              102) X(CUDA_ERROR_INVALID_IMAGE,                                                                  \
-                                                     200) X(CUDA_ERROR_INVALID_CONTEXT,                                                         \
-                                                            201) X(CUDA_ERROR_CONTEXT_ALREADY_CURRENT, 202)                                     \
-            X(CUDA_ERROR_MAP_FAILED, 205) X(CUDA_ERROR_UNMAP_FAILED, 206) X(CUDA_ERROR_ARRAY_IS_MAPPED, 207) X(                                 \
-                CUDA_ERROR_ALREADY_MAPPED,                                                                                                      \
-                208) X(CUDA_ERROR_NO_BINARY_FOR_GPU,                                                                                            \
-                       209) X(CUDA_ERROR_ALREADY_ACQUIRED, 210)                                                                                 \
-                X(CUDA_ERROR_NOT_MAPPED, 211) X(CUDA_ERROR_NOT_MAPPED_AS_ARRAY, 212) X(                                                         \
-                    CUDA_ERROR_NOT_MAPPED_AS_POINTER,                                                                                           \
-                    213) X(CUDA_ERROR_ECC_UNCORRECTABLE,                                                                                        \
-                           214) X(CUDA_ERROR_UNSUPPORTED_LIMIT, 215)                                                                            \
-                    X(CUDA_ERROR_CONTEXT_ALREADY_IN_USE, 216) X(CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, 217) X(                                     \
-                        CUDA_ERROR_INVALID_PTX,                                                                                                 \
-                        218) X(CUDA_ERROR_INVALID_GRAPHICS_CONTEXT,                                                                             \
-                               219) X(CUDA_ERROR_NVLINK_UNCORRECTABLE, 220)                                                                     \
-                        X(CUDA_ERROR_JIT_COMPILER_NOT_FOUND, 221) X(CUDA_ERROR_UNSUPPORTED_PTX_VERSION, 222) X(                                 \
+            CUDA_ERROR_INVALID_DEVICE,                                                                                                          \
+            101) X(CUDA_ERROR_DEVICE_NOT_LICENSED,                                                                                              \
+                   102) X(CUDA_ERROR_INVALID_IMAGE,                                                                                             \
+                          200) X(CUDA_ERROR_INVALID_CONTEXT,                                                                                    \
+                                 201) X(CUDA_ERROR_CONTEXT_ALREADY_CURRENT,                                                                     \
+                                        202) X(CUDA_ERROR_MAP_FAILED, 205) X(CUDA_ERROR_UNMAP_FAILED, 206)                                      \
+            X(CUDA_ERROR_ARRAY_IS_MAPPED, 207) X(CUDA_ERROR_ALREADY_MAPPED, 208) X(                                                             \
+                CUDA_ERROR_NO_BINARY_FOR_GPU,                                                                                                   \
+                209) X(CUDA_ERROR_ALREADY_ACQUIRED,                                                                                             \
+                       210) X(CUDA_ERROR_NOT_MAPPED, 211)                                                                                       \
+                X(CUDA_ERROR_NOT_MAPPED_AS_ARRAY, 212) X(CUDA_ERROR_NOT_MAPPED_AS_POINTER, 213) X(                                              \
+                    CUDA_ERROR_ECC_UNCORRECTABLE,                                                                                               \
+                    214) X(CUDA_ERROR_UNSUPPORTED_LIMIT,                                                                                        \
+                           215) X(CUDA_ERROR_CONTEXT_ALREADY_IN_USE, 216)                                                                       \
+                    X(CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, 217) X(CUDA_ERROR_INVALID_PTX, 218) X(                                                \
+                        CUDA_ERROR_INVALID_GRAPHICS_CONTEXT,                                                                                    \
+                        219) X(CUDA_ERROR_NVLINK_UNCORRECTABLE,                                                                                 \
+                               220) X(CUDA_ERROR_JIT_COMPILER_NOT_FOUND, 221)                                                                   \
+                        X(CUDA_ERROR_UNSUPPORTED_PTX_VERSION, 222) X(                                                                           \
                             CUDA_ERROR_JIT_COMPILATION_DISABLED,                                                                                \
                             223) X(CUDA_ERROR_UNSUPPORTED_EXEC_AFFINITY,                                                                        \
                                    224) X(CUDA_ERROR_UNSUPPORTED_DEVSIDE_SYNC, 225) X(CUDA_ERROR_CONTAINED, 226)                                \
@@ -63,21 +65,22 @@
                                                 CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,                                                      \
                                                 712) X(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED,                                                   \
                                                        713) X(CUDA_ERROR_HARDWARE_STACK_ERROR, 714)                                             \
-                                                X(CUDA_ERROR_ILLEGAL_INSTRUCTION, 715) X(                                                       \
-                                                    CUDA_ERROR_MISALIGNED_ADDRESS,                                                              \
-                                                    716) X(CUDA_ERROR_INVALID_ADDRESS_SPACE,                                                    \
-                                                           717) X(CUDA_ERROR_INVALID_PC, 718)                                                   \
-                                                    X(CUDA_ERROR_LAUNCH_FAILED, 719) X(                                                         \
-                                                        CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,                                                \
-                                                        720) X(CUDA_ERROR_TENSOR_MEMORY_LEAK,                                                   \
-                                                               721) X(CUDA_ERROR_NOT_PERMITTED, 800)                                            \
-                                                        X(CUDA_ERROR_NOT_SUPPORTED, 801) X(                                                     \
-                                                            CUDA_ERROR_SYSTEM_NOT_READY,                                                        \
-                                                            802) X(CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, 803)                                      \
-                                                            X(CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE, 804) X(                                \
-                                                                CUDA_ERROR_MPS_CONNECTION_FAILED,                                               \
-                                                                805) X(CUDA_ERROR_MPS_RPC_FAILURE,                                              \
-                                                                       806) X(CUDA_ERROR_MPS_SERVER_NOT_READY, 807)                             \
+                                                X(CUDA_ERROR_ILLEGAL_INSTRUCTION,                                                               \
+                                                  715) X(CUDA_ERROR_MISALIGNED_ADDRESS,                                                         \
+                                                         716) X(CUDA_ERROR_INVALID_ADDRESS_SPACE, 717)                                          \
+                                                    X(CUDA_ERROR_INVALID_PC, 718) X(                                                            \
+                                                        CUDA_ERROR_LAUNCH_FAILED,                                                               \
+                                                        719) X(CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,                                         \
+                                                               720) X(CUDA_ERROR_TENSOR_MEMORY_LEAK, 721)                                       \
+                                                        X(CUDA_ERROR_NOT_PERMITTED,                                                             \
+                                                          800) X(CUDA_ERROR_NOT_SUPPORTED,                                                      \
+                                                                 801) X(CUDA_ERROR_SYSTEM_NOT_READY, 802)                                       \
+                                                            X(CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, 803) X(                                        \
+                                                                CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE,                                      \
+                                                                804) X(CUDA_ERROR_MPS_CONNECTION_FAILED,                                        \
+                                                                       805) X(CUDA_ERROR_MPS_RPC_FAILURE,                                       \
+                                                                              806) X(CUDA_ERROR_MPS_SERVER_NOT_READY,                           \
+                                                                                     807)                                                       \
                                                                 X(CUDA_ERROR_MPS_MAX_CLIENTS_REACHED, 808) X(                                   \
                                                                     CUDA_ERROR_MPS_MAX_CONNECTIONS_REACHED,                                     \
                                                                     809) X(CUDA_ERROR_MPS_CLIENT_TERMINATED,                                    \

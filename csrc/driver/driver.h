@@ -80,7 +80,7 @@ struct mo_driver {
     mo_status (*memory_info)(mo_driver *, mo_detail *, size_t *free_bytes, size_t *total_bytes);
 
     /* ---- the clock, so that a test's time is a variable ------------------------------------------------------ */
-    uint64_t (*now)(mo_driver *);                 /* nanoseconds, monotonic */
+    uint64_t (*now)(mo_driver *);                  /* nanoseconds, monotonic */
     void (*pause)(mo_driver *, uint64_t duration); /* the calling thread rests for about that long; WAITS */
 };
 

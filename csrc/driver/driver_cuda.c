@@ -33,8 +33,7 @@ static bool gone(CUresult code)
         }                                                                                                    \
     } while (0)
 
-#define CHECKED(driver_, code_, detail_, ...)                                                                \
-    checked(self(driver_)->api, (code_), (detail_), __VA_ARGS__)
+#define CHECKED(driver_, code_, detail_, ...) checked(self(driver_)->api, (code_), (detail_), __VA_ARGS__)
 
 static mo_status checked(const mo_cuda_api *api, CUresult code, mo_detail *detail, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
@@ -50,10 +49,11 @@ static mo_status checked(const mo_cuda_api *api, CUresult code, mo_detail *detai
     vsnprintf(what, sizeof what, format, args);
     va_end(args);
     if (mo_context_forked())
-        return mo_fail(detail, MO_DRIVER, (int)code,
-                       "%s: this process was forked from one that had used CUDA, and CUDA does not work there: start "
-                       "it with multiprocessing's 'spawn' or 'forkserver' method",
-                       what);
+        return mo_fail(
+            detail, MO_DRIVER, (int)code,
+            "%s: this process was forked from one that had used CUDA, and CUDA does not work there: start "
+            "it with multiprocessing's 'spawn' or 'forkserver' method",
+            what);
     return mo_cuda_check(api, code, what, detail);
 }
 
@@ -110,7 +110,8 @@ static mo_status cuda_release(mo_driver *driver, mo_physical handle, mo_detail *
     return RELEASED(driver, code, detail, "cuMemRelease(%#llx)", (unsigned long long)handle);
 }
 
-static mo_status cuda_map(mo_driver *driver, mo_address address, size_t size, mo_physical handle, mo_detail *detail)
+static mo_status cuda_map(mo_driver *driver, mo_address address, size_t size, mo_physical handle,
+                          mo_detail *detail)
 {
     CUresult code;
     CALL(driver, code, api->map(address, size, /* offset, must be */ 0, handle, /* flags */ 0));
@@ -227,7 +228,8 @@ static mo_status cuda_synchronize(mo_driver *driver, mo_detail *detail)
     return CHECKED(driver, code, detail, "cuCtxSynchronize()");
 }
 
-static mo_status cuda_memory_info(mo_driver *driver, mo_detail *detail, size_t *free_bytes, size_t *total_bytes)
+static mo_status cuda_memory_info(mo_driver *driver, mo_detail *detail, size_t *free_bytes,
+                                  size_t *total_bytes)
 {
     size_t unused = 0, total = 0;
     CUresult code;
@@ -290,7 +292,8 @@ static mo_status find_granularity(mo_driver_cuda *d, mo_detail *detail, size_t *
     if (!api->reserve || !api->unreserve || !api->create || !api->release || !api->map || !api->unmap ||
         !api->grant || !api->granularity)
         return MO_OK;
-    code = api->device_attribute(&supported, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, d->handle);
+    code =
+        api->device_attribute(&supported, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, d->handle);
     if (!code && supported)
         code = api->granularity(out, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
     return checked(api, code, detail, "asking device %d for its virtual memory", d->table.device);
@@ -308,8 +311,8 @@ mo_status mo_driver_cuda_open(const mo_cuda_api *api, int ordinal, mo_driver_cud
     if (status)
         return status;
     if (ordinal < 0 || ordinal >= count)
-        return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d: this process sees %d of them", ordinal,
-                       count);
+        return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d: this process sees %d of them",
+                       ordinal, count);
     mo_context_watch_forks();
     status = checked(api, api->device_get(&d.handle, ordinal), detail, "cuDeviceGet(%d)", ordinal);
     if (status)
@@ -318,7 +321,8 @@ mo_status mo_driver_cuda_open(const mo_cuda_api *api, int ordinal, mo_driver_cud
     status = find_granularity(&d, detail, &d.table.granularity);
     if (status)
         return status;
-    status = checked(api, api->primary_retain(&d.context, d.handle), detail, "cuDevicePrimaryCtxRetain(%d)", ordinal);
+    status = checked(api, api->primary_retain(&d.context, d.handle), detail, "cuDevicePrimaryCtxRetain(%d)",
+                     ordinal);
     if (status)
         return status;
     *out = d;
@@ -346,8 +350,8 @@ mo_status mo_driver_cuda_get(int ordinal, mo_driver **out, mo_detail *detail)
     mo_status status;
 
     if (ordinal < 0 || ordinal >= MO_MAX_DEVICES)
-        return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d: memopt counts from 0 to %d", ordinal,
-                       MO_MAX_DEVICES - 1);
+        return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d: memopt counts from 0 to %d",
+                       ordinal, MO_MAX_DEVICES - 1);
     found = atomic_load_explicit(&ready[ordinal], memory_order_acquire);
     if (!found) {
         /* Not past here in a child of a fork: another thread may have held these locks then. */

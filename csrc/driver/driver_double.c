@@ -66,7 +66,8 @@ static mo_status enter(mo_driver *driver, mo_double_call which, mo_detail *detai
     if (!d->plan[which].count)
         return MO_OK;
     d->plan[which].count--;
-    return leave(driver, mo_fail(detail, d->plan[which].status, 0, "%s: failed by plan", mo_double_call_name(which)));
+    return leave(driver,
+                 mo_fail(detail, d->plan[which].status, 0, "%s: failed by plan", mo_double_call_name(which)));
 }
 
 static mo_status refuse(mo_driver *driver, mo_detail *detail, const char *why)
@@ -150,7 +151,8 @@ static mo_address fresh_address(mo_double *d, size_t size)
 {
     const size_t step = d->table.granularity ? d->table.granularity : 2u << 20;
     mo_address at = d->next_address;
-    d->next_address += (size + step) / step * step + step; /* an unowned gap behind each: off by one is seen */
+    /* An unowned gap behind each: off by one is seen. */
+    d->next_address += (size + step) / step * step + step;
     return at;
 }
 
@@ -171,7 +173,8 @@ static mo_status double_reserve(mo_driver *driver, size_t size, mo_detail *detai
         return refuse(driver, detail, "reserve: size is no multiple of the granularity");
     if (size > MOST_ADDRESSES)
         return leave(driver, mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "reserve: no such range of addresses"));
-    *out = add(d, (mo_double_block){.kind = RESERVATION, .address = fresh_address(d, size), .size = size})->address;
+    *out = add(d, (mo_double_block){.kind = RESERVATION, .address = fresh_address(d, size), .size = size})
+               ->address;
     return leave(driver, MO_OK);
 }
 
@@ -220,7 +223,8 @@ static mo_status double_release(mo_driver *driver, mo_physical id, mo_detail *de
     return leave(driver, MO_OK);
 }
 
-static mo_status double_map(mo_driver *driver, mo_address address, size_t size, mo_physical id, mo_detail *detail)
+static mo_status double_map(mo_driver *driver, mo_address address, size_t size, mo_physical id,
+                            mo_detail *detail)
 {
     mo_double *d = self(driver);
     mo_double_block *range, *handle;
@@ -231,7 +235,8 @@ static mo_status double_map(mo_driver *driver, mo_address address, size_t size, 
     handle = handle_of(d, id);
     if (!handle || handle->size != size)
         return refuse(driver, detail, "map: no such handle, or not its whole size");
-    if (!whole(d, size) || address % d->table.granularity || !range || address + size > range->address + range->size)
+    if (!whole(d, size) || address % d->table.granularity || !range ||
+        address + size > range->address + range->size)
         return refuse(driver, detail, "map: not inside one reservation, or not aligned");
     if (overlap(d, MAPPING, address, size))
         return refuse(driver, detail, "map: something is mapped there");
@@ -422,7 +427,8 @@ static mo_status double_segment_alloc(mo_driver *driver, size_t size, mo_detail 
         return refuse(driver, detail, "segment_alloc: no bytes");
     if (!take(d, size))
         return leave(driver, mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "segment_alloc: the double is full"));
-    *out = add(d, (mo_double_block){.kind = SEGMENT, .address = fresh_address(d, size), .size = size})->address;
+    *out =
+        add(d, (mo_double_block){.kind = SEGMENT, .address = fresh_address(d, size), .size = size})->address;
     return leave(driver, MO_OK);
 }
 
@@ -442,7 +448,8 @@ static mo_status double_segment_free(mo_driver *driver, mo_address address, mo_d
     return leave(driver, MO_OK);
 }
 
-static mo_status double_memory_info(mo_driver *driver, mo_detail *detail, size_t *free_bytes, size_t *total_bytes)
+static mo_status double_memory_info(mo_driver *driver, mo_detail *detail, size_t *free_bytes,
+                                    size_t *total_bytes)
 {
     mo_status status = enter(driver, MO_DOUBLE_memory_info, detail);
     if (status)

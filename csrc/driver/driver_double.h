@@ -14,10 +14,12 @@
 #include "driver/driver.h"
 
 /* Every entry of the table that can fail. */
+/* clang-format off */
 #define MO_DOUBLE_CALLS(X)                                                                                   \
     X(reserve) X(unreserve) X(create) X(release) X(map) X(unmap) X(grant) X(segment_alloc) X(segment_free)   \
     X(event_create) X(event_destroy) X(event_record) X(event_query) X(stream_wait) X(capture_id)             \
     X(synchronize) X(memory_info)
+/* clang-format on */
 
 typedef enum mo_double_call {
 #define CALL_NAME(name) MO_DOUBLE_##name,
@@ -36,9 +38,9 @@ typedef struct mo_double {
     mo_address next_address; /* addresses only grow: none is ever handed out twice */
     mo_double_block *blocks; /* reservations, handles, mappings, segments, events */
     mo_double_stream *streams;
-    uint64_t clock;               /* nanoseconds */
+    uint64_t clock; /* nanoseconds */
     uint64_t next_id;
-    size_t work_per_pause;        /* operations of every stream that a pause() lets complete */
+    size_t work_per_pause; /* operations of every stream that a pause() lets complete */
     uint64_t calls[MO_DOUBLE_CALL_COUNT];
     struct {
         uint64_t after, count; /* let `after` more pass, then fail `count` */
@@ -56,7 +58,8 @@ void mo_double_close(mo_double *device);
 size_t mo_double_live(mo_double *device);
 
 /* Lets `after` more calls pass, then fails `count` of them with status (before anything changed). */
-void mo_double_fail(mo_double *device, mo_double_call which, uint64_t after, uint64_t count, mo_status status);
+void mo_double_fail(mo_double *device, mo_double_call which, uint64_t after, uint64_t count,
+                    mo_status status);
 void mo_double_fail_never(mo_double *device);
 
 /* Queues one operation on a stream. */

@@ -35,7 +35,8 @@ mo_cache_finding_name(mo_cache_finding finding); /* "off", "missing", "hit", "da
 #define MO_CACHE_HEADER_SIZE 40
 #define MO_CACHE_KEY_MAX     1024
 #define MO_CACHE_IMAGE_MAX                                                                                   \
-    ((size_t)64 << 20) /* a length above it is damage: real images are about 0.1 MB                          \
+    ((size_t)64                                                                                              \
+     << 20) /* a length above it is damage: real images are about 0.1 MB                          \
                         */
 #define MO_CACHE_PATH_MAX 4096
 

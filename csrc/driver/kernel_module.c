@@ -24,8 +24,7 @@ const char *mo_kernel_origin_name(mo_kernel_origin origin)
     return (unsigned)origin < sizeof names / sizeof *names ? names[origin] : "?";
 }
 
-/* ---- one image
- * ------------------------------------------------------------------------------------------------ */
+/* ---- one image ----------------------------------------------------------------------------------------- */
 
 /* Whether a code of cuModuleLoadDataEx or cuModuleGetFunction speaks of the image, so that another may do. */
 static bool is_refusal(CUresult code)
@@ -79,8 +78,7 @@ static mo_status take_image(const mo_cuda_api *api, const void *image, mo_kernel
     return status;
 }
 
-/* ---- the three ways
- * ------------------------------------------------------------------------------------------- */
+/* ---- the three ways ------------------------------------------------------------------------------------ */
 
 /* Adds a sentence to m->note; one that does not fit is cut. */
 __attribute__((format(printf, 2, 3))) static void note(mo_kernel_module *m, const char *format, ...)
@@ -254,15 +252,12 @@ mo_status mo_kernel_module_unload(const mo_driver_cuda *device, mo_kernel_module
     return mo_cuda_check(device->api, code, "cuModuleUnload", detail);
 }
 
-/* ---- the process's modules
- * ------------------------------------------------------------------------------------ */
+/* ---- the process's modules ----------------------------------------------------------------------------- */
 
-#define DEVICES_MAX 64 /* as torch's C10_COMPILE_TIME_MAX_GPUS bounds it */
-
-static mo_lock lock = MO_LOCK_INIT;           /* of the three below; held while a module is loaded */
-static mo_kernel_settings configured;         /* its strings are ours */
-static mo_kernel_module modules[DEVICES_MAX]; /* written once each, before loaded[] says so */
-static atomic_bool loaded[DEVICES_MAX];
+static mo_lock lock = MO_LOCK_INIT;              /* of the three below; held while a module is loaded */
+static mo_kernel_settings configured;            /* its strings are ours */
+static mo_kernel_module modules[MO_MAX_DEVICES]; /* written once each, before loaded[] says so */
+static atomic_bool loaded[MO_MAX_DEVICES];
 
 static void forget(mo_kernel_settings *settings)
 {
@@ -313,7 +308,7 @@ mo_status mo_kernels_configure(const mo_kernel_settings *settings, mo_detail *de
 
 const mo_kernel_module *mo_kernels_peek(int ordinal)
 {
-    if (ordinal < 0 || ordinal >= DEVICES_MAX)
+    if (ordinal < 0 || ordinal >= MO_MAX_DEVICES)
         return NULL;
     return atomic_load_explicit(&loaded[ordinal], memory_order_acquire) ? &modules[ordinal] : NULL;
 }
@@ -325,9 +320,9 @@ mo_status mo_kernels_get(int ordinal, const mo_kernel_module **out, mo_detail *d
     mo_status status = MO_OK;
 
     if (!found) {
-        if (ordinal < 0 || ordinal >= DEVICES_MAX)
+        if (ordinal < 0 || ordinal >= MO_MAX_DEVICES)
             return mo_fail(detail, MO_NO_DEVICE, 0, "device %d: device numbers go from 0 to %d", ordinal,
-                           DEVICES_MAX - 1);
+                           MO_MAX_DEVICES - 1);
         status = mo_driver_cuda_get(ordinal, &driver, detail);
         if (status)
             return status;

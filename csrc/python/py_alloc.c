@@ -3,9 +3,10 @@
 #include "alloc/passthrough.h"
 #include "alloc/torch_throw.h"
 
-PyDoc_STRVAR(prepare_doc, "allocator_prepare($module, /)\n--\n\n"
-                          "Finds what memopt needs in the torch that is loaded, before torch is given the allocator.\n"
-                          "Raises memopt.Error naming what is missing.");
+PyDoc_STRVAR(prepare_doc,
+             "allocator_prepare($module, /)\n--\n\n"
+             "Finds what memopt needs in the torch that is loaded, before torch is given the allocator.\n"
+             "Raises memopt.Error naming what is missing.");
 
 static PyObject *allocator_prepare(PyObject *module, PyObject *unused)
 {
@@ -17,9 +18,10 @@ static PyObject *allocator_prepare(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(stats_doc, "allocator_stats($module, device=0, /)\n--\n\n"
-                        "Counters of the pass-through allocator on a device, as a dict of ints: allocations, frees,\n"
-                        "out_of_memory, failed_frees, live_bytes, live_blocks, peak_bytes. 0 where it was never used.");
+PyDoc_STRVAR(stats_doc,
+             "allocator_stats($module, device=0, /)\n--\n\n"
+             "Counters of the pass-through allocator on a device, as a dict of ints: allocations, frees,\n"
+             "out_of_memory, failed_frees, live_bytes, live_blocks, peak_bytes. 0 where it was never used.");
 
 static PyObject *allocator_stats(PyObject *module, PyObject *args)
 {
@@ -30,11 +32,11 @@ static PyObject *allocator_stats(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "|i:allocator_stats", &device))
         return NULL;
     mo_passthrough_read(device, &s);
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "allocations", (unsigned long long)s.allocations, "frees",
-                         (unsigned long long)s.frees, "out_of_memory", (unsigned long long)s.out_of_memory,
-                         "failed_frees", (unsigned long long)s.failed_frees, "live_bytes",
-                         (unsigned long long)s.live_bytes, "live_blocks", (unsigned long long)s.live_blocks,
-                         "peak_bytes", (unsigned long long)s.peak_bytes);
+    return Py_BuildValue(
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "allocations", (unsigned long long)s.allocations, "frees",
+        (unsigned long long)s.frees, "out_of_memory", (unsigned long long)s.out_of_memory, "failed_frees",
+        (unsigned long long)s.failed_frees, "live_bytes", (unsigned long long)s.live_bytes, "live_blocks",
+        (unsigned long long)s.live_blocks, "peak_bytes", (unsigned long long)s.peak_bytes);
 }
 
 static PyMethodDef methods[] = {

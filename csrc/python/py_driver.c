@@ -5,12 +5,13 @@
 #include "base/isa.h"
 #include "driver/driver_cuda.h"
 
-PyDoc_STRVAR(driver_doc,
-             "cuda_driver($module, /)\n--\n\n"
-             "The CUDA driver of this process: a dict of its version (such as '13.0'), the optional functions it\n"
-             "lacks, and a dict for each device: name, compute_capability, total_bytes, granularity (bytes of the\n"
-             "smallest physical block; 0: no virtual memory management).\n"
-             "Creates a context on each device. Raises memopt.Error saying what is missing.");
+PyDoc_STRVAR(
+    driver_doc,
+    "cuda_driver($module, /)\n--\n\n"
+    "The CUDA driver of this process: a dict of its version (such as '13.0'), the optional functions it\n"
+    "lacks, and a dict for each device: name, compute_capability, total_bytes, granularity (bytes of the\n"
+    "smallest physical block; 0: no virtual memory management).\n"
+    "Creates a context on each device. Raises memopt.Error saying what is missing.");
 
 static PyObject *describe_device(PyObject *module, const mo_cuda_api *api, int ordinal)
 {
@@ -83,18 +84,19 @@ static PyObject *cuda_driver(PyObject *module, PyObject *unused)
         if (append_and_release(devices, describe_device(module, api, i)) < 0)
             goto fail;
     result = Py_BuildValue("{s:N,s:O,s:O}", "version",
-                           PyUnicode_FromFormat("%d.%d", version / 1000, version % 1000 / 10), "lacking", lacking,
-                           "devices", devices);
+                           PyUnicode_FromFormat("%d.%d", version / 1000, version % 1000 / 10), "lacking",
+                           lacking, "devices", devices);
 fail:
     Py_XDECREF(devices);
     Py_XDECREF(lacking);
     return result;
 }
 
-PyDoc_STRVAR(isa_doc, "cpu_isa($module, name=None, /)\n--\n\n"
-                      "The instruction set of the CPU kernels: 'generic', 'avx2' or 'avx512'. name is MEMOPT_ISA's\n"
-                      "value; None takes the best. Raises ValueError for an unknown name, memopt.Error for more than\n"
-                      "this processor has.");
+PyDoc_STRVAR(isa_doc,
+             "cpu_isa($module, name=None, /)\n--\n\n"
+             "The instruction set of the CPU kernels: 'generic', 'avx2' or 'avx512'. name is MEMOPT_ISA's\n"
+             "value; None takes the best. Raises ValueError for an unknown name, memopt.Error for more than\n"
+             "this processor has.");
 
 static PyObject *cpu_isa(PyObject *module, PyObject *args)
 {

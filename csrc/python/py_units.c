@@ -2,13 +2,14 @@
 
 #include "base/units.h"
 
-PyDoc_STRVAR(parse_size_doc,
-             "parse_size($module, size, /)\n--\n\n"
-             "Bytes in a size, as an int.\n\n"
-             "size: an int (bytes), or text: '8GiB', '1.5 GB', '512MiB', '80G'. KiB … EiB and the bare letters K … E\n"
-             "are powers of 1024, KB … EB powers of 1000. What is left under one byte is dropped.\n"
-             "Raises ValueError, which quotes the input, for a negative, nonsensical or too large (>= 2**63) one,\n"
-             "TypeError for any other type.");
+PyDoc_STRVAR(
+    parse_size_doc,
+    "parse_size($module, size, /)\n--\n\n"
+    "Bytes in a size, as an int.\n\n"
+    "size: an int (bytes), or text: '8GiB', '1.5 GB', '512MiB', '80G'. KiB … EiB and the bare letters K … E\n"
+    "are powers of 1024, KB … EB powers of 1000. What is left under one byte is dropped.\n"
+    "Raises ValueError, which quotes the input, for a negative, nonsensical or too large (>= 2**63) one,\n"
+    "TypeError for any other type.");
 
 static PyObject *parse_size(PyObject *module, PyObject *size)
 {
@@ -33,7 +34,8 @@ static PyObject *parse_size(PyObject *module, PyObject *size)
         mo_status status = mo_parse_size(text, (size_t)length, &bytes, &detail);
         return status ? mo_raise(module, status, &detail) : PyLong_FromUnsignedLongLong(bytes);
     }
-    return PyErr_Format(PyExc_TypeError, "%R is not a size: give an int (bytes) or text such as '8GiB'", size);
+    return PyErr_Format(PyExc_TypeError, "%R is not a size: give an int (bytes) or text such as '8GiB'",
+                        size);
 }
 
 PyDoc_STRVAR(format_size_doc, "format_size($module, bytes, /)\n--\n\n"

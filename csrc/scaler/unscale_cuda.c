@@ -8,8 +8,7 @@
 #include "driver/kernel_module.h"
 #include "driver/staging.h"
 
-/* ---- geometry
- * ------------------------------------------------------------------------------------------------- */
+/* ---- geometry ------------------------------------------------------------------------------------------ */
 
 /* Threads a block. With 32 registers a thread (ptxas on sm_75 … sm_120) eight blocks fill a multiprocessor's
  * 2048 threads; smaller blocks than 512 leave less of it idle when a grid runs out. unscale.cu bounds it by
@@ -37,10 +36,7 @@ size_t mo_unscale_chunk_bytes(size_t bytes, int multiprocessors)
     return chunk;
 }
 
-/* ---- a device's state
- * ------------------------------------------------------------------------------------------- */
-
-#define DEVICES_MAX 64 /* as in kernel_module.c: mo_kernels_get refuses more */
+/* ---- a device's state ---------------------------------------------------------------------------------- */
 
 typedef struct device_state {
     mo_lock lock; /* of all below; held while a launch is queued, never while the device is waited for, but
@@ -52,7 +48,7 @@ typedef struct device_state {
     uint64_t launches;
 } device_state;
 
-static device_state states[DEVICES_MAX] = {[0 ... DEVICES_MAX - 1] = {.lock = MO_LOCK_INIT}};
+static device_state states[MO_MAX_DEVICES] = {[0 ... MO_MAX_DEVICES - 1] = {.lock = MO_LOCK_INIT}};
 
 static mo_status build_table_locked(device_state *state, const mo_tensor_list *list, size_t *out_chunks,
                                     mo_detail *detail)
@@ -164,7 +160,7 @@ mo_status mo_unscale_cuda(const mo_unscale_job *job, mo_detail *detail)
 void mo_unscale_read(int device, mo_unscale_counts *out)
 {
     memset(out, 0, sizeof *out);
-    if (device < 0 || device >= DEVICES_MAX || mo_context_forked())
+    if (device < 0 || device >= MO_MAX_DEVICES || mo_context_forked())
         return;
     device_state *state = &states[device];
     mo_lock_take(&state->lock);
