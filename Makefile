@@ -72,8 +72,9 @@ notebooks: build  ## executes the notebooks, in full, in place
 FUZZ_SECONDS ?= 60
 FUZZERS = $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 CLANG ?= clang
+KERNEL_IMAGE = build/c/plain/core/csrc/driver/kernel_image.o
 
-fuzz:  ## each fuzzer under libFuzzer for FUZZ_SECONDS (60); needs clang
+fuzz: $(KERNEL_IMAGE)  ## each fuzzer under libFuzzer for FUZZ_SECONDS (60); needs clang
 	@command -v $(CLANG) >/dev/null || { echo "fuzz: there is no $(CLANG) (Debian: apt-get install clang libclang-rt-14-dev)" >&2; exit 1; }
 	@mkdir -p build/fuzz
 	@for f in $(FUZZERS); do mkdir -p build/fuzz/$$f.corpus && echo "$$f: $(FUZZ_SECONDS) s" >&2 && \
