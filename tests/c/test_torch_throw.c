@@ -114,52 +114,46 @@ TEST(either_form_of_the_exception_will_do)
     CHECK_CHILD(with_a_constructor);
 }
 
-/* A torch and a C++ runtime of ours: the constructor takes what it is given apart, the throw ends the thread.
- */
+/* A torch and a C++ runtime of ours: the constructor takes what it is given apart, and the throw lands in landing(). */
 static const char runtime[] =
-    "#include <pthread.h>\n#include <stdio.h>\n#include <stdlib.h>\n"
+    "#include <stdlib.h>\n#include <string.h>\n"
     "typedef struct { const char *function, *file; unsigned line; } where;\n"
     "typedef struct { char *bytes; size_t length; union { char small[16]; size_t capacity; } u; } string;\n"
-    "int _ZTIN3c105ErrorE, destroyed, errors; __thread char said[1024]; __thread void *type;\n"
+    "int _ZTIN3c105ErrorE, destroyed, errors;\n"
+    "void landing(void *type, char *text);\n"
     "void destroy(void *e) { __sync_fetch_and_add(&destroyed, 1); }\n"
     "void *table[5] = {0, 0, destroy};\n"
-    "char *said_here(void) { return said; }\n"
-    "void *type_here(void) { return type; }\n"
     "void *__cxa_allocate_exception(size_t n) { return malloc(n); }\n"
     "void *_Znwm(size_t n) { return malloc(n); }\n"
-    "static void make(void **self, string *s) {\n"
-    "    if (s->u.capacity != s->length || s->bytes[s->length]) abort();\n"
-    "    snprintf(said, sizeof said, \"%s\", s->bytes); free(s->bytes); *self = table + 2; }\n"
+    "void _ZdlPv(void *block) { free(block); }\n"
     "void _ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE\n"
-    "    (void **self, where w, string *s) { __sync_fetch_and_add(&errors, 1); make(self, s);\n"
-    "    if (!w.function || !w.file) abort(); }\n"
-    "void __cxa_throw(void *e, void *t, void (*end)(void *)) { type = t; end(e); free(e); pthread_exit(0); "
-    "}\n";
+    "    (void **self, where w, string *s) {\n"
+    "    if (!w.function || !w.file || s->u.capacity != s->length || s->bytes[s->length]) abort();\n"
+    "    __sync_fetch_and_add(&errors, 1);\n"
+    "    self[0] = table + 2; self[1] = strdup(s->bytes); _ZdlPv(s->bytes); }\n"
+    "void __cxa_throw(void *e, void *type, void (*end)(void *)) {\n"
+    "    char *text = ((void **)e)[1]; end(e); free(e); landing(type, text); }\n";
 
+/* Of the class itself, where torch has one: it makes an Error and goes on. */
 static const char with_constructor[] =
     "int _ZTIN3c1016OutOfMemoryErrorE;\n"
-    "typedef struct { const char *function, *file; unsigned line; } where;\n"
-    "void _ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(void *, "
-    "where, void *);\n"
-    "void "
-    "_ZN3c1016OutOfMemoryErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE\n"
-    "    (void *self, where w, void *s)\n"
-    "{ _ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(self, w, s); "
-    "}\n";
+    "void _ZN3c1016OutOfMemoryErrorC1"
+    "ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE\n"
+    "    (void **self, where w, string *s) { _ZN3c105ErrorC1"
+    "ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(self, w, s); }\n";
 
 static const char with_table[] = "int _ZTIN3c1016OutOfMemoryErrorE, ended_as_out_of_memory;\n"
                                  "void end(void *e) { __sync_fetch_and_add(&ended_as_out_of_memory, 1); }\n"
                                  "void *_ZTVN3c1016OutOfMemoryErrorE[5] = {0, 0, end};\n";
 
-static void *c10, *torch_python;
+static void *c10;
 
-static void load_runtime(const char *python)
+static void load_runtime(const char *out_of_memory)
 {
-    const char *path = make_library("libc10.so", "libc10.so", runtime);
-    c10 = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
-    unlink(path);
-    CHECK(c10);
-    torch_python = load("libtorch_python.so", python);
+    static char source[8192];
+    snprintf(source, sizeof source, "%s%s", runtime, out_of_memory);
+    c10 = load("libc10.so", source);
+    load("libtorch_python.so", "int of_python;");
     CHECK(dlopen("libstdc++.so.6", RTLD_NOW));
 }
 
@@ -169,56 +163,54 @@ typedef struct thrown {
     useconds_t late;
     char said[1024];
     void *type;
+    jmp_buf catch;
 } thrown;
 
-/* Runs as the thread that has thrown ends. */
-static void keep(void *slot)
+static __thread thrown *throwing;
+
+void landing(void *type, char *text);
+void landing(void *type, char *text)
 {
-    thrown *t = slot;
-    char *(*said)(void);
-    void *(*type)(void);
-    *(void **)&said = dlsym(c10, "said_here");
-    *(void **)&type = dlsym(c10, "type_here");
-    strcpy(t->said, said());
-    t->type = type();
+    snprintf(throwing->said, sizeof throwing->said, "%s", text);
+    free(text);
+    throwing->type = type;
+    longjmp(throwing->catch, 1);
 }
 
 static void *throw_it(void *slot)
 {
-    thrown *t = slot;
-    pthread_cleanup_push(keep, t);
+    throwing = slot;
     while (mo_torch_throw_prepare(NULL) != MO_OK)
         continue;
-    if (t->out_of_memory)
-        mo_torch_throw_out_of_memory(t->text);
-    mo_torch_throw_error(t->text);
-    pthread_cleanup_pop(0);
-    return NULL;
+    if (setjmp(throwing->catch) == 0) {
+        if (throwing->out_of_memory)
+            mo_torch_throw_out_of_memory(throwing->text);
+        mo_torch_throw_error(throwing->text);
+    }
+    return slot;
 }
 
 static void check_thrown(thrown *t)
 {
     const char *name = t->out_of_memory ? "_ZTIN3c1016OutOfMemoryErrorE" : "_ZTIN3c105ErrorE";
     CHECK_STR(t->said, t->text);
-    CHECK(t->type && t->type == dlsym(t->out_of_memory ? torch_python : c10, name));
+    CHECK(t->type && t->type == dlsym(c10, name));
 }
 
-static void check_throws(const char *python)
+static void check_throws(const char *out_of_memory)
 {
     static const char *const texts[] = {
         "", "short", "fifteen letters", "sixteen letters.",
         "CUDA out of memory. Tried to allocate 1.00 GiB on GPU 0. It has 80.0 GiB in all."};
     enum { TEXTS = sizeof texts / sizeof *texts };
-    load_runtime(python);
+    load_runtime(out_of_memory);
     for (int i = 0; i < 2 * TEXTS; i++) {
-        pthread_t thread;
         thrown t = {.text = texts[i / 2], .out_of_memory = i % 2};
-        CHECK_EQ(pthread_create(&thread, NULL, throw_it, &t), 0);
-        pthread_join(thread, NULL);
+        throw_it(&t);
         check_thrown(&t);
     }
     CHECK_EQ(*(int *)dlsym(c10, "errors"), 2 * TEXTS);
-    const int *as_out_of_memory = dlsym(torch_python, "ended_as_out_of_memory");
+    const int *as_out_of_memory = dlsym(c10, "ended_as_out_of_memory");
     CHECK_EQ(*(int *)dlsym(c10, "destroyed") + (as_out_of_memory ? *as_out_of_memory : 0), 2 * TEXTS);
     CHECK(!as_out_of_memory || *as_out_of_memory == TEXTS);
 }
