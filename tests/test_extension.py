@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from array import array
 from collections.abc import Callable, Iterator
@@ -112,8 +111,7 @@ def wheels(checkout: Path, tools: Path, tmp_path_factory: pytest.TempPathFactory
     """Built at once: from the checkout, with whatever this machine has, and from its sdist, with gcc alone."""
     folder = tmp_path_factory.mktemp("sdist")
     sdist = finish(setup(checkout, "sdist", "-d", str(folder)), folder / "*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(sdist, folder)
     (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
     from_sdist = setup(unpacked, "bdist_wheel", "-d", str(folder / "dist"), path=str(tools))
     # What this checkout's own build made of the simulated device and the kernels is as good for the copy.

@@ -25,8 +25,7 @@ typedef struct contract_device {
     void (*fail_never)(void);
 } contract_device;
 
-/* ---- what is there, before and after
- * ---------------------------------------------------------------------------- */
+/* ---- what is there, before and after ------------------------------------------------------------------- */
 
 typedef struct contract_state {
     size_t free_bytes, live;
@@ -61,8 +60,7 @@ __attribute__((unused)) static contract_state contract_look(const contract_devic
         CHECK_SAME(device, before_);                                                                         \
     } while (0)
 
-/* ---- shorthands: what must work
- * ----------------------------------------------------------------------------------- */
+/* ---- shorthands: what must work ------------------------------------------------------------------------ */
 
 __attribute__((unused)) static mo_address contract_reserve(mo_driver *m, size_t granules)
 {
@@ -98,8 +96,7 @@ __attribute__((unused)) static mo_event *contract_event(mo_driver *m)
 #define CHECK_NOT_OVER(m, event) CHECK_EQ((m)->event_query((m), (event), NULL), MO_NOT_READY)
 #define CHECK_OK(call)           CHECK_EQ(call, MO_OK)
 
-/* ---- a session
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- a session ----------------------------------------------------------------------------------------- */
 
 /* Every call of the table, as an engine would go through them: the first that fails ends it, and what was
  * acquired is given back; a release that fails is repeated. */

@@ -6,8 +6,7 @@
 
 #include "driver_contract.h"
 
-/* ---- addresses
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- addresses ----------------------------------------------------------------------------------------- */
 
 static void contract_reservations_do_not_overlap_and_cost_no_memory(const contract_device *d)
 {
@@ -66,8 +65,7 @@ static void contract_a_reservation_beyond_all_addresses_is_refused(const contrac
     CHECK_EQ(a, 77);
 }
 
-/* ---- physical memory
- * ------------------------------------------------------------------------------------------------ */
+/* ---- physical memory ----------------------------------------------------------------------------------- */
 
 static void contract_memory_is_what_is_created_and_the_rest_is_free(const contract_device *d)
 {
@@ -128,9 +126,7 @@ static void contract_sizes_that_are_no_granules_are_refused(const contract_devic
     CHECK_EQ(h, 77);
 }
 
-/* ---- mappings
- * ---------------------------------------------------------------------------------------------------------
- */
+/* ---- mappings ------------------------------------------------------------------------------------------ */
 
 static void contract_memory_returns_after_release_and_unmap_in_either_order(const contract_device *d)
 {
@@ -234,9 +230,7 @@ static void contract_access_is_granted_over_mappings_in_a_row_only(const contrac
     CHECK_OK(m->unreserve(m, a, 4 * g, NULL));
 }
 
-/* ---- segments
- * -----------------------------------------------------------------------------------------------------------
- */
+/* ---- segments ------------------------------------------------------------------------------------------ */
 
 static void contract_segments_are_apart_aligned_and_freed_once(const contract_device *d)
 {
@@ -291,9 +285,7 @@ static void contract_freeing_a_segment_waits_for_the_device(const contract_devic
     CHECK_OK(m->event_destroy(m, e, NULL));
 }
 
-/* ---- order
- * ---------------------------------------------------------------------------------------------------------------
- */
+/* ---- order --------------------------------------------------------------------------------------------- */
 
 static void contract_an_event_is_over_when_what_was_queued_before_it_is(const contract_device *d)
 {
@@ -451,9 +443,7 @@ static void contract_a_capture_has_a_number_while_it_lasts(const contract_device
     CHECK(next != 0 && next != id);
 }
 
-/* ---- the clock
- * ---------------------------------------------------------------------------------------------------------------
- */
+/* ---- the clock ----------------------------------------------------------------------------------------- */
 
 static void contract_time_goes_on_and_a_pause_takes_about_as_long_as_asked(const contract_device *d)
 {
@@ -469,8 +459,7 @@ static void contract_time_goes_on_and_a_pause_takes_about_as_long_as_asked(const
     CHECK(m->now(m) >= before + asked);
 }
 
-/* ---- the N-th failure
- * ------------------------------------------------------------------------------------------------- */
+/* ---- the N-th failure ---------------------------------------------------------------------------------- */
 
 /* Each call of each function that a session makes fails once, all others work. */
 static void contract_any_call_may_fail_and_nothing_is_left_behind(const contract_device *d)

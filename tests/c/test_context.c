@@ -30,8 +30,7 @@ TEST(a_child_of_a_process_that_never_used_cuda_can_use_it)
     CHECK_CHILD(forked_before_in_child);
 }
 
-/* ---- what the calling thread had stays
- * --------------------------------------------------------------------------------- */
+/* ---- what the calling thread had stays ----------------------------------------------------------------- */
 
 static CUcontext current(void)
 {
@@ -117,8 +116,7 @@ TEST(threads_that_never_saw_cuda_can_call)
     CHECK_SAME(c, start);
 }
 
-/* ---- while a stream is captured
- * ------------------------------------------------------------------------------------------ */
+/* ---- while a stream is captured ------------------------------------------------------------------------ */
 
 TEST(a_capture_in_global_mode_ends_by_an_allocation_that_is_not_ours)
 {
@@ -171,9 +169,7 @@ TEST(a_capture_in_global_mode_survives_every_call_that_acquires_or_releases)
     CHECK_SAME(c, start);
 }
 
-/* ---- after a fork
- * ---------------------------------------------------------------------------------------------------------------
- */
+/* ---- after a fork -------------------------------------------------------------------------------------- */
 
 static void forked_child(void)
 {

@@ -112,8 +112,7 @@ TEST(a_driver_without_an_optional_function_is_taken_and_its_field_is_null)
     }
 }
 
-/* ---- what codes mean
- * ------------------------------------------------------------------------------------------ */
+/* ---- what codes mean ----------------------------------------------------------------------------------- */
 
 static CUresult name_of(CUresult code, const char **out)
 {
@@ -170,8 +169,7 @@ TEST(a_code_that_the_driver_does_not_know_is_told_by_its_number)
     CHECK_STR(detail.text, "cuX(): an unknown error (999)");
 }
 
-/* ---- the process's table: each in a child, since it is opened once a process
- * ------------------------------------ */
+/* ---- the process's table: each in a child, since it is opened once a process --------------------------- */
 
 /* A driver under the very name that the linker would look for; now loaded, so it is the one that is found. */
 static void *load_driver(const char *without)

@@ -7,10 +7,10 @@
 #include "driver_contract_tests.h"
 #include "simulated_contract.h"
 
-/* ---- in processes of their own
- * -------------------------------------------------------------------------------------- A device is
- * activated, and a process's driver opened, once. These come first: the children are of a process that has
- * done neither yet. */
+/* ---- in processes of their own ------------------------------------------------------------------------- */
+
+/* A device is activated, and a process's driver opened, once. These come first: the children are of a process
+ * that has done neither yet. */
 
 static void no_activation_in_child(void)
 {
@@ -134,8 +134,7 @@ TEST(a_processs_driver_that_could_not_be_opened_can_be_later)
     CHECK_CHILD(failures_in_child);
 }
 
-/* ---- the contract
- * ------------------------------------------------------------------------------------------------ */
+/* ---- the contract -------------------------------------------------------------------------------------- */
 
 #define RUN(name) contract_##name(contract())
 TEST(reservations_do_not_overlap_and_cost_no_memory)
@@ -243,8 +242,7 @@ TEST(any_call_may_fail_and_nothing_is_left_behind)
     RUN(any_call_may_fail_and_nothing_is_left_behind);
 }
 
-/* ---- opening
- * ------------------------------------------------------------------------------------------------------- */
+/* ---- opening ------------------------------------------------------------------------------------------- */
 
 TEST(opening_tells_the_ordinal_and_the_granularity)
 {
@@ -271,8 +269,7 @@ TEST(an_ordinal_that_is_not_there_is_named_with_how_many_there_are)
     }
 }
 
-/* ---- drivers of other ages
- * --------------------------------------------------------------------------------------------- */
+/* ---- drivers of other ages ----------------------------------------------------------------------------- */
 
 static CUresult no_virtual_memory(int *out, CUdevice_attribute which, CUdevice handle)
 {
@@ -345,8 +342,7 @@ TEST(captures_are_told_apart_by_whichever_function_the_driver_has)
     }
 }
 
-/* ---- errors, and a driver that is gone
- * ---------------------------------------------------------------------------------------- */
+/* ---- errors, and a driver that is gone ----------------------------------------------------------------- */
 
 TEST(a_failed_call_names_itself_its_arguments_and_the_drivers_words)
 {

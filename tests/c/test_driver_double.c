@@ -15,8 +15,7 @@ static mo_driver *fresh(size_t capacity, size_t granularity)
     return &device.table;
 }
 
-/* ---- the contract
- * --------------------------------------------------------------------------------------------------- */
+/* ---- the contract -------------------------------------------------------------------------------------- */
 
 static void submit(mo_stream stream)
 {
@@ -190,8 +189,7 @@ TEST(any_call_may_fail_and_nothing_is_left_behind)
     RUN(any_call_may_fail_and_nothing_is_left_behind);
 }
 
-/* ---- what only the double promises
- * ------------------------------------------------------------------------------------ */
+/* ---- what only the double promises --------------------------------------------------------------------- */
 
 TEST(a_plan_fails_the_calls_it_names_with_its_status_before_anything_changed)
 {

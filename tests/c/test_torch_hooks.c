@@ -16,8 +16,7 @@ static mo_passthrough_stats stats(int device)
     return s;
 }
 
-/* ---- first: in processes that have no device
- * ---------------------------------------------------------------------- */
+/* ---- first: in processes that have no device ----------------------------------------------------------- */
 
 static void free_without_a_device(void)
 {
@@ -96,8 +95,7 @@ TEST(a_request_that_cannot_be_met_throws)
     CHECK_THROWS_BAD_ALLOC(malloc_of_a_broken_driver);
 }
 
-/* ---- then: with one
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- then: with one ------------------------------------------------------------------------------------ */
 
 static uint64_t allocations_on(int device)
 {
