@@ -270,11 +270,13 @@ static void forget(mo_kernel_settings *settings)
 static bool copy_text(const char **out, const char *text)
 {
     char *copy;
+    size_t size;
     if (!text)
         return true;
-    copy = mo_host_alloc(strlen(text) + 1);
+    size = strlen(text) + 1;
+    copy = mo_host_alloc(size);
     if (copy)
-        strcpy(copy, text);
+        memcpy(copy, text, size);
     *out = copy;
     return copy != NULL;
 }
