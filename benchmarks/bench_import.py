@@ -30,10 +30,11 @@ def main() -> int:
         peer="bare",
         calls=5,
     )
-    added = [turn.seconds["memopt"] - turn.seconds["bare"] for turn in done.rounds]
+    # Of the best rounds of both, since either may be disturbed; no less than nothing.
+    added = max(0.0, done.seconds("memopt").best - done.seconds("bare").best)
     report.record(
-        "added by import memopt, best round, against the limit",
-        {"limit": LIMIT_SECONDS * 1e3, "memopt": min(added) * 1e3},
+        "added by import memopt, best against best, and the limit",
+        {"limit": LIMIT_SECONDS * 1e3, "memopt": added * 1e3},
         unit="ms",
         peer="limit",
         goal=1.0,

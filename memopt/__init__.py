@@ -6,8 +6,10 @@ says so when it is first used. `python -m memopt doctor` tells what works on thi
 from __future__ import annotations
 
 import importlib
-import logging
-from typing import TYPE_CHECKING
+
+TYPE_CHECKING = (
+    False  # type checkers take it for typing's; importing typing would double what this import costs
+)
 
 try:
     import memopt._C as _engines
@@ -20,16 +22,13 @@ except ImportError as error:
         hint = "the installed package is damaged: reinstall it with `pip install --force-reinstall memopt`"
     raise ImportError(f"memopt._C cannot be loaded ({error}): {hint}") from error
 
-from memopt._C import Error
-
 if TYPE_CHECKING:
     from memopt import amp, cuda, sim
     from memopt.diagnosis import doctor
 
+Error = _engines.Error
 __version__ = _engines.__version__
 __all__ = ["Error", "__version__", "amp", "cuda", "doctor", "sim"]
-
-logging.getLogger("memopt").addHandler(logging.NullHandler())
 
 # What is imported when it is first asked for: a name here, the module it lives in.
 _LATER = {"doctor": "memopt.diagnosis", "amp": None, "cuda": None, "sim": None}
