@@ -131,3 +131,4 @@ def test_other_types_are_type_errors_that_name_the_input(size):
 )
 def test_sizes_are_shown(bytes_, text):
     assert _C.format_size(bytes_) == text
+

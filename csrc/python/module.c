@@ -1,46 +1,50 @@
 #include "python/module.h"
 
 #include <errno.h>
+#include <string.h>
 
 #include "base/assert.h"
 #include "base/pin.h"
 
+/* attribute = value (stolen, may be NULL); 0 on success. */
+static int give_attribute(PyObject *object, const char *attribute, PyObject *value)
+{
+    int failed = !value || PyObject_SetAttrString(object, attribute, value) < 0;
+    Py_XDECREF(value);
+    return failed;
+}
+
 PyObject *mo_raise(PyObject *module, mo_status status, const mo_detail *detail)
 {
-    const char *text = detail && detail->status == status ? detail->text : mo_status_text(status);
-    mo_module_state *state = mo_state(module);
-    PyObject *error = NULL, *value = NULL;
+    const char *words = detail && detail->status == status ? detail->text : mo_status_text(status);
+    PyObject *kind = mo_state(module)->error, *error = NULL;
+    /* Paths in it may be in any encoding. */
+    PyObject *text = PyUnicode_DecodeUTF8(words, (Py_ssize_t)strlen(words), "replace");
+    int code = detail ? detail->code : 0;
 
+    if (!text)
+        return NULL;
     switch (status) {
     case MO_INVALID:
     case MO_OVERFLOW:
-        PyErr_SetString(PyExc_ValueError, text);
-        return NULL;
+        PyErr_SetObject(PyExc_ValueError, text);
+        break;
     case MO_NO_HOST_MEMORY:
-        return PyErr_NoMemory();
+        PyErr_NoMemory();
+        break;
     case MO_IO:
-        error = PyObject_CallFunction(PyExc_OSError, "is", detail ? detail->code : EIO, text);
+        error = PyObject_CallFunction(PyExc_OSError, "iO", code ? code : EIO, text);
         if (error)
             PyErr_SetObject(PyExc_OSError, error);
-        Py_XDECREF(error);
-        return NULL;
-    default:
         break;
+    default:
+        error = PyObject_CallFunction(kind, "O", text);
+        if (error && !give_attribute(error, "status", PyUnicode_FromString(mo_status_name(status))) &&
+            !give_attribute(error, "code", PyLong_FromLong(code)))
+            PyErr_SetObject(kind, error);
     }
-    error = PyObject_CallFunction(state->error, "s", text);
-    if (!error)
-        return NULL;
-    value = PyUnicode_FromString(mo_status_name(status));
-    if (!value || PyObject_SetAttrString(error, "status", value) < 0)
-        goto fail;
-    Py_DECREF(value);
-    value = PyLong_FromLong(detail ? detail->code : 0);
-    if (!value || PyObject_SetAttrString(error, "code", value) < 0)
-        goto fail;
-    PyErr_SetObject(state->error, error);
-fail:
-    Py_XDECREF(value);
-    Py_DECREF(error);
+    Py_XDECREF(error);
+    Py_DECREF(text);
     return NULL;
 }
 
