@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
 from memopt import _C, torch_version
-
-State = Literal["ok", "absent", "broken"]
+from memopt.finding import Finding, State
 
 # What this version reads from the environment, and what it means.
 VARIABLES = {
@@ -17,18 +15,6 @@ VARIABLES = {
     "MEMOPT_LOG": "level of the memopt logger",
     "MEMOPT_NVRTC": "path of the run-time compiler, where it is not the one of torch's wheel",
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor: what was looked at, how it is, and, if something is to be done, what.
-
-    state: 'ok'; 'absent' (not here, and memopt works without it); 'broken' (somebody should do something)."""
-
-    topic: str
-    state: State
-    text: str
-    mend: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,8 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from memopt import _C
-
-if TYPE_CHECKING:
-    from memopt.diagnosis import Finding
 
 __all__ = ["cache_directory", "nvrtc_candidates", "prepare", "status"]
 
@@ -66,8 +62,6 @@ def status(device: int = 0) -> dict[str, object]:
 def finding() -> Finding:
     """A line for memopt.doctor(): whether there is an embedded image, and if not, whether NVRTC is at
     hand."""
-    from memopt.diagnosis import Finding
-
     state = _C.kernel_status()
     if state["origin"] != "not loaded":
         text = f"{state['origin']}, for compute capability {state['architecture'] / 10:.1f}"

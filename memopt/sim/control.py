@@ -102,10 +102,11 @@ def reset_peak(device: int = 0) -> None:
 
 
 def set_memory(memory: int | str, device: int = 0) -> None:
-    """Changes the memory the device claims to have: at least what is held, at most what it was activated with."""
+    """Changes the memory a device claims to have, at most to what it was activated with. Less than is held leaves none
+    free, as another process that took the rest would."""
     if device_library().simcuda_set_memory(device, parse_size(memory)) != 0:
         raise ValueError(
-            f"device {device} cannot have {memory!r} of memory: more than at activation, less than is held"
+            f"device {device} cannot have {memory!r} of memory: there is no such device, or it was activated with less"
         )
 
 
