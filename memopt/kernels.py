@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from memopt import _C
+from memopt.finding import Finding
 
 __all__ = ["cache_directory", "nvrtc_candidates", "prepare", "status"]
 
