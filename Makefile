@@ -14,10 +14,10 @@ help:  ## this list
 # ---- building ---------------------------------------------------------------------------------------------------
 build:  ## the extension and the simulated device's libraries, in place (import memopt works from here)
 	@echo "building the extension and the simulated device" >&2
-	@$$($(ENVIRONMENT) build) setup.py --quiet build_ext --inplace
+	@python="$$($(ENVIRONMENT) build)" && "$$python" setup.py --quiet build_ext --inplace
 
 wheel:  ## dist/memopt-*.whl: one for every Python >= 3.11 and every torch >= 2.10
-	@$$($(ENVIRONMENT) build) setup.py --quiet bdist_wheel
+	@python="$$($(ENVIRONMENT) build)" && "$$python" setup.py --quiet bdist_wheel
 	@ls -l dist/*.whl
 
 clean:  ## removes what was built; the environments in .venv stay
@@ -27,46 +27,46 @@ clean:  ## removes what was built; the environments in .venv stay
 # ---- the main job -------------------------------------------------------------------------------------------------
 demo: build  ## trains a small transformer on a simulated GPU through memopt's allocator
 	@$(ENVIRONMENT) sim >build/python-sim
-	@$$(cat build/python-sim) benchmarks/first_light.py
+	@"$$(cat build/python-sim)" benchmarks/first_light.py
 
 # ---- tests ----------------------------------------------------------------------------------------------------------
 test: environments  ## everything: C, Python and the simulated device; one closing line
-	@$$(cat build/python-cpu) -m pytest $(PYTEST)
+	@"$$(cat build/python-cpu)" -m pytest $(PYTEST)
 
 environments: build
 	@$(ENVIRONMENT) cpu >build/python-cpu
 	@$(ENVIRONMENT) sim >build/python-sim
 
 test-c: environments  ## the C tests alone
-	@$$(cat build/python-cpu) -m pytest tests/c $(PYTEST)
+	@"$$(cat build/python-cpu)" -m pytest tests/c $(PYTEST)
 
 test-sim: build  ## the simulated device's tests alone, on any torch: make test-sim TORCH=2.11.0
 	@$(ENVIRONMENT) cpu >build/python-cpu
 	@$(ENVIRONMENT) sim --torch $(TORCH) >build/python-sim-$(TORCH)
-	@$$(cat build/python-cpu) -m pytest tests/sim --sim-python $$(cat build/python-sim-$(TORCH)) $(PYTEST)
+	@"$$(cat build/python-cpu)" -m pytest tests/sim --sim-python "$$(cat build/python-sim-$(TORCH))" $(PYTEST)
 
 test-asan test-ubsan test-tsan: test-%: environments  ## the C tests under a sanitizer
-	@$$(cat build/python-cpu) -m pytest tests/c --c-variant $* $(PYTEST)
+	@"$$(cat build/python-cpu)" -m pytest tests/c --c-variant $* $(PYTEST)
 
 test-asan:  ## the C tests under AddressSanitizer and LeakSanitizer
 test-ubsan:  ## the C tests under UndefinedBehaviorSanitizer
 test-tsan:  ## the C tests under ThreadSanitizer
 
 valgrind: environments  ## the C tests under valgrind's memcheck
-	@$$(cat build/python-cpu) -m pytest tests/c --c-variant valgrind $(PYTEST)
+	@"$$(cat build/python-cpu)" -m pytest tests/c --c-variant valgrind $(PYTEST)
 
 soak: environments  ## the long form of everything that has one; figures go to benchmarks/results
-	@$$(cat build/python-cpu) benchmarks/bench_import.py --json
-	@$$(cat build/python-cpu) benchmarks/torch_versions.py
-	@MEMOPT_SOAK=1 $$(cat build/python-cpu) -m pytest $(PYTEST)
+	@for b in benchmarks/bench_*.py; do "$$(cat build/python-cpu)" $$b || exit 1; done
+	@"$$(cat build/python-cpu)" benchmarks/torch_versions.py
+	@MEMOPT_SOAK=1 "$$(cat build/python-cpu)" -m pytest $(PYTEST)
 
-bench: environments  ## every benchmark, side by side with its peer
-	@$$(cat build/python-cpu) benchmarks/bench_import.py
+bench: environments  ## every benchmark (benchmarks/bench_*.py), side by side with its peer
+	@for b in benchmarks/bench_*.py; do "$$(cat build/python-cpu)" $$b || exit 1; done
 
 notebooks: build  ## executes the notebooks, in full, in place
 	@$(ENVIRONMENT) notebook >build/python-notebook
 	@cd notebooks && for n in *.ipynb; do echo "executing $$n" >&2; \
-	    $$(cat ../build/python-notebook) ../tests/execute_notebook.py $$n || exit 1; done
+	    "$$(cat ../build/python-notebook)" ../tests/execute_notebook.py $$n || exit 1; done
 
 # ---- fuzzing ----------------------------------------------------------------------------------------------------------
 FUZZ_SECONDS ?= 60
@@ -127,11 +127,11 @@ C_FILES = $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')
 
 lint: build  ## ruff, mypy, both compilers' warnings, clang-format, clang-tidy; says which tool is missing
 	@$(ENVIRONMENT) lint >build/python-lint
-	@$(PYTHON) tests/lint.py $$(cat build/python-lint)
+	@$(PYTHON) tests/lint.py "$$(cat build/python-lint)"
 
 format: build  ## rewrites Python and C in the project's style
 	@$(ENVIRONMENT) lint >build/python-lint
-	@$$(cat build/python-lint) -m ruff check --fix --quiet . ; $$(cat build/python-lint) -m ruff format --quiet .
+	@"$$(cat build/python-lint)" -m ruff check --fix --quiet . ; "$$(cat build/python-lint)" -m ruff format --quiet .
 	@clang-format -i $(C_FILES)
 
 .PHONY: help build wheel clean demo test environments test-c test-sim test-asan test-ubsan test-tsan valgrind soak bench \

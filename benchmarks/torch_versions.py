@@ -55,6 +55,7 @@ def main() -> int:
     for version in wanted:
         if not known["versions"].get(version, {}).get("passed"):
             known["versions"][version] = smoke(version)
+            RESULT.parent.mkdir(exist_ok=True)
             RESULT.write_text(json.dumps(known, indent=2) + "\n")
         outcome = known["versions"][version]
         print(

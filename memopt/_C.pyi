@@ -5,7 +5,7 @@ class _Device(TypedDict):
     name: str
     compute_capability: str
     total_bytes: int
-    granularity: int
+    virtual_memory: bool
 
 class _Driver(TypedDict):
     version: str

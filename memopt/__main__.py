@@ -8,6 +8,7 @@ import os
 import sys
 
 import memopt
+from memopt import log
 from memopt.commands import doctor
 
 COMMANDS = [doctor]
@@ -35,9 +36,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    level = logging.ERROR if options.quiet else max(logging.DEBUG, logging.WARNING - 10 * options.verbose)
-    named = os.environ.get("MEMOPT_LOG", "").upper()
-    logging.basicConfig(level=logging.getLevelNamesMapping().get(named, level), format="memopt: %(message)s")
+    if options.quiet:
+        log.show(logging.ERROR)
+    elif options.verbose:
+        log.show(logging.INFO if options.verbose == 1 else logging.DEBUG)
     try:
         status = options.run(options)
         sys.stdout.flush()

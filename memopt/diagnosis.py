@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 
 from memopt import _C, torch_version
 from memopt.finding import Finding, State
+from memopt.log import LEVELS, logger
 
 # What this version reads from the environment, and what it means.
 VARIABLES = {
     "MEMOPT_ISA": "instruction set of the CPU kernels: generic, avx2, avx512",
-    "MEMOPT_LOG": "level of the memopt logger",
+    "MEMOPT_LOG": f"what the memopt logger shows: {', '.join(LEVELS)}",
     "MEMOPT_NVRTC": "path of the run-time compiler, where it is not the one of torch's wheel",
 }
 
@@ -43,28 +44,33 @@ class Diagnosis:
 
 
 def doctor() -> Diagnosis:
-    """Looks at everything that memopt can use here: the Python and the torch, the CUDA driver and its devices (a
-    context is created on each), the kernels, the simulated device, the environment variables.
+    """Looks at everything that memopt can use here: the Python and the torch, the CUDA driver and its devices, the
+    kernels, the simulated device, the environment variables. Creates no context on a device.
 
     Returns a Diagnosis: print it, or read .findings and .healthy. Never raises for what it finds."""
-    return Diagnosis(
-        [
-            Finding(
-                "memopt",
-                "ok",
-                f"{_C.__version__}, built with {_C.build['compiler']}, assertions: level {_C.build['level']}",
-            ),
-            Finding(
-                "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-            ),
-            _torch(),
-            *_driver(),
-            _kernels(),
-            _cpu_kernels(),
-            _simulated_device(),
-            *_variables(),
-        ]
-    )
+    found = [_memopt(), _python()]
+    for look, topic in (
+        (_torch, "torch"),
+        (_driver, "the CUDA driver and its devices"),
+        (_kernels, "the kernels"),
+        (_cpu_kernels, "the processor"),
+        (_simulated_device, "the simulated device"),
+        (_variables, "the environment"),
+    ):
+        logger.info("looking at %s", topic)
+        said = look()
+        found += said if isinstance(said, list) else [said]
+    return Diagnosis(found)
+
+
+def _memopt() -> Finding:
+    text = f"{_C.__version__}, built with {_C.build['compiler']}, assertions: level {_C.build['level']}"
+    return Finding("memopt", "ok", text)
+
+
+def _python() -> Finding:
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("python", "ok", text)
 
 
 def _torch() -> Finding:
@@ -98,17 +104,10 @@ def _driver() -> list[Finding]:
     lacking = f", lacks {', '.join(driver['lacking'])}" if driver["lacking"] else ""
     found = [Finding("cuda driver", "ok", f"CUDA {driver['version']}{lacking}")]
     for i, device in enumerate(driver["devices"]):
-        pages = _C.format_size(device["granularity"])
-        virtual = f"physical blocks of {pages}" if device["granularity"] else "no virtual memory management"
-        found.append(
-            Finding(
-                f"device {i}",
-                "ok",
-                f"{device['name']}, compute capability "
-                f"{device['compute_capability']}, {_C.format_size(device['total_bytes'])}, "
-                f"{virtual}",
-            )
-        )
+        virtual = "" if device["virtual_memory"] else ", no virtual memory management"
+        total = _C.format_size(device["total_bytes"])
+        text = f"{device['name']}, compute capability {device['compute_capability']}, {total}{virtual}"
+        found.append(Finding(f"device {i}", "ok", text))
     return found
 
 
@@ -124,7 +123,8 @@ def _cpu_kernels() -> Finding:
         isa = _C.cpu_isa(wanted)
     except (ValueError, _C.Error) as error:
         return Finding("cpu kernels", "broken", str(error), "unset MEMOPT_ISA")
-    return Finding("cpu kernels", "ok", f"{isa}{' (MEMOPT_ISA)' if wanted else ''}")
+    chosen = f"{isa} by MEMOPT_ISA" if wanted else f"{isa}, the best of this processor"
+    return Finding("cpu kernels", "ok", f"{chosen}; this version has none that uses it yet")
 
 
 def _simulated_device() -> Finding:
@@ -138,7 +138,7 @@ def _simulated_device() -> Finding:
         )
     try:
         readiness = sim.readiness()
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         text, _, mend = str(error).partition(": ")
         return Finding(topic, "absent", text, mend)
     return Finding(topic, "ok", readiness)
@@ -160,6 +160,11 @@ def _variables() -> list[Finding]:
         for name in sorted(os.environ)
         if name.startswith("MEMOPT_") and name not in {*VARIABLES, *_BUILD}
     ]
+    level = os.environ.get("MEMOPT_LOG", "")
+    if level and level.lower() not in LEVELS:
+        mend = f"one of: {', '.join(LEVELS)}"
+        found = [f for f in found if not f.text.startswith("MEMOPT_LOG=")]
+        found.append(Finding("environment", "broken", f"MEMOPT_LOG={level} is no level", mend))
     found += _allocator_settings()
     return found
 

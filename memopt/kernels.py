@@ -15,6 +15,7 @@ from pathlib import Path
 
 from memopt import _C
 from memopt.finding import Finding
+from memopt.log import logger
 
 __all__ = ["cache_directory", "nvrtc_candidates", "prepare", "status"]
 
@@ -51,6 +52,9 @@ def nvrtc_candidates() -> tuple[str, ...]:
 @cache
 def prepare() -> None:
     """Tells the engine the two above, once a process. Called by whatever launches a kernel."""
+    logger.info(
+        "kernels: NVRTC, if it is needed, from %s; cache in %s", nvrtc_candidates(), cache_directory()
+    )
     _C.kernels_configure(nvrtc_candidates(), cache_directory())
 
 
@@ -64,15 +68,29 @@ def finding() -> Finding:
     """A line for memopt.doctor(): whether there is an embedded image, and if not, whether NVRTC is at
     hand."""
     state = _C.kernel_status()
+    named = os.environ.get("MEMOPT_NVRTC")
+    if named and not _opens(named):
+        return Finding(
+            "kernels", "broken", f"MEMOPT_NVRTC={named} cannot be opened", "unset it, or name libnvrtc.so"
+        )
     if state["origin"] != "not loaded":
         text = f"{state['origin']}, for compute capability {state['architecture'] / 10:.1f}"
         return Finding("kernels", "ok", f"{text} ({state['note']})" if state["note"] else text)
     if state["embedded_bytes"]:
         return Finding("kernels", "ok", f"embedded, {_C.format_size(int(state['embedded_bytes']))}")
-    found = [path for path in nvrtc_candidates() if os.path.exists(path)]
+    found = next(filter(_opens, nvrtc_candidates()), None)
     if found:
-        return Finding(
-            "kernels", "ok", f"to be compiled at first use by {found[0]}, kept in {cache_directory()}"
-        )
+        text = f"to be compiled at first use by {found}, kept in {cache_directory()}"
+        return Finding("kernels", "ok", text)
     mend = "where there is a GPU: pip install nvidia-cuda-nvrtc (CUDA 12: nvidia-cuda-nvrtc-cu12), or build with nvcc"
     return Finding("kernels", "absent", "none embedded, and no NVRTC is installed to compile them", mend)
+
+
+def _opens(library: str) -> bool:
+    import ctypes
+
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -68,6 +69,14 @@ def pip(python: Path, *arguments: str) -> None:
             say("    {} {} {}".format(*download.groups()))
     if process.wait() != 0:
         raise SystemExit("".join(heard[-40:]) + f"\nfailed: {' '.join(command)}")
+
+
+def torch_at_hand() -> str | None:
+    """The version that this Python's packages say torch has, without importing it."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def torch_of(python: str) -> tuple[int, ...] | None:
@@ -169,13 +178,15 @@ def make(options: argparse.Namespace) -> Path:
     python = HOME / name / "bin" / "python"
     ready = HOME / name / "memopt-environment"
     torch = options.torch if options.name in ("sim", "notebook") else ""
-    recipe = json.dumps([sys.version_info[:2], torch, RECIPE[options.name]])
+    # The CPU environment may stand on this Python's torch, and is made anew when that comes, goes or changes.
+    at_hand = torch_at_hand() if options.name == "cpu" else None
+    recipe = json.dumps([sys.version_info[:2], torch, at_hand, RECIPE[options.name]])
     mark = f"{options.name}\n{hashlib.sha256(recipe.encode()).hexdigest()[:16]}\n"
     with alone(name):
         if ready.exists() and ready.read_text() == mark:
             return python
         say(f"environment '{name}' (.venv/{name})")
-        here = options.name == "cpu" and (torch_of(sys.executable) or (0, 0)) >= OLDEST_TORCH
+        here = at_hand is not None and (torch_of(sys.executable) or (0, 0)) >= OLDEST_TORCH
         arguments = ["--clear", *(["--system-site-packages"] if here else [])]
         subprocess.run([sys.executable, "-m", "venv", *arguments, str(HOME / name)], check=True)
         FILL[options.name](python, options)

@@ -27,7 +27,7 @@ def pytest_there(config: pytest.Config, *arguments: str) -> subprocess.Completed
     python = config.getoption("--sim-python")
     if not Path(python).exists():
         raise RuntimeError(
-            f"there is no {python}: `make test` makes it, `make sim-environment` makes it alone"
+            f"there is no {python}: `make test` makes it, `make environments` makes it alone"
         )
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -101,6 +101,24 @@ def test_torchs_allocator_settings_that_clash_are_broken_and_the_one_that_wins_i
     assert {f["state"] for f in findings(**both_alike)["environment"]} == {"ok"}
 
 
+def test_a_log_level_that_is_none_is_broken_and_stops_nothing(findings):
+    (line,) = findings(MEMOPT_LOG="loud")["environment"]
+    assert line["state"] == "broken" and "loud" in line["text"] and "debug, info" in line["mend"]
+    done = run("--version", MEMOPT_LOG="loud")
+    assert done.returncode == 0 and "MEMOPT_LOG=loud is not one of debug, info, warning, error" in done.stderr
+
+
+def test_verbose_tells_what_is_looked_at_and_quiet_does_not():
+    assert "memopt: looking at the CUDA driver" in run("doctor", "-v").stderr
+    assert "memopt: looking at the CUDA driver" in run("doctor", MEMOPT_LOG="info").stderr
+    assert run("doctor").stderr == run("doctor", "-q", MEMOPT_LOG="info").stderr == ""
+
+
+def test_an_nvrtc_that_cannot_be_opened_is_broken_and_named(findings):
+    (kernels,) = findings(MEMOPT_NVRTC="/nowhere/libnvrtc.so")["kernels"]
+    assert kernels["state"] == "broken" and "/nowhere/libnvrtc.so" in kernels["text"]
+
+
 def test_json_is_what_the_function_finds():
     done = run("doctor", "--json")
     answer = json.loads(done.stdout)

@@ -65,7 +65,14 @@ def test_the_allocator_without_a_gpu_says_what_is_missing_and_changes_nothing():
 
 
 def test_statistics_of_an_unused_allocator_are_zero():
-    assert set(memopt.cuda.memory_stats().values()) == {0}
+    for device in (None, 0, 3, "cuda:1"):
+        assert set(memopt.cuda.memory_stats(device).values()) == {0}
+
+
+@pytest.mark.parametrize("device", [-1, 999, "cpu", "cuda:99"])
+def test_statistics_of_what_is_no_cuda_device_are_refused_by_name(device):
+    with pytest.raises(ValueError, match=str(device).removeprefix("cuda:")):
+        memopt.cuda.memory_stats(device)
 
 
 @pytest.mark.parametrize(
@@ -131,4 +138,3 @@ def test_other_types_are_type_errors_that_name_the_input(size):
 )
 def test_sizes_are_shown(bytes_, text):
     assert _C.format_size(bytes_) == text
-

@@ -1,5 +1,6 @@
 /* The allocator that adds nothing: every request is one segment of the driver, every free gives it back. A free
- * waits for the device, so no stream can still be using the memory, and none of torch's stream hooks is needed.
+ * waits for the device, so no stream can still be using the memory, and torch's record_stream hook is not needed.
+ * A captured graph could be, at every replay: torch_hooks.c refuses to allocate during a capture.
  * It is the baseline against which the pool is measured, and what first shows that the hooks work.
  *
  *     live_bytes = bytes asked for and not yet freed          live_blocks likewise

@@ -26,6 +26,21 @@ static void describe_out_of_memory(char *text, size_t capacity, int device, mo_d
              mo_format_size(stats.live_bytes, live), (unsigned long long)stats.live_blocks);
 }
 
+/* A captured graph refers to addresses for as long as it lives, and a free that goes straight to the driver takes
+ * them away: the replay would touch memory that is no longer there. */
+static mo_status refuse_capture(mo_driver *driver, mo_stream stream, mo_detail *detail)
+{
+    uint64_t capture = 0;
+    mo_status status = driver->capture_id(driver, stream, detail, &capture);
+
+    if (!status && capture)
+        status = mo_fail(
+            detail, MO_UNSUPPORTED, 0,
+            "memopt's pass-through allocator cannot allocate while a CUDA graph is captured, since it "
+            "keeps no memory for a graph: capture without memopt.cuda.allocator()");
+    return status;
+}
+
 void *memopt_malloc(ssize_t size, int device, void *stream)
 {
     mo_driver *driver = NULL;
@@ -33,10 +48,12 @@ void *memopt_malloc(ssize_t size, int device, void *stream)
     mo_detail detail;
     mo_status status = mo_driver_cuda_get(device, &driver, &detail);
 
-    (void)stream;
+    if (!status && size < 0)
+        status = mo_fail(&detail, MO_INVALID, 0, "memopt_malloc: the size %zd is negative", size);
     if (!status)
-        status = size < 0 ? mo_fail(&detail, MO_INVALID, 0, "memopt_malloc: the size %zd is negative", size)
-                          : mo_passthrough_alloc(driver, (size_t)size, &detail, &address);
+        status = refuse_capture(driver, stream, &detail);
+    if (!status)
+        status = mo_passthrough_alloc(driver, (size_t)size, &detail, &address);
     if (status == MO_NO_DEVICE_MEMORY) {
         describe_out_of_memory(detail.text, sizeof detail.text, device, driver, (size_t)size);
         mo_torch_throw_out_of_memory(detail.text);

@@ -7,7 +7,7 @@
 #include <sys/types.h> // ssize_t
 
 /* Device memory, or torch.OutOfMemoryError (the text begins "CUDA out of memory"), or RuntimeError where the driver
- * fails otherwise. The throw is its last act. Size 0 gives NULL. */
+ * fails otherwise or the stream is being captured into a graph. The throw is its last act. Size 0 gives NULL. */
 __attribute__((visibility("default"))) void *memopt_malloc(ssize_t size, int device, void *stream);
 
 /* Runs in destructors, so it never throws: what the driver refuses is counted (mo_passthrough_stats). */

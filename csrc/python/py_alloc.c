@@ -28,9 +28,14 @@ static PyObject *allocator_stats(PyObject *module, PyObject *args)
     int device = 0;
     mo_passthrough_stats s;
 
-    (void)module;
     if (!PyArg_ParseTuple(args, "|i:allocator_stats", &device))
         return NULL;
+    if (device < 0 || device >= MO_MAX_DEVICES) {
+        mo_detail detail;
+        mo_status status = mo_fail(&detail, MO_INVALID, 0, "device %d: devices count from 0 to %d", device,
+                                   MO_MAX_DEVICES - 1);
+        return mo_raise(module, status, &detail);
+    }
     mo_passthrough_read(device, &s);
     return Py_BuildValue(
         "{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "allocations", (unsigned long long)s.allocations, "frees",

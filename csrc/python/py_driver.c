@@ -3,45 +3,44 @@
 
 #include "base/hostmem.h"
 #include "base/isa.h"
-#include "driver/driver_cuda.h"
+#include "driver/cuda_api.h"
 
 PyDoc_STRVAR(
     driver_doc,
     "cuda_driver($module, /)\n--\n\n"
     "The CUDA driver of this process: a dict of its version (such as '13.0'), the optional functions it\n"
-    "lacks, and a dict for each device: name, compute_capability, total_bytes, granularity (bytes of the\n"
-    "smallest physical block; 0: no virtual memory management).\n"
-    "Creates a context on each device. Raises memopt.Error saying what is missing.");
+    "lacks, and a dict for each device: name, compute_capability, total_bytes, virtual_memory (whether\n"
+    "addresses and physical memory can be had apart). Creates no context, so it costs no device memory.\n"
+    "Raises memopt.Error saying what is missing.");
 
 static PyObject *describe_device(PyObject *module, const mo_cuda_api *api, int ordinal)
 {
-    mo_driver *driver = NULL;
-    mo_detail detail;
+    enum { MAJOR, MINOR, VIRTUAL, ASKED };
+    static const CUdevice_attribute attributes[ASKED] = {
+        [MAJOR] = CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        [MINOR] = CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        [VIRTUAL] = CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+    };
+    int answers[ASKED] = {0};
     char name[128] = "";
-    int major = 0, minor = 0;
     size_t total = 0;
-    CUdevice handle;
-    mo_status status = mo_driver_cuda_get(ordinal, &driver, &detail);
+    CUdevice handle = 0;
+    mo_detail detail;
+    mo_status status = mo_cuda_check(api, api->device_get(&handle, ordinal), "cuDeviceGet()", &detail);
 
-    if (status)
-        return mo_raise(module, status, &detail);
-    handle = ((mo_driver_cuda *)driver)->handle;
-    status = mo_cuda_check(api, api->device_name(name, sizeof name, handle), "cuDeviceGetName()", &detail);
     if (!status)
-        status = mo_cuda_check(
-            api, api->device_attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle),
-            "cuDeviceGetAttribute()", &detail);
-    if (!status)
-        status = mo_cuda_check(
-            api, api->device_attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle),
-            "cuDeviceGetAttribute()", &detail);
+        status =
+            mo_cuda_check(api, api->device_name(name, sizeof name, handle), "cuDeviceGetName()", &detail);
     if (!status)
         status = mo_cuda_check(api, api->device_total_memory(&total, handle), "cuDeviceTotalMem()", &detail);
+    for (int i = 0; i < ASKED && !status; i++)
+        status = mo_cuda_check(api, api->device_attribute(&answers[i], attributes[i], handle),
+                               "cuDeviceGetAttribute()", &detail);
     if (status)
         return mo_raise(module, status, &detail);
-    return Py_BuildValue("{s:s,s:N,s:n,s:n}", "name", name, "compute_capability",
-                         PyUnicode_FromFormat("%d.%d", major, minor), "total_bytes", (Py_ssize_t)total,
-                         "granularity", (Py_ssize_t)driver->granularity);
+    return Py_BuildValue("{s:s,s:N,s:n,s:N}", "name", name, "compute_capability",
+                         PyUnicode_FromFormat("%d.%d", answers[MAJOR], answers[MINOR]), "total_bytes",
+                         (Py_ssize_t)total, "virtual_memory", PyBool_FromLong(answers[VIRTUAL]));
 }
 
 static int append_and_release(PyObject *list, PyObject *item)
@@ -67,9 +66,12 @@ static PyObject *cuda_driver(PyObject *module, PyObject *unused)
     PyObject *devices = NULL, *lacking = NULL, *result = NULL;
     mo_detail detail;
     int version = 0, count = 0;
-    mo_status status = mo_cuda_api_get(&api, &detail);
+    mo_status status;
 
     (void)unused;
+    Py_BEGIN_ALLOW_THREADS; /* the first call initialises the driver, which takes a while */
+    status = mo_cuda_api_get(&api, &detail);
+    Py_END_ALLOW_THREADS;
     if (!status)
         status = mo_cuda_check(api, api->driver_version(&version), "cuDriverGetVersion()", &detail);
     if (!status)

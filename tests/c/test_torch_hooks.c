@@ -107,14 +107,15 @@ static uint64_t allocations_on(int device)
 TEST(what_is_asked_for_is_memory_of_that_device_until_it_is_freed)
 {
     simulated_devices();
-    void *a = memopt_malloc(1000, 0, NULL), *b = memopt_malloc(5 << 20, 1, (void *)0x77);
+    void *a = memopt_malloc(1000, 0, NULL),
+         *b = memopt_malloc(5 << 20, 1, /* CU_STREAM_PER_THREAD */ (void *)2);
     CHECK(a && b && a != b);
     CHECK_EQ(allocations_on(0), 1);
     CHECK_EQ(allocations_on(1), 1);
     CHECK_EQ(stats(0).live_bytes, 1000);
     CHECK_EQ(stats(1).live_bytes, 5 << 20);
     memopt_free(a, 1000, 0, NULL);
-    memopt_free(b, 5 << 20, 1, (void *)0x77);
+    memopt_free(b, 5 << 20, 1, /* CU_STREAM_PER_THREAD */ (void *)2);
     CHECK_EQ(allocations_on(0) + allocations_on(1), 0);
     CHECK_EQ(stats(0).live_bytes + stats(1).live_bytes, 0);
     CHECK_EQ(stats(0).failed_frees + stats(1).failed_frees, 0);

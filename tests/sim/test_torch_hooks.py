@@ -285,3 +285,19 @@ assert memopt.sim.stats()["allocations"] == 0
 """
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_an_allocation_during_a_graph_capture_is_refused_and_the_process_stays_healthy():
+    kept = torch.zeros(8, device="cuda")
+    with pytest.raises(RuntimeError, match="CUDA graph is captured") as caught:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            kept + 1
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+    assert block(MIB).numel() == MIB and torch.equal(kept.cpu(), kept.cpu())
+
+
+def test_asking_for_the_allocator_and_the_doctor_makes_no_context():
+    contexts = sim.calls("cuDevicePrimaryCtxRetain")
+    memopt.cuda.allocator()
+    memopt.doctor()
+    assert sim.calls("cuDevicePrimaryCtxRetain") == contexts
