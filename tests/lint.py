@@ -30,13 +30,14 @@ def flags_of(source: str) -> list[str]:
         import sysconfig
 
         return ["-DPy_LIMITED_API=0x030B0000", '-DMEMOPT_VERSION="0"', f"-I{sysconfig.get_path('include')}"]
-    if source.startswith("csrc/simcuda/"):
+    if source.startswith(("csrc/simcuda/", "tests/c/sim/")):
         return ["-DSIM_CUDA_MAJOR=13"]
     return []
 
 
 def compile_all(compiler: str) -> list[list[str]]:
-    sources = [s for s in tracked("csrc/*.c") if not s.endswith(("kernel_image.c", "library_stub.c"))]
+    sources = tracked("csrc/*.c", "tests/c/*.c", "tests/fuzz/*.c")
+    sources = [s for s in sources if not s.endswith(("/kernel_image.c", "library_stub.c"))]
     return [[compiler, *WARNINGS, *flags_of(s), "-fsyntax-only", s] for s in sources]
 
 
