@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/lock.h"
+#include "driver/forked.h"
 
 mo_status mo_cuda_api_open(const char *path, mo_cuda_api *out, mo_detail *detail)
 {
@@ -78,8 +79,11 @@ mo_status mo_cuda_api_get(const mo_cuda_api **out, mo_detail *detail)
     static _Atomic(const mo_cuda_api *) ready;
     const mo_cuda_api *found = atomic_load_explicit(&ready, memory_order_acquire);
 
+    if (mo_forked())
+        return mo_forked_refuse("cuInit(0)", detail);
     if (!found) {
         mo_status status = MO_OK;
+        mo_forked_watch(); /* before the lock: a child forked during cuInit could wait for it for ever */
         mo_lock_take(&lock);
         if (!atomic_load_explicit(&ready, memory_order_relaxed)) { /* nobody did it while we waited */
             if (!api.library)
@@ -90,8 +94,10 @@ mo_status mo_cuda_api_get(const mo_cuda_api **out, mo_detail *detail)
                 atomic_store_explicit(&ready, &api, memory_order_release);
         }
         mo_lock_give(&lock);
-        if (status)
+        if (status) {
+            mo_forked_unwatch();
             return status;
+        }
         found = &api;
     }
     *out = found;

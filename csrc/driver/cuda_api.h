@@ -90,7 +90,8 @@ typedef struct mo_cuda_api {
 mo_status mo_cuda_api_open(const char *path, mo_cuda_api *out, mo_detail *detail);
 
 /* The process's own table: libcuda.so.1, opened and initialised (cuInit) at the first call that succeeds.
- * MO_NO_DEVICE where the driver has none. A failure is not remembered: the next call tries again. */
+ * MO_NO_DEVICE where the driver has none. A failure is not remembered: the next call tries again. From the first call
+ * on this process's forks are watched (forked.h), unless it fails; MO_DRIVER in a child that they tell of. */
 mo_status mo_cuda_api_get(const mo_cuda_api **out, mo_detail *detail);
 
 /* What code means to us: CUDA_SUCCESS, _OUT_OF_MEMORY, _NOT_READY, _NOT_SUPPORTED, _NO_DEVICE have statuses of

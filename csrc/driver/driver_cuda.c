@@ -6,7 +6,9 @@
 #include <time.h>
 
 #include "base/lock.h"
+#include "driver/capture.h"
 #include "driver/context.h"
+#include "driver/forked.h"
 
 /* ---- a call and its outcome ---------------------------------------------------------------------------------- */
 
@@ -48,12 +50,8 @@ static mo_status checked(const mo_cuda_api *api, CUresult code, mo_detail *detai
     va_start(args, format);
     vsnprintf(what, sizeof what, format, args);
     va_end(args);
-    if (mo_context_forked())
-        return mo_fail(
-            detail, MO_DRIVER, (int)code,
-            "%s: this process was forked from one that had used CUDA, and CUDA does not work there: start "
-            "it with multiprocessing's 'spawn' or 'forkserver' method",
-            what);
+    if (mo_forked())
+        return mo_forked_refuse(what, detail);
     return mo_cuda_check(api, code, what, detail);
 }
 
@@ -199,25 +197,12 @@ static mo_status cuda_stream_wait(mo_driver *driver, mo_stream stream, mo_event 
 
 static mo_status cuda_capture_id(mo_driver *driver, mo_stream stream, mo_detail *detail, uint64_t *out)
 {
-    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-    cuuint64_t id = 0;
+    uint64_t id = 0;
     CUresult code;
-
-    /* The legacy stream cannot be captured, and asking it while another stream is would break that capture. */
-    if (!stream) {
-        *out = 0;
-        return MO_OK;
-    }
-    if (self(driver)->api->capture_info_v3)
-        CALL(driver, code, api->capture_info_v3(stream, &status, &id, NULL, NULL, NULL, NULL));
-    else if (self(driver)->api->capture_info_v2)
-        CALL(driver, code, api->capture_info_v2(stream, &status, &id, NULL, NULL, NULL));
-    else
-        CALL(driver, code, api->stream_capturing(stream, &status));
+    CALL(driver, code, mo_capture_id(api, stream, &id));
     if (code)
         return CHECKED(driver, code, detail, "cuStreamGetCaptureInfo()");
-    /* A driver that cannot tell captures apart has one number for them all. */
-    *out = status == CU_STREAM_CAPTURE_STATUS_NONE ? 0 : id ? id : 1;
+    *out = id;
     return MO_OK;
 }
 
@@ -305,7 +290,7 @@ mo_status mo_driver_cuda_open(const mo_cuda_api *api, int ordinal, mo_driver_cud
     int count = 0;
     mo_status status;
 
-    if (mo_context_forked())
+    if (mo_forked())
         return checked(api, CUDA_ERROR_NOT_INITIALIZED, detail, "opening device %d", ordinal);
     status = checked(api, api->device_count(&count), detail, "cuDeviceGetCount()");
     if (status)
@@ -313,7 +298,7 @@ mo_status mo_driver_cuda_open(const mo_cuda_api *api, int ordinal, mo_driver_cud
     if (ordinal < 0 || ordinal >= count)
         return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d: this process sees %d of them",
                        ordinal, count);
-    mo_context_watch_forks();
+    mo_forked_watch(); /* for whoever has a table that is not the process's */
     status = checked(api, api->device_get(&d.handle, ordinal), detail, "cuDeviceGet(%d)", ordinal);
     if (status)
         return status;
@@ -355,7 +340,7 @@ mo_status mo_driver_cuda_get(int ordinal, mo_driver **out, mo_detail *detail)
     found = atomic_load_explicit(&ready[ordinal], memory_order_acquire);
     if (!found) {
         /* Not past here in a child of a fork: another thread may have held these locks then. */
-        if (mo_context_forked())
+        if (mo_forked())
             return checked(NULL, CUDA_ERROR_NOT_INITIALIZED, detail, "opening device %d", ordinal);
         status = mo_cuda_api_get(&api, detail);
         if (status)

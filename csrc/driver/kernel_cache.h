@@ -28,17 +28,14 @@ typedef enum mo_cache_finding {
     MO_CACHE_FINDING_COUNT
 } mo_cache_finding;
 
-const char *
-mo_cache_finding_name(mo_cache_finding finding); /* "off", "missing", "hit", "damaged", "unreadable" */
+/* "off", "missing", "hit", "damaged", "unreadable" */
+const char *mo_cache_finding_name(mo_cache_finding finding);
 
 /* The length of the fixed part of a file, and of the longest key. */
 #define MO_CACHE_HEADER_SIZE 40
 #define MO_CACHE_KEY_MAX     1024
-#define MO_CACHE_IMAGE_MAX                                                                                   \
-    ((size_t)64                                                                                              \
-     << 20) /* a length above it is damage: real images are about 0.1 MB                          \
-                        */
-#define MO_CACHE_PATH_MAX 4096
+#define MO_CACHE_IMAGE_MAX   ((size_t)64 << 20) /* a length above it is damage: real images are about 0.1 MB */
+#define MO_CACHE_PATH_MAX    4096
 
 /* FNV-1a over size bytes, from a first or a former state. */
 #define MO_CACHE_HASH_START 0xCBF29CE484222325u

@@ -25,11 +25,14 @@ EMBED(mo_embedded_fatbin, ".incbin \"" MEMOPT_FATBIN_PATH "\"\n");
 EMBED(mo_embedded_fatbin, "");
 #endif
 
-const mo_kernel_image *mo_kernel_image_get(void)
+/* By value: the difference of two linked symbols is no constant expression in C, and a static to fill would need a
+ * lock. */
+mo_kernel_image mo_kernel_image_get(void)
 {
-    static mo_kernel_image image = {.fatbin = mo_embedded_fatbin, .source = mo_embedded_source};
-    /* Differences of two linked symbols are no constant expressions in C. Every caller stores the same. */
-    image.fatbin_size = (size_t)(mo_embedded_fatbin_end - mo_embedded_fatbin);
-    image.source_size = (size_t)(mo_embedded_source_end - mo_embedded_source);
-    return &image;
+    return (mo_kernel_image){
+        .fatbin = mo_embedded_fatbin,
+        .fatbin_size = (size_t)(mo_embedded_fatbin_end - mo_embedded_fatbin),
+        .source = mo_embedded_source,
+        .source_size = (size_t)(mo_embedded_source_end - mo_embedded_source),
+    };
 }

@@ -12,6 +12,6 @@ typedef struct mo_kernel_image {
     size_t source_size;
 } mo_kernel_image;
 
-const mo_kernel_image *mo_kernel_image_get(void);
+mo_kernel_image mo_kernel_image_get(void);
 
 #endif

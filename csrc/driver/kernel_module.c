@@ -7,6 +7,7 @@
 #include "base/hostmem.h"
 #include "base/lock.h"
 #include "driver/context.h"
+#include "driver/forked.h"
 
 static atomic_uint compilations;
 
@@ -254,10 +255,11 @@ mo_status mo_kernel_module_unload(const mo_driver_cuda *device, mo_kernel_module
 
 /* ---- the process's modules ----------------------------------------------------------------------------- */
 
-static mo_lock lock = MO_LOCK_INIT;              /* of the three below; held while a module is loaded */
+static mo_lock lock = MO_LOCK_INIT;              /* of all below; held while a module is loaded */
 static mo_kernel_settings configured;            /* its strings are ours */
 static mo_kernel_module modules[MO_MAX_DEVICES]; /* written once each, before loaded[] says so */
 static atomic_bool loaded[MO_MAX_DEVICES];
+static mo_detail failures[MO_MAX_DEVICES]; /* of searches with these settings; MO_OK: none */
 
 static void forget(mo_kernel_settings *settings)
 {
@@ -284,14 +286,15 @@ static bool copy_text(const char **out, const char *text)
 mo_status mo_kernels_configure(const mo_kernel_settings *settings, mo_detail *detail)
 {
     mo_kernel_settings fresh = {0}, former;
-    bool ok = copy_text(&fresh.cache_directory, settings->cache_directory) &&
-              copy_text(&fresh.version, settings->version);
+    bool ok;
 
-    if (settings->nvrtc_path_count > MO_NVRTC_PATHS_MAX) {
-        forget(&fresh);
+    if (mo_forked())
+        return mo_forked_refuse("configuring memopt's kernels", detail);
+    if (settings->nvrtc_path_count > MO_NVRTC_PATHS_MAX)
         return mo_fail(detail, MO_INVALID, 0, "%zu paths of NVRTC: at most %d are tried",
                        settings->nvrtc_path_count, MO_NVRTC_PATHS_MAX);
-    }
+    ok = copy_text(&fresh.cache_directory, settings->cache_directory) &&
+         copy_text(&fresh.version, settings->version);
     for (size_t i = 0; ok && i < settings->nvrtc_path_count; i++) {
         ok = copy_text(&fresh.nvrtc_paths[i], settings->nvrtc_paths[i]);
         fresh.nvrtc_path_count += ok;
@@ -300,10 +303,14 @@ mo_status mo_kernels_configure(const mo_kernel_settings *settings, mo_detail *de
         forget(&fresh);
         return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "out of host memory for the kernels' settings");
     }
+    mo_forked_watch(); /* a child of this moment would find the lock taken */
     mo_lock_take(&lock);
     former = configured;
     configured = fresh;
+    for (int i = 0; i < MO_MAX_DEVICES; i++)
+        failures[i].status = MO_OK;
     mo_lock_give(&lock);
+    mo_forked_unwatch();
     forget(&former);
     return MO_OK;
 }
@@ -315,12 +322,43 @@ const mo_kernel_module *mo_kernels_peek(int ordinal)
     return atomic_load_explicit(&loaded[ordinal], memory_order_acquire) ? &modules[ordinal] : NULL;
 }
 
+/* As mo_kernels_get of a device that is open and in range. */
+static mo_status get_locked(const mo_driver_cuda *device, mo_detail *detail)
+{
+    const int ordinal = device->table.device;
+    const mo_kernel_image image = mo_kernel_image_get();
+    mo_detail *failure = &failures[ordinal], why;
+    mo_status status;
+
+    MO_ASSERT(mo_lock_held(&lock));
+    if (mo_kernels_peek(ordinal)) /* another thread was faster */
+        return MO_OK;
+    if (!failure->status) {
+        status = mo_kernel_module_load(device, &image, &configured, &modules[ordinal], &why);
+        if (!status) {
+            atomic_store_explicit(&loaded[ordinal], true, memory_order_release);
+            return MO_OK;
+        }
+        if (status == MO_NO_HOST_MEMORY || status == MO_NO_DEVICE_MEMORY) {
+            if (detail)
+                *detail = why;
+            return status;
+        }
+        *failure = why;
+    }
+    if (detail)
+        *detail = *failure;
+    return failure->status;
+}
+
 mo_status mo_kernels_get(int ordinal, const mo_kernel_module **out, mo_detail *detail)
 {
     const mo_kernel_module *found = mo_kernels_peek(ordinal);
     mo_driver *driver = NULL;
     mo_status status = MO_OK;
 
+    if (mo_forked())
+        return mo_forked_refuse("loading memopt's kernels", detail);
     if (!found) {
         if (ordinal < 0 || ordinal >= MO_MAX_DEVICES)
             return mo_fail(detail, MO_NO_DEVICE, 0, "device %d: device numbers go from 0 to %d", ordinal,
@@ -329,12 +367,7 @@ mo_status mo_kernels_get(int ordinal, const mo_kernel_module **out, mo_detail *d
         if (status)
             return status;
         mo_lock_take(&lock);
-        if (!mo_kernels_peek(ordinal)) { /* no other thread was faster */
-            status = mo_kernel_module_load((const mo_driver_cuda *)driver, mo_kernel_image_get(), &configured,
-                                           &modules[ordinal], detail);
-            if (!status)
-                atomic_store_explicit(&loaded[ordinal], true, memory_order_release);
-        }
+        status = get_locked((const mo_driver_cuda *)driver, detail);
         mo_lock_give(&lock);
         if (status)
             return status;

@@ -1,16 +1,17 @@
 /* The kernels, loaded on a device and ready to launch. Tried in this order, the first that the driver takes
  * wins:
  *
- *     1. the fatbin that this library carries (absent when it was built without nvcc; refused by a driver
- * older than the nvcc that made it, or on a GPU that it has neither code nor PTX for)
+ *     1. the fatbin that this library carries (absent when it was built without nvcc; refused by a driver older than
+ *        the nvcc that made it, or on a GPU that it has neither code nor PTX for)
  *     2. the cache's image of our source for this GPU and this NVRTC
  *     3. the source, compiled by NVRTC now, and stored in the cache once the driver has taken it
  *
  * An error that is about the device rather than the image (out of memory, a lost context) ends the search.
  *
  * mo_kernel_module_load is the whole of it over given parts and knows no process state; mo_kernels_get is the
- * process's: one module a device, loaded at the first call that succeeds, under one lock, and never unloaded.
- */
+ * process's: one module a device, loaded at the first call that succeeds, under one lock, and never unloaded. A search
+ * that failed is not repeated, since it may have compiled: its error is given again until mo_kernels_configure is
+ * called. (Out of host or device memory is no result of a search, and is tried again.) */
 #ifndef MO_KERNEL_MODULE_H
 #define MO_KERNEL_MODULE_H
 
@@ -40,8 +41,8 @@ typedef enum mo_kernel_origin {
     MO_KERNELS_COMPILED  /* way 3 */
 } mo_kernel_origin;
 
-const char *
-mo_kernel_origin_name(mo_kernel_origin origin); /* "not loaded", "embedded", "cached", "compiled" */
+/* "not loaded", "embedded", "cached", "compiled" */
+const char *mo_kernel_origin_name(mo_kernel_origin origin);
 
 #define MO_NVRTC_PATHS_MAX 8
 
@@ -74,12 +75,13 @@ mo_status mo_kernel_module_load(const mo_driver_cuda *device, const mo_kernel_im
 /* Unloads; for tests, and for whoever loaded a module of their own. */
 mo_status mo_kernel_module_unload(const mo_driver_cuda *device, mo_kernel_module *module, mo_detail *detail);
 
-/* The settings of loads to come in this process. MO_NO_HOST_MEMORY leaves the former ones. */
+/* The settings of loads to come in this process, whose failures so far are forgotten. MO_NO_HOST_MEMORY leaves the
+ * former settings and failures. Waits for a load that is going on, so call without the GIL. MO_DRIVER in a child of a
+ * process that used CUDA (forked.h). */
 mo_status mo_kernels_configure(const mo_kernel_settings *settings, mo_detail *detail);
 
-/* The process's module of a device. Compiling takes up to a second, so call without the GIL. *out lives for
- * ever.
- */
+/* The process's module of a device. Compiling takes up to a second, so call without the GIL. *out lives for ever.
+ * MO_DRIVER in a child of a process that used CUDA (forked.h). */
 mo_status mo_kernels_get(int ordinal, const mo_kernel_module **out, mo_detail *detail);
 
 /* The same, only if it is loaded already, else NULL. */

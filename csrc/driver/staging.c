@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "base/size.h"
+#include "driver/capture.h"
 
 #define CAPACITY_MIN ((size_t)4096) /* a page: less cannot be pinned anyway */
 
@@ -73,17 +74,17 @@ static mo_status put_captured(mo_staging *staging, const mo_cuda_api *api, CUstr
     return MO_OK;
 }
 
-/* Whether nothing in flight reads the slot. */
-static mo_status is_free(const mo_cuda_api *api, const mo_staging_slot *slot, bool *out, mo_detail *detail)
+/* Brings slot->in_flight up to date. */
+static mo_status look(const mo_cuda_api *api, mo_staging_slot *slot, mo_detail *detail)
 {
-    CUresult code = slot->turn ? api->event_query(slot->done) : CUDA_SUCCESS;
+    CUresult code = slot->in_flight ? api->event_query(slot->done) : CUDA_SUCCESS;
 
-    *out = code == CUDA_SUCCESS;
+    if (code == CUDA_SUCCESS)
+        slot->in_flight = false;
     return code == CUDA_ERROR_NOT_READY ? MO_OK : mo_cuda_check(api, code, "cuEventQuery", detail);
 }
 
-/* A slot that holds this very table for this very stream, or NULL. That the stream is the same is what orders
- * the new launch behind the copy. */
+/* A slot that holds this very table and was last used on a stream of this handle, or NULL. */
 static mo_staging_slot *find_equal(mo_staging *staging, CUstream stream, const void *table, size_t size)
 {
     for (int i = 0; i < MO_STAGING_SLOTS; i++) {
@@ -103,7 +104,6 @@ static mo_status find_free(mo_staging *staging, const mo_cuda_api *api, size_t s
 
     for (int i = 0; i < MO_STAGING_SLOTS; i++) {
         mo_staging_slot *slot = &staging->slots[i];
-        bool usable = false;
         mo_status status;
 
         if (!slot->host) {
@@ -111,10 +111,10 @@ static mo_status find_free(mo_staging *staging, const mo_cuda_api *api, size_t s
                 found = slot;
             continue;
         }
-        status = is_free(api, slot, &usable, detail);
+        status = look(api, slot, detail);
         if (status)
             return status;
-        if (usable && (!found || (found->capacity < size && slot->capacity > found->capacity)))
+        if (!slot->in_flight && (!found || (found->capacity < size && slot->capacity > found->capacity)))
             found = slot;
         if (slot->turn < oldest->turn)
             oldest = slot;
@@ -125,6 +125,7 @@ static mo_status find_free(mo_staging *staging, const mo_cuda_api *api, size_t s
         if (status)
             return status;
         staging->counts.waits++;
+        oldest->in_flight = false;
         found = oldest;
     }
     *out = found;
@@ -134,19 +135,23 @@ static mo_status find_free(mo_staging *staging, const mo_cuda_api *api, size_t s
 mo_status mo_staging_put(mo_staging *staging, const mo_cuda_api *api, CUstream stream, const void *table,
                          size_t size, mo_staging_slot **out_slot, CUdeviceptr *out, mo_detail *detail)
 {
-    CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
+    uint64_t capture = 0;
     mo_staging_slot *slot;
     mo_status status =
-        mo_cuda_check(api, api->stream_capturing(stream, &capture), "cuStreamIsCapturing", detail);
+        mo_cuda_check(api, mo_capture_id(api, stream, &capture), "cuStreamGetCaptureInfo", detail);
 
     if (status)
         return status;
     *out_slot = NULL;
-    if (capture != CU_STREAM_CAPTURE_STATUS_NONE)
+    if (capture)
         return put_captured(staging, api, stream, table, size, out, detail);
 
     slot = find_equal(staging, stream, table, size);
     if (slot) {
+        if (slot->in_flight) /* behind the copy, also where the handle is another stream's by now */
+            status = mo_cuda_check(api, api->stream_wait(stream, slot->done, 0), "cuStreamWaitEvent", detail);
+        if (status)
+            return status;
         staging->counts.repeats++;
     } else {
         status = find_free(staging, api, size, &slot, detail);
@@ -187,9 +192,9 @@ mo_status mo_staging_used(const mo_cuda_api *api, mo_staging_slot *slot, mo_deta
     status = mo_cuda_check(api, api->event_record(slot->done, slot->stream), "cuEventRecord", detail);
     if (status) { /* no event tells when it is free: wait now, so that the next user need not know */
         api->stream_synchronize(slot->stream);
-        slot->turn = 0;
         slot->size = 0;
     }
+    slot->in_flight = !status;
     return status;
 }
 
@@ -201,7 +206,7 @@ mo_status mo_staging_clear(mo_staging *staging, const mo_cuda_api *api, mo_detai
         mo_staging_slot *slot = &staging->slots[i];
         if (!slot->host)
             continue;
-        last = slot->turn
+        last = slot->in_flight
                    ? mo_cuda_check(api, api->event_synchronize(slot->done), "cuEventSynchronize", detail)
                    : MO_OK;
         status = status ? status : last;

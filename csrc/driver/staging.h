@@ -4,18 +4,20 @@
  * until the kernel that reads the table has run. A slot is such a pair of buffers with an event behind its
  * last use:
  *
- *     free slot = never used, or its event has been seen complete         (cuEventQuery: the host never
- * waits)
+ *     free slot = not in flight = never used, or its event has been seen complete
+ *                                 (cuEventQuery: the host does not wait for it)
  *
  * At most MO_STAGING_SLOTS are kept a device. Where all are in flight the host is that many launches ahead of
  * the device, and waits for the oldest: the only wait in here, and the bound on what is held.
  *
  * A table that equals the slot's last one, bytes for bytes, and goes to the same stream is not copied again:
- * with gradients that keep their addresses from step to step the upload falls away.
+ * with gradients that keep their addresses from step to step the upload falls away. A handle does not prove that the
+ * stream is the same (CU_STREAM_PER_THREAD is another one in each thread, a destroyed stream's handle may return), so
+ * the stream is made to wait for the slot's event, which costs the device nothing where it is the same after all.
  *
  * A captured launch is replayed from the same two buffers at any later time, so a slot taken during a capture
  * belongs to the graph and, since nothing tells when the last copy of a graph is destroyed, is never reused
- * or freed; mo_staging_report counts them.
+ * or freed; counts.captured counts them.
  *
  * The caller holds a lock of its own around every call, and has the device's context current
  * (driver/context.h). */
@@ -37,6 +39,7 @@ typedef struct mo_staging_slot {
     size_t capacity;
     size_t size;     /* of the table that lies in it; 0: none that could be used again */
     CUstream stream; /* where it was last used */
+    bool in_flight;  /* done has not been seen complete since it was last recorded */
     uint64_t turn;   /* of its last use; the least is the oldest */
 } mo_staging_slot;
 

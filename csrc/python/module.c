@@ -1,6 +1,7 @@
 #include "python/module.h"
 
 #include <errno.h>
+#include <stdbool.h>
 #include <string.h>
 
 #include "base/assert.h"
@@ -16,11 +17,13 @@ static int give_attribute(PyObject *object, const char *attribute, PyObject *val
 
 PyObject *mo_raise(PyObject *module, mo_status status, const mo_detail *detail)
 {
-    const char *words = detail && detail->status == status ? detail->text : mo_status_text(status);
+    const bool told =
+        detail && detail->status == status; /* else *detail is of something else, or of nothing */
+    const char *words = told ? detail->text : mo_status_text(status);
     PyObject *kind = mo_state(module)->error, *error = NULL;
     /* Paths in it may be in any encoding. */
     PyObject *text = PyUnicode_DecodeUTF8(words, (Py_ssize_t)strlen(words), "replace");
-    int code = detail ? detail->code : 0;
+    int code = told ? detail->code : 0;
 
     if (!text)
         return NULL;

@@ -25,7 +25,10 @@ static PyObject *kernels_configure(PyObject *module, PyObject *args)
             return NULL;
     }
     settings.nvrtc_path_count = (size_t)PyTuple_Size(paths);
+    /* The strings are the tuple's, which our caller holds, and the argument's. */
+    Py_BEGIN_ALLOW_THREADS;
     status = mo_kernels_configure(&settings, &detail); /* refuses a count above the maximum */
+    Py_END_ALLOW_THREADS;
     if (status)
         return mo_raise(module, status, &detail);
     Py_RETURN_NONE;
@@ -71,7 +74,7 @@ static PyObject *kernel_status(PyObject *module, PyObject *args)
     mo_unscale_read(device, &counts);
     return Py_BuildValue(
         "{s:n,s:I,s:s,s:i,s:s,s:s,s:s,s:N,s:s,s:K,s:K,s:K,s:K,s:K,s:K}", "embedded_bytes",
-        (Py_ssize_t)mo_kernel_image_get()->fatbin_size, "compilations", mo_kernels_compilations(), "origin",
+        (Py_ssize_t)mo_kernel_image_get().fatbin_size, "compilations", mo_kernels_compilations(), "origin",
         mo_kernel_origin_name(m->origin), "architecture", m->architecture, "nvrtc", nvrtc, "options", options,
         "cache", mo_cache_finding_name(m->cache), "stored", PyBool_FromLong(m->stored), "note", m->note,
         "launches", (unsigned long long)counts.launches, "uploads", (unsigned long long)counts.uploads,
@@ -85,10 +88,10 @@ PyDoc_STRVAR(source_doc,
 
 static PyObject *kernel_source(PyObject *module, PyObject *unused)
 {
-    const mo_kernel_image *image = mo_kernel_image_get();
+    const mo_kernel_image image = mo_kernel_image_get();
     (void)module;
     (void)unused;
-    return PyUnicode_FromStringAndSize(image->source, (Py_ssize_t)image->source_size);
+    return PyUnicode_FromStringAndSize(image.source, (Py_ssize_t)image.source_size);
 }
 
 PyDoc_STRVAR(

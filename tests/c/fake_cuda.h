@@ -13,7 +13,8 @@ static struct fake {
     CUstreamCaptureMode mode;
     CUcontext current;
     bool capturing, pending; /* pending: no event is complete until it is waited for */
-    int loads, copies, waits, syncs;
+    int loads, copies, waits, syncs, stream_waits, capture_questions;
+    CUstream waiting; /* the last stream that was made to wait */
     CUresult refusal, event_code;
     int architecture;
     long countdown;   /* fail the call after so many more; negative: never */
@@ -152,7 +153,10 @@ FAKE(*out = (CUevent)(uintptr_t)0xE0; (void)flags; fake.events++;, event_create,
 FAKE((void)event; (void)stream;, event_record, CUevent event, CUstream stream)
 FAKE((void)event; fake.waits++; fake.pending = false;, event_synchronize, CUevent event)
 FAKE((void)stream; fake.syncs++;, stream_synchronize, CUstream stream)
-FAKE((void)stream; *out = fake.capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+FAKE((void)event; (void)flags; fake.stream_waits++; fake.waiting = stream;
+     , stream_wait, CUstream stream, CUevent event, unsigned flags)
+FAKE((void)stream; fake.capture_questions++;
+     *out = fake.capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
      , stream_capturing, CUstream stream, CUstreamCaptureStatus *out)
 
 static CUresult fake_event_destroy(CUevent event)
@@ -192,6 +196,7 @@ static const mo_cuda_api fake_api = {
     .event_query = fake_event_query,
     .event_synchronize = fake_event_synchronize,
     .stream_synchronize = fake_stream_synchronize,
+    .stream_wait = fake_stream_wait,
     .stream_capturing = fake_stream_capturing,
 };
 

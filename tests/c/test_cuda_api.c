@@ -10,12 +10,15 @@ static const char *make_driver(const char *name, const char *soname, const char 
 {
     static char source[16384];
     const char *symbol;
-    int required, n = snprintf(source, sizeof source, "int init_code, init_calls;\n");
+    int required, n = snprintf(source, sizeof source,
+                               "#include <unistd.h>\n"
+                               "int init_code, init_calls, init_held;\n");
     for (int i = 0; (symbol = mo_cuda_api_symbol(i, &required)); i++)
         if (!without || strcmp(symbol, without) != 0)
             n += snprintf(source + n, sizeof source - (size_t)n, "int %s(void) { %s }\n", symbol,
                           strcmp(symbol, "cuInit") == 0
-                              ? "__sync_fetch_and_add(&init_calls, 1); return init_code;"
+                              ? "__sync_fetch_and_add(&init_calls, 1);"
+                                "while (__sync_fetch_and_add(&init_held, 0)) usleep(1000); return init_code;"
                               : "return 0;");
     return make_library(name, soname, source);
 }
@@ -265,6 +268,75 @@ TEST(many_threads_at_once_open_it_once_and_share_it)
 {
     for (int i = 0, n = test_rounds(5, 200); i < n; i++)
         CHECK_CHILD(many_threads_in_child);
+}
+
+/* ---- forks --------------------------------------------------------------------------------------------- */
+
+static void refused_in_child(void)
+{
+    const mo_cuda_api *api = NULL;
+    mo_detail detail;
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ(mo_cuda_api_get(&api, &detail), MO_DRIVER);
+        CHECK(strstr(detail.text, "cuInit(0)") && strstr(detail.text, "'spawn'"));
+        CHECK_EQ(mo_cuda_api_get(&api, NULL), MO_DRIVER);
+    }
+    CHECK(!api);
+}
+
+static void *get_once(void *slot)
+{
+    return mo_cuda_api_get(slot, NULL) == MO_OK ? slot : NULL;
+}
+
+static void forked_during_init_in_child(void)
+{
+    const mo_cuda_api *api = NULL;
+    pthread_t thread;
+    void *done;
+    void *library = load_driver(NULL);
+    int *held = dlsym(library, "init_held"), *calls = dlsym(library, "init_calls");
+    __sync_fetch_and_add(held, 1);
+    CHECK_EQ(pthread_create(&thread, NULL, get_once, &api), 0);
+    while (!__sync_fetch_and_add(calls, 0))
+        usleep(1000);
+    child_end end = in_child(refused_in_child); /* the other thread holds the lock */
+    __sync_fetch_and_sub(held, 1);
+    pthread_join(thread, &done);
+    if (!child_passed(&end))
+        TEST_FAIL("the child ended with %#x: %.300s", end.status, end.said);
+    CHECK(done == &api && api);
+    CHECK_EQ(mo_cuda_api_get(&api, NULL), MO_OK); /* the parent goes on */
+    CHECK_CHILD(refused_in_child);                /* and so do its later children */
+}
+
+TEST(a_child_forked_while_another_thread_is_in_the_first_cuInit_is_told_so_and_does_not_hang)
+{
+    CHECK_CHILD(forked_during_init_in_child);
+}
+
+static void *found_library;
+
+static void looks_for_itself_in_child(void)
+{
+    const mo_cuda_api *api = NULL;
+    *(int *)dlsym(found_library, "init_code") = CUDA_SUCCESS;
+    CHECK_EQ(mo_cuda_api_get(&api, NULL), MO_OK);
+    CHECK(api);
+}
+
+static void forked_after_a_failure_in_child(void)
+{
+    const mo_cuda_api *api = NULL;
+    found_library = load_driver(NULL);
+    *(int *)dlsym(found_library, "init_code") = CUDA_ERROR_NO_DEVICE;
+    CHECK_EQ(mo_cuda_api_get(&api, NULL), MO_NO_DEVICE);
+    CHECK_CHILD(looks_for_itself_in_child);
+}
+
+TEST(a_child_of_a_process_that_found_no_device_may_look_for_itself)
+{
+    CHECK_CHILD(forked_after_a_failure_in_child);
 }
 
 TEST_MAIN

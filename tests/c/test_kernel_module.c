@@ -1,11 +1,14 @@
 #include "driver/kernel_module.h"
 
+#include <pthread.h>
+#include <stdatomic.h>
 #include <unistd.h>
 
 #include "base/hostmem.h"
+#include "child.h"
 #include "fake_cuda.h"
 #include "fake_nvrtc.h"
-#include "test.h"
+#include "simulated_device.h"
 
 #define SOURCE "the source"
 
@@ -256,14 +259,136 @@ TEST(too_many_paths_and_foreign_device_numbers_are_refused)
     CHECK(mo_kernels_peek(-1) == NULL && mo_kernels_peek(1000000) == NULL && mo_kernels_peek(0) == NULL);
 }
 
-TEST(the_image_of_this_build_has_its_source)
+TEST(the_source_of_this_build_has_every_kernel)
 {
-    const mo_kernel_image *image = mo_kernel_image_get();
+    const mo_kernel_image image = mo_kernel_image_get();
 
-    CHECK_EQ(strlen(image->source), image->source_size);
     for (int i = 0; i < MO_KERNEL_COUNT; i++)
-        CHECK(strstr(image->source, mo_kernel_name((mo_kernel)i)));
-    CHECK_EQ((uintptr_t)image->fatbin % 16, 0);
+        CHECK(strstr(image.source, mo_kernel_name((mo_kernel)i)));
+}
+
+/* ---- the process's modules, each in a process of its own ----------------------------------------------- */
+
+/* A simulated device that takes no image, and the NVRTC above. */
+static simulated_device *refusing_device(void)
+{
+    simulated_device *sim = simulated_devices();
+    nvrtc_reset();
+    settings = (mo_kernel_settings){.nvrtc_paths = {FAKE_NVRTC_PATH}, .nvrtc_path_count = 1};
+    CHECK_EQ(mo_kernels_configure(&settings, &detail), MO_OK);
+    CHECK_EQ(sim->fail("cuModuleLoadDataEx", 0, UINT64_MAX, CUDA_ERROR_NO_BINARY_FOR_GPU), 0);
+    return sim;
+}
+
+static void remembers_in_child(void)
+{
+    const mo_kernel_module *found = NULL;
+    simulated_device *sim = refusing_device();
+    const unsigned start_count = mo_kernels_compilations();
+    mo_detail again;
+
+    CHECK_EQ(mo_kernels_get(0, &found, &detail), MO_DRIVER);
+    CHECK_EQ(mo_kernels_compilations() - start_count, 1);
+    const uint64_t before = sim->calls("cuModuleLoadDataEx");
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQ(mo_kernels_get(0, &found, &again), MO_DRIVER);
+        CHECK_EQ(again.status, MO_DRIVER);
+        CHECK_EQ(again.code, detail.code);
+        CHECK_STR(again.text, detail.text);
+        CHECK_EQ(mo_kernels_get(0, &found, NULL), MO_DRIVER);
+    }
+    CHECK_EQ(mo_kernels_compilations() - start_count, 1);
+    CHECK_EQ(sim->calls("cuModuleLoadDataEx"), before);
+    CHECK_EQ(mo_kernels_get(1, &found, NULL), MO_DRIVER); /* a device's failure is its own */
+    CHECK_EQ(mo_kernels_compilations() - start_count, 2);
+    CHECK_EQ(mo_kernels_configure(&settings, NULL), MO_OK);
+    CHECK_EQ(mo_kernels_get(0, &found, &detail), MO_DRIVER);
+    CHECK_EQ(mo_kernels_compilations() - start_count, 3);
+    CHECK(!found);
+    sim->fail_clear();
+    nvrtc.image = ".version 7.0\n.entry memopt_unscale_f32\n.entry memopt_unscale_f16\n"
+                  ".entry memopt_unscale_bf16\n.entry memopt_unscale_f64\n";
+    CHECK_EQ(mo_kernels_get(0, &found, &detail), MO_DRIVER); /* nobody told it that anything changed */
+    CHECK_EQ(mo_kernels_configure(&settings, NULL), MO_OK);
+    CHECK_EQ(mo_kernels_get(0, &found, &detail), MO_OK);
+    CHECK(found && found == mo_kernels_peek(0));
+}
+
+TEST(a_search_that_failed_is_not_repeated_until_the_settings_are_given_again)
+{
+    CHECK_CHILD(remembers_in_child);
+}
+
+static void memory_in_child(void)
+{
+    const mo_kernel_module *found = NULL;
+    simulated_device *sim = refusing_device();
+    CHECK_EQ(sim->fail("cuModuleLoadDataEx", 0, 1, CUDA_ERROR_OUT_OF_MEMORY), 0);
+    CHECK_EQ(mo_kernels_get(0, &found, &detail), MO_NO_DEVICE_MEMORY);
+    CHECK_EQ(detail.status, MO_NO_DEVICE_MEMORY);
+    nvrtc.image = ".version 7.0\n.entry memopt_unscale_f32\n.entry memopt_unscale_f16\n"
+                  ".entry memopt_unscale_bf16\n.entry memopt_unscale_f64\n";
+    CHECK_EQ(mo_kernels_get(0, &found, &detail), MO_OK);
+    CHECK(found);
+}
+
+TEST(a_load_that_found_no_memory_is_tried_again)
+{
+    CHECK_CHILD(memory_in_child);
+}
+
+static void forked_grandchild(void)
+{
+    const mo_kernel_module *found = NULL;
+    CHECK_EQ(mo_kernels_get(0, &found, &detail), MO_DRIVER);
+    CHECK(strstr(detail.text, "'spawn'"));
+    CHECK_EQ(mo_kernels_configure(&settings, &detail), MO_DRIVER);
+    CHECK(strstr(detail.text, "'spawn'"));
+    CHECK(!found);
+}
+
+static atomic_bool compiling;
+
+/* In the middle of a load, so under the lock. */
+static CUresult slow_load(CUmodule *out, const void *image, unsigned count, CUjit_option *names,
+                          void **values)
+{
+    (void)out, (void)image, (void)count, (void)names, (void)values;
+    atomic_store(&compiling, true);
+    while (atomic_load(&compiling))
+        usleep(1000);
+    return CUDA_ERROR_NO_BINARY_FOR_GPU;
+}
+
+static void *get_on_a_thread(void *unused)
+{
+    const mo_kernel_module *found = NULL;
+    mo_kernels_get(0, &found, NULL);
+    return unused;
+}
+
+static void forked_during_a_load_in_child(void)
+{
+    const mo_cuda_api *api;
+    pthread_t thread;
+    refusing_device();
+    CHECK_EQ(mo_cuda_api_get(&api, NULL), MO_OK);
+    ((mo_cuda_api *)api)->module_load = slow_load;
+    CHECK_EQ(pthread_create(&thread, NULL, get_on_a_thread, NULL), 0);
+    while (!atomic_load(&compiling))
+        usleep(1000);
+    child_end end = in_child(forked_grandchild);
+    ((mo_cuda_api *)api)->module_load = simulated_devices()->api.module_load;
+    atomic_store(&compiling, false);
+    pthread_join(thread, NULL);
+    if (!child_passed(&end))
+        TEST_FAIL("the child ended with %#x: %.300s", end.status, end.said);
+    CHECK_EQ(mo_kernels_configure(&settings, &detail), MO_OK); /* the parent goes on */
+}
+
+TEST(a_child_forked_while_another_thread_loads_kernels_is_told_so_and_does_not_hang)
+{
+    CHECK_CHILD(forked_during_a_load_in_child);
 }
 
 TEST_MAIN

@@ -3,7 +3,7 @@
 #include "fake_cuda.h"
 #include "test.h"
 
-#define STREAM(n) ((CUstream)(uintptr_t)(n))
+#define STREAM(n) ((CUstream)(uintptr_t)(0x5000 + (n)))
 
 static mo_staging staging;
 
@@ -23,14 +23,19 @@ static void finish(void)
     CHECK_EQ(fake.pinned, (int)staging.counts.captured);
 }
 
-static mo_status put(int stream, const void *table, size_t size, mo_staging_slot **slot)
+static mo_status put_on(CUstream stream, const void *table, size_t size, mo_staging_slot **slot)
 {
     CUdeviceptr at = 0;
     mo_detail detail;
-    mo_status status = mo_staging_put(&staging, &fake_api, STREAM(stream), table, size, slot, &at, &detail);
+    mo_status status = mo_staging_put(&staging, &fake_api, stream, table, size, slot, &at, &detail);
 
     CHECK(status || at);
     return status ? status : mo_staging_used(&fake_api, *slot, &detail);
+}
+
+static mo_status put(int stream, const void *table, size_t size, mo_staging_slot **slot)
+{
+    return put_on(STREAM(stream), table, size, slot);
 }
 
 TEST(a_table_that_repeats_on_its_stream_is_not_copied_again)
@@ -51,6 +56,81 @@ TEST(a_table_that_repeats_on_its_stream_is_not_copied_again)
     CHECK_EQ(staging.counts.uploads, 2);
     CHECK_EQ(staging.counts.repeats, 2);
     finish();
+}
+
+TEST(a_repeat_waits_for_the_tables_last_use_since_a_handle_may_be_of_another_stream)
+{
+    CUstream const streams[] = {CU_STREAM_PER_THREAD, STREAM(1), CU_STREAM_LEGACY, NULL};
+    mo_staging_slot *first, *second;
+
+    for (int i = 0; i < 4; i++) {
+        start();
+        fake.pending = true;
+        CHECK_EQ(put_on(streams[i], "table a", 8, &first), MO_OK);
+        CHECK_EQ(fake.stream_waits, 0);
+        CHECK_EQ(put_on(streams[i], "table a", 8, &second), MO_OK);
+        CHECK(first == second);
+        CHECK_EQ(fake.stream_waits, 1);
+        CHECK(fake.waiting == streams[i]);
+        CHECK_EQ(fake.waits, 0); /* not the host */
+        finish();
+    }
+}
+
+TEST(a_repeat_whose_last_use_was_seen_complete_does_not_wait)
+{
+    static char large[5000];
+    mo_staging_slot *first, *second;
+
+    start();
+    fake.pending = true;
+    CHECK_EQ(put(1, large, sizeof large, &first), MO_OK);
+    CHECK_EQ(put(1, "table b", 8, &second), MO_OK);
+    fake.pending = false;
+    large[0] = 1; /* looks for a free slot: both are, and the first is taken */
+    CHECK_EQ(put(1, large, sizeof large, &first), MO_OK);
+    CHECK(!second->in_flight);
+    CHECK_EQ(put(1, "table b", 8, &first), MO_OK);
+    CHECK(first == second);
+    CHECK_EQ(fake.stream_waits, 0);
+    CHECK_EQ(put(1, "table b", 8, &first), MO_OK); /* that use has not been looked at yet */
+    CHECK_EQ(fake.stream_waits, 1);
+    CHECK_EQ(staging.counts.repeats, 2);
+    finish();
+}
+
+TEST(a_repeat_that_cannot_wait_fails_and_the_next_one_works)
+{
+    mo_staging_slot *slot;
+
+    start();
+    CHECK_EQ(put(1, "table a", 8, &slot), MO_OK);
+    fake.countdown = 1; /* the question about a capture, then the wait */
+    fake.code = CUDA_ERROR_INVALID_HANDLE;
+    CHECK_EQ(put(1, "table a", 8, &slot), MO_DRIVER);
+    CHECK_EQ(put(1, "table a", 8, &slot), MO_OK);
+    CHECK_EQ(staging.counts.repeats, 1);
+    CHECK_EQ(fake.copies, 1);
+    finish();
+}
+
+TEST(the_legacy_stream_is_not_asked_whether_it_is_captured)
+{
+    mo_staging_slot *slot;
+
+    start();
+    fake.capturing = true; /* some blocking stream is: the question would be answered with an error */
+    CHECK_EQ(put_on(NULL, "table a", 8, &slot), MO_OK);
+    CHECK(slot);
+    CHECK_EQ(put_on(CU_STREAM_LEGACY, "table b", 8, &slot), MO_OK);
+    CHECK(slot);
+    CHECK_EQ(fake.capture_questions, 0);
+    CHECK_EQ(put_on(CU_STREAM_PER_THREAD, "table c", 8, &slot), MO_OK);
+    CHECK(!slot);
+    CHECK_EQ(fake.capture_questions, 1);
+    fake.capturing = false;
+    finish();
+    fake_reset();
 }
 
 TEST(a_slot_in_flight_is_not_overwritten)
@@ -143,6 +223,8 @@ static mo_status every_call(void)
     mo_staging_slot *slot;
     mo_status status = put(1, "table a", 8, &slot);
 
+    if (!status)
+        status = put(1, "table a", 8, &slot);
     for (int i = 0; !status && i <= MO_STAGING_SLOTS; i++) {
         large[0]++;
         fake.pending = i > 1; /* at 2 and later the slots fill up, at the end one is waited for */
