@@ -25,12 +25,16 @@
  * unless they work anytime; runtime functions initialise by themselves. */
 enum {
     SIM_INITIALISED = 0,
-    SIM_ANYTIME =
-        1, /* works before activation, after a sticky error, in a forked child, in a host function */
-    SIM_CONTEXT = 2, /* needs a current context; the runtime makes the primary one current */
-    SIM_UNSAFE =
-        4, /* "potentially unsafe" while a stream is captured (cudaStreamBeginCapture's documentation) */
-    SIM_QUERY = 8 /* runtime: reports on the device, does not initialise a context */
+    /* Works before activation, after a sticky error, in a forked child, in a host function. */
+    SIM_ANYTIME = 1,
+    /* Needs a current context; the runtime makes the primary one current. */
+    SIM_CONTEXT = 2,
+    /* "Potentially unsafe" while a stream is captured (cudaStreamBeginCapture's documentation). */
+    SIM_UNSAFE = 4,
+    /* Runtime: reports on the device, does not initialise a context. */
+    SIM_QUERY = 8,
+    /* Runtime: answers for itself where there is no device. */
+    SIM_DEVICELESS = 16
 };
 
 typedef struct sim_call {
@@ -113,9 +117,10 @@ void sim_lock(void);
 void sim_unlock(void);
 /* Waits, the lock released meanwhile, until another thread has finished a piece of user code. */
 void sim_wait_for_user_code(void);
-void sim_user_code_begin(
-    void);                    /* releases the lock: between these two nothing of the device may be touched */
-void sim_user_code_end(void); /* takes it and wakes the waiting */
+/* The first releases the lock; the second takes it and wakes the waiting. Nothing of the device may be touched
+ * between them. */
+void sim_user_code_begin(void);
+void sim_user_code_end(void);
 
 bool sim_forked(void); /* this process is a child of the one that activated the device */
 

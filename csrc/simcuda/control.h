@@ -1,7 +1,9 @@
 /* The simulated CUDA device: its control interface, for Python (ctypes) and for tests.
  *
  * Until simcuda_activate() succeeds the libraries behave as on a machine with no GPU: cuInit answers
- * CUDA_ERROR_NO_DEVICE and cudaGetDeviceCount cudaErrorNoDevice. Nothing here reads an environment variable.
+ * CUDA_ERROR_NO_DEVICE and cudaGetDeviceCount cudaErrorNoDevice, with a count of 0. Nothing here reads an
+ * environment variable.
+ *
  * All functions may be called from any thread; none may be called from a kernel body or a host function. */
 #ifndef SIM_CONTROL_H
 #define SIM_CONTROL_H

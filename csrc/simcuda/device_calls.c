@@ -213,7 +213,7 @@ static CUresult state_allows(int needs, CUresult not_activated)
     if (forked)
         return CUDA_ERROR_NOT_INITIALIZED;
     if (!sim_activated())
-        return not_activated;
+        return needs & SIM_DEVICELESS ? CUDA_SUCCESS : not_activated;
     if (self.in_user_code)
         return CUDA_ERROR_NOT_PERMITTED;
     if (sim_fault)
@@ -248,7 +248,7 @@ CUresult sim_runtime_enter(sim_call *call, int needs)
     CUresult result = planned(call);
     if (result == CUDA_SUCCESS)
         result = state_allows(needs, CUDA_ERROR_NO_DEVICE);
-    if (result == CUDA_SUCCESS && !(needs & SIM_ANYTIME))
+    if (result == CUDA_SUCCESS && !(needs & SIM_ANYTIME) && sim_activated())
         sim_initialised = true;
     if (result == CUDA_SUCCESS && needs & SIM_CONTEXT)
         result = sim_context_bind_primary();

@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "streams.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -122,9 +123,9 @@ static bool parse(const char *text)
 /* ---- never beside a real driver ------------------------------------------------------------------------ */
 static const char own_code;
 
-/* A driver library in the process that is not the file this code came from, or NVIDIA's device files opened:
- * the line's path, in `message`. */
-static bool real_driver_mapped(void)
+/* May there be a driver in the process: a library of its name that is not the file this code came from, or
+ * NVIDIA's device files mapped? `message` then names it. Where the kernel does not tell, there may be. */
+static bool real_driver_possible(void)
 {
     FILE *maps = fopen("/proc/self/maps", "r");
     char line[1024], path[1024];
@@ -132,8 +133,13 @@ static bool real_driver_mapped(void)
     unsigned major_, minor_, own_major = 0, own_minor = 0;
     bool found = false;
 
-    if (!maps)
-        return false;
+    if (!maps) {
+        snprintf(message, sizeof message,
+                 "/proc/self/maps cannot be read (%s), so a real CUDA driver may be loaded in this process: "
+                 "mount /proc, and leave the process file descriptors",
+                 strerror(errno));
+        return true;
+    }
     while (fgets(line, sizeof line, maps))
         if (sscanf(line, "%lx-%lx %*4s %*x %x:%x %lu", &start, &end, &major_, &minor_, &inode) == 5 &&
             (unsigned long)&own_code >= start && (unsigned long)&own_code < end) {
@@ -186,7 +192,7 @@ const char *simcuda_activate(const char *text)
     sim_lock();
     if (sim_activated())
         result = "the simulated device is activated already; a process has one";
-    else if (parse(text ? text : "") && !real_driver_mapped()) {
+    else if (parse(text ? text : "") && !real_driver_possible()) {
         sim_device_count = (int)find_setting("devices", 7)->value;
         sim_cc = (int)simcuda_setting("cc");
         sim_sms = (int)simcuda_setting("sms");

@@ -1,5 +1,6 @@
 #include "frames.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -79,6 +80,18 @@ static size_t run_length(const sim_frames *frames, size_t first, size_t end)
     return next - first;
 }
 
+/* Gives the host memory of `count` frames back, so that they read as zeros when they are mapped again. */
+static bool empty(int file, size_t first, size_t count)
+{
+    int result;
+
+    do
+        result = fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)(first * SIM_FRAME),
+                           (off_t)(count * SIM_FRAME));
+    while (result != 0 && errno == EINTR);
+    return result == 0;
+}
+
 void sim_frames_release(sim_frames *frames)
 {
     if (frames->handles || frames->mappings)
@@ -86,18 +99,20 @@ void sim_frames_release(sim_frames *frames)
     sim_store *store = frames->store;
     for (size_t i = 0, run; i < frames->count; i += run) {
         run = run_length(frames, i, frames->count);
+        if (frames->lost || !empty(store->file, frames->index[i], run))
+            continue;
         memset(store->taken + frames->index[i], 0, run);
-        fallocate(store->file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                  (off_t)(frames->index[i] * SIM_FRAME), (off_t)(run * SIM_FRAME));
+        store->used -= run;
     }
-    store->used -= frames->count;
     free(frames);
 }
 
-/* Puts addresses that fault in the place of whatever is mapped there; they stay reserved. */
-static void block(uintptr_t at, size_t size)
+/* Puts addresses that fault in the place of whatever is mapped there; they stay reserved. false when the host
+ * refuses, and something may be mapped there still. */
+static bool block(uintptr_t at, size_t size)
 {
-    mmap((void *)at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    return mmap((void *)at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1,
+                0) != MAP_FAILED;
 }
 
 bool sim_frames_map(sim_frames *frames, size_t count, uintptr_t at, int protection)
@@ -106,19 +121,21 @@ bool sim_frames_map(sim_frames *frames, size_t count, uintptr_t at, int protecti
         run = run_length(frames, i, count);
         void *to = (void *)(at + i * SIM_FRAME);
         if (mmap(to, run * SIM_FRAME, protection, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, frames->store->file,
-                 (off_t)(frames->index[i] * SIM_FRAME)) == MAP_FAILED) {
-            block(at, count * SIM_FRAME);
-            return false;
-        }
+                 (off_t)(frames->index[i] * SIM_FRAME)) == MAP_FAILED)
+            goto fail;
     }
-    madvise((void *)at, count * SIM_FRAME, MADV_DONTFORK);
+    if (madvise((void *)at, count * SIM_FRAME, MADV_DONTFORK) != 0)
+        goto fail;
     frames->mappings++;
     return true;
+fail:
+    frames->lost |= !block(at, count * SIM_FRAME);
+    return false;
 }
 
 void sim_frames_unmap(sim_frames *frames, size_t count, uintptr_t at)
 {
-    block(at, count * SIM_FRAME);
+    frames->lost |= !block(at, count * SIM_FRAME);
     frames->mappings--;
     sim_frames_release(frames);
 }

@@ -170,7 +170,9 @@ SIM_DRIVER(SIM_CONTEXT, cuMemcpyAsync, (CUdeviceptr to, CUdeviceptr from, size_t
     return sim_copy_plain(ADDRESS(to), ADDRESS(from), size, stream, false);
 }
 
-/* The named ends must be a device's: the others can be anything a pointer can be. */
+/* An end that the function's name calls a device's takes a device pointer. That is an address in device memory
+ * or in pinned host memory, which under unified addressing is its own device pointer
+ * (cuMemHostGetDevicePointer); pageable host memory has none. The other end takes any pointer. */
 static CUresult device_end(CUdeviceptr address, size_t size)
 {
     const sim_range *range = sim_range_at(&sim_ranges, (uintptr_t)address);

@@ -1,7 +1,9 @@
 /* Virtual memory management: addresses, physical memory, and mappings of one in the other.
  *
- * What CUDA's documentation calls an error is one: mappings are made, granted and unmapped whole, at offset
- * 0, into addresses reserved before. */
+ * What CUDA's documentation calls an error is one. A mapping goes into addresses reserved before, begins at
+ * offset 0 of its memory ("currently must be zero") and is granted and unmapped whole. It may be shorter than
+ * its memory: cuMemMap asks that offset + size be less than the memory's size, which, as all of NVIDIA's
+ * samples map all of it, can only mean "at most". */
 #include "device.h"
 #include "driver_api.h"
 #include "handles.h"
@@ -206,18 +208,27 @@ static bool whole_mappings(CUdeviceptr address, size_t size)
 }
 
 /* The host reads and writes simulated memory directly, so it gets the most that any device has. */
-static bool protect(const sim_range *range)
+static bool protect(const sim_range *range, const unsigned char access[SIM_MAX_DEVICES])
 {
     unsigned any = 0;
 
     for (int device = 0; device < sim_device_count; device++)
-        any |= range->access[device];
+        any |= access[device];
     return mprotect((void *)range->base, range->size,
                     any == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_READ | PROT_WRITE
                     : any == CU_MEM_ACCESS_FLAGS_PROT_READ    ? PROT_READ
                                                               : PROT_NONE) == 0;
 }
 
+static void grant(unsigned char rights[SIM_MAX_DEVICES], const CUmemAccessDesc *access, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        rights[access[i].location.id] = (unsigned char)access[i].flags;
+}
+
+/* The pages first, the table when all of them have changed. The host may refuse one in the middle of a mapping
+ * (vm.max_map_count: a mapping whose frames lie apart is several to the kernel); then the pages of all go back
+ * to what the table says. That cannot be refused for the same reason: it cuts nothing that was whole before. */
 SIM_DRIVER(SIM_INITIALISED | SIM_UNSAFE, cuMemSetAccess,
            (CUdeviceptr address, size_t size, const CUmemAccessDesc *access, size_t count),
            (address, size, access, count))
@@ -234,18 +245,24 @@ SIM_DRIVER(SIM_INITIALISED | SIM_UNSAFE, cuMemSetAccess,
             access[i].flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
             return CUDA_ERROR_INVALID_VALUE;
     }
-    for (uintptr_t at = (uintptr_t)address, end = at + size; at < end;) {
-        sim_range *range = sim_range_at(&sim_ranges, at);
-        unsigned char before[SIM_MAX_DEVICES];
-
-        memcpy(before, range->access, sizeof before);
-        for (size_t i = 0; i < count; i++)
-            range->access[access[i].location.id] = (unsigned char)access[i].flags;
-        if (!protect(range)) {
-            memcpy(range->access, before, sizeof before);
-            return CUDA_ERROR_OUT_OF_MEMORY;
+    uintptr_t start = (uintptr_t)address, end = start + size;
+    sim_range *range;
+    for (uintptr_t at = start; at < end; at += range->size) {
+        unsigned char rights[SIM_MAX_DEVICES];
+        range = sim_range_at(&sim_ranges, at);
+        memcpy(rights, range->access, sizeof rights);
+        grant(rights, access, count);
+        if (protect(range, rights))
+            continue;
+        for (uintptr_t back = start; back <= at; back += range->size) {
+            range = sim_range_at(&sim_ranges, back);
+            protect(range, range->access);
         }
-        at += range->size;
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    for (uintptr_t at = start; at < end; at += range->size) {
+        range = sim_range_at(&sim_ranges, at);
+        grant(range->access, access, count);
     }
     return CUDA_SUCCESS;
 }

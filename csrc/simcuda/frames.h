@@ -1,7 +1,10 @@
 /* Physical device memory: frames of 2 MiB out of one sparse memory file a device.
  *
- *     used = frames whose bit is set = context frames + sum of count over live sim_frames
+ *     used = frames whose byte is set = context frames + sum of count over live sim_frames + lost frames
  *     used <= limit <= total
+ *
+ * Lost are frames that the host would not unmap or not empty when they were freed: no other piece may have
+ * them, as it would share them or find old bytes there. They stay taken, and show in a leak test.
  *
  * cudaMalloc and cuMemCreate take frames from the same store, so that both see one truth about what is free.
  * The file is sparse and mapped with MAP_NORESERVE: a device may claim more than the host has, as long as its
@@ -30,6 +33,7 @@ typedef struct sim_frames {
     CUmemAllocationProp properties; /* as cuMemCreate got them */
     unsigned handles;               /* cuMemCreate and cuMemRetainAllocationHandle, minus cuMemRelease */
     unsigned mappings;
+    bool lost; /* it may be mapped where no table knows: its frames are never free again */
     size_t count;
     size_t index[]; /* frame numbers, in the order of the piece's bytes */
 } sim_frames;
@@ -45,10 +49,12 @@ sim_frames *sim_frames_take(sim_store *store, size_t count);
 void sim_frames_release(sim_frames *frames);
 
 /* Maps the first `count` frames at an address reserved by the caller and adds a mapping, or changes nothing.
- * A child after fork() gets none of it, as a GPU's memory is not there either. */
+ * A child after fork() gets none of it, as a GPU's memory is not there either. Where the host refuses even to
+ * undo what it did, the piece's frames are lost. */
 bool sim_frames_map(sim_frames *frames, size_t count, uintptr_t at, int protection);
 
-/* Ends the mapping of `count` frames at `at`, leaving addresses that fault; releases the piece. */
+/* Ends the mapping of `count` frames at `at`, leaving addresses that fault, and releases the piece. Where the
+ * host refuses, its frames are lost. */
 void sim_frames_unmap(sim_frames *frames, size_t count, uintptr_t at);
 
 /* Addresses for `size` bytes at a power of two `alignment` >= SIM_FRAME, all of them faulting; 0 when there

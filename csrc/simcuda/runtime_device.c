@@ -9,12 +9,13 @@
 #include <string.h>
 
 /* ---- devices ------------------------------------------------------------------------------------------ */
-SIM_RUNTIME(SIM_QUERY, cudaGetDeviceCount, (int *out), (out))
+/* Without a device it is an error, and the count 0. */
+SIM_RUNTIME(SIM_QUERY | SIM_DEVICELESS, cudaGetDeviceCount, (int *out), (out))
 {
     if (!out)
         return CUDA_ERROR_INVALID_VALUE;
     *out = sim_device_count;
-    return CUDA_SUCCESS;
+    return sim_activated() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 
 SIM_RUNTIME(SIM_QUERY, cudaGetDevice, (int *out), (out))

@@ -10,6 +10,7 @@ unimported.
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -17,11 +18,11 @@ import re
 import sys
 from pathlib import Path
 
+from memopt import torch_version
 from memopt._C import parse_size
 from memopt.sim import control, interpreter_exit
-from memopt.sim.coverage import coverage, library_set
+from memopt.sim.coverage import OURS_AGAIN, coverage, library_set
 
-OLDEST_TORCH = (2, 10)
 _INSTALL = "pip install --no-deps 'torch===2.13.0'"
 
 
@@ -45,8 +46,9 @@ def activate(
     bound. cudnn_version: as cudnnGetVersion answers it; by default the version this torch was published with.
 
     Raises RuntimeError, with the mend, and changes nothing when torch is imported already, a real CUDA driver or
-    runtime is mapped in this process, torch is missing, too old or a CPU build, or imports what the simulated libraries
-    lack; ValueError for a setting that makes no sense.
+    runtime is mapped in this process, torch is missing, too old, damaged or a CPU build, or imports what the simulated
+    libraries lack, or one of those is damaged; ValueError for a setting that makes no sense. After a refusal none of
+    the simulated libraries is loaded, and activate() may be called again.
     """
     settings = _settings(
         memory, devices, compute_capability, multiprocessors, lazy, blank, context, cudnn_workspace
@@ -63,11 +65,8 @@ def activate(
         )
     folder = _set_for_this_torch()
     settings += f" cudnn_version={cudnn_version or _cudnn_version()}"
-    device = _open(folder)
+    device = _activated(folder, settings)
     control.attach(device)
-    refused = device.simcuda_activate(settings.encode())
-    if refused is not None:
-        raise ValueError(f"the simulated device refuses {settings!r}: {refused.decode()}")
     interpreter_exit.install(device)
     global _active
     _active = True
@@ -104,7 +103,12 @@ def _set_for_this_torch() -> Path:
 def mapped_cuda(maps: str = "/proc/self/maps") -> list[str]:
     """Paths of CUDA drivers and runtimes mapped in this process, ours (sim_*.so) not among them."""
     pattern = re.compile(r"/lib(cuda|cudart|nvidia-ml)(-[\w.]+)?\.so[\w.]*( \(deleted\))?$")
-    lines = Path(maps).read_text().splitlines()
+    try:
+        lines = Path(maps).read_text().splitlines()
+    except OSError as error:
+        raise RuntimeError(
+            f"{maps} cannot be read ({error}), so a real CUDA driver may be loaded in this process: mount /proc"
+        ) from error
     return sorted({line.split(maxsplit=5)[5] for line in lines if pattern.search(line)})
 
 
@@ -141,11 +145,11 @@ def _torch_lib_dir() -> Path:
     home = Path(spec.origin).parent
     # The file, not the package's metadata: it is torch itself, however it came here.
     text = (home / "version.py").read_text() if (home / "version.py").exists() else ""
-    found = re.search(r"__version__\s*=\s*'((\d+)\.(\d+)[^']*)'", text)
+    found = re.search(r"__version__\s*=\s*'(\d+\.\d+[^']*)'", text)
     if found is None:
         raise RuntimeError(f"{home} tells no version (version.py): reinstall torch: {_INSTALL}")
-    if (int(found[2]), int(found[3])) < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
+    if torch_version.too_old(found[1]):
+        oldest = ".".join(map(str, torch_version.OLDEST))
         raise RuntimeError(
             f"torch {found[1]} in {home} is too old, {oldest} is the oldest simulated: {_INSTALL}"
         )
@@ -162,11 +166,42 @@ def _cudnn_version() -> int:
     return 92800
 
 
-def _open(folder: Path) -> ctypes.CDLL:
-    """Opens the set, the device first because the others link it, and returns the device."""
-    first = folder / "sim_cuda.so"
-    device = ctypes.CDLL(str(first), ctypes.RTLD_GLOBAL)
-    for path in sorted(folder.glob("sim_*.so")):
-        if path != first:
-            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+def _activated(folder: Path, settings: str) -> ctypes.CDLL:
+    """The device, activated, and all of its set loaded; or an error, and none of it.
+
+    The device is asked while it is loaded alone, and seen by no other library: one that bears NVIDIA's soname and has
+    no device behind it must not stay behind for `import torch` to link."""
+    device = _load(folder / "sim_cuda.so", ctypes.RTLD_LOCAL)
+    control.declare(device)
+    refused = device.simcuda_activate(settings.encode())
+    if refused is not None:
+        _ctypes.dlclose(device._handle)
+        raise ValueError(f"the simulated device refuses {settings!r}: {refused.decode()}")
+    try:
+        _open(folder)
+    except RuntimeError:
+        _ctypes.dlclose(device._handle)
+        raise
     return device
+
+
+def _open(folder: Path) -> ctypes.CDLL:
+    """Loads the whole set for all to link, or nothing of it. The device comes first because the others link it, and is
+    returned."""
+    first = folder / "sim_cuda.so"
+    opened: list[ctypes.CDLL] = []
+    try:
+        for path in [first, *sorted(set(folder.glob("sim_*.so")) - {first})]:
+            opened.append(_load(path, ctypes.RTLD_GLOBAL))
+    except RuntimeError:
+        for library in reversed(opened):
+            _ctypes.dlclose(library._handle)
+        raise
+    return opened[0]
+
+
+def _load(path: Path, mode: int) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path), mode)
+    except OSError as error:
+        raise RuntimeError(f"{path} cannot be loaded ({error}): {OURS_AGAIN}") from error

@@ -54,10 +54,9 @@ _BODY = ctypes.CFUNCTYPE(
 )
 
 
-def attach(library: ctypes.CDLL) -> None:
-    """Declares the functions of sim_cuda.so; called by activate() before anything else uses them."""
-    global _library
-    declare = {
+def declare(library: ctypes.CDLL) -> None:
+    """Tells ctypes the functions of sim_cuda.so."""
+    functions = {
         "simcuda_activate": (ctypes.c_char_p, [ctypes.c_char_p]),
         "simcuda_stats": (ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Counts)]),
         "simcuda_reset_peak": (ctypes.c_int, [ctypes.c_int]),
@@ -73,9 +72,14 @@ def attach(library: ctypes.CDLL) -> None:
         ),
         "simcuda_missing": (ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t]),
     }
-    for name, (result, arguments) in declare.items():
+    for name, (result, arguments) in functions.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+
+
+def attach(library: ctypes.CDLL) -> None:
+    """From now on this module speaks to that library: declared, and activated."""
+    global _library
     _library = library
 
 

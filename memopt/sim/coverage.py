@@ -15,18 +15,22 @@ _PACKAGE = Path(__file__).resolve().parent
 _NVIDIA_SONAME = re.compile(r"lib(cu|nv|nccl)\w*\.so\.\d+")
 # Libraries without version nodes leave no provider in an import; their names begin so.
 _NVIDIA_NAME = re.compile(r"(cu[A-Z]|cusparse|nccl|nvrtc|nvshmem|nvml)\w+")
+OURS_AGAIN = "build it again with `make`, or reinstall memopt"
+_TORCH_AGAIN = "reinstall torch: pip install --force-reinstall --no-deps 'torch===2.13.0'"
 
 
 def library_set(torch_lib_dir: str | Path) -> Path:
     """The folder of the prebuilt set for the torch whose libraries lie in torch_lib_dir, chosen by the CUDA runtime
-    that its libc10_cuda.so needs. RuntimeError where there is no such library, or no set for that runtime."""
+    that its libc10_cuda.so needs. RuntimeError where there is no such library, it is damaged, or there is no set for
+    that runtime."""
     c10_cuda = Path(torch_lib_dir) / "libc10_cuda.so"
     if not c10_cuda.exists():
         raise RuntimeError(
             f"{torch_lib_dir} is a CPU build of torch (it has no libc10_cuda.so): "
             "install torch's CUDA build: pip install --no-deps 'torch===2.13.0'"
         )
-    runtimes = [name for name in elf.read(c10_cuda, exports=False).needed if name.startswith("libcudart.so.")]
+    needed = _read(c10_cuda, _TORCH_AGAIN, exports=False).needed
+    runtimes = [name for name in needed if name.startswith("libcudart.so.")]
     if not runtimes:
         raise RuntimeError(f"{c10_cuda} needs no libcudart.so: this torch links the CUDA runtime statically")
     major = runtimes[0].rsplit(".", 1)[1]
@@ -42,14 +46,15 @@ def library_set(torch_lib_dir: str | Path) -> Path:
 
 def coverage(torch_lib_dir: str | Path) -> dict[str, list[str]]:
     """NVIDIA soname -> names that the torch libraries in torch_lib_dir import and our library of that soname lacks;
-    empty when all is there. A soname that we do not have at all lists its names and, first, "(no such library)"."""
-    ours = {
-        library.soname: {symbol.name for symbol in library.exports}
-        for library in map(elf.read, sorted(library_set(torch_lib_dir).glob("sim_*.so")))
-    }
+    empty when all is there. A soname that we do not have at all lists its names and, first, "(no such library)".
+    RuntimeError as library_set gives it, and for a library of either side that is damaged."""
+    ours = {}
+    for path in sorted(library_set(torch_lib_dir).glob("sim_*.so")):
+        library = _read(path, OURS_AGAIN)
+        ours[library.soname] = {symbol.name for symbol in library.exports}
     missing: dict[str, set[str]] = {}
     for path in sorted(Path(torch_lib_dir).glob("*.so")):
-        library = elf.read(path, exports=False)
+        library = _read(path, _TORCH_AGAIN, exports=False)
         nvidia = [soname for soname in library.needed if _NVIDIA_SONAME.fullmatch(soname)]
         for soname in nvidia:
             if soname not in ours:
@@ -63,3 +68,11 @@ def coverage(torch_lib_dir: str | Path) -> dict[str, list[str]]:
             if nvidia and not held and _NVIDIA_NAME.fullmatch(symbol.name):
                 missing.setdefault(f"{path.name} (unversioned)", set()).add(symbol.name)
     return {soname: sorted(names) for soname, names in sorted(missing.items())}
+
+
+def _read(path: Path, mend: str, exports: bool = True) -> elf.Library:
+    try:
+        return elf.read(path, exports)
+    except (OSError, ValueError) as error:
+        named = error if str(path) in str(error) else f"{path}: {error}"
+        raise RuntimeError(f"{named}: {mend}") from error

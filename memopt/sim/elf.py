@@ -59,7 +59,7 @@ def read(path: str | Path, exports: bool = True) -> Library:
     with open(path, "rb") as file, _map(path, file) as image:
         try:
             return _read(image, exports)
-        except (struct.error, IndexError, StopIteration) as error:
+        except (struct.error, IndexError, OverflowError, StopIteration, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: damaged ELF file ({error or 'a section is missing'})") from error
 
 

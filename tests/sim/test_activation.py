@@ -1,11 +1,13 @@
 """activate() refuses what it must, saying why, and changes nothing then. Each case in an interpreter of its own."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 SIM = None
+ROOT = Path(__file__).resolve().parents[2]
 
 TRY = """
 import memopt.sim
@@ -32,6 +34,33 @@ def fake_torch(folder: Path, version: str) -> Path:
     (folder / "torch" / "__init__.py").write_text("")
     (folder / "torch" / "version.py").write_text(f"__version__ = '{version}'\n")
     return folder
+
+
+READ_THE_COPY = """
+import importlib, pathlib
+importlib.import_module("memopt.sim.coverage")._PACKAGE = pathlib.Path(__file__).parent / "sets"
+"""
+
+# Runs at the end of the process, when the attempt has been made.
+NOTHING_LEFT = """
+import atexit
+@atexit.register
+def look():
+    if "/sim_" in open("/proc/self/maps").read():
+        print("a simulated library is still mapped")
+        import os, sys
+        sys.stdout.flush()
+        os._exit(1)
+"""
+
+
+def broken_sets(folder: Path) -> Path:
+    """A copy of both sets to break: the folder of the one that this environment's torch takes."""
+    from memopt.sim.activation import _torch_lib_dir
+    from memopt.sim.coverage import library_set
+
+    shutil.copytree(ROOT / "memopt" / "sim", folder / "sets", ignore=shutil.ignore_patterns("*.py", "__py*"))
+    return folder / "sets" / library_set(_torch_lib_dir()).name
 
 
 def compile_library(file: Path, source: str, *flags: str) -> None:
@@ -99,6 +128,57 @@ def test_a_symbol_that_is_missing_is_named_before_torch_is_imported(run_script, 
     )
     said = attempt(run_script, FIRST_ON_PATH=str(home))
     assert "libcudart.so.13: cudaFromTheFuture" in said and "newer memopt" in said
+
+
+@pytest.mark.parametrize("length", [0, 40, 4000])
+def test_a_torch_library_that_is_cut_short_is_named_with_the_mend(run_script, tmp_path, length):
+    home = fake_torch(tmp_path, "2.20.0+cu130")
+    whole = next((ROOT / "memopt" / "sim" / "cu13").glob("sim_nccl.so")).read_bytes()
+    c10 = tmp_path / "torch" / "lib" / "libc10_cuda.so"
+    c10.write_bytes(whole[:length])
+    said = attempt(run_script, FIRST_ON_PATH=str(home))
+    assert str(c10) in said and "reinstall torch" in said
+
+
+@pytest.mark.parametrize("name", ["sim_cuda.so", "sim_cudnn.so"])
+@pytest.mark.parametrize("length", [0, 40, 4000, -1])
+def test_a_simulated_library_that_is_cut_short_is_named_with_the_mend(run_script, tmp_path, name, length):
+    broken = broken_sets(tmp_path) / name
+    broken.write_bytes(broken.read_bytes()[:length])
+    said = attempt(run_script, READ_THE_COPY + NOTHING_LEFT)
+    assert str(broken) in said and "`make`, or reinstall memopt" in said
+
+
+def test_a_simulated_library_that_the_linker_refuses_is_named_and_none_is_left_loaded(run_script, tmp_path):
+    """Whole to the reader of its symbols, but for another machine."""
+    broken = broken_sets(tmp_path) / "sim_nccl.so"
+    image = bytearray(broken.read_bytes())
+    image[18] = 0xF3  # e_machine: RISC-V
+    broken.write_bytes(image)
+    said = attempt(run_script, READ_THE_COPY + NOTHING_LEFT)
+    assert str(broken) in said and "cannot be loaded" in said and "reinstall memopt" in said
+
+
+def test_a_refused_activation_leaves_no_library_and_a_corrected_one_works(run_script):
+    done = run_script(
+        "import memopt.sim\n"
+        "for wrong in ({'devices': 100}, {'multiprocessors': 0}, {'memory': '1KiB'}):\n"
+        "    try:\n"
+        "        memopt.sim.activate(**wrong)\n"
+        "    except ValueError as error:\n"
+        "        assert 'whole number' in str(error), error\n"
+        "    assert 'sim_' not in open('/proc/self/maps').read()\n"
+        "    try:\n"
+        "        memopt.sim.stats()\n"
+        "    except RuntimeError as error:\n"
+        "        assert 'not active' in str(error)\n"
+        "    else:\n"
+        "        raise AssertionError('statistics of no device')\n"
+        "memopt.sim.activate(memory='1GiB', devices=2)\n"
+        "import torch\n"
+        "print(torch.cuda.device_count(), torch.ones(4, device='cuda').device, memopt.sim.stats()['memory'])\n"
+    )
+    assert done.stdout.split() == ["2", "cuda:0", str(1 << 30)], done.stderr
 
 
 @pytest.mark.parametrize(

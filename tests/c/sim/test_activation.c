@@ -4,8 +4,10 @@
 
 #include "device.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 static void sees_no_device(void)
@@ -21,6 +23,8 @@ static void sees_no_device(void)
     IS(cuMemAlloc_v2(&address, 512), NOT_INITIALIZED);
     IS(cuDevicePrimaryCtxRetain(&context, 0), NOT_INITIALIZED);
     CHECK_EQ(cudaGetDeviceCount(&count), cudaErrorNoDevice);
+    CHECK_EQ(count, 0);
+    IS(cuDeviceGetCount(&count), NOT_INITIALIZED); /* nor does asking initialise the driver */
     CHECK_EQ(cudaMalloc(&block, 512), cudaErrorNoDevice);
     CHECK_EQ(cudaSetDevice(0), cudaErrorNoDevice);
     CHECK_EQ(cudaGetLastError(), cudaErrorNoDevice);
@@ -153,6 +157,25 @@ static void meets_a_real_driver(void)
 TEST(it_refuses_to_live_beside_a_real_driver)
 {
     CHECK_CHILD(meets_a_real_driver);
+}
+
+static void cannot_see_what_is_loaded(void)
+{
+    struct rlimit limit;
+
+    CHECK_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+    struct rlimit none = {.rlim_cur = 0, .rlim_max = limit.rlim_max};
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+    const char *said = simcuda_activate("");
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    CHECK(said && strstr(said, "/proc/self/maps cannot be read") && strstr(said, strerror(EMFILE)));
+    IS(cuInit(0), NO_DEVICE);
+    CHECK(!simcuda_activate(""));
+}
+
+TEST(it_refuses_where_it_cannot_see_what_is_loaded)
+{
+    CHECK_CHILD(cannot_see_what_is_loaded);
 }
 
 static void is_larger_than_the_host(void)

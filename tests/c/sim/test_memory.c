@@ -117,6 +117,7 @@ TEST(copies_check_both_ends_and_their_whole_length)
     CUdeviceptr a = alloc(4 * MIB), b = alloc(4 * MIB);
     static char host[2048], back[2048];
     void *pinned;
+    CUdeviceptr of_pinned;
 
     for (int i = 0; i < 2048; i++)
         host[i] = (char)i;
@@ -135,7 +136,14 @@ TEST(copies_check_both_ends_and_their_whole_length)
     OK(cuMemcpyDtoHAsync_v2(pinned, b, 2048, NULL));
     OK(cuStreamSynchronize(NULL));
     CHECK(memcmp(host, pinned, 2048) == 0);
+    OK(cuMemHostGetDevicePointer_v2(&of_pinned, pinned, 0));
+    CHECK_EQ(of_pinned, (CUdeviceptr)(uintptr_t)pinned);
+    OK(cuMemcpyHtoD_v2(of_pinned, host + 1, 2047)); /* a device pointer, though to host memory */
+    OK(cuMemcpyDtoD_v2(a, of_pinned, 2047));
+    OK(cuMemcpyDtoH_v2(back, of_pinned, 2047));
+    CHECK(memcmp(host + 1, back, 2047) == 0 && memcmp((char *)a, back, 2047) == 0);
     OK(cuMemFreeHost(pinned));
+    IS(cuMemcpyHtoD_v2(of_pinned, host, 8), INVALID_VALUE); /* no more */
     OK(cuMemFree_v2(a));
     OK(cuMemFree_v2(b));
     CHECK_LIVE(before);

@@ -212,6 +212,27 @@ TEST(map_refuses_misplaced_mappings)
     CHECK_LIVE(before);
 }
 
+TEST(a_mapping_may_be_shorter_than_its_memory_and_holds_all_of_it)
+{
+    open_device();
+    simcuda_live before = live_now();
+    CUdeviceptr address = reserve(5);
+    CUmemGenericAllocationHandle handle = create(3);
+
+    OK(cuMemMap(address, FRAME, 0, handle, 0));                    /* its beginning, */
+    OK(cuMemMap(address + FRAME, 3 * FRAME, 0, handle, 0));        /* all of it, */
+    IS(cuMemMap(address, 4 * FRAME, 0, handle, 0), INVALID_VALUE); /* never more */
+    OK(cuMemSetAccess(address, 4 * FRAME, &rw_0, 1));
+    *(char *)address = 5;
+    CHECK_EQ(*(char *)(address + FRAME), 5);
+    OK(cuMemUnmap(address + FRAME, 3 * FRAME));
+    OK(cuMemRelease(handle));
+    CHECK_EQ(live_now().bytes, before.bytes + 3 * FRAME);
+    OK(cuMemUnmap(address, FRAME));
+    OK(cuMemAddressFree(address, 5 * FRAME));
+    CHECK_LIVE(before);
+}
+
 TEST(unmap_takes_whole_mappings_and_any_number_of_them)
 {
     open_device();
