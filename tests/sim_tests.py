@@ -26,9 +26,7 @@ def in_sim_environment() -> bool:
 def pytest_there(config: pytest.Config, *arguments: str) -> subprocess.CompletedProcess[str]:
     python = config.getoption("--sim-python")
     if not Path(python).exists():
-        raise RuntimeError(
-            f"there is no {python}: `make test` makes it, `make environments` makes it alone"
-        )
+        raise RuntimeError(f"there is no {python}: `make test` makes it, `make environments` makes it alone")
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _running["process"] = process
