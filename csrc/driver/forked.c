@@ -22,8 +22,8 @@ static void install(void)
 void mo_forked_watch(void)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(
-        &once, install); /* no fork is under way during it: glibc's list of handlers is locked then */
+    /* Installed before anything that a fork could tear: glibc holds its list of handlers while a fork is under way. */
+    pthread_once(&once, install);
     atomic_fetch_add(&watchers, 1);
 }
 

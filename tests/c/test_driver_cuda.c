@@ -94,7 +94,7 @@ static void many_threads_in_child(void)
     void *done;
     const mo_cuda_api *api;
     simulated_device *sim = simulated_devices();
-    CHECK_EQ(mo_cuda_api_get(&api, NULL), MO_OK); /* its lock would let them in one by one */
+    CHECK_EQ(mo_cuda_api_get(&api, NULL), MO_OK);    /* its lock would let them in one by one */
     ((mo_cuda_api *)api)->device_count = slow_count; /* nor shall the first be done before the second comes */
     pthread_barrier_init(&together, NULL, THREADS);
     for (int i = 0; i < THREADS; i++)
@@ -347,6 +347,19 @@ TEST(captures_are_told_apart_by_whichever_function_the_driver_has)
         CHECK_EQ(id, 0);
         CHECK_EQ(mo_driver_cuda_close(&d, NULL), MO_OK);
     }
+}
+
+TEST(the_legacy_stream_is_not_captured_under_either_name_whatever_else_is)
+{
+    const contract_device *c = contract();
+    begin_capture(c->stream);
+    uint64_t ids[] = {77, 77};
+    const mo_status null = c->driver->capture_id(c->driver, NULL, NULL, &ids[0]);
+    const mo_status named = c->driver->capture_id(c->driver, CU_STREAM_LEGACY, NULL, &ids[1]);
+    end_capture(c->stream); /* it is whole */
+    CHECK_OK(null);
+    CHECK_OK(named);
+    CHECK(ids[0] == 0 && ids[1] == 0);
 }
 
 /* ---- errors, and a driver that is gone ----------------------------------------------------------------- */

@@ -1,6 +1,6 @@
-/* Over the simulated device, which runs the text of kernels/unscale.cuh when the test lets it: so what a launch is given
- * and what it changes are those of the real thing. The kernels are the embedded ones, or where this build has none, what
- * the made-up NVRTC makes. */
+/* Over the simulated device, which runs the text of kernels/unscale.cuh when the test lets it: so what a launch is
+ * given and what it changes are those of the real thing. The kernels are the embedded ones, or where this build has
+ * none, what the made-up NVRTC makes. */
 #include "scaler/unscale_cuda.h"
 
 #include "base/hostmem.h"
@@ -112,7 +112,7 @@ static void check_session(void)
     }
 }
 
-/* A slot is a block, a pinned block and an event. Ours: three blocks, and one pinned by nobody. */
+/* A slot is a block, a pinned block and an event: more than the slots of them is a leak. */
 static void check_only_slots(const simcuda_live *before)
 {
     const simcuda_live now = live_on(0);
@@ -124,8 +124,8 @@ static void check_only_slots(const simcuda_live *before)
     CHECK_EQ(now.pending, 0);
 }
 
-/* What a session calls, but for what releases (a block that the driver keeps is no leak of ours). Of a call that is made
- * in pairs, to enter and to leave, only each first failure is anybody's to hear. */
+/* What a session calls, but for what releases (a block that the driver keeps is no leak of ours). Of a call that is
+ * made in pairs, to enter and to leave, only each first failure is anybody's to hear. */
 static const struct {
     const char *call;
     unsigned stride;
