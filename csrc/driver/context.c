@@ -1,5 +1,7 @@
 #include "driver/context.h"
 
+#include "driver/forked.h"
+
 CUresult mo_context_enter(const mo_driver_cuda *device, mo_context_scope *out)
 {
     mo_context_scope scope = {.api = device->api, .mode = CU_STREAM_CAPTURE_MODE_RELAXED};

@@ -10,7 +10,6 @@
 #include <stdbool.h>
 
 #include "driver/driver_cuda.h"
-#include "driver/forked.h"
 
 typedef struct mo_context_scope {
     const mo_cuda_api *api;
@@ -25,11 +24,5 @@ CUresult mo_context_enter(const mo_driver_cuda *device, mo_context_scope *out);
 
 /* Fails only where the driver is being shut down, and then there is nothing left to put back. */
 void mo_context_leave(mo_context_scope *scope);
-
-/* Whether every mo_context_enter() of this process fails so. */
-static inline bool mo_context_forked(void)
-{
-    return mo_forked();
-}
 
 #endif

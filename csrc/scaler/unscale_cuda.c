@@ -5,6 +5,7 @@
 #include "base/hostmem.h"
 #include "base/lock.h"
 #include "driver/context.h"
+#include "driver/forked.h"
 #include "driver/kernel_module.h"
 #include "driver/staging.h"
 
@@ -124,10 +125,8 @@ mo_status mo_unscale_cuda(const mo_unscale_job *job, mo_detail *detail)
         return mo_fail(detail, MO_INVALID, 0,
                        "inv_scale at %#llx, found_inf at %#llx: expected addresses of fp32", job->inv_scale,
                        job->found_inf);
-    if (mo_context_forked()) /* before any lock: the fork may have taken its holder away */
-        return mo_fail(detail, MO_DRIVER, 0,
-                       "CUDA does not work in a process forked from one that uses it: start workers "
-                       "with the method \"spawn\"");
+    if (mo_forked()) /* before any lock: the fork may have taken its holder away */
+        return mo_forked_refuse("unscaling gradients", detail);
     list.size = mo_float_size(job->kind);
     status = mo_kernels_get(job->device, &kernels, detail); /* refuses a device number that states[] lacks */
     if (!status)
@@ -160,7 +159,7 @@ mo_status mo_unscale_cuda(const mo_unscale_job *job, mo_detail *detail)
 void mo_unscale_read(int device, mo_unscale_counts *out)
 {
     memset(out, 0, sizeof *out);
-    if (device < 0 || device >= MO_MAX_DEVICES || mo_context_forked())
+    if (device < 0 || device >= MO_MAX_DEVICES || mo_forked())
         return;
     device_state *state = &states[device];
     mo_lock_take(&state->lock);

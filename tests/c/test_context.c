@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 
 #include "child.h"
+#include "driver/forked.h"
 #include "simulated_contract.h"
 
 /* First: its child is of a process that has not opened a device yet. */
@@ -181,7 +182,7 @@ static void forked_child(void)
 
     for (int i = 0; used[i]; i++)
         before[i] = calls(i);
-    CHECK(mo_context_forked());
+    CHECK(mo_forked());
     check_gone(c);
     c->driver->segment_alloc(c->driver, 100, &detail, &(mo_address){0});
     CHECK(strstr(detail.text, "forked") && strstr(detail.text, "'spawn'"));
@@ -198,9 +199,9 @@ static void forked_child(void)
 TEST(in_a_forked_child_calls_answer_without_entering_the_driver_and_say_what_to_do)
 {
     contract();
-    CHECK(!mo_context_forked());
+    CHECK(!mo_forked());
     CHECK_CHILD(forked_child);
-    CHECK(!mo_context_forked());
+    CHECK(!mo_forked());
     CHECK_OK(contract_session(contract())); /* the parent goes on */
 }
 

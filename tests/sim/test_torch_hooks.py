@@ -131,7 +131,7 @@ def test_a_driver_error_is_a_runtime_error_and_no_out_of_memory():
 def test_a_failure_around_the_allocation_is_a_runtime_error_too(function: str):
     block(1000)
     sim.fail(function, code=ILLEGAL_ADDRESS)
-    with pytest.raises(RuntimeError, match="cuMemAlloc"):
+    with pytest.raises(RuntimeError, match="cuStreamGetCaptureInfo"):
         _ = torch.empty_like(torch.empty(1000), device="cuda")
     sim.fail_clear()
 
