@@ -5,7 +5,8 @@
  *     a mapping lies in one reservation, holds a whole handle, overlaps no other
  *     a stream: completed <= submitted; an event's mark is over <=> completed >= its mark
  *
- * What CUDA calls an error is MO_INVALID here, with a sentence. Thread safe by one lock. Its own bookkeeping comes
+ * What CUDA calls an error is MO_INVALID here, with a sentence. What CUDA does not call one, because it is wrong data
+ * or a fault on the device later, is a violation (mo_double_watch). Thread safe by one lock. Its own bookkeeping comes
  * from malloc, not from hostmem.h, so that a test of host memory failures is about the code under test alone. */
 #ifndef MO_DRIVER_DOUBLE_H
 #define MO_DRIVER_DOUBLE_H
@@ -28,15 +29,29 @@ typedef enum mo_double_call {
         MO_DOUBLE_CALL_COUNT
 } mo_double_call;
 
+/* What has an identity. */
+typedef enum mo_double_kind {
+    MO_DOUBLE_RESERVATION,
+    MO_DOUBLE_HANDLE,
+    MO_DOUBLE_MAPPING,
+    MO_DOUBLE_SEGMENT,
+    MO_DOUBLE_EVENT,
+    MO_DOUBLE_KIND_COUNT
+} mo_double_kind;
+
 typedef struct mo_double_block mo_double_block;
 typedef struct mo_double_stream mo_double_stream;
+typedef struct mo_double_clock mo_double_clock;
 
 typedef struct mo_double {
     mo_driver table; /* first */
     mo_lock lock;
     size_t capacity, used, peak;
     mo_address next_address; /* addresses only grow: none is ever handed out twice */
-    mo_double_block *blocks; /* reservations, handles, mappings, segments, events */
+    struct {
+        void *tree; /* of mo_double_block */
+        size_t live;
+    } blocks[MO_DOUBLE_KIND_COUNT];
     mo_double_stream *streams;
     uint64_t clock; /* nanoseconds */
     uint64_t next_id;
@@ -46,6 +61,12 @@ typedef struct mo_double {
         uint64_t after, count; /* let `after` more pass, then fail `count` */
         mo_status status;
     } plan[MO_DOUBLE_CALL_COUNT];
+    /* the checking mode */
+    bool watched;
+    mo_double_clock *host; /* what the host knows to be over */
+    uint64_t violations;   /* so far */
+    char violation[256];   /* the first of them, a sentence */
+    uint64_t maps_in_use; /* map() calls of a handle with work on it that the host does not know to be over */
 } mo_double;
 
 /* A device of `capacity` bytes; granularity 0 makes one without virtual memory. */
@@ -72,5 +93,33 @@ size_t mo_double_complete(mo_double *device, mo_stream stream, size_t n);
 void mo_double_capture(mo_double *device, mo_stream stream, uint64_t id);
 
 const char *mo_double_call_name(mo_double_call which);
+
+/* ---- the checking mode: who uses which memory, and behind what ---------------------------------------------
+ *
+ * Time is a partial order, and luck does not count. An operation is *behind* another if it was queued later on the
+ * same stream, or its stream waited for an event which is behind the other, or the host had learned that the other is
+ * over (event_query, synchronize, segment_free) before it queued this one. That the other happens to be over already
+ * is nothing: on a slower device it would not be. Two things are violations, and the first is kept in words:
+ *
+ *     unmap    of a mapping through which an operation runs that the host does not know to be over
+ *     use      of memory that is not mapped and granted; or, under whichever address, of a byte that an operation of
+ *              another owner used and this one is not behind
+ */
+
+/* From now on; before the first operation, best at once after open. */
+void mo_double_watch(mo_double *device);
+
+/* Queues one operation on a stream that reads and writes size (> 0) bytes at address. Operations with the same owner
+ * may use the same bytes in any order: whose block that is (an allocation's number, say) is theirs to order. */
+void mo_double_use(mo_double *device, mo_stream stream, mo_address address, size_t size, uint64_t owner);
+
+/* Whether what is queued on `after` from now on is behind all that is queued on `before` so far. */
+bool mo_double_ordered(mo_double *device, mo_stream before, mo_stream after);
+
+/* Whether every byte of the range can be used: mapped and granted, or in segments. */
+bool mo_double_usable(mo_double *device, mo_address address, size_t size);
+
+/* The handle that is mapped at address, 0 where none is. */
+mo_physical mo_double_behind(mo_double *device, mo_address address);
 
 #endif

@@ -1,0 +1,99 @@
+/* What the files of the test double share; nobody else includes it.
+ *
+ *     driver_double.c        the table's memory: reservations, handles, mappings, segments; the fault plan
+ *     driver_double_order.c  streams, events, captures, the clock
+ *     driver_double_uses.c   who uses which memory, and behind what: the checking mode
+ *
+ *     a block's key is [low, high): blocks of one kind never overlap, so a tree a kind finds by any part of it
+ *     handle.mappings = mappings whose handle it is
+ *
+ * Everything here is called with the device's lock held, but mo_double_enter(). */
+#ifndef MO_DRIVER_DOUBLE_PARTS_H
+#define MO_DRIVER_DOUBLE_PARTS_H
+
+#include "driver/driver_double.h"
+
+/* Operations that are over, one number a stream (mo_double_stream.index): none past count. */
+typedef struct mo_double_clock {
+    size_t count;
+    uint64_t *over;
+} mo_double_clock;
+
+/* Bytes [from, to) of a handle or segment, last used by operation number `at` of a stream. */
+typedef struct mo_double_use_record {
+    mo_double_stream *on;
+    uint64_t at, owner;
+    size_t from, to;
+} mo_double_use_record;
+
+struct mo_double_block {
+    uintptr_t low, high; /* addresses; HANDLE: its number and the next; EVENT: where this lies */
+    size_t size;
+    bool released, granted;     /* HANDLE; MAPPING */
+    size_t mappings;            /* HANDLE */
+    mo_double_block *handle;    /* MAPPING */
+    mo_double_stream *on;       /* EVENT: recorded there, NULL if never */
+    uint64_t mark;              /* EVENT: over when on->completed >= mark */
+    mo_double_clock clock;      /* EVENT: what is over with it; MAPPING: the last use through it, a stream */
+    mo_double_use_record *uses; /* HANDLE, SEGMENT; where two overlap, neither is behind the other */
+    size_t use_count, use_places; /* places: of the array */
+};
+
+/* A wait in a stream's queue: operation number `at` needs `on` to have completed `mark`. */
+typedef struct mo_double_wait {
+    uint64_t at;
+    mo_double_stream *on;
+    uint64_t mark;
+} mo_double_wait;
+
+struct mo_double_stream {
+    mo_stream name;
+    mo_double_stream *next;
+    size_t index; /* counted from 0 */
+    uint64_t submitted, completed, capture;
+    mo_double_wait *waits; /* those that are not over, in order of `at`, from first_wait on */
+    size_t first_wait, wait_count, wait_places;
+    mo_double_clock behind; /* of other streams: what is over before anything that is queued from now on */
+};
+
+static inline mo_double *mo_double_of(mo_driver *driver)
+{
+    return (mo_double *)driver;
+}
+
+/* block, or the end of the process: the test's own memory ran out, and there is nothing to test any more. */
+void *mo_double_must(void *block);
+
+/* Counts a call and asks the plan. MO_OK: go on, the lock is held, leave it by one of the next two. */
+mo_status mo_double_enter(mo_driver *driver, mo_double_call which, mo_detail *detail);
+mo_status mo_double_leave(mo_driver *driver, mo_status status);
+mo_status mo_double_refuse(mo_driver *driver, mo_detail *detail, const char *why);
+
+/* ---- blocks (driver_double.c) ---------------------------------------------------------------------------- */
+
+mo_double_block *mo_double_add(mo_double *device, mo_double_kind kind, mo_double_block block);
+void mo_double_drop(mo_double *device, mo_double_kind kind, mo_double_block *block);
+/* A block of a kind that overlaps [low, high), or NULL. */
+mo_double_block *mo_double_find(mo_double *device, mo_double_kind kind, uintptr_t low, uintptr_t high);
+
+/* ---- order (driver_double_order.c) ----------------------------------------------------------------------- */
+
+/* Puts its functions into the table. */
+void mo_double_order_fill(mo_driver *table);
+void mo_double_order_close(mo_double *device);
+mo_double_stream *mo_double_stream_of(mo_double *device, mo_stream name);
+/* Every stream to its end, and the host knows it. */
+void mo_double_drain(mo_double *device);
+
+/* ---- uses (driver_double_uses.c) ------------------------------------------------------------------------- */
+
+uint64_t mo_double_clock_at(const mo_double_clock *clock, const mo_double_stream *stream);
+void mo_double_clock_raise(mo_double_clock *clock, const mo_double_stream *stream, uint64_t over);
+void mo_double_clock_join(mo_double_clock *clock, const mo_double_clock *other);
+
+/* Work through the mapping that the host does not know to be over? Said of an unmap that is about to be done. */
+void mo_double_uses_unmap(mo_double *device, const mo_double_block *mapping);
+/* Of a map that is about to be done: counts it in maps_in_use. */
+void mo_double_uses_map(mo_double *device, const mo_double_block *handle);
+
+#endif
