@@ -21,7 +21,9 @@ import build_kernels  # noqa: E402
 import build_libraries  # noqa: E402
 
 LAYERS = ("base", "driver", "alloc", "scaler", "python")
-NOT_IN_THE_EXTENSION = {"csrc/driver/driver_double.c"}  # the driver table's test double
+NOT_IN_THE_EXTENSION = {  # the driver table's test double
+    f"csrc/driver/driver_double{part}.c" for part in ("", "_order", "_uses")
+}
 SOURCES = sorted(
     str(path.relative_to(ROOT))
     for layer in LAYERS
