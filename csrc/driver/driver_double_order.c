@@ -234,6 +234,15 @@ size_t mo_double_complete(mo_double *device, mo_stream stream, size_t n)
     return done;
 }
 
+void mo_double_progress(mo_double *device, mo_stream stream, uint64_t *queued, uint64_t *over)
+{
+    mo_lock_take(&device->lock);
+    const mo_double_stream *s = mo_double_stream_of(device, stream);
+    *queued = s->submitted;
+    *over = s->completed;
+    mo_lock_give(&device->lock);
+}
+
 void mo_double_capture(mo_double *device, mo_stream stream, uint64_t id)
 {
     mo_lock_take(&device->lock);

@@ -26,6 +26,10 @@ TEST(work_is_over_in_order_and_as_much_as_the_test_says)
     for (int done = 0; done <= 4; done++) {
         for (int i = 0; i < 4; i++)
             CHECK_EQ(m->event_query(m, marks[i], NULL), i < done ? MO_OK : MO_NOT_READY);
+        uint64_t queued, over;
+        mo_double_progress(&device, s, &queued, &over);
+        CHECK_EQ(queued, 4);
+        CHECK_EQ(over, done);
         CHECK_EQ(mo_double_complete(&device, s, 1), done < 4);
     }
 }
