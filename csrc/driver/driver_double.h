@@ -89,9 +89,6 @@ void mo_double_submit(mo_double *device, mo_stream stream);
 /* Completes up to n operations of a stream, in order; stops at a wait whose mark is not over. Returns how many. */
 size_t mo_double_complete(mo_double *device, mo_stream stream, size_t n);
 
-/* Operations that were queued on a stream so far, and those of them that are over. */
-void mo_double_progress(mo_double *device, mo_stream stream, uint64_t *queued, uint64_t *over);
-
 /* From now on capture_id() says id for this stream; 0 ends it. */
 void mo_double_capture(mo_double *device, mo_stream stream, uint64_t id);
 
@@ -105,8 +102,8 @@ const char *mo_double_call_name(mo_double_call which);
  * is nothing: on a slower device it would not be. Two things are violations, and the first is kept in words:
  *
  *     unmap    of a mapping through which an operation runs that the host does not know to be over
- *     use      of memory that is not mapped and granted; or, under whichever address, of a byte that an operation of
- *              another owner used and this one is not behind
+ *     use      of memory that is not mapped and granted; or, under whichever address, of a byte whose last user is of
+ *              another owner, and this operation is not behind it (last: no later user of the byte is behind it)
  */
 
 /* From now on; before the first operation, best at once after open. */

@@ -401,9 +401,13 @@ TEST(random_uses_are_judged_as_the_definition_says)
             op[i].to = op[i].from + 1 + test_random(&random) % 4;
             op[i].reaches = last[s];
             last[s] |= UINT64_C(1) << i;
-            for (int j = 0; j < i; j++)
-                violated |= op[j].from < op[i].to && op[i].from < op[j].to && op[j].owner != op[i].owner &&
-                            !(op[i].reaches >> j & 1);
+            for (size_t byte = op[i].from; byte < op[i].to; byte++)
+                for (int j = 0; j < i; j++) {
+                    bool last_there = op[j].from <= byte && byte < op[j].to;
+                    for (int k = j + 1; k < i; k++)
+                        last_there &= !(op[k].from <= byte && byte < op[k].to && op[k].reaches >> j & 1);
+                    violated |= last_there && op[j].owner != op[i].owner && !(op[i].reaches >> j & 1);
+                }
             mo_double_use(&device, (mo_stream)(s + 1), a + op[i].from * 512, (op[i].to - op[i].from) * 512,
                           op[i].owner);
             CHECK_EQ(device.violations > 0, violated);
