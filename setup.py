@@ -36,8 +36,12 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes"]
 FLAGS = ["-std=c11", "-O2", "-g1", "-fvisibility=hidden", "-fno-strict-aliasing", *WARNINGS]
 
-# Only these two files are left by a C++ exception (torch.OutOfMemoryError).
-FLAGS_OF = {"torch_hooks.c": ["-fexceptions"], "torch_throw.c": ["-fexceptions"]}
+# Only these files are left by a C++ exception (torch.OutOfMemoryError, a copy of a std::function).
+FLAGS_OF = {
+    "torch_hooks.c": ["-fexceptions"],
+    "torch_throw.c": ["-fexceptions"],
+    "stream_filter.c": ["-fexceptions"],
+}
 
 
 class BuildExtension(build_ext):

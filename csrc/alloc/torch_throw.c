@@ -126,15 +126,16 @@ static void destroy(void *exception)
     (*table)[0](exception);
 }
 
-static void throw_bad_alloc(void) __attribute__((noreturn));
-static void throw_bad_alloc(void)
+/* Where torch has not what is needed: what every C++ program knows, with the same text. */
+static void throw_runtime_error(const char *text) __attribute__((noreturn));
+static void throw_runtime_error(const char *text)
 {
-    void (*thrower)(void) = NULL;
+    void (*thrower)(const char *) = NULL;
     void *library = dlopen("libstdc++.so.6", RTLD_NOW);
     if (library)
-        look_up(&thrower, "_ZSt17__throw_bad_allocv", &library, 1);
+        look_up(&thrower, "_ZSt21__throw_runtime_errorPKc", &library, 1);
     if (thrower)
-        thrower();
+        thrower(text);
     abort(); /* no C++ at all: nobody who calls us can be without it */
 }
 
@@ -165,7 +166,7 @@ static void throw_error(const char *text, error_constructor make, void *table, v
 void mo_torch_throw_out_of_memory(const char *text)
 {
     if (!atomic_load_explicit(&prepared, memory_order_acquire))
-        throw_bad_alloc();
+        throw_runtime_error(text);
     if (found.make_out_of_memory)
         throw_error(text, found.make_out_of_memory, NULL, found.out_of_memory_type);
     throw_error(text, found.make_error, found.out_of_memory_table, found.out_of_memory_type);
@@ -174,6 +175,6 @@ void mo_torch_throw_out_of_memory(const char *text)
 void mo_torch_throw_error(const char *text)
 {
     if (!atomic_load_explicit(&prepared, memory_order_acquire))
-        throw_bad_alloc();
+        throw_runtime_error(text);
     throw_error(text, found.make_error, NULL, found.error_type);
 }

@@ -14,7 +14,7 @@
 mo_status mo_torch_throw_prepare(mo_detail *detail);
 
 /* Throws torch.OutOfMemoryError(text). The caller holds no lock and no resource: no cleanup of C runs. Where
- * prepare() has not succeeded it throws std::bad_alloc, which torch turns into a RuntimeError. */
+ * prepare() has not succeeded it throws std::runtime_error(text), which torch turns into a RuntimeError. */
 void mo_torch_throw_out_of_memory(const char *text) __attribute__((noreturn));
 
 /* Throws torch's plain error (RuntimeError) likewise: the driver is unusable, the device is not there. */

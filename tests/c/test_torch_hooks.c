@@ -1,5 +1,5 @@
 /* The two hooks as torch calls them, over the simulated device as libcuda.so.1, without torch: an exception
- * is std::bad_alloc here, which ends the child that nobody catches it in. With torch:
+ * is std::runtime_error here, which ends the child that nobody catches it in. With torch:
  * tests/sim/test_torch_hooks.py. */
 #include "alloc/torch_hooks.h"
 
@@ -53,9 +53,9 @@ static void malloc_on_a_device_without_room_for_a_context(void)
 
 TEST(asking_where_there_is_no_device_throws)
 {
-    CHECK_THROWS_BAD_ALLOC(malloc_without_a_device);
-    CHECK_THROWS_BAD_ALLOC(malloc_on_a_device_that_is_not_there);
-    CHECK_THROWS_BAD_ALLOC(malloc_on_a_device_without_room_for_a_context);
+    CHECK_THROWS(malloc_without_a_device, "");
+    CHECK_THROWS(malloc_on_a_device_that_is_not_there, "");
+    CHECK_THROWS(malloc_on_a_device_without_room_for_a_context, "");
 }
 
 static void malloc_too_much(void)
@@ -86,13 +86,13 @@ static void malloc_of_a_broken_driver(void)
 
 TEST(a_request_that_cannot_be_met_throws)
 {
-    CHECK_THROWS_BAD_ALLOC(malloc_too_much);
-    CHECK_THROWS_BAD_ALLOC(malloc_less_than_nothing);
+    CHECK_THROWS(malloc_too_much, "");
+    CHECK_THROWS(malloc_less_than_nothing, "");
 #ifndef __SANITIZE_ADDRESS__ /* which ends a program without the signal */
     child_end end = in_child(malloc_less_than_nothing);
     CHECK_SAID(&end, "the driver was asked 0 times");
 #endif
-    CHECK_THROWS_BAD_ALLOC(malloc_of_a_broken_driver);
+    CHECK_THROWS(malloc_of_a_broken_driver, "");
 }
 
 /* ---- then: with one ------------------------------------------------------------------------------------ */
@@ -179,7 +179,7 @@ TEST(a_forked_child_frees_quietly_and_its_requests_throw)
     simulated_devices();
     kept = memopt_malloc(1000, 0, NULL);
     CHECK_CHILD(free_in_a_fork);
-    CHECK_THROWS_BAD_ALLOC(malloc_in_a_fork);
+    CHECK_THROWS(malloc_in_a_fork, "");
     memopt_free(kept, 1000, 0, NULL);
 }
 
