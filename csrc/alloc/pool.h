@@ -25,6 +25,8 @@
 /* Bytes: what every address is a multiple of, and what every request is rounded up to. torch's own. */
 #define MO_ALIGNMENT 512
 
+#define MO_SMALL_LIMIT ((size_t)1 << 20)
+
 typedef struct mo_pool mo_pool;
 typedef struct mo_trace mo_trace; /* trace_ring.h */
 
@@ -38,6 +40,7 @@ typedef struct mo_pool_settings {
     size_t slack;    /* thousandths of the live peak that are created before granules are moved; default 20 */
     bool double_map; /* a granule may be mapped at its new place while old work still uses the old one */
     bool recall;     /* a step that repeats is placed as it was last time (recall.h) */
+    size_t small_limit; /* largest request, in bytes, that lies in a zone for small ones; 0: MO_SMALL_LIMIT */
 } mo_pool_settings;
 
 /* What a pool opened by mo_pool_of_device gets: at first budget 0, slack 20, double_map off, recall on. Set before the
@@ -123,9 +126,9 @@ typedef struct mo_arena_info {
     mo_arena_id id;
     bool pinned, paused;
     size_t references;
-    size_t budget, held_bytes; /* physical */
+    size_t budget, held_bytes;                                   /* physical */
     size_t live_blocks, live_bytes, requested_bytes, peak_bytes; /* peak of live_bytes */
-    size_t free_bytes;                                           /* on memory of this arena, in no live block */
+    size_t free_bytes; /* on memory of this arena, in no live block */
 } mo_arena_info;
 /* MO_INVALID where there is no such arena. */
 mo_status mo_pool_arena_info(mo_pool *pool, mo_arena_id id, mo_detail *detail, mo_arena_info *out);
@@ -147,8 +150,8 @@ typedef struct mo_block_view {
     mo_address address;
     size_t size, requested; /* requested 0 where not live */
     mo_block_state state;
-    mo_stream stream;      /* that it was allocated for, or last */
-    uint64_t serial;       /* live: the number of its allocation, counted from 1 */
+    mo_stream stream; /* that it was allocated for, or last */
+    uint64_t serial;  /* live: the number of its allocation, counted from 1 */
     mo_arena_id arena;
     bool small;
     bool starts_segment; /* nothing owned lies directly before it */
@@ -160,13 +163,13 @@ mo_status mo_pool_blocks(mo_pool *pool, mo_detail *detail, mo_block_view **out, 
 /* Definitions: allocator research, and memopt.cuda.fragmentation(). */
 typedef struct mo_fragmentation {
     size_t held_bytes, live_bytes, requested_bytes, free_bytes; /* held = live + free */
-    size_t largest_free;        /* the largest free run as it lies */
+    size_t largest_free;                                        /* the largest free run as it lies */
     size_t largest_allocatable; /* with free granules moved together, and what the budget still allows */
     size_t pending_bytes;       /* free, but some stream may still use it */
     size_t stale_bytes;         /* addresses that still map a granule which lives elsewhere now */
-    double external;            /* 1 - largest_allocatable / (free + what the budget still allows), 0 where that is 0 */
-    double internal;            /* 1 - requested / live, 0 where nothing is live */
-    double unused_at_peak;      /* 1 - peak of requested / peak of held */
+    double external; /* 1 - largest_allocatable / (free + what the budget still allows), 0 where that is 0 */
+    double internal; /* 1 - requested / live, 0 where nothing is live */
+    double unused_at_peak; /* 1 - peak of requested / peak of held */
 } mo_fragmentation;
 void mo_pool_fragmentation(mo_pool *pool, mo_fragmentation *out);
 

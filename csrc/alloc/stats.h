@@ -32,7 +32,12 @@ typedef enum mo_stat_kind {
         MO_STAT_KIND_COUNT
 } mo_stat_kind;
 
-typedef enum mo_stat_column { MO_STAT_ALL, MO_STAT_SMALL, MO_STAT_LARGE, MO_STAT_COLUMN_COUNT } mo_stat_column;
+typedef enum mo_stat_column {
+    MO_STAT_ALL,
+    MO_STAT_SMALL,
+    MO_STAT_LARGE,
+    MO_STAT_COLUMN_COUNT
+} mo_stat_column;
 
 typedef struct mo_stat {
     int64_t current, peak, allocated, freed;

@@ -40,4 +40,15 @@ static inline bool mo_align_up_ok(size_t n, size_t alignment, size_t *out)
     return true;
 }
 
+static inline size_t mo_size_min(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* How many pieces of `size` bytes cover n. size > 0. */
+static inline size_t mo_ceil_div(size_t n, size_t size)
+{
+    return n / size + (n % size != 0);
+}
+
 #endif

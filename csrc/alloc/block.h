@@ -1,0 +1,48 @@
+/* A piece of a span's addresses: live, free or a hole. A span (zone.h) is covered by its blocks without a gap:
+ *
+ *     block.next.address = block.address + block.size          no two neighbours are both free, or both holes
+ *
+ * Sizes and addresses are multiples of MO_ALIGNMENT; a hole begins and ends at a granule. Blocks are made ahead of an
+ * operation (mo_blocks_reserve), so that in its midst nothing can fail. They are kept for ever. No locks: the pool's. */
+#ifndef MO_BLOCK_H
+#define MO_BLOCK_H
+
+#include "alloc/order.h"
+#include "alloc/pool.h"
+
+typedef struct mo_span mo_span;
+typedef struct mo_block mo_block;
+
+struct mo_block {
+    mo_address address;
+    size_t size;
+    mo_block *previous, *next; /* by address, within the span */
+    mo_span *span;
+    mo_block
+        *link[2]; /* free: children in the free set; hole: neighbours in the list of holes; spare: link[0] */
+    mo_use use;   /* free, hole: what may still use it; live: the streams recorded beside its own */
+    size_t requested;  /* live: bytes asked for */
+    uint64_t serial;   /* live: number of the allocation */
+    uint32_t priority; /* free: place in the free set's heap order */
+    uint8_t state;     /* mo_block_state: HOLE, FREE or LIVE */
+    uint8_t stream;    /* live: number of its stream; else of the last one it had */
+};
+
+typedef struct mo_block_store {
+    mo_block *spare;
+    size_t spare_count;
+    void *chunks; /* linked through their first word */
+    uint32_t random;
+} mo_block_store;
+
+/* At least count blocks can be taken now. MO_NO_HOST_MEMORY. */
+mo_status mo_blocks_reserve(mo_block_store *store, size_t count, mo_detail *detail);
+
+/* One that was reserved: zero but for its priority. */
+mo_block *mo_block_take(mo_block_store *store);
+void mo_block_give(mo_block_store *store, mo_block *block);
+
+/* Frees every block, whoever has it. */
+void mo_blocks_close(mo_block_store *store);
+
+#endif

@@ -1,0 +1,108 @@
+/* The order of work on streams, as far as a pool knows it.
+ *
+ * Time is the pool's own tick, which grows with every free. What may still be using a piece of memory is a mo_use: a set
+ * of streams and the tick of the last of their frees. Merged memory has the union of the sets and the later tick.
+ *
+ *     stream t is over at tick x      <=>  done[t] >= x            the host has seen an event of t, recorded at x or later
+ *     stream s is behind t at tick x  <=>  behind[s][t] >= x       s was made to wait for such an event
+ *     s may have memory of use u      <=>  for each t of u, t == s, or t is over, or s is behind t, at u.tick
+ *
+ * Nothing is recorded before it is needed: an event marks all that is queued on its stream, so one recorded late says
+ * more than was asked, never less. One stream by itself needs no event at all.
+ *
+ * A stream that is being captured into a graph neither records nor waits, and what a graph captures runs at every
+ * replay, after whatever: for it only memory whose every use is over will do (`captured`).
+ *
+ * Streams get numbers below MO_STREAMS as they appear; a number whose stream has no memory any more and is over goes to
+ * the next stream that comes. Handles are never dereferenced; a stream that was destroyed is taken to be over once the
+ * device has been synchronised. No locks: the pool's. */
+#ifndef MO_ORDER_H
+#define MO_ORDER_H
+
+#include "driver/driver.h"
+
+#define MO_STREAMS 64 /* bits of mo_use.streams */
+#define MO_MARKS   8  /* events of a stream that are recorded and not yet seen over */
+
+typedef struct mo_use {
+    uint64_t streams; /* bit i: the stream numbered i */
+    uint64_t tick;
+} mo_use;
+
+typedef struct mo_mark {
+    uint64_t tick;
+    mo_event *event;
+} mo_mark;
+
+typedef struct mo_stream_state {
+    mo_stream handle;
+    uint64_t done;
+    uint64_t behind[MO_STREAMS];
+    uint64_t last;           /* tick of its last use, so that its number can be given away */
+    uint64_t users;          /* live blocks that belong to it or are used by it */
+    mo_mark marks[MO_MARKS]; /* by ascending tick */
+    unsigned mark_count;
+} mo_stream_state;
+
+typedef struct mo_order {
+    mo_driver *driver;
+    uint64_t tick;
+    unsigned count;
+    unsigned recent; /* the number asked for last */
+    mo_stream_state streams[MO_STREAMS];
+    mo_event *spare[MO_STREAMS]; /* events not in use */
+    unsigned spare_count;
+    uint64_t recorded, waited, synchronized; /* counts of events, stream waits and waits of the host */
+} mo_order;
+
+static inline mo_use mo_use_union(mo_use a, mo_use b)
+{
+    return (mo_use){a.streams | b.streams, a.tick > b.tick ? a.tick : b.tick};
+}
+
+/* Destroys the events. */
+void mo_order_close(mo_order *order);
+
+/* The number of a stream. WAITS for the device where MO_STREAMS of them are in use at a time; MO_UNSUPPORTED where
+ * they all have live memory. */
+mo_status mo_order_number(mo_order *order, mo_stream stream, mo_detail *detail, unsigned *out);
+
+/* Drops from *use what is known to be over. */
+static inline void mo_order_settle(const mo_order *order, mo_use *use)
+{
+    for (uint64_t rest = use->streams; rest; rest &= rest - 1) {
+        unsigned t = (unsigned)__builtin_ctzll(rest);
+
+        if (order->streams[t].done >= use->tick)
+            use->streams &= ~(1ull << t);
+    }
+}
+
+/* The streams that s has yet to wait for before it may have memory of this use; captured: those that are not over. */
+uint64_t mo_order_missing(const mo_order *order, unsigned s, bool captured, mo_use use);
+
+/* Makes s wait, on the device, for what mo_order_missing says. MO_NOT_READY, with nothing done, where one of the
+ * streams is being captured, or s is. */
+mo_status mo_order_join(mo_order *order, unsigned s, bool captured, mo_use use, mo_detail *detail);
+
+/* Records an event on each of these streams that has none since `tick`; streams under capture are left out, and so is a
+ * stream with MO_MARKS marks (it has a later one to come). */
+mo_status mo_order_mark(mo_order *order, uint64_t streams, uint64_t tick, mo_detail *detail);
+
+/* Looks, without waiting, which marks are over. */
+void mo_order_poll(mo_order *order);
+
+/* Whether all of use is over, as far as is known. */
+static inline bool mo_order_over(const mo_order *order, mo_use use)
+{
+    mo_order_settle(order, &use);
+    return !use.streams;
+}
+
+/* WAITS until the use is over, at most `nanoseconds`: MO_NOT_READY then, and where a stream of it is being captured. */
+mo_status mo_order_wait(mo_order *order, mo_use use, uint64_t nanoseconds, mo_detail *detail);
+
+/* WAITS for the whole device; then all is over. */
+mo_status mo_order_synchronize(mo_order *order, mo_detail *detail);
+
+#endif

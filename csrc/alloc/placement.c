@@ -1,0 +1,613 @@
+/* Where a request goes that no mapped free block holds: beside free memory, where the fewest granules must be brought, so
+ * that what is free grows together instead of lying about. And where those granules come from. */
+#include <string.h>
+
+#include "alloc/pool_parts.h"
+#include "alloc/trace_ring.h"
+#include "base/size.h"
+
+#define FIT_SCAN     8                 /* free blocks looked at for one that needs no waiting */
+#define SLOT_SCAN    8192              /* slots looked at for one request before the best so far is taken */
+#define SLACK_FLOOR  ((size_t)8 << 20) /* bytes of slack where the live peak is small */
+#define SPAN_FACTOR  2                 /* addresses reserved at a time, in device memories */
+#define STALE_FACTOR 4                 /* stale views a granule, on average, before the oldest are unmapped */
+
+/* ---- free blocks ------------------------------------------------------------------------------------------- */
+
+mo_block *mo_fit(mo_pool *pool, const mo_request *request, mo_block **waiting)
+{
+    mo_free_set *set = &request->zone->free;
+    mo_block *block = mo_free_set_fit(set, request->size);
+
+    *waiting = NULL;
+    for (int i = 0; block && i < FIT_SCAN; i++, block = mo_free_set_after(set, block)) {
+        mo_order_settle(&pool->order, &block->use);
+        if (!mo_order_missing(&pool->order, request->stream, false, block->use))
+            return block;
+        if (!*waiting)
+            *waiting = block;
+    }
+    return NULL;
+}
+
+/* ---- granules elsewhere ----------------------------------------------------------------------------------- */
+
+/* Whether memory of this use may go to the request: for a graph, whose replays come in any order, only what is over; and
+ * without double_map what is unmapped must be over. */
+static bool may_have(const mo_pool *pool, const mo_request *request, mo_use use, bool join)
+{
+    if (!pool->settings.double_map || request->captured)
+        return mo_order_over(&pool->order, use);
+    return join || !mo_order_missing(&pool->order, request->stream, false, use);
+}
+
+/* How many granules may leave an arena. */
+static size_t may_leave(const mo_pool *pool, const mo_arena *arena)
+{
+    size_t held = mo_arena_held(arena);
+
+    if (arena->pinned || arena->paused || held <= arena->reserved)
+        return 0;
+    return (held - arena->reserved) / pool->granules.size;
+}
+
+/* How many granules may come into the request's arena. */
+static size_t may_enter(const mo_pool *pool, const mo_arena *arena)
+{
+    size_t held = mo_arena_held(arena);
+
+    if (!arena->budget)
+        return SIZE_MAX;
+    return held >= arena->budget ? 0 : (arena->budget - held) / pool->granules.size;
+}
+
+/* The free block that owns all of a granule which may go to the request; NULL where there is none. A range [low, high) of
+ * addresses is exempt: the request's own place. */
+static mo_block *owner_block(const mo_pool *pool, const mo_request *request, const mo_granule *granule,
+                             mo_address low, mo_address high)
+{
+    mo_slot *owner = granule->owner;
+    mo_span *span = owner->span;
+    mo_address address = mo_slot_address(span, (size_t)(owner - span->slots));
+    mo_block *block;
+
+    if (address < high && address + pool->granules.size > low)
+        return NULL;
+    if (span->zone->arena != request->arena &&
+        (!may_leave(pool, span->zone->arena) || !may_enter(pool, request->arena)))
+        return NULL;
+    if (span->zone->arena->pinned)
+        return NULL;
+    block = mo_span_block_at(span, address);
+    if (block->state != MO_BLOCK_FREE || block->address > address ||
+        block->address + block->size < address + pool->granules.size)
+        return NULL;
+    return may_have(pool, request, block->use, false) ? block : NULL;
+}
+
+/* Whether a stale slot can have its granule back, for nothing. */
+static bool switchable(const mo_pool *pool, const mo_request *request, const mo_slot *slot, mo_address low,
+                       mo_address high)
+{
+    const mo_granule *granule = slot->granule;
+
+    if (!slot->granted || mo_slot_owned(slot))
+        return false;
+    if (!granule->owner)
+        return may_have(pool, request, granule->use, false) && may_enter(pool, request->arena);
+    return owner_block(pool, request, granule, low, high) != NULL;
+}
+
+/* ---- choosing the place ------------------------------------------------------------------------------------- */
+
+typedef struct place {
+    mo_span *span;
+    mo_address at; /* of the request */
+    size_t slot;   /* the first that needs a granule; */
+    size_t count;  /* how many do */
+    size_t
+        calls; /* of them: those for which something must be mapped, twice where it must be unmapped first */
+    size_t hole; /* bytes of the hole it lies in */
+} place;
+
+#define IMPOSSIBLE SIZE_MAX
+
+/* The calls for `count` slots of a hole, IMPOSSIBLE where a stale view cannot go yet. */
+static size_t calls_for(const mo_pool *pool, const mo_request *request, const mo_span *span, size_t slot,
+                        size_t count, mo_address low, size_t *looked_at)
+{
+    size_t calls = 0;
+
+    for (size_t i = slot; i < slot + count; i++) {
+        const mo_slot *s = &span->slots[i];
+
+        ++*looked_at;
+        if (!s->granule)
+            calls++;
+        else if (!switchable(pool, request, s, low, low + request->size)) {
+            if (!mo_order_over(&pool->order, s->use))
+                return IMPOSSIBLE;
+            calls += 2;
+        }
+    }
+    return calls;
+}
+
+static void consider(const mo_pool *pool, const mo_request *request, place p, place *best, size_t *looked_at)
+{
+    p.calls = calls_for(pool, request, p.span, p.slot, p.count, p.at, looked_at);
+    if (p.calls == IMPOSSIBLE)
+        return;
+    if (!best->span || p.calls < best->calls ||
+        (p.calls == best->calls &&
+         (p.count < best->count || (p.count == best->count && p.hole < best->hole))))
+        *best = p;
+}
+
+static const mo_block *usable_neighbour(const mo_pool *pool, const mo_request *request, const mo_block *block,
+                                        bool join)
+{
+    if (!block || block->state != MO_BLOCK_FREE)
+        return NULL;
+    return join || !mo_order_missing(&pool->order, request->stream, false, block->use) ? block : NULL;
+}
+
+static void consider_hole(const mo_pool *pool, const mo_request *request, const mo_block *hole, bool join,
+                          bool fresh, place *best, size_t *looked_at)
+{
+    size_t granule = pool->granules.size;
+    mo_span *span = hole->span;
+    const mo_block *before = usable_neighbour(pool, request, hole->previous, join);
+    const mo_block *after = usable_neighbour(pool, request, hole->next, join);
+    size_t head = before ? before->size : 0, tail = after ? after->size : 0;
+    size_t slots = hole->size / granule, first = mo_span_slot(span, hole->address), need;
+    place p = {.span = span, .hole = hole->size};
+
+    /* Addresses that were never mapped are always possible. */
+    need = mo_ceil_div(request->size, granule);
+    if ((fresh || span->fresh > first) && span->fresh >= first && span->fresh + need <= first + slots) {
+        p.slot = span->fresh;
+        p.count = need;
+        p.at = mo_slot_address(span, p.slot);
+        consider(pool, request, p, best, looked_at);
+    }
+    if (fresh || head + hole->size + tail < request->size)
+        return;
+    need = head < request->size ? mo_ceil_div(request->size - head, granule) : 0;
+    p.at = before ? before->address : hole->address;
+    p.slot = first;
+    p.count = need < slots ? need : slots;
+    consider(pool, request, p, best, looked_at);
+    need = tail < request->size ? mo_ceil_div(request->size - tail, granule) : 0;
+    if (after && need < slots) {
+        p.slot = first + slots - need;
+        p.count = need;
+        p.at = mo_slot_address(span, p.slot);
+        consider(pool, request, p, best, looked_at);
+    }
+}
+
+static place choose(const mo_pool *pool, const mo_request *request, bool join, bool fresh)
+{
+    place best = {0};
+    size_t looked_at = 0;
+
+    for (const mo_block *hole = request->zone->holes; hole && looked_at < SLOT_SCAN; hole = hole->link[1])
+        consider_hole(pool, request, hole, join, fresh, &best, &looked_at);
+    return best;
+}
+
+/* More addresses for a zone: a few device memories at a time. */
+static mo_status add_span(mo_pool *pool, mo_zone *zone, size_t size, mo_detail *detail)
+{
+    mo_driver *driver = pool->driver;
+    size_t free_bytes = 0, total = 0, wanted = 0;
+    mo_address base = 0;
+    mo_span *span = NULL;
+    mo_status status = driver->memory_info(driver, detail, &free_bytes, &total);
+
+    if (status)
+        return status;
+    wanted = total > size ? total : size;
+    if (!mo_mul_ok(wanted, SPAN_FACTOR, &wanted) || !mo_align_up_ok(wanted, pool->granules.size, &wanted))
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
+    status = driver->reserve(driver, wanted, detail, &base);
+    if (status)
+        return status;
+    status = mo_zone_add_span(zone, base, wanted, false, detail, &span);
+    if (status)
+        driver->unreserve(driver, base, wanted, NULL);
+    return status;
+}
+
+/* ---- granules for it ----------------------------------------------------------------------------------------- */
+
+mo_status mo_pool_create_granule(mo_pool *pool, mo_detail *detail)
+{
+    mo_status status;
+
+    if (pool->settings.budget && mo_pool_held(pool) + pool->granules.size > pool->settings.budget)
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "the memory budget is used up");
+    status = mo_granule_create(&pool->granules, detail);
+    if (!status) {
+        pool->stats.num_device_alloc++;
+        if (pool->held_peak < mo_pool_held(pool))
+            pool->held_peak = mo_pool_held(pool);
+    }
+    return status;
+}
+
+/* How many granules may be created for a request before any is moved. */
+static size_t within_slack(const mo_pool *pool, const mo_request *request)
+{
+    size_t live = (size_t)pool->stats.of[MO_REQUESTED_BYTES][MO_STAT_ALL].current + request->requested;
+    size_t peak = live > pool->peak ? live : pool->peak;
+    size_t slack = peak / 1000 * pool->settings.slack, held = mo_pool_held(pool), limit;
+
+    limit = peak + (slack > SLACK_FLOOR || !pool->settings.slack ? slack : SLACK_FLOOR);
+    return limit > held ? (limit - held) / pool->granules.size : 0;
+}
+
+/* A spare granule for the request, or NULL. */
+static mo_granule *usable_spare(const mo_pool *pool, const mo_request *request, bool join)
+{
+    mo_granule *granule = pool->granules.spare;
+
+    while (granule && !(request->captured
+                            ? mo_order_over(&pool->order, granule->use)
+                            : join || !mo_order_missing(&pool->order, request->stream, false, granule->use)))
+        granule = granule->next;
+    return granule;
+}
+
+static size_t count_spare(const mo_pool *pool, const mo_request *request, bool join, size_t enough)
+{
+    size_t count = 0;
+
+    for (mo_granule *g = pool->granules.spare; g && count < enough; g = g->next)
+        if (request->captured ? mo_order_over(&pool->order, g->use)
+                              : join || !mo_order_missing(&pool->order, request->stream, false, g->use))
+            count++;
+    return count;
+}
+
+/* Makes up to `want` granules spare that are free elsewhere: out of the largest free blocks first, from their ends, so
+ * that their heads stay joined to what they lie beside. With `count_only` nothing is changed. Returns how many. */
+static size_t steal_from(mo_pool *pool, const mo_request *request, mo_zone *zone, const place *keep,
+                         bool join, bool count_only, size_t want)
+{
+    size_t got = 0, leave = zone->arena == request->arena ? SIZE_MAX : may_leave(pool, zone->arena);
+    mo_block probe, *block = mo_free_set_last(&zone->free);
+
+    if (zone->arena->pinned || zone->arena->paused)
+        return 0;
+    for (; block && got < want && leave && block->size >= pool->granules.size;
+         block = mo_free_set_before(&zone->free, &probe)) {
+        size_t low, high, count;
+
+        probe = *block;
+        mo_block_slots(block, &low, &high);
+        if (low >= high || (block->span == keep->span && block->address < keep->at + request->size &&
+                            block->address + block->size > keep->at))
+            continue;
+        mo_order_settle(&pool->order, &block->use);
+        if (!may_have(pool, request, block->use, join))
+            continue;
+        count = high - low;
+        count = count < want - got ? count : want - got;
+        count = count < leave ? count : leave;
+        got += count;
+        leave -= leave == SIZE_MAX ? 0 : count;
+        if (count_only)
+            continue;
+        if (mo_blocks_reserve(&pool->blocks, 4, NULL))
+            return got - count;
+        mo_zone_disown(zone, block, high - count, count);
+    }
+    return got;
+}
+
+static size_t steal(mo_pool *pool, const mo_request *request, const place *keep, bool join, bool count_only,
+                    size_t want)
+{
+    size_t enter = may_enter(pool, request->arena), own;
+    size_t got = steal_from(pool, request, &request->arena->large, keep, join, count_only, want);
+
+    got += steal_from(pool, request, &request->arena->small, keep, join, count_only, want - got);
+    for (mo_arena *arena = pool->arenas; arena && got < want; arena = arena->next) {
+        if (arena == request->arena)
+            continue;
+        own = got;
+        if (want - own > enter)
+            want = own + enter;
+        got += steal_from(pool, request, &arena->large, keep, join, count_only, want - got);
+        got += steal_from(pool, request, &arena->small, keep, join, count_only, want - got);
+        enter -= enter == SIZE_MAX ? 0 : got - own;
+    }
+    return got;
+}
+
+/* How many of `need` granules are to be created and how many stolen; the others are spare. False: not with this effort. */
+static bool plan(mo_pool *pool, const mo_request *request, const place *keep, size_t need, mo_effort effort,
+                 size_t *create, size_t *take)
+{
+    bool join = effort >= MO_EFFORT_JOIN;
+    size_t enter = may_enter(pool, request->arena), spare = count_spare(pool, request, join, need), more;
+
+    spare = spare < enter ? spare : enter;
+    *create = within_slack(pool, request);
+    *create = *create < need - spare ? *create : need - spare;
+    *create = *create < enter - spare ? *create : enter - spare;
+    *take = need - spare - *create;
+    if (!*take)
+        return true;
+    if (effort < MO_EFFORT_MOVE)
+        return false;
+    more = *take - steal(pool, request, keep, join, true, *take);
+    if (!more)
+        return true;
+    if (effort < MO_EFFORT_CREATE || more > enter - spare - *create)
+        return false;
+    *create += more;
+    *take -= more;
+    return true;
+}
+
+/* Brings them together, as spare granules. */
+static mo_status gather(mo_pool *pool, const mo_request *request, const place *keep, mo_effort effort,
+                        size_t create, size_t take, mo_detail *detail)
+{
+    bool join = effort >= MO_EFFORT_JOIN;
+    mo_status status = MO_OK;
+
+    while (create && !status) {
+        status = mo_pool_create_granule(pool, detail);
+        create -= !status;
+    }
+    if (status == MO_NO_DEVICE_MEMORY &&
+        effort >= MO_EFFORT_MOVE) { /* there was less than the plan assumed */
+        take += create;
+        status = MO_OK;
+    }
+    if (status || !take)
+        return status;
+    if (steal(pool, request, keep, join, false, take) < take)
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no granule is free elsewhere");
+    pool->stats.stitches++;
+    pool->stats.granules_moved += take;
+    return MO_OK;
+}
+
+/* ---- bringing them there ------------------------------------------------------------------------------------ */
+
+/* The stale slots of a place get their granules back where that costs nothing. */
+static mo_status switch_back(mo_pool *pool, const mo_request *request, const place *p, mo_detail *detail)
+{
+    for (size_t i = p->slot; i < p->slot + p->count; i++) {
+        mo_slot *slot = &p->span->slots[i];
+        mo_status status;
+
+        if (!slot->granule || !switchable(pool, request, slot, p->at, p->at + request->size))
+            continue;
+        status = mo_blocks_reserve(&pool->blocks, 4, detail);
+        if (status)
+            return status;
+        if (slot->granule->owner) {
+            mo_slot *owner = slot->granule->owner;
+            mo_block *block = owner_block(pool, request, slot->granule, p->at, p->at + request->size);
+
+            mo_zone_disown(owner->span->zone, block, (size_t)(owner - owner->span->slots), 1);
+        }
+        mo_granule_own(&pool->granules, slot);
+        mo_zone_own(request->zone, p->span, i, 1);
+        pool->stats.granules_switched++;
+    }
+    return MO_OK;
+}
+
+/* Empties a slot whose view is stale. MO_NOT_READY while the view may be in use. */
+static mo_status vacate(mo_pool *pool, mo_span *span, size_t i, mo_detail *detail)
+{
+    mo_slot *slot = &span->slots[i];
+
+    if (!slot->granule)
+        return MO_OK;
+    if (!mo_order_over(&pool->order, slot->use))
+        return mo_fail(detail, MO_NOT_READY, 0, "an address is still mapped for work that has not ended");
+    return mo_granule_unmap(&pool->granules, slot, mo_slot_address(span, i), detail);
+}
+
+/* Where granules may not be mapped twice, a spare one loses its views before it gets another. */
+static mo_status unmap_views(mo_pool *pool, mo_granule *granule, mo_detail *detail)
+{
+    while (granule->views) {
+        mo_slot *slot = granule->views;
+        mo_status status = vacate(pool, slot->span, (size_t)(slot - slot->span->slots), detail);
+
+        if (status)
+            return status;
+    }
+    return MO_OK;
+}
+
+/* Undoes map_run: the slots' granules are spare again and, since nobody may use what was not granted, unmapped. */
+static void unmap_run(mo_pool *pool, mo_span *span, size_t slot, size_t count)
+{
+    for (size_t i = slot; i < slot + count; i++) {
+        mo_granule_disown(&pool->granules, &span->slots[i], span->slots[i].granule->use);
+        if (mo_granule_unmap(&pool->granules, &span->slots[i], mo_slot_address(span, i), NULL))
+            pool->stats.failed_releases++; /* stale and not granted: never switched to */
+    }
+}
+
+/* Slots [slot, slot + count) of a hole get spare granules, and become free memory. */
+static mo_status map_run(mo_pool *pool, const mo_request *request, mo_span *span, size_t slot, size_t count,
+                         bool join, mo_detail *detail)
+{
+    mo_status status = mo_blocks_reserve(&pool->blocks, 4, detail);
+    size_t mapped = 0;
+
+    while (mapped < count && !status) {
+        mo_granule *granule = usable_spare(pool, request, join);
+
+        status = granule ? vacate(pool, span, slot + mapped, detail)
+                         : mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no granule is spare");
+        if (!status && !pool->settings.double_map)
+            status = unmap_views(pool, granule, detail);
+        if (!status)
+            status = mo_granule_map(&pool->granules, granule, span, &span->slots[slot + mapped],
+                                    mo_slot_address(span, slot + mapped), detail);
+        if (!status)
+            mo_granule_own(&pool->granules, &span->slots[slot + mapped++]);
+    }
+    if (span->fresh < slot + mapped)
+        span->fresh = slot + mapped;
+    if (!status)
+        status = mo_granules_grant(&pool->granules, &span->slots[slot], mo_slot_address(span, slot), count,
+                                   detail);
+    if (status) {
+        unmap_run(pool, span, slot, mapped);
+        return status;
+    }
+    mo_zone_own(request->zone, span, slot, count);
+    if (pool->trace)
+        mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_MAP, 0, mo_slot_address(span, slot),
+                     count * pool->granules.size, pool->order.streams[request->stream].handle,
+                     request->arena->id);
+    return MO_OK;
+}
+
+static mo_status bring(mo_pool *pool, const mo_request *request, const place *p, mo_effort effort,
+                       mo_detail *detail)
+{
+    size_t end = p->slot + p->count, need = 0, create = 0, take = 0;
+    mo_status status;
+
+    for (size_t i = p->slot; i < end; i++)
+        need += !p->span->slots[i].granule ||
+                !switchable(pool, request, &p->span->slots[i], p->at, p->at + request->size);
+    if (!plan(pool, request, p, need, effort, &create, &take))
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu granules cannot be had", need);
+    status = switch_back(pool, request, p, detail);
+    need = 0;
+    for (size_t i = p->slot; i < end && !status; i++)
+        need += !mo_slot_owned(&p->span->slots[i]);
+    if (!status && !plan(pool, request, p, need, effort, &create, &take))
+        status = mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu granules cannot be had", need);
+    if (!status)
+        status = gather(pool, request, p, effort, create, take, detail);
+    for (size_t i = p->slot, run; i < end && !status; i = run) {
+        for (run = i; run < end && mo_slot_owned(&p->span->slots[run]) == mo_slot_owned(&p->span->slots[i]);)
+            run++;
+        if (!mo_slot_owned(&p->span->slots[i]))
+            status = map_run(pool, request, p->span, i, run - i, effort >= MO_EFFORT_JOIN, detail);
+    }
+    return status;
+}
+
+mo_status mo_place(mo_pool *pool, const mo_request *request, mo_effort effort, mo_detail *detail,
+                   mo_block **out, mo_address *at)
+{
+    place p = choose(pool, request, effort >= MO_EFFORT_JOIN, false);
+    mo_status status = MO_OK;
+
+    if (!p.span) {
+        status = add_span(pool, request->zone, request->size, detail);
+        p = choose(pool, request, effort >= MO_EFFORT_JOIN, false);
+    }
+    if (!status)
+        status = bring(pool, request, &p, effort, detail);
+    if (status == MO_NOT_READY) { /* two stale slots of one granule, say: addresses never used always do */
+        p = choose(pool, request, false, true);
+        if (p.span)
+            status = bring(pool, request, &p, effort, detail);
+    }
+    if (status)
+        return status;
+    *out = mo_span_block_at(p.span, p.at);
+    *at = p.at;
+    MO_ASSERT((*out)->state == MO_BLOCK_FREE && p.at + request->size <= (*out)->address + (*out)->size);
+    return MO_OK;
+}
+
+mo_status mo_arena_fill(mo_pool *pool, mo_arena *arena, size_t bytes, mo_detail *detail)
+{
+    size_t held = mo_arena_held(arena), size;
+    mo_request request = {
+        .arena = arena, .zone = &arena->large, .captured = true}; /* memory that all may have */
+    mo_block *segment;
+    mo_status status = MO_OK;
+    place p;
+
+    if (bytes <= held)
+        return MO_OK;
+    size = bytes - held;
+    if (!pool->granules.size)
+        return mo_segment_add(pool, request.zone, size, detail, &segment);
+    if (!mo_align_up_ok(size, pool->granules.size, &request.size))
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
+    p = choose(pool, &request, false, true);
+    if (!p.span) {
+        status = add_span(pool, request.zone, request.size, detail);
+        p = choose(pool, &request, false, true);
+    }
+    return status ? status : bring(pool, &request, &p, MO_EFFORT_CREATE, detail);
+}
+
+/* ---- a place that is given ------------------------------------------------------------------------------------ */
+
+/* Whether every byte is free, or in a slot that can be switched to. */
+static bool vacant(const mo_pool *pool, const mo_request *request, const mo_span *span, mo_address address)
+{
+    mo_address end = address + request->size;
+
+    for (const mo_block *b = mo_span_block_at(span, address); b && b->address < end; b = b->next) {
+        size_t low, high;
+
+        if (b->state == MO_BLOCK_LIVE)
+            return false;
+        if (b->state == MO_BLOCK_FREE) {
+            if (mo_order_missing(&pool->order, request->stream, false, b->use))
+                return false;
+            continue;
+        }
+        low = mo_span_slot(span, b->address > address ? b->address : address);
+        high = mo_span_slot(span, (b->address + b->size < end ? b->address + b->size : end) - 1) + 1;
+        for (size_t i = low; i < high; i++)
+            if (!span->slots[i].granule || !switchable(pool, request, &span->slots[i], address, end))
+                return false;
+    }
+    return true;
+}
+
+mo_block *mo_place_at(mo_pool *pool, const mo_request *request, mo_address address)
+{
+    mo_span *span = request->zone->spans;
+    mo_address end = address + request->size;
+    place p = {.at = address};
+    mo_block *block;
+
+    while (span && (address < span->base || end > span->base + span->size))
+        span = span->next;
+    if (!span || !span->slot_count || !vacant(pool, request, span, address))
+        return NULL;
+    p.span = span;
+    for (block = mo_span_block_at(span, address); block->address < end; block = block->next)
+        if (block->state == MO_BLOCK_HOLE) {
+            mo_address low = block->address > address ? block->address : address;
+
+            p.slot = mo_span_slot(span, low);
+            p.count =
+                mo_span_slot(span,
+                             (block->address + block->size < end ? block->address + block->size : end) - 1) +
+                1 - p.slot;
+            if (switch_back(pool, request, &p, NULL))
+                return NULL;
+            block = mo_span_block_at(
+                span, address); /* has grown over the hole, unless two slots shared a granule */
+            if (block->state != MO_BLOCK_FREE || block->address + block->size <= low)
+                return NULL;
+        }
+    block = mo_span_block_at(span, address);
+    return block->state == MO_BLOCK_FREE && end <= block->address + block->size ? block : NULL;
+}

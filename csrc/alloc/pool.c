@@ -1,0 +1,527 @@
+#include "alloc/pool.h"
+
+#include <string.h>
+
+#include "alloc/pool_parts.h"
+#include "alloc/trace_ring.h"
+#include "base/assert.h"
+#include "base/hostmem.h"
+#include "base/size.h"
+#include "driver/driver_cuda.h"
+#include "driver/forked.h"
+
+/* ---- the process's pools --------------------------------------------------------------------------------- */
+
+static mo_lock opening = MO_LOCK_INIT;
+static mo_pool_settings defaults = {.slack = 20, .recall = true, .small_limit = MO_SMALL_LIMIT};
+static _Atomic(mo_pool *) of_device[MO_MAX_DEVICES];
+
+mo_pool_settings mo_pool_defaults(void)
+{
+    mo_pool_settings settings;
+
+    mo_lock_take(&opening);
+    settings = defaults;
+    mo_lock_give(&opening);
+    return settings;
+}
+
+void mo_pool_set_defaults(mo_pool_settings settings)
+{
+    mo_lock_take(&opening);
+    defaults = settings;
+    mo_lock_give(&opening);
+}
+
+mo_status mo_pool_of_device(int device, mo_pool **out, mo_detail *detail)
+{
+    mo_driver *driver = NULL;
+    mo_pool *pool = NULL;
+    mo_status status = MO_OK;
+
+    if (device >= 0 && device < MO_MAX_DEVICES)
+        pool = atomic_load_explicit(&of_device[device], memory_order_acquire);
+    if (!pool) {
+        status = mo_driver_cuda_get(device, &driver,
+                                    detail); /* refuses a number that of_device[] lacks, and a child */
+        if (status)
+            return status;
+        mo_lock_take(&opening);
+        pool = atomic_load_explicit(&of_device[device], memory_order_relaxed);
+        if (!pool)
+            status = mo_pool_open(driver, &defaults, detail, &pool);
+        if (!status)
+            atomic_store_explicit(&of_device[device], pool, memory_order_release);
+        mo_lock_give(&opening);
+    }
+    if (!status)
+        *out = pool;
+    return status;
+}
+
+/* ---- opening and closing ------------------------------------------------------------------------------------ */
+
+mo_status mo_pool_open(mo_driver *driver, const mo_pool_settings *settings, mo_detail *detail, mo_pool **out)
+{
+    mo_pool *pool = mo_host_calloc(1, sizeof *pool);
+
+    if (!pool)
+        return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory for a pool");
+    pool->lock = (mo_lock)MO_LOCK_INIT;
+    pool->driver = pool->granules.driver = pool->order.driver = driver;
+    pool->settings = *settings;
+    if (!pool->settings.small_limit)
+        pool->settings.small_limit = MO_SMALL_LIMIT;
+    pool->granules.size = driver->granularity;
+    if (settings->recall && mo_recall_open(&pool->recall, NULL))
+        pool->settings.recall = false; /* slower steps, nothing else */
+    mo_arena_start(pool, &pool->general, (mo_arena_id){0, 0});
+    pool->general.references = 1;
+    pool->arenas = &pool->general;
+    *out = pool;
+    return MO_OK;
+}
+
+static void note_failure(mo_status *first, mo_status status)
+{
+    if (!*first)
+        *first = status;
+}
+
+mo_status mo_pool_close(mo_pool *pool, mo_detail *detail)
+{
+    mo_status status = pool->driver->synchronize(pool->driver, detail);
+
+    note_failure(&status, mo_arenas_close(pool, detail));
+    mo_order_close(&pool->order);
+    mo_granules_close(&pool->granules);
+    mo_recall_close(&pool->recall);
+    mo_address_map_close(&pool->live);
+    mo_blocks_close(&pool->blocks);
+    mo_host_free(pool);
+    return status;
+}
+
+/* ---- requests ------------------------------------------------------------------------------------------------ */
+
+/* Learns, on the slow path only, which work is over, and sees to it that the next time more is known. */
+static void probe(mo_pool *pool)
+{
+    mo_order *order = &pool->order;
+
+    mo_order_poll(order);
+    for (unsigned t = 0; t < order->count; t++)
+        if (!order->streams[t].mark_count && order->streams[t].last > order->streams[t].done)
+            mo_order_mark(order, 1ull << t, order->tick,
+                          NULL); /* what it fails to tell now it may tell later */
+}
+
+/* A free block that holds the request, its memory there, in the order of what that costs. */
+static mo_status search(mo_pool *pool, const mo_request *request, mo_address hint, mo_detail *detail,
+                        mo_block **out, mo_address *at)
+{
+    mo_block *waiting, *block = hint ? mo_place_at(pool, request, hint) : NULL;
+    mo_status status;
+
+    if (block) {
+        pool->stats.recalled++;
+        *at = hint;
+        *out = block;
+        return MO_OK;
+    }
+    block = mo_fit(pool, request, &waiting);
+    if (!block && waiting) {
+        mo_order_poll(&pool->order);
+        block = mo_fit(pool, request, &waiting);
+    }
+    if (block || !pool->granules.size) {
+        status = MO_OK;
+        if (!block && waiting && !request->captured)
+            block = waiting;
+        if (!block)
+            status = mo_segment_add(pool, request->zone, request->size, detail, &block);
+        if (!status) {
+            *out = block;
+            *at = block->address;
+        }
+        return status;
+    }
+    if (!pool->settings.double_map || request->captured || pool->granules.stale_count)
+        probe(pool);
+    for (mo_effort effort = MO_EFFORT_SWITCH;; effort++) {
+        status = mo_place(pool, request, effort, detail, out, at);
+        if ((status != MO_NO_DEVICE_MEMORY && status != MO_NOT_READY) || effort == MO_EFFORT_CREATE)
+            return status;
+        if (effort == MO_EFFORT_SWITCH && !request->captured) {
+            block = mo_fit(pool, request, &waiting);
+            block = block ? block : waiting;
+            if (block) {
+                *out = block;
+                *at = block->address;
+                return MO_OK;
+            }
+        }
+    }
+}
+
+/* From a free block to a live one. */
+static mo_status grant_request(mo_pool *pool, const mo_request *request, mo_block *block, mo_address at,
+                               mo_detail *detail, mo_block **out)
+{
+    mo_arena *arena = request->arena;
+    mo_status status = mo_order_join(&pool->order, request->stream, false, block->use, detail);
+
+    if (!status)
+        status = mo_blocks_reserve(&pool->blocks, 2, detail);
+    if (!status)
+        status = mo_address_map_reserve(&pool->live, detail);
+    if (status)
+        return status;
+    block = mo_zone_take(request->zone, block, at, request->size);
+    block->use = (mo_use){0};
+    block->requested = request->requested;
+    block->stream = (uint8_t)request->stream;
+    block->serial = ++pool->serial;
+    mo_address_map_put(&pool->live, block);
+    pool->order.streams[request->stream].users++;
+    mo_stat_add(&pool->stats, MO_ALLOCATION, request->zone->column, 1);
+    mo_stat_add(&pool->stats, MO_ALLOCATED_BYTES, request->zone->column, (int64_t)block->size);
+    mo_stat_add(&pool->stats, MO_REQUESTED_BYTES, request->zone->column, (int64_t)block->requested);
+    if (pool->peak < (size_t)pool->stats.of[MO_REQUESTED_BYTES][MO_STAT_ALL].current)
+        pool->peak = (size_t)pool->stats.of[MO_REQUESTED_BYTES][MO_STAT_ALL].current;
+    arena->live_blocks++;
+    arena->live_bytes += block->size;
+    arena->requested_bytes += block->requested;
+    if (arena->peak_bytes < arena->live_bytes)
+        arena->peak_bytes = arena->live_bytes;
+    *out = block;
+    return MO_OK;
+}
+
+/* A request from search to ladder, until it is had or nothing is left to try. */
+static mo_status fulfil(mo_pool *pool, const mo_request *request, mo_detail *detail, mo_block **out)
+{
+    uint32_t signature = mo_recall_signature(request->size, request->stream, request->arena->number);
+    mo_address hint = pool->settings.recall ? mo_recall_foretell(&pool->recall, signature) : 0, at = 0;
+    mo_ladder ladder = {0};
+    mo_block *block = NULL;
+    mo_status status;
+
+    for (;;) {
+        status = search(pool, request, hint, detail, &block, &at);
+        if (!status)
+            status = grant_request(pool, request, block, at, detail, out);
+        if (status != MO_NO_DEVICE_MEMORY && status != MO_NOT_READY)
+            break;
+        if (mo_ladder_climb(pool, request, &ladder, detail)) {
+            status = MO_NO_DEVICE_MEMORY;
+            break;
+        }
+        hint = 0;
+    }
+    if (status)
+        return status;
+    if (ladder.rung)
+        pool->stats.num_alloc_retries++;
+    if (pool->settings.recall)
+        mo_recall_learn(&pool->recall, signature, at);
+    return MO_OK;
+}
+
+static mo_status make_request(mo_pool *pool, mo_arena *arena, size_t size, mo_stream stream,
+                              mo_detail *detail, mo_request *out)
+{
+    mo_request request = {.arena = arena, .requested = size};
+    uint64_t capture = 0;
+    mo_status status = MO_OK;
+
+    if (arena->paused)
+        return mo_fail(detail, MO_INVALID, 0, "the pool is paused: resume it before it is given requests");
+    if (!mo_align_up_ok(size, MO_ALIGNMENT, &request.size) || request.size >> 48)
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
+    request.zone = size <= pool->settings.small_limit ? &arena->small : &arena->large;
+    if (arena->pinned || pool->routes)
+        status = pool->driver->capture_id(pool->driver, stream, detail, &capture);
+    request.captured = capture != 0;
+    if (!status)
+        status = mo_order_number(&pool->order, stream, detail, &request.stream);
+    *out = request;
+    return status;
+}
+
+static mo_status alloc_locked(mo_pool *pool, mo_arena *arena, size_t size, mo_stream stream,
+                              mo_detail *detail, mo_address *out)
+{
+    mo_request request;
+    mo_block *block = NULL;
+    mo_status status = make_request(pool, arena, size, stream, detail, &request);
+
+    if (!status)
+        status = fulfil(pool, &request, detail, &block);
+    if (status)
+        return status;
+    if (pool->trace)
+        mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_ALLOC, block->serial, block->address, size,
+                     stream, arena->id);
+    *out = block->address;
+    return MO_OK;
+}
+
+static mo_status no_arena(mo_arena_id id, mo_detail *detail)
+{
+    return mo_fail(detail, MO_INVALID, 0, "there is no memory pool (%llu, %llu) on this device", id.first,
+                   id.second);
+}
+
+/* With the pressure call between two attempts; named: `id` counts, else the routes do. */
+static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, mo_stream stream,
+                       mo_detail *detail, mo_address *out)
+{
+    mo_detail own;
+    mo_status status;
+
+    detail = detail ? detail : &own;
+    if (!size) {
+        *out = 0;
+        return MO_OK;
+    }
+    if (mo_forked())
+        return mo_forked_refuse("allocating device memory", detail);
+    for (int attempt = 0;; attempt++) {
+        mo_pressure pressure;
+        void *user;
+        mo_arena *arena;
+
+        mo_lock_take(&pool->lock);
+        arena = named ? mo_arena_find(pool, id) : mo_arena_routed(pool, stream);
+        status = arena ? alloc_locked(pool, arena, size, stream, detail, out) : no_arena(id, detail);
+        pressure = pool->pressure;
+        user = pool->pressure_user;
+        if (status == MO_NO_DEVICE_MEMORY && (attempt || !pressure)) {
+            pool->stats.num_ooms++;
+            mo_pool_describe_oom(pool, arena, size, detail);
+            if (pool->trace)
+                mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_OOM, 0, 0, size, stream, arena->id);
+        }
+        MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);
+        mo_lock_give(&pool->lock);
+        if (status != MO_NO_DEVICE_MEMORY || attempt || !pressure)
+            return status;
+        pressure(user, pool->driver->device,
+                 size); /* whatever it says: another thread may have freed since */
+    }
+}
+
+mo_status mo_pool_alloc(mo_pool *pool, size_t size, mo_stream stream, mo_detail *detail, mo_address *out)
+{
+    return alloc(pool, false, (mo_arena_id){0, 0}, size, stream, detail, out);
+}
+
+mo_status mo_pool_alloc_in(mo_pool *pool, mo_arena_id arena, size_t size, mo_stream stream, mo_detail *detail,
+                           mo_address *out)
+{
+    return alloc(pool, true, arena, size, stream, detail, out);
+}
+
+/* ---- frees ------------------------------------------------------------------------------------------------- */
+
+static mo_span *span_of(mo_pool *pool, mo_address address)
+{
+    for (mo_arena *arena = pool->arenas; arena; arena = arena->next)
+        for (int small = 0; small < 2; small++)
+            for (mo_span *span = (small ? &arena->small : &arena->large)->spans; span; span = span->next)
+                if (address - span->base < span->size)
+                    return span;
+    return NULL;
+}
+
+mo_block *mo_pool_live_at(mo_pool *pool, mo_address address)
+{
+    mo_block *block = mo_address_map_find(&pool->live, address);
+    mo_span *span;
+
+    if (block)
+        return block;
+    span = span_of(pool, address);
+    if (!span)
+        return NULL;
+    block = span->slot_count ? mo_span_block_at(span, address) : span->lowest;
+    while (address - block->address >= block->size)
+        block = block->next;
+    return block->state == MO_BLOCK_LIVE ? block : NULL;
+}
+
+static mo_status refuse_free(mo_pool *pool, mo_address address, mo_detail *detail)
+{
+    if (span_of(pool, address)) {
+        pool->stats.double_frees++;
+        return mo_fail(detail, MO_INVALID, 0,
+                       "%#llx is not allocated: it was freed before, or is no block's start",
+                       (unsigned long long)address);
+    }
+    pool->stats.foreign_frees++;
+    return mo_fail(detail, MO_INVALID, 0, "%#llx is not memory of this allocator",
+                   (unsigned long long)address);
+}
+
+static void free_block(mo_pool *pool, mo_block *block)
+{
+    mo_zone *zone = block->span->zone;
+    mo_arena *arena = zone->arena;
+    uint64_t own = 1ull << block->stream;
+    bool shared = (block->use.streams & ~own) != 0;
+
+    block->use.streams |= own;
+    block->use.tick = ++pool->order.tick;
+    for (uint64_t rest = block->use.streams; rest; rest &= rest - 1) {
+        mo_stream_state *state = &pool->order.streams[__builtin_ctzll(rest)];
+
+        state->users--;
+        state->last = block->use.tick;
+    }
+    /* Marked now, it is known the sooner to be over; where that fails, whoever wants the memory marks again. */
+    if (shared)
+        mo_order_mark(&pool->order, block->use.streams, block->use.tick, NULL);
+    mo_stat_add(&pool->stats, MO_ALLOCATION, zone->column, -1);
+    mo_stat_add(&pool->stats, MO_ALLOCATED_BYTES, zone->column, -(int64_t)block->size);
+    mo_stat_add(&pool->stats, MO_REQUESTED_BYTES, zone->column, -(int64_t)block->requested);
+    arena->live_blocks--;
+    arena->live_bytes -= block->size;
+    arena->requested_bytes -= block->requested;
+    block->requested = 0;
+    mo_zone_put(zone, block);
+    mo_arena_check_retired(pool, arena);
+}
+
+mo_status mo_pool_free(mo_pool *pool, mo_address address, mo_detail *detail)
+{
+    mo_block *block;
+    mo_status status = MO_OK;
+
+    if (!address || mo_forked()) /* the child's memory is the parent's still */
+        return MO_OK;
+    mo_lock_take(&pool->lock);
+    block = mo_address_map_take(&pool->live, address);
+    if (!block) {
+        status = refuse_free(pool, address, detail);
+    } else {
+        if (pool->trace)
+            mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_FREE, block->serial, address,
+                         block->requested, pool->order.streams[block->stream].handle,
+                         block->span->zone->arena->id);
+        free_block(pool, block);
+    }
+    MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);
+    mo_lock_give(&pool->lock);
+    return status;
+}
+
+static mo_status not_live(mo_address address, mo_detail *detail)
+{
+    return mo_fail(detail, MO_INVALID, 0, "%#llx lies in no live block of this allocator",
+                   (unsigned long long)address);
+}
+
+mo_status mo_pool_record_stream(mo_pool *pool, mo_address address, mo_stream stream, mo_detail *detail)
+{
+    unsigned number = 0;
+    mo_block *block;
+    mo_status status = MO_OK;
+
+    if (mo_forked())
+        return MO_OK;
+    mo_lock_take(&pool->lock);
+    block = mo_pool_live_at(pool, address);
+    if (!block) {
+        pool->stats.foreign_streams++;
+        status = not_live(address, detail);
+    } else {
+        status = mo_order_number(&pool->order, stream, detail, &number);
+    }
+    if (!status && number != block->stream && !(block->use.streams >> number & 1)) {
+        block->use.streams |= 1ull << number;
+        pool->order.streams[number].users++;
+    }
+    if (!status && pool->trace)
+        mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_RECORD_STREAM, block->serial, block->address,
+                     block->requested, stream, block->span->zone->arena->id);
+    mo_lock_give(&pool->lock);
+    return status;
+}
+
+mo_status mo_pool_base(mo_pool *pool, mo_address address, mo_detail *detail, mo_address *base, size_t *size)
+{
+    mo_block *block;
+    mo_status status = MO_OK;
+
+    if (mo_forked())
+        return mo_forked_refuse("looking for a block of device memory", detail);
+    mo_lock_take(&pool->lock);
+    block = mo_pool_live_at(pool, address);
+    if (block) {
+        *base = block->address;
+        *size = block->size;
+    } else {
+        status = not_live(address, detail);
+    }
+    mo_lock_give(&pool->lock);
+    return status;
+}
+
+/* ---- limits -------------------------------------------------------------------------------------------------- */
+
+void mo_pool_limit(mo_pool *pool, size_t budget)
+{
+    if (mo_forked())
+        return;
+    mo_lock_take(&pool->lock);
+    pool->settings.budget = budget;
+    mo_lock_give(&pool->lock);
+}
+
+size_t mo_pool_budget(mo_pool *pool)
+{
+    size_t budget;
+
+    if (mo_forked())
+        return pool->settings.budget;
+    mo_lock_take(&pool->lock);
+    budget = pool->settings.budget;
+    mo_lock_give(&pool->lock);
+    return budget;
+}
+
+void mo_pool_on_pressure(mo_pool *pool, mo_pressure call, void *user)
+{
+    if (mo_forked())
+        return;
+    mo_lock_take(&pool->lock);
+    pool->pressure = call;
+    pool->pressure_user = user;
+    mo_lock_give(&pool->lock);
+}
+
+mo_status mo_pool_trim(mo_pool *pool, size_t keep, mo_detail *detail, size_t *freed)
+{
+    size_t held;
+    mo_status status;
+
+    if (mo_forked())
+        return mo_forked_refuse("giving memory back", detail);
+    mo_lock_take(&pool->lock);
+    held = mo_pool_held(pool);
+    status = mo_pool_shrink(pool, keep, detail);
+    *freed = held - mo_pool_held(pool);
+    MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);
+    mo_lock_give(&pool->lock);
+    return status;
+}
+
+void mo_pool_trace(mo_pool *pool, mo_trace *ring)
+{
+    if (mo_forked())
+        return;
+    mo_lock_take(&pool->lock);
+    pool->trace = ring;
+    mo_lock_give(&pool->lock);
+}

@@ -1,0 +1,154 @@
+/* The inside of a pool, for the files that make it up: pool.c (the lock, requests and frees), placement.c (where memory is
+ * brought to), ladder.c (what is tried when there is none), arena.c, pool_report.c. Everything here is under pool->lock,
+ * except where a function says so.
+ *
+ *     peak = max of requested bytes live at once          held = granules + segments, in bytes
+ *     each arena: held = the slots and segments its two zones own */
+#ifndef MO_POOL_PARTS_H
+#define MO_POOL_PARTS_H
+
+#include "alloc/address_map.h"
+#include "alloc/order.h"
+#include "alloc/pool.h"
+#include "alloc/recall.h"
+#include "alloc/zone.h"
+#include "base/lock.h"
+
+#define MO_SEGMENT ((size_t)2 << 20) /* bytes: what segments are multiples of, where there are no granules */
+
+struct mo_arena {
+    mo_arena_id id;
+    mo_arena *next;
+    mo_zone small, large;
+    bool pinned, paused;
+    bool unsettled; /* pinned until now: replays on streams unknown may still use its memory */
+    size_t references;
+    size_t budget;   /* physical bytes, 0: none */
+    size_t reserved; /* physical bytes that stay here (preallocated) */
+    size_t live_blocks, live_bytes, requested_bytes, peak_bytes;
+    uint64_t number; /* for signatures: of all arenas so far */
+};
+
+typedef struct mo_route_entry {
+    struct mo_route_entry *next;
+    mo_arena *arena;
+    mo_route route;
+} mo_route_entry;
+
+struct mo_pool {
+    mo_lock lock;
+    mo_driver *driver;
+    mo_pool_settings settings;
+    mo_block_store blocks;
+    mo_address_map live;
+    mo_granules granules;
+    mo_order order;
+    mo_recall recall;
+    mo_arena general; /* the first arena; never closed */
+    mo_arena *arenas;
+    mo_arena *retired; /* closed, their addresses kept for the next */
+    uint64_t arena_count;
+    mo_route_entry *routes; /* newest first */
+    size_t segment_bytes;   /* where there are no granules */
+    size_t peak;
+    size_t held_peak;
+    uint64_t serial;
+    mo_stats stats;
+    mo_trace *trace;
+    mo_pressure pressure;
+    void *pressure_user;
+};
+
+static inline size_t mo_pool_held(const mo_pool *pool)
+{
+    return pool->granules.count * pool->granules.size + pool->segment_bytes;
+}
+
+static inline size_t mo_arena_held(const mo_arena *arena)
+{
+    return (arena->small.owned + arena->large.owned) * arena->large.granules->size +
+           arena->small.segment_bytes + arena->large.segment_bytes;
+}
+
+/* ---- placement.c ------------------------------------------------------------------------------------------ */
+
+/* A request on its way through the pool. */
+typedef struct mo_request {
+    mo_arena *arena;
+    mo_zone *zone;
+    size_t size, requested; /* bytes, rounded and as asked */
+    unsigned stream;        /* its number */
+    bool captured;
+} mo_request;
+
+/* How far a placement may go; each includes what stands before it. */
+typedef enum mo_effort {
+    MO_EFFORT_SWITCH, /* granules that are mapped there already, spare ones, new ones within the slack */
+    MO_EFFORT_MOVE,   /* granules that are free elsewhere */
+    MO_EFFORT_JOIN,   /* … and the stream is made to wait for others */
+    MO_EFFORT_CREATE, /* new ones as far as the budget goes */
+} mo_effort;
+
+/* The free block that a request fits best, for which its stream waits for nobody, or NULL; then *waiting is the best of
+ * those for which it would, or NULL. */
+mo_block *mo_fit(mo_pool *pool, const mo_request *request, mo_block **waiting);
+
+/* Brings memory to where a request can have it: then *out is a free block of the zone that holds it, and *at the address
+ * to take. MO_NO_DEVICE_MEMORY where this effort is not enough. */
+mo_status mo_place(mo_pool *pool, const mo_request *request, mo_effort effort, mo_detail *detail,
+                   mo_block **out, mo_address *at);
+
+/* The free block that holds [address, address + size) of the zone, where that takes no call of the driver and no wait:
+ * free as it is, or after switching granules. NULL otherwise. */
+mo_block *mo_place_at(mo_pool *pool, const mo_request *request, mo_address address);
+
+/* At least `bytes` of physical memory for the arena, as far as its and the pool's budget go. */
+mo_status mo_arena_fill(mo_pool *pool, mo_arena *arena, size_t bytes, mo_detail *detail);
+
+/* A new granule within the budgets, spare. */
+mo_status mo_pool_create_granule(mo_pool *pool, mo_detail *detail);
+
+/* ---- segments.c ------------------------------------------------------------------------------------------- */
+
+/* A segment that holds `size` bytes, as one free block of the zone; MO_NO_DEVICE_MEMORY. */
+mo_status mo_segment_add(mo_pool *pool, mo_zone *zone, size_t size, mo_detail *detail, mo_block **out);
+/* Gives segments that are free as a whole back, until no more than `keep` bytes are held. WAITS. */
+mo_status mo_segments_free(mo_pool *pool, mo_zone *zone, size_t keep, mo_detail *detail);
+
+/* ---- ladder.c --------------------------------------------------------------------------------------------- */
+
+/* What is tried when a request cannot be had; WAITS, at most MO_LADDER_NS. MO_OK: search once more. */
+#define MO_LADDER_NS 2000000000u
+typedef struct mo_ladder {
+    int rung;
+} mo_ladder;
+mo_status mo_ladder_climb(mo_pool *pool, const mo_request *request, mo_ladder *ladder, mo_detail *detail);
+
+/* Releases spare granules, and free ones of whole arenas, until held <= keep. */
+mo_status mo_pool_shrink(mo_pool *pool, size_t keep, mo_detail *detail);
+
+/* ---- arena.c ---------------------------------------------------------------------------------------------- */
+
+void mo_arena_start(mo_pool *pool, mo_arena *arena, mo_arena_id id);
+mo_arena *mo_arena_find(mo_pool *pool, mo_arena_id id);
+/* The arena for a request that names none. */
+mo_arena *mo_arena_routed(mo_pool *pool, mo_stream stream);
+/* After a free: an arena without references and live blocks is retired. */
+void mo_arena_check_retired(mo_pool *pool, mo_arena *arena);
+/* Arenas that were pinned and are released, while the device could not be waited for: tried again. */
+void mo_arenas_settle(mo_pool *pool);
+/* Gives all memory and addresses of all arenas back to the driver; the first failure is reported. */
+mo_status mo_arenas_close(mo_pool *pool, mo_detail *detail);
+
+/* ---- pool_report.c ---------------------------------------------------------------------------------------- */
+
+/* Fills detail with what a user is told: out_of_memory.h. */
+void mo_pool_describe_oom(mo_pool *pool, const mo_arena *arena, size_t size, mo_detail *detail);
+mo_status mo_pool_check_locked(mo_pool *pool, mo_detail *detail);
+
+/* ---- pool.c ----------------------------------------------------------------------------------------------- */
+
+/* The live block that holds address, or NULL. */
+mo_block *mo_pool_live_at(mo_pool *pool, mo_address address);
+
+#endif

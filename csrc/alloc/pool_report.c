@@ -1,0 +1,452 @@
+/* What is known of a pool: statistics, its blocks, how it is fragmented, why a request failed, whether it is sound. */
+#include <string.h>
+
+#include "alloc/out_of_memory.h"
+#include "alloc/pool_parts.h"
+#include "base/hostmem.h"
+#include "driver/forked.h"
+
+/* In a forked child the lock may be torn; what it would protect does not change there, so it is read without. */
+static void take(mo_pool *pool)
+{
+    if (!mo_forked())
+        mo_lock_take(&pool->lock);
+}
+
+static void give(mo_pool *pool)
+{
+    if (!mo_forked())
+        mo_lock_give(&pool->lock);
+}
+
+/* ---- every block -------------------------------------------------------------------------------------------- */
+
+typedef void (*block_visitor)(void *user, mo_zone *zone, mo_block *block);
+
+static void visit_blocks(mo_pool *pool, block_visitor visit, void *user)
+{
+    for (mo_arena *arena = pool->arenas; arena; arena = arena->next)
+        for (int small = 0; small < 2; small++) {
+            mo_zone *zone = small ? &arena->small : &arena->large;
+
+            for (mo_span *span = zone->spans; span; span = span->next)
+                for (mo_block *block = span->lowest, *next; block; block = next) {
+                    next = block->next;
+                    visit(user, zone, block);
+                }
+        }
+}
+
+typedef struct listing {
+    const mo_pool *pool;
+    mo_block_view *views;
+    size_t count, capacity;
+} listing;
+
+static void list_block(void *user, mo_zone *zone, mo_block *block)
+{
+    listing *l = user;
+
+    if (block->state == MO_BLOCK_HOLE)
+        return;
+    if (l->views)
+        l->views[l->count] = (mo_block_view){
+            .address = block->address,
+            .size = block->size,
+            .requested = block->requested,
+            .state = block->state == MO_BLOCK_FREE && !mo_order_over(&l->pool->order, block->use)
+                         ? MO_BLOCK_PENDING
+                         : block->state,
+            .stream = l->pool->order.streams[block->stream].handle,
+            .serial = block->serial,
+            .arena = zone->arena->id,
+            .small = zone->column == MO_STAT_SMALL,
+            .starts_segment = !block->previous || block->previous->state == MO_BLOCK_HOLE,
+        };
+    l->count++;
+}
+
+mo_status mo_pool_blocks(mo_pool *pool, mo_detail *detail, mo_block_view **out, size_t *count)
+{
+    listing l = {.pool = pool};
+
+    take(pool);
+    visit_blocks(pool, list_block, &l);
+    l.views = mo_host_calloc(l.count ? l.count : 1, sizeof *l.views);
+    if (l.views) {
+        l.count = 0;
+        visit_blocks(pool, list_block, &l);
+    }
+    give(pool);
+    if (!l.views)
+        return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory to list %zu blocks", l.count);
+    *out = l.views;
+    *count = l.count;
+    return MO_OK;
+}
+
+/* ---- statistics ------------------------------------------------------------------------------------------------ */
+
+static void set_current(mo_stat *stat, int64_t value)
+{
+    stat->current = value;
+    if (stat->peak < value)
+        stat->peak = value;
+}
+
+static void count_free(void *user, mo_zone *zone, mo_block *block)
+{
+    mo_stats *stats = user;
+
+    if (block->state != MO_BLOCK_FREE || !block->span->lowest->next)
+        return;
+    for (int i = 0; i < 2; i++) {
+        stats->of[MO_INACTIVE_SPLIT][i ? zone->column : MO_STAT_ALL].current++;
+        stats->of[MO_INACTIVE_SPLIT_BYTES][i ? zone->column : MO_STAT_ALL].current += (int64_t)block->size;
+    }
+}
+
+/* What need not be counted at each request is counted here. Its peak is that of the times it was asked for, but for what
+ * is held, whose own peak is kept. */
+static void complete_stats(mo_pool *pool)
+{
+    mo_stats *s = &pool->stats;
+    int64_t held[MO_STAT_COLUMN_COUNT] = {0}, pieces[MO_STAT_COLUMN_COUNT] = {0};
+
+    for (mo_arena *arena = pool->arenas; arena; arena = arena->next)
+        for (int small = 0; small < 2 && !arena->paused; small++) {
+            mo_zone *zone = small ? &arena->small : &arena->large;
+
+            held[zone->column] += (int64_t)(zone->owned * pool->granules.size + zone->segment_bytes);
+            pieces[zone->column] += (int64_t)zone->owned;
+            for (mo_span *span = zone->spans; span; span = span->next)
+                pieces[zone->column] += !span->slot_count;
+        }
+    held[MO_STAT_LARGE] += (int64_t)(pool->granules.spare_count * pool->granules.size);
+    pieces[MO_STAT_LARGE] += (int64_t)pool->granules.spare_count;
+    held[MO_STAT_ALL] = held[MO_STAT_SMALL] + held[MO_STAT_LARGE];
+    pieces[MO_STAT_ALL] = pieces[MO_STAT_SMALL] + pieces[MO_STAT_LARGE];
+    for (int column = 0; column < MO_STAT_COLUMN_COUNT; column++) {
+        s->of[MO_ACTIVE][column] = s->of[MO_ALLOCATION][column];
+        s->of[MO_ACTIVE_BYTES][column] = s->of[MO_ALLOCATED_BYTES][column];
+        set_current(&s->of[MO_RESERVED_BYTES][column], held[column]);
+        set_current(&s->of[MO_SEGMENT][column], pieces[column]);
+        s->of[MO_INACTIVE_SPLIT][column].current = s->of[MO_INACTIVE_SPLIT_BYTES][column].current = 0;
+    }
+    if (s->of[MO_RESERVED_BYTES][MO_STAT_ALL].peak < (int64_t)pool->held_peak)
+        s->of[MO_RESERVED_BYTES][MO_STAT_ALL].peak = (int64_t)pool->held_peak;
+    visit_blocks(pool, count_free, s);
+    for (int column = 0; column < MO_STAT_COLUMN_COUNT; column++) {
+        set_current(&s->of[MO_INACTIVE_SPLIT][column], s->of[MO_INACTIVE_SPLIT][column].current);
+        set_current(&s->of[MO_INACTIVE_SPLIT_BYTES][column], s->of[MO_INACTIVE_SPLIT_BYTES][column].current);
+    }
+    s->events_recorded = pool->order.recorded;
+    s->stream_waits = pool->order.waited;
+    s->num_sync_all_streams = pool->order.synchronized;
+    s->driver_calls = pool->granules.calls;
+}
+
+void mo_pool_read_stats(mo_pool *pool, mo_stats *out)
+{
+    take(pool);
+    complete_stats(pool);
+    *out = pool->stats;
+    give(pool);
+}
+
+void mo_pool_reset_peaks(mo_pool *pool)
+{
+    take(pool);
+    complete_stats(pool);
+    pool->held_peak = mo_pool_held(pool);
+    mo_stats_reset_peaks(&pool->stats);
+    give(pool);
+}
+
+void mo_pool_reset_accumulated(mo_pool *pool)
+{
+    take(pool);
+    mo_stats_reset_accumulated(&pool->stats);
+    pool->order.recorded = pool->order.waited = pool->order.synchronized = pool->granules.calls = 0;
+    give(pool);
+}
+
+mo_status mo_pool_arena_info(mo_pool *pool, mo_arena_id id, mo_detail *detail, mo_arena_info *out)
+{
+    mo_arena *arena;
+
+    take(pool);
+    arena = mo_arena_find(pool, id);
+    if (arena)
+        *out = (mo_arena_info){
+            .id = id,
+            .pinned = arena->pinned,
+            .paused = arena->paused,
+            .references = arena->references,
+            .budget = arena->budget,
+            .held_bytes = arena->paused ? 0 : mo_arena_held(arena),
+            .live_blocks = arena->live_blocks,
+            .live_bytes = arena->live_bytes,
+            .requested_bytes = arena->requested_bytes,
+            .peak_bytes = arena->peak_bytes,
+            .free_bytes = arena->paused ? 0 : mo_arena_held(arena) - arena->live_bytes,
+        };
+    give(pool);
+    if (!arena)
+        return mo_fail(detail, MO_INVALID, 0, "there is no memory pool (%llu, %llu) on this device", id.first,
+                       id.second);
+    return MO_OK;
+}
+
+/* ---- fragmentation --------------------------------------------------------------------------------------------- */
+
+typedef struct survey {
+    const mo_pool *pool;
+    mo_fragmentation *out;
+    size_t whole; /* free granules that could be moved */
+    size_t pending[MO_STREAMS];
+} survey;
+
+static void survey_block(void *user, mo_zone *zone, mo_block *block)
+{
+    survey *s = user;
+    mo_use use = block->use;
+    size_t low = 0, high = 0;
+
+    if (block->state != MO_BLOCK_FREE || zone->arena->paused)
+        return;
+    if (block->size > s->out->largest_free)
+        s->out->largest_free = block->size;
+    if (block->span->slot_count) {
+        mo_block_slots(block, &low, &high);
+        if (high > low && !zone->arena->pinned)
+            s->whole += high - low;
+    }
+    mo_order_settle(&s->pool->order, &use);
+    if (use.streams)
+        s->out->pending_bytes += block->size;
+    for (uint64_t rest = use.streams; rest; rest &= rest - 1)
+        s->pending[__builtin_ctzll(rest)] += block->size;
+}
+
+static void survey_pool(mo_pool *pool, survey *s, mo_fragmentation *out)
+{
+    size_t held = mo_pool_held(pool), room = 0, free_bytes = 0, total = 0;
+    const mo_stat *live = &pool->stats.of[MO_ALLOCATED_BYTES][MO_STAT_ALL];
+    const mo_stat *requested = &pool->stats.of[MO_REQUESTED_BYTES][MO_STAT_ALL];
+
+    *out = (mo_fragmentation){0};
+    *s = (survey){.pool = pool, .out = out, .whole = pool->granules.spare_count};
+    visit_blocks(pool, survey_block, s);
+    if (pool->driver->memory_info(pool->driver, NULL, &free_bytes, &total) == MO_OK)
+        room = free_bytes;
+    if (pool->settings.budget) {
+        size_t left = pool->settings.budget > held ? pool->settings.budget - held : 0;
+
+        room = left < room ? left : room;
+    }
+    out->held_bytes = held;
+    out->live_bytes = (size_t)live->current;
+    out->requested_bytes = (size_t)requested->current;
+    out->free_bytes = held > out->live_bytes ? held - out->live_bytes : 0;
+    out->stale_bytes = pool->granules.stale_count * pool->granules.size;
+    out->largest_allocatable = s->whole * pool->granules.size + room;
+    if (out->largest_allocatable < out->largest_free)
+        out->largest_allocatable = out->largest_free;
+    if (out->free_bytes + room)
+        out->external = 1 - (double)out->largest_allocatable / (double)(out->free_bytes + room);
+    if (out->external < 0)
+        out->external = 0;
+    if (out->live_bytes)
+        out->internal = 1 - (double)out->requested_bytes / (double)out->live_bytes;
+    if (pool->held_peak)
+        out->unused_at_peak = 1 - (double)requested->peak / (double)pool->held_peak;
+}
+
+void mo_pool_fragmentation(mo_pool *pool, mo_fragmentation *out)
+{
+    survey s;
+
+    take(pool);
+    survey_pool(pool, &s, out);
+    give(pool);
+}
+
+void mo_pool_describe_oom(mo_pool *pool, const mo_arena *arena, size_t size, mo_detail *detail)
+{
+    mo_fragmentation f;
+    survey s;
+    mo_out_of_memory facts = {
+        .device = pool->driver->device, .wanted = size, .budget = pool->settings.budget};
+
+    survey_pool(pool, &s, &f);
+    pool->driver->memory_info(pool->driver, NULL, &facts.free_bytes, &facts.total_bytes);
+    if (arena->budget && (!facts.budget || arena->budget < facts.budget))
+        facts.budget = arena->budget;
+    facts.held = f.held_bytes;
+    facts.live = f.live_bytes;
+    facts.requested = f.requested_bytes;
+    facts.largest_free = f.largest_free;
+    facts.largest_allocatable = f.largest_allocatable;
+    facts.pending_bytes = f.pending_bytes;
+    facts.stale_bytes = f.stale_bytes;
+    facts.external = f.external;
+    facts.internal = f.internal;
+    while (facts.pending_streams < MO_PENDING_SHOWN) {
+        unsigned most = 0;
+
+        for (unsigned t = 1; t < pool->order.count; t++)
+            if (s.pending[t] > s.pending[most])
+                most = t;
+        if (!s.pending[most])
+            break;
+        facts.pending[facts.pending_streams++] =
+            (mo_pending){pool->order.streams[most].handle, s.pending[most]};
+        s.pending[most] = 0;
+    }
+    detail->status = MO_NO_DEVICE_MEMORY;
+    detail->code = 0;
+    mo_out_of_memory_text(detail->text, sizeof detail->text, &facts);
+}
+
+/* ---- soundness --------------------------------------------------------------------------------------------------- */
+
+typedef struct census {
+    mo_pool *pool;
+    const char *broken;
+    size_t live, live_bytes, requested, free_blocks, holes;
+} census;
+
+#define EXPECT(condition)                                                                                    \
+    do {                                                                                                     \
+        if (!(condition) && !c->broken)                                                                      \
+            c->broken = #condition;                                                                          \
+    } while (0)
+
+static void check_slots(census *c, mo_zone *zone, const mo_span *span, const mo_block *block)
+{
+    size_t size = c->pool->granules.size;
+    size_t low = mo_span_slot(span, block->address),
+           high = (block->address + block->size - 1 - span->base) / size;
+
+    if (block->state == MO_BLOCK_HOLE)
+        EXPECT((block->address - span->base) % size == 0 && block->size % size == 0);
+    if (block->state == MO_BLOCK_HOLE && high >= span->fresh)
+        high = span->fresh ? span->fresh - 1 : 0;
+    for (size_t i = low; i <= high && !c->broken; i++)
+        if (block->state == MO_BLOCK_HOLE)
+            EXPECT(i >= span->fresh || !mo_slot_owned(&span->slots[i]));
+        else
+            EXPECT(mo_slot_owned(&span->slots[i]) && span->slots[i].granted);
+    EXPECT(span->slots[low].first && span->slots[low].first->address <= block->address);
+    EXPECT(mo_span_block_at(span, block->address) == block);
+    EXPECT(mo_span_block_at(span, block->address + block->size - 1) == block);
+    (void)zone;
+}
+
+static void check_block(census *c, mo_zone *zone, const mo_span *span, mo_block *block)
+{
+    EXPECT(block->size && block->size % MO_ALIGNMENT == 0 && block->span == span);
+    EXPECT(!block->next || block->next->address == block->address + block->size);
+    EXPECT(!block->next || block->next->previous == block);
+    EXPECT(!block->next || block->state == MO_BLOCK_LIVE || block->next->state != block->state);
+    if (span->slot_count)
+        check_slots(c, zone, span, block);
+    if (block->state == MO_BLOCK_LIVE) {
+        EXPECT(mo_address_map_find(&c->pool->live, block->address) == block);
+        c->live++;
+        c->live_bytes += block->size;
+        c->requested += block->requested;
+    } else if (block->state == MO_BLOCK_FREE) {
+        c->free_blocks++;
+    } else {
+        c->holes++;
+    }
+}
+
+static void check_zone(census *c, mo_zone *zone, size_t *owned)
+{
+    size_t free_before = c->free_blocks, holes_before = c->holes, mine = 0, listed = 0, bytes = 0;
+
+    for (mo_span *span = zone->spans; span; span = span->next) {
+        mo_address end = span->base;
+
+        for (mo_block *block = span->lowest; block && !c->broken; block = block->next) {
+            check_block(c, zone, span, block);
+            end += block->size;
+        }
+        EXPECT(end == span->base + span->size);
+        for (size_t i = 0; i < span->fresh; i++)
+            mine += mo_slot_owned(&span->slots[i]);
+        bytes += span->slot_count ? 0 : span->size;
+    }
+    for (const mo_block *b = mo_free_set_last(&zone->free), *earlier; b && !c->broken; b = earlier) {
+        earlier = mo_free_set_before(&zone->free, b);
+        EXPECT(b->state == MO_BLOCK_FREE);
+        EXPECT(!earlier || earlier->size < b->size ||
+               (earlier->size == b->size && earlier->address < b->address));
+        listed++;
+    }
+    EXPECT(listed == c->free_blocks - free_before && listed == zone->free.count);
+    listed = 0;
+    for (const mo_block *b = zone->holes; b; b = b->link[1])
+        listed++;
+    EXPECT(listed == c->holes - holes_before);
+    EXPECT(mine == zone->owned && bytes == zone->segment_bytes);
+    *owned += zone->arena->paused ? 0 : mine;
+}
+
+static void check_granules(census *c, size_t owned)
+{
+    const mo_granules *granules = &c->pool->granules;
+    size_t spare = 0;
+
+    for (const mo_granule *g = granules->spare; g && !c->broken; g = g->next) {
+        EXPECT(!g->owner && g->handle);
+        for (const mo_slot *view = g->views; view; view = view->next_view)
+            EXPECT(view->granule == g);
+        spare++;
+    }
+    EXPECT(spare == granules->spare_count);
+    EXPECT(owned + spare == granules->count);
+}
+
+mo_status mo_pool_check_locked(mo_pool *pool, mo_detail *detail)
+{
+    census counted = {.pool = pool}, *c = &counted;
+    size_t owned = 0, segments = 0;
+
+    for (mo_arena *arena = pool->arenas; arena; arena = arena->next) {
+        size_t live = c->live, live_bytes = c->live_bytes, requested = c->requested;
+
+        check_zone(c, &arena->large, &owned);
+        check_zone(c, &arena->small, &owned);
+        EXPECT(arena->live_blocks == c->live - live && arena->live_bytes == c->live_bytes - live_bytes);
+        EXPECT(arena->requested_bytes == c->requested - requested);
+        segments += arena->large.segment_bytes + arena->small.segment_bytes;
+    }
+    for (mo_arena *arena = pool->retired; arena; arena = arena->next) {
+        check_zone(c, &arena->large, &owned);
+        check_zone(c, &arena->small, &owned);
+        EXPECT(!arena->live_blocks);
+    }
+    check_granules(c, owned);
+    EXPECT(segments == pool->segment_bytes);
+    EXPECT(c->live == pool->live.count);
+    EXPECT((size_t)pool->stats.of[MO_ALLOCATED_BYTES][MO_STAT_ALL].current == c->live_bytes);
+    EXPECT((size_t)pool->stats.of[MO_REQUESTED_BYTES][MO_STAT_ALL].current == c->requested);
+    EXPECT(pool->peak >= c->requested);
+    if (c->broken)
+        return mo_fail(detail, MO_CORRUPT, 0, "the pool's state is broken: not so: %s", c->broken);
+    return MO_OK;
+}
+
+mo_status mo_pool_check(mo_pool *pool, mo_detail *detail)
+{
+    mo_status status;
+
+    take(pool);
+    status = mo_pool_check_locked(pool, detail);
+    give(pool);
+    return status;
+}

@@ -1,0 +1,341 @@
+#include "alloc/zone.h"
+
+#include <string.h>
+
+#include "base/assert.h"
+#include "base/hostmem.h"
+
+/* ---- where blocks begin ------------------------------------------------------------------------------------ */
+
+static void mark_start(mo_span *span, size_t slot)
+{
+    for (int level = 0; level < MO_STARTS_LEVELS && span->starts[level]; level++) {
+        span->starts[level][slot / 64] |= 1ull << (slot % 64);
+        slot /= 64;
+    }
+}
+
+static void clear_start(mo_span *span, size_t slot)
+{
+    for (int level = 0; level < MO_STARTS_LEVELS && span->starts[level]; level++) {
+        span->starts[level][slot / 64] &= ~(1ull << (slot % 64));
+        if (span->starts[level][slot / 64])
+            return;
+        slot /= 64;
+    }
+}
+
+/* The last slot <= slot in which a block begins. There is one: a block begins at the span's base. */
+static size_t start_at_or_before(const mo_span *span, size_t slot)
+{
+    int level = 0;
+
+    for (;; level++, slot = slot / 64 - 1) {
+        uint64_t bits = span->starts[level][slot / 64] & (~0ull >> (63 - slot % 64));
+
+        if (bits) {
+            slot = slot / 64 * 64 + 63 - (size_t)__builtin_clzll(bits);
+            break;
+        }
+        MO_ASSERT(slot >= 64);
+    }
+    while (level--)
+        slot = slot * 64 + 63 - (size_t)__builtin_clzll(span->starts[level][slot]);
+    return slot;
+}
+
+static void add_start(mo_block *block)
+{
+    mo_span *span = block->span;
+
+    if (!span->slot_count)
+        return;
+    size_t slot = mo_span_slot(span, block->address);
+    mo_slot *s = &span->slots[slot];
+
+    if (!s->first)
+        mark_start(span, slot);
+    if (!s->first || block->address < s->first->address)
+        s->first = block;
+}
+
+/* While the block is still linked to its neighbours. */
+static void remove_start(mo_block *block)
+{
+    mo_span *span = block->span;
+
+    if (!span->slot_count)
+        return;
+    size_t slot = mo_span_slot(span, block->address);
+    mo_slot *s = &span->slots[slot];
+
+    if (s->first != block)
+        return;
+    s->first = block->next && mo_span_slot(span, block->next->address) == slot ? block->next : NULL;
+    if (!s->first)
+        clear_start(span, slot);
+}
+
+mo_block *mo_span_block_at(const mo_span *span, mo_address address)
+{
+    size_t slot = mo_span_slot(span, address);
+    mo_block *block = span->slots[slot].first;
+
+    if (!block || block->address > address) {
+        if (!slot)
+            return span->lowest;
+        block = span->slots[start_at_or_before(span, slot - 1)].first;
+    }
+    while (address - block->address >= block->size)
+        block = block->next;
+    return block;
+}
+
+/* ---- the sequence of blocks -------------------------------------------------------------------------------- */
+
+/* What follows `size` bytes of a block becomes a block of its own, in the same state and in no set or list. */
+static mo_block *split(mo_zone *zone, mo_block *block, size_t size)
+{
+    mo_block *rest = mo_block_take(zone->store);
+
+    MO_ASSERT(size && size < block->size);
+    rest->address = block->address + size;
+    rest->size = block->size - size;
+    rest->span = block->span;
+    rest->state = block->state;
+    rest->use = block->use;
+    rest->stream = block->stream;
+    rest->previous = block;
+    rest->next = block->next;
+    if (rest->next)
+        rest->next->previous = rest;
+    block->next = rest;
+    block->size = size;
+    add_start(rest);
+    return rest;
+}
+
+/* Takes `next` into `block`, its neighbour before. */
+static void absorb(mo_zone *zone, mo_block *block, mo_block *next)
+{
+    MO_ASSERT(block->next == next && block->state == next->state);
+    remove_start(next);
+    block->size += next->size;
+    block->use = mo_use_union(block->use, next->use);
+    block->next = next->next;
+    if (block->next)
+        block->next->previous = block;
+    mo_block_give(zone->store, next);
+}
+
+static void list_hole(mo_zone *zone, mo_block *hole)
+{
+    hole->link[0] = NULL;
+    hole->link[1] = zone->holes;
+    if (zone->holes)
+        zone->holes->link[0] = hole;
+    zone->holes = hole;
+}
+
+static void unlist_hole(mo_zone *zone, mo_block *hole)
+{
+    if (hole->link[0])
+        hole->link[0]->link[1] = hole->link[1];
+    else
+        zone->holes = hole->link[1];
+    if (hole->link[1])
+        hole->link[1]->link[0] = hole->link[0];
+}
+
+static void enter(mo_zone *zone, mo_block *block)
+{
+    if (block->state == MO_BLOCK_FREE)
+        mo_free_set_insert(&zone->free, block);
+    else
+        list_hole(zone, block);
+}
+
+static void leave(mo_zone *zone, mo_block *block)
+{
+    if (block->state == MO_BLOCK_FREE)
+        mo_free_set_remove(&zone->free, block);
+    else
+        unlist_hole(zone, block);
+}
+
+/* A free block or hole that is nowhere yet joins neighbours of its state, and enters the set or the list. */
+static mo_block *join(mo_zone *zone, mo_block *block)
+{
+    if (block->next && block->next->state == block->state) {
+        leave(zone, block->next);
+        absorb(zone, block, block->next);
+    }
+    if (block->previous && block->previous->state == block->state) {
+        mo_block *previous = block->previous;
+
+        leave(zone, previous);
+        absorb(zone, previous, block);
+        block = previous;
+    }
+    enter(zone, block);
+    return block;
+}
+
+/* [address, address + size) of a free block or hole, by itself and nowhere; what is left on either side is entered. */
+static mo_block *isolate(mo_zone *zone, mo_block *block, mo_address address, size_t size)
+{
+    MO_ASSERT(address >= block->address && address + size <= block->address + block->size);
+    leave(zone, block);
+    if (address > block->address) {
+        mo_block *left = block;
+
+        block = split(zone, block, address - block->address);
+        enter(zone, left);
+    }
+    if (size < block->size)
+        enter(zone, split(zone, block, size));
+    return block;
+}
+
+mo_block *mo_zone_take(mo_zone *zone, mo_block *block, mo_address address, size_t size)
+{
+    MO_ASSERT(block->state == MO_BLOCK_FREE);
+    block = isolate(zone, block, address, size);
+    block->state = MO_BLOCK_LIVE;
+    zone->live_count++;
+    return block;
+}
+
+mo_block *mo_zone_put(mo_zone *zone, mo_block *block)
+{
+    MO_ASSERT(block->state == MO_BLOCK_LIVE);
+    block->state = MO_BLOCK_FREE;
+    zone->live_count--;
+    return join(zone, block);
+}
+
+/* ---- memory behind addresses --------------------------------------------------------------------------------- */
+
+void mo_zone_disown(mo_zone *zone, mo_block *block, size_t slot, size_t count)
+{
+    mo_span *span = block->span;
+
+    MO_ASSERT(block->state == MO_BLOCK_FREE);
+    for (size_t i = slot; i < slot + count; i++)
+        if (span->slots[i].granule->handle)
+            mo_granule_disown(zone->granules, &span->slots[i], block->use);
+        else
+            mo_granule_forget(zone->granules, &span->slots[i]);
+    zone->owned -= count;
+    block = isolate(zone, block, mo_slot_address(span, slot), count * zone->granules->size);
+    block->state = MO_BLOCK_HOLE;
+    block->use = (mo_use){0};
+    join(zone, block);
+}
+
+mo_block *mo_zone_own(mo_zone *zone, mo_span *span, size_t slot, size_t count)
+{
+    mo_block *block = mo_span_block_at(span, mo_slot_address(span, slot));
+    mo_use use = {0};
+
+    MO_ASSERT(block->state == MO_BLOCK_HOLE);
+    for (size_t i = slot; i < slot + count; i++) {
+        MO_ASSERT(mo_slot_owned(&span->slots[i]));
+        use = mo_use_union(use, span->slots[i].granule->use);
+    }
+    zone->owned += count;
+    block = isolate(zone, block, mo_slot_address(span, slot), count * zone->granules->size);
+    block->state = MO_BLOCK_FREE;
+    block->use = use;
+    return join(zone, block);
+}
+
+/* ---- spans -------------------------------------------------------------------------------------------------- */
+
+static void free_tables(mo_span *span)
+{
+    for (int level = 0; level < MO_STARTS_LEVELS; level++)
+        mo_host_free(span->starts[level]);
+    mo_host_free(span->slots);
+    mo_host_free(span);
+}
+
+/* The tables are large and mostly never touched: calloc's pages come when they are. */
+static mo_status make_tables(mo_span *span, mo_detail *detail)
+{
+    size_t bits = span->slot_count;
+    bool complete;
+
+    span->slots = mo_host_calloc(span->slot_count, sizeof *span->slots);
+    complete = span->slots != NULL;
+    for (int level = 0; level < MO_STARTS_LEVELS && complete; level++) {
+        bits = (bits + 63) / 64;
+        span->starts[level] = mo_host_calloc(bits, sizeof *span->starts[level]);
+        complete = span->starts[level] != NULL;
+        if (bits == 1)
+            break;
+    }
+    if (!complete)
+        return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory for a table of %zu granules",
+                       span->slot_count);
+    return MO_OK;
+}
+
+mo_status mo_zone_add_span(mo_zone *zone, mo_address base, size_t size, bool segment, mo_detail *detail,
+                           mo_span **out)
+{
+    mo_span *span = mo_host_calloc(1, sizeof *span);
+    mo_status status = mo_blocks_reserve(zone->store, 1, detail);
+
+    if (!span)
+        return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory for a range of addresses");
+    span->zone = zone;
+    span->base = base;
+    span->size = size;
+    span->slot_count = segment ? 0 : size / zone->granules->size;
+    if (!status && !segment)
+        status = make_tables(span, detail);
+    if (status) {
+        free_tables(span);
+        return status;
+    }
+    span->lowest = mo_block_take(zone->store);
+    span->lowest->address = base;
+    span->lowest->size = size;
+    span->lowest->span = span;
+    span->lowest->state = segment ? MO_BLOCK_FREE : MO_BLOCK_HOLE;
+    add_start(span->lowest);
+    enter(zone, span->lowest);
+    if (segment)
+        zone->segment_bytes += size;
+    span->next = zone->spans;
+    zone->spans = span;
+    *out = span;
+    return MO_OK;
+}
+
+static void unlink_span(mo_zone *zone, mo_span *span)
+{
+    mo_span **place = &zone->spans;
+
+    while (*place != span)
+        place = &(*place)->next;
+    *place = span->next;
+    if (!span->slot_count)
+        zone->segment_bytes -= span->size;
+}
+
+void mo_zone_remove_span(mo_zone *zone, mo_span *span)
+{
+    MO_ASSERT(!span->lowest->next && span->lowest->state != MO_BLOCK_LIVE);
+    unlink_span(zone, span);
+    leave(zone, span->lowest);
+    mo_block_give(zone->store, span->lowest);
+    free_tables(span);
+}
+
+void mo_zone_forget_span(mo_zone *zone, mo_span *span)
+{
+    unlink_span(zone, span);
+    free_tables(span);
+}
