@@ -89,6 +89,9 @@ void mo_double_submit(mo_double *device, mo_stream stream);
 /* Completes up to n operations of a stream, in order; stops at a wait whose mark is not over. Returns how many. */
 size_t mo_double_complete(mo_double *device, mo_stream stream, size_t n);
 
+/* Operations that were queued on a stream so far, and those of them that are over. */
+void mo_double_progress(mo_double *device, mo_stream stream, uint64_t *queued, uint64_t *over);
+
 /* From now on capture_id() says id for this stream; 0 ends it. */
 void mo_double_capture(mo_double *device, mo_stream stream, uint64_t id);
 
