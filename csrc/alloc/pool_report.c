@@ -126,7 +126,7 @@ static void complete_stats(mo_pool *pool)
     pieces[MO_STAT_LARGE] += (int64_t)pool->granules.spare_count;
     held[MO_STAT_ALL] = held[MO_STAT_SMALL] + held[MO_STAT_LARGE];
     pieces[MO_STAT_ALL] = pieces[MO_STAT_SMALL] + pieces[MO_STAT_LARGE];
-    for (int column = 0; column < MO_STAT_COLUMN_COUNT; column++) {
+    for (size_t column = 0; column < MO_STAT_COLUMN_COUNT; column++) {
         s->of[MO_ACTIVE][column] = s->of[MO_ALLOCATION][column];
         s->of[MO_ACTIVE_BYTES][column] = s->of[MO_ALLOCATED_BYTES][column];
         set_current(&s->of[MO_RESERVED_BYTES][column], held[column]);
@@ -136,7 +136,7 @@ static void complete_stats(mo_pool *pool)
     if (s->of[MO_RESERVED_BYTES][MO_STAT_ALL].peak < (int64_t)pool->held_peak)
         s->of[MO_RESERVED_BYTES][MO_STAT_ALL].peak = (int64_t)pool->held_peak;
     visit_blocks(pool, count_free, s);
-    for (int column = 0; column < MO_STAT_COLUMN_COUNT; column++) {
+    for (size_t column = 0; column < MO_STAT_COLUMN_COUNT; column++) {
         set_current(&s->of[MO_INACTIVE_SPLIT][column], s->of[MO_INACTIVE_SPLIT][column].current);
         set_current(&s->of[MO_INACTIVE_SPLIT_BYTES][column], s->of[MO_INACTIVE_SPLIT_BYTES][column].current);
     }
