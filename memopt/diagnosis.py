@@ -52,6 +52,7 @@ def doctor() -> Diagnosis:
     for look, topic in (
         (_torch, "torch"),
         (_driver, "the CUDA driver and its devices"),
+        (_allocator, "the allocator"),
         (_kernels, "the kernels"),
         (_cpu_kernels, "the processor"),
         (_simulated_device, "the simulated device"),
@@ -109,6 +110,12 @@ def _driver() -> list[Finding]:
         text = f"{device['name']}, compute capability {device['compute_capability']}, {total}{virtual}"
         found.append(Finding(f"device {i}", "ok", text))
     return found
+
+
+def _allocator() -> Finding:
+    from memopt.cuda import current_allocator
+
+    return current_allocator.finding()
 
 
 def _kernels() -> Finding:

@@ -1,52 +1,208 @@
 #include "python/module.h"
 
-#include "alloc/passthrough.h"
+#include "alloc/torch_hooks.h"
 #include "alloc/torch_throw.h"
+#include "driver/forked.h"
 
-PyDoc_STRVAR(prepare_doc,
-             "allocator_prepare($module, /)\n--\n\n"
-             "Finds what memopt needs in the torch that is loaded, before torch is given the allocator.\n"
-             "Raises memopt.Error naming what is missing.");
+PyDoc_STRVAR(
+    prepare_doc,
+    "allocator_prepare($module, /)\n--\n\n"
+    "Finds what memopt needs in the torch that is loaded, before torch is given the allocator.\n"
+    "Returns '', or what is missing: an out of memory is a plain RuntimeError then, with the same text.\n"
+    "Raises memopt.Error where torch is not loaded.");
 
 static PyObject *allocator_prepare(PyObject *module, PyObject *unused)
 {
     mo_detail detail;
     mo_status status = mo_torch_throw_prepare(&detail);
+
     (void)unused;
-    if (status)
+    if (status && status != MO_NO_SYMBOL)
         return mo_raise(module, status, &detail);
+    return PyUnicode_FromString(status ? detail.text : "");
+}
+
+PyDoc_STRVAR(hooks_doc,
+             "allocator_hooks($module, /)\n--\n\n"
+             "The addresses of memopt's hooks, by the method of torch's CUDAAllocator that takes each.");
+
+static PyObject *allocator_hooks(PyObject *module, PyObject *unused)
+{
+    PyObject *hooks = PyDict_New();
+
+    (void)module, (void)unused;
+    for (const mo_torch_hook *h = mo_torch_hooks(); hooks && h->setter; h++) {
+        PyObject *address = PyLong_FromSize_t((size_t)h->hook);
+        if (!address || PyDict_SetItemString(hooks, h->setter, address) < 0)
+            Py_CLEAR(hooks);
+        Py_XDECREF(address);
+    }
+    return hooks;
+}
+
+PyDoc_STRVAR(
+    configure_doc,
+    "allocator_configure($module, budget, slack, double_map, recall, preallocate, /)\n--\n\n"
+    "What each device's pool gets that is used from now on. budget, preallocate: bytes, 0 for none.\n"
+    "slack: thousandths of the live peak.");
+
+static PyObject *allocator_configure(PyObject *module, PyObject *args)
+{
+    Py_ssize_t budget, slack, preallocate;
+    int double_map, recall;
+    mo_pool_settings settings = mo_pool_defaults();
+
+    if (!PyArg_ParseTuple(args, "nnppn:allocator_configure", &budget, &slack, &double_map, &recall,
+                          &preallocate))
+        return NULL;
+    if (budget < 0 || slack < 0 || preallocate < 0) {
+        mo_detail detail;
+        mo_status status = mo_fail(&detail, MO_INVALID, 0, "budget, slack and preallocate are not negative");
+        return mo_raise(module, status, &detail);
+    }
+    settings.budget = (size_t)budget;
+    settings.slack = (size_t)slack;
+    settings.double_map = double_map;
+    settings.recall = recall;
+    mo_pool_set_defaults(settings);
+    mo_torch_hooks_preallocate((size_t)preallocate);
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(stats_doc,
-             "allocator_stats($module, device=0, /)\n--\n\n"
-             "Counters of the pass-through allocator on a device, as a dict of ints: allocations, frees,\n"
-             "out_of_memory, failed_frees, live_bytes, live_blocks, peak_bytes. 0 where it was never used.");
+static int parse_device(PyObject *module, int device)
+{
+    mo_detail detail;
+    mo_status status;
+
+    if (device >= 0 && device < MO_MAX_DEVICES)
+        return 0;
+    status =
+        mo_fail(&detail, MO_INVALID, 0, "device %d: devices count from 0 to %d", device, MO_MAX_DEVICES - 1);
+    mo_raise(module, status, &detail);
+    return -1;
+}
+
+PyDoc_STRVAR(
+    trim_doc,
+    "allocator_trim($module, device, keep, /)\n--\n\n"
+    "Gives free memory back to a device until `keep` bytes are held. Waits for the work that used it.\n"
+    "Returns the bytes given back; 0 for a device that was never used.");
+
+static PyObject *allocator_trim(PyObject *module, PyObject *args)
+{
+    int device;
+    Py_ssize_t keep;
+    mo_pool *pool;
+    size_t freed = 0;
+    mo_status status = MO_OK;
+    mo_detail detail;
+
+    if (!PyArg_ParseTuple(args, "in:allocator_trim", &device, &keep) || parse_device(module, device) < 0)
+        return NULL;
+    pool = mo_torch_hooks_pool(device);
+    if (pool && mo_forked())
+        status = mo_forked_refuse("memopt.cuda.trim", &detail);
+    else if (pool) {
+        Py_BEGIN_ALLOW_THREADS status = mo_pool_trim(pool, keep < 0 ? 0 : (size_t)keep, &detail, &freed);
+        Py_END_ALLOW_THREADS
+    }
+    return status ? mo_raise(module, status, &detail) : PyLong_FromSize_t(freed);
+}
+
+PyDoc_STRVAR(
+    fraction_doc,
+    "allocator_fraction($module, device, /)\n--\n\n"
+    "The part of a device's memory that torch was told to use at most; 1.0 where it was told nothing.");
+
+static PyObject *allocator_fraction(PyObject *module, PyObject *args)
+{
+    int device;
+
+    if (!PyArg_ParseTuple(args, "i:allocator_fraction", &device) || parse_device(module, device) < 0)
+        return NULL;
+    return PyFloat_FromDouble(mo_torch_hooks_fraction(device));
+}
+
+PyDoc_STRVAR(current_doc,
+             "allocator_is_current($module, /)\n--\n\n"
+             "Whether torch allocates through memopt: it has initialised CUDA with memopt's allocator.");
+
+static PyObject *allocator_is_current(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return PyBool_FromLong(mo_torch_hooks_current());
+}
+
+PyDoc_STRVAR(
+    stats_doc,
+    "allocator_stats($module, device=0, /)\n--\n\n"
+    "What memopt's allocator did on a device, as a dict of ints: allocations, frees, out_of_memory,\n"
+    "failed_frees, live_bytes, live_blocks, peak_bytes, held_bytes. 0 where it was never used, and in\n"
+    "a forked child.");
 
 static PyObject *allocator_stats(PyObject *module, PyObject *args)
 {
     int device = 0;
-    mo_passthrough_stats s;
+    mo_stats s = {0};
+    mo_pool *pool;
 
-    if (!PyArg_ParseTuple(args, "|i:allocator_stats", &device))
+    if (!PyArg_ParseTuple(args, "|i:allocator_stats", &device) || parse_device(module, device) < 0)
         return NULL;
-    if (device < 0 || device >= MO_MAX_DEVICES) {
-        mo_detail detail;
-        mo_status status = mo_fail(&detail, MO_INVALID, 0, "device %d: devices count from 0 to %d", device,
-                                   MO_MAX_DEVICES - 1);
-        return mo_raise(module, status, &detail);
+    pool = mo_torch_hooks_pool(device);
+    if (pool && !mo_forked())
+        mo_pool_read_stats(pool, &s);
+
+    const mo_stat *blocks = &s.of[MO_ALLOCATION][MO_STAT_ALL];
+    const mo_stat *bytes = &s.of[MO_REQUESTED_BYTES][MO_STAT_ALL];
+    const uint64_t failed = s.double_frees + s.foreign_frees + s.failed_releases;
+    return Py_BuildValue("{s:L,s:L,s:K,s:K,s:L,s:L,s:L,s:L}", "allocations", (long long)blocks->allocated,
+                         "frees", (long long)blocks->freed, "out_of_memory", (unsigned long long)s.num_ooms,
+                         "failed_frees", (unsigned long long)failed, "live_bytes", (long long)bytes->current,
+                         "live_blocks", (long long)blocks->current, "peak_bytes", (long long)bytes->peak,
+                         "held_bytes", (long long)s.of[MO_RESERVED_BYTES][MO_STAT_ALL].current);
+}
+
+PyDoc_STRVAR(
+    misuse_doc,
+    "allocator_misuse($module, /)\n--\n\n"
+    "What was refused where nothing could be raised, on all devices, as a dict of ints: double_frees,\n"
+    "foreign_frees, foreign_streams, unbalanced_pools, failed_releases; and in_child, the calls that a\n"
+    "forked child made, which do nothing.");
+
+static PyObject *allocator_misuse(PyObject *module, PyObject *unused)
+{
+    const mo_torch_hook_counts counts = mo_torch_hooks_read();
+    uint64_t twice = 0, foreign = counts.foreign_frees, streams = counts.foreign_streams,
+             failed = counts.failed;
+
+    (void)module, (void)unused;
+    for (int device = 0; device < MO_MAX_DEVICES && !mo_forked(); device++) {
+        mo_pool *pool = mo_torch_hooks_pool(device);
+        mo_stats s;
+        if (!pool)
+            continue;
+        mo_pool_read_stats(pool, &s);
+        twice += s.double_frees;
+        foreign += s.foreign_frees;
+        streams += s.foreign_streams;
+        failed += s.failed_releases;
     }
-    mo_passthrough_read(device, &s);
-    return Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "allocations", (unsigned long long)s.allocations, "frees",
-        (unsigned long long)s.frees, "out_of_memory", (unsigned long long)s.out_of_memory, "failed_frees",
-        (unsigned long long)s.failed_frees, "live_bytes", (unsigned long long)s.live_bytes, "live_blocks",
-        (unsigned long long)s.live_blocks, "peak_bytes", (unsigned long long)s.peak_bytes);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K}", "double_frees", (unsigned long long)twice,
+                         "foreign_frees", (unsigned long long)foreign, "foreign_streams",
+                         (unsigned long long)streams, "unbalanced_pools",
+                         (unsigned long long)counts.unbalanced, "failed_releases", (unsigned long long)failed,
+                         "in_child", (unsigned long long)counts.in_child);
 }
 
 static PyMethodDef methods[] = {
     {"allocator_prepare", allocator_prepare, METH_NOARGS, prepare_doc},
+    {"allocator_hooks", allocator_hooks, METH_NOARGS, hooks_doc},
+    {"allocator_configure", allocator_configure, METH_VARARGS, configure_doc},
+    {"allocator_trim", allocator_trim, METH_VARARGS, trim_doc},
+    {"allocator_fraction", allocator_fraction, METH_VARARGS, fraction_doc},
+    {"allocator_is_current", allocator_is_current, METH_NOARGS, current_doc},
     {"allocator_stats", allocator_stats, METH_VARARGS, stats_doc},
+    {"allocator_misuse", allocator_misuse, METH_NOARGS, misuse_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,0 +1,24 @@
+"""Which device is meant."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def device_index(device: torch.device | str | int | None) -> int:
+    """The ordinal of a device as torch.cuda takes it; None is the current one. Initialises nothing: where CUDA was
+    never used, or cannot be (a forked child), the current device is the first. ValueError for what is no CUDA
+    device."""
+    if isinstance(device, int):
+        return device
+    import torch
+
+    chosen = torch.device("cuda" if device is None else device)
+    if chosen.type != "cuda":
+        raise ValueError(f"device {device!r} is no CUDA device")
+    if chosen.index is not None:
+        return int(chosen.index)
+    return int(torch.cuda.current_device()) if torch.cuda.is_initialized() else 0
