@@ -300,8 +300,9 @@ def memory_calls(calls: dict[str, float]) -> float:
 
 
 def moved(calls: dict[str, float]) -> float:
-    """Handles mapped at another address than the one they were made for, a step: maps beyond one for each made."""
-    return calls.get("cuMemMap", 0) - calls.get("created", 0)
+    """Handles mapped again after their first map, a step; at least that: one that was made and never mapped, because the
+    next could not be made, hides a move."""
+    return max(0.0, calls.get("cuMemMap", 0) - calls.get("created", 0))
 
 
 class Runs:
