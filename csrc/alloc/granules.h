@@ -49,7 +49,7 @@ typedef struct mo_granules {
     mo_granule *spare;  /* doubly linked by previous and next */
     mo_granule *unused; /* structs without memory, linked by next */
     void *chunks;
-    uint64_t calls; /* of the driver: create, release, map, unmap, grant */
+    uint64_t calls; /* of the driver: create, release, map, unmap, grant; and of segments */
 } mo_granules;
 
 static inline bool mo_slot_owned(const mo_slot *slot)

@@ -114,6 +114,7 @@ static void probe(mo_pool *pool)
         if (!order->streams[t].mark_count && order->streams[t].last > order->streams[t].done)
             mo_order_mark(order, 1ull << t, order->tick,
                           NULL); /* what it fails to tell now it may tell later */
+    mo_order_poll(order);        /* an idle device has done it all */
 }
 
 /* A free block that holds the request, its memory there, in the order of what that costs. */
@@ -289,12 +290,16 @@ static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, m
         return mo_forked_refuse("allocating device memory", detail);
     for (int attempt = 0;; attempt++) {
         mo_pressure pressure;
+        uint64_t retries;
         void *user;
         mo_arena *arena;
 
         mo_lock_take(&pool->lock);
+        retries = pool->stats.num_alloc_retries;
         arena = named ? mo_arena_find(pool, id) : mo_arena_routed(pool, stream);
         status = arena ? alloc_locked(pool, arena, size, stream, detail, out) : no_arena(id, detail);
+        if (!status && attempt && pool->stats.num_alloc_retries == retries)
+            pool->stats.num_alloc_retries++; /* pressure is a rung too */
         pressure = pool->pressure;
         user = pool->pressure_user;
         if (status == MO_NO_DEVICE_MEMORY && (attempt || !pressure)) {

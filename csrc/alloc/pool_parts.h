@@ -14,7 +14,8 @@
 #include "alloc/zone.h"
 #include "base/lock.h"
 
-#define MO_SEGMENT_STEP ((size_t)2 << 20) /* bytes: what segments are multiples of, where there are no granules */
+#define MO_SEGMENT_STEP                                                                                      \
+    ((size_t)2 << 20) /* bytes: what segments are multiples of, where there are no granules */
 
 struct mo_arena {
     mo_arena_id id;

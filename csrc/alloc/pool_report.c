@@ -87,22 +87,57 @@ mo_status mo_pool_blocks(mo_pool *pool, mo_detail *detail, mo_block_view **out, 
 
 /* ---- statistics ------------------------------------------------------------------------------------------------ */
 
-static void set_current(mo_stat *stat, int64_t value)
+static void raise_peak(mo_stat *stat, int64_t value)
 {
-    stat->current = value;
     if (stat->peak < value)
         stat->peak = value;
 }
 
+static void set_current(mo_stat *stat, int64_t value)
+{
+    if (value > stat->current)
+        stat->allocated += value - stat->current;
+    else
+        stat->freed += stat->current - value;
+    stat->current = value;
+    raise_peak(stat, value);
+}
+
+/* A kind that is counted here: its two columns, and their sum. */
+static void set_kind(mo_stat kind[MO_STAT_COLUMN_COUNT], const int64_t value[MO_STAT_COLUMN_COUNT])
+{
+    mo_stat *all = &kind[MO_STAT_ALL], *small = &kind[MO_STAT_SMALL], *large = &kind[MO_STAT_LARGE];
+
+    set_current(small, value[MO_STAT_SMALL]);
+    set_current(large, value[MO_STAT_LARGE]);
+    all->allocated = small->allocated + large->allocated;
+    all->freed = small->freed + large->freed;
+    all->current = small->current + large->current;
+    raise_peak(all, all->current);
+}
+
+typedef struct free_count {
+    const mo_order *order;
+    int64_t split[MO_STAT_COLUMN_COUNT], split_bytes[MO_STAT_COLUMN_COUNT];
+    int64_t active[MO_STAT_COLUMN_COUNT], active_bytes[MO_STAT_COLUMN_COUNT];
+} free_count;
+
+/* Free memory is active while a stream that it was recorded for may use it; its own stream is in order with itself. */
 static void count_free(void *user, mo_zone *zone, mo_block *block)
 {
-    mo_stats *stats = user;
+    free_count *count = user;
+    mo_use use = block->use;
 
-    if (block->state != MO_BLOCK_FREE || !block->span->lowest->next)
+    if (block->state != MO_BLOCK_FREE)
         return;
-    for (int i = 0; i < 2; i++) {
-        stats->of[MO_INACTIVE_SPLIT][i ? zone->column : MO_STAT_ALL].current++;
-        stats->of[MO_INACTIVE_SPLIT_BYTES][i ? zone->column : MO_STAT_ALL].current += (int64_t)block->size;
+    mo_order_settle(count->order, &use);
+    if (use.streams & ~(1ull << block->stream)) {
+        count->active[zone->column]++;
+        count->active_bytes[zone->column] += (int64_t)block->size;
+    }
+    if (block->span->lowest->next) {
+        count->split[zone->column]++;
+        count->split_bytes[zone->column] += (int64_t)block->size;
     }
 }
 
@@ -112,6 +147,7 @@ static void complete_stats(mo_pool *pool)
 {
     mo_stats *s = &pool->stats;
     int64_t held[MO_STAT_COLUMN_COUNT] = {0}, pieces[MO_STAT_COLUMN_COUNT] = {0};
+    free_count free_ones = {.order = &pool->order};
 
     for (mo_arena *arena = pool->arenas; arena; arena = arena->next)
         for (int small = 0; small < 2 && !arena->paused; small++) {
@@ -124,21 +160,22 @@ static void complete_stats(mo_pool *pool)
         }
     held[MO_STAT_LARGE] += (int64_t)(pool->granules.spare_count * pool->granules.size);
     pieces[MO_STAT_LARGE] += (int64_t)pool->granules.spare_count;
-    held[MO_STAT_ALL] = held[MO_STAT_SMALL] + held[MO_STAT_LARGE];
-    pieces[MO_STAT_ALL] = pieces[MO_STAT_SMALL] + pieces[MO_STAT_LARGE];
+    set_kind(s->of[MO_RESERVED_BYTES], held);
+    set_kind(s->of[MO_SEGMENT], pieces);
+    raise_peak(&s->of[MO_RESERVED_BYTES][MO_STAT_ALL], (int64_t)pool->held_peak);
+    visit_blocks(pool, count_free, &free_ones);
     for (size_t column = 0; column < MO_STAT_COLUMN_COUNT; column++) {
-        s->of[MO_ACTIVE][column] = s->of[MO_ALLOCATION][column];
-        s->of[MO_ACTIVE_BYTES][column] = s->of[MO_ALLOCATED_BYTES][column];
-        set_current(&s->of[MO_RESERVED_BYTES][column], held[column]);
-        set_current(&s->of[MO_SEGMENT][column], pieces[column]);
-        s->of[MO_INACTIVE_SPLIT][column].current = s->of[MO_INACTIVE_SPLIT_BYTES][column].current = 0;
+        free_ones.active[column] += s->of[MO_ALLOCATION][column].current;
+        free_ones.active_bytes[column] += s->of[MO_ALLOCATED_BYTES][column].current;
     }
-    if (s->of[MO_RESERVED_BYTES][MO_STAT_ALL].peak < (int64_t)pool->held_peak)
-        s->of[MO_RESERVED_BYTES][MO_STAT_ALL].peak = (int64_t)pool->held_peak;
-    visit_blocks(pool, count_free, s);
-    for (size_t column = 0; column < MO_STAT_COLUMN_COUNT; column++) {
-        set_current(&s->of[MO_INACTIVE_SPLIT][column], s->of[MO_INACTIVE_SPLIT][column].current);
-        set_current(&s->of[MO_INACTIVE_SPLIT_BYTES][column], s->of[MO_INACTIVE_SPLIT_BYTES][column].current);
+    set_kind(s->of[MO_INACTIVE_SPLIT], free_ones.split);
+    set_kind(s->of[MO_INACTIVE_SPLIT_BYTES], free_ones.split_bytes);
+    set_kind(s->of[MO_ACTIVE], free_ones.active);
+    set_kind(s->of[MO_ACTIVE_BYTES], free_ones.active_bytes);
+    for (size_t column = 0; column < MO_STAT_COLUMN_COUNT;
+         column++) { /* what lives is active: so was the peak */
+        raise_peak(&s->of[MO_ACTIVE][column], s->of[MO_ALLOCATION][column].peak);
+        raise_peak(&s->of[MO_ACTIVE_BYTES][column], s->of[MO_ALLOCATED_BYTES][column].peak);
     }
     s->events_recorded = pool->order.recorded;
     s->stream_waits = pool->order.waited;

@@ -13,11 +13,13 @@ mo_status mo_segment_add(mo_pool *pool, mo_zone *zone, size_t size, mo_detail *d
     if (!mo_align_up_ok(size, MO_SEGMENT_STEP, &size) || (budget && mo_pool_held(pool) + size > budget) ||
         (arena_budget && mo_arena_held(zone->arena) + size > arena_budget))
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "the memory budget is used up");
+    pool->granules.calls++;
     status = driver->segment_alloc(driver, size, detail, &base);
     if (status)
         return status;
     status = mo_zone_add_span(zone, base, size, true, detail, &span);
     if (status) {
+        pool->granules.calls++;
         driver->segment_free(driver, base, NULL);
         return status;
     }
@@ -38,6 +40,7 @@ mo_status mo_segments_free(mo_pool *pool, mo_zone *zone, size_t keep, mo_detail 
         if (span->lowest->next || span->lowest->state != MO_BLOCK_FREE ||
             mo_arena_held(zone->arena) < zone->arena->reserved + span->size)
             continue;
+        pool->granules.calls++;
         status = pool->driver->segment_free(pool->driver, span->base, detail);
         if (status)
             return status;
