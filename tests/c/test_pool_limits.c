@@ -1,0 +1,207 @@
+#include "pool_fixture.h"
+
+/* What a pool does at its limits, and how it gives back. */
+
+/* ---- limits -------------------------------------------------------------------------------------------- */
+
+TEST(a_budget_is_used_to_its_last_granule_and_never_passed)
+{
+    mo_pool_settings settings = plain_settings;
+    mo_address blocks[32], address = 0;
+    settings.budget = 64 * MIB;
+    open_pool(1024 * MIB, GRANULE, settings);
+    CHECK_EQ(mo_pool_budget(pool), 64 * MIB);
+    put(get(64 * MIB, A));
+    for (int i = 0; i < 32; i++)
+        blocks[i] = get(2 * MIB, A);
+    CHECK_EQ(held(), 64 * MIB);
+    CHECK_OUT_OF_MEMORY(mo_pool_alloc(pool, 2 * MIB, A, &said, &address));
+    CHECK_EQ(stats_now().num_ooms, 1);
+    check_stats();
+    put(blocks[13]);
+    put(get(2 * MIB, A));
+    for (int i = 0; i < 32; i += 2)
+        if (i != 13)
+            put(blocks[i]);
+    get(34 * MIB, A); /* 16 even ones and the 13th: everything that is free, in one piece */
+    CHECK_EQ(held(), 64 * MIB);
+    CHECK_POOL();
+    check_stats();
+    close_pool();
+}
+
+TEST(the_devices_own_end_is_out_of_memory_too_and_one_recovers)
+{
+    mo_address blocks[16], address = 0;
+    open_pool(32 * MIB, GRANULE, plain_settings);
+    for (int i = 0; i < 16; i++)
+        blocks[i] = get(2 * MIB, A);
+    CHECK_OUT_OF_MEMORY(mo_pool_alloc(pool, 512, A, &said, &address));
+    put(blocks[3]);
+    put(blocks[9]);
+    get(4 * MIB, A);
+    CHECK_POOL();
+    close_pool();
+}
+
+TEST(memory_that_is_pending_on_another_stream_is_waited_for_before_giving_up)
+{
+    for (int double_map = 0; double_map < 2; double_map++) {
+        mo_pool_settings settings = plain_settings;
+        settings.double_map = double_map;
+        settings.budget = 32 * MIB;
+        open_pool(1024 * MIB, GRANULE, settings);
+        device.work_per_pause = 1;
+        const mo_address a = get(16 * MIB, A), b = get(16 * MIB, B);
+        put(a);
+        put(b);
+        get(32 * MIB, C);
+        CHECK_POOL();
+        close_pool();
+    }
+}
+
+TEST(a_lower_limit_leaves_what_is_held_and_trim_brings_it_down)
+{
+    size_t freed = 0;
+    open_pool(1024 * MIB, GRANULE, plain_settings);
+    const mo_address a = get(64 * MIB, A), b = get(8 * MIB, A);
+    CHECK(b);
+    put(a);
+    finish(A);
+    mo_pool_limit(pool, 32 * MIB);
+    CHECK_EQ(mo_pool_budget(pool), 32 * MIB);
+    CHECK(held() >= 72 * MIB);
+    CHECK_POOL();
+    CHECK_OK(mo_pool_trim(pool, 0, &said, &freed));
+    CHECK(held() <= 32 * MIB);
+    get(22 * MIB, A);
+    mo_address address;
+    CHECK_OUT_OF_MEMORY(mo_pool_alloc(pool, 8 * MIB, A, &said, &address));
+    mo_pool_limit(pool, 0);
+    CHECK_EQ(mo_pool_budget(pool), 0);
+    get(8 * MIB, A);
+    CHECK_POOL();
+    close_pool();
+}
+
+TEST(trim_gives_back_all_that_is_free_and_says_how_much)
+{
+    for (int lazy = 0; lazy < 2; lazy++) {
+        size_t freed = 77;
+        open_pool(1024 * MIB, GRANULE, plain_settings);
+        device.work_per_pause = 1;
+        mo_address blocks[20];
+        for (int i = 0; i < 20; i++)
+            blocks[i] = get(6 * MIB, i % 2 ? A : B);
+        for (int i = 0; i < 200; i++)
+            get(700, A);
+        if (!lazy)
+            CHECK_OK(device.table.synchronize(&device.table, NULL));
+        for (int i = 0; i < 20; i += 3)
+            put(blocks[i]);
+        const size_t before = held();
+        CHECK_OK(mo_pool_trim(pool, 0, &said, &freed));
+        CHECK_EQ(before - held(), freed);
+        CHECK(freed >= 7 * 4 * MIB); /* of 6 MiB wherever they lie, 4 are whole granules */
+        CHECK_EQ(held(), model_touched(&model, GRANULE));
+        check_stats();
+        CHECK_POOL();
+        CHECK_OK(mo_pool_trim(pool, 0, &said, &freed));
+        CHECK_EQ(freed, 0);
+        close_pool();
+    }
+}
+
+TEST(trim_keeps_what_it_is_told_to_keep)
+{
+    size_t freed = 77;
+    open_pool(1024 * MIB, GRANULE, plain_settings);
+    mo_address a = get(64 * MIB, A);
+    get(2 * MIB, A);
+    put(a);
+    CHECK_OK(mo_pool_trim(pool, 100 * MIB, &said, &freed));
+    CHECK_EQ(freed, 0);
+    CHECK_EQ(held(), 66 * MIB);
+    CHECK_OK(mo_pool_trim(pool, 31 * MIB, &said, &freed));
+    CHECK_EQ(held(), 30 * MIB);
+    CHECK_EQ(freed, 36 * MIB);
+    CHECK_OK(mo_pool_trim(pool, 0, &said, &freed));
+    CHECK_EQ(held(), 2 * MIB);
+    CHECK_POOL();
+    close_pool();
+}
+
+TEST(after_a_trim_no_stale_mapping_keeps_memory)
+{
+    size_t freed;
+    mo_address blocks[16];
+    mo_fragmentation f;
+    open_pool(1024 * MIB, GRANULE, plain_settings);
+    for (int i = 0; i < 16; i++)
+        blocks[i] = get(4 * MIB, A);
+    for (int i = 0; i < 16; i += 2)
+        put(blocks[i]);
+    const mo_address stitched = get(32 * MIB, A);
+    mo_pool_fragmentation(pool, &f);
+    CHECK(f.stale_bytes > 0);
+    put(stitched);
+    CHECK_OK(mo_pool_trim(pool, 0, &said, &freed));
+    CHECK_EQ(device.used, 32 * MIB);
+    mo_pool_fragmentation(pool, &f);
+    CHECK_EQ(f.stale_bytes, 0);
+    CHECK_EQ(device.blocks[MO_DOUBLE_MAPPING].live, 16);
+    CHECK_POOL();
+    close_pool();
+}
+
+/* ---- pressure ------------------------------------------------------------------------------------------ */
+
+static struct {
+    int calls;
+    mo_address victim;
+    size_t wanted;
+} pressed;
+
+static bool free_the_victim(void *user, int ordinal, size_t wanted)
+{
+    mo_fragmentation f;
+    pressed.calls++;
+    pressed.wanted = wanted;
+    mo_pool_fragmentation(pool, &f); /* takes the lock: it must be free */
+    if (user != &pressed || ordinal != device.table.device || !pressed.victim)
+        return false;
+    model_remove(&model, pressed.victim);
+    return mo_pool_free(pool, pressed.victim, NULL) == MO_OK;
+}
+
+TEST(pressure_is_asked_for_help_without_the_lock_and_the_request_tried_again)
+{
+    mo_pool_settings settings = plain_settings;
+    mo_address address;
+    settings.budget = 32 * MIB;
+    open_pool(1024 * MIB, GRANULE, settings);
+    memset(&pressed, 0, sizeof pressed);
+    pressed.victim = get(16 * MIB, A);
+    get(10 * MIB, A);
+    mo_pool_on_pressure(pool, free_the_victim, &pressed);
+    put(get(6 * MIB, A));
+    CHECK_EQ(pressed.calls, 0); /* there was room */
+    get(20 * MIB, A);
+    CHECK_EQ(pressed.calls, 1);
+    CHECK(pressed.wanted >= 20 * MIB);
+    CHECK_EQ(stats_now().num_ooms, 0);
+    CHECK(stats_now().num_alloc_retries >= 1);
+    pressed.victim = 0; /* it has nothing more */
+    CHECK_OUT_OF_MEMORY(mo_pool_alloc(pool, 20 * MIB, A, &said, &address));
+    CHECK(pressed.calls >= 2);
+    const int calls = pressed.calls;
+    mo_pool_on_pressure(pool, NULL, NULL);
+    CHECK_OUT_OF_MEMORY(mo_pool_alloc(pool, 20 * MIB, A, &said, &address));
+    CHECK_EQ(pressed.calls, calls);
+    check_stats();
+    CHECK_POOL();
+    close_pool();
+}
+
+TEST_MAIN

@@ -1,0 +1,346 @@
+#include "pool_fixture.h"
+
+/* Several streams: a block, or its granules, pass from one to another only in order. The double judges each use
+ * (mo_double_watch), whether the device is quick, slow, or stands still; luck does not count. */
+
+typedef struct setting {
+    size_t granularity;
+    bool double_map, recall;
+    size_t budget;
+    enum { QUICK, RANDOM, STILL } pace;
+} setting;
+
+static void open_as(const setting *s, size_t capacity)
+{
+    open_pool(capacity, s->granularity,
+              (mo_pool_settings){
+                  .budget = s->budget, .slack = 20, .double_map = s->double_map, .recall = s->recall});
+}
+
+/* ---- by hand ------------------------------------------------------------------------------------------- */
+
+TEST(its_own_stream_gets_a_block_back_at_once_and_without_an_event)
+{
+    open_pool(1024 * MIB, GRANULE, plain_settings);
+    for (size_t size = 700; size < 64 * MIB; size *= 3) {
+        const mo_address a = get(size, A);
+        put(a);
+        CHECK_EQ(get(size, A), a);
+        put(a);
+    }
+    CHECK_EQ(device.calls[MO_DOUBLE_event_record], 0);
+    close_pool();
+}
+
+TEST(another_stream_that_gets_the_block_waits_on_the_device_and_the_host_does_not)
+{
+    mo_pool_settings settings = plain_settings;
+    settings.budget = 8 * MIB;
+    open_pool(64 * MIB, GRANULE, settings);
+    const mo_address a = get(8 * MIB, A);
+    put(a);
+    CHECK(!mo_double_ordered(&device, A, B));
+    get(8 * MIB, B); /* the double's verdict is in get() */
+    CHECK(mo_double_ordered(&device, A, B));
+    CHECK_EQ(stats_now().num_sync_all_streams, 0);
+    CHECK_EQ(device.calls[MO_DOUBLE_synchronize], 0);
+    close_pool();
+}
+
+TEST(a_stream_that_was_recorded_is_waited_for_as_well)
+{
+    for (int in_the_middle = 0; in_the_middle < 2; in_the_middle++) {
+        mo_pool_settings settings = plain_settings;
+        settings.budget = 8 * MIB;
+        open_pool(64 * MIB, GRANULE, settings);
+        const mo_address a = get(8 * MIB, A);
+        mo_double_use(&device, B, a, 8 * MIB, model.blocks[0].owner);
+        CHECK_OK(mo_pool_record_stream(pool, a + (in_the_middle ? 5 * MIB : 0), B, &said));
+        put(a);
+        get(8 * MIB, A); /* behind B now */
+        CHECK(mo_double_ordered(&device, B, A));
+        close_pool();
+    }
+}
+
+TEST(what_is_not_recorded_is_not_waited_for_and_the_double_sees_it)
+{
+    mo_pool_settings settings = plain_settings;
+    settings.budget = 8 * MIB;
+    open_pool(64 * MIB, GRANULE, settings);
+    const mo_address a = get(8 * MIB, A);
+    mo_double_use(&device, B, a, 8 * MIB, model.blocks[0].owner);
+    put(a); /* and record_stream was forgotten */
+    mo_address again;
+    CHECK_OK(mo_pool_alloc(pool, 8 * MIB, A, &said, &again));
+    mo_double_use(&device, A, again, 8 * MIB, 99);
+    CHECK(device.violations > 0); /* so these tests can fail */
+    device.violations = 0;
+    CHECK_OK(mo_pool_free(pool, again, &said));
+    close_pool();
+}
+
+TEST(small_blocks_pass_between_streams_in_order_too)
+{
+    mo_pool_settings settings = plain_settings;
+    settings.budget = 4 * MIB;
+    open_pool(64 * MIB, GRANULE, settings);
+    mo_address blocks[600];
+    const mo_stream streams[] = {A, B, C};
+    for (int round = 0; round < 12; round++) {
+        for (int i = 0; i < 600; i++)
+            blocks[i] = get(4000 + (size_t)i, streams[(round + i / 200) % 3]);
+        for (int i = 0; i < 600; i += 3)
+            use_on(blocks[i], streams[(round + i) % 3]);
+        for (int i = 0; i < 600; i++)
+            put(blocks[i]);
+        CHECK_POOL();
+    }
+    close_pool();
+}
+
+TEST(what_pends_is_told_until_it_is_over)
+{
+    mo_fragmentation f;
+    open_pool(1024 * MIB, GRANULE, plain_settings);
+    const mo_address a = get(16 * MIB, A);
+    use_on(a, B);
+    put(a);
+    CHECK(stats_now().of[MO_ACTIVE_BYTES][MO_STAT_ALL].current >= 16 * (int64_t)MIB);
+    mo_pool_fragmentation(pool, &f);
+    CHECK(f.pending_bytes >= 16 * MIB);
+    CHECK_EQ(f.live_bytes, 0);
+    finish(A), finish(B);
+    finish(A);
+    size_t freed;
+    CHECK_OK(mo_pool_trim(pool, SIZE_MAX, &said, &freed));
+    CHECK_EQ(freed, 0);
+    put(get(512, A));
+    mo_pool_fragmentation(pool, &f);
+    CHECK_POOL();
+    close_pool();
+}
+
+TEST(free_never_waits_and_never_touches_the_device)
+{
+    open_pool(1024 * MIB, GRANULE, plain_settings);
+    mo_address blocks[40];
+    for (int i = 0; i < 40; i++)
+        blocks[i] = get((size_t)(i + 1) * 300 * KIB, i % 2 ? A : B);
+    for (int i = 0; i < 40; i += 3)
+        use_on(blocks[i], C);
+    const uint64_t syncs = device.calls[MO_DOUBLE_synchronize], calls = memory_calls(), clock = device.clock;
+    for (int i = 0; i < 40; i++)
+        put(blocks[i]);
+    CHECK_EQ(device.calls[MO_DOUBLE_synchronize], syncs);
+    CHECK_EQ(memory_calls(), calls);
+    CHECK(device.clock - clock < 1000); /* no pause: a call is a nanosecond */
+    CHECK_POOL();
+    close_pool();
+}
+
+TEST(granules_that_move_to_another_stream_are_waited_for)
+{
+    for (int double_map = 0; double_map < 2; double_map++) {
+        const setting s = {GRANULE, double_map, true, 64 * MIB, STILL};
+        mo_address blocks[16];
+        open_as(&s, 1024 * MIB);
+        for (int i = 0; i < 16; i++)
+            blocks[i] = get(4 * MIB, i % 2 ? A : B);
+        for (int i = 0; i < 16; i += 4) /* of both */
+            put(blocks[i]), put(blocks[i + 1]);
+        get(32 * MIB, C);
+        CHECK(double_map || device.maps_in_use == 0);
+        CHECK_POOL();
+        close_pool();
+    }
+}
+
+TEST(many_streams_share_one_block_in_turn)
+{
+    mo_pool_settings settings = plain_settings;
+    settings.budget = 4 * MIB;
+    open_pool(64 * MIB, GRANULE, settings);
+    mo_address a = get(4 * MIB, A);
+    for (uintptr_t i = 0; i < 200; i++) {
+        for (uintptr_t other = 0; other < 5; other++)
+            use_on(a, (mo_stream)(0x100 + (i * 7 + other) % 40));
+        put(a);
+        a = get(4 * MIB, (mo_stream)(0x100 + i % 50));
+    }
+    CHECK_POOL();
+    close_pool();
+}
+
+/* ---- captures ------------------------------------------------------------------------------------------ */
+
+TEST(what_a_capture_used_is_not_given_to_another_stream_while_it_lasts)
+{
+    open_pool(1024 * MIB, GRANULE, plain_settings);
+    const mo_arena_id graph = {7, 0};
+    CHECK_OK(mo_pool_arena_retain(pool, graph, true, 0, &said));
+    mo_double_capture(&device, A, 5);
+    const mo_address a = get_in(graph, 6 * MIB, A);
+    const uint64_t events = device.calls[MO_DOUBLE_event_record] + device.calls[MO_DOUBLE_stream_wait];
+    put(a);
+    const mo_address again = get_in(graph, 6 * MIB, A); /* the capture itself is in order */
+    CHECK_EQ(again, a);
+    put(again);
+    const mo_address other = get_in(graph, 6 * MIB, B);
+    CHECK(other + 6 * MIB <= a || a + 6 * MIB <= other);
+    CHECK_EQ(device.calls[MO_DOUBLE_event_record] + device.calls[MO_DOUBLE_stream_wait], events);
+    put(other);
+    mo_double_capture(&device, A, 0);
+    CHECK_POOL();
+    CHECK_OK(mo_pool_arena_release(pool, graph, &said));
+    close_pool();
+}
+
+TEST(a_stream_recorded_in_a_capture_is_waited_for_only_after_it)
+{
+    open_pool(1024 * MIB, GRANULE, plain_settings);
+    const mo_address a = get(6 * MIB, A);
+    use_on(a, B);
+    mo_double_capture(&device, B, 9);
+    put(a);
+    const mo_address b = get(6 * MIB, A); /* B cannot be marked now: so not a */
+    CHECK(b + 6 * MIB <= a || a + 6 * MIB <= b);
+    mo_double_capture(&device, B, 0);
+    put(b);
+    CHECK_POOL();
+    close_pool();
+}
+
+/* ---- at random ----------------------------------------------------------------------------------------- */
+
+static mo_stream stream_number(uint64_t n)
+{
+    return (mo_stream)((uintptr_t)n * 0x10); /* the first is the legacy stream */
+}
+
+static size_t random_size(uint64_t *random)
+{
+    const uint64_t kind = test_random(random) % 100;
+    if (kind < 45)
+        return 1 + test_random(random) % ((size_t)1 << (9 + test_random(random) % 12));
+    if (kind < 98)
+        return 1 + test_random(random) % (9 * MIB);
+    return 1 + test_random(random) % (40 * MIB);
+}
+
+static void random_wait(uint64_t *random, uint64_t streams)
+{
+    mo_driver *m = &device.table;
+    mo_event *e;
+    CHECK_OK(m->event_create(m, &said, &e));
+    CHECK_OK(m->event_record(m, e, stream_number(test_random(random) % streams), &said));
+    if (test_random(random) % 2)
+        CHECK_OK(m->stream_wait(m, stream_number(test_random(random) % streams), e, &said));
+    else
+        CHECK(m->event_query(m, e, &said) != MO_INVALID);
+    CHECK_OK(m->event_destroy(m, e, &said));
+}
+
+/* Random requests of a correct program. An out of memory must have a reason: with all that is free moved together,
+ * there would still be no room. */
+static void churn(uint64_t *random, const setting *s, uint64_t streams, int operations)
+{
+    const size_t most_live = s->budget ? s->budget : 256 * MIB;
+    for (int i = 0; i < operations; i++) {
+        const uint64_t what = test_random(random) % 100;
+        model_block *any = model.count ? &model.blocks[test_random(random) % model.count] : NULL;
+        if (what < 46) {
+            const size_t size = random_size(random);
+            const mo_stream stream = stream_number(test_random(random) % streams);
+            mo_address address = 0;
+            if (!s->budget && model.live + size > most_live)
+                continue;
+            const mo_status status = mo_pool_alloc(pool, size, stream, &said, &address);
+            if (status == MO_OK) {
+                take_in(address, size, stream);
+            } else {
+                CHECK_EQ(status, MO_NO_DEVICE_MEMORY);
+                CHECK(s->budget);
+                if (s->granularity && model_touched(&model, GRANULE) + size + 2 * GRANULE <= s->budget)
+                    TEST_FAIL("%zu KiB are refused, with %zu KiB live on granules of %zu KiB, of %zu: %s",
+                              size / KIB, model.live / KIB, model_touched(&model, GRANULE) / KIB,
+                              s->budget / KIB, said.text);
+            }
+        } else if (what < 86) {
+            if (any)
+                put(any->address);
+        } else if (what < 91) {
+            if (any)
+                use_on(any->address, stream_number(test_random(random) % streams));
+        } else if (what < 94) {
+            if (any)
+                mo_double_use(&device, any->stream, any->address, any->requested, any->owner);
+        } else if (what < 96) {
+            random_wait(random, streams);
+        } else if (s->pace == RANDOM) {
+            mo_double_complete(&device, stream_number(test_random(random) % streams),
+                               test_random(random) % 20);
+        }
+        if (s->pace == QUICK)
+            for (uint64_t k = 0; k < 2 * streams; k++)
+                finish(stream_number(k % streams));
+        if (test_random(random) % 5000 == 0) {
+            size_t freed;
+            CHECK_OK(mo_pool_trim(pool, test_random(random) % most_live, &said, &freed));
+        }
+        if (i < 300 || i % 97 == 0)
+            CHECK_POOL();
+        if (i % 97 == 0)
+            check_stats();
+        CHECK_CLEAN();
+    }
+}
+
+static void never_violated(setting s, uint64_t seed)
+{
+    uint64_t random = seed;
+    const int operations = test_rounds(1500, 60000);
+    for (uint64_t streams = 1; streams <= 4; streams++) {
+        for (int pace = QUICK; pace <= STILL; pace++) {
+            s.pace = pace;
+            open_as(&s, 1024 * MIB);
+            churn(&random, &s, streams, operations);
+            while (model.count)
+                put(model.blocks[test_random(&random) % model.count].address);
+            CHECK_POOL();
+            close_pool();
+        }
+    }
+}
+
+TEST(random_programs_see_no_violation_with_double_mapping)
+{
+    never_violated((setting){GRANULE, true, true, 0, QUICK}, 4711);
+    never_violated((setting){GRANULE, true, true, 0, QUICK}, test_seed());
+}
+
+TEST(random_programs_see_no_violation_without_double_mapping)
+{
+    never_violated((setting){GRANULE, false, true, 0, QUICK}, 4711);
+    never_violated((setting){GRANULE, false, true, 0, QUICK}, test_seed());
+}
+
+TEST(random_programs_at_a_budget_see_no_violation_and_no_needless_out_of_memory)
+{
+    never_violated((setting){GRANULE, true, true, 96 * MIB, QUICK}, 4711);
+    never_violated((setting){GRANULE, true, false, 96 * MIB, QUICK}, test_seed());
+}
+
+TEST(random_programs_at_a_budget_see_no_violation_without_double_mapping)
+{
+    never_violated((setting){GRANULE, false, true, 96 * MIB, QUICK}, 4711);
+    never_violated((setting){GRANULE, false, false, 96 * MIB, QUICK}, test_seed());
+}
+
+TEST(random_programs_see_no_violation_without_virtual_memory)
+{
+    never_violated((setting){0, false, true, 0, QUICK}, 4711);
+    never_violated((setting){0, false, true, 160 * MIB, QUICK}, test_seed());
+}
+
+TEST_MAIN
