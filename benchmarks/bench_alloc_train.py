@@ -300,8 +300,8 @@ def memory_calls(calls: dict[str, float]) -> float:
 
 
 def moved(calls: dict[str, float]) -> float:
-    """Handles mapped again after their first map, a step; at least that: one that was made and never mapped, because the
-    next could not be made, hides a move."""
+    """Handles mapped again after their first map, a step; at least that: one made and never mapped, because the next
+    could not be made, hides a move."""
     return max(0.0, calls.get("cuMemMap", 0) - calls.get("created", 0))
 
 
@@ -344,7 +344,7 @@ def key_of(name: str, allocator: str, options: argparse.Namespace) -> str:
 
     parts = [name, allocator, f"lazy={options.lazy}", f"scale={options.scale}", f"steps={options.steps}"]
     parts += [torch.__version__, digest("benchmarks/workloads.py")]
-    parts += [digest("memopt/_C.abi3.so", "memopt/*.py")] if ALLOCATORS[allocator].memopt else []
+    parts += [digest("memopt/_C.abi3.so", "memopt/**/*.py")] if ALLOCATORS[allocator].memopt else []
     return " ".join(parts)
 
 
