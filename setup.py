@@ -21,14 +21,8 @@ import build_kernels  # noqa: E402
 import build_libraries  # noqa: E402
 
 LAYERS = ("base", "driver", "alloc", "scaler", "python")
-NOT_IN_THE_EXTENSION = {  # the driver table's test double
-    f"csrc/driver/driver_double{part}.c" for part in ("", "_order", "_uses")
-}
 SOURCES = sorted(
-    str(path.relative_to(ROOT))
-    for layer in LAYERS
-    for path in (ROOT / "csrc" / layer).glob("*.c")
-    if str(path.relative_to(ROOT)) not in NOT_IN_THE_EXTENSION
+    str(path.relative_to(ROOT)) for layer in LAYERS for path in (ROOT / "csrc" / layer).glob("*.c")
 )
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

@@ -1,5 +1,5 @@
 from array import array
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 class _Device(TypedDict):
     name: str
@@ -32,6 +32,25 @@ class _KernelStatus(TypedDict):
 class _Build(TypedDict):
     compiler: str
     level: int
+
+class _Replay(TypedDict):
+    completed: bool
+    failed_line: int
+    failure: str
+    live_peak: int
+    peak_reserved: int
+    frontier: NotRequired[int]
+    stitches: int
+    granules_moved: int
+    granules_switched: int
+    driver_calls: int
+    driver_calls_last_step: int
+    operations: int
+    ns_per_op: float
+    driver_calls_per_step: list[int]
+    granules_moved_per_step: list[int]
+    granules_switched_per_step: list[int]
+    held_per_step: list[int]
 
 __version__: str
 build: _Build
@@ -68,3 +87,21 @@ def foreach_unscale_cuda(
     stream: int,
     /,
 ) -> None: ...
+def replay(
+    trace: bytes,
+    memory: int,
+    slack: int,
+    small_limit: int,
+    double_map: bool,
+    recall: bool,
+    lazy: bool,
+    check: bool,
+    device: int,
+    frontier: bool,
+    /,
+) -> _Replay: ...
+def trace_start(device: int, capacity: int, stacks: bool, clear: bool, /) -> None: ...
+def trace_stop(device: int, /) -> None: ...
+def trace_state(device: int, /) -> tuple[bool, int, int, int]: ...
+def trace_read(device: int, /) -> list[tuple[str, int, int, int, int, int, tuple[int, int], int]]: ...
+def trace_stack(stack: int, /) -> list[tuple[str, str, int]]: ...

@@ -2,6 +2,7 @@
 
 #include <stdatomic.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/hostmem.h"
 #include "base/lock.h"
@@ -173,6 +174,7 @@ void mo_trace_stacks_clear(void)
 
 static _Thread_local uint32_t stack_of_thread;
 static _Atomic(mo_trace_collector) collector;
+static atomic_uint collecting; /* threads that may be inside it */
 
 uint32_t mo_trace_stack_of_thread(void)
 {
@@ -186,15 +188,21 @@ void mo_trace_set_stack_of_thread(uint32_t stack)
 
 void mo_trace_collect_by(mo_trace_collector by)
 {
-    atomic_store_explicit(&collector, by, memory_order_release);
+    mo_trace_collector before = atomic_exchange(&collector, by);
+
+    for (int i = 0; before && atomic_load(&collecting) && i < 10000; i++)
+        usleep(100);
 }
 
 void mo_trace_collect(void)
 {
-    mo_trace_collector by = atomic_load_explicit(&collector, memory_order_acquire);
-
-    if (by)
-        stack_of_thread = by();
-    else if (stack_of_thread)
+    if (!atomic_load_explicit(&collector, memory_order_relaxed)) {
         stack_of_thread = 0;
+        return;
+    }
+    /* Looked at once more: whoever took it away in the meantime sees the count, or is seen here. */
+    atomic_fetch_add(&collecting, 1);
+    mo_trace_collector by = atomic_load(&collector);
+    stack_of_thread = by ? by() : 0;
+    atomic_fetch_sub(&collecting, 1);
 }

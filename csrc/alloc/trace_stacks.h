@@ -49,7 +49,8 @@ void mo_trace_stacks_clear(void);
 uint32_t mo_trace_stack_of_thread(void);
 void mo_trace_set_stack_of_thread(uint32_t stack);
 
-/* Who makes stacks: called by the allocation hook, without any lock of ours; NULL: nobody. */
+/* Who makes stacks: called by the allocation hook, without any lock of ours; NULL: nobody. Returns when the collector
+ * before it runs on no thread any more (a second at most in a forked child, whose other threads are gone). */
 typedef uint32_t (*mo_trace_collector)(void);
 void mo_trace_collect_by(mo_trace_collector collector);
 

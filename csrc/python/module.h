@@ -30,5 +30,6 @@ int mo_py_units_init(PyObject *module);
 int mo_py_driver_init(PyObject *module);
 int mo_py_alloc_init(PyObject *module);
 int mo_py_kernels_init(PyObject *module);
+int mo_py_trace_init(PyObject *module);
 
 #endif
