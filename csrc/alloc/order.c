@@ -164,7 +164,7 @@ uint64_t mo_order_missing(const mo_order *order, unsigned s, bool captured, mo_u
     for (uint64_t rest = missing; rest; rest &= rest - 1) {
         unsigned t = (unsigned)__builtin_ctzll(rest);
 
-        if (order->streams[s].behind[t] >= use.tick)
+        if (order->streams[s].behind[t] >= mo_order_tick(order, t, use))
             missing &= ~(1ull << t);
     }
     return missing;

@@ -5,7 +5,8 @@
  *
  *     stream t is over at tick x      <=>  done[t] >= x            the host has seen an event of t, recorded at x or later
  *     stream s is behind t at tick x  <=>  behind[s][t] >= x       s was made to wait for such an event
- *     s may have memory of use u      <=>  for each t of u, t == s, or t is over, or s is behind t, at u.tick
+ *     s may have memory of use u      <=>  for each t of u, t == s, or t is over, or s is behind t, at u.tick or, where
+ *                                          that is earlier, at t's last use: a union's tick is another stream's, maybe
  *
  * Nothing is recorded before it is needed: an event marks all that is queued on its stream, so one recorded late says
  * more than was asked, never less. One stream by itself needs no event at all.
@@ -67,13 +68,19 @@ void mo_order_close(mo_order *order);
  * they all have live memory. */
 mo_status mo_order_number(mo_order *order, mo_stream stream, mo_detail *detail, unsigned *out);
 
+/* The tick that stream t of a use must have reached. */
+static inline uint64_t mo_order_tick(const mo_order *order, unsigned t, mo_use use)
+{
+    return use.tick < order->streams[t].last ? use.tick : order->streams[t].last;
+}
+
 /* Drops from *use what is known to be over. */
 static inline void mo_order_settle(const mo_order *order, mo_use *use)
 {
     for (uint64_t rest = use->streams; rest; rest &= rest - 1) {
         unsigned t = (unsigned)__builtin_ctzll(rest);
 
-        if (order->streams[t].done >= use->tick)
+        if (order->streams[t].done >= mo_order_tick(order, t, *use))
             use->streams &= ~(1ull << t);
     }
 }
