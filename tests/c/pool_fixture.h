@@ -35,6 +35,7 @@ static mo_pool *pool;
 static mo_detail said;
 static size_t host_before;
 static interval_model model;
+static int paused_arenas; /* a test that pauses counts them */
 
 static const mo_pool_settings plain_settings = {.slack = 20, .double_map = true, .recall = true};
 
@@ -46,6 +47,7 @@ static void open_pool(size_t capacity, size_t granularity, mo_pool_settings sett
     mo_double_watch(&device);
     device.work_per_pause = 1000;
     model_clear(&model);
+    paused_arenas = 0;
     host_before = mo_host_live();
     CHECK_OK(mo_pool_open(&device.table, &settings, &said, &pool));
 }
@@ -190,9 +192,11 @@ __attribute__((unused)) static void check_stats(void)
     CHECK_EQ(ALL(MO_RESERVED_BYTES).current, device.used);
     CHECK(ALL(MO_ACTIVE).current >= ALL(MO_ALLOCATION).current);
     CHECK(ALL(MO_ACTIVE_BYTES).current >= ALL(MO_ALLOCATED_BYTES).current);
-    CHECK(ALL(MO_RESERVED_BYTES).current >= ALL(MO_ACTIVE_BYTES).current);
-    CHECK(ALL(MO_RESERVED_BYTES).current >=
-          ALL(MO_ALLOCATED_BYTES).current + ALL(MO_INACTIVE_SPLIT_BYTES).current);
+    if (!paused_arenas) { /* their blocks live, and hold nothing */
+        CHECK(ALL(MO_RESERVED_BYTES).current >= ALL(MO_ACTIVE_BYTES).current);
+        CHECK(ALL(MO_RESERVED_BYTES).current >=
+              ALL(MO_ALLOCATED_BYTES).current + ALL(MO_INACTIVE_SPLIT_BYTES).current);
+    }
     CHECK_EQ(ALL(MO_SEGMENT).current,
              device.blocks[MO_DOUBLE_HANDLE].live + device.blocks[MO_DOUBLE_SEGMENT].live);
     CHECK_EQ(s.driver_calls, memory_calls());
