@@ -9,9 +9,9 @@ import sys
 
 import memopt
 from memopt import log
-from memopt.commands import doctor
+from memopt.commands import doctor, replay
 
-COMMANDS = [doctor]
+COMMANDS = [doctor, replay]
 
 
 def parser() -> argparse.ArgumentParser:
