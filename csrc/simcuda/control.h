@@ -41,11 +41,14 @@ typedef struct simcuda_counts {
     uint64_t faults; /* illegal addresses met by device work */
 } simcuda_counts;
 
+#define SIMCUDA_PATIENCE 100
+
 /* settings: "key=value key=value", any order, each at most once; sizes in bytes.
  *   memory=2147483648  devices=1  cc=80  sms=108  context=0     (memory and context: a device; context is
  *   lazy=0             blank=0                                   taken off the free memory)
  *   cudnn_workspace=0  cudnn_version=0                            (kept for the library they name)
- * lazy: device work runs only when something waits for it, or at simcuda_progress. blank: copies to the
+ * lazy: device work runs only when something waits for it (or has asked for SIMCUDA_PATIENCE times in a row, queueing
+ * nothing meanwhile, whether it is done), or at simcuda_progress. blank: copies to the
  * device and memsets are dropped, reads give zeros. NULL on success, else the reason, in storage that lives
  * for ever. */
 const char *simcuda_activate(const char *settings);

@@ -150,7 +150,7 @@ CUresult sim_event_query(sim_event *event)
 {
     if (event->capture)
         return CUDA_ERROR_CAPTURED_EVENT;
-    return !event->mark || event->mark->reached ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    return !event->mark || sim_mark_query(event->mark) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 CUresult sim_event_synchronize(sim_event *event)

@@ -9,6 +9,7 @@
 
 sim_stream *sim_streams;
 static uint64_t tickets;
+static unsigned asked; /* queries in a row that answered "not yet", with nothing queued between them */
 static uint64_t
     pending; /* over all streams: work that runs at once, the usual case, never looks at the list */
 
@@ -220,6 +221,7 @@ CUresult sim_stream_submit(sim_stream *stream, sim_work *work, sim_mark *mark)
         return result == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : result;
     }
     *operation = (sim_operation){.work = work, .mark = mark, .ticket = ++tickets};
+    asked = 0;
     if (mark && work->kind == SIM_WORK_RECORD)
         mark->stream = stream;
     if (stream->tail)
@@ -279,6 +281,15 @@ again:
             goto again;
         }
     return sim_fault;
+}
+
+bool sim_mark_query(sim_mark *mark)
+{
+    if (!mark->reached && ++asked >= SIMCUDA_PATIENCE) {
+        asked = 0;
+        sim_mark_synchronize(mark);
+    }
+    return mark->reached;
 }
 
 CUresult sim_mark_synchronize(sim_mark *mark)

@@ -9,8 +9,8 @@
  *
  * So there is always a head that may run and no order can deadlock. Normally work runs as soon as it may,
  * within the call that queues it; in lazy mode only when something waits for it (and then only what that
- * needs), or at simcuda_progress. A mark is one record of an event: recording again makes another, destroying
- * the event leaves the marks to those who wait for them. */
+ * needs; asking again and again is waiting too), or at simcuda_progress. A mark is one record of an event:
+ * recording again makes another, destroying the event leaves the marks to those who wait for them. */
 #ifndef SIM_STREAMS_H
 #define SIM_STREAMS_H
 
@@ -78,6 +78,10 @@ bool sim_stream_idle(const sim_stream *stream);
 CUresult sim_stream_synchronize(sim_stream *stream);
 CUresult sim_device_synchronize(int device);
 CUresult sim_mark_synchronize(sim_mark *mark);
+
+/* Whether it is reached. A host that asks SIMCUDA_PATIENCE times in a row and queues nothing meanwhile is waiting, in
+ * its way, and would ask for ever on a lazy device: then the mark is run to. The lock may be released meanwhile. */
+bool sim_mark_query(sim_mark *mark);
 
 sim_mark *sim_mark_new(void); /* one reference; NULL when out of memory */
 void sim_mark_release(sim_mark *mark);

@@ -75,6 +75,31 @@ TEST(a_wait_is_for_the_record_that_was_latest_when_it_was_queued)
     OK(cuStreamDestroy_v2(b));
 }
 
+TEST(asking_on_and_on_is_waiting)
+{
+    open_device();
+    simcuda_set_lazy(1);
+    CUstream a = new_stream(), b = new_stream();
+    CUevent event = new_event(CU_EVENT_DISABLE_TIMING);
+
+    ran = 0;
+    OK(cuLaunchHostFunc(a, count, NULL));
+    OK(cuEventRecord(event, a));
+    for (int i = 1; i < SIMCUDA_PATIENCE; i++)
+        IS(cuEventQuery(event), NOT_READY);
+    OK(cuLaunchHostFunc(b, count, NULL)); /* it has something else to do, so it is not waiting */
+    for (int i = 1; i < SIMCUDA_PATIENCE; i++)
+        IS(cuEventQuery(event), NOT_READY);
+    CHECK_EQ(ran, 0);
+    OK(cuEventQuery(event));
+    CHECK_EQ(ran, 1); /* and what it does not depend on has not run */
+    IS(cuStreamQuery(b), NOT_READY);
+    OK(cuStreamSynchronize(b));
+    OK(cuEventDestroy_v2(event));
+    OK(cuStreamDestroy_v2(a));
+    OK(cuStreamDestroy_v2(b));
+}
+
 TEST(an_event_never_recorded_is_complete)
 {
     open_device();
