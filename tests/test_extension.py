@@ -236,7 +236,7 @@ def test_a_second_import_is_a_module_of_its_own_over_the_same_engines():
     second = another()
     assert second is not _C and second.Error is not _C.Error
     assert second.parse_size("8GiB") == _C.parse_size("8GiB") == 8 << 30
-    assert second.allocator_stats() == _C.allocator_stats()
+    assert second.allocator_statistics() == _C.allocator_statistics()
     if _C.cpu_isa() != "avx512":
         with pytest.raises(second.Error):
             second.cpu_isa("avx512")
@@ -301,7 +301,15 @@ CALLS: dict[str, list[tuple]] = {
     "cpu_isa": [(), (None,), ("generic",), ("avx512",), ("sse",), (1,), ("a\0b",)],
     "host_blocks": [(), (1,)],
     "allocator_prepare": [(), (1,)],
-    "allocator_stats": [(), (0,), (63,), (64,), (-1,), (2**40,), ("x",)],
+    "allocator_statistics": [(), (0,), (63,), (64,), (-1,), (2**40,), ("x",)],
+    "allocator_private_pools": [(), (0,), (63,), (64,), (-1,), ("x",)],
+    "allocator_fragmentation": [(), (0,), (63,), (64,), (-1,), ("x",)],
+    "allocator_reset_peaks": [(), (0,), (63,), (64,), (-1,), ("x",)],
+    "allocator_reset_accumulated": [(), (0,), (63,), (64,), (-1,), ("x",)],
+    "allocator_segments": [
+        (0, None, {}), (63, (0, 1), {}), (64, None, {}), (0, 1, {}), (0, (1,), {}), (0, ("x", 1), {}), (0, None, None),
+        (),
+    ],
     "kernels_configure": [((), None), (("/no/such/libnvrtc.so",), "/no/such/cache"), ((1,), None), ([], None), ()],
     "kernel_status": [(), (0,), (0, True), (64, True), (-1,), ("x",)],
     "kernel_source": [(), (1,)],

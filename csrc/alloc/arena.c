@@ -67,6 +67,7 @@ static mo_arena *open_arena(mo_pool *pool, mo_arena_id id, mo_detail *detail)
     mo_arena_start(pool, arena, id);
     arena->references = 0;
     arena->budget = arena->reserved = arena->peak_bytes = 0;
+    memset(arena->held, 0, sizeof arena->held);
     arena->pinned = arena->unsettled = false;
     arena->next = pool->general.next; /* the general one stays first */
     pool->general.next = arena;

@@ -133,6 +133,13 @@ typedef struct mo_arena_info {
 /* MO_INVALID where there is no such arena. */
 mo_status mo_pool_arena_info(mo_pool *pool, mo_arena_id id, mo_detail *detail, mo_arena_info *out);
 
+/* What each arena but the general one holds, in an array for mo_host_free(). */
+typedef struct mo_arena_held_bytes {
+    mo_arena_id id;
+    mo_stat bytes[MO_STAT_COLUMN_COUNT];
+} mo_arena_held_bytes;
+mo_status mo_pool_arenas(mo_pool *pool, mo_detail *detail, mo_arena_held_bytes **out, size_t *count);
+
 /* ---- what is known -------------------------------------------------------------------------------------- */
 
 void mo_pool_read_stats(mo_pool *pool, mo_stats *out);
@@ -142,7 +149,7 @@ void mo_pool_reset_accumulated(mo_pool *pool);
 typedef enum mo_block_state {
     MO_BLOCK_HOLE,    /* addresses only, nothing owned behind them (never in a mo_block_view) */
     MO_BLOCK_FREE,    /* memory that a request may get */
-    MO_BLOCK_PENDING, /* free, and some stream may still be using it */
+    MO_BLOCK_PENDING, /* free, and a stream other than its own may still be using it */
     MO_BLOCK_LIVE,
 } mo_block_state;
 

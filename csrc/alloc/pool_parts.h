@@ -27,7 +27,8 @@ struct mo_arena {
     size_t budget;   /* physical bytes, 0: none */
     size_t reserved; /* physical bytes that stay here (preallocated) */
     size_t live_blocks, live_bytes, requested_bytes, peak_bytes;
-    uint64_t number; /* for signatures: of all arenas so far */
+    mo_stat held[MO_STAT_COLUMN_COUNT]; /* bytes, as of the last time statistics were asked for */
+    uint64_t number;                    /* for signatures: of all arenas so far */
 };
 
 typedef struct mo_route_entry {
@@ -55,6 +56,8 @@ struct mo_pool {
     size_t held_peak;
     uint64_t serial;
     mo_stats stats;
+    /* freed, and still used, when the accumulated counts began */
+    int64_t active_before[MO_STAT_COLUMN_COUNT], active_bytes_before[MO_STAT_COLUMN_COUNT];
     mo_trace *trace;
     mo_pressure pressure;
     void *pressure_user;

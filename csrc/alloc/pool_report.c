@@ -43,6 +43,17 @@ typedef struct listing {
     size_t count, capacity;
 } listing;
 
+/* Free memory that a stream which it was recorded for may still use; its own stream is in order with itself. */
+static bool still_used(const mo_order *order, const mo_block *block)
+{
+    mo_use use = block->use;
+
+    if (block->state != MO_BLOCK_FREE)
+        return false;
+    mo_order_settle(order, &use);
+    return use.streams & ~(1ull << block->stream);
+}
+
 static void list_block(void *user, mo_zone *zone, mo_block *block)
 {
     listing *l = user;
@@ -54,9 +65,7 @@ static void list_block(void *user, mo_zone *zone, mo_block *block)
             .address = block->address,
             .size = block->size,
             .requested = block->requested,
-            .state = block->state == MO_BLOCK_FREE && !mo_order_over(&l->pool->order, block->use)
-                         ? MO_BLOCK_PENDING
-                         : block->state,
+            .state = still_used(&l->pool->order, block) ? MO_BLOCK_PENDING : block->state,
             .stream = l->pool->order.streams[block->stream].handle,
             .serial = block->serial,
             .arena = zone->arena->id,
@@ -116,22 +125,42 @@ static void set_kind(mo_stat kind[MO_STAT_COLUMN_COUNT], const int64_t value[MO_
     raise_peak(all, all->current);
 }
 
+/* All that is allocated becomes active; what is freed stays so while a stream uses it: `used` of it now (never more than
+ * was freed: free memory is used as it is merged), `before` of it when the counts began. */
+static void set_active(mo_stat active[MO_STAT_COLUMN_COUNT], const mo_stat live[MO_STAT_COLUMN_COUNT],
+                       const int64_t used[MO_STAT_COLUMN_COUNT], const int64_t before[MO_STAT_COLUMN_COUNT])
+{
+    int64_t still[MO_STAT_COLUMN_COUNT];
+
+    for (size_t column = MO_STAT_SMALL; column < MO_STAT_COLUMN_COUNT; column++) {
+        const int64_t freed = live[column].freed + before[column];
+
+        still[column] = used[column] < freed ? used[column] : freed;
+    }
+    still[MO_STAT_ALL] = still[MO_STAT_SMALL] + still[MO_STAT_LARGE];
+    for (size_t column = 0; column < MO_STAT_COLUMN_COUNT; column++) {
+        active[column].allocated = live[column].allocated;
+        active[column].freed = live[column].freed + before[column] - still[column];
+        active[column].current = live[column].current + still[column];
+        raise_peak(&active[column], active[column].current);
+        raise_peak(&active[column], live[column].peak);
+    }
+}
+
 typedef struct free_count {
     const mo_order *order;
     int64_t split[MO_STAT_COLUMN_COUNT], split_bytes[MO_STAT_COLUMN_COUNT];
     int64_t active[MO_STAT_COLUMN_COUNT], active_bytes[MO_STAT_COLUMN_COUNT];
 } free_count;
 
-/* Free memory is active while a stream that it was recorded for may use it; its own stream is in order with itself. */
+/* Free memory is active while it is still used. */
 static void count_free(void *user, mo_zone *zone, mo_block *block)
 {
     free_count *count = user;
-    mo_use use = block->use;
 
     if (block->state != MO_BLOCK_FREE)
         return;
-    mo_order_settle(count->order, &use);
-    if (use.streams & ~(1ull << block->stream)) {
+    if (still_used(count->order, block)) {
         count->active[zone->column]++;
         count->active_bytes[zone->column] += (int64_t)block->size;
     }
@@ -149,34 +178,31 @@ static void complete_stats(mo_pool *pool)
     int64_t held[MO_STAT_COLUMN_COUNT] = {0}, pieces[MO_STAT_COLUMN_COUNT] = {0};
     free_count free_ones = {.order = &pool->order};
 
-    for (mo_arena *arena = pool->arenas; arena; arena = arena->next)
+    for (mo_arena *arena = pool->arenas; arena; arena = arena->next) {
+        int64_t mine[MO_STAT_COLUMN_COUNT] = {0};
+
         for (int small = 0; small < 2 && !arena->paused; small++) {
             mo_zone *zone = small ? &arena->small : &arena->large;
 
-            held[zone->column] += (int64_t)(zone->owned * pool->granules.size + zone->segment_bytes);
+            mine[zone->column] = (int64_t)(zone->owned * pool->granules.size + zone->segment_bytes);
+            held[zone->column] += mine[zone->column];
             pieces[zone->column] += (int64_t)zone->owned;
             for (mo_span *span = zone->spans; span; span = span->next)
                 pieces[zone->column] += !span->slot_count;
         }
+        set_kind(arena->held, mine);
+    }
     held[MO_STAT_LARGE] += (int64_t)(pool->granules.spare_count * pool->granules.size);
     pieces[MO_STAT_LARGE] += (int64_t)pool->granules.spare_count;
     set_kind(s->of[MO_RESERVED_BYTES], held);
     set_kind(s->of[MO_SEGMENT], pieces);
     raise_peak(&s->of[MO_RESERVED_BYTES][MO_STAT_ALL], (int64_t)pool->held_peak);
     visit_blocks(pool, count_free, &free_ones);
-    for (size_t column = 0; column < MO_STAT_COLUMN_COUNT; column++) {
-        free_ones.active[column] += s->of[MO_ALLOCATION][column].current;
-        free_ones.active_bytes[column] += s->of[MO_ALLOCATED_BYTES][column].current;
-    }
     set_kind(s->of[MO_INACTIVE_SPLIT], free_ones.split);
     set_kind(s->of[MO_INACTIVE_SPLIT_BYTES], free_ones.split_bytes);
-    set_kind(s->of[MO_ACTIVE], free_ones.active);
-    set_kind(s->of[MO_ACTIVE_BYTES], free_ones.active_bytes);
-    for (size_t column = 0; column < MO_STAT_COLUMN_COUNT;
-         column++) { /* what lives is active: so was the peak */
-        raise_peak(&s->of[MO_ACTIVE][column], s->of[MO_ALLOCATION][column].peak);
-        raise_peak(&s->of[MO_ACTIVE_BYTES][column], s->of[MO_ALLOCATED_BYTES][column].peak);
-    }
+    set_active(s->of[MO_ACTIVE], s->of[MO_ALLOCATION], free_ones.active, pool->active_before);
+    set_active(s->of[MO_ACTIVE_BYTES], s->of[MO_ALLOCATED_BYTES], free_ones.active_bytes,
+               pool->active_bytes_before);
     s->events_recorded = pool->order.recorded;
     s->stream_waits = pool->order.waited;
     s->num_sync_all_streams = pool->order.synchronized;
@@ -197,15 +223,55 @@ void mo_pool_reset_peaks(mo_pool *pool)
     complete_stats(pool);
     pool->held_peak = mo_pool_held(pool);
     mo_stats_reset_peaks(&pool->stats);
+    for (mo_arena *arena = pool->arenas; arena; arena = arena->next)
+        for (size_t column = 0; column < MO_STAT_COLUMN_COUNT; column++)
+            arena->held[column].peak = arena->held[column].current;
     give(pool);
 }
 
 void mo_pool_reset_accumulated(mo_pool *pool)
 {
     take(pool);
+    complete_stats(pool);
+    for (size_t column = 0; column < MO_STAT_COLUMN_COUNT; column++) {
+        const mo_stats *stats = &pool->stats;
+
+        pool->active_before[column] =
+            stats->of[MO_ACTIVE][column].current - stats->of[MO_ALLOCATION][column].current;
+        pool->active_bytes_before[column] =
+            stats->of[MO_ACTIVE_BYTES][column].current - stats->of[MO_ALLOCATED_BYTES][column].current;
+    }
     mo_stats_reset_accumulated(&pool->stats);
+    for (mo_arena *arena = pool->arenas; arena; arena = arena->next)
+        for (size_t column = 0; column < MO_STAT_COLUMN_COUNT; column++)
+            arena->held[column].allocated = arena->held[column].freed = 0;
     pool->order.recorded = pool->order.waited = pool->order.synchronized = pool->granules.calls = 0;
     give(pool);
+}
+
+mo_status mo_pool_arenas(mo_pool *pool, mo_detail *detail, mo_arena_held_bytes **out, size_t *count)
+{
+    mo_arena_held_bytes *list;
+    size_t n = 0;
+
+    take(pool);
+    complete_stats(pool);
+    for (mo_arena *arena = pool->general.next; arena; arena = arena->next)
+        n++;
+    list = mo_host_calloc(n ? n : 1, sizeof *list);
+    if (list) {
+        n = 0;
+        for (mo_arena *arena = pool->general.next; arena; arena = arena->next, n++) {
+            list[n].id = arena->id;
+            memcpy(list[n].bytes, arena->held, sizeof list[n].bytes);
+        }
+    }
+    give(pool);
+    if (!list)
+        return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory to list %zu memory pools", n);
+    *out = list;
+    *count = n;
+    return MO_OK;
 }
 
 mo_status mo_pool_arena_info(mo_pool *pool, mo_arena_id id, mo_detail *detail, mo_arena_info *out)

@@ -6,6 +6,7 @@
 
 #include "alloc/out_of_memory.h"
 #include "alloc/torch_throw.h"
+#include "alloc/trace_stacks.h"
 #include "base/hostmem.h"
 #include "base/lock.h"
 #include "driver/driver_cuda.h"
@@ -121,8 +122,10 @@ void *memopt_malloc(ssize_t size, int device, void *stream)
         status = mo_fail(&detail, MO_INVALID, 0, "memopt_malloc: the size %zd is negative", size);
     else
         status = pool_of(device, (size_t)size, &pool, &detail);
-    if (!status)
+    if (!status) {
+        mo_trace_collect();
         status = mo_pool_alloc(pool, (size_t)size, stream, &detail, &address);
+    }
     if (status)
         throw(&detail);
     return (void *)address;

@@ -29,6 +29,7 @@ PyObject *mo_raise(PyObject *module, mo_status status, const mo_detail *detail);
 int mo_py_units_init(PyObject *module);
 int mo_py_driver_init(PyObject *module);
 int mo_py_alloc_init(PyObject *module);
+int mo_py_statistics_init(PyObject *module);
 int mo_py_kernels_init(PyObject *module);
 int mo_py_trace_init(PyObject *module);
 

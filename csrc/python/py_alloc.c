@@ -134,35 +134,6 @@ static PyObject *allocator_is_current(PyObject *module, PyObject *unused)
 }
 
 PyDoc_STRVAR(
-    stats_doc,
-    "allocator_stats($module, device=0, /)\n--\n\n"
-    "What memopt's allocator did on a device, as a dict of ints: allocations, frees, out_of_memory,\n"
-    "failed_frees, live_bytes, live_blocks, peak_bytes, held_bytes. 0 where it was never used, and in\n"
-    "a forked child.");
-
-static PyObject *allocator_stats(PyObject *module, PyObject *args)
-{
-    int device = 0;
-    mo_stats s = {0};
-    mo_pool *pool;
-
-    if (!PyArg_ParseTuple(args, "|i:allocator_stats", &device) || parse_device(module, device) < 0)
-        return NULL;
-    pool = mo_torch_hooks_pool(device);
-    if (pool && !mo_forked())
-        mo_pool_read_stats(pool, &s);
-
-    const mo_stat *blocks = &s.of[MO_ALLOCATION][MO_STAT_ALL];
-    const mo_stat *bytes = &s.of[MO_REQUESTED_BYTES][MO_STAT_ALL];
-    const uint64_t failed = s.double_frees + s.foreign_frees + s.failed_releases;
-    return Py_BuildValue("{s:L,s:L,s:K,s:K,s:L,s:L,s:L,s:L}", "allocations", (long long)blocks->allocated,
-                         "frees", (long long)blocks->freed, "out_of_memory", (unsigned long long)s.num_ooms,
-                         "failed_frees", (unsigned long long)failed, "live_bytes", (long long)bytes->current,
-                         "live_blocks", (long long)blocks->current, "peak_bytes", (long long)bytes->peak,
-                         "held_bytes", (long long)s.of[MO_RESERVED_BYTES][MO_STAT_ALL].current);
-}
-
-PyDoc_STRVAR(
     misuse_doc,
     "allocator_misuse($module, /)\n--\n\n"
     "What was refused where nothing could be raised, on all devices, as a dict of ints: double_frees,\n"
@@ -201,7 +172,6 @@ static PyMethodDef methods[] = {
     {"allocator_trim", allocator_trim, METH_VARARGS, trim_doc},
     {"allocator_fraction", allocator_fraction, METH_VARARGS, fraction_doc},
     {"allocator_is_current", allocator_is_current, METH_NOARGS, current_doc},
-    {"allocator_stats", allocator_stats, METH_VARARGS, stats_doc},
     {"allocator_misuse", allocator_misuse, METH_NOARGS, misuse_doc},
     {NULL, NULL, 0, NULL},
 };

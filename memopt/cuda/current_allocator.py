@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C, torch_version
+from memopt.cuda import misuse, torch_names
 from memopt.cuda.device_index import device_index
 from memopt.finding import Finding
 from memopt.log import logger
@@ -71,7 +71,7 @@ def allocator(
     else:
         chosen = _chosen(asked)
         _allocator, _settings = _made(chosen), chosen
-    warn_of_misuse()
+    misuse.warn()
     return _allocator
 
 
@@ -124,6 +124,7 @@ def _made(settings: _Settings) -> CUDAPluggableAllocator:
     made = CUDAPluggableAllocator(_C.__file__, "memopt_malloc", "memopt_free")
     for setter, address in _C.allocator_hooks().items():
         getattr(made.allocator(), setter)(address)
+    torch_names.install(made.allocator())
     logger.info("allocator: hooks of %s, %s", _C.__file__, settings)
     return made
 
@@ -136,52 +137,14 @@ def trim(device: torch.device | str | int | None = None, keep: int | str = 0) ->
     Returns the bytes given back: 0 where memopt's allocator was never used. Raises ValueError for what is no CUDA
     device or no size, memopt.Error where the driver fails."""
     size = _C.parse_size(keep)
-    warn_of_misuse()
+    misuse.warn()
     return 0 if _allocator is None and device is None else _C.allocator_trim(device_index(device), size)
-
-
-def memory_stats(device: torch.device | str | int | None = None) -> dict[str, int]:
-    """What memopt's allocator did on a device so far, in this process. device: as torch.cuda takes it, the current one
-    by default.
-
-    allocations, frees: calls that succeeded; live_blocks, live_bytes, peak_bytes: what was asked for and not yet freed
-    (bytes), and the most of it at any time; held_bytes: physical memory; out_of_memory: requests that did not fit;
-    failed_frees: frees that were refused. All 0 where the allocator was never used. Raises ValueError for what is no
-    CUDA device."""
-    warn_of_misuse()
-    # Where nothing was ever allocated torch need not be asked which device is current.
-    return _C.allocator_stats(0 if device is None and _allocator is None else device_index(device))
-
-
-# ---- misuse: what torch's destructors could not be told --------------------------------------------------------------
-
-_MISUSE = {
-    "double_frees": "frees of memory that was free already",
-    "foreign_frees": "frees of addresses that memopt never gave",
-    "foreign_streams": "record_stream() of addresses that memopt never gave",
-    "unbalanced_pools": "ends of private pools that were not begun",
-    "failed_releases": "pieces of memory that the driver refused to take back",
-}
-_told = dict.fromkeys(_MISUSE, 0)
-
-
-def _misuse_text(counts: dict[str, int]) -> str:
-    return ", ".join(f"{counts[name]} {text}" for name, text in _MISUSE.items() if counts[name])
-
-
-def warn_of_misuse() -> None:
-    """A RuntimeWarning of what was refused since the last one. Called by whatever asks about the allocator."""
-    counts = _C.allocator_misuse()
-    fresh = {name: max(0, counts[name] - _told[name]) for name in _MISUSE}
-    if any(fresh.values()):
-        _told.update({name: counts[name] for name in _MISUSE})
-        warnings.warn(f"memopt's allocator refused {_misuse_text(fresh)}", RuntimeWarning, stacklevel=3)
 
 
 def finding() -> Finding:
     """What the doctor says of the allocator."""
     topic, counts = "allocator", _C.allocator_misuse()
-    refused = _misuse_text(counts)
+    refused = misuse.text(counts)
     if refused:
         mend = "look for code that frees device memory by its address, or uses memory of another library as torch's"
         return Finding(topic, "broken", f"refused {refused}", mend)
