@@ -17,8 +17,9 @@ void mo_arena_start(mo_pool *pool, mo_arena *arena, mo_arena_id id)
 {
     arena->id = id;
     arena->number = ++pool->arena_count;
-    start_zone(pool, arena, &arena->small, MO_STAT_SMALL);
-    start_zone(pool, arena, &arena->large, MO_STAT_LARGE);
+    for
+        MO_EACH_ZONE(zone, arena)
+    start_zone(pool, arena, zone, zone == &arena->zones[MO_ZONE_SMALL] ? MO_STAT_SMALL : MO_STAT_LARGE);
 }
 
 mo_arena *mo_arena_find(mo_pool *pool, mo_arena_id id)
@@ -99,20 +100,20 @@ static void retire(mo_pool *pool, mo_arena *arena)
 {
     mo_arena **place = &pool->arenas;
 
-    for (int small = 0; small < 2; small++) {
-        mo_zone *zone = small ? &arena->small : &arena->large;
+    for
+        MO_EACH_ZONE(zone, arena)
+        {
+            for (mo_block *block; (block = mo_free_set_last(&zone->free)) && pool->granules.size;) {
+                size_t low, high;
 
-        for (mo_block *block; (block = mo_free_set_last(&zone->free)) && pool->granules.size;) {
-            size_t low, high;
-
-            if (mo_blocks_reserve(&pool->blocks, 4, NULL))
-                return; /* stays, empty, until the next release or trim */
-            mo_block_slots(block, &low, &high);
-            mo_zone_disown(zone, block, low, high - low);
+                if (mo_blocks_reserve(&pool->blocks, 4, NULL))
+                    return; /* stays, empty, until the next release or trim */
+                mo_block_slots(block, &low, &high);
+                mo_zone_disown(zone, block, low, high - low);
+            }
+            if (!pool->granules.size && mo_segments_free(pool, zone, 0, NULL))
+                pool->stats.failed_releases++;
         }
-        if (!pool->granules.size && mo_segments_free(pool, zone, 0, NULL))
-            pool->stats.failed_releases++;
-    }
     while (*place != arena)
         place = &(*place)->next;
     *place = arena->next;
@@ -260,21 +261,22 @@ static mo_status each_owned(mo_pool *pool, mo_arena *arena, slot_action action, 
     size_t done = 0, undone = 0;
 
     for (int pass = 0; pass < 2; pass++) {
-        for (int small = 0; small < 2; small++)
-            for (mo_span *span = (small ? &arena->small : &arena->large)->spans; span; span = span->next)
-                for (size_t i = 0; i < span->fresh; i++) {
-                    if (!mo_slot_owned(&span->slots[i]))
-                        continue;
-                    if (pass == 0) {
-                        status = action(pool, span, i, detail);
-                        if (status)
-                            goto failed;
-                        done++;
-                    } else if (undone < done) {
-                        undo(pool, span, i, NULL);
-                        undone++;
-                    }
+        for
+            MO_EACH_ZONE(zone, arena)
+        for (mo_span *span = zone->spans; span; span = span->next)
+            for (size_t i = 0; i < span->fresh; i++) {
+                if (!mo_slot_owned(&span->slots[i]))
+                    continue;
+                if (pass == 0) {
+                    status = action(pool, span, i, detail);
+                    if (status)
+                        goto failed;
+                    done++;
+                } else if (undone < done) {
+                    undo(pool, span, i, NULL);
+                    undone++;
                 }
+            }
         return status;
     failed:;
     }
@@ -421,8 +423,9 @@ mo_status mo_arenas_close(mo_pool *pool, mo_detail *detail)
     for (int retired = 0; retired < 2; retired++)
         for (mo_arena *arena = retired ? pool->retired : pool->arenas, *next; arena; arena = next) {
             next = arena->next;
-            note_failure(&status, close_zone(pool, &arena->large, detail));
-            note_failure(&status, close_zone(pool, &arena->small, detail));
+            for
+                MO_EACH_ZONE(zone, arena)
+            note_failure(&status, close_zone(pool, zone, detail));
             if (arena != &pool->general)
                 mo_host_free(arena);
         }

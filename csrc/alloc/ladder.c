@@ -122,15 +122,11 @@ mo_status mo_pool_shrink(mo_pool *pool, size_t keep, mo_detail *detail)
     for (mo_arena *arena = pool->arenas; arena && !status; arena = arena->next) {
         if (arena->pinned || arena->paused)
             continue;
-        if (pool->granules.size) {
-            status = disown_free(pool, &arena->large, keep, detail);
-            if (!status)
-                status = disown_free(pool, &arena->small, keep, detail);
-        } else {
-            status = mo_segments_free(pool, &arena->large, keep, detail);
-            if (!status)
-                status = mo_segments_free(pool, &arena->small, keep, detail);
-        }
+        for
+            MO_EACH_ZONE(zone, arena)
+        if (!status)
+            status = pool->granules.size ? disown_free(pool, zone, keep, detail)
+                                         : mo_segments_free(pool, zone, keep, detail);
     }
     return status ? status : release_spare(pool, keep, detail);
 }

@@ -6,11 +6,13 @@
 #include "alloc/trace_ring.h"
 #include "base/size.h"
 
-#define FIT_SCAN     8                 /* free blocks looked at for one that needs no waiting */
-#define SLOT_SCAN    8192              /* slots looked at for one request before the best so far is taken */
-#define SLACK_FLOOR  ((size_t)8 << 20) /* bytes of slack where the live peak is small */
-#define SPAN_FACTOR  2                 /* addresses reserved at a time, in device memories */
-#define STALE_FACTOR 4                 /* stale views a granule, on average, before the oldest are unmapped */
+#define FIT_SCAN       8                 /* free blocks looked at for one that needs no waiting */
+#define SLOT_SCAN      8192              /* slots looked at for one request before the best so far is taken */
+#define SLACK_FLOOR    ((size_t)8 << 20) /* bytes of slack where the live peak is small */
+#define NEAR           50 /* thousandths of the live peak: a limit this close is used in full */
+#define SPAN_FACTOR    2  /* addresses reserved at a time, in device memories */
+#define STALE_FACTOR   4  /* stale views a granule, on average, that a step that repeats may keep */
+#define REPEATED_UNMAP 16 /* price, in calls, of unmapping what the same step may want again */
 
 /* ---- free blocks ------------------------------------------------------------------------------------------- */
 
@@ -100,91 +102,101 @@ static bool switchable(const mo_pool *pool, const mo_request *request, const mo_
 
 /* ---- choosing the place ------------------------------------------------------------------------------------- */
 
+/* A range of addresses for the request that holds no live block: free memory, and holes whose slots need granules. */
 typedef struct place {
     mo_span *span;
-    mo_address at; /* of the request */
-    size_t slot;   /* the first that needs a granule; */
-    size_t count;  /* how many do */
-    size_t
-        calls; /* of them: those for which something must be mapped, twice where it must be unmapped first */
-    size_t hole; /* bytes of the hole it lies in */
+    mo_address at;
+    size_t slot,
+        count;    /* the slots that hold all of its holes; those among them that are owned need nothing */
+    size_t need;  /* slots that need a granule */
+    size_t calls; /* of them: those where one must be mapped, twice where another must be unmapped first */
 } place;
 
-#define IMPOSSIBLE SIZE_MAX
-
-/* The calls for `count` slots of a hole, IMPOSSIBLE where a stale view cannot go yet. */
-static size_t calls_for(const mo_pool *pool, const mo_request *request, const mo_span *span, size_t slot,
-                        size_t count, mo_address low, size_t *looked_at)
+static bool better(const place *a, const place *b)
 {
-    size_t calls = 0;
-
-    for (size_t i = slot; i < slot + count; i++) {
-        const mo_slot *s = &span->slots[i];
-
-        ++*looked_at;
-        if (!s->granule)
-            calls++;
-        else if (!switchable(pool, request, s, low, low + request->size)) {
-            if (!mo_order_over(&pool->order, s->use))
-                return IMPOSSIBLE;
-            calls += 2;
-        }
-    }
-    return calls;
+    if (!b->span || a->calls != b->calls)
+        return !b->span || a->calls < b->calls;
+    return a->need < b->need;
 }
 
+/* Prices p, unless a stale view in it cannot go yet, and keeps it if it is better than the best so far. */
 static void consider(const mo_pool *pool, const mo_request *request, place p, place *best, size_t *looked_at)
 {
-    p.calls = calls_for(pool, request, p.span, p.slot, p.count, p.at, looked_at);
-    if (p.calls == IMPOSSIBLE)
-        return;
-    if (!best->span || p.calls < best->calls ||
-        (p.calls == best->calls &&
-         (p.count < best->count || (p.count == best->count && p.hole < best->hole))))
+    for (size_t i = p.slot; i < p.slot + p.count && (!best->span || p.calls <= best->calls); i++) {
+        const mo_slot *s = &p.span->slots[i];
+
+        ++*looked_at;
+        if (mo_slot_owned(s))
+            continue;
+        p.need++;
+        if (!s->granule)
+            p.calls++;
+        else if (!switchable(pool, request, s, p.at, p.at + request->size)) {
+            if (!mo_order_over(&pool->order, s->use))
+                return;
+            p.calls += request->foretold && pool->granules.stale_count < STALE_FACTOR * pool->granules.count
+                           ? REPEATED_UNMAP
+                           : 2;
+        }
+    }
+    if (better(&p, best))
         *best = p;
 }
 
-static const mo_block *usable_neighbour(const mo_pool *pool, const mo_request *request, const mo_block *block,
-                                        bool join)
+static bool usable(const mo_pool *pool, const mo_request *request, const mo_block *block, bool join)
 {
-    if (!block || block->state != MO_BLOCK_FREE)
-        return NULL;
-    return join || !mo_order_missing(&pool->order, request->stream, false, block->use) ? block : NULL;
+    return block && (block->state == MO_BLOCK_HOLE ||
+                     (block->state == MO_BLOCK_FREE &&
+                      (join || !mo_order_missing(&pool->order, request->stream, false, block->use))));
+}
+
+/* The place that begins at a block and goes on to the right, or ends with it and goes on to the left, over free memory and
+ * holes until it is large enough. At its far end it takes of a hole no more slots than it needs. */
+static void consider_from(const mo_pool *pool, const mo_request *request, const mo_block *block, bool right,
+                          bool join, place *best, size_t *looked_at)
+{
+    size_t granule = pool->granules.size, have = 0, part;
+    mo_span *span = block->span;
+    mo_address edge = right ? block->address : block->address + block->size, low, high;
+    place p = {.span = span};
+
+    while (have + block->size < request->size) {
+        have += block->size;
+        block = right ? block->next : block->previous;
+        if (!usable(pool, request, block, join) || ++*looked_at > SLOT_SCAN)
+            return;
+    }
+    part = request->size - have;
+    if (block->state == MO_BLOCK_HOLE)
+        part = mo_ceil_div(part, granule) * granule;
+    p.at = right ? edge : block->address + block->size - part;
+    low = right ? edge : p.at;
+    high = right ? block->address + part : edge;
+    p.slot = mo_span_slot(span, low);
+    p.count = mo_span_slot(span, high - 1) + 1 - p.slot;
+    consider(pool, request, p, best, looked_at);
 }
 
 static void consider_hole(const mo_pool *pool, const mo_request *request, const mo_block *hole, bool join,
                           bool fresh, place *best, size_t *looked_at)
 {
-    size_t granule = pool->granules.size;
     mo_span *span = hole->span;
-    const mo_block *before = usable_neighbour(pool, request, hole->previous, join);
-    const mo_block *after = usable_neighbour(pool, request, hole->next, join);
-    size_t head = before ? before->size : 0, tail = after ? after->size : 0;
-    size_t slots = hole->size / granule, first = mo_span_slot(span, hole->address), need;
-    place p = {.span = span, .hole = hole->size};
+    size_t first = mo_span_slot(span, hole->address), slots = hole->size / pool->granules.size;
+    size_t need = mo_ceil_div(request->size, pool->granules.size);
 
     /* Addresses that were never mapped are always possible. */
-    need = mo_ceil_div(request->size, granule);
-    if ((fresh || span->fresh > first) && span->fresh >= first && span->fresh + need <= first + slots) {
-        p.slot = span->fresh;
-        p.count = need;
-        p.at = mo_slot_address(span, p.slot);
-        consider(pool, request, p, best, looked_at);
-    }
-    if (fresh || head + hole->size + tail < request->size)
+    if ((fresh || span->fresh > first) && span->fresh >= first && span->fresh + need <= first + slots)
+        consider(
+            pool, request,
+            (place){
+                .span = span, .at = mo_slot_address(span, span->fresh), .slot = span->fresh, .count = need},
+            best, looked_at);
+    if (fresh)
         return;
-    need = head < request->size ? mo_ceil_div(request->size - head, granule) : 0;
-    p.at = before ? before->address : hole->address;
-    p.slot = first;
-    p.count = need < slots ? need : slots;
-    consider(pool, request, p, best, looked_at);
-    need = tail < request->size ? mo_ceil_div(request->size - tail, granule) : 0;
-    if (after && need < slots) {
-        p.slot = first + slots - need;
-        p.count = need;
-        p.at = mo_slot_address(span, p.slot);
-        consider(pool, request, p, best, looked_at);
-    }
+    consider_from(pool, request, usable(pool, request, hole->previous, join) ? hole->previous : hole, true,
+                  join, best, looked_at);
+    consider_from(pool, request, usable(pool, request, hole->next, join) ? hole->next : hole, false, join,
+                  best, looked_at);
 }
 
 static place choose(const mo_pool *pool, const mo_request *request, bool join, bool fresh)
@@ -208,6 +220,7 @@ static mo_status add_span(mo_pool *pool, mo_zone *zone, size_t size, mo_detail *
 
     if (status)
         return status;
+    pool->device_bytes = total;
     wanted = total > size ? total : size;
     if (!mo_mul_ok(wanted, SPAN_FACTOR, &wanted) || !mo_align_up_ok(wanted, pool->granules.size, &wanted))
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
@@ -237,14 +250,21 @@ mo_status mo_pool_create_granule(mo_pool *pool, mo_detail *detail)
     return status;
 }
 
-/* How many granules may be created for a request before any is moved. */
+/* How many granules may be created for a request before any is moved. Who sets a budget permits its use, and where the
+ * live peak comes near the end of the device nothing is saved for others: with more room less is moved. */
 static size_t within_slack(const mo_pool *pool, const mo_request *request)
 {
     size_t live = (size_t)pool->stats.of[MO_REQUESTED_BYTES][MO_STAT_ALL].current + request->requested;
-    size_t peak = live > pool->peak ? live : pool->peak;
-    size_t slack = peak / 1000 * pool->settings.slack, held = mo_pool_held(pool), limit;
+    size_t peak = live > pool->peak ? live : pool->peak, held = mo_pool_held(pool), limit, slack;
 
-    limit = peak + (slack > SLACK_FLOOR || !pool->settings.slack ? slack : SLACK_FLOOR);
+    slack = peak / 1000 * pool->settings.slack;
+    if (slack < SLACK_FLOOR)
+        slack = SLACK_FLOOR;
+    limit = peak + slack;
+    if (pool->settings.budget)
+        limit = pool->settings.budget;
+    else if (peak + peak / 1000 * NEAR >= pool->device_bytes)
+        limit = SIZE_MAX; /* the device knows its end */
     return limit > held ? (limit - held) / pool->granules.size : 0;
 }
 
@@ -311,17 +331,18 @@ static size_t steal(mo_pool *pool, const mo_request *request, const place *keep,
                     size_t want)
 {
     size_t enter = may_enter(pool, request->arena), own;
-    size_t got = steal_from(pool, request, &request->arena->large, keep, join, count_only, want);
+    size_t got = 0;
 
-    got += steal_from(pool, request, &request->arena->small, keep, join, count_only, want - got);
+    for (int kind = MO_ZONES - 1; kind >= 0; kind--)
+        got += steal_from(pool, request, &request->arena->zones[kind], keep, join, count_only, want - got);
     for (mo_arena *arena = pool->arenas; arena && got < want; arena = arena->next) {
         if (arena == request->arena)
             continue;
         own = got;
         if (want - own > enter)
             want = own + enter;
-        got += steal_from(pool, request, &arena->large, keep, join, count_only, want - got);
-        got += steal_from(pool, request, &arena->small, keep, join, count_only, want - got);
+        for (int kind = MO_ZONES - 1; kind >= 0; kind--)
+            got += steal_from(pool, request, &arena->zones[kind], keep, join, count_only, want - got);
         enter -= enter == SIZE_MAX ? 0 : got - own;
     }
     return got;
@@ -483,9 +504,12 @@ static mo_status bring(mo_pool *pool, const mo_request *request, const place *p,
     size_t end = p->slot + p->count, need = 0, create = 0, take = 0;
     mo_status status;
 
-    for (size_t i = p->slot; i < end; i++)
-        need += !p->span->slots[i].granule ||
-                !switchable(pool, request, &p->span->slots[i], p->at, p->at + request->size);
+    for (size_t i = p->slot; i < end; i++) {
+        const mo_slot *slot = &p->span->slots[i];
+
+        need += !mo_slot_owned(slot) &&
+                (!slot->granule || !switchable(pool, request, slot, p->at, p->at + request->size));
+    }
     if (!plan(pool, request, p, need, effort, &create, &take))
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu granules cannot be had", need);
     status = switch_back(pool, request, p, detail);
@@ -534,7 +558,7 @@ mo_status mo_arena_fill(mo_pool *pool, mo_arena *arena, size_t bytes, mo_detail 
 {
     size_t held = mo_arena_held(arena), size;
     mo_request request = {
-        .arena = arena, .zone = &arena->large, .captured = true}; /* memory that all may have */
+        .arena = arena, .zone = &arena->zones[MO_ZONE_HUGE], .captured = true}; /* memory that all may have */
     mo_block *segment;
     mo_status status = MO_OK;
     place p;

@@ -10,10 +10,13 @@
 #include "driver/driver_cuda.h"
 #include "driver/forked.h"
 
+#define REPEATING 256 /* requests foretold right in a row, until a step is taken to repeat */
+
 /* ---- the process's pools --------------------------------------------------------------------------------- */
 
 static mo_lock opening = MO_LOCK_INIT;
-static mo_pool_settings defaults = {.slack = 20, .recall = true, .small_limit = MO_SMALL_LIMIT};
+static mo_pool_settings defaults = {
+    .slack = 20, .recall = true, .small_limit = MO_SMALL_LIMIT, .huge_limit = MO_HUGE_LIMIT};
 static _Atomic(mo_pool *) of_device[MO_MAX_DEVICES];
 
 mo_pool_settings mo_pool_defaults(void)
@@ -72,6 +75,8 @@ mo_status mo_pool_open(mo_driver *driver, const mo_pool_settings *settings, mo_d
     pool->settings = *settings;
     if (!pool->settings.small_limit)
         pool->settings.small_limit = MO_SMALL_LIMIT;
+    if (!pool->settings.huge_limit)
+        pool->settings.huge_limit = MO_HUGE_LIMIT;
     pool->granules.size = driver->granularity;
     if (settings->recall && mo_recall_open(&pool->recall, NULL))
         pool->settings.recall = false; /* slower steps, nothing else */
@@ -200,7 +205,7 @@ static mo_status grant_request(mo_pool *pool, const mo_request *request, mo_bloc
 }
 
 /* A request from search to ladder, until it is had or nothing is left to try. */
-static mo_status fulfil(mo_pool *pool, const mo_request *request, mo_detail *detail, mo_block **out)
+static mo_status fulfil(mo_pool *pool, mo_request *request, mo_detail *detail, mo_block **out)
 {
     uint32_t signature = mo_recall_signature(request->size, request->stream, request->arena->number);
     mo_address hint = pool->settings.recall ? mo_recall_foretell(&pool->recall, signature) : 0, at = 0;
@@ -208,6 +213,7 @@ static mo_status fulfil(mo_pool *pool, const mo_request *request, mo_detail *det
     mo_block *block = NULL;
     mo_status status;
 
+    request->foretold = hint && pool->recall.run >= REPEATING;
     for (;;) {
         status = search(pool, request, hint, detail, &block, &at);
         if (!status)
@@ -240,7 +246,9 @@ static mo_status make_request(mo_pool *pool, mo_arena *arena, size_t size, mo_st
         return mo_fail(detail, MO_INVALID, 0, "the pool is paused: resume it before it is given requests");
     if (!mo_align_up_ok(size, MO_ALIGNMENT, &request.size) || request.size >> 48)
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
-    request.zone = size <= pool->settings.small_limit ? &arena->small : &arena->large;
+    request.zone = &arena->zones[size <= pool->settings.small_limit ? MO_ZONE_SMALL
+                                 : size < pool->settings.huge_limit ? MO_ZONE_LARGE
+                                                                    : MO_ZONE_HUGE];
     if (arena->pinned || pool->routes)
         status = pool->driver->capture_id(pool->driver, stream, detail, &capture);
     request.captured = capture != 0;
@@ -333,10 +341,11 @@ mo_status mo_pool_alloc_in(mo_pool *pool, mo_arena_id arena, size_t size, mo_str
 static mo_span *span_of(mo_pool *pool, mo_address address)
 {
     for (mo_arena *arena = pool->arenas; arena; arena = arena->next)
-        for (int small = 0; small < 2; small++)
-            for (mo_span *span = (small ? &arena->small : &arena->large)->spans; span; span = span->next)
-                if (address - span->base < span->size)
-                    return span;
+        for
+            MO_EACH_ZONE(zone, arena)
+    for (mo_span *span = zone->spans; span; span = span->next)
+        if (address - span->base < span->size)
+            return span;
     return NULL;
 }
 

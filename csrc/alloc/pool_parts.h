@@ -3,7 +3,7 @@
  * except where a function says so.
  *
  *     peak = max of requested bytes live at once          held = granules + segments, in bytes
- *     each arena: held = the slots and segments its two zones own */
+ *     each arena: held = the slots and segments its zones own */
 #ifndef MO_POOL_PARTS_H
 #define MO_POOL_PARTS_H
 
@@ -17,10 +17,15 @@
 #define MO_SEGMENT_STEP                                                                                      \
     ((size_t)2 << 20) /* bytes: what segments are multiples of, where there are no granules */
 
+/* Requests of like size lie together, so that small ones do not break up what large ones will need again. */
+typedef enum mo_zone_kind { MO_ZONE_SMALL, MO_ZONE_LARGE, MO_ZONE_HUGE, MO_ZONES } mo_zone_kind;
+
+#define MO_EACH_ZONE(zone, arena) (mo_zone *zone = (arena)->zones; zone < (arena)->zones + MO_ZONES; zone++)
+
 struct mo_arena {
     mo_arena_id id;
     mo_arena *next;
-    mo_zone small, large;
+    mo_zone zones[MO_ZONES];
     bool pinned, paused;
     bool unsettled; /* pinned until now: replays on streams unknown may still use its memory */
     size_t references;
@@ -54,6 +59,7 @@ struct mo_pool {
     size_t segment_bytes;   /* where there are no granules */
     size_t peak;
     size_t held_peak;
+    size_t device_bytes; /* of the whole device, 0: not asked yet */
     uint64_t serial;
     mo_stats stats;
     /* freed, and still used, when the accumulated counts began */
@@ -70,8 +76,11 @@ static inline size_t mo_pool_held(const mo_pool *pool)
 
 static inline size_t mo_arena_held(const mo_arena *arena)
 {
-    return (arena->small.owned + arena->large.owned) * arena->large.granules->size +
-           arena->small.segment_bytes + arena->large.segment_bytes;
+    size_t bytes = 0;
+
+    for (const mo_zone *zone = arena->zones; zone < arena->zones + MO_ZONES; zone++)
+        bytes += zone->owned * zone->granules->size + zone->segment_bytes;
+    return bytes;
 }
 
 /* ---- placement.c ------------------------------------------------------------------------------------------ */
@@ -83,6 +92,7 @@ typedef struct mo_request {
     size_t size, requested; /* bytes, rounded and as asked */
     unsigned stream;        /* its number */
     bool captured;
+    bool foretold; /* the step repeats: what is mapped now will be wanted again */
 } mo_request;
 
 /* How far a placement may go; each includes what stands before it. */

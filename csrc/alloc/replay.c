@@ -285,8 +285,11 @@ static mo_status open_run(run *r)
 {
     const mo_trace_text *t = r->trace;
     const mo_replay_options *o = r->options;
-    const mo_pool_settings settings = {
-        .slack = o->slack, .small_limit = o->small_limit, .double_map = o->double_map, .recall = o->recall};
+    const mo_pool_settings settings = {.budget = o->memory,
+                                       .slack = o->slack,
+                                       .small_limit = o->small_limit,
+                                       .double_map = o->double_map,
+                                       .recall = o->recall};
     size_t memory = o->memory;
     uint64_t devices;
 
