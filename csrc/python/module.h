@@ -32,5 +32,6 @@ int mo_py_alloc_init(PyObject *module);
 int mo_py_statistics_init(PyObject *module);
 int mo_py_kernels_init(PyObject *module);
 int mo_py_trace_init(PyObject *module);
+int mo_py_pool_init(PyObject *module);
 
 #endif

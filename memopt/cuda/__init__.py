@@ -1,6 +1,7 @@
 """Device memory: the allocator that torch can be given, and what it knows."""
 
 from memopt.cuda.current_allocator import allocator, trim
+from memopt.cuda.pool import CudaPool
 from memopt.cuda.statistics import fragmentation, memory_snapshot, memory_stats
 
-__all__ = ["allocator", "fragmentation", "memory_snapshot", "memory_stats", "trim"]
+__all__ = ["CudaPool", "allocator", "fragmentation", "memory_snapshot", "memory_stats", "trim"]
