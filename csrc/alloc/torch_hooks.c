@@ -7,6 +7,7 @@
 #include "alloc/out_of_memory.h"
 #include "alloc/torch_throw.h"
 #include "alloc/trace_stacks.h"
+#include "alloc/trace_stacks.h"
 #include "base/hostmem.h"
 #include "base/lock.h"
 #include "driver/driver_cuda.h"

@@ -3,7 +3,9 @@
 #include <stdbool.h>
 #include <string.h>
 
+#include "alloc/pool_step.h"
 #include "alloc/replay.h"
+#include "alloc/trace_export.h"
 #include "alloc/trace_ring.h"
 #include "alloc/trace_stacks.h"
 #include "base/hostmem.h"
@@ -360,6 +362,75 @@ static PyObject *trace_stack(PyObject *module, PyObject *args)
     return list;
 }
 
+PyDoc_STRVAR(
+    trace_text_doc,
+    "trace_text($module, device, /)\n--\n\n"
+    "What is kept of a device's requests, frees, record_streams and steps, in the plain form that replay\n"
+    "reads, as bytes. Blocks that were there before begin it.");
+
+/* The blocks first, then the records: see trace_export.h. Without the GIL. */
+static mo_status write_trace(int device, mo_detail *detail, char **text, size_t *length)
+{
+    mo_trace_record *records = NULL;
+    mo_block_view *live = NULL;
+    size_t count = 0, live_count = 0;
+    mo_trace_text trace = {0};
+    mo_pool *pool;
+    mo_status status = mo_pool_of_device(device, &pool, detail);
+
+    if (!status)
+        status = mo_pool_blocks(pool, detail, &live, &live_count);
+    if (!status)
+        status = read_ring(device, detail, &records, &count);
+    if (!status)
+        status = mo_trace_export(records, count, live, live_count, detail, &trace);
+    if (!status)
+        status = mo_trace_text_write(&trace, detail, text, length);
+    mo_trace_text_clear(&trace);
+    mo_host_free(records);
+    mo_host_free(live);
+    return status;
+}
+
+static PyObject *trace_text(PyObject *module, PyObject *args)
+{
+    char *text;
+    size_t length;
+    mo_detail detail;
+    mo_status status;
+    int device;
+
+    if (!PyArg_ParseTuple(args, "i:trace_text", &device) || !is_device(device))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    status = write_trace(device, &detail, &text, &length);
+    Py_END_ALLOW_THREADS;
+    if (status)
+        return mo_raise(module, status, &detail);
+    PyObject *bytes = PyBytes_FromStringAndSize(text, (Py_ssize_t)length);
+    mo_host_free(text);
+    return bytes;
+}
+
+PyDoc_STRVAR(trace_step_doc, "trace_step($module, /)\n--\n\n"
+                             "Notes the end of a step in the trace of every device that is traced.");
+
+static PyObject *trace_step(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    Py_BEGIN_ALLOW_THREADS;
+    mo_lock_take(&rings_lock);
+    for (int device = 0; device < MO_MAX_DEVICES; device++) {
+        mo_pool *pool;
+        if (rings[device].on && mo_pool_of_device(device, &pool, NULL) == MO_OK)
+            mo_pool_step(pool);
+    }
+    mo_lock_give(&rings_lock);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"replay", replay, METH_VARARGS, replay_doc},
     {"trace_start", trace_start, METH_VARARGS, trace_start_doc},
@@ -367,6 +438,8 @@ static PyMethodDef methods[] = {
     {"trace_state", trace_state, METH_VARARGS, trace_state_doc},
     {"trace_read", trace_read, METH_VARARGS, trace_read_doc},
     {"trace_stack", trace_stack, METH_VARARGS, trace_stack_doc},
+    {"trace_text", trace_text, METH_VARARGS, trace_text_doc},
+    {"trace_step", trace_step, METH_NOARGS, trace_step_doc},
     {NULL, NULL, 0, NULL},
 };
 
