@@ -2,17 +2,15 @@
  * that what is free grows together instead of lying about. And where those granules come from. */
 #include <string.h>
 
-#include "alloc/pool_parts.h"
+#include "alloc/gather.h"
 #include "alloc/trace_ring.h"
 #include "base/size.h"
 
-#define FIT_SCAN       8                 /* free blocks looked at for one that needs no waiting */
-#define SLOT_SCAN      8192              /* slots looked at for one request before the best so far is taken */
-#define SLACK_FLOOR    ((size_t)8 << 20) /* bytes of slack where the live peak is small */
-#define NEAR           50 /* thousandths of the live peak: a limit this close is used in full */
-#define SPAN_FACTOR    2  /* addresses reserved at a time, in device memories */
-#define STALE_FACTOR   4  /* stale views a granule, on average, that a step that repeats may keep */
-#define REPEATED_UNMAP 16 /* price, in calls, of unmapping what the same step may want again */
+#define FIT_SCAN       8    /* free blocks looked at for one that needs no waiting */
+#define SLOT_SCAN      8192 /* slots looked at for one request before the best so far is taken */
+#define SPAN_FACTOR    2    /* addresses reserved at a time, in device memories */
+#define STALE_FACTOR   4    /* stale views a granule, on average, that a step that repeats may keep */
+#define REPEATED_UNMAP 16   /* price, in calls, of unmapping what the same step may want again */
 
 /* ---- free blocks ------------------------------------------------------------------------------------------- */
 
@@ -32,87 +30,9 @@ mo_block *mo_fit(mo_pool *pool, const mo_request *request, mo_block **waiting)
     return NULL;
 }
 
-/* ---- granules elsewhere ----------------------------------------------------------------------------------- */
+/* ---- choosing the site ------------------------------------------------------------------------------------- */
 
-/* Whether memory of this use may go to the request: for a graph, whose replays come in any order, only what is over; and
- * without double_map what is unmapped must be over. */
-static bool may_have(const mo_pool *pool, const mo_request *request, mo_use use, bool join)
-{
-    if (!pool->settings.double_map || request->captured)
-        return mo_order_over(&pool->order, use);
-    return join || !mo_order_missing(&pool->order, request->stream, false, use);
-}
-
-/* How many granules may leave an arena. */
-static size_t may_leave(const mo_pool *pool, const mo_arena *arena)
-{
-    size_t held = mo_arena_held(arena);
-
-    if (arena->pinned || arena->paused || held <= arena->reserved)
-        return 0;
-    return (held - arena->reserved) / pool->granules.size;
-}
-
-/* How many granules may come into the request's arena. */
-static size_t may_enter(const mo_pool *pool, const mo_arena *arena)
-{
-    size_t held = mo_arena_held(arena);
-
-    if (!arena->budget)
-        return SIZE_MAX;
-    return held >= arena->budget ? 0 : (arena->budget - held) / pool->granules.size;
-}
-
-/* The free block that owns all of a granule which may go to the request; NULL where there is none. A range [low, high) of
- * addresses is exempt: the request's own place. */
-static mo_block *owner_block(const mo_pool *pool, const mo_request *request, const mo_granule *granule,
-                             mo_address low, mo_address high)
-{
-    mo_slot *owner = granule->owner;
-    mo_span *span = owner->span;
-    mo_address address = mo_slot_address(span, (size_t)(owner - span->slots));
-    mo_block *block;
-
-    if (address < high && address + pool->granules.size > low)
-        return NULL;
-    if (span->zone->arena != request->arena &&
-        (!may_leave(pool, span->zone->arena) || !may_enter(pool, request->arena)))
-        return NULL;
-    if (span->zone->arena->pinned)
-        return NULL;
-    block = mo_span_block_at(span, address);
-    if (block->state != MO_BLOCK_FREE || block->address > address ||
-        block->address + block->size < address + pool->granules.size)
-        return NULL;
-    return may_have(pool, request, block->use, false) ? block : NULL;
-}
-
-/* Whether a stale slot can have its granule back, for nothing. */
-static bool switchable(const mo_pool *pool, const mo_request *request, const mo_slot *slot, mo_address low,
-                       mo_address high)
-{
-    const mo_granule *granule = slot->granule;
-
-    if (!slot->granted || mo_slot_owned(slot))
-        return false;
-    if (!granule->owner)
-        return may_have(pool, request, granule->use, false) && may_enter(pool, request->arena);
-    return owner_block(pool, request, granule, low, high) != NULL;
-}
-
-/* ---- choosing the place ------------------------------------------------------------------------------------- */
-
-/* A range of addresses for the request that holds no live block: free memory, and holes whose slots need granules. */
-typedef struct place {
-    mo_span *span;
-    mo_address at;
-    size_t slot,
-        count;    /* the slots that hold all of its holes; those among them that are owned need nothing */
-    size_t need;  /* slots that need a granule */
-    size_t calls; /* of them: those where one must be mapped, twice where another must be unmapped first */
-} place;
-
-static bool better(const place *a, const place *b)
+static bool better(const mo_site *a, const mo_site *b)
 {
     if (!b->span || a->calls != b->calls)
         return !b->span || a->calls < b->calls;
@@ -120,10 +40,12 @@ static bool better(const place *a, const place *b)
 }
 
 /* Prices p, unless a stale view in it cannot go yet, and keeps it if it is better than the best so far. */
-static void consider(const mo_pool *pool, const mo_request *request, place p, place *best, size_t *looked_at)
+static void consider(const mo_pool *pool, const mo_request *request, mo_site p, mo_site *best,
+                     size_t *looked_at)
 {
     for (size_t i = p.slot; i < p.slot + p.count && (!best->span || p.calls <= best->calls); i++) {
         const mo_slot *s = &p.span->slots[i];
+        mo_block *elsewhere;
 
         ++*looked_at;
         if (mo_slot_owned(s))
@@ -131,7 +53,7 @@ static void consider(const mo_pool *pool, const mo_request *request, place p, pl
         p.need++;
         if (!s->granule)
             p.calls++;
-        else if (!switchable(pool, request, s, p.at, p.at + request->size)) {
+        else if (!mo_switchable(pool, request, &p, s, &elsewhere)) {
             if (!mo_order_over(&pool->order, s->use))
                 return;
             p.calls += request->foretold && pool->granules.stale_count < STALE_FACTOR * pool->granules.count
@@ -150,15 +72,15 @@ static bool usable(const mo_pool *pool, const mo_request *request, const mo_bloc
                       (join || !mo_order_missing(&pool->order, request->stream, false, block->use))));
 }
 
-/* The place that begins at a block and goes on to the right, or ends with it and goes on to the left, over free memory and
+/* The site that begins at a block and goes on to the right, or ends with it and goes on to the left, over free memory and
  * holes until it is large enough. At its far end it takes of a hole no more slots than it needs. */
 static void consider_from(const mo_pool *pool, const mo_request *request, const mo_block *block, bool right,
-                          bool join, place *best, size_t *looked_at)
+                          bool join, mo_site *best, size_t *looked_at)
 {
     size_t granule = pool->granules.size, have = 0, part;
     mo_span *span = block->span;
     mo_address edge = right ? block->address : block->address + block->size, low, high;
-    place p = {.span = span};
+    mo_site p = {.span = span};
 
     while (have + block->size < request->size) {
         have += block->size;
@@ -178,7 +100,7 @@ static void consider_from(const mo_pool *pool, const mo_request *request, const 
 }
 
 static void consider_hole(const mo_pool *pool, const mo_request *request, const mo_block *hole, bool join,
-                          bool fresh, place *best, size_t *looked_at)
+                          bool fresh, mo_site *best, size_t *looked_at)
 {
     mo_span *span = hole->span;
     size_t first = mo_span_slot(span, hole->address), slots = hole->size / pool->granules.size;
@@ -188,7 +110,7 @@ static void consider_hole(const mo_pool *pool, const mo_request *request, const 
     if ((fresh || span->fresh > first) && span->fresh >= first && span->fresh + need <= first + slots)
         consider(
             pool, request,
-            (place){
+            (mo_site){
                 .span = span, .at = mo_slot_address(span, span->fresh), .slot = span->fresh, .count = need},
             best, looked_at);
     if (fresh)
@@ -199,9 +121,9 @@ static void consider_hole(const mo_pool *pool, const mo_request *request, const 
                   best, looked_at);
 }
 
-static place choose(const mo_pool *pool, const mo_request *request, bool join, bool fresh)
+static mo_site choose(const mo_pool *pool, const mo_request *request, bool join, bool fresh)
 {
-    place best = {0};
+    mo_site best = {0};
     size_t looked_at = 0;
 
     for (const mo_block *hole = request->zone->holes; hole && looked_at < SLOT_SCAN; hole = hole->link[1])
@@ -233,191 +155,25 @@ static mo_status add_span(mo_pool *pool, mo_zone *zone, size_t size, mo_detail *
     return status;
 }
 
-/* ---- granules for it ----------------------------------------------------------------------------------------- */
-
-mo_status mo_pool_create_granule(mo_pool *pool, mo_detail *detail)
-{
-    mo_status status;
-
-    if (pool->settings.budget && mo_pool_held(pool) + pool->granules.size > pool->settings.budget)
-        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "the memory budget is used up");
-    status = mo_granule_create(&pool->granules, detail);
-    if (!status) {
-        pool->stats.num_device_alloc++;
-        if (pool->held_peak < mo_pool_held(pool))
-            pool->held_peak = mo_pool_held(pool);
-    }
-    return status;
-}
-
-/* How many granules may be created for a request before any is moved. Who sets a budget permits its use, and where the
- * live peak comes near the end of the device nothing is saved for others: with more room less is moved. */
-static size_t within_slack(const mo_pool *pool, const mo_request *request)
-{
-    size_t live = (size_t)pool->stats.of[MO_REQUESTED_BYTES][MO_STAT_ALL].current + request->requested;
-    size_t peak = live > pool->peak ? live : pool->peak, held = mo_pool_held(pool), limit, slack;
-
-    slack = peak / 1000 * pool->settings.slack;
-    if (slack < SLACK_FLOOR)
-        slack = SLACK_FLOOR;
-    limit = peak + slack;
-    if (pool->settings.budget)
-        limit = pool->settings.budget;
-    else if (peak + peak / 1000 * NEAR >= pool->device_bytes)
-        limit = SIZE_MAX; /* the device knows its end */
-    return limit > held ? (limit - held) / pool->granules.size : 0;
-}
-
-/* A spare granule for the request, or NULL. */
-static mo_granule *usable_spare(const mo_pool *pool, const mo_request *request, bool join)
-{
-    mo_granule *granule = pool->granules.spare;
-
-    while (granule && !(request->captured
-                            ? mo_order_over(&pool->order, granule->use)
-                            : join || !mo_order_missing(&pool->order, request->stream, false, granule->use)))
-        granule = granule->next;
-    return granule;
-}
-
-static size_t count_spare(const mo_pool *pool, const mo_request *request, bool join, size_t enough)
-{
-    size_t count = 0;
-
-    for (mo_granule *g = pool->granules.spare; g && count < enough; g = g->next)
-        if (request->captured ? mo_order_over(&pool->order, g->use)
-                              : join || !mo_order_missing(&pool->order, request->stream, false, g->use))
-            count++;
-    return count;
-}
-
-/* Makes up to `want` granules spare that are free elsewhere: out of the largest free blocks first, from their ends, so
- * that their heads stay joined to what they lie beside. With `count_only` nothing is changed. Returns how many. */
-static size_t steal_from(mo_pool *pool, const mo_request *request, mo_zone *zone, const place *keep,
-                         bool join, bool count_only, size_t want)
-{
-    size_t got = 0, leave = zone->arena == request->arena ? SIZE_MAX : may_leave(pool, zone->arena);
-    mo_block probe, *block = mo_free_set_last(&zone->free);
-
-    if (zone->arena->pinned || zone->arena->paused)
-        return 0;
-    for (; block && got < want && leave && block->size >= pool->granules.size;
-         block = mo_free_set_before(&zone->free, &probe)) {
-        size_t low, high, count;
-
-        probe = *block;
-        mo_block_slots(block, &low, &high);
-        if (low >= high || (block->span == keep->span && block->address < keep->at + request->size &&
-                            block->address + block->size > keep->at))
-            continue;
-        mo_order_settle(&pool->order, &block->use);
-        if (!may_have(pool, request, block->use, join))
-            continue;
-        count = high - low;
-        count = count < want - got ? count : want - got;
-        count = count < leave ? count : leave;
-        got += count;
-        leave -= leave == SIZE_MAX ? 0 : count;
-        if (count_only)
-            continue;
-        if (mo_blocks_reserve(&pool->blocks, 4, NULL))
-            return got - count;
-        mo_zone_disown(zone, block, high - count, count);
-    }
-    return got;
-}
-
-static size_t steal(mo_pool *pool, const mo_request *request, const place *keep, bool join, bool count_only,
-                    size_t want)
-{
-    size_t enter = may_enter(pool, request->arena), own;
-    size_t got = 0;
-
-    for (int kind = MO_ZONES - 1; kind >= 0; kind--)
-        got += steal_from(pool, request, &request->arena->zones[kind], keep, join, count_only, want - got);
-    for (mo_arena *arena = pool->arenas; arena && got < want; arena = arena->next) {
-        if (arena == request->arena)
-            continue;
-        own = got;
-        if (want - own > enter)
-            want = own + enter;
-        for (int kind = MO_ZONES - 1; kind >= 0; kind--)
-            got += steal_from(pool, request, &arena->zones[kind], keep, join, count_only, want - got);
-        enter -= enter == SIZE_MAX ? 0 : got - own;
-    }
-    return got;
-}
-
-/* How many of `need` granules are to be created and how many stolen; the others are spare. False: not with this effort. */
-static bool plan(mo_pool *pool, const mo_request *request, const place *keep, size_t need, mo_effort effort,
-                 size_t *create, size_t *take)
-{
-    bool join = effort >= MO_EFFORT_JOIN;
-    size_t enter = may_enter(pool, request->arena), spare = count_spare(pool, request, join, need), more;
-
-    spare = spare < enter ? spare : enter;
-    *create = within_slack(pool, request);
-    *create = *create < need - spare ? *create : need - spare;
-    *create = *create < enter - spare ? *create : enter - spare;
-    *take = need - spare - *create;
-    if (!*take)
-        return true;
-    if (effort < MO_EFFORT_MOVE)
-        return false;
-    more = *take - steal(pool, request, keep, join, true, *take);
-    if (!more)
-        return true;
-    if (effort < MO_EFFORT_CREATE || more > enter - spare - *create)
-        return false;
-    *create += more;
-    *take -= more;
-    return true;
-}
-
-/* Brings them together, as spare granules. */
-static mo_status gather(mo_pool *pool, const mo_request *request, const place *keep, mo_effort effort,
-                        size_t create, size_t take, mo_detail *detail)
-{
-    bool join = effort >= MO_EFFORT_JOIN;
-    mo_status status = MO_OK;
-
-    while (create && !status) {
-        status = mo_pool_create_granule(pool, detail);
-        create -= !status;
-    }
-    if (status == MO_NO_DEVICE_MEMORY &&
-        effort >= MO_EFFORT_MOVE) { /* there was less than the plan assumed */
-        take += create;
-        status = MO_OK;
-    }
-    if (status || !take)
-        return status;
-    if (steal(pool, request, keep, join, false, take) < take)
-        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no granule is free elsewhere");
-    pool->stats.stitches++;
-    pool->stats.granules_moved += take;
-    return MO_OK;
-}
-
 /* ---- bringing them there ------------------------------------------------------------------------------------ */
 
-/* The stale slots of a place get their granules back where that costs nothing. */
-static mo_status switch_back(mo_pool *pool, const mo_request *request, const place *p, mo_detail *detail)
+/* The stale slots of a site get their granules back where that costs nothing. */
+static mo_status switch_back(mo_pool *pool, const mo_request *request, const mo_site *p, mo_detail *detail)
 {
     for (size_t i = p->slot; i < p->slot + p->count; i++) {
         mo_slot *slot = &p->span->slots[i];
+        mo_block *elsewhere;
         mo_status status;
 
-        if (!slot->granule || !switchable(pool, request, slot, p->at, p->at + request->size))
+        if (!mo_switchable(pool, request, p, slot, &elsewhere))
             continue;
         status = mo_blocks_reserve(&pool->blocks, 4, detail);
         if (status)
             return status;
-        if (slot->granule->owner) {
+        if (elsewhere) {
             mo_slot *owner = slot->granule->owner;
-            mo_block *block = owner_block(pool, request, slot->granule, p->at, p->at + request->size);
 
-            mo_zone_disown(owner->span->zone, block, (size_t)(owner - owner->span->slots), 1);
+            mo_zone_disown(owner->span->zone, elsewhere, (size_t)(owner - owner->span->slots), 1);
         }
         mo_granule_own(&pool->granules, slot);
         mo_zone_own(request->zone, p->span, i, 1);
@@ -469,7 +225,7 @@ static mo_status map_run(mo_pool *pool, const mo_request *request, mo_span *span
     size_t mapped = 0;
 
     while (mapped < count && !status) {
-        mo_granule *granule = usable_spare(pool, request, join);
+        mo_granule *granule = mo_usable_spare(pool, request, join);
 
         status = granule ? vacate(pool, span, slot + mapped, detail)
                          : mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no granule is spare");
@@ -498,7 +254,7 @@ static mo_status map_run(mo_pool *pool, const mo_request *request, mo_span *span
     return MO_OK;
 }
 
-static mo_status bring(mo_pool *pool, const mo_request *request, const place *p, mo_effort effort,
+static mo_status bring(mo_pool *pool, const mo_request *request, const mo_site *p, mo_effort effort,
                        mo_detail *detail)
 {
     size_t end = p->slot + p->count, need = 0, create = 0, take = 0;
@@ -506,20 +262,20 @@ static mo_status bring(mo_pool *pool, const mo_request *request, const place *p,
 
     for (size_t i = p->slot; i < end; i++) {
         const mo_slot *slot = &p->span->slots[i];
+        mo_block *elsewhere;
 
-        need += !mo_slot_owned(slot) &&
-                (!slot->granule || !switchable(pool, request, slot, p->at, p->at + request->size));
+        need += !mo_slot_owned(slot) && !mo_switchable(pool, request, p, slot, &elsewhere);
     }
-    if (!plan(pool, request, p, need, effort, &create, &take))
+    if (!mo_gather_plan(pool, request, p, need, effort, &create, &take))
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu granules cannot be had", need);
     status = switch_back(pool, request, p, detail);
     need = 0;
     for (size_t i = p->slot; i < end && !status; i++)
         need += !mo_slot_owned(&p->span->slots[i]);
-    if (!status && !plan(pool, request, p, need, effort, &create, &take))
+    if (!status && !mo_gather_plan(pool, request, p, need, effort, &create, &take))
         status = mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu granules cannot be had", need);
     if (!status)
-        status = gather(pool, request, p, effort, create, take, detail);
+        status = mo_gather(pool, request, p, effort, create, take, detail);
     for (size_t i = p->slot, run; i < end && !status; i = run) {
         for (run = i; run < end && mo_slot_owned(&p->span->slots[run]) == mo_slot_owned(&p->span->slots[i]);)
             run++;
@@ -532,7 +288,7 @@ static mo_status bring(mo_pool *pool, const mo_request *request, const place *p,
 mo_status mo_place(mo_pool *pool, const mo_request *request, mo_effort effort, mo_detail *detail,
                    mo_block **out, mo_address *at)
 {
-    place p = choose(pool, request, effort >= MO_EFFORT_JOIN, false);
+    mo_site p = choose(pool, request, effort >= MO_EFFORT_JOIN, false);
     mo_status status = MO_OK;
 
     if (!p.span) {
@@ -561,7 +317,7 @@ mo_status mo_arena_fill(mo_pool *pool, mo_arena *arena, size_t bytes, mo_detail 
         .arena = arena, .zone = &arena->zones[MO_ZONE_HUGE], .captured = true}; /* memory that all may have */
     mo_block *segment;
     mo_status status = MO_OK;
-    place p;
+    mo_site p;
 
     if (bytes <= held)
         return MO_OK;
@@ -578,12 +334,14 @@ mo_status mo_arena_fill(mo_pool *pool, mo_arena *arena, size_t bytes, mo_detail 
     return status ? status : bring(pool, &request, &p, MO_EFFORT_CREATE, detail);
 }
 
-/* ---- a place that is given ------------------------------------------------------------------------------------ */
+/* ---- a site that is given ------------------------------------------------------------------------------------ */
 
 /* Whether every byte is free, or in a slot that can be switched to. */
-static bool vacant(const mo_pool *pool, const mo_request *request, const mo_span *span, mo_address address)
+static bool vacant(const mo_pool *pool, const mo_request *request, const mo_site *site)
 {
-    mo_address end = address + request->size;
+    const mo_span *span = site->span;
+    mo_address address = site->at, end = address + request->size;
+    mo_block *elsewhere;
 
     for (const mo_block *b = mo_span_block_at(span, address); b && b->address < end; b = b->next) {
         size_t low, high;
@@ -598,7 +356,7 @@ static bool vacant(const mo_pool *pool, const mo_request *request, const mo_span
         low = mo_span_slot(span, b->address > address ? b->address : address);
         high = mo_span_slot(span, (b->address + b->size < end ? b->address + b->size : end) - 1) + 1;
         for (size_t i = low; i < high; i++)
-            if (!span->slots[i].granule || !switchable(pool, request, &span->slots[i], address, end))
+            if (!mo_switchable(pool, request, site, &span->slots[i], &elsewhere))
                 return false;
     }
     return true;
@@ -608,14 +366,14 @@ mo_block *mo_place_at(mo_pool *pool, const mo_request *request, mo_address addre
 {
     mo_span *span = request->zone->spans;
     mo_address end = address + request->size;
-    place p = {.at = address};
+    mo_site p = {.at = address};
     mo_block *block;
 
     while (span && (address < span->base || end > span->base + span->size))
         span = span->next;
-    if (!span || !span->slot_count || !vacant(pool, request, span, address))
-        return NULL;
     p.span = span;
+    if (!span || !span->slot_count || !vacant(pool, request, &p))
+        return NULL;
     for (block = mo_span_block_at(span, address); block->address < end; block = block->next)
         if (block->state == MO_BLOCK_HOLE) {
             mo_address low = block->address > address ? block->address : address;

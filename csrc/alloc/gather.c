@@ -1,0 +1,241 @@
+#include "alloc/gather.h"
+
+#include "base/size.h"
+
+#define SLACK_FLOOR ((size_t)8 << 20) /* bytes of slack where the live peak is small */
+#define NEAR        50                /* thousandths of the live peak: a limit this close is used in full */
+
+/* ---- granules elsewhere ----------------------------------------------------------------------------------- */
+
+/* Whether memory of this use may go to the request: for a graph, whose replays come in any order, only what is over; and
+ * without double_map what is unmapped must be over. */
+static bool may_have(const mo_pool *pool, const mo_request *request, mo_use use, bool join)
+{
+    if (!pool->settings.double_map || request->captured)
+        return mo_order_over(&pool->order, use);
+    return join || !mo_order_missing(&pool->order, request->stream, false, use);
+}
+
+/* How many granules may leave an arena. */
+static size_t may_leave(const mo_pool *pool, const mo_arena *arena)
+{
+    size_t held = mo_arena_held(arena);
+
+    if (arena->pinned || arena->paused || held <= arena->reserved)
+        return 0;
+    return (held - arena->reserved) / pool->granules.size;
+}
+
+/* How many granules may come into the request's arena. */
+static size_t may_enter(const mo_pool *pool, const mo_arena *arena)
+{
+    size_t held = mo_arena_held(arena);
+
+    if (!arena->budget)
+        return SIZE_MAX;
+    return held >= arena->budget ? 0 : (arena->budget - held) / pool->granules.size;
+}
+
+/* The free block that owns all of a granule which may go to the request, and lies outside its site; else NULL. */
+static mo_block *owner_block(const mo_pool *pool, const mo_request *request, const mo_site *site,
+                             const mo_granule *granule)
+{
+    mo_slot *owner = granule->owner;
+    mo_span *span = owner->span;
+    mo_address address = mo_slot_address(span, (size_t)(owner - span->slots));
+    mo_block *block;
+
+    if (address < site->at + request->size && address + pool->granules.size > site->at)
+        return NULL;
+    if (span->zone->arena != request->arena &&
+        (!may_leave(pool, span->zone->arena) || !may_enter(pool, request->arena)))
+        return NULL;
+    if (span->zone->arena->pinned)
+        return NULL;
+    block = mo_span_block_at(span, address);
+    if (block->state != MO_BLOCK_FREE || block->address > address ||
+        block->address + block->size < address + pool->granules.size)
+        return NULL;
+    return may_have(pool, request, block->use, false) ? block : NULL;
+}
+
+bool mo_switchable(const mo_pool *pool, const mo_request *request, const mo_site *site, const mo_slot *slot,
+                   mo_block **block)
+{
+    const mo_granule *granule = slot->granule;
+
+    *block = NULL;
+    if (!granule || !slot->granted || mo_slot_owned(slot))
+        return false;
+    if (!granule->owner)
+        return may_have(pool, request, granule->use, false) && may_enter(pool, request->arena);
+    *block = owner_block(pool, request, site, granule);
+    return *block != NULL;
+}
+
+/* ---- granules for it ----------------------------------------------------------------------------------------- */
+
+mo_status mo_pool_create_granule(mo_pool *pool, mo_detail *detail)
+{
+    mo_status status;
+
+    if (pool->settings.budget && mo_pool_held(pool) + pool->granules.size > pool->settings.budget)
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "the memory budget is used up");
+    status = mo_granule_create(&pool->granules, detail);
+    if (!status) {
+        pool->stats.num_device_alloc++;
+        if (pool->held_peak < mo_pool_held(pool))
+            pool->held_peak = mo_pool_held(pool);
+    }
+    return status;
+}
+
+/* How many granules may be created for a request before any is moved. Who sets a budget permits its use, and where the
+ * live peak comes near the end of the device nothing is saved for others: with more room less is moved. */
+static size_t within_slack(const mo_pool *pool, const mo_request *request)
+{
+    size_t live = (size_t)pool->stats.of[MO_REQUESTED_BYTES][MO_STAT_ALL].current + request->requested;
+    size_t peak = live > pool->peak ? live : pool->peak, held = mo_pool_held(pool), limit, slack;
+
+    slack = peak / 1000 * pool->settings.slack;
+    if (slack < SLACK_FLOOR)
+        slack = SLACK_FLOOR;
+    limit = peak + slack;
+    if (pool->settings.budget)
+        limit = pool->settings.budget;
+    else if (peak + peak / 1000 * NEAR >= pool->device_bytes)
+        limit = SIZE_MAX; /* the device knows its end */
+    return limit > held ? (limit - held) / pool->granules.size : 0;
+}
+
+static bool may_have_spare(const mo_pool *pool, const mo_request *request, const mo_granule *granule,
+                           bool join)
+{
+    if (request->captured)
+        return mo_order_over(&pool->order, granule->use);
+    return join || !mo_order_missing(&pool->order, request->stream, false, granule->use);
+}
+
+mo_granule *mo_usable_spare(const mo_pool *pool, const mo_request *request, bool join)
+{
+    mo_granule *granule = pool->granules.spare;
+
+    while (granule && !may_have_spare(pool, request, granule, join))
+        granule = granule->next;
+    return granule;
+}
+
+static size_t count_spare(const mo_pool *pool, const mo_request *request, bool join, size_t enough)
+{
+    size_t count = 0;
+
+    for (const mo_granule *g = pool->granules.spare; g && count < enough; g = g->next)
+        count += may_have_spare(pool, request, g, join);
+    return count;
+}
+
+/* Makes up to `want` granules spare that are free elsewhere: out of the largest free blocks first, from their ends, so
+ * that their heads stay joined to what they lie beside. With `count_only` nothing is changed. Returns how many. */
+static size_t steal_from(mo_pool *pool, const mo_request *request, mo_zone *zone, const mo_site *site,
+                         bool join, bool count_only, size_t want)
+{
+    size_t got = 0, leave = zone->arena == request->arena ? SIZE_MAX : may_leave(pool, zone->arena);
+    mo_block probe, *block = mo_free_set_last(&zone->free);
+
+    if (zone->arena->pinned || zone->arena->paused)
+        return 0;
+    for (; block && got < want && leave && block->size >= pool->granules.size;
+         block = mo_free_set_before(&zone->free, &probe)) {
+        size_t low, high, count;
+
+        probe = *block;
+        mo_block_slots(block, &low, &high);
+        if (low >= high || (block->span == site->span && block->address < site->at + request->size &&
+                            block->address + block->size > site->at))
+            continue;
+        mo_order_settle(&pool->order, &block->use);
+        if (!may_have(pool, request, block->use, join))
+            continue;
+        count = high - low;
+        count = count < want - got ? count : want - got;
+        count = count < leave ? count : leave;
+        got += count;
+        leave -= leave == SIZE_MAX ? 0 : count;
+        if (count_only)
+            continue;
+        if (mo_blocks_reserve(&pool->blocks, 4, NULL))
+            return got - count;
+        mo_zone_disown(zone, block, high - count, count);
+    }
+    return got;
+}
+
+static size_t steal(mo_pool *pool, const mo_request *request, const mo_site *site, bool join, bool count_only,
+                    size_t want)
+{
+    size_t enter = may_enter(pool, request->arena), own;
+    size_t got = 0;
+
+    for (int kind = MO_ZONES - 1; kind >= 0; kind--)
+        got += steal_from(pool, request, &request->arena->zones[kind], site, join, count_only, want - got);
+    for (mo_arena *arena = pool->arenas; arena && got < want; arena = arena->next) {
+        if (arena == request->arena)
+            continue;
+        own = got;
+        if (want - own > enter)
+            want = own + enter;
+        for (int kind = MO_ZONES - 1; kind >= 0; kind--)
+            got += steal_from(pool, request, &arena->zones[kind], site, join, count_only, want - got);
+        enter -= enter == SIZE_MAX ? 0 : got - own;
+    }
+    return got;
+}
+
+bool mo_gather_plan(mo_pool *pool, const mo_request *request, const mo_site *site, size_t need,
+                    mo_effort effort, size_t *create, size_t *take)
+{
+    bool join = effort >= MO_EFFORT_JOIN;
+    size_t enter = may_enter(pool, request->arena), spare = count_spare(pool, request, join, need), more;
+
+    spare = spare < enter ? spare : enter;
+    *create = within_slack(pool, request);
+    *create = *create < need - spare ? *create : need - spare;
+    *create = *create < enter - spare ? *create : enter - spare;
+    *take = need - spare - *create;
+    if (!*take)
+        return true;
+    if (effort < MO_EFFORT_MOVE)
+        return false;
+    more = *take - steal(pool, request, site, join, true, *take);
+    if (!more)
+        return true;
+    if (effort < MO_EFFORT_CREATE || more > enter - spare - *create)
+        return false;
+    *create += more;
+    *take -= more;
+    return true;
+}
+
+mo_status mo_gather(mo_pool *pool, const mo_request *request, const mo_site *site, mo_effort effort,
+                    size_t create, size_t take, mo_detail *detail)
+{
+    bool join = effort >= MO_EFFORT_JOIN;
+    mo_status status = MO_OK;
+
+    while (create && !status) {
+        status = mo_pool_create_granule(pool, detail);
+        create -= !status;
+    }
+    if (status == MO_NO_DEVICE_MEMORY &&
+        effort >= MO_EFFORT_MOVE) { /* there was less than the plan assumed */
+        take += create;
+        status = MO_OK;
+    }
+    if (status || !take)
+        return status;
+    if (steal(pool, request, site, join, false, take) < take)
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no granule is free elsewhere");
+    pool->stats.stitches++;
+    pool->stats.granules_moved += take;
+    return MO_OK;
+}
