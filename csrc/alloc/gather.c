@@ -150,8 +150,13 @@ static size_t steal_from(mo_pool *pool, const mo_request *request, mo_zone *zone
 
         probe = *block;
         mo_block_slots(block, &low, &high);
-        if (low >= high || (block->span == site->span && block->address < site->at + request->size &&
-                            block->address + block->size > site->at))
+        if (block->span == site->span && block->address < site->at + request->size &&
+            block->address + block->size > site->at) { /* what lies behind the site is not needed there */
+            size_t behind = mo_span_slot(block->span, site->at + request->size - 1) + 1;
+
+            low = low > behind ? low : behind;
+        }
+        if (low >= high)
             continue;
         mo_order_settle(&pool->order, &block->use);
         if (!may_have(pool, request, block->use, join))
@@ -216,26 +221,41 @@ bool mo_gather_plan(mo_pool *pool, const mo_request *request, const mo_site *sit
     return true;
 }
 
+/* The last `count` that were created, which are the first of the spare ones, go back. */
+static void undo_creation(mo_pool *pool, size_t count)
+{
+    for (; count; count--) {
+        pool->stats.num_device_free++;
+        if (mo_granule_release(&pool->granules, pool->granules.spare, NULL))
+            pool->stats.failed_releases++;
+    }
+}
+
 mo_status mo_gather(mo_pool *pool, const mo_request *request, const mo_site *site, mo_effort effort,
                     size_t create, size_t take, mo_detail *detail)
 {
     bool join = effort >= MO_EFFORT_JOIN;
+    size_t created = 0;
     mo_status status = MO_OK;
 
-    while (create && !status) {
+    while (created < create && !status) {
         status = mo_pool_create_granule(pool, detail);
-        create -= !status;
+        created += !status;
     }
-    if (status == MO_NO_DEVICE_MEMORY &&
-        effort >= MO_EFFORT_MOVE) { /* there was less than the plan assumed */
-        take += create;
-        status = MO_OK;
+    if (status == MO_NO_DEVICE_MEMORY && effort >= MO_EFFORT_MOVE) { /* less than the plan assumed */
+        take += create - created;
+        if (steal(pool, request, site, join, true, take) == take)
+            status = MO_OK;
     }
-    if (status || !take)
+    if (!status && take && steal(pool, request, site, join, false, take) < take)
+        return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory to move granules");
+    if (status) {
+        undo_creation(pool, created);
         return status;
-    if (steal(pool, request, site, join, false, take) < take)
-        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no granule is free elsewhere");
-    pool->stats.stitches++;
-    pool->stats.granules_moved += take;
+    }
+    if (take) {
+        pool->stats.stitches++;
+        pool->stats.granules_moved += take;
+    }
     return MO_OK;
 }
