@@ -3,6 +3,7 @@
 
 #include "alloc/pool_parts.h"
 #include "base/hostmem.h"
+#include "base/size.h"
 #include "driver/forked.h"
 
 static void start_zone(mo_pool *pool, mo_arena *arena, mo_zone *zone, mo_stat_column column)
@@ -111,8 +112,10 @@ static void retire(mo_pool *pool, mo_arena *arena)
                 mo_block_slots(block, &low, &high);
                 mo_zone_disown(zone, block, low, high - low);
             }
-            if (!pool->granules.size && mo_segments_free(pool, zone, 0, NULL))
+            if (!pool->granules.size && mo_segments_free(pool, zone, 0, NULL)) {
                 pool->stats.failed_releases++;
+                return; /* stays, with the segment */
+            }
         }
     while (*place != arena)
         place = &(*place)->next;
@@ -169,7 +172,12 @@ mo_status mo_pool_arena_release(mo_pool *pool, mo_arena_id id, mo_detail *detail
         return MO_OK;
     mo_lock_take(&pool->lock);
     arena = find(pool, id, detail);
-    if (arena && arena->references)
+    if (arena && !arena->references) {
+        mo_fail(detail, MO_INVALID, 0, "the memory pool (%llu, %llu) was released before: only its blocks are left",
+                id.first, id.second);
+        arena = NULL;
+    }
+    if (arena)
         drop_reference(pool, arena);
     MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);
     mo_lock_give(&pool->lock);
@@ -235,15 +243,19 @@ mo_status mo_pool_unroute(mo_pool *pool, mo_arena_id id, mo_detail *detail)
 mo_status mo_pool_preallocate(mo_pool *pool, mo_arena_id id, size_t bytes, mo_detail *detail)
 {
     mo_arena *arena;
+    size_t held;
     mo_status status = MO_OK;
 
     if (mo_forked())
         return mo_forked_refuse("holding device memory", detail);
     mo_lock_take(&pool->lock);
     arena = find(pool, id, detail);
+    held = mo_pool_held(pool);
     status = arena ? mo_arena_fill(pool, arena, bytes, detail) : MO_INVALID;
     if (!status && arena->reserved < bytes)
         arena->reserved = bytes;
+    if (status && mo_pool_held(pool) > held)
+        mo_pool_shrink(pool, held, NULL); /* what was made before it failed */
     MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);
     mo_lock_give(&pool->lock);
     return status;
@@ -285,15 +297,23 @@ static mo_status each_owned(mo_pool *pool, mo_arena *arena, slot_action action, 
 
 static mo_status suspend(mo_pool *pool, mo_span *span, size_t i, mo_detail *detail)
 {
-    return mo_granule_suspend(&pool->granules, &span->slots[i], mo_slot_address(span, i), detail);
+    mo_status status =
+        mo_granule_suspend(&pool->granules, &span->slots[i], mo_slot_address(span, i), detail);
+
+    pool->stats.num_device_free += !status;
+    return status;
 }
 
 static mo_status restore(mo_pool *pool, mo_span *span, size_t i, mo_detail *detail)
 {
+    mo_status status;
+
     if (pool->settings.budget && mo_pool_held(pool) + pool->granules.size > pool->settings.budget)
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0,
                        "CUDA out of memory. The memory budget has no room to resume the pool");
-    return mo_granule_restore(&pool->granules, &span->slots[i], mo_slot_address(span, i), detail);
+    status = mo_granule_restore(&pool->granules, &span->slots[i], mo_slot_address(span, i), detail);
+    pool->stats.num_device_alloc += !status;
+    return status;
 }
 
 /* Other views of its granules would be faults: they go first. The device is idle. */
@@ -355,6 +375,22 @@ mo_status mo_pool_pause(mo_pool *pool, mo_arena_id id, mo_detail *detail)
     return status;
 }
 
+/* With what lies free in other arenas given back first, where there is no room else. */
+static mo_status resume_locked(mo_pool *pool, mo_arena *arena, mo_detail *detail)
+{
+    size_t needed = mo_arena_held(arena), held = mo_pool_held(pool), keep;
+    mo_status status = each_owned(pool, arena, restore, suspend, detail);
+
+    if (status != MO_NO_DEVICE_MEMORY)
+        return status;
+    keep = held > needed ? held - needed : 0;
+    if (pool->settings.budget)
+        keep = mo_size_min(keep, pool->settings.budget > needed ? pool->settings.budget - needed : 0);
+    if (mo_pool_shrink(pool, keep, NULL) || mo_pool_held(pool) == held)
+        return status;
+    return each_owned(pool, arena, restore, suspend, detail);
+}
+
 mo_status mo_pool_resume(mo_pool *pool, mo_arena_id id, mo_detail *detail)
 {
     mo_arena *arena;
@@ -367,7 +403,7 @@ mo_status mo_pool_resume(mo_pool *pool, mo_arena_id id, mo_detail *detail)
     if (arena && !arena->paused)
         mo_fail(detail, MO_INVALID, 0, "the pool is not paused");
     else if (arena)
-        status = each_owned(pool, arena, restore, suspend, detail);
+        status = resume_locked(pool, arena, detail);
     if (!status)
         arena->paused = false;
     MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);

@@ -345,7 +345,7 @@ static void survey_pool(mo_pool *pool, survey *s, mo_fragmentation *out)
     *out = (mo_fragmentation){0};
     *s = (survey){.pool = pool, .out = out, .whole = pool->granules.spare_count};
     visit_blocks(pool, survey_block, s);
-    if (pool->driver->memory_info(pool->driver, NULL, &free_bytes, &total) == MO_OK)
+    if (!mo_forked() && pool->driver->memory_info(pool->driver, NULL, &free_bytes, &total) == MO_OK)
         room = free_bytes;
     if (pool->settings.budget) {
         size_t left = pool->settings.budget > held ? pool->settings.budget - held : 0;
