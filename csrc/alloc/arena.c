@@ -18,9 +18,8 @@ void mo_arena_start(mo_pool *pool, mo_arena *arena, mo_arena_id id)
 {
     arena->id = id;
     arena->number = ++pool->arena_count;
-    for
-        MO_EACH_ZONE(zone, arena)
-    start_zone(pool, arena, zone, zone == &arena->zones[MO_ZONE_SMALL] ? MO_STAT_SMALL : MO_STAT_LARGE);
+    MO_EACH_ZONE (zone, arena)
+        start_zone(pool, arena, zone, zone == &arena->zones[MO_ZONE_SMALL] ? MO_STAT_SMALL : MO_STAT_LARGE);
 }
 
 mo_arena *mo_arena_find(mo_pool *pool, mo_arena_id id)
@@ -101,22 +100,20 @@ static void retire(mo_pool *pool, mo_arena *arena)
 {
     mo_arena **place = &pool->arenas;
 
-    for
-        MO_EACH_ZONE(zone, arena)
-        {
-            for (mo_block *block; (block = mo_free_set_last(&zone->free)) && pool->granules.size;) {
-                size_t low, high;
+    MO_EACH_ZONE (zone, arena) {
+        for (mo_block *block; (block = mo_free_set_last(&zone->free)) && pool->granules.size;) {
+            size_t low, high;
 
-                if (mo_blocks_reserve(&pool->blocks, 4, NULL))
-                    return; /* stays, empty, until the next release or trim */
-                mo_block_slots(block, &low, &high);
-                mo_zone_disown(zone, block, low, high - low);
-            }
-            if (!pool->granules.size && mo_segments_free(pool, zone, 0, NULL)) {
-                pool->stats.failed_releases++;
-                return; /* stays, with the segment */
-            }
+            if (mo_blocks_reserve(&pool->blocks, 4, NULL))
+                return; /* stays, empty, until the next release or trim */
+            mo_block_slots(block, &low, &high);
+            mo_zone_disown(zone, block, low, high - low);
         }
+        if (!pool->granules.size && mo_segments_free(pool, zone, 0, NULL)) {
+            pool->stats.failed_releases++;
+            return; /* stays, with the segment */
+        }
+    }
     while (*place != arena)
         place = &(*place)->next;
     *place = arena->next;
@@ -173,8 +170,9 @@ mo_status mo_pool_arena_release(mo_pool *pool, mo_arena_id id, mo_detail *detail
     mo_lock_take(&pool->lock);
     arena = find(pool, id, detail);
     if (arena && !arena->references) {
-        mo_fail(detail, MO_INVALID, 0, "the memory pool (%llu, %llu) was released before: only its blocks are left",
-                id.first, id.second);
+        mo_fail(detail, MO_INVALID, 0,
+                "the memory pool (%llu, %llu) was released before: only its blocks are left", id.first,
+                id.second);
         arena = NULL;
     }
     if (arena)
@@ -273,22 +271,21 @@ static mo_status each_owned(mo_pool *pool, mo_arena *arena, slot_action action, 
     size_t done = 0, undone = 0;
 
     for (int pass = 0; pass < 2; pass++) {
-        for
-            MO_EACH_ZONE(zone, arena)
-        for (mo_span *span = zone->spans; span; span = span->next)
-            for (size_t i = 0; i < span->fresh; i++) {
-                if (!mo_slot_owned(&span->slots[i]))
-                    continue;
-                if (pass == 0) {
-                    status = action(pool, span, i, detail);
-                    if (status)
-                        goto failed;
-                    done++;
-                } else if (undone < done) {
-                    undo(pool, span, i, NULL);
-                    undone++;
+        MO_EACH_ZONE (zone, arena)
+            for (mo_span *span = zone->spans; span; span = span->next)
+                for (size_t i = 0; i < span->fresh; i++) {
+                    if (!mo_slot_owned(&span->slots[i]))
+                        continue;
+                    if (pass == 0) {
+                        status = action(pool, span, i, detail);
+                        if (status)
+                            goto failed;
+                        done++;
+                    } else if (undone < done) {
+                        undo(pool, span, i, NULL);
+                        undone++;
+                    }
                 }
-            }
         return status;
     failed:;
     }
@@ -297,8 +294,7 @@ static mo_status each_owned(mo_pool *pool, mo_arena *arena, slot_action action, 
 
 static mo_status suspend(mo_pool *pool, mo_span *span, size_t i, mo_detail *detail)
 {
-    mo_status status =
-        mo_granule_suspend(&pool->granules, &span->slots[i], mo_slot_address(span, i), detail);
+    mo_status status = mo_granule_suspend(&pool->granules, &span->slots[i], mo_slot_address(span, i), detail);
 
     pool->stats.num_device_free += !status;
     return status;
@@ -459,9 +455,8 @@ mo_status mo_arenas_close(mo_pool *pool, mo_detail *detail)
     for (int retired = 0; retired < 2; retired++)
         for (mo_arena *arena = retired ? pool->retired : pool->arenas, *next; arena; arena = next) {
             next = arena->next;
-            for
-                MO_EACH_ZONE(zone, arena)
-            note_failure(&status, close_zone(pool, zone, detail));
+            MO_EACH_ZONE (zone, arena)
+                note_failure(&status, close_zone(pool, zone, detail));
             if (arena != &pool->general)
                 mo_host_free(arena);
         }

@@ -122,11 +122,10 @@ mo_status mo_pool_shrink(mo_pool *pool, size_t keep, mo_detail *detail)
     for (mo_arena *arena = pool->arenas; arena && !status; arena = arena->next) {
         if (arena->pinned || arena->paused)
             continue;
-        for
-            MO_EACH_ZONE(zone, arena)
-        if (!status)
-            status = pool->granules.size ? disown_free(pool, zone, keep, detail)
-                                         : mo_segments_free(pool, zone, keep, detail);
+        MO_EACH_ZONE (zone, arena)
+            if (!status)
+                status = pool->granules.size ? disown_free(pool, zone, keep, detail)
+                                             : mo_segments_free(pool, zone, keep, detail);
     }
     return status ? status : release_spare(pool, keep, detail);
 }

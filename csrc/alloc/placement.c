@@ -314,7 +314,7 @@ mo_status mo_arena_fill(mo_pool *pool, mo_arena *arena, size_t bytes, mo_detail 
 {
     size_t held = mo_arena_held(arena), size;
     mo_request request = {
-        .arena = arena, .zone = &arena->zones[MO_ZONE_HUGE], .captured = true}; /* memory that all may have */
+        .arena = arena, .zone = &arena->zones[MO_ZONE_LARGE], .captured = true}; /* memory that all may have */
     mo_block *segment;
     mo_status status = MO_OK;
     mo_site p;

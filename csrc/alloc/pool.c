@@ -341,11 +341,10 @@ mo_status mo_pool_alloc_in(mo_pool *pool, mo_arena_id arena, size_t size, mo_str
 static mo_span *span_of(mo_pool *pool, mo_address address)
 {
     for (mo_arena *arena = pool->arenas; arena; arena = arena->next)
-        for
-            MO_EACH_ZONE(zone, arena)
-    for (mo_span *span = zone->spans; span; span = span->next)
-        if (address - span->base < span->size)
-            return span;
+        MO_EACH_ZONE (zone, arena)
+            for (mo_span *span = zone->spans; span; span = span->next)
+                if (address - span->base < span->size)
+                    return span;
     return NULL;
 }
 

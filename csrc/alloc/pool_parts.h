@@ -20,7 +20,8 @@
 /* Requests of like size lie together, so that small ones do not break up what large ones will need again. */
 typedef enum mo_zone_kind { MO_ZONE_SMALL, MO_ZONE_LARGE, MO_ZONE_HUGE, MO_ZONES } mo_zone_kind;
 
-#define MO_EACH_ZONE(zone, arena) (mo_zone *zone = (arena)->zones; zone < (arena)->zones + MO_ZONES; zone++)
+#define MO_EACH_ZONE(zone, arena)                                                                            \
+    for (mo_zone *zone = (arena)->zones; zone < (arena)->zones + MO_ZONES; zone++)
 
 struct mo_arena {
     mo_arena_id id;

@@ -26,15 +26,13 @@ typedef void (*block_visitor)(void *user, mo_zone *zone, mo_block *block);
 static void visit_blocks(mo_pool *pool, block_visitor visit, void *user)
 {
     for (mo_arena *arena = pool->arenas; arena; arena = arena->next)
-        for
-            MO_EACH_ZONE(zone, arena)
-            {
-                for (mo_span *span = zone->spans; span; span = span->next)
-                    for (mo_block *block = span->lowest, *next; block; block = next) {
-                        next = block->next;
-                        visit(user, zone, block);
-                    }
-            }
+        MO_EACH_ZONE (zone, arena) {
+            for (mo_span *span = zone->spans; span; span = span->next)
+                for (mo_block *block = span->lowest, *next; block; block = next) {
+                    next = block->next;
+                    visit(user, zone, block);
+                }
+        }
 }
 
 typedef struct listing {
@@ -181,19 +179,17 @@ static void complete_stats(mo_pool *pool)
     for (mo_arena *arena = pool->arenas; arena; arena = arena->next) {
         int64_t mine[MO_STAT_COLUMN_COUNT] = {0};
 
-        for
-            MO_EACH_ZONE(zone, arena)
-            {
-                const int64_t bytes = (int64_t)(zone->owned * pool->granules.size + zone->segment_bytes);
+        MO_EACH_ZONE (zone, arena) {
+            const int64_t bytes = (int64_t)(zone->owned * pool->granules.size + zone->segment_bytes);
 
-                if (arena->paused)
-                    break;
-                mine[zone->column] += bytes;
-                held[zone->column] += bytes;
-                pieces[zone->column] += (int64_t)zone->owned;
-                for (mo_span *span = zone->spans; span; span = span->next)
-                    pieces[zone->column] += !span->slot_count;
-            }
+            if (arena->paused)
+                break;
+            mine[zone->column] += bytes;
+            held[zone->column] += bytes;
+            pieces[zone->column] += (int64_t)zone->owned;
+            for (mo_span *span = zone->spans; span; span = span->next)
+                pieces[zone->column] += !span->slot_count;
+        }
         set_kind(arena->held, mine);
     }
     held[MO_STAT_LARGE] += (int64_t)(pool->granules.spare_count * pool->granules.size);
@@ -526,19 +522,16 @@ mo_status mo_pool_check_locked(mo_pool *pool, mo_detail *detail)
     for (mo_arena *arena = pool->arenas; arena; arena = arena->next) {
         size_t live = c->live, live_bytes = c->live_bytes, requested = c->requested;
 
-        for
-            MO_EACH_ZONE(zone, arena)
-            {
-                check_zone(c, zone, &owned);
-                segments += zone->segment_bytes;
-            }
+        MO_EACH_ZONE (zone, arena) {
+            check_zone(c, zone, &owned);
+            segments += zone->segment_bytes;
+        }
         EXPECT(arena->live_blocks == c->live - live && arena->live_bytes == c->live_bytes - live_bytes);
         EXPECT(arena->requested_bytes == c->requested - requested);
     }
     for (mo_arena *arena = pool->retired; arena; arena = arena->next) {
-        for
-            MO_EACH_ZONE(zone, arena)
-        check_zone(c, zone, &owned);
+        MO_EACH_ZONE (zone, arena)
+            check_zone(c, zone, &owned);
         EXPECT(!arena->live_blocks);
     }
     check_granules(c, owned);
