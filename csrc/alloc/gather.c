@@ -199,7 +199,7 @@ static size_t steal(mo_pool *pool, const mo_request *request, const mo_site *sit
 bool mo_gather_plan(mo_pool *pool, const mo_request *request, const mo_site *site, size_t need,
                     mo_effort effort, size_t *create, size_t *take)
 {
-    bool join = effort >= MO_EFFORT_JOIN;
+    bool join = mo_joins(request, effort);
     size_t enter = may_enter(pool, request->arena), spare = count_spare(pool, request, join, need), more;
 
     spare = spare < enter ? spare : enter;
@@ -234,7 +234,7 @@ static void undo_creation(mo_pool *pool, size_t count)
 mo_status mo_gather(mo_pool *pool, const mo_request *request, const mo_site *site, mo_effort effort,
                     size_t create, size_t take, mo_detail *detail)
 {
-    bool join = effort >= MO_EFFORT_JOIN;
+    bool join = mo_joins(request, effort);
     size_t created = 0;
     mo_status status = MO_OK;
 

@@ -22,6 +22,12 @@ typedef struct mo_site {
     size_t calls; /* of them: those where one must be mapped, twice where another must be unmapped first */
 } mo_site;
 
+/* Whether this effort may make the request's stream wait. */
+static inline bool mo_joins(const mo_request *request, mo_effort effort)
+{
+    return effort >= MO_EFFORT_JOIN && !request->apart;
+}
+
 /* Whether a stale slot of the site can have its granule back, for nothing: it is spare, or all of it lies in a free block
  * outside the site. The block, where there is one. */
 bool mo_switchable(const mo_pool *pool, const mo_request *request, const mo_site *site, const mo_slot *slot,

@@ -104,15 +104,14 @@ static void consider_hole(const mo_pool *pool, const mo_request *request, const 
 {
     mo_span *span = hole->span;
     size_t first = mo_span_slot(span, hole->address), slots = hole->size / pool->granules.size;
-    size_t need = mo_ceil_div(request->size, pool->granules.size);
+    size_t need = mo_ceil_div(request->size, pool->granules.size), never;
 
-    /* Addresses that were never mapped are always possible. */
-    if ((fresh || span->fresh > first) && span->fresh >= first && span->fresh + need <= first + slots)
-        consider(
-            pool, request,
-            (mo_site){
-                .span = span, .at = mo_slot_address(span, span->fresh), .slot = span->fresh, .count = need},
-            best, looked_at);
+    /* Addresses that were never mapped are always possible; with a gap they join nothing that lies before. */
+    never = span->fresh + request->apart;
+    if ((fresh || never > first) && never >= first && never + need <= first + slots)
+        consider(pool, request,
+                 (mo_site){.span = span, .at = mo_slot_address(span, never), .slot = never, .count = need},
+                 best, looked_at);
     if (fresh)
         return;
     consider_from(pool, request, usable(pool, request, hole->previous, join) ? hole->previous : hole, true,
@@ -280,7 +279,7 @@ static mo_status bring(mo_pool *pool, const mo_request *request, const mo_site *
         for (run = i; run < end && mo_slot_owned(&p->span->slots[run]) == mo_slot_owned(&p->span->slots[i]);)
             run++;
         if (!mo_slot_owned(&p->span->slots[i]))
-            status = map_run(pool, request, p->span, i, run - i, effort >= MO_EFFORT_JOIN, detail);
+            status = map_run(pool, request, p->span, i, run - i, mo_joins(request, effort), detail);
     }
     return status;
 }
@@ -288,12 +287,13 @@ static mo_status bring(mo_pool *pool, const mo_request *request, const mo_site *
 mo_status mo_place(mo_pool *pool, const mo_request *request, mo_effort effort, mo_detail *detail,
                    mo_block **out, mo_address *at)
 {
-    mo_site p = choose(pool, request, effort >= MO_EFFORT_JOIN, false);
+    bool join = mo_joins(request, effort);
+    mo_site p = choose(pool, request, join, request->apart);
     mo_status status = MO_OK;
 
     if (!p.span) {
         status = add_span(pool, request->zone, request->size, detail);
-        p = choose(pool, request, effort >= MO_EFFORT_JOIN, false);
+        p = choose(pool, request, join, request->apart);
     }
     if (!status)
         status = bring(pool, request, &p, effort, detail);
@@ -313,8 +313,9 @@ mo_status mo_place(mo_pool *pool, const mo_request *request, mo_effort effort, m
 mo_status mo_arena_fill(mo_pool *pool, mo_arena *arena, size_t bytes, mo_detail *detail)
 {
     size_t held = mo_arena_held(arena), size;
-    mo_request request = {
-        .arena = arena, .zone = &arena->zones[MO_ZONE_LARGE], .captured = true}; /* memory that all may have */
+    mo_request request = {.arena = arena,
+                          .zone = &arena->zones[MO_ZONE_LARGE],
+                          .captured = true}; /* memory that all may have */
     mo_block *segment;
     mo_status status = MO_OK;
     mo_site p;

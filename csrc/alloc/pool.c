@@ -142,7 +142,7 @@ static mo_status search(mo_pool *pool, const mo_request *request, mo_address hin
     }
     if (block || !pool->granules.size) {
         status = MO_OK;
-        if (!block && waiting && !request->captured)
+        if (!block && waiting && !request->captured && !request->apart)
             block = waiting;
         if (!block)
             status = mo_segment_add(pool, request->zone, request->size, detail, &block);
@@ -158,7 +158,7 @@ static mo_status search(mo_pool *pool, const mo_request *request, mo_address hin
         status = mo_place(pool, request, effort, detail, out, at);
         if ((status != MO_NO_DEVICE_MEMORY && status != MO_NOT_READY) || effort == MO_EFFORT_CREATE)
             return status;
-        if (effort == MO_EFFORT_SWITCH && !request->captured) {
+        if (effort == MO_EFFORT_SWITCH && !request->captured && !request->apart) {
             block = mo_fit(pool, request, &waiting);
             block = block ? block : waiting;
             if (block) {
@@ -220,6 +220,11 @@ static mo_status fulfil(mo_pool *pool, mo_request *request, mo_detail *detail, m
             status = grant_request(pool, request, block, at, detail, out);
         if (status != MO_NO_DEVICE_MEMORY && status != MO_NOT_READY)
             break;
+        if (status == MO_NOT_READY && !request->apart) {
+            request->apart = true; /* the memory's stream is being captured, and cannot be waited for */
+            hint = 0;
+            continue;
+        }
         if (mo_ladder_climb(pool, request, &ladder, detail)) {
             status = MO_NO_DEVICE_MEMORY;
             break;

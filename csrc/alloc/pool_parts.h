@@ -93,6 +93,7 @@ typedef struct mo_request {
     size_t size, requested; /* bytes, rounded and as asked */
     unsigned stream;        /* its number */
     bool captured;
+    bool apart;    /* beside free memory that cannot be waited for (a capture uses it): joins none of it */
     bool foretold; /* the step repeats: what is mapped now will be wanted again */
 } mo_request;
 
