@@ -370,6 +370,19 @@ TEST(what_is_preallocated_is_held_at_once_and_costs_no_call_later)
     close_pool();
 }
 
+TEST(what_is_preallocated_without_virtual_memory_costs_no_call_later_either)
+{
+    open_pool(256 * MIB, 0, plain_settings);
+    CHECK_OK(mo_pool_preallocate(pool, GENERAL, 64 * MIB, &said));
+    CHECK(held() >= 64 * MIB);
+    const uint64_t then = memory_calls();
+    for (int i = 0; i < 7; i++)
+        get(8 * MIB + 512, A);
+    CHECK_EQ(memory_calls(), then);
+    CHECK_POOL();
+    close_pool();
+}
+
 TEST(a_preallocation_stays_in_its_arena)
 {
     size_t freed;
