@@ -1,9 +1,9 @@
-"""A record of what the allocator was asked for: for python -m memopt replay, and for torch's memory viewer."""
+"""A record of what the allocator was asked for, to be replayed (python -m memopt replay)."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memopt import _C
 from memopt.cuda.device_index import device_index
@@ -43,37 +43,3 @@ def save_trace(path: str | Path, device: torch.device | str | int | None = None)
     """Writes what was kept in the plain form that `python -m memopt replay` reads. Blocks that were live before the
     oldest event that was kept begin the trace."""
     Path(path).write_bytes(_C.trace_text(device_index(device)))
-
-
-# What torch calls an event, and those of ours that it knows.
-_ACTIONS = {
-    "alloc": ("alloc",),
-    "free": ("free_requested", "free_completed"),
-    "map": ("segment_map",),
-    "unmap": ("segment_unmap",),
-    "oom": ("oom",),
-}
-
-
-def device_trace(device: int) -> list[dict[str, Any]]:
-    """The events of a device as torch's snapshots have them in "device_traces"."""
-    frames: dict[int, list[dict[str, Any]]] = {0: []}
-    entries = []
-    for what, time, _, address, size, stream, arena, stack in _C.trace_read(device):
-        if stack not in frames:
-            frames[stack] = [
-                {"filename": file, "name": name, "line": line} for file, name, line in _C.trace_stack(stack)
-            ]
-        entries += [
-            {
-                "action": action,
-                "addr": address,
-                "size": size,
-                "stream": stream,
-                "time_us": time // 1000,
-                "pool_id": arena,
-                "frames": frames[stack],
-            }
-            for action in _ACTIONS.get(what, ())
-        ]
-    return entries

@@ -9,8 +9,12 @@ import memopt.sim
 
 SIM = {"memory": "1GiB"}
 
-torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
-torch.empty(1, device="cuda")
+
+@pytest.fixture(scope="module", autouse=True)
+def current():
+    """Not when this is imported: names are collected in one process, which takes one allocator only."""
+    torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
+    torch.empty(1, device="cuda")
 
 
 def test_the_route_is_memopts():
