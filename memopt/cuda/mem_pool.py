@@ -64,6 +64,8 @@ class MemPoolMemory(ArenaMemory):
                 if any(_contexts.values()):
                     raise
                 self._renew()
+                # And what was left in older pools, for which torch before 2.13 does not look while one is begun.
+                torch.cuda.empty_cache()
             return self._empty(shape, dtype)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -92,7 +94,11 @@ class MemPoolMemory(ArenaMemory):
         return tensor
 
     def enter(self) -> None:
+        import torch
+
         with _lock:
+            if self._torchs.ids and not any(_contexts.values()):
+                torch.cuda.empty_cache()  # the last moment for it, with torch before 2.13
             _contexts.setdefault(self.device.index, []).append(self)
             try:
                 _tell_torch(self.device.index)
