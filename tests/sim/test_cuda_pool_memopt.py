@@ -1,5 +1,6 @@
 """CudaPool under memopt's own allocator: an arena of it."""
 
+import pytest
 import torch
 from cuda_pool_tests import *  # noqa: F403
 from cuda_pool_tests import MIB, inside
