@@ -6,11 +6,14 @@
 #include "base/hostmem.h"
 #include "driver/forked.h"
 
-/* In a forked child the lock may be torn; what it would protect does not change there, so it is read without. */
+/* In a forked child the lock may be torn; what it would protect does not change there, so it is read without. Elsewhere
+ * what is told is what streams have done by now. */
 static void take(mo_pool *pool)
 {
-    if (!mo_forked())
-        mo_lock_take(&pool->lock);
+    if (mo_forked())
+        return;
+    mo_lock_take(&pool->lock);
+    mo_order_poll(&pool->order);
 }
 
 static void give(mo_pool *pool)

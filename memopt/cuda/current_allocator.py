@@ -71,6 +71,7 @@ def allocator(
     else:
         chosen = _chosen(asked)
         _allocator, _settings = _made(chosen), chosen
+    torch_names.install(_allocator.allocator())
     misuse.warn()
     return _allocator
 
@@ -124,7 +125,6 @@ def _made(settings: _Settings) -> CUDAPluggableAllocator:
     made = CUDAPluggableAllocator(_C.__file__, "memopt_malloc", "memopt_free")
     for setter, address in _C.allocator_hooks().items():
         getattr(made.allocator(), setter)(address)
-    torch_names.install(made.allocator())
     logger.info("allocator: hooks of %s, %s", _C.__file__, settings)
     return made
 

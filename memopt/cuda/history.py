@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memopt import _C
+from memopt.cuda.caller import stacklevel
 
 # Events that are kept where torch asks for all there ever were: 64 bytes each, taken as they come. The C side says why.
 _MOST = 1 << 28
@@ -86,7 +87,7 @@ def refuse_host_history(wanted: bool) -> None:
             "record_pinned_host_memory has no effect under memopt's allocator: torch records the history of pinned "
             "memory only together with its own device allocator",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=stacklevel(),
         )
 
 

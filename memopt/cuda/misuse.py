@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from memopt import _C
+from memopt.cuda.caller import stacklevel
 
 _MISUSE = {
     "double_frees": "frees of memory that was free already",
@@ -26,4 +27,4 @@ def warn() -> None:
     fresh = {name: max(0, counts[name] - _told[name]) for name in _MISUSE}
     if any(fresh.values()):
         _told.update({name: counts[name] for name in _MISUSE})
-        warnings.warn(f"memopt's allocator refused {text(fresh)}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"memopt's allocator refused {text(fresh)}", RuntimeWarning, stacklevel=stacklevel())

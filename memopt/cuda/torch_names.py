@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from memopt import _C
 from memopt.cuda import history, statistics
+from memopt.cuda.caller import stacklevel
 from memopt.log import logger
 
 
@@ -303,7 +304,7 @@ def _ignore_benchmark(original: Any, wanted: bool) -> None:
     global _told_of_benchmark
     if wanted and not _told_of_benchmark:
         _told_of_benchmark = True
-        warnings.warn(_NO_BENCHMARK, RuntimeWarning, stacklevel=4)
+        warnings.warn(_NO_BENCHMARK, RuntimeWarning, stacklevel=stacklevel())
     original(False if isinstance(wanted, bool) else wanted)  # what is no flag is torch's to refuse
 
 
