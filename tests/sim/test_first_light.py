@@ -54,8 +54,7 @@ def test_every_allocation_came_from_memopt_and_none_from_torch(result: first_lig
     assert torch.cuda.memory.get_allocator_backend() == "pluggable"
     assert result.device["cudaMalloc"] == 0
     assert result.memopt["allocations"] > 1000
-    # The pass-through allocator: one allocation of the driver each. torch asks for no memory behind its back.
-    assert result.device["cuMemAlloc"] == result.memopt["allocations"] + result.memopt["out_of_memory"]
+    assert result.device["cuMemAlloc"] == 0  # nor does torch ask for memory behind its back
     assert result.memopt["out_of_memory"] == 0
     assert result.device["bytes_peak"] >= result.memopt["peak_bytes"] > 2**20
 
