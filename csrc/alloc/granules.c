@@ -171,12 +171,14 @@ mo_status mo_granule_suspend(mo_granules *granules, mo_slot *slot, mo_address ad
     mo_status status;
 
     MO_ASSERT(mo_slot_owned(slot) && granule->views == slot && !slot->next_view);
-    granules->calls += 2;
+    granules->calls++;
     status = driver->unmap(driver, address, granules->size, detail);
     if (status)
         return status;
+    granules->calls++;
     status = driver->release(driver, granule->handle, detail);
     if (status) {
+        granules->calls += 2;
         if (driver->map(driver, address, granules->size, granule->handle, NULL) == MO_OK)
             driver->grant(driver, address, granules->size, NULL);
         return status;
@@ -193,17 +195,22 @@ mo_status mo_granule_restore(mo_granules *granules, mo_slot *slot, mo_address ad
     mo_status status;
 
     MO_ASSERT(mo_slot_owned(slot) && !slot->granule->handle);
-    granules->calls += 3;
+    granules->calls++;
     status = driver->create(driver, granules->size, detail, &handle);
     if (status)
         return status;
+    granules->calls++;
     status = driver->map(driver, address, granules->size, handle, detail);
     if (!status) {
+        granules->calls++;
         status = driver->grant(driver, address, granules->size, detail);
-        if (status)
+        if (status) {
+            granules->calls++;
             driver->unmap(driver, address, granules->size, NULL);
+        }
     }
     if (status) {
+        granules->calls++;
         driver->release(driver, handle, NULL);
         return status;
     }
