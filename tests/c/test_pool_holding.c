@@ -62,7 +62,7 @@ static void check_slack(size_t *needed, size_t slack)
 static void held_stays_near_the_live_peak(bool double_map, size_t slack)
 {
     uint64_t random = test_seed();
-    const int n = test_rounds(3000, 100000);
+    const int n = test_rounds(1200, 100000);
     size_t needed = 0;
     open_pool(4096 * MIB, GRANULE,
               (mo_pool_settings){.slack = slack, .double_map = double_map, .recall = true});

@@ -299,7 +299,7 @@ static void churn(uint64_t *random, const setting *s, uint64_t streams, int oper
 static void never_violated(setting s, uint64_t seed)
 {
     uint64_t random = seed;
-    const int operations = test_rounds(1500, 60000);
+    const int operations = test_rounds(300, 10000);
     for (uint64_t streams = 1; streams <= 4; streams++) {
         for (int pace = QUICK; pace <= STILL; pace++) {
             s.pace = pace;
