@@ -10,7 +10,11 @@
 #define SLOT_SCAN      8192 /* slots looked at for one request before the best so far is taken */
 #define SPAN_FACTOR    2    /* addresses reserved at a time, in device memories */
 #define STALE_FACTOR   4    /* stale views a granule, on average, that a step that repeats may keep */
-#define REPEATED_UNMAP 16   /* price, in calls, of unmapping what the same step may want again */
+#define STALE_LIMIT    8    /* stale views a granule, on average, before any are unmapped for their number */
+#define STALE_FLOOR    4096 /* and this many more */
+#define SWEEP_SLOTS    4096 /* looked at for one request */
+#define SWEEP_UNMAPS   32
+#define REPEATED_UNMAP 16 /* price, in calls, of unmapping what the same step may want again */
 
 /* ---- free blocks ------------------------------------------------------------------------------------------- */
 
@@ -36,7 +40,7 @@ static bool better(const mo_site *a, const mo_site *b)
 {
     if (!b->span || a->calls != b->calls)
         return !b->span || a->calls < b->calls;
-    return a->need < b->need;
+    return a->need != b->need ? a->need < b->need : a->at < b->at; /* low, so that addresses are used again */
 }
 
 /* Prices p, unless a stale view in it cannot go yet, and keeps it if it is better than the best so far. */
@@ -284,6 +288,24 @@ static mo_status bring(mo_pool *pool, const mo_request *request, const mo_site *
     return status;
 }
 
+/* Stale views cost page tables and addresses. Where there are many, some of this zone's that are over go, on the slow path
+ * and a few at a time, so that no request pays for all. */
+static void sweep(mo_pool *pool, mo_zone *zone)
+{
+    size_t limit = STALE_LIMIT * pool->granules.count + STALE_FLOOR, looked_at = 0, unmapped = 0;
+
+    for (mo_span *span = zone->spans; span; span = span->next)
+        for (size_t i = 0; i < span->fresh && looked_at < SWEEP_SLOTS; i++, looked_at++) {
+            size_t at = span->swept++ % span->fresh;
+            const mo_slot *slot = &span->slots[at];
+
+            if (pool->granules.stale_count <= limit || unmapped == SWEEP_UNMAPS)
+                return;
+            if (slot->granule && !mo_slot_owned(slot) && mo_order_over(&pool->order, slot->use))
+                unmapped += vacate(pool, span, at, NULL) == MO_OK;
+        }
+}
+
 mo_status mo_place(mo_pool *pool, const mo_request *request, mo_effort effort, mo_detail *detail,
                    mo_block **out, mo_address *at)
 {
@@ -304,6 +326,8 @@ mo_status mo_place(mo_pool *pool, const mo_request *request, mo_effort effort, m
     }
     if (status)
         return status;
+    if (pool->granules.stale_count > STALE_LIMIT * pool->granules.count + STALE_FLOOR)
+        sweep(pool, request->zone);
     *out = mo_span_block_at(p.span, p.at);
     *at = p.at;
     MO_ASSERT((*out)->state == MO_BLOCK_FREE && p.at + request->size <= (*out)->address + (*out)->size);

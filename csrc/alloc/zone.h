@@ -30,6 +30,7 @@ struct mo_span {
     size_t size;
     size_t slot_count; /* 0: a segment */
     size_t fresh;      /* slots from here on were never mapped */
+    size_t swept;      /* where the search for stale views to unmap goes on */
     mo_slot *slots;
     uint64_t *starts[MO_STARTS_LEVELS]; /* [0]: a bit a slot; [n + 1]: a bit a word of [n] */
     mo_block *lowest;
