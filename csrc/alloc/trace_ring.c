@@ -3,9 +3,6 @@
 #include <stdatomic.h>
 #include <string.h>
 #include <time.h>
-#ifdef __x86_64__
-#include <x86intrin.h>
-#endif
 
 #include "alloc/trace_stacks.h"
 #include "base/hostmem.h"
@@ -21,56 +18,15 @@ typedef struct slot {
     _Atomic uint64_t words[WORDS];
 } slot;
 
-/* One moment by both clocks. */
-typedef struct moment {
-    uint64_t ticks, time;
-} moment;
-
 /* No fences, which ThreadSanitizer does not know: `claimed` is raised before the words are stored, each with release;
  * a reader loads each with acquire and `claimed` after them. A reader that saw one word of event n + capacity therefore
  * sees claimed > n + capacity. On x86 all of it is plain moves. */
 struct mo_trace {
     size_t capacity;
-    moment start;
     size_t next; /* the writer's own: claimed % capacity, without a division */
     _Atomic uint64_t claimed, written, cleared, lost;
     _Atomic(slot *) chunks[]; /* NULL where the writer has not been yet */
 };
-
-static uint64_t wall_clock(void)
-{
-    struct timespec t;
-
-    clock_gettime(CLOCK_REALTIME, &t); /* no system call: the vDSO's */
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
-/* The processor's own clock, which is read in 10 ns where the other takes 25 to 100; a record holds its ticks, and
- * readers turn them into time (to_time). It runs at one rate on all cores since 2008 (constant_tsc). */
-static uint64_t ticks(void)
-{
-#ifdef __x86_64__
-    return __rdtsc();
-#else
-    return wall_clock();
-#endif
-}
-
-/* Of a few readings the one that was least disturbed. */
-static moment read_clocks(void)
-{
-    moment best = {0};
-    uint64_t least = UINT64_MAX;
-
-    for (int i = 0; i < 5; i++) {
-        const uint64_t before = ticks(), time = wall_clock(), took = ticks() - before;
-        if (took < least) {
-            least = took;
-            best = (moment){before + took / 2, time};
-        }
-    }
-    return best;
-}
 
 mo_status mo_trace_open(size_t capacity, mo_detail *detail, mo_trace **out)
 {
@@ -82,7 +38,6 @@ mo_status mo_trace_open(size_t capacity, mo_detail *detail, mo_trace **out)
     if (!ring)
         return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory for a trace of %zu events", capacity);
     ring->capacity = capacity;
-    ring->start = read_clocks();
     *out = ring;
     return MO_OK;
 }
@@ -127,11 +82,19 @@ static slot *next_slot(mo_trace *ring)
     return &chunk[ring->next % CHUNK];
 }
 
+static uint64_t wall_clock(void)
+{
+    struct timespec t;
+
+    clock_gettime(CLOCK_REALTIME, &t); /* no system call: the vDSO's */
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
 void mo_trace_put(mo_trace *ring, int device, mo_trace_op op, uint64_t serial, mo_address address,
                   size_t size, mo_stream stream, mo_arena_id arena)
 {
     const mo_trace_record record = {
-        .time = ticks(), /* to_time() */
+        .time = wall_clock(),
         .serial = serial,
         .address = address,
         .size = size,
@@ -199,19 +162,6 @@ static uint64_t oldest(const mo_trace *ring)
     return claimed > ring->capacity ? claimed - ring->capacity : 0;
 }
 
-/* Between the ring's first moment and this one both clocks ran evenly: what lies between is in proportion. */
-static void to_time(const mo_trace *ring, mo_trace_record *records, size_t count)
-{
-    const moment start = ring->start, now = read_clocks();
-    const uint64_t ran = now.ticks > start.ticks ? now.ticks - start.ticks : 1;
-    const int64_t took = (int64_t)(now.time - start.time);
-
-    for (size_t i = 0; i < count; i++) {
-        const int64_t after = (int64_t)(records[i].time - start.ticks);
-        records[i].time = start.time + (uint64_t)(int64_t)((__int128)after * took / (__int128)ran);
-    }
-}
-
 size_t mo_trace_read(const mo_trace *ring, uint64_t from, mo_trace_record *out, size_t room, uint64_t *first)
 {
     const uint64_t end = mo_trace_written(ring);
@@ -228,7 +178,6 @@ size_t mo_trace_read(const mo_trace *ring, uint64_t from, mo_trace_record *out, 
     const uint64_t valid = oldest(ring);
     const size_t overtaken = valid <= start ? 0 : valid - start < count ? (size_t)(valid - start) : count;
     memmove(out, out + overtaken, (count - overtaken) * sizeof *out);
-    to_time(ring, out, count - overtaken);
     *first = start + overtaken;
     return count - overtaken;
 }

@@ -27,7 +27,7 @@ typedef enum mo_trace_op {
 } mo_trace_op;
 
 typedef struct mo_trace_record {
-    uint64_t time;   /* nanoseconds, CLOCK_REALTIME, for readers; inside the ring ticks */
+    uint64_t time;   /* nanoseconds, CLOCK_REALTIME */
     uint64_t serial; /* of the block (mo_block_view), 0 where there is none */
     mo_address address;
     size_t size; /* as requested */

@@ -112,10 +112,8 @@ TEST(a_record_has_the_time_and_its_threads_stack)
     CHECK_EQ(mo_trace_read(ring, 0, got, 4, &first), 2);
     CHECK_EQ(got[0].stack, 31);
     CHECK_EQ(got[1].stack, 0);
-    /* To a millisecond: the ring has a clock of its own. */
-    CHECK(got[0].time + 1000000 >= (uint64_t)before.tv_sec * 1000000000u + (uint64_t)before.tv_nsec);
-    CHECK(got[1].time <= (uint64_t)after.tv_sec * 1000000000u + (uint64_t)after.tv_nsec + 1000000);
-    CHECK(got[0].time <= got[1].time);
+    CHECK(got[0].time >= (uint64_t)before.tv_sec * 1000000000u + (uint64_t)before.tv_nsec);
+    CHECK(got[1].time <= (uint64_t)after.tv_sec * 1000000000u + (uint64_t)after.tv_nsec);
     mo_trace_close(ring);
 }
 
