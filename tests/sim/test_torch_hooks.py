@@ -232,6 +232,14 @@ def test_a_second_registration_is_refused_by_torch_and_changes_nothing():
     del x
 
 
+def test_releases_and_ends_out_of_turn_are_counted_and_change_nothing():
+    pool = torch.cuda.graph_pool_handle()
+    torch._C._cuda_endAllocateToPool(0, pool)
+    torch._C._cuda_releasePool(0, pool)
+    misuse("2 ends of private pools that were not begun$")
+    assert block(1000).numel() == 1000
+
+
 def test_releases_that_fail_are_counted_and_never_thrown():
     x = block(64 * MIB)
     del x
