@@ -375,6 +375,34 @@ TEST(a_use_covers_only_its_part_of_an_older_one)
     CHECK_VIOLATED("is not behind operation");
 }
 
+/* ---- captures ------------------------------------------------------------------------------------------ */
+
+TEST(an_event_recorded_on_a_stream_under_capture_is_a_violation)
+{
+    mo_driver *m = fresh(2 * MIB);
+    mo_event *e = contract_event(m);
+    mo_double_capture(&device, A, 3);
+    CHECK_OK(m->event_record(m, e, B, NULL));
+    CHECK_CLEAN();
+    CHECK_OK(m->event_record(m, e, A, NULL));
+    CHECK_VIOLATED("event_record: stream 0x10 is being captured");
+}
+
+TEST(a_stream_under_capture_that_is_made_to_wait_is_a_violation)
+{
+    mo_driver *m = fresh(2 * MIB);
+    mo_event *e = contract_event(m);
+    CHECK_OK(m->event_record(m, e, A, NULL));
+    mo_double_capture(&device, A, 3);
+    CHECK_OK(m->stream_wait(m, B, e, NULL)); /* what it stands for is from before */
+    CHECK_CLEAN();
+    CHECK_OK(m->stream_wait(m, A, e, NULL));
+    CHECK_VIOLATED("stream_wait: stream 0x10 is being captured");
+    mo_double_capture(&device, A, 0);
+    CHECK_OK(m->event_record(m, e, A, NULL));
+    CHECK_EQ(device.violations, 1);
+}
+
 /* Against the definition itself: all operations kept, and the relation by reachability. */
 TEST(random_uses_are_judged_as_the_definition_says)
 {

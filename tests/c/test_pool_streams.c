@@ -172,6 +172,46 @@ TEST(many_streams_share_one_block_in_turn)
     close_pool();
 }
 
+TEST(a_stream_with_live_memory_is_known_however_many_come_after_it)
+{
+    mo_pool_settings settings = plain_settings;
+    settings.budget = 12 * MIB;
+    open_pool(64 * MIB, GRANULE, settings);
+    const mo_address a = get(8 * MIB, A);
+    for (uintptr_t i = 0; i < 300; i++) {
+        put(get(2 * MIB, (mo_stream)(0x1000 + i * 0x10)));
+        CHECK_OK(device.table.synchronize(&device.table, NULL));
+    }
+    mo_double_use(&device, A, a, 8 * MIB, model_at(&model, a)->owner);
+    put(a);
+    get(12 * MIB, B); /* get() sees whether it waits for A */
+    CHECK_POOL();
+    close_pool();
+}
+
+TEST(more_streams_with_live_memory_than_can_be_told_apart_are_refused_in_words)
+{
+    mo_address address = 0;
+    mo_status status = MO_OK;
+    uintptr_t streams = 0;
+    open_pool(1024 * MIB, GRANULE, plain_settings);
+    while (streams < 1000) {
+        status = mo_pool_alloc(pool, MIB, (mo_stream)(0x1000 + streams * 0x10), &said, &address);
+        if (status)
+            break;
+        take_in(address, MIB, (mo_stream)(0x1000 + streams++ * 0x10));
+    }
+    if (status) { /* or there is no such limit */
+        CHECK_EQ(status, MO_UNSUPPORTED);
+        CHECK(streams >= 32 && said.text[0]);
+    }
+    CHECK_POOL();
+    put(model.blocks[7].address);
+    get(MIB, B); /* one is free now */
+    CHECK_POOL();
+    close_pool();
+}
+
 /* ---- captures ------------------------------------------------------------------------------------------ */
 
 TEST(what_a_capture_used_is_not_given_to_another_stream_while_it_lasts)
@@ -341,6 +381,59 @@ TEST(random_programs_see_no_violation_without_virtual_memory)
 {
     never_violated((setting){0, false, true, 0, QUICK}, 4711);
     never_violated((setting){0, false, true, 160 * MIB, QUICK}, test_seed());
+}
+
+/* Now and then a stream is captured: then its program is quiet, or works in the graph's own arena. */
+static void captures_beside_work(uint64_t seed, bool double_map)
+{
+    const mo_arena_id graph = {5, 0};
+    const mo_stream captured = stream_number(3);
+    uint64_t random = seed, captures = 0;
+    bool capturing = false;
+    mo_address in_graph[16];
+    size_t graph_blocks = 0;
+    open_pool(1024 * MIB, GRANULE, (mo_pool_settings){.slack = 20, .double_map = double_map, .recall = true});
+    CHECK_OK(mo_pool_arena_retain(pool, graph, true, 0, &said));
+    for (int i = 0, n = test_rounds(2000, 50000); i < n; i++) {
+        const uint64_t what = test_random(&random) % 100;
+        const mo_stream stream = stream_number(test_random(&random) % (capturing ? 3 : 4));
+        model_block *any = model.count ? &model.blocks[test_random(&random) % model.count] : NULL;
+        if (what < 45 && model.live < 200 * MIB) {
+            get(random_size(&random), stream);
+        } else if (what < 80 && any) {
+            put(any->address); /* recorded on the captured stream, perhaps */
+        } else if (what < 90 && any && !(capturing && any->stream == captured)) {
+            use_on(any->address, stream);
+        } else if (what < 96) {
+            mo_double_complete(&device, stream_number(test_random(&random) % 4), test_random(&random) % 30);
+        } else if (what < 98 && capturing && graph_blocks < 16) {
+            mo_address address;
+            CHECK_OK(mo_pool_alloc_in(pool, graph, random_size(&random) % (4 * MIB) + 1, captured, &said,
+                                      &address));
+            for (size_t k = 0; k < model.count; k++)
+                CHECK(model.blocks[k].address != address);
+            in_graph[graph_blocks++] = address;
+        } else if (what >= 98) {
+            capturing = !capturing;
+            mo_double_capture(&device, captured, capturing ? ++captures : 0);
+            while (!capturing && graph_blocks)
+                CHECK_OK(mo_pool_free(pool, in_graph[--graph_blocks], &said));
+        }
+        CHECK_POOL();
+    }
+    CHECK(captures > 5);
+    mo_double_capture(&device, captured, 0);
+    while (graph_blocks)
+        CHECK_OK(mo_pool_free(pool, in_graph[--graph_blocks], &said));
+    CHECK_OK(mo_pool_arena_release(pool, graph, &said));
+    close_pool();
+}
+
+TEST(captures_beside_random_programs_see_no_violation_and_no_refusal)
+{
+    captures_beside_work(4711, true);
+    captures_beside_work(test_seed(), true);
+    captures_beside_work(test_seed() + 1, false);
 }
 
 TEST_MAIN
