@@ -102,11 +102,13 @@ const char *mo_double_call_name(mo_double_call which);
  * Time is a partial order, and luck does not count. An operation is *behind* another if it was queued later on the
  * same stream, or its stream waited for an event which is behind the other, or the host had learned that the other is
  * over (event_query, synchronize, segment_free) before it queued this one. That the other happens to be over already
- * is nothing: on a slower device it would not be. Two things are violations, and the first is kept in words:
+ * is nothing: on a slower device it would not be. Three things are violations, and the first of all is kept in words:
  *
  *     unmap    of a mapping through which an operation runs that the host does not know to be over
  *     use      of memory that is not mapped and granted; or, under whichever address, of a byte whose last user is of
  *              another owner, and this operation is not behind it (last: no later user of the byte is behind it)
+ *     capture  of a stream which an event is recorded on, or which is made to wait for one: an allocator's order is
+ *              about now, not about each replay
  */
 
 /* From now on; before the first operation, best at once after open. */

@@ -104,6 +104,7 @@ static mo_status double_event_record(mo_driver *driver, mo_event *event, mo_stre
     if (!e)
         return mo_double_refuse(driver, detail, "event_record: no such event");
     e->on = mo_double_stream_of(d, stream);
+    mo_double_uses_order(d, e->on, "event_record");
     e->mark = e->on->submitted;
     if (d->watched) {
         e->clock.count = 0;
@@ -142,6 +143,7 @@ static mo_status double_stream_wait(mo_driver *driver, mo_stream stream, mo_even
         return mo_double_refuse(driver, detail, "stream_wait: no such event");
     if (e->on) {
         mo_double_stream *s = mo_double_stream_of(d, stream);
+        mo_double_uses_order(d, s, "stream_wait");
         add_wait(s, (mo_double_wait){s->submitted, e->on, e->mark});
         s->submitted++; /* the wait is an operation of its own */
         if (d->watched)

@@ -93,6 +93,8 @@ void mo_double_clock_join(mo_double_clock *clock, const mo_double_clock *other);
 
 /* Work through the mapping that the host does not know to be over? Said of an unmap that is about to be done. */
 void mo_double_uses_unmap(mo_double *device, const mo_double_block *mapping);
+/* Of an event_record or stream_wait on a stream: is it being captured? */
+void mo_double_uses_order(mo_double *device, const mo_double_stream *stream, const char *call);
 /* Of a map that is about to be done: counts it in maps_in_use. */
 void mo_double_uses_map(mo_double *device, const mo_double_block *handle);
 

@@ -130,6 +130,13 @@ void mo_double_uses_unmap(mo_double *d, const mo_double_block *mapping)
     }
 }
 
+void mo_double_uses_order(mo_double *d, const mo_double_stream *stream, const char *call)
+{
+    if (d->watched && stream->capture)
+        violate(d, "%s: stream %p is being captured, and what was meant for now would be done at each replay",
+                call, stream->name);
+}
+
 void mo_double_uses_map(mo_double *d, const mo_double_block *handle)
 {
     for (size_t i = 0; d->watched && i < handle->use_count; i++)
