@@ -92,8 +92,9 @@ static void say_what_helps(writer *w, const mo_out_of_memory *f)
     else if (f->wanted <= f->largest_allocatable + f->pending_bytes)
         say(w, "waiting for that work (torch.cuda.synchronize()) before so much is asked for.");
     else if (f->wanted <= unused + room)
-        say(w, "deleting captured graphs or pools that are no longer needed: they keep free memory where it "
-               "is.");
+        say(w, "free memory in one piece: what is free lies between live tensors, or is kept by captured "
+               "graphs and "
+               "pools. Free some of these, or use a smaller batch.");
     else
         say(w, "%s less in use: a smaller batch, activation checkpointing, or lower precision.",
             SIZE(less(f->wanted, f->largest_allocatable)));

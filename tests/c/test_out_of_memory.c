@@ -129,7 +129,7 @@ TEST(advice_follows_the_reason)
     f.live = 800 * MIB;
     f.free_bytes = 0;
     f.largest_allocatable = 10 * MIB;
-    CHECK_SAYS(text_of(f), "What would help: deleting captured graphs or pools");
+    CHECK_SAYS(text_of(f), "What would help: free memory in one piece: ");
 }
 
 /* The longest that there can be, and any cut of it. */
