@@ -229,6 +229,37 @@ TEST(a_step_that_repeats_makes_no_memory_call_without_virtual_memory)
     a_repeated_step_calls_nothing(0, false, false);
 }
 
+/* Data comes on a stream of its own, a batch ahead: allocated there, used by the step, recorded, freed. */
+TEST(a_step_that_repeats_with_data_from_a_second_stream_makes_no_memory_call)
+{
+    uint64_t random = test_seed();
+    step_event events[4096];
+    for (int round = 0, rounds = test_rounds(3, 40); round < rounds; round++) {
+        const size_t n = make_step(&random, events, 10 + test_random(&random) % 30);
+        const bool behind = round % 2;
+        open_pool((size_t)16 << 30, GRANULE, plain_settings);
+        for (int i = 0; i < 20; i++)
+            get(1 + test_random(&random) % (8 * MIB), A);
+        mo_address batch = get(24 * MIB, B);
+        for (int step = 0; step < 14; step++) {
+            const uint64_t before = memory_calls();
+            use_on(batch, A);
+            const mo_address next = get(24 * MIB, B);
+            run_step(events, n);
+            put(batch);
+            batch = next;
+            mo_double_complete(&device, B, behind ? 8 : SIZE_MAX);
+            mo_double_complete(&device, A, behind ? (step ? n + 4 : 0) : SIZE_MAX);
+            if (step >= 10 && memory_calls() != before)
+                TEST_FAIL("step %d of %zu requests makes %" PRIu64 " memory calls", step, n,
+                          memory_calls() - before);
+        }
+        check_stats();
+        CHECK_POOL();
+        close_pool();
+    }
+}
+
 TEST(on_one_stream_no_event_is_recorded_and_no_wait_is_made)
 {
     open_pool(1024 * MIB, GRANULE, plain_settings);
@@ -236,6 +267,30 @@ TEST(on_one_stream_no_event_is_recorded_and_no_wait_is_made)
         put(get(1 + (size_t)i * 7919 % (9 * MIB), A));
     CHECK_EQ(device.calls[MO_DOUBLE_event_record] + device.calls[MO_DOUBLE_stream_wait], 0);
     CHECK_EQ(stats_now().events_recorded + stats_now().stream_waits, 0);
+    close_pool();
+}
+
+TEST(the_hosts_memory_does_not_grow_with_time)
+{
+    uint64_t random = test_seed();
+    size_t settled = 0;
+    open_pool(1024 * MIB, GRANULE, plain_settings);
+    for (int round = 0, rounds = test_rounds(60, 3000); round < rounds; round++) {
+        for (int i = 0; i < 200; i++)
+            if (model.count && (model.live > 300 * MIB || test_random(&random) % 2))
+                put(model.blocks[test_random(&random) % model.count].address);
+            else
+                get(1 + test_random(&random) % ((size_t)1 << (9 + test_random(&random) % 15)),
+                    (mo_stream)(test_random(&random) % 4 * 0x10));
+        while (model.count)
+            put(model.blocks[0].address);
+        for (uintptr_t stream = 0; stream < 4; stream++)
+            finish((mo_stream)(stream * 0x10));
+        if (round == 20)
+            settled = mo_host_live();
+        if (round > 20 && mo_host_live() > settled + 2)
+            TEST_FAIL("%zu host blocks after %d rounds, %zu after 20", mo_host_live(), round, settled);
+    }
     close_pool();
 }
 
