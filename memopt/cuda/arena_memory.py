@@ -101,6 +101,13 @@ class ArenaMemory:
             return torch.as_tensor(span, device=self.device)
 
 
+def forked() -> bool:
+    """Whether this process is a child, by fork(), of one that used CUDA."""
+    import torch
+
+    return bool(torch.cuda._is_in_bad_fork())
+
+
 def _as_torchs(error: _C.Error) -> RuntimeError:
     """An out of memory as torch's, and any other as it is."""
     import torch

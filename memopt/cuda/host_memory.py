@@ -127,8 +127,9 @@ class HostMemory:
 
     def _out_of_memory(self, asked: int, live: int) -> str:
         limit = "no limit" if self.size is None else f"at most {_C.format_size(self.size)}"
+        wanted = _C.format_size(min(asked, sys.maxsize))
         return (
-            f"CudaPool on the CPU is out of memory. Tried to allocate {_C.format_size(min(asked, sys.maxsize))}. It may hold {limit}, and"
+            f"CudaPool on the CPU is out of memory. Tried to allocate {wanted}. It may hold {limit}, and"
             f" {len(self._live)} tensors have {_C.format_size(live)} of it (in whole pages of"
             f" {_C.format_size(mmap.PAGESIZE)}). Free some with pool.free(t), or make a larger pool."
         )

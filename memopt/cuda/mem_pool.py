@@ -11,12 +11,15 @@ all of it changed under _lock only, which is also held while one tensor is alloc
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import os
 import threading
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from memopt.cuda.arena_memory import ArenaMemory, _Span
+from memopt.cuda.arena_memory import ArenaMemory, _Span, forked
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +43,19 @@ class _Torchs:
         self.ids: list[tuple[int, int]] = []  # of those that are gone and may have live tensors still
 
 
+_torchs: weakref.WeakSet[_Torchs] = weakref.WeakSet()
+
+
+def _keep_for_ever() -> None:
+    """In the child of a fork nothing can be given back, and torch 2.10 ends in a fault when it tries."""
+    for torchs in _torchs:
+        for pool in torchs.pools:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
+
+
 class MemPoolMemory(ArenaMemory):
     route = "MemPool"
 
@@ -47,6 +63,7 @@ class MemPoolMemory(ArenaMemory):
         super().__init__(device, size)
         _warn_once()
         self._torchs = _Torchs(self.arena)
+        _torchs.add(self._torchs)
         with _lock:
             _drop_unneeded()
             self._renew()
@@ -208,13 +225,14 @@ def _retire(torchs: _Torchs) -> None:
         _drop_unneeded()
 
 
+@atexit.register  # later, in an interpreter that is taken down, torch 2.10 does not survive it
 def _drop_unneeded() -> None:
     """A MemPool that dies while a pool is begun or a graph is captured ends the process with torch before
     2.13 (an assertion in a destructor), so none dies then. What this thread cannot see is a use_mem_pool of
     another."""
     import torch
 
-    if any(_contexts.values()) or torch.cuda.is_current_stream_capturing():
+    if not _unneeded or any(_contexts.values()) or forked() or torch.cuda.is_current_stream_capturing():
         return
     while _unneeded:
         torchs = _unneeded.pop()

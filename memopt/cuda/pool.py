@@ -145,7 +145,7 @@ class CudaPool:
         with self._lock:
             self._must_be_open("allocate")
             self._must_run("allocate")
-            self._no_capture("allocate")
+            self._device_must_be_free("allocate")
             try:
                 tensor = self._memory.empty(shape, kind)
             except torch.OutOfMemoryError as error:
@@ -194,7 +194,7 @@ class CudaPool:
         with self._lock:
             self._must_be_open("`with pool:`")
             self._must_run("`with pool:`")
-            self._no_capture("`with pool:`")
+            self._device_must_be_free("`with pool:`")
             self._memory.enter()
             self._entered += 1
             return self
@@ -224,7 +224,7 @@ class CudaPool:
         with self._lock:
             self._must_be_open("pause")
             self._must_run("pause")
-            self._no_capture("pause")
+            self._device_must_be_free("pause")
             self._must_be_outside("pause")
             self._memory.pause(keep)
             self._paused = True
@@ -237,7 +237,7 @@ class CudaPool:
             self._must_be_open("resume")
             if not self._paused:
                 raise RuntimeError("resume(): the pool is not paused")
-            self._no_capture("resume")
+            self._device_must_be_free("resume")
             self._memory.resume()
             self._paused = False
 
@@ -272,10 +272,16 @@ class CudaPool:
         if self._entered:
             raise RuntimeError(f"{what}: a `with pool:` block of this pool is open; leave it first")
 
-    def _no_capture(self, what: str) -> None:
+    def _device_must_be_free(self, what: str) -> None:
         import torch
 
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._device.type == "cpu":
+            return
+        if torch.cuda._is_in_bad_fork():
+            raise RuntimeError(
+                f"{what}: CUDA does not work in a child of fork(): start it with the multiprocessing method 'spawn'"
+            )
+        if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{what}: a CUDA graph is being captured, which would keep addresses that this pool may give to others:"
                 " do it before the capture"
