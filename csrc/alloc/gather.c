@@ -135,16 +135,17 @@ static size_t count_spare(const mo_pool *pool, const mo_request *request, bool j
 }
 
 /* Makes up to `want` granules spare that are free elsewhere: out of the largest free blocks first, from their ends, so
- * that their heads stay joined to what they lie beside. With `count_only` nothing is changed. Returns how many. */
+ * that their heads stay joined to what they lie beside. `leave` falls by as many. With `count_only` nothing else is changed.
+ * Returns how many. */
 static size_t steal_from(mo_pool *pool, const mo_request *request, mo_zone *zone, const mo_site *site,
-                         bool join, bool count_only, size_t want)
+                         bool join, bool count_only, size_t want, size_t *leave)
 {
-    size_t got = 0, leave = zone->arena == request->arena ? SIZE_MAX : may_leave(pool, zone->arena);
+    size_t got = 0;
     mo_block probe, *block = mo_free_set_last(&zone->free);
 
     if (zone->arena->pinned || zone->arena->paused)
         return 0;
-    for (; block && got < want && leave && block->size >= pool->granules.size;
+    for (; block && got < want && *leave && block->size >= pool->granules.size;
          block = mo_free_set_before(&zone->free, &probe)) {
         size_t low, high, count;
 
@@ -163,9 +164,9 @@ static size_t steal_from(mo_pool *pool, const mo_request *request, mo_zone *zone
             continue;
         count = high - low;
         count = count < want - got ? count : want - got;
-        count = count < leave ? count : leave;
+        count = count < *leave ? count : *leave;
         got += count;
-        leave -= leave == SIZE_MAX ? 0 : count;
+        *leave -= count;
         if (count_only)
             continue;
         if (mo_blocks_reserve(&pool->blocks, 4, NULL))
@@ -178,19 +179,20 @@ static size_t steal_from(mo_pool *pool, const mo_request *request, mo_zone *zone
 static size_t steal(mo_pool *pool, const mo_request *request, const mo_site *site, bool join, bool count_only,
                     size_t want)
 {
-    size_t enter = may_enter(pool, request->arena), own;
-    size_t got = 0;
+    size_t enter = may_enter(pool, request->arena), leave = SIZE_MAX, own, got = 0;
 
     for (int kind = MO_ZONES - 1; kind >= 0; kind--)
-        got += steal_from(pool, request, &request->arena->zones[kind], site, join, count_only, want - got);
+        got += steal_from(pool, request, &request->arena->zones[kind], site, join, count_only, want - got,
+                          &leave);
     for (mo_arena *arena = pool->arenas; arena && got < want; arena = arena->next) {
         if (arena == request->arena)
             continue;
         own = got;
+        leave = may_leave(pool, arena);
         if (want - own > enter)
             want = own + enter;
         for (int kind = MO_ZONES - 1; kind >= 0; kind--)
-            got += steal_from(pool, request, &arena->zones[kind], site, join, count_only, want - got);
+            got += steal_from(pool, request, &arena->zones[kind], site, join, count_only, want - got, &leave);
         enter -= enter == SIZE_MAX ? 0 : got - own;
     }
     return got;
