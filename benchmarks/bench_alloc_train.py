@@ -11,6 +11,9 @@ that do nothing, and a device that counts every call and every byte. For each lo
 
 and the host's CPU time for torch.empty and del, in turns between processes that each have one allocator.
 
+With plenty memopt holds its default of 2 % above the live peak; on a smaller device it is told by memory_budget= that
+it may have all of it, which the others take anyway.
+
 No context and no library workspaces but PyTorch's own cuBLAS ones are charged to the device. Each probe starts from a
 device that holds nothing: a process serves another probe only when it has given back every byte, and memopt, which
 learns from what it has seen, gets a new process each time.
@@ -84,12 +87,16 @@ def serve(allocator: Allocator) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if allocator.memopt:
-        import memopt
-
-        torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
+    given = not allocator.memopt
     for line in sys.stdin:
         request = json.loads(line)
+        if not given:
+            import memopt
+
+            memory = request.get("memory", PLENTY)
+            mine = memopt.cuda.allocator(memory_budget=memory if memory < PLENTY else None)
+            torch.cuda.memory.change_current_allocator(mine)
+            given = True
         if "sizes" in request:
             answer = time_pairs(**request)
         else:
