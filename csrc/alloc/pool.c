@@ -18,6 +18,7 @@ static mo_lock opening = MO_LOCK_INIT;
 static mo_pool_settings defaults = {
     .slack = 20, .recall = true, .small_limit = MO_SMALL_LIMIT, .huge_limit = MO_HUGE_LIMIT};
 static _Atomic(mo_pool *) of_device[MO_MAX_DEVICES];
+static void (*on_open)(int device, mo_pool *pool); /* under `opening` */
 
 mo_pool_settings mo_pool_defaults(void)
 {
@@ -36,14 +37,26 @@ void mo_pool_set_defaults(mo_pool_settings settings)
     mo_lock_give(&opening);
 }
 
+mo_pool *mo_pool_if_open(int device)
+{
+    return device < 0 || device >= MO_MAX_DEVICES
+               ? NULL
+               : atomic_load_explicit(&of_device[device], memory_order_acquire);
+}
+
+void mo_pool_on_open(void (*call)(int device, mo_pool *pool))
+{
+    mo_lock_take(&opening);
+    on_open = call;
+    mo_lock_give(&opening);
+}
+
 mo_status mo_pool_of_device(int device, mo_pool **out, mo_detail *detail)
 {
     mo_driver *driver = NULL;
-    mo_pool *pool = NULL;
+    mo_pool *pool = mo_pool_if_open(device);
     mo_status status = MO_OK;
 
-    if (device >= 0 && device < MO_MAX_DEVICES)
-        pool = atomic_load_explicit(&of_device[device], memory_order_acquire);
     if (!pool) {
         status = mo_driver_cuda_get(device, &driver,
                                     detail); /* refuses a number that of_device[] lacks, and a child */
@@ -51,10 +64,13 @@ mo_status mo_pool_of_device(int device, mo_pool **out, mo_detail *detail)
             return status;
         mo_lock_take(&opening);
         pool = atomic_load_explicit(&of_device[device], memory_order_relaxed);
-        if (!pool)
+        if (!pool) {
             status = mo_pool_open(driver, &defaults, detail, &pool);
-        if (!status)
-            atomic_store_explicit(&of_device[device], pool, memory_order_release);
+            if (!status)
+                atomic_store_explicit(&of_device[device], pool, memory_order_release);
+            if (!status && on_open)
+                on_open(device, pool);
+        }
         mo_lock_give(&opening);
     }
     if (!status)
@@ -287,6 +303,14 @@ static mo_status no_arena(mo_arena_id id, mo_detail *detail)
                    id.second);
 }
 
+static void trace_oom(mo_pool *pool, size_t size, mo_stream stream, const mo_arena *arena)
+{
+    size_t free_bytes = 0, total;
+
+    pool->driver->memory_info(pool->driver, NULL, &free_bytes, &total);
+    mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_OOM, 0, free_bytes, size, stream, arena->id);
+}
+
 /* With the pressure call between two attempts; named: `id` counts, else the routes do. */
 static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, mo_stream stream,
                        mo_detail *detail, mo_address *out)
@@ -319,7 +343,7 @@ static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, m
             pool->stats.num_ooms++;
             mo_pool_describe_oom(pool, arena, size, detail);
             if (pool->trace)
-                mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_OOM, 0, 0, size, stream, arena->id);
+                trace_oom(pool, size, stream, arena);
         }
         MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);
         mo_lock_give(&pool->lock);

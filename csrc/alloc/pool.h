@@ -60,6 +60,12 @@ mo_status mo_pool_close(mo_pool *pool, mo_detail *detail);
 /* The process's pool of a device, opened at first use with the defaults and kept for ever. */
 mo_status mo_pool_of_device(int device, mo_pool **out, mo_detail *detail);
 
+/* The same where it is open already, else NULL. */
+mo_pool *mo_pool_if_open(int device);
+
+/* Called with each pool that mo_pool_of_device opens from now on; NULL: nothing is. It must not open another. */
+void mo_pool_on_open(void (*call)(int device, mo_pool *pool));
+
 /* ---- memory -------------------------------------------------------------------------------------------- */
 
 /* size bytes for work on `stream`, in the arena that the routes choose (mo_pool_route), else in the general one.

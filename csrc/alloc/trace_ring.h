@@ -23,7 +23,7 @@ typedef enum mo_trace_op {
     MO_TRACE_STEP,
     MO_TRACE_MAP,   /* granules came to an address: size bytes */
     MO_TRACE_UNMAP, /* and left it */
-    MO_TRACE_OOM,   /* size bytes could not be had */
+    MO_TRACE_OOM,   /* size bytes could not be had, while the device had `address` bytes free */
 } mo_trace_op;
 
 typedef struct mo_trace_record {

@@ -2,7 +2,7 @@
 
 #include <stddef.h>
 
-#include "alloc/torch_hooks.h"
+#include "alloc/pool.h"
 #include "base/hostmem.h"
 #include "driver/forked.h"
 
@@ -19,7 +19,7 @@ static bool pool_of(PyObject *module, int device, mo_pool **out)
                  &detail);
         return false;
     }
-    *out = mo_forked() ? NULL : mo_torch_hooks_pool(device);
+    *out = mo_forked() ? NULL : mo_pool_if_open(device);
     return true;
 }
 

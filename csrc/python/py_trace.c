@@ -151,16 +151,15 @@ static bool is_device(int device)
     return false;
 }
 
-/* Without the GIL. A ring of another capacity than before takes the old one's place, whose events are gone. */
-static mo_status start(int device, size_t capacity, bool clear, mo_detail *detail)
-{
-    mo_pool *pool;
-    mo_trace *fresh = NULL;
-    mo_status status = mo_pool_of_device(device, &pool, detail);
+#define ALL (-1)                 /* every device in use, and each that will be */
+static size_t capacity_of_later; /* 0: those are not traced; under rings_lock */
 
-    if (status)
-        return status;
-    mo_lock_take(&rings_lock);
+/* With rings_lock. A ring of another capacity than before takes the old one's place, whose events are gone. */
+static mo_status begin(int device, mo_pool *pool, size_t capacity, bool clear, mo_detail *detail)
+{
+    mo_trace *fresh = NULL;
+    mo_status status = MO_OK;
+
     mo_trace *old = rings[device].ring;
     if (!old || mo_trace_capacity(old) != capacity)
         status = mo_trace_open(capacity, detail, &fresh);
@@ -173,14 +172,72 @@ static mo_status start(int device, size_t capacity, bool clear, mo_detail *detai
         if (fresh)
             mo_trace_close(old); /* the pool has let go of it, under its lock */
     }
+    return status;
+}
+
+/* A pool that is being opened; where there is no host memory for a ring it is not traced. */
+static void begin_later(int device, mo_pool *pool)
+{
+    mo_lock_take(&rings_lock);
+    if (capacity_of_later)
+        begin(device, pool, capacity_of_later, false, NULL);
+    mo_lock_give(&rings_lock);
+}
+
+/* Without the GIL. */
+static mo_status start(int device, size_t capacity, bool clear, mo_detail *detail)
+{
+    mo_pool *pool = NULL;
+    mo_status status = MO_OK;
+
+    if (device != ALL)
+        status = mo_pool_of_device(device, &pool, detail);
+    else if (!capacity || capacity > MO_TRACE_MAX_CAPACITY)
+        status = mo_fail(detail, MO_INVALID, 0, "a trace of %zu events: 1 to %zu are possible", capacity,
+                         MO_TRACE_MAX_CAPACITY);
+    else
+        mo_pool_on_open(begin_later);
+    if (status)
+        return status;
+    mo_lock_take(&rings_lock);
+    for (int i = 0; device == ALL && i < MO_MAX_DEVICES && !status; i++) {
+        pool = mo_pool_if_open(i);
+        if (pool)
+            status = begin(i, pool, capacity, clear, detail);
+    }
+    if (device == ALL && !status)
+        capacity_of_later = capacity;
+    if (device != ALL)
+        status = begin(device, pool, capacity, clear, detail);
     mo_lock_give(&rings_lock);
     return status;
+}
+
+/* Without the GIL. Whether a device is still traced. */
+static bool stop(int device)
+{
+    bool any = false;
+
+    mo_lock_take(&rings_lock);
+    if (device == ALL)
+        capacity_of_later = 0;
+    for (int i = 0; i < MO_MAX_DEVICES; i++) {
+        if (rings[i].on && (device == ALL || i == device)) {
+            mo_pool_trace(mo_pool_if_open(i), NULL);
+            rings[i].on = false;
+        }
+        any |= rings[i].on;
+    }
+    any |= capacity_of_later > 0;
+    mo_lock_give(&rings_lock);
+    return any;
 }
 
 PyDoc_STRVAR(
     trace_start_doc,
     "trace_start($module, device, capacity, stacks, clear, /)\n--\n\n"
-    "From now on the last `capacity` events of the device's allocator are kept.\n\n"
+    "From now on the last `capacity` events of the device's allocator are kept. device -1: of each device\n"
+    "that is in use, and will be.\n\n"
     "stacks: requests note the Python stack they come from (for all devices; takes the GIL at every one).\n"
     "clear: forget what was kept so far.\n"
     "Raises memopt.Error without that device, ValueError for a capacity that makes no sense.");
@@ -193,7 +250,7 @@ static PyObject *trace_start(PyObject *module, PyObject *args)
     mo_status status;
 
     if (!PyArg_ParseTuple(args, "inpp:trace_start", &device, &capacity, &stacks, &clear) ||
-        !is_device(device))
+        (device != ALL && !is_device(device)))
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
     status = start(device, capacity < 0 ? 0 : (size_t)capacity, clear, &detail);
@@ -207,28 +264,21 @@ static PyObject *trace_start(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(trace_stop_doc,
-             "trace_stop($module, device, /)\n--\n\n"
-             "Ends what trace_start began; what was kept can still be read. No error where nothing\n"
-             "was begun. Stacks are no longer noted once no device is traced.");
+PyDoc_STRVAR(trace_stop_doc, "trace_stop($module, device, /)\n--\n\n"
+                             "Ends what trace_start began, on all devices with -1; what was kept can still "
+                             "be read. No error where nothing\n"
+                             "was begun. Stacks are no longer noted once no device is traced.");
 
 static PyObject *trace_stop(PyObject *module, PyObject *args)
 {
-    bool any = false;
+    bool any;
     int device;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "i:trace_stop", &device) || !is_device(device))
+    if (!PyArg_ParseTuple(args, "i:trace_stop", &device) || (device != ALL && !is_device(device)))
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    mo_lock_take(&rings_lock);
-    mo_pool *pool;
-    if (rings[device].on && mo_pool_of_device(device, &pool, NULL) == MO_OK)
-        mo_pool_trace(pool, NULL);
-    rings[device].on = false;
-    for (int i = 0; i < MO_MAX_DEVICES; i++)
-        any |= rings[i].on;
-    mo_lock_give(&rings_lock);
+    any = stop(device);
     Py_END_ALLOW_THREADS;
     if (!any)
         mo_py_stack_stop();

@@ -14,6 +14,7 @@ from memopt.cuda.caller import stacklevel
 
 # Events that are kept where torch asks for all there ever were: 64 bytes each, taken as they come. The C side says why.
 _MOST = 1 << 28
+_ALL = -1  # devices
 
 Frames = list[dict[str, Any]]
 
@@ -44,8 +45,8 @@ def record(
     clear: bool,
     skip: Collection[str] = (),
 ) -> None:
-    """Begins, changes or ends recording, with torch's meaning of the arguments; on the current device and those in use.
-    C++ frames are not recorded, Python's are."""
+    """Begins, changes or ends recording, with torch's meaning of the arguments. C++ frames are not recorded, Python's
+    are."""
     global _recording
     if enabled not in (None, "state", "all"):
         raise RuntimeError("expected state to be 'state', 'all', or None")
@@ -57,27 +58,12 @@ def record(
     with _lock:
         if enabled is None:
             _recording = None
-            for device in _devices_in_use():
-                _C.trace_stop(device)
+            _C.trace_stop(_ALL)
             return
         capacity = max(1, min(max_entries, _MOST))
         wanted = _Recording(enabled == "all", context is not None, capacity, frozenset(skip))
-        for device in sorted({*_devices_in_use(), _current_device()}):
-            _C.trace_start(device, capacity, wanted.stacks, clear)
+        _C.trace_start(_ALL, capacity, wanted.stacks, clear)
         _recording = wanted
-
-
-def _devices_in_use() -> list[int]:
-    import torch
-
-    devices = range(torch.cuda.device_count())
-    return [device for device in devices if _C.allocator_statistics(device)["driver_calls"]]
-
-
-def _current_device() -> int:
-    import torch
-
-    return int(torch.cuda.current_device())
 
 
 def refuse_host_history(wanted: bool) -> None:

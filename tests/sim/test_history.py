@@ -14,8 +14,9 @@ import torch
 import torch.cuda._memory_viz as viz
 
 import memopt.cuda
+from memopt import sim
 
-SIM = {"memory": "512MiB"}
+SIM = {"memory": "512MiB", "devices": 2}
 MIB = 1 << 20
 
 
@@ -48,6 +49,18 @@ def live_frames() -> dict[int, list[dict]]:
     return {
         b["address"]: b["frames"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated"
     }
+
+
+def test_a_device_that_comes_into_use_later_is_recorded_too_and_is_not_begun_for_that():
+    contexts = sim.calls("cuDevicePrimaryCtxRetain")
+    torch.cuda.memory._record_memory_history(stacks="python")
+    assert sim.calls("cuDevicePrimaryCtxRetain") == contexts
+    assert torch.cuda.memory._snapshot()["device_traces"][1] == []
+    x = torch.empty(1000, dtype=torch.uint8, device="cuda:1")
+    requests = [e for e in torch.cuda.memory._snapshot()["device_traces"][1] if e["action"] == "alloc"]
+    assert [e["size"] for e in requests] == [1000] and requests[0]["frames"]
+    torch.cuda.memory._record_memory_history(None)
+    del x
 
 
 def test_nothing_is_recorded_before_it_is_asked_for():
@@ -144,7 +157,8 @@ def test_an_out_of_memory_is_in_it():
     with pytest.raises(torch.OutOfMemoryError):
         block(4096 * MIB)
     [entry] = entries("oom")
-    assert entry["size"] == 4096 * MIB and "device_free" in entry and "addr" not in entry
+    assert entry["size"] == 4096 * MIB and entry["device_free"] == torch.cuda.mem_get_info()[0] > 0
+    assert "addr" not in entry
     assert entry["frames"][0]["name"] == "block"
 
 
