@@ -300,16 +300,21 @@ static mo_status suspend(mo_pool *pool, mo_span *span, size_t i, mo_detail *deta
     return status;
 }
 
+/* Whatever the budget is: it may have been lowered below what was held until now. */
+static mo_status put_back(mo_pool *pool, mo_span *span, size_t i, mo_detail *detail)
+{
+    mo_status status = mo_granule_restore(&pool->granules, &span->slots[i], mo_slot_address(span, i), detail);
+
+    pool->stats.num_device_alloc += !status;
+    return status;
+}
+
 static mo_status restore(mo_pool *pool, mo_span *span, size_t i, mo_detail *detail)
 {
-    mo_status status;
-
     if (pool->settings.budget && mo_pool_held(pool) + pool->granules.size > pool->settings.budget)
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0,
                        "CUDA out of memory. The memory budget has no room to resume the pool");
-    status = mo_granule_restore(&pool->granules, &span->slots[i], mo_slot_address(span, i), detail);
-    pool->stats.num_device_alloc += !status;
-    return status;
+    return put_back(pool, span, i, detail);
 }
 
 /* Other views of its granules would be faults: they go first. The device is idle. */
@@ -351,7 +356,7 @@ static mo_status pause_locked(mo_pool *pool, mo_arena *arena, mo_detail *detail)
     if (!status)
         status = each_owned(pool, arena, drop_views, nothing, detail);
     if (!status)
-        status = each_owned(pool, arena, suspend, restore, detail);
+        status = each_owned(pool, arena, suspend, put_back, detail);
     arena->paused = !status;
     return status;
 }
