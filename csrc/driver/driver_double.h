@@ -124,6 +124,10 @@ bool mo_double_ordered(mo_double *device, mo_stream before, mo_stream after);
 /* Whether every byte of the range can be used: mapped and granted, or in segments. */
 bool mo_double_usable(mo_double *device, mo_address address, size_t size);
 
+/* Whether the host knows every operation to be over that used bytes of the range, under whichever address: what memory
+ * must be that a graph is given, whose replays come after nothing in particular. */
+bool mo_double_idle(mo_double *device, mo_address address, size_t size);
+
 /* The handle that is mapped at address, 0 where none is. */
 mo_physical mo_double_behind(mo_double *device, mo_address address);
 

@@ -191,6 +191,34 @@ bool mo_double_ordered(mo_double *device, mo_stream before, mo_stream after)
     return ordered;
 }
 
+/* [from, to) of a handle or segment. */
+static bool is_idle(const mo_double *d, const mo_double_block *memory, size_t from, size_t to)
+{
+    for (size_t i = 0; i < memory->use_count; i++) {
+        const mo_double_use_record *use = &memory->uses[i];
+        if (use->from < to && from < use->to && use->at > mo_double_clock_at(d->host, use->on))
+            return false;
+    }
+    return true;
+}
+
+bool mo_double_idle(mo_double *device, mo_address address, size_t size)
+{
+    const mo_address end = address + size;
+    bool idle = true;
+    mo_lock_take(&device->lock);
+    while (device->watched && address < end && idle) {
+        const mo_double_block *b = usable_at(device, address);
+        if (!b)
+            break;
+        const mo_address stop = end < b->high ? end : b->high;
+        idle = is_idle(device, b->handle ? b->handle : b, address - b->low, stop - b->low);
+        address = stop;
+    }
+    mo_lock_give(&device->lock);
+    return idle;
+}
+
 bool mo_double_usable(mo_double *device, mo_address address, size_t size)
 {
     const mo_address end = address + size;

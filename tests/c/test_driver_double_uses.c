@@ -375,6 +375,25 @@ TEST(a_use_covers_only_its_part_of_an_older_one)
     CHECK_VIOLATED("is not behind operation");
 }
 
+TEST(memory_is_idle_when_the_host_knows_its_uses_to_be_over)
+{
+    mo_driver *m = fresh(2 * MIB);
+    mo_physical h;
+    const mo_address a = memory(m, 1, &h), b = contract_reserve(m, 1);
+    contract_map(m, b, 1, h);
+    CHECK(mo_double_idle(&device, a, 2 * MIB));
+    mo_double_use(&device, A, a + MIB, 512, 1);
+    CHECK(!mo_double_idle(&device, a, 2 * MIB));
+    CHECK(!mo_double_idle(&device, b + MIB + 511, 1)); /* under the other address */
+    CHECK(mo_double_idle(&device, b, MIB));
+    CHECK(mo_double_idle(&device, b + MIB + 512, MIB - 512));
+    order(m, A, B);
+    mo_double_complete(&device, A, 10);
+    CHECK(!mo_double_idle(&device, a, 2 * MIB));
+    CHECK_EQ(ask(m, A), MO_OK);
+    CHECK(mo_double_idle(&device, a, 2 * MIB));
+}
+
 /* ---- captures ------------------------------------------------------------------------------------------ */
 
 TEST(an_event_recorded_on_a_stream_under_capture_is_a_violation)

@@ -220,6 +220,27 @@ TEST(granules_of_a_pinned_arena_never_move)
     close_pool();
 }
 
+TEST(granules_of_a_pinned_arena_do_not_move_within_it_either)
+{
+    mo_pool_settings settings = plain_settings;
+    settings.budget = 32 * MIB;
+    open_pool(256 * MIB, GRANULE, settings);
+    CHECK_OK(mo_pool_arena_retain(pool, graph, true, 0, &said));
+    mo_address blocks[8], address;
+    mo_physical behind[8];
+    for (size_t i = 0; i < 8; i++) {
+        blocks[i] = get_in(graph, 4 * MIB, A);
+        behind[i] = mo_double_behind(&device, blocks[i]);
+    }
+    for (size_t i = 0; i < 8; i += 2)
+        put(blocks[i]);
+    CHECK_OUT_OF_MEMORY(mo_pool_alloc_in(pool, graph, 16 * MIB, A, &said, &address));
+    for (size_t i = 0; i < 8; i++)
+        CHECK_EQ(mo_double_behind(&device, blocks[i]), behind[i]);
+    CHECK_POOL();
+    close_pool();
+}
+
 TEST(granules_of_an_arena_that_is_not_pinned_may_move_to_another)
 {
     mo_pool_settings settings = plain_settings;

@@ -431,10 +431,11 @@ static void captures_beside_work(uint64_t seed, bool double_map)
             mo_double_complete(&device, stream_number(test_random(&random) % 4), test_random(&random) % 30);
         } else if (what < 98 && capturing && graph_blocks < 16) {
             mo_address address;
-            CHECK_OK(mo_pool_alloc_in(pool, graph, random_size(&random) % (4 * MIB) + 1, captured, &said,
-                                      &address));
+            const size_t size = random_size(&random) % (4 * MIB) + 1;
+            CHECK_OK(mo_pool_alloc_in(pool, graph, size, captured, &said, &address));
             for (size_t k = 0; k < model.count; k++)
                 CHECK(model.blocks[k].address != address);
+            CHECK(mo_double_idle(&device, address, size)); /* replays come after nothing in particular */
             in_graph[graph_blocks++] = address;
         } else if (what >= 98) {
             capturing = !capturing;
