@@ -236,7 +236,7 @@ def test_a_second_import_is_a_module_of_its_own_over_the_same_engines():
     second = another()
     assert second is not _C and second.Error is not _C.Error
     assert second.parse_size("8GiB") == _C.parse_size("8GiB") == 8 << 30
-    assert second.allocator_stats() == _C.allocator_stats()
+    assert second.allocator_statistics() == _C.allocator_statistics()
     if _C.cpu_isa() != "avx512":
         with pytest.raises(second.Error):
             second.cpu_isa("avx512")
@@ -307,7 +307,15 @@ CALLS: dict[str, list[tuple]] = {
     "allocator_fraction": [(0,), (63,), (64,), (-1,), ("x",), ()],
     "allocator_is_current": [(), (1,)],
     "allocator_misuse": [(), (1,)],
-    "allocator_stats": [(), (0,), (63,), (64,), (-1,), (2**40,), ("x",)],
+    "allocator_statistics": [(), (0,), (63,), (64,), (-1,), (2**40,), ("x",)],
+    "allocator_private_pools": [(), (0,), (63,), (64,), (-1,), ("x",)],
+    "allocator_fragmentation": [(), (0,), (63,), (64,), (-1,), ("x",)],
+    "allocator_reset_peaks": [(), (0,), (63,), (64,), (-1,), ("x",)],
+    "allocator_reset_accumulated": [(), (0,), (63,), (64,), (-1,), ("x",)],
+    "allocator_segments": [
+        (0, None, {}), (63, (0, 1), {}), (64, None, {}), (0, 1, {}), (0, (1,), {}), (0, ("x", 1), {}), (0, None, None),
+        (),
+    ],
     "kernels_configure": [((), None), (("/no/such/libnvrtc.so",), "/no/such/cache"), ((1,), None), ([], None), ()],
     "kernel_status": [(), (0,), (0, True), (64, True), (-1,), ("x",)],
     "kernel_source": [(), (1,)],
@@ -316,6 +324,18 @@ CALLS: dict[str, list[tuple]] = {
         (one("b"), one("Q"), 0, 0, 0, 0, 0), (one("Q"), array("Q"), 0, 0, 0, 0, 0), (None, None, 0, 0, 0, 0, 0),
         (one("Q"), one("Q"), 0, 0, 0, 64, 0), (one("Q"), one("Q"), Refuses(), 0, 0, 0, 0), (),
     ],
+    "replay": [
+        (b"a 1 512 0\nf 1 0\n", 0, 20, 0, False, True, False, False, 0, False),
+        (b"nonsense\n", 0, 20, 0, False, True, False, False, 0, False),
+        (b"", -1, 20, 0, False, True, False, False, 0, False), (),
+    ],
+    "trace_start": [(-1, 10, False, True), (-1, 0, False, False), (64, 10, False, False), ("x",), ()],
+    "trace_stop": [(-1,), (0,), (64,), (-2,), ("x",), ()],
+    "trace_state": [(0,), (63,), (64,), (-1,), ("x",), ()],
+    "trace_read": [(0,), (63,), (64,), (-1,), ("x",), ()],
+    "trace_stack": [(0,), (2**31,), (-1,), ("x",), ()],
+    "trace_text": [(0,), (64,), (-1,), ("x",), ()],
+    "trace_step": [(), (1,)],
 }  # fmt: skip
 
 
