@@ -23,12 +23,10 @@ static void put(mo_address_map *map, mo_address address, mo_block *block)
     map->count++;
 }
 
-mo_status mo_address_map_reserve(mo_address_map *map, mo_detail *detail)
+mo_status mo_address_map_grow(mo_address_map *map, mo_detail *detail)
 {
     mo_address_map larger = {.capacity = map->capacity ? 2 * map->capacity : FIRST_CAPACITY};
 
-    if (2 * (map->count + 1) <= map->capacity)
-        return MO_OK;
     larger.entries = mo_host_calloc(larger.capacity, sizeof *larger.entries);
     if (!larger.entries)
         return mo_fail(detail, MO_NO_HOST_MEMORY, 0,

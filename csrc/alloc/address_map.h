@@ -16,8 +16,13 @@ typedef struct mo_address_map {
     size_t count;    /* <= capacity / 2 */
 } mo_address_map;
 
+/* The rare half of mo_address_map_reserve, which is inline: every request passes through it. */
+mo_status mo_address_map_grow(mo_address_map *map, mo_detail *detail);
 /* One more can be put. MO_NO_HOST_MEMORY; the map is as it was then. */
-mo_status mo_address_map_reserve(mo_address_map *map, mo_detail *detail);
+static inline mo_status mo_address_map_reserve(mo_address_map *map, mo_detail *detail)
+{
+    return 2 * (map->count + 1) <= map->capacity ? MO_OK : mo_address_map_grow(map, detail);
+}
 void mo_address_map_put(mo_address_map *map, mo_block *block);
 /* NULL where it is not there. */
 mo_block *mo_address_map_find(const mo_address_map *map, mo_address address);

@@ -10,7 +10,7 @@ typedef struct chunk {
     mo_block blocks[CHUNK];
 } chunk;
 
-mo_status mo_blocks_reserve(mo_block_store *store, size_t count, mo_detail *detail)
+mo_status mo_blocks_make(mo_block_store *store, size_t count, mo_detail *detail)
 {
     while (store->spare_count < count) {
         chunk *made = mo_host_calloc(1, sizeof *made);

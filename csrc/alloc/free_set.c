@@ -20,17 +20,16 @@ static bool before(const mo_block *a, const mo_block *b)
     return a->size != b->size ? a->size < b->size : a->address < b->address;
 }
 
-static void note_bin(mo_free_set *set, unsigned bin)
+static void note_filled(mo_free_set *set, unsigned bin)
 {
-    uint64_t bit = 1ull << (bin % 64);
+    set->bins[bin / 64] |= 1ull << (bin % 64);
+    set->words |= 1ull << (bin / 64);
+}
 
-    if (set->root[bin])
-        set->bins[bin / 64] |= bit;
-    else
-        set->bins[bin / 64] &= ~bit;
-    if (set->bins[bin / 64])
-        set->words |= 1ull << (bin / 64);
-    else
+static void note_emptied(mo_free_set *set, unsigned bin)
+{
+    set->bins[bin / 64] &= ~(1ull << (bin % 64));
+    if (!set->bins[bin / 64])
         set->words &= ~(1ull << (bin / 64));
 }
 
@@ -42,6 +41,8 @@ void mo_free_set_insert(mo_free_set *set, mo_block *block)
 
     while (*place && (*place)->priority >= block->priority)
         place = &(*place)->link[before(*place, block)];
+    if (!set->root[bin])
+        note_filled(set, bin);
     rest = *place; /* is split into what comes before the block and what comes after */
     *place = block;
     lower = &block->link[0];
@@ -58,7 +59,6 @@ void mo_free_set_insert(mo_free_set *set, mo_block *block)
         }
     *lower = *upper = NULL;
     set->count++;
-    note_bin(set, bin);
 }
 
 void mo_free_set_remove(mo_free_set *set, mo_block *block)
@@ -84,7 +84,8 @@ void mo_free_set_remove(mo_free_set *set, mo_block *block)
         }
     *place = low ? low : high;
     set->count--;
-    note_bin(set, bin);
+    if (!set->root[bin])
+        note_emptied(set, bin);
 }
 
 static mo_block *end_of(mo_block *tree, int side)

@@ -33,12 +33,8 @@ static void renumber(mo_order *order, unsigned t, mo_stream stream)
         order->streams[s].behind[t] = 0;
 }
 
-mo_status mo_order_number(mo_order *order, mo_stream stream, mo_detail *detail, unsigned *out)
+mo_status mo_order_find(mo_order *order, mo_stream stream, mo_detail *detail, unsigned *out)
 {
-    if (order->recent < order->count && order->streams[order->recent].handle == stream) {
-        *out = order->recent;
-        return MO_OK;
-    }
     for (unsigned t = 0; t < order->count; t++)
         if (order->streams[t].handle == stream) {
             *out = order->recent = t;

@@ -64,9 +64,23 @@ static inline mo_use mo_use_union(mo_use a, mo_use b)
 /* Destroys the events. */
 void mo_order_close(mo_order *order);
 
+/* The rare half of mo_order_number, which is inline: every request passes through it. */
+mo_status mo_order_find(mo_order *order, mo_stream stream, mo_detail *detail, unsigned *out);
 /* The number of a stream. WAITS for the device where MO_STREAMS of them are in use at a time; MO_UNSUPPORTED where
  * they all have live memory. */
-mo_status mo_order_number(mo_order *order, mo_stream stream, mo_detail *detail, unsigned *out);
+static inline mo_status mo_order_number(mo_order *order, mo_stream stream, mo_detail *detail, unsigned *out)
+{
+    if (order->recent >= order->count || order->streams[order->recent].handle != stream)
+        return mo_order_find(order, stream, detail, out);
+    *out = order->recent;
+    return MO_OK;
+}
+
+/* Whether stream s alone ever used it: then it waits for nobody. */
+static inline bool mo_order_own(unsigned s, mo_use use)
+{
+    return !(use.streams & ~(1ull << s));
+}
 
 /* The tick that stream t of a use must have reached. */
 static inline uint64_t mo_order_tick(const mo_order *order, unsigned t, mo_use use)

@@ -25,6 +25,8 @@ mo_block *mo_fit(mo_pool *pool, const mo_request *request, mo_block **waiting)
 
     *waiting = NULL;
     for (int i = 0; block && i < FIT_SCAN; i++, block = mo_free_set_after(set, block)) {
+        if (mo_order_own(request->stream, block->use))
+            return block;
         mo_order_settle(&pool->order, &block->use);
         if (!mo_order_missing(&pool->order, request->stream, false, block->use))
             return block;

@@ -191,8 +191,10 @@ static mo_status grant_request(mo_pool *pool, const mo_request *request, mo_bloc
                                mo_detail *detail, mo_block **out)
 {
     mo_arena *arena = request->arena;
-    mo_status status = mo_order_join(&pool->order, request->stream, false, block->use, detail);
+    mo_status status = MO_OK;
 
+    if (!mo_order_own(request->stream, block->use))
+        status = mo_order_join(&pool->order, request->stream, false, block->use, detail);
     if (!status)
         status = mo_blocks_reserve(&pool->blocks, 2, detail);
     if (!status)
@@ -223,13 +225,21 @@ static mo_status grant_request(mo_pool *pool, const mo_request *request, mo_bloc
 /* A request from search to ladder, until it is had or nothing is left to try. */
 static mo_status fulfil(mo_pool *pool, mo_request *request, mo_detail *detail, mo_block **out)
 {
-    uint32_t signature = mo_recall_signature(request->size, request->stream, request->arena->number);
-    mo_address hint = pool->settings.recall ? mo_recall_foretell(&pool->recall, signature) : 0, at = 0;
+    uint32_t signature = 0;
+    mo_address hint = 0, at = 0;
     mo_ladder ladder = {0};
     mo_block *block = NULL;
     mo_status status;
 
-    request->foretold = hint && pool->recall.run >= REPEATING;
+    if (pool->settings.recall) {
+        signature = mo_recall_signature(request->size, request->stream, request->arena->number);
+        hint = mo_recall_foretell(&pool->recall, signature);
+        request->foretold = hint && pool->recall.run >= REPEATING;
+        /* Small ones tell what comes next as well as others do, and fall into place by best fit alone; to look for their
+         * old place would take longer, among the thousands of blocks that may begin in one granule. */
+        if (request->zone == &request->arena->zones[MO_ZONE_SMALL])
+            hint = 0;
+    }
     for (;;) {
         status = search(pool, request, hint, detail, &block, &at);
         if (!status)
@@ -333,7 +343,9 @@ static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, m
 
         mo_lock_take(&pool->lock);
         retries = pool->stats.num_alloc_retries;
-        arena = named ? mo_arena_find(pool, id) : mo_arena_routed(pool, stream);
+        arena = named          ? mo_arena_find(pool, id)
+                : pool->routes ? mo_arena_routed(pool, stream)
+                               : &pool->general;
         status = arena ? alloc_locked(pool, arena, size, stream, detail, out) : no_arena(id, detail);
         if (!status && attempt && pool->stats.num_alloc_retries == retries)
             pool->stats.num_alloc_retries++; /* pressure is a rung too */

@@ -2,7 +2,8 @@
 
 #include "base/hostmem.h"
 
-#define PLACES 131072 /* a power of two */
+#define PLACES 131072         /* a power of two */
+#define FACTOR 0x100000001B3u /* FNV's prime */
 
 mo_status mo_recall_open(mo_recall *recall, mo_detail *detail)
 {
@@ -52,33 +53,33 @@ mo_address mo_recall_foretell(mo_recall *recall, uint32_t signature)
 {
     const mo_recall_entry *e = entry(recall, recall->place);
 
-    if (!recall->following || !remembered(recall, recall->place) || e->signature != signature)
-        return 0;
-    return e->address;
+    recall->matched = recall->following && remembered(recall, recall->place) && e->signature == signature;
+    return recall->matched ? e->address : 0;
 }
 
-/* Hash of the last MO_RECALL_CONTEXT signatures up to and with the one at `place`. */
-static uint32_t context_at(const mo_recall *recall, uint32_t place)
+/* The context with one signature more, less the one that is MO_RECALL_CONTEXT older:
+ *
+ *     sum = signature[0] + FACTOR signature[-1] + FACTOR^2 signature[-2] …        modulo 2^64 */
+static uint64_t context_after(const mo_recall *recall, uint32_t place, uint32_t signature)
 {
-    uint64_t sum = 0;
+    uint64_t oldest = entry(recall, place - MO_RECALL_CONTEXT)->signature;
 
-    for (uint32_t i = 0; i < MO_RECALL_CONTEXT; i++)
-        sum = sum * 0x100000001B3u + entry(recall, place - i)->signature;
-    return mix(sum) & (PLACES - 1);
+    for (int i = 1; i < MO_RECALL_CONTEXT; i++)
+        oldest *= FACTOR;
+    return (recall->context - oldest) * FACTOR + signature;
 }
 
 void mo_recall_learn(mo_recall *recall, uint32_t signature, mo_address address)
 {
-    uint32_t here = recall->written, context, earlier;
-    bool foretold = recall->following && remembered(recall, recall->place) &&
-                    entry(recall, recall->place)->signature == signature;
+    uint32_t here = recall->written, *latest, earlier;
 
+    recall->context = context_after(recall, here, signature);
     *entry(recall, here) = (mo_recall_entry){address, signature};
     recall->written++;
-    context = context_at(recall, here);
-    earlier = recall->places[context];
-    recall->places[context] = here + 1;
-    if (foretold) {
+    latest = &recall->places[mix(recall->context) & (PLACES - 1)];
+    earlier = *latest;
+    *latest = here + 1;
+    if (recall->matched) {
         recall->place++;
         recall->run++;
         return;

@@ -30,8 +30,9 @@ typedef struct mo_recall {
     uint32_t written; /* entries so far, modulo 2^32 */
     uint32_t place;   /* of the next request, if `following` */
     uint32_t run;     /* requests foretold right since the last that was not */
-    uint32_t context; /* hash of the last MO_RECALL_CONTEXT signatures */
+    uint64_t context; /* of the last MO_RECALL_CONTEXT signatures */
     bool following;
+    bool matched; /* the request that was asked about last is the one at `place` */
 } mo_recall;
 
 /* MO_NO_HOST_MEMORY; then nothing will ever be foretold, which is no error. */
@@ -43,7 +44,7 @@ uint32_t mo_recall_signature(size_t size, unsigned stream, uint64_t arena);
 /* The address that the next request had last time, if it is foretold and has this signature; else 0. */
 mo_address mo_recall_foretell(mo_recall *recall, uint32_t signature);
 
-/* What the request got. Once for each request. */
+/* What the request got. Once for each request, after mo_recall_foretell. */
 void mo_recall_learn(mo_recall *recall, uint32_t signature, mo_address address);
 
 #endif
