@@ -420,16 +420,17 @@ void mo_pool_describe_oom(mo_pool *pool, const mo_arena *arena, size_t size, mo_
 typedef struct census {
     mo_pool *pool;
     const char *broken;
-    size_t live, live_bytes, requested, free_blocks, holes;
+    size_t live, live_bytes, requested, free_blocks, holes, stale;
+    uint64_t users[MO_STREAMS];
 } census;
 
 #define EXPECT(condition)                                                                                    \
     do {                                                                                                     \
-        if (!(condition) && !c->broken)                                                                      \
+        if (!c->broken && !(condition)) /* what is broken is followed no further */                          \
             c->broken = #condition;                                                                          \
     } while (0)
 
-static void check_slots(census *c, mo_zone *zone, const mo_span *span, const mo_block *block)
+static void check_slots(census *c, const mo_span *span, const mo_block *block)
 {
     size_t size = c->pool->granules.size;
     size_t low = mo_span_slot(span, block->address),
@@ -447,18 +448,22 @@ static void check_slots(census *c, mo_zone *zone, const mo_span *span, const mo_
     EXPECT(span->slots[low].first && span->slots[low].first->address <= block->address);
     EXPECT(mo_span_block_at(span, block->address) == block);
     EXPECT(mo_span_block_at(span, block->address + block->size - 1) == block);
-    (void)zone;
 }
 
-static void check_block(census *c, mo_zone *zone, const mo_span *span, mo_block *block)
+static void check_block(census *c, const mo_span *span, mo_block *block)
 {
     EXPECT(block->size && block->size % MO_ALIGNMENT == 0 && block->span == span);
     EXPECT(!block->next || block->next->address == block->address + block->size);
     EXPECT(!block->next || block->next->previous == block);
     EXPECT(!block->next || block->state == MO_BLOCK_LIVE || block->next->state != block->state);
     if (span->slot_count)
-        check_slots(c, zone, span, block);
+        check_slots(c, span, block);
+    EXPECT(block->use.tick <= c->pool->order.tick && block->stream < MO_STREAMS);
+    if (c->broken)
+        return;
     if (block->state == MO_BLOCK_LIVE) {
+        for (uint64_t rest = block->use.streams | 1ull << block->stream; rest; rest &= rest - 1)
+            c->users[__builtin_ctzll(rest)]++;
         EXPECT(mo_address_map_find(&c->pool->live, block->address) == block);
         c->live++;
         c->live_bytes += block->size;
@@ -472,18 +477,21 @@ static void check_block(census *c, mo_zone *zone, const mo_span *span, mo_block 
 
 static void check_zone(census *c, mo_zone *zone, size_t *owned)
 {
-    size_t free_before = c->free_blocks, holes_before = c->holes, mine = 0, listed = 0, bytes = 0;
+    size_t free_before = c->free_blocks, holes_before = c->holes, live_before = c->live;
+    size_t mine = 0, listed = 0, bytes = 0;
 
     for (mo_span *span = zone->spans; span; span = span->next) {
         mo_address end = span->base;
 
         for (mo_block *block = span->lowest; block && !c->broken; block = block->next) {
-            check_block(c, zone, span, block);
+            check_block(c, span, block);
             end += block->size;
         }
         EXPECT(end == span->base + span->size);
-        for (size_t i = 0; i < span->fresh; i++)
+        for (size_t i = 0; i < span->fresh; i++) {
             mine += mo_slot_owned(&span->slots[i]);
+            c->stale += span->slots[i].granule && !mo_slot_owned(&span->slots[i]);
+        }
         bytes += span->slot_count ? 0 : span->size;
     }
     for (const mo_block *b = mo_free_set_last(&zone->free), *earlier; b && !c->broken; b = earlier) {
@@ -498,7 +506,7 @@ static void check_zone(census *c, mo_zone *zone, size_t *owned)
     for (const mo_block *b = zone->holes; b; b = b->link[1])
         listed++;
     EXPECT(listed == c->holes - holes_before);
-    EXPECT(mine == zone->owned && bytes == zone->segment_bytes);
+    EXPECT(mine == zone->owned && bytes == zone->segment_bytes && c->live - live_before == zone->live_count);
     *owned += zone->arena->paused ? 0 : mine;
 }
 
@@ -514,7 +522,25 @@ static void check_granules(census *c, size_t owned)
         spare++;
     }
     EXPECT(spare == granules->spare_count);
-    EXPECT(owned + spare == granules->count);
+    EXPECT(owned + spare == granules->count && c->stale == granules->stale_count);
+}
+
+static void check_counts(census *c)
+{
+    const mo_pool *pool = c->pool;
+
+    EXPECT(c->live == pool->live.count);
+    EXPECT((size_t)pool->stats.of[MO_ALLOCATION][MO_STAT_ALL].current == c->live);
+    EXPECT((size_t)pool->stats.of[MO_ALLOCATED_BYTES][MO_STAT_ALL].current == c->live_bytes);
+    EXPECT((size_t)pool->stats.of[MO_REQUESTED_BYTES][MO_STAT_ALL].current == c->requested);
+    for (size_t kind = 0; kind < MO_STAT_KIND_COUNT; kind++) {
+        const mo_stat *stat = pool->stats.of[kind];
+
+        EXPECT(stat[MO_STAT_ALL].current == stat[MO_STAT_SMALL].current + stat[MO_STAT_LARGE].current);
+    }
+    for (unsigned t = 0; t < pool->order.count; t++)
+        EXPECT(pool->order.streams[t].users == c->users[t]);
+    EXPECT(pool->peak >= c->requested);
 }
 
 mo_status mo_pool_check_locked(mo_pool *pool, mo_detail *detail)
@@ -539,10 +565,7 @@ mo_status mo_pool_check_locked(mo_pool *pool, mo_detail *detail)
     }
     check_granules(c, owned);
     EXPECT(segments == pool->segment_bytes);
-    EXPECT(c->live == pool->live.count);
-    EXPECT((size_t)pool->stats.of[MO_ALLOCATED_BYTES][MO_STAT_ALL].current == c->live_bytes);
-    EXPECT((size_t)pool->stats.of[MO_REQUESTED_BYTES][MO_STAT_ALL].current == c->requested);
-    EXPECT(pool->peak >= c->requested);
+    check_counts(c);
     if (c->broken)
         return mo_fail(detail, MO_CORRUPT, 0, "the pool's state is broken: not so: %s", c->broken);
     return MO_OK;

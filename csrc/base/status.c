@@ -34,7 +34,7 @@ static void cut_between_characters(char *text)
         text[start] = 0;
 }
 
-mo_status mo_fail(mo_detail *detail, mo_status status, int code, const char *format, ...)
+void mo_tell(mo_detail *detail, mo_status status, int code, const char *format, ...)
 {
     if (detail) {
         va_list args;
@@ -46,5 +46,4 @@ mo_status mo_fail(mo_detail *detail, mo_status status, int code, const char *for
         if (length >= (int)sizeof detail->text)
             cut_between_characters(detail->text);
     }
-    return status;
 }

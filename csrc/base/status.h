@@ -37,9 +37,18 @@ const char *mo_status_name(mo_status status);
 /* The middle column of the list above. */
 const char *mo_status_text(mo_status status);
 
-/* Fills *detail unless it is NULL (a longer text is cut) and returns status, so that a failure is one line:
- *     return mo_fail(detail, MO_INVALID, 0, "…", …); */
-mo_status mo_fail(mo_detail *detail, mo_status status, int code, const char *format, ...)
+/* Fills *detail unless it is NULL; a longer text is cut. */
+void mo_tell(mo_detail *detail, mo_status status, int code, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
+
+static inline mo_status mo_told(mo_status status)
+{
+    return status; /* which, unlike a plain operand, may be left unused */
+}
+
+/* Tells, and is the status, so that a failure is one line:
+ *     return mo_fail(detail, MO_INVALID, 0, "…", …);
+ * A macro, so that every compiler and analyser sees that what comes back is what went in. */
+#define mo_fail(detail, status, ...) (mo_tell(detail, status, __VA_ARGS__), mo_told(status))
 
 #endif

@@ -49,11 +49,6 @@ static uint32_t collect(void)
     return mo_trace_stack_number(frames, count);
 }
 
-void mo_py_stack_collect(void)
-{
-    mo_trace_collect_by(collect);
-}
-
 void mo_py_stack_stop(void)
 {
     Py_BEGIN_ALLOW_THREADS;
@@ -61,10 +56,10 @@ void mo_py_stack_stop(void)
     Py_END_ALLOW_THREADS;
 }
 
-static PyObject *stop_at_exit(PyObject *module, PyObject *unused)
+static PyObject *stop_at_exit(PyObject *unused, PyObject *arguments)
 {
-    (void)module;
     (void)unused;
+    (void)arguments;
     mo_py_stack_stop();
     Py_RETURN_NONE;
 }
@@ -72,14 +67,27 @@ static PyObject *stop_at_exit(PyObject *module, PyObject *unused)
 static PyMethodDef at_exit = {"_trace_stop_stacks", stop_at_exit, METH_NOARGS,
                               "Stacks are no longer noted: the interpreter is about to finalise."};
 
-int mo_py_stack_init(PyObject *module)
+/* Once, however often it is asked for: two functions of the same definition are equal, and atexit takes off the equal
+ * ones. Bound to no module, which it would keep alive. */
+static int stop_before_the_end(void)
 {
     PyObject *atexit = PyImport_ImportModule("atexit");
-    PyObject *call = atexit ? PyCFunction_New(&at_exit, module) : NULL;
-    PyObject *done = call ? PyObject_CallMethod(atexit, "register", "O", call) : NULL;
+    PyObject *call = atexit ? PyCFunction_New(&at_exit, NULL) : NULL;
+    PyObject *off = call ? PyObject_CallMethod(atexit, "unregister", "O", call) : NULL;
+    PyObject *on = off ? PyObject_CallMethod(atexit, "register", "O", call) : NULL;
+    const int failed = !on;
 
     Py_XDECREF(atexit);
     Py_XDECREF(call);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    Py_XDECREF(off);
+    Py_XDECREF(on);
+    return failed ? -1 : 0;
+}
+
+int mo_py_stack_collect(void)
+{
+    if (stop_before_the_end() < 0)
+        return -1;
+    mo_trace_collect_by(collect);
+    return 0;
 }

@@ -6,11 +6,9 @@
 
 #include "python/module.h"
 
-/* From now on, until mo_py_stack_stop(), which returns when no thread is collecting any more. Both with the GIL. */
-void mo_py_stack_collect(void);
+/* From now on, until mo_py_stack_stop() or the interpreter's exit. -1 with an exception, and then nothing has changed. */
+int mo_py_stack_collect(void);
+/* Returns when no thread is collecting any more. Both with the GIL. */
 void mo_py_stack_stop(void);
-
-/* Sees to it that it is off at exit. */
-int mo_py_stack_init(PyObject *module);
 
 #endif

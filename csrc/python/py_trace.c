@@ -257,10 +257,10 @@ static PyObject *trace_start(PyObject *module, PyObject *args)
     Py_END_ALLOW_THREADS;
     if (status)
         return mo_raise(module, status, &detail);
-    if (stacks)
-        mo_py_stack_collect();
-    else
+    if (!stacks)
         mo_py_stack_stop();
+    else if (mo_py_stack_collect() < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -495,5 +495,5 @@ static PyMethodDef methods[] = {
 
 int mo_py_trace_init(PyObject *module)
 {
-    return PyModule_AddFunctions(module, methods) < 0 ? -1 : mo_py_stack_init(module);
+    return PyModule_AddFunctions(module, methods);
 }

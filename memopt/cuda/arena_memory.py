@@ -115,7 +115,8 @@ def _as_torchs(error: _C.Error) -> RuntimeError:
     if error.status != "MO_NO_DEVICE_MEMORY":
         return error
     begin, text = "CUDA out of memory.", str(error)
-    return torch.OutOfMemoryError(text if text.startswith(begin) else f"{begin} {text}")
+    told: RuntimeError = torch.OutOfMemoryError(text if text.startswith(begin) else f"{begin} {text}")
+    return told
 
 
 class _Span:

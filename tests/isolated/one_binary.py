@@ -28,7 +28,9 @@ def main() -> dict[str, object]:
         torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError as error:
         caught = str(error)
-    assert caught and caught.startswith("CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has"), caught
+    assert caught and caught.startswith("CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has"), (
+        caught
+    )
 
     gradients = [torch.tensor([2.0, 4.0]).cuda(), torch.tensor([6.0, 8.0, 10.0]).half().cuda()]
     found, inverse = torch.zeros(1).cuda(), torch.full((1,), 0.5).cuda()

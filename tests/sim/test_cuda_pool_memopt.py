@@ -38,6 +38,7 @@ def test_memory_that_a_second_stream_uses_is_written_by_nobody_else_before():
     pool.free(t)
     u = pool.allocate("100MiB")
     u.copy_(twos)
+    torch.cuda.current_stream().synchronize()  # without the record, this alone would run, and the other stream after it
     torch.cuda.synchronize()
     memopt.sim.lazy(False)
     assert bool((u.cpu() == 2).all())
