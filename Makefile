@@ -86,7 +86,7 @@ fuzz: $(KERNEL_IMAGE)  ## each fuzzer under libFuzzer for FUZZ_SECONDS (60); nee
 # build/c/plain/test_units is tests/c/test_units.c with every module below csrc/python; build/c/plain/sim/test_vmm is
 # tests/c/sim/test_vmm.c with the simulated device, whose functions are CUDA's.
 C_WARNINGS = -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Werror
-C_FLAGS = -std=c11 -D_GNU_SOURCE -Icsrc -I. -Itests/c $(C_WARNINGS)
+C_FLAGS = -std=c11 -D_GNU_SOURCE -ffp-contract=off -Icsrc -I. -Itests/c $(C_WARNINGS)
 C_LIBRARIES = -ldl -lpthread -lm
 
 plain_FLAGS = -O1 -g -DMO_LEVEL=3
@@ -94,7 +94,7 @@ asan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=address -fno-omit-frame-pointer
 ubsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=undefined -fno-sanitize-recover=all
 tsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=thread
 
-CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scaler/*.c))
+CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scaler/*.c csrc/optim/*.c))
 SIM = $(sort $(wildcard csrc/simcuda/device_*.c csrc/simcuda/driver_*.c csrc/simcuda/runtime_*.c) $(wildcard csrc/simcuda/nvml.c \
 	csrc/simcuda/kernel_bodies.c))
 

@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "csrc" / "simcuda")]
 import build_kernels  # noqa: E402
 import build_libraries  # noqa: E402
 
-LAYERS = ("base", "driver", "alloc", "scaler", "python")
+LAYERS = ("base", "driver", "alloc", "scaler", "optim", "python")
 SOURCES = sorted(
     str(path.relative_to(ROOT)) for layer in LAYERS for path in (ROOT / "csrc" / layer).glob("*.c")
 )
@@ -28,7 +28,15 @@ SOURCES = sorted(
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes"]
-FLAGS = ["-std=c11", "-O2", "-g1", "-fvisibility=hidden", "-fno-strict-aliasing", *WARNINGS]
+FLAGS = [
+    "-std=c11",
+    "-O2",
+    "-g1",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    *WARNINGS,
+]
 
 # Only these files are left by a C++ exception (torch.OutOfMemoryError, a copy of a std::function).
 FLAGS_OF = {
@@ -36,6 +44,9 @@ FLAGS_OF = {
     "torch_throw.c": ["-fexceptions"],
     "stream_filter.c": ["-fexceptions"],
 }
+
+# Loops over elements, a file an instruction set.
+ARITHMETIC = ("_generic", "_avx2", "_avx512")
 
 
 class BuildExtension(build_ext):
@@ -51,6 +62,8 @@ class BuildExtension(build_ext):
 
         def with_own_flags(obj, src, ext, cc_args, extra, pp_opts):
             own = FLAGS_OF.get(Path(src).name, [])
+            if Path(src).stem.endswith(ARITHMETIC):
+                own = [*own, "-O3"]
             return compile_one(obj, src, ext, cc_args, [*extra, *own], pp_opts)
 
         self.compiler._compile = with_own_flags

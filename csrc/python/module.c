@@ -85,20 +85,34 @@ static int module_exec(PyObject *module)
     }
     if (add_build(module) < 0 || mo_py_units_init(module) < 0 || mo_py_driver_init(module) < 0 ||
         mo_py_alloc_init(module) < 0 || mo_py_statistics_init(module) < 0 || mo_py_kernels_init(module) < 0 ||
-        mo_py_trace_init(module) < 0 || mo_py_pool_init(module) < 0)
+        mo_py_trace_init(module) < 0 || mo_py_pool_init(module) < 0 || mo_py_tensor_init(module) < 0)
         return -1;
     return 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
+    const mo_torch *torch = &mo_state(module)->torch;
+
     Py_VISIT(mo_state(module)->error);
+    Py_VISIT(torch->tensor);
+    Py_VISIT(torch->parameter);
+    Py_VISIT(torch->is_neg);
+    for (size_t i = 0; i < sizeof torch->dtypes / sizeof torch->dtypes[0]; i++)
+        Py_VISIT(torch->dtypes[i]);
     return 0;
 }
 
 static int module_clear(PyObject *module)
 {
+    mo_torch *torch = &mo_state(module)->torch;
+
     Py_CLEAR(mo_state(module)->error);
+    Py_CLEAR(torch->tensor);
+    Py_CLEAR(torch->parameter);
+    Py_CLEAR(torch->is_neg);
+    for (size_t i = 0; i < sizeof torch->dtypes / sizeof torch->dtypes[0]; i++)
+        Py_CLEAR(torch->dtypes[i]);
     return 0;
 }
 

@@ -12,8 +12,17 @@
 
 #include "base/status.h"
 
+/* What py_tensor.c knows of torch; all NULL until the first tensor is looked at. */
+typedef struct mo_torch {
+    PyObject *tensor, *parameter; /* the types torch.Tensor, torch.nn.Parameter */
+    PyObject *is_neg;             /* torch.Tensor.is_neg */
+    PyObject *dtypes[5];          /* of each mo_float, then torch.uint8 */
+    const void *exchange;         /* DLPack's table; NULL where this torch has none */
+} mo_torch;
+
 typedef struct mo_module_state {
     PyObject *error; /* memopt.Error, a RuntimeError with .status and .code */
+    mo_torch torch;
 } mo_module_state;
 
 static inline mo_module_state *mo_state(PyObject *module)
@@ -33,5 +42,6 @@ int mo_py_statistics_init(PyObject *module);
 int mo_py_kernels_init(PyObject *module);
 int mo_py_trace_init(PyObject *module);
 int mo_py_pool_init(PyObject *module);
+int mo_py_tensor_init(PyObject *module);
 
 #endif

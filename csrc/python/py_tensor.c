@@ -1,0 +1,333 @@
+#include "python/py_tensor.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+/* ---- DLPack's C structures, as far as they are used ---------------------------------------------------------------- */
+
+typedef struct dl_tensor {
+    void *data;
+    struct {
+        int32_t type, number;
+    } device;
+    int32_t dimensions;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides; /* strides in elements; NULL: contiguous */
+    uint64_t byte_offset;
+} dl_tensor;
+
+typedef struct dl_exchange {
+    struct {
+        uint32_t major, minor;
+    } version;
+    struct dl_exchange *previous;
+    void (*others[3])(void); /* not used here */
+    int (*tensor_from_object)(void *object, dl_tensor *out);
+    int (*current_stream)(int32_t device_type, int32_t device, void **out);
+} dl_exchange;
+
+enum { DL_CPU = 1, DL_CUDA = 2 };
+enum { DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4 };
+#define DL_MAJOR       1
+#define DIMENSIONS_MAX 64 /* torch's own limit */
+
+static const char *const dtype_names[] = {
+    [MO_F32] = "float32", [MO_F16] = "float16", [MO_BF16] = "bfloat16", [MO_F64] = "float64", "uint8"};
+
+/* ---- torch ----------------------------------------------------------------------------------------------------------- */
+
+static int find_exchange(mo_torch *torch)
+{
+    PyObject *capsule = PyObject_GetAttrString(torch->tensor, "__dlpack_c_exchange_api__");
+    const dl_exchange *exchange;
+
+    if (!capsule) {
+        PyErr_Clear(); /* a torch without: methods serve, in more time */
+        return 0;
+    }
+    exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"); /* lives as long as the process */
+    Py_DECREF(capsule);
+    if (!exchange)
+        return -1;
+    if (exchange->version.major == DL_MAJOR && exchange->tensor_from_object)
+        torch->exchange = exchange;
+    return 0;
+}
+
+/* value is stolen. */
+static bool keep(PyObject **slot, PyObject *value)
+{
+    Py_XDECREF(*slot);
+    *slot = value;
+    return value;
+}
+
+static int find_torch(mo_torch *torch)
+{
+    PyObject *imported = PyImport_ImportModule("torch"), *nn;
+    bool whole = imported;
+
+    for (size_t i = 0; whole && i < sizeof torch->dtypes / sizeof torch->dtypes[0]; i++)
+        whole = keep(&torch->dtypes[i], PyObject_GetAttrString(imported, dtype_names[i]));
+    nn = whole ? PyObject_GetAttrString(imported, "nn") : NULL;
+    whole = nn && keep(&torch->parameter, PyObject_GetAttrString(nn, "Parameter")) &&
+            keep(&torch->tensor, PyObject_GetAttrString(imported, "Tensor"));
+    Py_XDECREF(nn);
+    Py_XDECREF(imported);
+    if (!whole || find_exchange(torch) < 0)
+        return -1;
+    torch->is_neg = PyObject_GetAttrString(torch->tensor, "is_neg"); /* the last: says that all is there */
+    return torch->is_neg ? 0 : -1;
+}
+
+/* Found at the first tensor, since torch may be imported after memopt. */
+static const mo_torch *torch_of(PyObject *module)
+{
+    mo_torch *torch = &mo_state(module)->torch;
+
+    return torch->is_neg || find_torch(torch) == 0 ? torch : NULL;
+}
+
+/* ---- a tensor, by methods, where there is no table ---------------------------------------------------------------- */
+
+static int method(PyObject *tensor, const char *name, long long *out)
+{
+    PyObject *value = PyObject_CallMethod(tensor, name, NULL);
+
+    *out = value ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int sizes(PyObject *tensor, const char *name, int64_t *out, int32_t *dimensions)
+{
+    PyObject *tuple = PyObject_CallMethod(tensor, name, NULL);
+    Py_ssize_t count = tuple ? PyTuple_Size(tuple) : -1;
+
+    for (Py_ssize_t i = 0; i < count && i < DIMENSIONS_MAX; i++)
+        out[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+    Py_XDECREF(tuple);
+    *dimensions = (int32_t)count;
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int device_of(PyObject *tensor, dl_tensor *out)
+{
+    PyObject *device = PyObject_GetAttrString(tensor, "device");
+    PyObject *type = device ? PyObject_GetAttrString(device, "type") : NULL;
+    PyObject *index = type ? PyObject_GetAttrString(device, "index") : NULL;
+    int known = -1;
+
+    if (index) {
+        known = 1;
+        if (PyUnicode_CompareWithASCIIString(type, "cpu") == 0)
+            out->device.type = DL_CPU;
+        else if (PyUnicode_CompareWithASCIIString(type, "cuda") == 0)
+            out->device.type = DL_CUDA;
+        else
+            known = 0;
+        out->device.number = index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
+    }
+    Py_XDECREF(device);
+    Py_XDECREF(type);
+    Py_XDECREF(index);
+    return known;
+}
+
+/* shape, strides: room for DIMENSIONS_MAX each. As DLPack's function, but 0 for what is no such tensor. */
+static int read_by_methods(const mo_torch *torch, PyObject *tensor, int64_t *shape, int64_t *strides,
+                           dl_tensor *out)
+{
+    static const struct {
+        uint8_t code, bits;
+    } types[] = {[MO_F32] = {DL_FLOAT, 32},
+                 [MO_F16] = {DL_FLOAT, 16},
+                 [MO_BF16] = {DL_BFLOAT, 16},
+                 [MO_F64] = {DL_FLOAT, 64},
+                 {DL_UINT, 8}};
+    PyObject *dtype = PyObject_GetAttrString(tensor, "dtype");
+    long long address = 0;
+    int known = dtype ? 0 : -1;
+
+    *out = (dl_tensor){.shape = shape, .strides = strides, .dtype.lanes = 1};
+    for (size_t i = 0; dtype && i < sizeof types / sizeof types[0]; i++)
+        if (dtype == torch->dtypes[i]) {
+            out->dtype.code = types[i].code;
+            out->dtype.bits = types[i].bits;
+            known = 1;
+        }
+    Py_XDECREF(dtype);
+    if (known > 0)
+        known = device_of(tensor, out);
+    if (known <= 0)
+        return known;
+    if (sizes(tensor, "size", shape, &out->dimensions) < 0 ||
+        sizes(tensor, "stride", strides, &out->dimensions) < 0 || method(tensor, "data_ptr", &address) < 0) {
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_NotImplementedError))
+            return -1;
+        PyErr_Clear(); /* sparse, say: it has no memory of this kind */
+        return 0;
+    }
+    out->data = (void *)(uintptr_t)address;
+    return 1;
+}
+
+/* ---- what both have in common ---------------------------------------------------------------------------------- */
+
+/* Whether the elements lie without gaps and overlaps, whatever the order of the dimensions. */
+static bool dense(const dl_tensor *t, size_t *out_count)
+{
+    int64_t expected = 1, count = 1;
+    bool contiguous = true;
+
+    for (int32_t d = t->dimensions - 1; d >= 0; d--) {
+        contiguous = contiguous && (!t->strides || t->shape[d] == 1 || t->strides[d] == count);
+        count *= t->shape[d];
+    }
+    *out_count = (size_t)count;
+    if (contiguous || count <= 1)
+        return true;
+    /* Dimensions in order of their strides: each begins where the ones before it end. */
+    for (int32_t left = t->dimensions; left > 0; left--) {
+        int32_t next = -1;
+
+        for (int32_t d = 0; d < t->dimensions; d++)
+            if (t->shape[d] != 1 && t->strides[d] == expected)
+                next = d;
+        if (next < 0)
+            break;
+        expected *= t->shape[next];
+    }
+    return expected == count;
+}
+
+static int kind_of(const dl_tensor *t, mo_float *out)
+{
+    if (t->dtype.lanes != 1)
+        return 0;
+    if (t->dtype.code == DL_FLOAT && t->dtype.bits == 32)
+        *out = MO_F32;
+    else if (t->dtype.code == DL_FLOAT && t->dtype.bits == 16)
+        *out = MO_F16;
+    else if (t->dtype.code == DL_BFLOAT && t->dtype.bits == 16)
+        *out = MO_BF16;
+    else if (t->dtype.code == DL_FLOAT && t->dtype.bits == 64)
+        *out = MO_F64;
+    else
+        return 0;
+    return 1;
+}
+
+static int is_negative(const mo_torch *torch, PyObject *tensor)
+{
+    PyObject *answer = PyObject_CallFunctionObjArgs(torch->is_neg, tensor, NULL);
+    int negative = answer ? answer == Py_True : -1;
+
+    Py_XDECREF(answer);
+    return negative;
+}
+
+static int view(PyObject *module, PyObject *tensor, bool bytes, mo_tensor_view *out)
+{
+    const mo_torch *torch = torch_of(module);
+    int64_t shape[DIMENSIONS_MAX], strides[DIMENSIONS_MAX];
+    dl_tensor t;
+    int known;
+
+    if (!torch)
+        return -1;
+    if ((PyObject *)Py_TYPE(tensor) != torch->tensor && (PyObject *)Py_TYPE(tensor) != torch->parameter)
+        return 0;
+    if (torch->exchange) {
+        if (((const dl_exchange *)torch->exchange)->tensor_from_object(tensor, &t)) {
+            PyErr_Clear(); /* not one that DLPack can describe: sparse, on another device, without memory */
+            return 0;
+        }
+    } else {
+        known = read_by_methods(torch, tensor, shape, strides, &t);
+        if (known <= 0)
+            return known;
+    }
+    if (t.device.type != DL_CPU && t.device.type != DL_CUDA)
+        return 0;
+    if (bytes ? t.dtype.code != DL_UINT || t.dtype.bits != 8 || t.dtype.lanes != 1 : !kind_of(&t, &out->kind))
+        return 0;
+    if (!dense(&t, &out->count))
+        return 0;
+    known = is_negative(torch, tensor);
+    if (known)
+        return known < 0 ? -1 : 0;
+    out->address = out->count ? (uintptr_t)t.data + t.byte_offset : 0;
+    out->device = t.device.type == DL_CPU ? MO_CPU : t.device.number;
+    return 1;
+}
+
+int mo_py_tensor_view(PyObject *module, PyObject *tensor, mo_tensor_view *out)
+{
+    return view(module, tensor, false, out);
+}
+
+int mo_py_tensor_bytes(PyObject *module, PyObject *tensor, mo_tensor_view *out)
+{
+    return view(module, tensor, true, out);
+}
+
+int mo_py_tensor_stream(PyObject *module, int device, void **out)
+{
+    const mo_torch *torch = torch_of(module);
+    PyObject *raw, *number;
+
+    if (!torch)
+        return -1;
+    if (torch->exchange)
+        return ((const dl_exchange *)torch->exchange)->current_stream(DL_CUDA, device, out);
+    raw = PyImport_ImportModule("torch._C");
+    number = raw ? PyObject_CallMethod(raw, "_cuda_getCurrentRawStream", "i", device) : NULL;
+    *out = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(raw);
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* ---- for tests ------------------------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(
+    view_doc,
+    "_tensor_view($module, tensor, by_methods=False, /)\n--\n\n"
+    "(address, elements, kind, device) of a plain tensor, or None. by_methods: as with a torch that\n"
+    "has no DLPack exchange table.");
+
+static PyObject *tensor_view(PyObject *module, PyObject *args)
+{
+    const mo_torch *torch = torch_of(module);
+    const void *exchange;
+    PyObject *tensor;
+    int by_methods = 0, known;
+    mo_tensor_view v;
+
+    if (!torch || !PyArg_ParseTuple(args, "O|p:_tensor_view", &tensor, &by_methods))
+        return NULL;
+    exchange = torch->exchange;
+    if (by_methods)
+        mo_state(module)->torch.exchange = NULL;
+    known = view(module, tensor, false, &v);
+    mo_state(module)->torch.exchange = exchange;
+    if (known < 0)
+        return NULL;
+    if (!known)
+        Py_RETURN_NONE;
+    return Py_BuildValue("Knii", (unsigned long long)v.address, (Py_ssize_t)v.count, (int)v.kind, v.device);
+}
+
+static PyMethodDef methods[] = {
+    {"_tensor_view", tensor_view, METH_VARARGS, view_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+int mo_py_tensor_init(PyObject *module)
+{
+    return PyModule_AddFunctions(module, methods);
+}

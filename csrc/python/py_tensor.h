@@ -1,0 +1,38 @@
+/* torch's tensors from C: what is needed of one to run a kernel over its memory, in some 50 ns.
+ *
+ * Read by the DLPack C exchange table (torch.Tensor.__dlpack_c_exchange_api__); a torch without it is asked by methods. A
+ * tensor is *plain*, and its memory may be given to a kernel, only if
+ *
+ *     its type is exactly torch.Tensor or torch.nn.Parameter     (a subclass may hold no memory, or mean another thing)
+ *     its layout is strided, its device cpu or cuda, its type fp32, fp16, bf16 or fp64
+ *     its elements are numel() different ones without gaps       (in whatever order of dimensions)
+ *     nothing is lazy about it: no negation pending
+ *
+ * Whatever is not plain is torch's to deal with. */
+#ifndef MO_PY_TENSOR_H
+#define MO_PY_TENSOR_H
+
+#include "python/module.h"
+
+#include "../kernels/chunk.cuh"
+
+#define MO_CPU (-1)
+
+typedef struct mo_tensor_view {
+    uintptr_t address; /* of the first element; 0 where there is none */
+    size_t count;      /* elements */
+    mo_float kind;
+    int device; /* MO_CPU, or the number of a CUDA device */
+} mo_tensor_view;
+
+/* 1: *out is filled; 0: the object is no plain tensor; -1: exception. The view is good for as long as the tensor is left
+ * alone; nothing is held. */
+int mo_py_tensor_view(PyObject *module, PyObject *tensor, mo_tensor_view *out);
+
+/* The same for memory of one byte an element (torch.uint8); kind is not set. */
+int mo_py_tensor_bytes(PyObject *module, PyObject *tensor, mo_tensor_view *out);
+
+/* torch's current stream of a CUDA device; -1 with an exception. */
+int mo_py_tensor_stream(PyObject *module, int device, void **out);
+
+#endif
