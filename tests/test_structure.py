@@ -52,3 +52,12 @@ def test_only_the_python_layer_knows_python():
 def test_no_file_is_longer_than_six_hundred_lines():
     files = [*SOURCES, *(ROOT / "memopt").rglob("*.py"), *(ROOT / "kernels").glob("*.cu*")]
     assert [name(path) for path in files if len(path.read_text().splitlines()) > 600] == []
+
+
+def test_each_condition_of_the_pools_check_has_a_planted_fault():
+    checked = (CSRC / "alloc/pool_report.c").read_text().partition("#define EXPECT")[2]
+    conditions = re.findall(r"^\s+EXPECT\((.+?)\);", checked, re.M | re.S)
+    planted = re.sub(r'"\s*"', "", (ROOT / "tests/c/test_pool_report.c").read_text())
+    assert len(conditions) > 30
+    missing = [text for text in conditions if f'"{" ".join(text.split())}"' not in planted]
+    assert missing == []

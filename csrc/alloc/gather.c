@@ -176,10 +176,11 @@ static size_t steal_from(mo_pool *pool, const mo_request *request, mo_zone *zone
     return got;
 }
 
+/* `enter`, how many may come into the arena, falls by those that do: what lies free in the arena itself is in it. */
 static size_t steal(mo_pool *pool, const mo_request *request, const mo_site *site, bool join, bool count_only,
-                    size_t want)
+                    size_t want, size_t *enter)
 {
-    size_t enter = may_enter(pool, request->arena), leave = SIZE_MAX, own, got = 0;
+    size_t leave = SIZE_MAX, own, got = 0;
 
     for (int kind = MO_ZONES - 1; kind >= 0; kind--)
         got += steal_from(pool, request, &request->arena->zones[kind], site, join, count_only, want - got,
@@ -189,11 +190,11 @@ static size_t steal(mo_pool *pool, const mo_request *request, const mo_site *sit
             continue;
         own = got;
         leave = may_leave(pool, arena);
-        if (want - own > enter)
-            want = own + enter;
+        if (want - own > *enter)
+            want = own + *enter;
         for (int kind = MO_ZONES - 1; kind >= 0; kind--)
             got += steal_from(pool, request, &arena->zones[kind], site, join, count_only, want - got, &leave);
-        enter -= enter == SIZE_MAX ? 0 : got - own;
+        *enter -= *enter == SIZE_MAX ? 0 : got - own;
     }
     return got;
 }
@@ -213,10 +214,11 @@ bool mo_gather_plan(mo_pool *pool, const mo_request *request, const mo_site *sit
         return true;
     if (effort < MO_EFFORT_MOVE)
         return false;
-    more = *take - steal(pool, request, site, join, true, *take);
+    enter -= spare + *create;
+    more = *take - steal(pool, request, site, join, true, *take, &enter);
     if (!more)
         return true;
-    if (effort < MO_EFFORT_CREATE || more > enter - spare - *create)
+    if (effort < MO_EFFORT_CREATE || more > enter)
         return false;
     *create += more;
     *take -= more;
@@ -233,11 +235,22 @@ static void undo_creation(mo_pool *pool, size_t count)
     }
 }
 
+/* How many may come into the request's arena beside those that are spare by now and meant for the site. */
+static size_t may_enter_beside(const mo_pool *pool, const mo_request *request, const mo_site *site,
+                               size_t take)
+{
+    size_t enter = may_enter(pool, request->arena), need = 0;
+
+    for (size_t i = site->slot; i < site->slot + site->count; i++)
+        need += !mo_slot_owned(&site->span->slots[i]);
+    return enter == SIZE_MAX || need <= take ? enter : enter - mo_size_min(enter, need - take);
+}
+
 mo_status mo_gather(mo_pool *pool, const mo_request *request, const mo_site *site, mo_effort effort,
                     size_t create, size_t take, mo_detail *detail)
 {
     bool join = mo_joins(request, effort);
-    size_t created = 0;
+    size_t created = 0, enter;
     mo_status status = MO_OK;
 
     while (created < create && !status) {
@@ -246,10 +259,12 @@ mo_status mo_gather(mo_pool *pool, const mo_request *request, const mo_site *sit
     }
     if (status == MO_NO_DEVICE_MEMORY && effort >= MO_EFFORT_MOVE) { /* less than the plan assumed */
         take += create - created;
-        if (steal(pool, request, site, join, true, take) == take)
+        enter = may_enter_beside(pool, request, site, take);
+        if (steal(pool, request, site, join, true, take, &enter) == take)
             status = MO_OK;
     }
-    if (!status && take && steal(pool, request, site, join, false, take) < take)
+    enter = may_enter_beside(pool, request, site, take);
+    if (!status && take && steal(pool, request, site, join, false, take, &enter) < take)
         return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory to move granules");
     if (status) {
         undo_creation(pool, created);

@@ -36,14 +36,19 @@ static size_t smaller(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* Whole free granules outside the site that can become spare for the request. */
-static size_t stealable(const mo_request *request, const mo_site *site, bool join)
+/* How many granules the request's arena may get beside its own. */
+static size_t may_enter(const mo_request *request)
+{
+    const mo_arena *own = request->arena;
+
+    return own->budget ? (own->budget - smaller(own->budget, mo_arena_held(own))) / UNIT : SIZE_MAX;
+}
+
+/* Whole free granules outside the site that can become spare for the request, `enter` of them at most from other arenas. */
+static size_t stealable(const mo_request *request, const mo_site *site, bool join, size_t enter)
 {
     const mo_arena *own = request->arena;
     size_t inside = 0, outside = 0;
-    size_t enter = !own->budget                        ? SIZE_MAX
-                   : mo_arena_held(own) >= own->budget ? 0
-                                                       : (own->budget - mo_arena_held(own)) / UNIT;
 
     for (mo_arena *arena = pool->arenas; arena; arena = arena->next) {
         size_t here = 0, held = mo_arena_held(arena);
@@ -161,7 +166,7 @@ TEST(a_plan_is_made_where_there_is_enough_and_takes_what_it_says)
             const uint64_t r = test_random(&random);
             mo_request request;
             const mo_effort effort = (mo_effort)(r % 4);
-            size_t need = 1 + (r >> 8) % 60, create = 99, take = 99, can, spare, count, owned, in_arena;
+            size_t need = 1 + (r >> 8) % 60, create = 99, take = 99, can, spare, count, owned, own, enter;
             const bool join = effort >= MO_EFFORT_JOIN;
             mo_site site;
             bool planned;
@@ -172,25 +177,24 @@ TEST(a_plan_is_made_where_there_is_enough_and_takes_what_it_says)
             site = some_site(&request, &random);
             if (!site.span)
                 continue;
-            can = stealable(&request, &site, join);
+            enter = may_enter(&request);
+            can = stealable(&request, &site, join, enter);
+            own = stealable(&request, &site, join, 0);
             spare = usable_spare(&request, join);
             count = pool->granules.count;
             owned = owned_granules();
-            in_arena = request.arena->budget ? request.arena->budget - smaller(request.arena->budget,
-                                                                               mo_arena_held(request.arena))
-                                             : SIZE_MAX;
             planned = mo_gather_plan(pool, &request, &site, need, effort, &create, &take);
             CHECK_EQ(pool->granules.count, count); /* a plan changes nothing */
-            CHECK_EQ(can, stealable(&request, &site, join));
+            CHECK_EQ(can, stealable(&request, &site, join, enter));
             if (!planned) {
                 refused++;
-                CHECK(effort < MO_EFFORT_CREATE || need > in_arena / UNIT + can);
+                CHECK(effort < MO_EFFORT_CREATE || need - smaller(need, own) > enter);
                 if (effort == MO_EFFORT_MOVE || effort == MO_EFFORT_JOIN)
                     CHECK(can < need);
                 continue;
             }
             CHECK(create + take <= need && need - create - take <= spare);
-            CHECK(take <= can);
+            CHECK(take <= can && need - smaller(take, own) <= enter); /* its arena's budget holds */
             CHECK(effort >= MO_EFFORT_MOVE || !take);
             if (effort < MO_EFFORT_CREATE &&
                 create) { /* within the slack: two hundredths of the peak, or 8 MiB */

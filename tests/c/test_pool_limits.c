@@ -175,6 +175,42 @@ static bool free_the_victim(void *user, int ordinal, size_t wanted)
     return mo_pool_free(pool, pressed.victim, NULL) == MO_OK;
 }
 
+TEST(an_arena_never_holds_more_than_its_own_budget_whatever_lies_free_elsewhere)
+{
+    uint64_t random = test_seed();
+    for (int round = 0, rounds = test_rounds(20, 500); round < rounds; round++) {
+        const mo_arena_id arenas[] = {GENERAL, {0, 1}, {0, 2}};
+        const size_t budgets[] = {0, 16 * MIB, 10 * MIB + 77};
+        mo_pool_settings settings = plain_settings;
+        int refused = 0;
+        settings.budget = round % 2 ? 40 * MIB : 0;
+        settings.double_map = round % 4 < 2;
+        open_pool(64 * MIB, round % 5 == 4 ? 0 : GRANULE, settings);
+        for (int i = 1; i < 3; i++)
+            CHECK_OK(mo_pool_arena_retain(pool, arenas[i], false, budgets[i], &said));
+        for (int i = 0; i < 300; i++) {
+            const int which = (int)(test_random(&random) % 3);
+            const size_t size = 1 + test_random(&random) % (9 * MIB);
+            mo_address address = 0;
+            if (model.count && test_random(&random) % 5 < 2)
+                put(model.blocks[test_random(&random) % model.count].address);
+            else if (mo_pool_alloc_in(pool, arenas[which], size, A, &said, &address) == MO_OK)
+                take_in(address, size, A);
+            else
+                refused++;
+            for (int k = 1; k < 3; k++) {
+                mo_arena_info info;
+                CHECK_OK(mo_pool_arena_info(pool, arenas[k], &said, &info));
+                CHECK(info.held_bytes <= budgets[k]);
+            }
+            finish(A);
+        }
+        CHECK(refused);
+        CHECK_POOL();
+        close_pool();
+    }
+}
+
 TEST(pressure_is_asked_for_help_without_the_lock_and_the_request_tried_again)
 {
     mo_pool_settings settings = plain_settings;
