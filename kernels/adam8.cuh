@@ -1,0 +1,107 @@
+/* Adam's states in 8 bits: a block is 256 elements that follow each other in one tensor (the last block may be shorter), with two
+ * fp32 scales, the largest |m| and the largest v of the block.
+ *
+ * Both codes are the leading bits of the float y = c + x * (top - c), with x = |m| / scale or v / scale: a logarithm near 1, a
+ * straight line near 0; exactly 0 for 0, and the scale itself (to 2 ulp) for the largest. No table, no search, no root.
+ *
+ *     m    sign and 7 bits: 8 octaves of 16 steps, c = 2^-8; to nearest         |m' - m| <= (|m| + scale / 247) / 32
+ *     v    8 bits: 16 octaves of 16 steps, c = 2^-16; dithered, so unbiased     |v' - v| <  (v + scale / 63487) / 16
+ *
+ * v is dithered because a second moment moves by less than half a code a step: rounded to nearest it would stand still. And a v that
+ * is not 0 never gets code 0: v' >= scale / 1015792, so a denominator may be too large but never vanishes.
+ *
+ * A NaN is passed over by the scales and gets the largest code, m of either sign. */
+#ifndef MO_ADAM8_CUH
+#define MO_ADAM8_CUH
+
+#include "arithmetic.cuh"
+#include "float_bits.cuh"
+
+#define MO_ADAM8_ELEMENTS 256 /* a block */
+
+#define MO_ADAM8_C_M    0x1p-8f
+#define MO_ADAM8_C_V    0x1p-16f
+#define MO_ADAM8_ZERO_M (119u << 23) /* the bits of C_M, and of C_V: what code 0 stands for */
+#define MO_ADAM8_ZERO_V (111u << 23)
+#define MO_ADAM8_SHIFT  19           /* a code is the bits above; the last code is top = 31/32 */
+#define MO_ADAM8_SPAN_M 0x1.eep-1f   /* top - c */
+#define MO_ADAM8_SPAN_V 0x1.effep-1f /* top - c */
+#define MO_ADAM8_TINY   1e-30f /* a scale below this is as 0: what it could move is lost beside any eps */
+
+/* The dither of v: 2^32 / the golden ratio, 2^32 / sqrt(2). */
+#define MO_ADAM8_DITHER_INDEX 0x9E3779B1u
+#define MO_ADAM8_DITHER_STEP  0xB504F333u
+#define MO_ADAM8_NEAREST      0x80000000u /* instead of a dither */
+
+MO_BODY unsigned mo_adam8_dither(unsigned index, unsigned step)
+{
+    return index * MO_ADAM8_DITHER_INDEX + step * MO_ADAM8_DITHER_STEP;
+}
+
+/* ---- of a block ------------------------------------------------------------------------------------------------------ */
+
+/* What a decoder multiplies with; scale is 0 or at least MO_ADAM8_TINY. */
+MO_BODY float mo_adam8_unit_m(float scale)
+{
+    return mo_mulf(scale, 1 / MO_ADAM8_SPAN_M);
+}
+
+MO_BODY float mo_adam8_unit_v(float scale)
+{
+    return mo_mulf(scale, 1 / MO_ADAM8_SPAN_V);
+}
+
+/* The new scale from the largest value, and what an encoder multiplies with. */
+MO_BODY float mo_adam8_scale(float largest)
+{
+    return largest < MO_ADAM8_TINY ? 0 : largest;
+}
+
+MO_BODY float mo_adam8_per_m(float scale)
+{
+    return scale > 0 ? mo_divf(MO_ADAM8_SPAN_M, scale) : 0;
+}
+
+MO_BODY float mo_adam8_per_v(float scale)
+{
+    return scale > 0 ? mo_divf(MO_ADAM8_SPAN_V, scale) : 0;
+}
+
+/* ---- of an element --------------------------------------------------------------------------------------------------- */
+
+MO_BODY float mo_adam8_decode_m(unsigned code, float unit)
+{
+    const float magnitude = mo_fmaf(mo_float_from_bits(((code & 127) << MO_ADAM8_SHIFT) + MO_ADAM8_ZERO_M),
+                                    unit, mo_mulf(-MO_ADAM8_C_M, unit));
+
+    return mo_float_from_bits(mo_float_bits(magnitude) | (code & 128) << 24);
+}
+
+MO_BODY float mo_adam8_decode_v(unsigned code, float unit)
+{
+    return mo_fmaf(mo_float_from_bits((code << MO_ADAM8_SHIFT) + MO_ADAM8_ZERO_V), unit,
+                   mo_mulf(-MO_ADAM8_C_V, unit));
+}
+
+MO_BODY unsigned mo_adam8_encode_m(float m, float per)
+{
+    const unsigned bits = mo_float_bits(m);
+    const float y = mo_fmaf(mo_float_from_bits(bits & 0x7FFFFFFF), per, MO_ADAM8_C_M);
+    const unsigned code =
+        (mo_float_bits(y) + (1u << (MO_ADAM8_SHIFT - 1)) - MO_ADAM8_ZERO_M) >> MO_ADAM8_SHIFT;
+
+    return (code < 127 ? code : 127) | (bits >> 24 & 128);
+}
+
+MO_BODY unsigned mo_adam8_encode_v(float v, float per, unsigned dither)
+{
+    const float y = mo_fmaf(v, per, MO_ADAM8_C_V);
+    unsigned code =
+        (mo_float_bits(y) + (dither >> (32 - MO_ADAM8_SHIFT)) - MO_ADAM8_ZERO_V) >> MO_ADAM8_SHIFT;
+
+    if (code > 255)
+        code = 255;
+    return code ? code : v > 0;
+}
+
+#endif
