@@ -1,6 +1,5 @@
 #include "python/py_tensor.h"
 
-#include <stdbool.h>
 #include <string.h>
 
 /* ---- DLPack's C structures, as far as they are used ---------------------------------------------------------------- */
@@ -178,7 +177,7 @@ static int read_by_methods(const mo_torch *torch, PyObject *tensor, int64_t *sha
 /* ---- what both have in common ---------------------------------------------------------------------------------- */
 
 /* Whether the elements lie without gaps and overlaps, whatever the order of the dimensions. */
-static bool dense(const dl_tensor *t, size_t *out_count)
+static bool dense(const dl_tensor *t, size_t *out_count, bool *out_contiguous)
 {
     int64_t expected = 1, count = 1;
     bool contiguous = true;
@@ -188,7 +187,8 @@ static bool dense(const dl_tensor *t, size_t *out_count)
         count *= t->shape[d];
     }
     *out_count = (size_t)count;
-    if (contiguous || count <= 1)
+    *out_contiguous = contiguous || count <= 1;
+    if (*out_contiguous)
         return true;
     /* Dimensions in order of their strides: each begins where the ones before it end. */
     for (int32_t left = t->dimensions; left > 0; left--) {
@@ -230,34 +230,39 @@ static int is_negative(const mo_torch *torch, PyObject *tensor)
     return negative;
 }
 
-static int view(PyObject *module, PyObject *tensor, bool bytes, mo_tensor_view *out)
+/* Memory behind an object of the two types; shape, strides: room for DIMENSIONS_MAX each, where there is no table. 0: it is
+ * none that DLPack can describe: sparse, on another device, without memory. */
+static int read_tensor(const mo_torch *torch, PyObject *tensor, int64_t *shape, int64_t *strides,
+                       dl_tensor *out)
+{
+    if ((PyObject *)Py_TYPE(tensor) != torch->tensor && (PyObject *)Py_TYPE(tensor) != torch->parameter)
+        return 0;
+    if (!torch->exchange)
+        return read_by_methods(torch, tensor, shape, strides, out);
+    if (((const dl_exchange *)torch->exchange)->tensor_from_object(tensor, out)) {
+        PyErr_Clear();
+        return 0;
+    }
+    return 1;
+}
+
+/* bytes: of torch.uint8, else of a type in mo_float. negated: a negation may be pending. */
+static int view(PyObject *module, PyObject *tensor, bool bytes, bool negated, mo_tensor_view *out)
 {
     const mo_torch *torch = torch_of(module);
     int64_t shape[DIMENSIONS_MAX], strides[DIMENSIONS_MAX];
     dl_tensor t;
-    int known;
+    int known = torch ? read_tensor(torch, tensor, shape, strides, &t) : -1;
 
-    if (!torch)
-        return -1;
-    if ((PyObject *)Py_TYPE(tensor) != torch->tensor && (PyObject *)Py_TYPE(tensor) != torch->parameter)
-        return 0;
-    if (torch->exchange) {
-        if (((const dl_exchange *)torch->exchange)->tensor_from_object(tensor, &t)) {
-            PyErr_Clear(); /* not one that DLPack can describe: sparse, on another device, without memory */
-            return 0;
-        }
-    } else {
-        known = read_by_methods(torch, tensor, shape, strides, &t);
-        if (known <= 0)
-            return known;
-    }
+    if (known <= 0)
+        return known;
     if (t.device.type != DL_CPU && t.device.type != DL_CUDA)
         return 0;
     if (bytes ? t.dtype.code != DL_UINT || t.dtype.bits != 8 || t.dtype.lanes != 1 : !kind_of(&t, &out->kind))
         return 0;
-    if (!dense(&t, &out->count))
+    if (!dense(&t, &out->count, &out->contiguous))
         return 0;
-    known = is_negative(torch, tensor);
+    known = negated ? 0 : is_negative(torch, tensor);
     if (known)
         return known < 0 ? -1 : 0;
     out->address = out->count ? (uintptr_t)t.data + t.byte_offset : 0;
@@ -267,12 +272,48 @@ static int view(PyObject *module, PyObject *tensor, bool bytes, mo_tensor_view *
 
 int mo_py_tensor_view(PyObject *module, PyObject *tensor, mo_tensor_view *out)
 {
-    return view(module, tensor, false, out);
+    return view(module, tensor, false, false, out);
+}
+
+int mo_py_tensor_unsigned(PyObject *module, PyObject *tensor, mo_tensor_view *out)
+{
+    return view(module, tensor, false, true, out);
 }
 
 int mo_py_tensor_bytes(PyObject *module, PyObject *tensor, mo_tensor_view *out)
 {
-    return view(module, tensor, true, out);
+    return view(module, tensor, true, false, out);
+}
+
+/* The stride of a dimension; those of a table may be left out where they would say "contiguous". */
+static int64_t stride_of(const dl_tensor *t, int32_t dimension)
+{
+    int64_t stride = 1;
+
+    if (t->strides)
+        return t->strides[dimension];
+    for (int32_t d = dimension + 1; d < t->dimensions; d++)
+        stride *= t->shape[d];
+    return stride;
+}
+
+int mo_py_tensor_same_order(PyObject *module, PyObject *one, PyObject *other)
+{
+    const mo_torch *torch = torch_of(module);
+    int64_t shape[2][DIMENSIONS_MAX], strides[2][DIMENSIONS_MAX];
+    dl_tensor a, b;
+    int known = torch ? read_tensor(torch, one, shape[0], strides[0], &a) : -1;
+
+    if (known > 0)
+        known = read_tensor(torch, other, shape[1], strides[1], &b);
+    if (known <= 0)
+        return known;
+    if (a.dimensions != b.dimensions)
+        return 0;
+    for (int32_t d = 0; d < a.dimensions; d++)
+        if (a.shape[d] != b.shape[d] || (a.shape[d] != 1 && stride_of(&a, d) != stride_of(&b, d)))
+            return 0;
+    return 1;
 }
 
 int mo_py_tensor_stream(PyObject *module, int device, void **out)
@@ -313,7 +354,7 @@ static PyObject *tensor_view(PyObject *module, PyObject *args)
     exchange = torch->exchange;
     if (by_methods)
         mo_state(module)->torch.exchange = NULL;
-    known = view(module, tensor, false, &v);
+    known = view(module, tensor, false, false, &v);
     mo_state(module)->torch.exchange = exchange;
     if (known < 0)
         return NULL;

@@ -14,6 +14,8 @@
 
 #include "python/module.h"
 
+#include <stdbool.h>
+
 #include "../kernels/chunk.cuh"
 
 #define MO_CPU (-1)
@@ -22,12 +24,21 @@ typedef struct mo_tensor_view {
     uintptr_t address; /* of the first element; 0 where there is none */
     size_t count;      /* elements */
     mo_float kind;
-    int device; /* MO_CPU, or the number of a CUDA device */
+    int device;      /* MO_CPU, or the number of a CUDA device */
+    bool contiguous; /* in the order of its dimensions, the last the fastest */
 } mo_tensor_view;
 
 /* 1: *out is filled; 0: the object is no plain tensor; -1: exception. The view is good for as long as the tensor is left
  * alone; nothing is held. */
 int mo_py_tensor_view(PyObject *module, PyObject *tensor, mo_tensor_view *out);
+
+/* The same, but a negation may be pending: for work in which signs cancel out, and for a tensor that was asked before. It
+ * saves half of the time. */
+int mo_py_tensor_unsigned(PyObject *module, PyObject *tensor, mo_tensor_view *out);
+
+/* Whether the elements of two plain tensors of equal shape lie in memory in the same order. Only of interest where one of them
+ * is not contiguous. -1: exception. */
+int mo_py_tensor_same_order(PyObject *module, PyObject *one, PyObject *other);
 
 /* The same for memory of one byte an element (torch.uint8); kind is not set. */
 int mo_py_tensor_bytes(PyObject *module, PyObject *tensor, mo_tensor_view *out);
