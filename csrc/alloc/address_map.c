@@ -27,7 +27,7 @@ mo_status mo_address_map_grow(mo_address_map *map, mo_detail *detail)
 {
     mo_address_map larger = {.capacity = map->capacity ? 2 * map->capacity : FIRST_CAPACITY};
 
-    larger.entries = mo_host_calloc(larger.capacity, sizeof *larger.entries);
+    larger.entries = mo_host_calloc_dense(larger.capacity, sizeof *larger.entries);
     if (!larger.entries)
         return mo_fail(detail, MO_NO_HOST_MEMORY, 0,
                        "no host memory for the allocator's table of addresses (%zu entries)",

@@ -1,58 +1,40 @@
 #include "alloc/block.h"
 
-#include "base/assert.h"
 #include "base/hostmem.h"
 
-#define CHUNK 256 /* blocks made at a time: 28 KB */
+#define LEAST 256   /* blocks made at a time: 24 KiB; as many as there are already, */
+#define MOST  65536 /* and at most 6 MiB of them */
+#define EDGE  32    /* bytes: where blocks begin, so that none lies in more than two cache lines */
+
+_Static_assert(sizeof(mo_block) % EDGE == 0, "and so does the next one");
 
 typedef struct chunk {
     struct chunk *next;
-    mo_block blocks[CHUNK];
+    char room[];
 } chunk;
 
 mo_status mo_blocks_make(mo_block_store *store, size_t count, mo_detail *detail)
 {
     while (store->spare_count < count) {
-        chunk *made = mo_host_calloc(1, sizeof *made);
+        const size_t more = store->made < LEAST ? LEAST : store->made > MOST ? MOST : store->made;
+        const size_t size = sizeof(chunk) + EDGE + more * sizeof(mo_block);
+        chunk *made = mo_host_calloc_dense(1, size);
 
         if (!made)
             return mo_fail(detail, MO_NO_HOST_MEMORY, 0,
-                           "no host memory for the allocator's bookkeeping (%zu bytes)", sizeof *made);
+                           "no host memory for the allocator's bookkeeping (%zu bytes)", size);
         made->next = store->chunks;
         store->chunks = made;
-        for (int i = 0; i < CHUNK; i++)
-            mo_block_give(store, &made->blocks[i]);
+        while (store->fresh < store->fresh_end) { /* few: there was less than is asked for */
+            store->spare_count--;
+            mo_block_give(store, store->fresh++);
+        }
+        store->fresh = (mo_block *)(((uintptr_t)made->room + EDGE - 1) / EDGE * EDGE);
+        store->fresh_end = store->fresh + more;
+        store->spare_count += more;
+        store->made += more;
     }
     return MO_OK;
-}
-
-/* Any sequence without pattern will do; this is xorshift32 (Marsaglia 2003). */
-static uint32_t next_random(mo_block_store *store)
-{
-    uint32_t x = store->random ? store->random : 0x9E3779B9u;
-
-    x ^= x << 13;
-    x ^= x >> 17;
-    x ^= x << 5;
-    return store->random = x;
-}
-
-mo_block *mo_block_take(mo_block_store *store)
-{
-    mo_block *block = store->spare;
-
-    MO_ASSERT(block);
-    store->spare = block->link[0];
-    store->spare_count--;
-    *block = (mo_block){.priority = next_random(store)};
-    return block;
-}
-
-void mo_block_give(mo_block_store *store, mo_block *block)
-{
-    block->link[0] = store->spare;
-    store->spare = block;
-    store->spare_count++;
 }
 
 void mo_blocks_close(mo_block_store *store)

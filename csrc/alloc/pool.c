@@ -269,23 +269,22 @@ static mo_status fulfil(mo_pool *pool, mo_request *request, mo_detail *detail, m
 static mo_status make_request(mo_pool *pool, mo_arena *arena, size_t size, mo_stream stream,
                               mo_detail *detail, mo_request *out)
 {
-    mo_request request = {.arena = arena, .requested = size};
     uint64_t capture = 0;
     mo_status status = MO_OK;
 
+    *out = (mo_request){.arena = arena, .requested = size};
     if (arena->paused)
         return mo_fail(detail, MO_INVALID, 0, "the pool is paused: resume it before it is given requests");
-    if (!mo_align_up_ok(size, MO_ALIGNMENT, &request.size) || request.size >> 48)
+    if (!mo_align_up_ok(size, MO_ALIGNMENT, &out->size) || out->size >> 48)
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
-    request.zone = &arena->zones[size <= pool->settings.small_limit ? MO_ZONE_SMALL
-                                 : size < pool->settings.huge_limit ? MO_ZONE_LARGE
-                                                                    : MO_ZONE_HUGE];
+    out->zone = &arena->zones[size <= pool->settings.small_limit ? MO_ZONE_SMALL
+                              : size < pool->settings.huge_limit ? MO_ZONE_LARGE
+                                                                 : MO_ZONE_HUGE];
     if (arena->pinned || pool->routes)
         status = pool->driver->capture_id(pool->driver, stream, detail, &capture);
-    request.captured = capture != 0;
+    out->captured = capture != 0;
     if (!status)
-        status = mo_order_number(&pool->order, stream, detail, &request.stream);
-    *out = request;
+        status = mo_order_number(&pool->order, stream, detail, &out->stream);
     return status;
 }
 

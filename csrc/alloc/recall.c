@@ -49,14 +49,6 @@ static bool remembered(const mo_recall *recall, uint32_t place)
     return age && age < MO_RECALL_LOG;
 }
 
-mo_address mo_recall_foretell(mo_recall *recall, uint32_t signature)
-{
-    const mo_recall_entry *e = entry(recall, recall->place);
-
-    recall->matched = recall->following && remembered(recall, recall->place) && e->signature == signature;
-    return recall->matched ? e->address : 0;
-}
-
 /* The context with one signature more, less the one that is MO_RECALL_CONTEXT older:
  *
  *     sum = signature[0] + FACTOR signature[-1] + FACTOR^2 signature[-2] …        modulo 2^64 */
@@ -69,23 +61,36 @@ static uint64_t context_after(const mo_recall *recall, uint32_t place, uint32_t 
     return (recall->context - oldest) * FACTOR + signature;
 }
 
+mo_address mo_recall_foretell(mo_recall *recall, uint32_t signature)
+{
+    const mo_recall_entry *e = entry(recall, recall->place);
+
+    recall->context_next = context_after(recall, recall->written, signature);
+    recall->latest = &recall->places[mix(recall->context_next) & (PLACES - 1)];
+    __builtin_prefetch(recall->latest,
+                       1); /* half a megabyte of them: on its way while the request is served */
+    recall->matched = recall->following && remembered(recall, recall->place) && e->signature == signature;
+    return recall->matched ? e->address : 0;
+}
+
 void mo_recall_learn(mo_recall *recall, uint32_t signature, mo_address address)
 {
-    uint32_t here = recall->written, *latest, earlier;
+    uint32_t here = recall->written, earlier;
 
-    recall->context = context_after(recall, here, signature);
+    recall->context = recall->context_next;
     *entry(recall, here) = (mo_recall_entry){address, signature};
     recall->written++;
-    latest = &recall->places[mix(recall->context) & (PLACES - 1)];
-    earlier = *latest;
-    *latest = here + 1;
     if (recall->matched) {
+        *recall->latest = here + 1; /* written, not read: what is not in the cache need not be waited for */
         recall->place++;
         recall->run++;
         return;
     }
+    earlier = *recall->latest;
+    *recall->latest = here + 1;
     /* `earlier` is the place after the context's last occurrence: what follows it may follow now. */
     recall->run = 0;
     recall->following = earlier && remembered(recall, earlier);
     recall->place = earlier;
+    __builtin_prefetch(entry(recall, earlier)); /* for the next request */
 }

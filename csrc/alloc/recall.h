@@ -26,11 +26,13 @@ typedef struct mo_recall_entry {
 
 typedef struct mo_recall {
     mo_recall_entry *log;
-    uint32_t *places; /* by hash of the context: where it was last, + 1 */
-    uint32_t written; /* entries so far, modulo 2^32 */
-    uint32_t place;   /* of the next request, if `following` */
-    uint32_t run;     /* requests foretold right since the last that was not */
-    uint64_t context; /* of the last MO_RECALL_CONTEXT signatures */
+    uint32_t *places;      /* by hash of the context: where it was last, + 1 */
+    uint32_t written;      /* entries so far, modulo 2^32 */
+    uint32_t place;        /* of the next request, if `following` */
+    uint32_t run;          /* requests foretold right since the last that was not */
+    uint64_t context;      /* of the last MO_RECALL_CONTEXT signatures */
+    uint64_t context_next; /* and with the one that was asked about last; its place in places[] */
+    uint32_t *latest;
     bool following;
     bool matched; /* the request that was asked about last is the one at `place` */
 } mo_recall;

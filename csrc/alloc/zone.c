@@ -4,6 +4,7 @@
 
 #include "base/assert.h"
 #include "base/hostmem.h"
+#include "base/size.h"
 
 /* ---- where blocks begin ------------------------------------------------------------------------------------ */
 
@@ -293,6 +294,7 @@ mo_status mo_zone_add_span(mo_zone *zone, mo_address base, size_t size, bool seg
     span->base = base;
     span->size = size;
     span->slot_count = segment ? 0 : size / zone->granules->size;
+    span->slot_shift = mo_is_power_of_two(zone->granules->size) ? __builtin_ctzll(zone->granules->size) : 0;
     if (!status && !segment)
         status = make_tables(span, detail);
     if (status) {

@@ -29,6 +29,7 @@ struct mo_span {
     mo_address base;
     size_t size;
     size_t slot_count; /* 0: a segment */
+    int slot_shift;    /* log2 of a slot's size, 0: it has none */
     size_t fresh;      /* slots from here on were never mapped */
     size_t swept;      /* where the search for stale views to unmap goes on */
     mo_slot *slots;
@@ -63,7 +64,9 @@ mo_block *mo_span_block_at(const mo_span *span, mo_address address);
 
 static inline size_t mo_span_slot(const mo_span *span, mo_address address)
 {
-    return (address - span->base) / span->zone->granules->size;
+    const size_t offset = address - span->base;
+
+    return span->slot_shift ? offset >> span->slot_shift : offset / span->zone->granules->size;
 }
 
 static inline mo_address mo_slot_address(const mo_span *span, size_t slot)

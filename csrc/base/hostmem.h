@@ -16,6 +16,10 @@ void *mo_host_alloc(size_t size);
 /* count * size zero bytes, or NULL (also where the product does not fit). */
 void *mo_host_calloc(size_t count, size_t size);
 
+/* The same for a table that will be used all over, in no order: where it is megabytes, the system is asked for huge pages,
+ * without which looking up an address's page takes as long as what is read from it. */
+void *mo_host_calloc_dense(size_t count, size_t size);
+
 /* As realloc; on NULL the old block is still there, unchanged. */
 void *mo_host_realloc(void *block, size_t size);
 

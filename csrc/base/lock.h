@@ -2,8 +2,9 @@
  *
  *     MO_ASSERT(mo_lock_held(&pool->lock));
  *
- * A thread that already holds it must not take it again. A fork while another thread holds it leaves the
- * child's copy locked for ever: the child of a fork makes no calls that lock (see driver_cuda.h). */
+ * Where assertions are not compiled in nobody asks, and nothing is noted. A thread that already holds it must not take
+ * it again. A fork while another thread holds it leaves the child's copy locked for ever: the child of a fork makes no
+ * calls that lock (see driver_cuda.h). */
 #ifndef MO_LOCK_H
 #define MO_LOCK_H
 
@@ -33,13 +34,17 @@ static inline void mo_lock_take(mo_lock *lock)
 {
     MO_ASSERT(!mo_lock_held(lock));
     pthread_mutex_lock(&lock->mutex);
+#if MO_LEVEL > 0
     atomic_store_explicit(&lock->holder, (uintptr_t)pthread_self(), memory_order_relaxed);
+#endif
 }
 
 static inline void mo_lock_give(mo_lock *lock)
 {
     MO_ASSERT(mo_lock_held(lock));
+#if MO_LEVEL > 0
     atomic_store_explicit(&lock->holder, 0, memory_order_relaxed);
+#endif
     pthread_mutex_unlock(&lock->mutex);
 }
 

@@ -33,6 +33,27 @@ TEST(calloc_gives_zeros)
     }
 }
 
+TEST(a_dense_table_is_one_block_of_zeros_of_any_size)
+{
+    const size_t start = mo_host_live();
+
+    CHECK(!mo_host_calloc_dense(SIZE_MAX, 2));
+    for (size_t size = 1; size < (size_t)64 << 20; size *= 5) {
+        unsigned char *block = mo_host_calloc_dense(size, 1);
+
+        CHECK(block);
+        CHECK_EQ(mo_host_live(), start + 1);
+        for (size_t i = 0; i < size; i += size / 1000 + 1)
+            CHECK(block[i] == 0);
+        memset(block, 0xAA, size);
+        mo_host_free(block);
+    }
+    mo_host_fail_after(0);
+    CHECK(!mo_host_calloc_dense(1, 8));
+    mo_host_fail_never();
+    CHECK_EQ(mo_host_live(), start);
+}
+
 TEST(a_product_that_does_not_fit_is_no_block)
 {
     const size_t start = mo_host_live();
