@@ -55,13 +55,20 @@ test-tsan:  ## the C tests under ThreadSanitizer
 valgrind: environments  ## the C tests under valgrind's memcheck
 	@"$$(cat build/python-cpu)" -m pytest tests/c --c-variant valgrind $(PYTEST)
 
-soak: environments  ## the long form of everything that has one; figures go to benchmarks/results
-	@for b in benchmarks/bench_*.py; do "$$(cat build/python-cpu)" $$b || exit 1; done
+soak: bench  ## the long form of everything that has one; figures go to benchmarks/results
 	@"$$(cat build/python-cpu)" benchmarks/torch_versions.py
 	@MEMOPT_SOAK=1 "$$(cat build/python-cpu)" -m pytest $(PYTEST)
 
+# On the simulated device; on a GPU, with the torch of the Python at hand.
+BENCH_SIM = benchmarks/bench_alloc_core.py benchmarks/bench_alloc_train.py
+BENCH_GPU = benchmarks/bench_alloc_gpu.py
+
 bench: environments  ## every benchmark (benchmarks/bench_*.py), side by side with its peer
-	@for b in benchmarks/bench_*.py; do "$$(cat build/python-cpu)" $$b || exit 1; done
+	@for b in $(filter-out $(BENCH_SIM) $(BENCH_GPU),$(wildcard benchmarks/bench_*.py)); do \
+	    "$$(cat build/python-cpu)" $$b || exit 1; done
+	@for b in $(BENCH_SIM); do "$$(cat build/python-sim)" $$b || exit 1; done
+	@if [ -e /dev/nvidiactl ]; then for b in $(BENCH_GPU); do $(PYTHON) $$b || exit 1; done; \
+	    else echo "$(BENCH_GPU): not run, there is no GPU here" >&2; fi
 
 notebooks: build  ## executes the notebooks, in full, in place
 	@$(ENVIRONMENT) notebook >build/python-notebook
@@ -93,6 +100,8 @@ plain_FLAGS = -O1 -g -DMO_LEVEL=3
 asan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=address -fno-omit-frame-pointer
 ubsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=undefined -fno-sanitize-recover=all
 tsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=thread
+# The extension's own (setup.py), for what is timed.
+bench_FLAGS = -O2 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -DMO_LEVEL=0
 
 CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scaler/*.c csrc/optim/*.c))
 SIM = $(sort $(wildcard csrc/simcuda/device_*.c csrc/simcuda/driver_*.c csrc/simcuda/runtime_*.c) $(wildcard csrc/simcuda/nvml.c \
@@ -120,7 +129,10 @@ build/c/$(1)/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/random_input.h $$(CORE:
 	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DMEMOPT_RANDOM_INPUT $$< $$(CORE:%.c=build/c/$(1)/core/%.o) -o $$@ $$(C_LIBRARIES)
 -include $$(wildcard build/c/$(1)/*.d build/c/$(1)/sim/*.d) $$(CORE:%.c=build/c/$(1)/core/%.d) $$(SIM:%.c=build/c/$(1)/sim/%.d)
 endef
-$(foreach variant,plain asan ubsan tsan,$(eval $(call VARIANT,$(variant))))
+$(foreach variant,plain asan ubsan tsan bench,$(eval $(call VARIANT,$(variant))))
+
+build/c/bench/alloc_core: benchmarks/alloc_core.c $(CORE:%.c=build/c/bench/core/%.o)
+	$(CC) $(C_FLAGS) $(bench_FLAGS) -MMD -MP -MF $@.d $< $(CORE:%.c=build/c/bench/core/%.o) -o $@ -rdynamic $(C_LIBRARIES)
 
 # ---- style ------------------------------------------------------------------------------------------------------------
 C_FILES = $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')

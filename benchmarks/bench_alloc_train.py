@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -76,14 +77,17 @@ BEST_PEER = "expandable 12 MB"
 # ---- the child: one allocator, one device, probes until told no more -------------------------------
 
 
-def serve(allocator: Allocator) -> None:
-    """Answers requests, a line of JSON each, from standard input; whatever else prints goes to standard error."""
+def serve(allocator: Allocator, real: bool = False) -> None:
+    """Answers requests, a line of JSON each, from standard input; whatever else prints goes to standard error.
+
+    real: on the machine's GPU, where time_pairs and train are asked for alone."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
     from memopt import sim
 
-    sim.activate(memory=PLENTY, blank=True)
+    if not real:
+        sim.activate(memory=PLENTY, blank=True)
     import torch
 
     torch.set_num_threads(1)
@@ -99,11 +103,13 @@ def serve(allocator: Allocator) -> None:
             given = True
         if "sizes" in request:
             answer = time_pairs(**request)
+        elif "train" in request:
+            answer = train(**request)
         else:
             answer = probe(**request)
             give_everything_back()
         # memopt remembers sizes and peaks of what ran before, and would not start as a new process does.
-        answer["reusable"] = sim.stats()["bytes"] == 0 and not allocator.memopt
+        answer["reusable"] = not real and sim.stats()["bytes"] == 0 and not allocator.memopt
         print(json.dumps(answer), file=answers, flush=True)
 
 
@@ -204,11 +210,37 @@ def time_pairs(sizes: list[int], calls: int) -> dict[str, Any]:
     return {"seconds": seconds}
 
 
-class Child:
-    """A process with one allocator; a new one where the last cannot be used again."""
+def train(train: str, scale: float, steps: int | None) -> dict[str, Any]:
+    """Runs a loop on whatever device there is. Bytes as torch's statistics say, and seconds of each step, the device
+    idle before and after."""
+    import torch
 
-    def __init__(self, allocator: str) -> None:
-        self.allocator = allocator
+    from benchmarks.workloads import WORKLOADS
+
+    torch.cuda.reset_peak_memory_stats()
+    ends = [time.perf_counter()]
+
+    def step_done(step: int) -> None:
+        torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+
+    WORKLOADS[train].run(step_done, scale, steps)
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    return {
+        "live_peak": stats["requested_bytes.all.peak"],
+        "held": stats["reserved_bytes.all.peak"],
+        "seconds": [after - before for before, after in itertools.pairwise(ends)],
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+
+
+class Child:
+    """A process with one allocator; a new one where the last cannot be used again. real: on the machine's GPU."""
+
+    def __init__(self, allocator: str, real: bool = False) -> None:
+        self.allocator, self.real = allocator, real
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, keep: bool = False, **request: Any) -> dict[str, Any]:
@@ -216,7 +248,7 @@ class Child:
         if self.process is None:
             settings = ALLOCATORS[self.allocator].settings
             self.process = subprocess.Popen(
-                [sys.executable, __file__, "--serve", self.allocator],
+                [sys.executable, __file__, "--serve", self.allocator, *(["--real"] if self.real else [])],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -444,7 +476,14 @@ def report_goals(report: harness.Report, measured: dict[str, Any]) -> None:
 # ---- the host's time -------------------------------------------------------------------------------
 
 
-def report_host_time(report: harness.Report, allocators: list[str], seed: int = 1) -> None:
+def report_host_time(
+    report: harness.Report,
+    allocators: list[str],
+    *,
+    goal: float | None = None,
+    real: bool = False,
+    seed: int = 1,
+) -> None:
     """torch.empty and del from Python, the allocators in turns, each in a process of its own that stays warm."""
     draw = random.Random(seed)
     cases = {
@@ -452,7 +491,7 @@ def report_host_time(report: harness.Report, allocators: list[str], seed: int = 
         "8 MiB": [8 << 20],
         "64 mixed sizes live at once": [int(512 * 2 ** draw.uniform(0, 15)) for _ in range(64)],
     }
-    children = {allocator: Child(allocator) for allocator in allocators}
+    children = {allocator: Child(allocator, real) for allocator in allocators}
 
     class Turn:
         def __init__(self, child: Child, sizes: list[int]) -> None:
@@ -471,6 +510,7 @@ def report_host_time(report: harness.Report, allocators: list[str], seed: int = 
             {allocator: Turn(child, sizes) for allocator, child in children.items()},
             peer=allocators[0],
             clock=cpu_time_of_its_process,
+            goal=goal,
         )
     for child in children.values():
         child.close()
@@ -478,7 +518,7 @@ def report_host_time(report: harness.Report, allocators: list[str], seed: int = 
 
 def main() -> int:
     if sys.argv[1:2] == ["--serve"]:
-        serve(ALLOCATORS[sys.argv[2]])
+        serve(ALLOCATORS[sys.argv[2]], real="--real" in sys.argv)
         return 0
     parser = harness.parser(__doc__)
     parser.add_argument("--workloads", nargs="+", help="by name; all nine")

@@ -36,7 +36,7 @@ def flags_of(source: str) -> list[str]:
 
 
 def compile_all(compiler: str) -> list[list[str]]:
-    sources = tracked("csrc/*.c", "tests/c/*.c", "tests/fuzz/*.c")
+    sources = tracked("csrc/*.c", "tests/c/*.c", "tests/fuzz/*.c", "benchmarks/*.c")
     sources = [s for s in sources if not s.endswith(("/kernel_image.c", "library_stub.c"))]
     return [[compiler, *WARNINGS, *flags_of(s), "-fsyntax-only", s] for s in sources]
 
