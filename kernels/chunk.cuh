@@ -1,6 +1,6 @@
 /* The unit of work of a multi-tensor kernel: a run of elements of one tensor, processed by one block. The
  * host cuts tensors into chunks (csrc/scaler/chunk_table.h), uploads the table, and launches one block a
- * chunk; so a launch is the same for one tensor of 10^9 elements and for 10^5 tensors of ten.
+ * chunk; so a launch is the same for one tensor of 10^9 elements and for 10^5 tensors of ten, of whatever types.
  *
  * Compiled by nvcc, by NVRTC and, as C11, by gcc and clang: the table's layout is written down once. */
 #ifndef MO_CHUNK_CUH
@@ -14,15 +14,15 @@
 #define MO_ALIGNED(bytes) __attribute__((aligned(bytes)))
 #endif
 
+/* The element types that the kernels know, in the order in which kernels are listed. */
+typedef enum mo_float { MO_F32, MO_F16, MO_BF16, MO_F64, MO_FLOAT_COUNT } mo_float;
+
 /* 16 bytes, so that an entry is one load and the table an array without holes. */
 typedef struct MO_ALIGNED(16) mo_chunk {
     unsigned long long address; /* of the first element, a multiple of the element's size */
     unsigned count;             /* elements, at least one */
-    unsigned tensor;            /* whose they are: the place in the caller's list */
+    unsigned kind;              /* of the elements: a mo_float */
 } mo_chunk;
-
-/* The element types that the kernels know, in the order in which kernels are listed. */
-typedef enum mo_float { MO_F32, MO_F16, MO_BF16, MO_F64, MO_FLOAT_COUNT } mo_float;
 
 MO_BODY unsigned mo_float_size(mo_float kind)
 {

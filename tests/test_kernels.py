@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "kernels"))
 import build_kernels  # noqa: E402
 
-KERNELS = {f"memopt_unscale_{kind}" for kind in ("f32", "f16", "bf16", "f64")}
+KERNELS = {"memopt_gradients"}
 
 
 # ---- NVRTC -------------------------------------------------------------------------------------------------

@@ -22,11 +22,7 @@
 #include "driver/nvrtc_api.h"
 
 /* Every kernel: X(identifier, name in the image). */
-#define MO_KERNELS(X)                                                                                        \
-    X(MO_KERNEL_UNSCALE_F32, "memopt_unscale_f32")                                                           \
-    X(MO_KERNEL_UNSCALE_F16, "memopt_unscale_f16")                                                           \
-    X(MO_KERNEL_UNSCALE_BF16, "memopt_unscale_bf16")                                                         \
-    X(MO_KERNEL_UNSCALE_F64, "memopt_unscale_f64")
+#define MO_KERNELS(X) X(MO_KERNEL_GRADIENTS, "memopt_gradients")
 
 #define MO_KERNEL_ENUM(identifier, name) identifier,
 typedef enum mo_kernel { MO_KERNELS(MO_KERNEL_ENUM) MO_KERNEL_COUNT } mo_kernel;

@@ -54,10 +54,10 @@ static mo_status make_slot(const mo_cuda_api *api, size_t size, bool with_event,
 }
 
 static mo_status put_captured(mo_staging *staging, const mo_cuda_api *api, CUstream stream, const void *table,
-                              size_t size, CUdeviceptr *out, mo_detail *detail)
+                              size_t size, size_t capacity, CUdeviceptr *out, mo_detail *detail)
 {
     mo_staging_slot slot;
-    mo_status status = make_slot(api, size, /* with_event */ false, &slot, detail);
+    mo_status status = make_slot(api, capacity, /* with_event */ false, &slot, detail);
 
     if (status)
         return status;
@@ -85,11 +85,13 @@ static mo_status look(const mo_cuda_api *api, mo_staging_slot *slot, mo_detail *
 }
 
 /* A slot that holds this very table and was last used on a stream of this handle, or NULL. */
-static mo_staging_slot *find_equal(mo_staging *staging, CUstream stream, const void *table, size_t size)
+static mo_staging_slot *find_equal(mo_staging *staging, CUstream stream, const void *table, size_t size,
+                                   size_t capacity)
 {
     for (int i = 0; i < MO_STAGING_SLOTS; i++) {
         mo_staging_slot *slot = &staging->slots[i];
-        if (slot->size == size && slot->stream == stream && memcmp(slot->host, table, size) == 0)
+        if (slot->size == size && slot->capacity >= capacity && slot->stream == stream &&
+            memcmp(slot->host, table, size) == 0)
             return slot;
     }
     return NULL;
@@ -133,20 +135,24 @@ static mo_status find_free(mo_staging *staging, const mo_cuda_api *api, size_t s
 }
 
 mo_status mo_staging_put(mo_staging *staging, const mo_cuda_api *api, CUstream stream, const void *table,
-                         size_t size, mo_staging_slot **out_slot, CUdeviceptr *out, mo_detail *detail)
+                         size_t size, size_t room, mo_staging_slot **out_slot, CUdeviceptr *out,
+                         mo_detail *detail)
 {
     uint64_t capture = 0;
     mo_staging_slot *slot;
-    mo_status status =
-        mo_cuda_check(api, mo_capture_id(api, stream, &capture), "cuStreamGetCaptureInfo", detail);
+    size_t capacity;
+    mo_status status;
 
+    if (!mo_add_ok(size, room, &capacity))
+        return mo_fail(detail, MO_OVERFLOW, 0, "a table of %zu bytes and %zu more do not fit", size, room);
+    status = mo_cuda_check(api, mo_capture_id(api, stream, &capture), "cuStreamGetCaptureInfo", detail);
     if (status)
         return status;
     *out_slot = NULL;
     if (capture)
-        return put_captured(staging, api, stream, table, size, out, detail);
+        return put_captured(staging, api, stream, table, size, capacity, out, detail);
 
-    slot = find_equal(staging, stream, table, size);
+    slot = find_equal(staging, stream, table, size, capacity);
     if (slot) {
         if (slot->in_flight) /* behind the copy, also where the handle is another stream's by now */
             status = mo_cuda_check(api, api->stream_wait(stream, slot->done, 0), "cuStreamWaitEvent", detail);
@@ -154,12 +160,12 @@ mo_status mo_staging_put(mo_staging *staging, const mo_cuda_api *api, CUstream s
             return status;
         staging->counts.repeats++;
     } else {
-        status = find_free(staging, api, size, &slot, detail);
+        status = find_free(staging, api, capacity, &slot, detail);
         if (status)
             return status;
-        if (slot->capacity < size) {
+        if (slot->capacity < capacity) {
             mo_staging_slot larger;
-            status = make_slot(api, size, /* with_event */ true, &larger, detail);
+            status = make_slot(api, capacity, /* with_event */ true, &larger, detail);
             if (status)
                 return status;
             status = mo_cuda_check(api, free_slot(api, slot), "cuMemFree(chunk table)", detail);

@@ -36,11 +36,11 @@ typedef struct mo_staging_slot {
     void *host;         /* pinned, capacity bytes; NULL: an unused slot */
     CUdeviceptr device; /* capacity bytes */
     CUevent done;       /* behind the last launch that read it */
-    size_t capacity;
-    size_t size;     /* of the table that lies in it; 0: none that could be used again */
-    CUstream stream; /* where it was last used */
-    bool in_flight;  /* done has not been seen complete since it was last recorded */
-    uint64_t turn;   /* of its last use; the least is the oldest */
+    size_t capacity;    /* at least the table and the kernel's room behind it */
+    size_t size;        /* of the table that lies in it; 0: none that could be used again */
+    CUstream stream;    /* where it was last used */
+    bool in_flight;     /* done has not been seen complete since it was last recorded */
+    uint64_t turn;      /* of its last use; the least is the oldest */
 } mo_staging_slot;
 
 typedef struct mo_staging {
@@ -55,11 +55,15 @@ typedef struct mo_staging {
     } counts;
 } mo_staging;
 
-/* Puts a table of size > 0 bytes where work queued on stream after this call reads it at *out. The caller
- * queues that work and then calls mo_staging_used with *out_slot, on failure too once mo_staging_put has
+/* Puts a table of size > 0 bytes where work queued on stream after this call reads it at *out. Behind it, at *out + size,
+ * are `room` bytes that belong to that work alone until it has run, uninitialised. The work may change the table itself if
+ * it puts back what was there: a repeat finds the table as the last work left it.
+ *
+ * The caller queues that work and then calls mo_staging_used with *out_slot, on failure too once mo_staging_put has
  * succeeded. */
 mo_status mo_staging_put(mo_staging *staging, const mo_cuda_api *api, CUstream stream, const void *table,
-                         size_t size, mo_staging_slot **out_slot, CUdeviceptr *out, mo_detail *detail);
+                         size_t size, size_t room, mo_staging_slot **out_slot, CUdeviceptr *out,
+                         mo_detail *detail);
 
 /* Says that the work is queued. NULL (a captured table) needs nothing. */
 mo_status mo_staging_used(const mo_cuda_api *api, mo_staging_slot *slot, mo_detail *detail);

@@ -1,8 +1,9 @@
 /* The CUDA kernels: their settings, their state, and the calls that launch them. */
 #include "python/module.h"
 
-#include "driver/kernel_module.h"
-#include "scaler/unscale_cuda.h"
+#include "base/hostmem.h"
+#include "driver/launch.h"
+#include "scaler/gradients.h"
 
 PyDoc_STRVAR(
     configure_doc,
@@ -41,7 +42,7 @@ PyDoc_STRVAR(
     "compilations\n"
     "(NVRTC runs of this process), origin ('not loaded', 'embedded', 'cached' or 'compiled'), architecture,\n"
     "nvrtc, options, cache ('off', 'missing', 'hit', 'damaged', 'unreadable'), stored, note (what was tried\n"
-    "and did not serve), and the counters of foreach_unscale_cuda: launches, uploads, repeats, waits,\n"
+    "and did not serve), and the counters of launches: launches, uploads, repeats, waits,\n"
     "captured, captured_bytes. load=True loads them first, and raises memopt.Error if that fails.");
 
 static PyObject *kernel_status(PyObject *module, PyObject *args)
@@ -49,7 +50,7 @@ static PyObject *kernel_status(PyObject *module, PyObject *args)
     static const mo_kernel_module none = {0};
     char options[MO_NVRTC_OPTIONS_SIZE] = "", nvrtc[32] = "";
     const mo_kernel_module *m = NULL;
-    mo_unscale_counts counts;
+    mo_launch_counts counts;
     mo_status status = MO_OK;
     mo_detail detail;
     int device = 0, load = 0;
@@ -71,7 +72,7 @@ static PyObject *kernel_status(PyObject *module, PyObject *args)
         mo_nvrtc_options(m->target, options);
     if (m->nvrtc_major)
         PyOS_snprintf(nvrtc, sizeof nvrtc, "%d.%d", m->nvrtc_major, m->nvrtc_minor);
-    mo_unscale_read(device, &counts);
+    mo_launch_read(device, &counts);
     return Py_BuildValue(
         "{s:n,s:I,s:s,s:i,s:s,s:s,s:s,s:N,s:s,s:K,s:K,s:K,s:K,s:K,s:K}", "embedded_bytes",
         (Py_ssize_t)mo_kernel_image_get().fatbin_size, "compilations", mo_kernels_compilations(), "origin",
@@ -102,6 +103,35 @@ PyDoc_STRVAR(
     "kind: 0 fp32, 1 fp16, 2 bf16, 3 fp64. inv_scale, found_inf: addresses of an fp32 on the device.\n"
     "stream: a cudaStream_t as int. Nothing checks that the addresses are of that device.");
 
+static mo_status unscale(const Py_buffer *addresses, const Py_buffer *counts, int kind, int device,
+                         uintptr_t stream, mo_gradients_job job, mo_detail *detail)
+{
+    const uint64_t *address = addresses->buf, *count = counts->buf;
+    mo_gradient *gradients;
+    mo_status status;
+
+    if (addresses->len != counts->len || addresses->len % 8 || (uintptr_t)address % 8 || (uintptr_t)count % 8)
+        return mo_fail(
+            detail, MO_INVALID, 0,
+            "addresses of %zd bytes, counts of %zd: expected aligned 64-bit integers, one a tensor in each",
+            addresses->len, counts->len);
+    if ((unsigned)kind >= MO_FLOAT_COUNT)
+        return mo_fail(detail, MO_INVALID, 0,
+                       "element type %d: expected 0 (fp32), 1 (fp16), 2 (bf16) or 3 (fp64)", kind);
+    if (!job.inv_scale)
+        return mo_fail(detail, MO_INVALID, 0, "inv_scale at 0: expected the address of an fp32");
+    job.count = (size_t)addresses->len / 8;
+    job.gradients = gradients = mo_host_calloc(job.count, sizeof *gradients);
+    if (!gradients)
+        return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "out of host memory for a list of %zu gradients",
+                       job.count);
+    for (size_t i = 0; i < job.count; i++)
+        gradients[i] = (mo_gradient){address[i], count[i], (mo_float)kind};
+    status = mo_gradients_cuda(device, (void *)stream, &job, detail);
+    mo_host_free(gradients);
+    return status;
+}
+
 static PyObject *foreach_unscale_cuda(PyObject *module, PyObject *args)
 {
     Py_buffer addresses, counts;
@@ -113,27 +143,13 @@ static PyObject *foreach_unscale_cuda(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*y*iKKiK:foreach_unscale_cuda", &addresses, &counts, &kind, &inv_scale,
                           &found_inf, &device, &stream))
         return NULL;
-    if (addresses.len != counts.len || addresses.len % 8 || (uintptr_t)addresses.buf % 8 ||
-        (uintptr_t)counts.buf % 8) {
-        status = mo_fail(
-            &detail, MO_INVALID, 0,
-            "addresses of %zd bytes, counts of %zd: expected aligned 64-bit integers, one a tensor in each",
-            addresses.len, counts.len);
-    } else {
-        const mo_unscale_job job = {
-            .device = device,
-            .stream = (CUstream)(uintptr_t)stream,
-            .kind = (mo_float)kind,
-            .tensors = {.addresses = addresses.buf,
-                        .counts = counts.buf,
-                        .tensors = (size_t)addresses.len / 8},
-            .inv_scale = inv_scale,
-            .found_inf = found_inf,
-        };
-        Py_BEGIN_ALLOW_THREADS;
-        status = mo_unscale_cuda(&job, &detail);
-        Py_END_ALLOW_THREADS;
-    }
+    Py_BEGIN_ALLOW_THREADS;
+    status = unscale(&addresses, &counts, kind, device, (uintptr_t)stream,
+                     (mo_gradients_job){.passes = MO_GRADIENTS_CHECK | MO_GRADIENTS_STORE,
+                                        .inv_scale = (uintptr_t)inv_scale,
+                                        .found_inf = (uintptr_t)found_inf},
+                     &detail);
+    Py_END_ALLOW_THREADS;
     PyBuffer_Release(&addresses);
     PyBuffer_Release(&counts);
     if (status)

@@ -2,7 +2,7 @@
  * Plain arithmetic on addresses: nothing is dereferenced, no CUDA.
  *
  *     the chunks of tensor t, in order, are [address(t), address(t) + count(t) * size): no gap, no overlap
- *     1 <= chunk.count <= chunk_elements
+ *     1 <= chunk.count, at most chunk_bytes; chunk.kind is the tensor's
  *     every chunk but the first of its tensor starts on a MO_CHUNK_ALIGNMENT boundary
  *     chunks are in the order of their tensors; a tensor of 0 elements has none
  *
@@ -20,25 +20,23 @@
 #define MO_CHUNK_ALIGNMENT 128        /* bytes: a cache line, so that no two blocks write to one */
 #define MO_CHUNKS_MAX      0x7FFFFFFF /* the largest gridDim.x */
 
-/* What is cut: tensors of one element size, dense in memory. */
-typedef struct mo_tensor_list {
-    const uintptr_t *addresses; /* of the first elements; ignored where counts[i] is 0 */
-    const size_t *counts;       /* elements */
-    size_t tensors;
-    size_t size; /* bytes an element: 1, 2, 4, 8 or 16 */
-} mo_tensor_list;
+/* Dense memory: an address of the first element, and how many follow. */
+typedef struct mo_tensor {
+    uintptr_t address; /* ignored where count is 0; else a multiple of the element's size */
+    size_t count;      /* elements */
+    mo_float kind;     /* may differ from tensor to tensor */
+} mo_tensor;
 
-/* Checks the list and counts its chunks and bytes. chunk_bytes: a power of two from MO_CHUNK_ALIGNMENT to 2
- * GiB. MO_INVALID names the tensor that has no address, one that is not a multiple of its element's size, or
- * one that runs past the end of the address space; MO_OVERFLOW: more bytes than fit, or more chunks than a
- * grid holds. */
-mo_status mo_chunks_count(const mo_tensor_list *list, size_t chunk_bytes, size_t *out_chunks,
+/* Checks the list and counts its chunks. chunk_bytes: a power of two from MO_CHUNK_ALIGNMENT to 2 GiB. MO_INVALID names
+ * the tensor that is of no kind, has no address, one that is not a multiple of its element's size, or one that runs past
+ * the end of the address space; MO_OVERFLOW: more bytes than fit, or more chunks than a grid holds. */
+mo_status mo_chunks_count(const mo_tensor *tensors, size_t count, size_t chunk_bytes, size_t *out_chunks,
                           mo_detail *detail);
 
 /* Writes exactly the chunks that mo_chunks_count has counted for the same arguments. */
-void mo_chunks_fill(const mo_tensor_list *list, size_t chunk_bytes, mo_chunk *out);
+void mo_chunks_fill(const mo_tensor *tensors, size_t count, size_t chunk_bytes, mo_chunk *out);
 
-/* The bytes of all tensors. False where they do not fit a size_t. */
-bool mo_tensors_bytes(const mo_tensor_list *list, size_t *out);
+/* The bytes of all tensors (of an unknown kind: any number). False where they do not fit a size_t. */
+bool mo_tensors_bytes(const mo_tensor *tensors, size_t count, size_t *out);
 
 #endif

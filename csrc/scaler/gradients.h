@@ -16,7 +16,7 @@
  *     *factor     inv_scale * *clip: what the optimizer's kernel multiplies gradients with that were only read
  *
  * Each of the three is written where its address is given, with MO_GRADIENTS_NORM only. Squares are summed in fp32 within a
- * chunk (fp64 elements: in fp64), scaled so that they neither overflow nor vanish where wide(x) does not, and in fp64 across
+ * chunk at most (fp64 elements: in fp64), scaled so that they neither overflow nor vanish where wide(x) does not, and in fp64 across
  * chunks, in the order of the list: no atomics.
  *
  * A second job kind multiplies in place by a value that lies in memory, mo_gradients_clip: x := round(wide(x) * *clip), without
@@ -27,22 +27,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "../kernels/chunk.cuh"
+#include "../kernels/gradients.cuh" /* MO_GRADIENTS_… */
 #include "base/status.h"
+#include "scaler/chunk_table.h"
 
-/* Dense memory: an address of the first element in the memory of the job's device, and how many follow. */
-typedef struct mo_gradient {
-    uintptr_t address; /* ignored where count is 0; else a multiple of the element's size */
-    size_t count;
-    mo_float kind; /* may differ from gradient to gradient */
-} mo_gradient;
-
-enum {
-    MO_GRADIENTS_CHECK = 1,
-    MO_GRADIENTS_STORE = 2,
-    MO_GRADIENTS_NORM = 4,
-    MO_GRADIENTS_MAXIMUM = 8 /* the norm's kind */
-};
+typedef mo_tensor mo_gradient; /* in the memory of the job's device */
 
 /* Addresses of single fp32 values, in the memory of the job's device: 0 where there is none. */
 typedef struct mo_gradients_job {
@@ -60,9 +49,13 @@ mo_status mo_gradients_cpu(const mo_gradients_job *job, mo_detail *detail);
 mo_status mo_gradients_clip_cpu(const mo_gradient *gradients, size_t count, uintptr_t clip,
                                 mo_detail *detail);
 
-/* ---- on a CUDA device: queued on a stream when it returns, as mo_unscale_cuda does; one launch, which may be captured. ---- */
+/* ---- on a CUDA device: queued on a stream when it returns; one launch, which may be captured. A fault on the device shows
+ * up in a later call. Nothing is queued for no elements, but with NORM. Call without the GIL (driver/launch.h). ---- */
 mo_status mo_gradients_cuda(int device, void *stream, const mo_gradients_job *job, mo_detail *detail);
 mo_status mo_gradients_clip_cuda(int device, void *stream, const mo_gradient *gradients, size_t count,
                                  uintptr_t clip, mo_detail *detail);
+
+/* The bytes of a kernel's chunk for a total of `bytes` on so many multiprocessors; a power of two. Here for the tests. */
+size_t mo_gradients_chunk_bytes(size_t bytes, int multiprocessors);
 
 #endif

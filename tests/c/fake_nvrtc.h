@@ -3,10 +3,15 @@
 #ifndef MEMOPT_FAKE_NVRTC_H
 #define MEMOPT_FAKE_NVRTC_H
 
+#include "driver/kernel_module.h"
 #include "driver/nvrtc_api.h"
 #include "test.h"
 
 #define FAKE_NVRTC_PATH ""
+
+/* An image of every kernel that the simulated device takes. */
+#define NVRTC_ENTRY(identifier, name) ".entry " name "\n"
+#define NVRTC_KERNELS                 ".version 7.0\n" MO_KERNELS(NVRTC_ENTRY)
 
 static struct fake_nvrtc {
     int programs, compiled, major;

@@ -2,45 +2,42 @@
 
 #include "test.h"
 
-#define LIST(addresses_, counts_, size_)                                                                     \
-    {                                                                                                        \
-        .addresses = addresses_, .counts = counts_, .tensors = sizeof(counts_) / sizeof *(counts_),          \
-        .size = size_                                                                                        \
-    }
+enum { MANY = 20 };
 
-static mo_chunk *cut(const mo_tensor_list *list, size_t chunk_bytes, size_t *chunks)
+static mo_chunk *cut(const mo_tensor *list, size_t count, size_t chunk_bytes, size_t *chunks)
 {
     mo_detail detail;
     mo_chunk *table;
-    mo_status status = mo_chunks_count(list, chunk_bytes, chunks, &detail);
+    mo_status status = mo_chunks_count(list, count, chunk_bytes, chunks, &detail);
 
     if (status)
         TEST_FAIL("%s: %.300s", mo_status_name(status), detail.text);
     /* One entry more than asked for, marked, to see that exactly so many are written. */
     table = malloc((*chunks + 1) * sizeof *table);
     memset(table, 0xA5, (*chunks + 1) * sizeof *table);
-    mo_chunks_fill(list, chunk_bytes, table);
+    mo_chunks_fill(list, count, chunk_bytes, table);
     CHECK_EQ(table[*chunks].count, 0xA5A5A5A5u);
     return table;
 }
 
 /* The oracle is the header's list of invariants, walked tensor by tensor. */
-static void check_cover(const mo_tensor_list *list, size_t chunk_bytes)
+static void check_cover(const mo_tensor *list, size_t count, size_t chunk_bytes)
 {
     size_t chunks, at = 0;
-    mo_chunk *table = cut(list, chunk_bytes, &chunks);
+    mo_chunk *table = cut(list, count, chunk_bytes, &chunks);
 
-    for (size_t t = 0; t < list->tensors; t++) {
+    for (size_t t = 0; t < count; t++) {
+        const size_t size = mo_float_size(list[t].kind);
         size_t seen = 0;
-        while (seen < list->counts[t]) {
+        while (seen < list[t].count) {
             CHECK(at < chunks);
-            CHECK_EQ(table[at].tensor, t);
-            CHECK_EQ(table[at].address, list->addresses[t] + seen * list->size);
-            CHECK(table[at].count >= 1 && table[at].count * list->size <= chunk_bytes);
+            CHECK_EQ(table[at].kind, list[t].kind);
+            CHECK_EQ(table[at].address, list[t].address + seen * size);
+            CHECK(table[at].count >= 1 && table[at].count * size <= chunk_bytes);
             CHECK(seen == 0 || table[at].address % MO_CHUNK_ALIGNMENT == 0);
             seen += table[at++].count;
         }
-        CHECK_EQ(seen, list->counts[t]);
+        CHECK_EQ(seen, list[t].count);
     }
     CHECK_EQ(at, chunks);
     free(table);
@@ -49,55 +46,48 @@ static void check_cover(const mo_tensor_list *list, size_t chunk_bytes)
 TEST(every_element_of_random_tensors_is_in_exactly_one_chunk)
 {
     uint64_t state = test_seed();
-    uintptr_t addresses[20];
-    size_t counts[20];
+    mo_tensor list[MANY];
 
     for (int round = 0; round < test_rounds(3000, 300000); round++) {
-        mo_tensor_list list = {
-            .addresses = addresses, .counts = counts, .size = (size_t)1 << test_random(&state) % 5};
-        list.tensors = test_random(&state) % 21;
-        for (size_t t = 0; t < list.tensors; t++) {
-            counts[t] = test_random(&state) % (test_random(&state) % 2 ? 5 : 3000);
-            addresses[t] = ((uintptr_t)1 << 40) + test_random(&state) % 4096 / list.size * list.size;
+        const size_t count = test_random(&state) % (MANY + 1);
+        for (size_t t = 0; t < count; t++) {
+            list[t].kind = (mo_float)(test_random(&state) % MO_FLOAT_COUNT);
+            list[t].count = test_random(&state) % (test_random(&state) % 2 ? 5 : 3000);
+            list[t].address = ((uintptr_t)1 << 40) + test_random(&state) % 512 * mo_float_size(list[t].kind);
         }
-        check_cover(&list, (size_t)128 << test_random(&state) % 4);
+        check_cover(list, count, (size_t)128 << test_random(&state) % 4);
     }
 }
 
 TEST(sizes_next_to_a_chunk_boundary_are_covered_at_every_misalignment)
 {
-    for (size_t size = 1; size <= 16; size *= 2)
-        for (size_t shift = 0; shift < 256; shift += size)
+    for (mo_float kind = MO_F32; kind < MO_FLOAT_COUNT; kind++)
+        for (size_t shift = 0, size = mo_float_size(kind); shift < 256; shift += size)
             for (int around = -2; around <= 2; around++) {
-                uintptr_t address[] = {4096 + shift};
-                size_t count[] = {(size_t)((long)(512 / size) * 3 + around)};
-                mo_tensor_list list = LIST(address, count, size);
-                check_cover(&list, 512);
+                const mo_tensor list = {4096 + shift, (size_t)((long)(512 / size) * 3 + around), kind};
+                check_cover(&list, 1, 512);
             }
 }
 
 TEST(no_tensors_and_empty_tensors_make_no_chunks)
 {
-    uintptr_t addresses[] = {0, 0, 3};
-    size_t counts[] = {0, 0, 0}, chunks = 7;
-    mo_tensor_list list = LIST(addresses, counts, 4), none = {.size = 4};
+    const mo_tensor list[] = {{0, 0, MO_F32}, {0, 0, MO_F16}, {3, 0, MO_F64}};
+    size_t chunks = 7;
 
-    CHECK_EQ(mo_chunks_count(&list, 4096, &chunks, NULL), MO_OK);
+    CHECK_EQ(mo_chunks_count(list, 3, 4096, &chunks, NULL), MO_OK);
     CHECK_EQ(chunks, 0);
     chunks = 7;
-    CHECK_EQ(mo_chunks_count(&none, 4096, &chunks, NULL), MO_OK);
+    CHECK_EQ(mo_chunks_count(NULL, 0, 4096, &chunks, NULL), MO_OK);
     CHECK_EQ(chunks, 0);
 }
 
-static void refuses(uintptr_t address, size_t count, size_t size, size_t chunk_bytes, mo_status expected,
-                    const char *word)
+static void refuses(mo_tensor tensor, size_t chunk_bytes, mo_status expected, const char *word)
 {
-    uintptr_t addresses[] = {4096, address};
-    size_t counts[] = {1, count}, chunks = 99;
-    mo_tensor_list list = LIST(addresses, counts, size);
+    const mo_tensor list[] = {{4096, 1, MO_F16}, tensor};
+    size_t chunks = 99;
     mo_detail detail = {0};
 
-    CHECK_EQ(mo_chunks_count(&list, chunk_bytes, &chunks, &detail), expected);
+    CHECK_EQ(mo_chunks_count(list, 2, chunk_bytes, &chunks, &detail), expected);
     CHECK_EQ(detail.status, expected);
     if (!strstr(detail.text, word))
         TEST_FAIL("\"%.300s\" does not say \"%s\"", detail.text, word);
@@ -106,28 +96,27 @@ static void refuses(uintptr_t address, size_t count, size_t size, size_t chunk_b
 
 TEST(a_wrong_list_is_refused_and_the_tensor_named)
 {
-    refuses(0, 1, 4, 4096, MO_INVALID, "tensor 1");
-    refuses(4098, 1, 4, 4096, MO_INVALID, "tensor 1");
-    refuses(UINTPTR_MAX - 3, 2, 4, 4096, MO_INVALID, "tensor 1");
-    refuses(4096, SIZE_MAX / 2, 4, 4096, MO_OVERFLOW, "tensor 1");
-    refuses(4096, (size_t)1 << 60, 1, 128, MO_OVERFLOW, "chunks");
-    refuses(4096, 1, 3, 4096, MO_INVALID, "3 bytes");
-    refuses(4096, 1, 32, 4096, MO_INVALID, "32 bytes");
-    refuses(4096, 1, 4, 64, MO_INVALID, "64 bytes");
-    refuses(4096, 1, 4, 384, MO_INVALID, "384 bytes");
+    refuses((mo_tensor){0, 1, MO_F32}, 4096, MO_INVALID, "tensor 1");
+    refuses((mo_tensor){4098, 1, MO_F32}, 4096, MO_INVALID, "tensor 1");
+    refuses((mo_tensor){UINTPTR_MAX - 3, 2, MO_F32}, 4096, MO_INVALID, "tensor 1");
+    refuses((mo_tensor){4096, SIZE_MAX / 2, MO_F32}, 4096, MO_OVERFLOW, "tensor 1");
+    refuses((mo_tensor){4096, (size_t)1 << 60, MO_BF16}, 128, MO_OVERFLOW, "chunks");
+    refuses((mo_tensor){4096, 1, MO_FLOAT_COUNT}, 4096, MO_INVALID, "tensor 1: element type 4");
+    refuses((mo_tensor){4096, 0, (mo_float)-1}, 4096, MO_INVALID, "tensor 1: element type -1");
+    refuses((mo_tensor){4096, 1, MO_F32}, 64, MO_INVALID, "64 bytes");
+    refuses((mo_tensor){4096, 1, MO_F32}, 384, MO_INVALID, "384 bytes");
 }
 
 TEST(the_bytes_of_a_list_are_summed_or_said_not_to_fit)
 {
-    uintptr_t addresses[] = {4096, 8192};
-    size_t counts[] = {10, 20}, bytes = 0;
-    mo_tensor_list list = LIST(addresses, counts, 8);
+    mo_tensor list[] = {{4096, 10, MO_F64}, {8192, 20, MO_BF16}};
+    size_t bytes = 0;
 
-    CHECK(mo_tensors_bytes(&list, &bytes));
-    CHECK_EQ(bytes, 240);
-    counts[1] = SIZE_MAX / 8;
-    CHECK(!mo_tensors_bytes(&list, &bytes));
-    CHECK_EQ(bytes, 240);
+    CHECK(mo_tensors_bytes(list, 2, &bytes));
+    CHECK_EQ(bytes, 120);
+    list[0].count = SIZE_MAX / 8;
+    CHECK(!mo_tensors_bytes(list, 2, &bytes));
+    CHECK_EQ(bytes, 120);
 }
 
 TEST(a_chunk_splits_into_head_vectors_and_tail_on_the_16_byte_grid)

@@ -146,9 +146,10 @@ TEST(a_cached_image_that_this_driver_refuses_is_rebuilt)
     start();
     loads(&none, MO_KERNELS_COMPILED, 1);
     /* A driver that takes "image:…" no more, as after a downgrade; what is compiled now it takes. */
-    snprintf(fake.missing, sizeof fake.missing, "%s", mo_kernel_name(MO_KERNEL_UNSCALE_F64));
+    snprintf(fake.missing, sizeof fake.missing, "%s", mo_kernel_name(MO_KERNEL_COUNT - 1));
     CHECK_EQ(load(&none), MO_DRIVER); /* both the cached and the new one lack a kernel */
-    CHECK(strstr(detail.text, "memopt_unscale_f64") && strstr(detail.text, "update the NVIDIA driver"));
+    CHECK(strstr(detail.text, mo_kernel_name(MO_KERNEL_COUNT - 1)) &&
+          strstr(detail.text, "update the NVIDIA driver"));
     CHECK_EQ(nvrtc.compiled, 2);
     fake.missing[0] = 0;
     loads(&none, MO_KERNELS_CACHED,
@@ -306,8 +307,7 @@ static void remembers_in_child(void)
     CHECK_EQ(mo_kernels_compilations() - start_count, 3);
     CHECK(!found);
     sim->fail_clear();
-    nvrtc.image = ".version 7.0\n.entry memopt_unscale_f32\n.entry memopt_unscale_f16\n"
-                  ".entry memopt_unscale_bf16\n.entry memopt_unscale_f64\n";
+    nvrtc.image = NVRTC_KERNELS;
     CHECK_EQ(mo_kernels_get(0, &found, &detail), MO_DRIVER); /* nobody told it that anything changed */
     CHECK_EQ(mo_kernels_configure(&settings, NULL), MO_OK);
     CHECK_EQ(mo_kernels_get(0, &found, &detail), MO_OK);
@@ -326,8 +326,7 @@ static void memory_in_child(void)
     CHECK_EQ(sim->fail("cuModuleLoadDataEx", 0, 1, CUDA_ERROR_OUT_OF_MEMORY), 0);
     CHECK_EQ(mo_kernels_get(0, &found, &detail), MO_NO_DEVICE_MEMORY);
     CHECK_EQ(detail.status, MO_NO_DEVICE_MEMORY);
-    nvrtc.image = ".version 7.0\n.entry memopt_unscale_f32\n.entry memopt_unscale_f16\n"
-                  ".entry memopt_unscale_bf16\n.entry memopt_unscale_f64\n";
+    nvrtc.image = NVRTC_KERNELS;
     CHECK_EQ(mo_kernels_get(0, &found, &detail), MO_OK);
     CHECK(found);
 }

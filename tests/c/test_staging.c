@@ -27,7 +27,8 @@ static mo_status put_on(CUstream stream, const void *table, size_t size, mo_stag
 {
     CUdeviceptr at = 0;
     mo_detail detail;
-    mo_status status = mo_staging_put(&staging, &fake_api, stream, table, size, slot, &at, &detail);
+    mo_status status =
+        mo_staging_put(&staging, &fake_api, stream, table, size, /* room */ 0, slot, &at, &detail);
 
     CHECK(status || at);
     return status ? status : mo_staging_used(&fake_api, *slot, &detail);
@@ -214,6 +215,27 @@ TEST(a_captured_table_gets_buffers_of_its_own_for_ever)
     CHECK_EQ(fake.copies, 21); /* what a graph owns is no repeat */
     finish();
     fake_reset(); /* the graphs' buffers go with the driver */
+}
+
+TEST(the_room_behind_a_table_is_the_works_own_and_a_slot_that_lacks_it_is_no_repeat)
+{
+    mo_staging_slot *first, *second;
+    CUdeviceptr at = 0;
+
+    start();
+    CHECK_EQ(mo_staging_put(&staging, &fake_api, STREAM(1), "table a", 8, 0, &first, &at, NULL), MO_OK);
+    CHECK_EQ(mo_staging_used(&fake_api, first, NULL), MO_OK);
+    CHECK_EQ(mo_staging_put(&staging, &fake_api, STREAM(1), "table a", 8, 100000, &second, &at, NULL), MO_OK);
+    CHECK_EQ(mo_staging_used(&fake_api, second, NULL), MO_OK);
+    CHECK_EQ(fake.copies, 2);
+    CHECK(second->capacity >= 100008 && at == second->device);
+    CHECK_EQ(mo_staging_put(&staging, &fake_api, STREAM(1), "table a", 8, 100000, &first, &at, NULL), MO_OK);
+    CHECK_EQ(mo_staging_used(&fake_api, first, NULL), MO_OK);
+    CHECK(first == second);
+    CHECK_EQ(fake.copies, 2);
+    CHECK_EQ(mo_staging_put(&staging, &fake_api, STREAM(1), "table a", 8, SIZE_MAX, &first, &at, NULL),
+             MO_OVERFLOW);
+    finish();
 }
 
 /* Calls in an order that meets every driver function of the module; the first failure's status. */

@@ -1,23 +1,21 @@
-/* Over the simulated device, which runs the text of kernels/unscale.cuh when the test lets it: so what a launch is
+/* Over the simulated device, which runs the text of kernels/gradients.cuh when the test lets it: so what a launch is
  * given and what it changes are those of the real thing. The kernels are the embedded ones, or where this build has
  * none, what the made-up NVRTC makes. */
-#include "scaler/unscale_cuda.h"
+#include "scaler/gradients.h"
+
+#include <math.h>
 
 #include "base/hostmem.h"
 #include "child.h"
-#include "driver/kernel_module.h"
+#include "driver/launch.h"
 #include "driver/staging.h"
 #include "fake_nvrtc.h"
 #include "simulated_contract.h"
 
-#define PTX                                                                                                  \
-    ".version 7.0\n.entry memopt_unscale_f32\n.entry memopt_unscale_f16\n.entry memopt_unscale_bf16\n"       \
-    ".entry memopt_unscale_f64\n"
-
 enum { COUNT = 4096, LISTS = MO_STAGING_SLOTS + 2, MANY = 300 };
 
 /* Device memory, which here is the host's too. */
-static float *values, *inv_scale, *found_inf;
+static float *values, *inv_scale, *found_inf, *norm, *clip, *factor;
 static mo_detail detail;
 static CUstream stream;
 
@@ -35,40 +33,55 @@ static void start(void)
     if (!values) {
         stream = contract()->stream;
         nvrtc_reset();
-        nvrtc.image = PTX;
+        nvrtc.image = NVRTC_KERNELS;
         CHECK_EQ(mo_kernels_configure(&settings, NULL), MO_OK);
         values = (float *)(uintptr_t)device_block(COUNT * sizeof *values);
         inv_scale = (float *)(uintptr_t)device_block(sizeof *inv_scale);
         found_inf = (float *)(uintptr_t)device_block(sizeof *found_inf);
+        norm = (float *)(uintptr_t)device_block(3 * sizeof *norm);
+        clip = norm + 1;
+        factor = norm + 2;
     }
     finish(stream);
     for (int i = 0; i < COUNT; i++)
         values[i] = 1.0f;
     *inv_scale = 0.5f;
     *found_inf = 0.0f;
+    *norm = *clip = *factor = -1.0f;
 }
 
-static mo_status unscale(mo_float kind, const uintptr_t *addresses, const size_t *counts, size_t tensors)
+static mo_status pass(const mo_gradient *gradients, size_t count, unsigned passes, double max_norm)
 {
-    const mo_unscale_job job = {
-        .stream = stream,
-        .kind = kind,
-        .tensors = {.addresses = addresses, .counts = counts, .tensors = tensors},
+    const mo_gradients_job job = {
+        .gradients = gradients,
+        .count = count,
+        .passes = passes,
         .inv_scale = (uintptr_t)inv_scale,
         .found_inf = (uintptr_t)found_inf,
+        .norm = (uintptr_t)norm,
+        .clip = (uintptr_t)clip,
+        .factor = (uintptr_t)factor,
+        .max_norm = max_norm,
     };
-    return mo_unscale_cuda(&job, &detail);
+    return mo_gradients_cuda(0, stream, &job, &detail);
 }
+
+static mo_gradient run_of(int from, int count)
+{
+    return (mo_gradient){(uintptr_t)(values + from), (size_t)count, MO_F32};
+}
+
+#define UNSCALE (MO_GRADIENTS_CHECK | MO_GRADIENTS_STORE)
 
 static mo_status unscale_run(int from, int count)
 {
-    return unscale(MO_F32, &(uintptr_t){(uintptr_t)(values + from)}, &(size_t){(size_t)count}, 1);
+    return pass(&(mo_gradient){(uintptr_t)(values + from), (size_t)count, MO_F32}, 1, UNSCALE, 0);
 }
 
-static mo_unscale_counts counts_now(void)
+static mo_launch_counts counts_now(void)
 {
-    mo_unscale_counts counts;
-    mo_unscale_read(0, &counts);
+    mo_launch_counts counts;
+    mo_launch_read(0, &counts);
     return counts;
 }
 
@@ -80,8 +93,7 @@ static mo_unscale_counts counts_now(void)
  * that outgrows its slot. Stops at the first failure. */
 static mo_status session(void)
 {
-    static uintptr_t addresses[MANY];
-    static size_t counts[MANY];
+    static mo_gradient list[MANY];
     mo_status status = MO_OK;
 
     for (int i = 0; i < LISTS && !status; i++) {
@@ -89,11 +101,9 @@ static mo_status session(void)
         if (!status && i == 0)
             status = unscale_run(i, 1000);
     }
-    for (int i = 0; i < MANY; i++) {
-        addresses[i] = (uintptr_t)(values + i);
-        counts[i] = 1;
-    }
-    return status ? status : unscale(MO_F32, addresses, counts, MANY);
+    for (int i = 0; i < MANY; i++)
+        list[i] = run_of(i, 1);
+    return status ? status : pass(list, MANY, UNSCALE | MO_GRADIENTS_NORM, 1);
 }
 
 static void check_session(void)
@@ -216,20 +226,106 @@ TEST(the_values_change_in_stream_order_and_nothing_beside_them)
     CHECK(*found_inf == 0.0f);
 }
 
-TEST(every_element_type_is_known)
+TEST(every_element_type_is_known_and_one_launch_takes_all)
 {
     static const uint64_t two[] = {0x40000000, 0x4000, 0x4000, 0x4000000000000000},
                           one[] = {0x3F800000, 0x3C00, 0x3F80, 0x3FF0000000000000};
+    mo_gradient list[MO_FLOAT_COUNT];
+
+    start();
+    const uint64_t before = counts_now().launches;
+    for (mo_float kind = MO_F32; kind < MO_FLOAT_COUNT; kind++) {
+        list[kind] = (mo_gradient){(uintptr_t)(values + 16 * kind), 1, kind};
+        memcpy(values + 16 * kind, &two[kind], mo_float_size(kind));
+    }
+    CHECK_OK(pass(list, MO_FLOAT_COUNT, UNSCALE | MO_GRADIENTS_NORM, 1));
+    finish(stream);
     for (mo_float kind = MO_F32; kind < MO_FLOAT_COUNT; kind++) {
         uint64_t got = 0;
-        start();
-        memcpy(values, &two[kind], mo_float_size(kind));
-        CHECK_OK(unscale(kind, &(uintptr_t){(uintptr_t)values}, &(size_t){1}, 1));
-        finish(stream);
-        memcpy(&got, values, mo_float_size(kind));
+        memcpy(&got, values + 16 * kind, mo_float_size(kind));
         CHECK_EQ(got, one[kind]);
-        CHECK(*found_inf == 0.0f);
     }
+    CHECK(*found_inf == 0.0f && *norm == 2.0f);
+    CHECK_EQ(counts_now().launches, before + 1);
+}
+
+TEST(what_was_only_read_has_its_scale_and_its_clip_in_the_factor)
+{
+    start();
+    CHECK_OK(
+        pass(&(mo_gradient){(uintptr_t)values, 1024, MO_F32}, 1, MO_GRADIENTS_CHECK | MO_GRADIENTS_NORM, 4));
+    finish(stream);
+    CHECK(values[0] == 1.0f && *norm == 16.0f && *clip == (float)(4 / (16 + 1e-6)) && *factor == *clip / 2);
+    CHECK_OK(pass(&(mo_gradient){(uintptr_t)values, 1024, MO_F32}, 1, MO_GRADIENTS_NORM, 100));
+    finish(stream);
+    CHECK(*norm == 16.0f && *clip == 1.0f && *factor == 0.5f);
+    values[1000] = -3;
+    CHECK_OK(pass(&(mo_gradient){(uintptr_t)values, 1024, MO_F32}, 1,
+                  MO_GRADIENTS_NORM | MO_GRADIENTS_MAXIMUM, 1));
+    finish(stream);
+    CHECK(*norm == 1.5f);
+    values[1] = NAN;
+    for (unsigned maximum = 0; maximum <= MO_GRADIENTS_MAXIMUM; maximum += MO_GRADIENTS_MAXIMUM) {
+        *norm = *clip = *factor = 0;
+        CHECK_OK(pass(&(mo_gradient){(uintptr_t)values, 1024, MO_F32}, 1, MO_GRADIENTS_NORM | maximum, 1));
+        finish(stream);
+        CHECK(isnan(*norm) && isnan(*clip) && isnan(*factor) && *found_inf == 0);
+    }
+}
+
+TEST(a_norm_is_written_for_no_elements_and_only_where_it_is_asked_for)
+{
+    const mo_gradients_job job = {.passes = MO_GRADIENTS_NORM, .clip = (uintptr_t)clip, .max_norm = 1};
+
+    start();
+    CHECK_OK(pass(NULL, 0, MO_GRADIENTS_NORM | MO_GRADIENTS_CHECK, 1));
+    finish(stream);
+    CHECK(*norm == 0.0f && *clip == 1.0f && *factor == 0.5f && *found_inf == 0.0f);
+    start();
+    CHECK_OK(mo_gradients_cuda(0, stream, &job, &detail));
+    finish(stream);
+    CHECK(*norm == -1.0f && *clip == 1.0f && *factor == -1.0f);
+}
+
+TEST(clipping_multiplies_by_what_lies_in_memory_when_it_runs)
+{
+    start();
+    CHECK_OK(mo_gradients_clip_cuda(0, stream, &(mo_gradient){(uintptr_t)values, 100, MO_F32}, 1,
+                                    (uintptr_t)clip, &detail));
+    *clip = 0.25f;
+    finish(stream);
+    CHECK(values[0] == 0.25f && values[99] == 0.25f && values[100] == 1.0f);
+    CHECK_EQ(mo_gradients_clip_cuda(0, stream, NULL, 0, 0, &detail), MO_INVALID);
+}
+
+TEST(norms_in_flight_on_two_streams_do_not_share_their_sums)
+{
+    const mo_stream other = contract()->other;
+    float *const norm2 = norm + 1;
+    mo_gradients_job job = {.count = 1, .passes = MO_GRADIENTS_NORM};
+
+    start();
+    for (int i = 0; i < COUNT; i++)
+        values[i] = (float)(i % 2);
+    for (int round = 0; round < 3; round++) {
+        job.gradients = &(mo_gradient){(uintptr_t)values, COUNT, MO_F32};
+        job.norm = (uintptr_t)norm;
+        CHECK_OK(mo_gradients_cuda(0, stream, &job, &detail));
+        job.gradients = &(mo_gradient){(uintptr_t)values, 2 * 512, MO_F32};
+        job.norm = (uintptr_t)norm2;
+        CHECK_OK(mo_gradients_cuda(0, other, &job, &detail));
+        finish(round % 2 ? stream : other);
+        finish(round % 2 ? other : stream);
+        CHECK(*norm == sqrtf(COUNT / 2) && *norm2 == sqrtf(512));
+    }
+}
+
+TEST(chunks_grow_with_the_job_and_stay_within_their_bounds)
+{
+    CHECK_EQ(mo_gradients_chunk_bytes(0, 132), 16 << 10);
+    CHECK_EQ(mo_gradients_chunk_bytes((size_t)1 << 33, 132), 256 << 10);
+    CHECK_EQ(mo_gradients_chunk_bytes((size_t)132 * 32 * (32 << 10), 132), 32 << 10);
+    CHECK_EQ(mo_gradients_chunk_bytes(1000, 0), 16 << 10);
 }
 
 TEST(a_value_that_is_not_finite_is_found)
@@ -247,9 +343,9 @@ TEST(a_value_that_is_not_finite_is_found)
 TEST(a_list_without_elements_queues_nothing)
 {
     start();
-    const mo_unscale_counts before = counts_now();
-    CHECK_OK(unscale(MO_F32, NULL, NULL, 0));
-    CHECK_OK(unscale(MO_F32, &(uintptr_t){0}, &(size_t){0}, 1));
+    const mo_launch_counts before = counts_now();
+    CHECK_OK(pass(NULL, 0, UNSCALE, 0));
+    CHECK_OK(pass(&(mo_gradient){0, 0, MO_F32}, 1, UNSCALE, 0));
     CHECK_EQ(counts_now().launches, before.launches);
     CHECK_EQ(live_on(0).pending, 0);
 }
@@ -258,10 +354,10 @@ TEST(a_list_that_comes_again_is_not_uploaded_again)
 {
     start();
     CHECK_OK(unscale_run(11, 22));
-    const mo_unscale_counts before = counts_now();
+    const mo_launch_counts before = counts_now();
     CHECK_OK(unscale_run(11, 22));
     finish(stream);
-    const mo_unscale_counts after = counts_now();
+    const mo_launch_counts after = counts_now();
     CHECK_EQ(after.launches, before.launches + 1);
     CHECK_EQ(after.uploads, before.uploads);
     CHECK_EQ(after.repeats, before.repeats + 1);
@@ -271,7 +367,7 @@ TEST(a_list_that_comes_again_is_not_uploaded_again)
 TEST(a_captured_launch_is_counted_and_does_not_run_or_break_the_capture)
 {
     start();
-    const mo_unscale_counts before = counts_now();
+    const mo_launch_counts before = counts_now();
     begin_capture(stream);
     const mo_status status = unscale_run(0, 100);
     end_capture(stream);
@@ -281,23 +377,38 @@ TEST(a_captured_launch_is_counted_and_does_not_run_or_break_the_capture)
     CHECK(values[0] == 1.0f);
 }
 
+static void refuses(const mo_gradients_job *job, int ordinal, mo_status expected, const char *words)
+{
+    const uint64_t launches = counts_now().launches;
+
+    CHECK_EQ(mo_gradients_cuda(ordinal, stream, job, &detail), expected);
+    if (!strstr(detail.text, words))
+        TEST_FAIL("\"%.300s\" does not say \"%s\"", detail.text, words);
+    CHECK_EQ(counts_now().launches, launches);
+}
+
 TEST(wrong_arguments_are_refused_by_name)
 {
     start();
-    mo_unscale_job job = {.kind = MO_FLOAT_COUNT, .inv_scale = (uintptr_t)inv_scale};
-    CHECK_EQ(mo_unscale_cuda(&job, &detail), MO_INVALID);
-    CHECK(strstr(detail.text, "element type 4"));
-    job.kind = MO_F32;
-    CHECK_EQ(mo_unscale_cuda(&job, &detail), MO_INVALID);
-    CHECK(strstr(detail.text, "found_inf at 0"));
+    mo_gradient gradient = run_of(0, 1);
+    mo_gradients_job job = {
+        .gradients = &gradient, .count = 1, .passes = UNSCALE, .inv_scale = (uintptr_t)inv_scale};
+    refuses(&job, 0, MO_INVALID, "a check without found_inf");
     job.found_inf = (uintptr_t)found_inf + 2;
-    CHECK_EQ(mo_unscale_cuda(&job, &detail), MO_INVALID);
+    refuses(&job, 0, MO_INVALID, "found_inf at");
     job.found_inf = (uintptr_t)found_inf;
-    job.device = 2;
-    CHECK_EQ(mo_unscale_cuda(&job, &detail), MO_NO_DEVICE);
-    CHECK(strstr(detail.text, "no CUDA device 2"));
-    job.device = -1;
-    CHECK_EQ(mo_unscale_cuda(&job, &detail), MO_NO_DEVICE);
+    job.passes = MO_GRADIENTS_MAXIMUM;
+    refuses(&job, 0, MO_INVALID, "passes 0x8");
+    job.passes = UNSCALE | 16;
+    refuses(&job, 0, MO_INVALID, "passes 0x13");
+    job.passes = UNSCALE;
+    gradient.kind = MO_FLOAT_COUNT;
+    refuses(&job, 0, MO_INVALID, "tensor 0: element type 4");
+    gradient = (mo_gradient){(uintptr_t)values, SIZE_MAX / 2, MO_F32};
+    refuses(&job, 0, MO_OVERFLOW, "do not fit");
+    gradient = run_of(0, 1);
+    refuses(&job, 2, MO_NO_DEVICE, "no CUDA device 2");
+    refuses(&job, -1, MO_NO_DEVICE, "device -1");
 }
 
 /* ---- after a fork -------------------------------------------------------------------------------------- */
