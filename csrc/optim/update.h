@@ -58,7 +58,7 @@ typedef struct mo_parameter {
     uintptr_t master;           /* fp32, or 0 */
     uintptr_t m, v, vmax;       /* what the rule has of them; SGD: m is the momentum buffer; else 0 */
     uintptr_t m_scale, v_scale; /* fp32 each block: the states are codes of 8 bits; else 0 */
-    uintptr_t step;             /* one fp32; 0 for SGD */
+    uintptr_t step; /* one fp32; SGD: 0, or one where p is rounded at random, whose dither needs it */
     size_t count;
     mo_float kind, grad_kind, state_kind;
     uint32_t group; /* whose hyper-parameters */

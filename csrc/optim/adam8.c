@@ -1,0 +1,31 @@
+#include "optim/update.h"
+
+#include <math.h>
+
+#include "../kernels/adam8.cuh"
+
+void mo_adam8_decode(bool second, const uint8_t *codes, const float *scales, size_t count, float *out)
+{
+    for (size_t i = 0; i < count; i++) {
+        const float scale = scales[i / MO_ADAM8_BLOCK];
+        out[i] = second ? mo_adam8_decode_v(codes[i], mo_adam8_unit_v(scale))
+                        : mo_adam8_decode_m(codes[i], mo_adam8_unit_m(scale));
+    }
+}
+
+void mo_adam8_encode(bool second, const float *values, size_t count, uint8_t *codes, float *scales)
+{
+    for (size_t begin = 0; begin < count; begin += MO_ADAM8_BLOCK) {
+        const size_t end = count - begin < MO_ADAM8_BLOCK ? count : begin + MO_ADAM8_BLOCK;
+        float largest = 0, per;
+
+        for (size_t i = begin; i < end; i++)
+            if (fabsf(values[i]) > largest) /* a NaN is not */
+                largest = fabsf(values[i]);
+        scales[begin / MO_ADAM8_BLOCK] = largest = mo_adam8_scale(largest);
+        per = second ? mo_adam8_per_v(largest) : mo_adam8_per_m(largest);
+        for (size_t i = begin; i < end; i++)
+            codes[i] = (uint8_t)(second ? mo_adam8_encode_v(values[i], per, MO_ADAM8_NEAREST)
+                                        : mo_adam8_encode_m(values[i], per));
+    }
+}

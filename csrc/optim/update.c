@@ -1,0 +1,145 @@
+#include "optim/update.h"
+
+#include "base/size.h"
+
+static bool is_place(uintptr_t address, size_t count, size_t size)
+{
+    size_t bytes, end;
+    return address && address % size == 0 && mo_mul_ok(count, size, &bytes) &&
+           mo_add_ok(address, bytes, &end);
+}
+
+static const char *name_of(mo_float kind)
+{
+    static const char *const names[MO_FLOAT_COUNT] = {"fp32", "fp16", "bf16", "fp64"};
+    return (unsigned)kind < MO_FLOAT_COUNT ? names[kind] : "?";
+}
+
+/* What must be there for an array of a parameter: its elements where it is needed, no address where it has no use. */
+typedef struct need {
+    const char *what;
+    uintptr_t address;
+    mo_float kind;
+    bool needed;
+} need;
+
+static mo_status check_arrays(const mo_update_job *job, size_t i, mo_detail *detail)
+{
+    const mo_parameter *a = &job->parameters[i];
+    const mo_hyper *group = &job->groups[a->group];
+    const bool adam = group->rule != MO_SGD;
+    const need needs[] = {
+        {"parameter", a->p, a->kind, true},
+        {"gradient", a->g, a->grad_kind, true},
+        {"master parameter", a->master, MO_F32, a->master != 0},
+        {adam ? "first moment" : "momentum buffer", a->m, a->state_kind, adam || group->momentum != 0},
+        {"second moment", a->v, a->state_kind, adam},
+        {"largest second moment", a->vmax, a->state_kind, adam && group->amsgrad},
+    };
+
+    for (size_t k = 0; k < sizeof needs / sizeof *needs; k++) {
+        const bool codes = a->m_scale && k >= 3;
+        if (needs[k].needed &&
+            !is_place(needs[k].address, a->count, codes ? 1 : mo_float_size(needs[k].kind)))
+            return mo_fail(
+                detail, MO_INVALID, 0,
+                "parameter %zu: its %s at %#zx is not %zu elements of %s; give the address of dense memory",
+                i, needs[k].what, (size_t)needs[k].address, a->count,
+                codes ? "8 bits" : name_of(needs[k].kind));
+    }
+    return MO_OK;
+}
+
+static mo_status check_kinds(const mo_update_job *job, size_t i, mo_detail *detail)
+{
+    const mo_parameter *a = &job->parameters[i];
+
+    if ((unsigned)a->kind >= MO_FLOAT_COUNT || (unsigned)a->grad_kind >= MO_FLOAT_COUNT ||
+        (unsigned)a->state_kind >= MO_FLOAT_COUNT)
+        return mo_fail(
+            detail, MO_INVALID, 0,
+            "parameter %zu: kinds %d, %d, %d are not all of 0 (fp32), 1 (fp16), 2 (bf16), 3 (fp64)", i,
+            (int)a->kind, (int)a->grad_kind, (int)a->state_kind);
+    if (a->grad_kind == MO_F64 && a->kind != MO_F64)
+        return mo_fail(detail, MO_INVALID, 0,
+                       "parameter %zu is of %s, its gradient of fp64; convert one of them", i,
+                       name_of(a->kind));
+    if (a->state_kind != MO_F32 && a->state_kind != a->kind)
+        return mo_fail(
+            detail, MO_INVALID, 0,
+            "parameter %zu is of %s, its states of %s; they may be of fp32 or of the parameter's kind", i,
+            name_of(a->kind), name_of(a->state_kind));
+    if (a->master && mo_float_size(a->kind) != 2)
+        return mo_fail(detail, MO_INVALID, 0,
+                       "parameter %zu is of %s and has a master; only fp16 and bf16 may", i,
+                       name_of(a->kind));
+    return MO_OK;
+}
+
+static mo_status check_codes(const mo_update_job *job, size_t i, mo_detail *detail)
+{
+    const mo_parameter *a = &job->parameters[i];
+    const mo_hyper *group = &job->groups[a->group];
+    const size_t blocks = mo_ceil_div(a->count, MO_ADAM8_BLOCK);
+
+    if (!a->m_scale && !a->v_scale)
+        return MO_OK;
+    if (!is_place(a->m_scale, blocks, 4) || !is_place(a->v_scale, blocks, 4))
+        return mo_fail(detail, MO_INVALID, 0,
+                       "parameter %zu: the scales of its states at %#zx and %#zx are not both %zu of fp32", i,
+                       (size_t)a->m_scale, (size_t)a->v_scale, blocks);
+    if (group->rule == MO_SGD || group->amsgrad || a->kind == MO_F64)
+        return mo_fail(detail, MO_INVALID, 0,
+                       "parameter %zu: states of 8 bits are for Adam and AdamW without amsgrad, on fp32, "
+                       "fp16 or bf16; use states of fp32",
+                       i);
+    return MO_OK;
+}
+
+static mo_status check_parameter(const mo_update_job *job, size_t i, mo_detail *detail)
+{
+    const mo_parameter *a = &job->parameters[i];
+    const mo_hyper *group;
+    mo_status status;
+
+    if (a->group >= job->group_count)
+        return mo_fail(detail, MO_INVALID, 0, "parameter %zu is in group %u of %zu", i, a->group,
+                       job->group_count);
+    group = &job->groups[a->group];
+    status = check_kinds(job, i, detail);
+    if (status)
+        return status;
+    if (a->step % 4 || (!a->step && group->rule != MO_SGD))
+        return mo_fail(detail, MO_INVALID, 0, "parameter %zu: its step at %#zx is not one fp32", i,
+                       (size_t)a->step);
+    if (!a->step && group->stochastic && !a->master && mo_float_size(a->kind) == 2)
+        return mo_fail(detail, MO_INVALID, 0,
+                       "parameter %zu is rounded at random, so it must have a step that counts", i);
+    if (a->count == 0)
+        return MO_OK;
+    status = check_codes(job, i, detail);
+    return status ? status : check_arrays(job, i, detail);
+}
+
+mo_status mo_update_check(const mo_update_job *job, mo_detail *detail)
+{
+    if (job->factor % 4 || job->found_inf % 4)
+        return mo_fail(detail, MO_INVALID, 0,
+                       "factor at %#zx, found_inf at %#zx: expected addresses of fp32, or 0",
+                       (size_t)job->factor, (size_t)job->found_inf);
+    for (size_t k = 0; k < job->group_count; k++) {
+        const mo_hyper *group = &job->groups[k];
+        if ((unsigned)group->rule >= MO_RULE_COUNT)
+            return mo_fail(detail, MO_INVALID, 0, "group %zu: there is no rule %d", k, (int)group->rule);
+        if (group->lr_address && ((group->lr_kind != MO_F32 && group->lr_kind != MO_F64) ||
+                                  group->lr_address % mo_float_size(group->lr_kind)))
+            return mo_fail(detail, MO_INVALID, 0, "group %zu: lr at %#zx is no fp32 or fp64", k,
+                           (size_t)group->lr_address);
+    }
+    for (size_t i = 0; i < job->count; i++) {
+        const mo_status status = check_parameter(job, i, detail);
+        if (status)
+            return status;
+    }
+    return MO_OK;
+}

@@ -1,0 +1,18 @@
+/* Sixteen elements at a time: the words, then the loops that are written in them. */
+#if defined(__x86_64__)
+#include "optim/update_kernels.h"
+
+#include "optim/vector_avx512.h"
+#include "optim/update_vector.h"
+
+const mo_update_kernels mo_update_avx512 = {
+    .isa = MO_ISA_AVX512,
+    .adam = adam,
+    .sgd = sgd,
+    .scale = scale,
+    .widen = widen,
+    .narrow = narrow,
+    .dither = dither,
+    .adam8 = mo_adam8_avx512,
+};
+#endif

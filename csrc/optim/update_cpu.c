@@ -1,0 +1,376 @@
+/* All parameters are one row of *units*, runs of MO_UNIT elements that never straddle two parameters:
+ *
+ *     unit u of parameter i is elements [u - before(i), u - before(i) + 1) * MO_UNIT of it, as far as it has them
+ *
+ * and that row is what the threads share; so it makes no difference whether there are 10^9 elements in one parameter or in 10^6.
+ * What is not fp32 is converted, tile by tile, to fp32 that stays in the first-level cache, and back. */
+#include "optim/update.h"
+
+#include <string.h>
+
+#include "base/hostmem.h"
+#include "base/parallel.h"
+#include "base/size.h"
+#include "../kernels/dither.cuh"
+#include "optim/update_kernels.h"
+
+#define UNIT 4096 /* elements; a multiple of MO_ADAM8_BLOCK, so that no block is shared by two threads */
+#define TILE 512  /* elements: five arrays of fp32 are 10 KiB */
+
+/* Fewer bytes than this are not worth a second thread (some 5 us). A parameter costs as much as these bytes beside its own. */
+#define SHARE_BYTES     ((size_t)256 << 10)
+#define PARAMETER_BYTES 64
+
+/* What parameters that follow each other in one group at one step have in common. */
+typedef struct update_terms {
+    union {
+        mo_adam_terms adam;
+        mo_sgd_terms sgd;
+    };
+    union {
+        mo_adam_termsf adamf;
+        mo_sgd_termsf sgdf;
+    };
+} update_terms;
+
+typedef struct update_row {
+    size_t before; /* units of the parameters before */
+    size_t terms;
+    float step; /* steps counted before this one */
+} update_row;
+
+typedef struct update_plan {
+    const mo_update_job *job;
+    const mo_update_kernels *kernels;
+    float factor;
+    bool store; /* gradients are multiplied by the factor where they lie, so that the rule need not */
+    update_row *rows;
+    update_terms *terms;
+    size_t units, bytes, terms_count;
+} update_plan;
+
+/* ---- one parameter's elements [begin, begin + n) ---------------------------------------------------------------------- */
+
+typedef struct run {
+    const update_plan *plan;
+    const mo_parameter *a;
+    const mo_hyper *group;
+    const update_terms *terms;
+    unsigned flags;
+    uint32_t step; /* the number of this step */
+} run;
+
+static unsigned flags_of(const mo_parameter *a, const mo_hyper *group)
+{
+    if (group->rule == MO_SGD)
+        return (group->weight_decay != 0 ? MO_SGD_L2 : 0u) | (group->momentum != 0 ? MO_SGD_MOMENTUM : 0u) |
+               (a->first ? MO_SGD_FIRST : 0u) | (group->nesterov ? MO_SGD_NESTEROV : 0u);
+    return (group->rule == MO_ADAM && group->weight_decay != 0 ? MO_ADAM_L2 : 0u) |
+           (group->amsgrad ? MO_ADAM_AMSGRAD : 0u);
+}
+
+static void *place(uintptr_t address, size_t index, size_t size)
+{
+    return (void *)(address + index * size);
+}
+
+/* Where the elements are as fp32: where they lie, or converted in the buffer. NULL for what the parameter has not. */
+static float *as_fp32(const run *r, mo_float kind, uintptr_t address, size_t begin, size_t n, float *buffer)
+{
+    if (!address)
+        return NULL;
+    if (kind == MO_F32)
+        return place(address, begin, 4);
+    r->plan->kernels->widen(kind, n, place(address, begin, 2), buffer);
+    return buffer;
+}
+
+static void put_back(const run *r, mo_float kind, uintptr_t address, size_t begin, size_t n, const float *x)
+{
+    if (address && kind != MO_F32)
+        r->plan->kernels->narrow(kind, n, x, place(address, begin, 2));
+}
+
+static float *take_p(const run *r, size_t begin, size_t n, float *buffer)
+{
+    return r->a->master ? as_fp32(r, MO_F32, r->a->master, begin, n, buffer)
+                        : as_fp32(r, r->a->kind, r->a->p, begin, n, buffer);
+}
+
+static void put_p(const run *r, size_t begin, size_t n, const float *p)
+{
+    if (r->a->kind != MO_F32 && !r->a->master && r->group->stochastic)
+        r->plan->kernels->dither(r->a->kind, n, p, (uint32_t)begin, r->step, place(r->a->p, begin, 2));
+    else
+        put_back(r, r->a->kind, r->a->p, begin, n, p);
+}
+
+static float *take_g(const run *r, size_t begin, size_t n, float *buffer)
+{
+    float *g = as_fp32(r, r->a->grad_kind, r->a->g, begin, n, buffer);
+
+    if (r->plan->store) {
+        r->plan->kernels->scale(r->plan->factor, n, g);
+        put_back(r, r->a->grad_kind, r->a->g, begin, n, g);
+    }
+    return g;
+}
+
+static void run_fp32(const run *r, size_t begin, size_t n)
+{
+    const mo_update_kernels *kernels = r->plan->kernels;
+    const mo_parameter *a = r->a;
+    float buffers[5][TILE];
+    float *p = take_p(r, begin, n, buffers[0]), *g = take_g(r, begin, n, buffers[1]);
+
+    if (r->group->rule == MO_SGD) {
+        const uintptr_t address = r->flags & MO_SGD_MOMENTUM ? a->m : 0;
+        float *m = as_fp32(r, a->state_kind, address, begin, n, buffers[2]);
+        kernels->sgd(&r->terms->sgdf, r->flags, n, p, g, m);
+        put_back(r, a->state_kind, address, begin, n, m);
+    } else {
+        const uintptr_t address = r->flags & MO_ADAM_AMSGRAD ? a->vmax : 0;
+        float *m = as_fp32(r, a->state_kind, a->m, begin, n, buffers[2]);
+        float *v = as_fp32(r, a->state_kind, a->v, begin, n, buffers[3]);
+        float *vmax = as_fp32(r, a->state_kind, address, begin, n, buffers[4]);
+        kernels->adam(&r->terms->adamf, r->flags, n, p, g, m, v, vmax);
+        put_back(r, a->state_kind, a->m, begin, n, m);
+        put_back(r, a->state_kind, a->v, begin, n, v);
+        put_back(r, a->state_kind, address, begin, n, vmax);
+    }
+    put_p(r, begin, n, p);
+}
+
+/* begin is at a block's first element. A block that the parameter's end cuts short is run on a copy with zeros behind, which leave
+ * the scales alone. */
+static void run_codes(const run *r, size_t begin, size_t n)
+{
+    const mo_parameter *a = r->a;
+    const size_t blocks = n / MO_ADAM8_BLOCK, rest = n % MO_ADAM8_BLOCK, first = begin / MO_ADAM8_BLOCK;
+    float buffers[2][TILE];
+    float *p = take_p(r, begin, n, buffers[0]), *g = take_g(r, begin, n, buffers[1]);
+    mo_adam8_states states = {place(a->m, begin, 1), place(a->v, begin, 1), place(a->m_scale, first, 4),
+                              place(a->v_scale, first, 4)};
+
+    r->plan->kernels->adam8(&r->terms->adamf, r->flags, blocks, p, g, states, (uint32_t)begin, r->step);
+    if (rest) {
+        const size_t at = n - rest;
+        float padded_p[MO_ADAM8_BLOCK] = {0}, padded_g[MO_ADAM8_BLOCK] = {0};
+        uint8_t m[MO_ADAM8_BLOCK] = {0}, v[MO_ADAM8_BLOCK] = {0};
+        const mo_adam8_states last = {m, v, states.m_scale + blocks, states.v_scale + blocks};
+
+        memcpy(padded_p, p + at, rest * sizeof *p);
+        memcpy(padded_g, g + at, rest * sizeof *g);
+        memcpy(m, states.m + at, rest);
+        memcpy(v, states.v + at, rest);
+        r->plan->kernels->adam8(&r->terms->adamf, r->flags, 1, padded_p, padded_g, last,
+                                (uint32_t)(begin + at), r->step);
+        memcpy(p + at, padded_p, rest * sizeof *p);
+        memcpy(states.m + at, m, rest);
+        memcpy(states.v + at, v, rest);
+    }
+    put_p(r, begin, n, p);
+}
+
+/* ---- fp64: by the specification ------------------------------------------------------------------------------------------ */
+
+static double read_wide(mo_float kind, uintptr_t address, size_t i)
+{
+    switch (kind) {
+    case MO_F64:
+        return *(const double *)place(address, i, 8);
+    case MO_F32:
+        return (double)*(const float *)place(address, i, 4);
+    case MO_F16:
+        return (double)mo_f16_to_float(*(const uint16_t *)place(address, i, 2));
+    default:
+        return (double)mo_bf16_to_float(*(const uint16_t *)place(address, i, 2));
+    }
+}
+
+/* To 16 bits by way of fp32, as torch converts. */
+static void write_wide(mo_float kind, uintptr_t address, size_t i, double x)
+{
+    switch (kind) {
+    case MO_F64:
+        *(double *)place(address, i, 8) = x;
+        break;
+    case MO_F32:
+        *(float *)place(address, i, 4) = (float)x;
+        break;
+    case MO_F16:
+        *(uint16_t *)place(address, i, 2) = (uint16_t)mo_f16_from_float((float)x);
+        break;
+    default:
+        *(uint16_t *)place(address, i, 2) = (uint16_t)mo_bf16_from_float((float)x);
+        break;
+    }
+}
+
+static void run_fp64(const run *r, size_t begin, size_t n)
+{
+    const mo_parameter *a = r->a;
+    const bool sgd = r->group->rule == MO_SGD, has_m = !sgd || r->flags & MO_SGD_MOMENTUM;
+    const bool has_vmax = !sgd && r->flags & MO_ADAM_AMSGRAD;
+
+    for (size_t i = begin; i < begin + n; i++) {
+        double p = read_wide(MO_F64, a->p, i), g = read_wide(a->grad_kind, a->g, i);
+        double m = has_m ? read_wide(a->state_kind, a->m, i) : 0,
+               v = sgd ? 0 : read_wide(a->state_kind, a->v, i);
+        double vmax = has_vmax ? read_wide(a->state_kind, a->vmax, i) : 0;
+
+        if (r->plan->store) {
+            g = mo_mul(g, (double)r->plan->factor);
+            write_wide(a->grad_kind, a->g, i, g);
+        }
+        p = sgd ? mo_sgd_element(&r->terms->sgd, r->flags, p, g, &m)
+                : mo_adam_element(&r->terms->adam, r->flags, p, g, &m, &v, &vmax);
+        write_wide(MO_F64, a->p, i, p);
+        if (has_m)
+            write_wide(a->state_kind, a->m, i, m);
+        if (!sgd)
+            write_wide(a->state_kind, a->v, i, v);
+        if (has_vmax)
+            write_wide(a->state_kind, a->vmax, i, vmax);
+    }
+}
+
+/* ---- a parameter's share, a thread's share -------------------------------------------------------------------------------- */
+
+/* Nothing is converted, so nothing has to stay in the cache. */
+static bool is_plain(const run *r)
+{
+    const mo_parameter *a = r->a;
+    return a->kind == MO_F32 && a->grad_kind == MO_F32 && (a->m_scale || a->state_kind == MO_F32) &&
+           !r->plan->store;
+}
+
+static void run_elements(const update_plan *plan, size_t parameter, size_t begin, size_t end)
+{
+    const mo_parameter *a = &plan->job->parameters[parameter];
+    const mo_hyper *group = &plan->job->groups[a->group];
+    const update_row *row = &plan->rows[parameter];
+    const run r = {.plan = plan,
+                   .a = a,
+                   .group = group,
+                   .terms = &plan->terms[row->terms],
+                   .flags = flags_of(a, group),
+                   .step = (uint32_t)mo_step_number(row->step)};
+    void (*const part)(const run *, size_t, size_t) = a->kind == MO_F64 ? run_fp64
+                                                      : a->m_scale      ? run_codes
+                                                                        : run_fp32;
+    const size_t size = is_plain(&r) ? end - begin : TILE;
+
+    for (size_t at = begin; at < end; at += size)
+        part(&r, at, mo_size_min(size, end - at));
+}
+
+static void run_units(void *user, size_t unit, size_t end)
+{
+    const update_plan *plan = user;
+    size_t i = 0, above = plan->job->count;
+
+    while (above - i > 1) { /* the last parameter that has no more than `unit` units before it */
+        const size_t middle = i + (above - i) / 2;
+        if (plan->rows[middle].before <= unit)
+            i = middle;
+        else
+            above = middle;
+    }
+    for (; i < plan->job->count && plan->rows[i].before < end; i++) {
+        const size_t before = plan->rows[i].before, count = plan->job->parameters[i].count;
+        const size_t from = unit > before ? (unit - before) * UNIT : 0;
+        const size_t to = (end - before) > count / UNIT ? count : (end - before) * UNIT;
+        if (from < to)
+            run_elements(plan, i, from, to);
+    }
+}
+
+/* ---- what is known before the first element --------------------------------------------------------------------------------- */
+
+static void count_units(update_plan *plan)
+{
+    for (size_t i = 0; i < plan->job->count; i++) {
+        const mo_parameter *a = &plan->job->parameters[i];
+        update_row *row = &plan->rows[i];
+        const mo_parameter *last = i ? a - 1 : a;
+
+        row->before = plan->units;
+        row->step = a->step ? *(const float *)a->step : 0;
+        plan->terms_count += i == 0 || a->group != last->group || row->step != row[-1].step;
+        row->terms = plan->terms_count - 1;
+        plan->units += mo_ceil_div(a->count, UNIT);
+        plan->bytes += a->count * 28 + PARAMETER_BYTES; /* wraps only where memory would have ended before */
+    }
+}
+
+static double lr_of(const mo_hyper *group)
+{
+    if (!group->lr_address)
+        return group->lr;
+    return group->lr_kind == MO_F64 ? *(const double *)group->lr_address
+                                    : (double)*(const float *)group->lr_address;
+}
+
+static void compute_terms(update_plan *plan)
+{
+    const float factor = plan->store ? 1 : plan->factor;
+
+    for (size_t i = 0; i < plan->job->count; i++) {
+        const mo_hyper *group = &plan->job->groups[plan->job->parameters[i].group];
+        update_terms *c = &plan->terms[plan->rows[i].terms];
+
+        if (i && plan->rows[i].terms == plan->rows[i - 1].terms)
+            continue;
+        if (group->rule == MO_SGD) {
+            c->sgd = mo_sgd_terms_of(lr_of(group), group->weight_decay, group->momentum, group->dampening,
+                                     group->maximize, factor);
+            c->sgdf = mo_sgd_narrow(&c->sgd);
+        } else {
+            c->adam =
+                mo_adam_terms_of(lr_of(group), group->beta1, group->beta2, group->eps, group->weight_decay,
+                                 group->rule == MO_ADAMW, group->maximize, plan->rows[i].step, factor);
+            c->adamf = mo_adam_narrow(&c->adam);
+        }
+    }
+}
+
+static void advance_steps(const mo_update_job *job)
+{
+    for (size_t i = 0; i < job->count; i++)
+        if (job->parameters[i].step)
+            *(float *)job->parameters[i].step += 1;
+}
+
+mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail)
+{
+    update_plan plan = {.job = job, .factor = 1};
+    mo_status status = mo_update_check(job, detail);
+
+    if (!status)
+        status = mo_update_kernels_get(&plan.kernels, detail);
+    if (status || job->count == 0 || (job->found_inf && *(const float *)job->found_inf != 0))
+        return status;
+    if (job->factor)
+        plan.factor = *(const float *)job->factor;
+    plan.store = job->store_gradients && plan.factor != 1;
+    plan.rows = mo_host_calloc(job->count, sizeof *plan.rows);
+    if (plan.rows) {
+        count_units(&plan);
+        plan.terms = mo_host_calloc(plan.terms_count, sizeof *plan.terms);
+    }
+    if (plan.terms) {
+        compute_terms(&plan);
+        if (plan.bytes < SHARE_BYTES)
+            run_units(&plan, 0, plan.units);
+        else
+            mo_parallel_for(plan.units, plan.units / (plan.bytes / (SHARE_BYTES / 2)) + 1, run_units, &plan);
+        advance_steps(job);
+    } else {
+        status = mo_fail(detail, MO_NO_HOST_MEMORY, 0, "out of host memory for the table of %zu parameters",
+                         job->count);
+    }
+    mo_host_free(plan.terms);
+    mo_host_free(plan.rows);
+    return status;
+}

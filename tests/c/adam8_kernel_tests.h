@@ -1,0 +1,132 @@
+/* What every instruction set's block kernel must do: the specification's parameters, codes and scales, bit for bit. The file that
+ * includes this defines RUN, and the ISA that it needs. */
+#include "optim/update_kernels.h"
+
+#include "../kernels/adam8.cuh"
+#include "float_cases.h"
+#include "test.h"
+
+enum { BLOCKS = 5, ELEMENTS = BLOCKS * MO_ADAM8_ELEMENTS };
+
+static bool runs_here(void)
+{
+    if (mo_isa_best() >= ISA)
+        return true;
+    printf("# this processor has no %s: not run\n", mo_isa_name(ISA));
+    return false;
+}
+
+typedef struct blocks {
+    shifted p, g, m_scale, v_scale;
+    uint8_t *m, *v; /* one past a boundary */
+} blocks;
+
+static blocks blocks_of(void)
+{
+    return (blocks){shifted_of(ELEMENTS, 3),
+                    shifted_of(ELEMENTS, 5),
+                    shifted_of(BLOCKS, 1),
+                    shifted_of(BLOCKS, 0),
+                    (uint8_t *)malloc(ELEMENTS + 1) + 1,
+                    (uint8_t *)malloc(ELEMENTS + 1) + 1};
+}
+
+static void blocks_free(blocks *b)
+{
+    free(b->p.block);
+    free(b->g.block);
+    free(b->m_scale.block);
+    free(b->v_scale.block);
+    free(b->m - 1);
+    free(b->v - 1);
+}
+
+/* cases: with what goes wrong, in the gradients and the scales; else ordinary. */
+static void blocks_fill(blocks *b, uint64_t *random, bool cases)
+{
+    for (size_t i = 0; i < ELEMENTS; i++) {
+        b->p.x[i] = float_ordinary(random);
+        b->g.x[i] = cases ? float_case(random) : float_ordinary(random);
+        b->m[i] = (uint8_t)test_random(random);
+        b->v[i] = (uint8_t)test_random(random);
+    }
+    for (size_t k = 0; k < BLOCKS; k++) { /* a scale is 0, or 1e-30 and more; inf where a gradient was */
+        b->m_scale.x[k] = mo_adam8_scale(cases ? fabsf(float_case(random)) : 1);
+        b->v_scale.x[k] = mo_adam8_scale(cases ? fabsf(float_case(random)) : 1);
+        if (isnan(b->m_scale.x[k]))
+            b->m_scale.x[k] = INFINITY;
+        if (isnan(b->v_scale.x[k]))
+            b->v_scale.x[k] = 0;
+    }
+}
+
+static void blocks_copy(blocks *to, const blocks *from)
+{
+    memcpy(to->p.x, from->p.x, ELEMENTS * sizeof(float));
+    memcpy(to->g.x, from->g.x, ELEMENTS * sizeof(float));
+    memcpy(to->m_scale.x, from->m_scale.x, BLOCKS * sizeof(float));
+    memcpy(to->v_scale.x, from->v_scale.x, BLOCKS * sizeof(float));
+    memcpy(to->m, from->m, ELEMENTS);
+    memcpy(to->v, from->v, ELEMENTS);
+}
+
+static mo_adam8_states states_of(const blocks *b)
+{
+    return (mo_adam8_states){b->m, b->v, b->m_scale.x, b->v_scale.x};
+}
+
+static void check_same(const blocks *a, const blocks *b)
+{
+    for (size_t i = 0; i < ELEMENTS; i++) {
+        const unsigned m =
+            (a->m[i] ^ b->m[i]) & (isnan(b->p.x[i]) ? 127u : 255u); /* a NaN's sign is anybody's */
+        test_checks++;
+        if (!same_float(a->p.x[i], b->p.x[i]) || m || a->v[i] != b->v[i])
+            TEST_FAIL("element %zu: p %a, codes %u %u; expected %a, %u %u", i, (double)a->p.x[i], a->m[i],
+                      a->v[i], (double)b->p.x[i], b->m[i], b->v[i]);
+    }
+    for (size_t k = 0; k < BLOCKS; k++) {
+        CHECK(same_float(a->m_scale.x[k], b->m_scale.x[k]));
+        CHECK(same_float(a->v_scale.x[k], b->v_scale.x[k]));
+    }
+}
+
+TEST(blocks_are_the_specifications_bit_for_bit_over_many_steps)
+{
+    uint64_t random = test_seed();
+
+    if (!runs_here())
+        return;
+    for (int round = 0; round < test_rounds(40, 4000); round++) {
+        blocks one = blocks_of(), two = blocks_of();
+        const uint32_t index = (uint32_t)test_random(&random) & ~255u;
+        const unsigned flags = round & 1 ? MO_ADAM_L2 : 0;
+        blocks_fill(&one, &random, /* cases */ round & 2);
+        blocks_copy(&two, &one);
+        for (uint32_t step = 1; step < 20; step++) {
+            const mo_adam_terms terms =
+                mo_adam_terms_of(1e-3, 0.9, 0.999, 1e-8, 0.1, !flags, round & 4, (float)step - 1, 0.5f);
+            const mo_adam_termsf c = mo_adam_narrow(&terms);
+            RUN(&c, flags, BLOCKS, one.p.x, one.g.x, states_of(&one), index, step);
+            for (size_t k = 0; k < BLOCKS; k++) {
+                const size_t at = k * MO_ADAM8_ELEMENTS;
+                const mo_adam8_states block = {two.m + at, two.v + at, two.m_scale.x + k, two.v_scale.x + k};
+                mo_adam8_generic(&c, flags, 1, two.p.x + at, two.g.x + at, block, index + (uint32_t)at, step);
+            }
+            check_same(&one, &two);
+            for (size_t i = 0; i < ELEMENTS; i++)
+                one.g.x[i] = two.g.x[i] =
+                    round & 2 && step % 5 == 0 ? float_case(&random) : float_ordinary(&random);
+        }
+        blocks_free(&one);
+        blocks_free(&two);
+    }
+}
+
+TEST(no_blocks_touch_nothing)
+{
+    const mo_adam_termsf c = {.factor = 1};
+
+    if (runs_here())
+        RUN(&c, 0, 0, NULL, NULL, (mo_adam8_states){NULL, NULL, NULL, NULL}, 0, 1);
+}

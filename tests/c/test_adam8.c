@@ -1,0 +1,100 @@
+/* The codes themselves: the bounds that kernels/adam8.cuh states, over all codes and over scales of every size. */
+#include "optim/update.h"
+
+#include "../kernels/adam8.cuh"
+#include "float_cases.h"
+
+enum { BLOCK = MO_ADAM8_BLOCK };
+
+/* 1e-29 … 1e37 */
+static float some_scale(uint64_t *random)
+{
+    return exp2f((float)(test_random(random) >> 40) * 0x1p-24f * 219 - 96);
+}
+
+TEST(every_code_survives_a_way_through_fp32)
+{
+    uint64_t random = test_seed();
+
+    for (int round = 0; round < test_rounds(4000, 100000); round++)
+        for (int second = 0; second < 2; second++) {
+            const float scale = some_scale(&random);
+            uint8_t codes[BLOCK], again[BLOCK];
+            float values[BLOCK], scale_again;
+            for (int i = 0; i < BLOCK; i++)
+                codes[i] = (uint8_t)i;
+            mo_adam8_decode(second, codes, &scale, BLOCK, values);
+            mo_adam8_encode(second, values, BLOCK, again, &scale_again);
+            CHECK(fabsf(scale_again - scale) <= scale * 3e-7f);
+            for (int i = 0; i < BLOCK; i++)
+                if (again[i] != codes[i] &&
+                    (second || i != 128 || again[i] != 0)) /* a negative zero becomes a positive one */
+                    CHECK_EQ(again[i], codes[i]);
+            CHECK(values[0] == 0);
+            CHECK(second || values[128] == 0);
+            CHECK(fabsf(values[second ? 255 : 127] - scale) <= scale * 3e-7f);
+            CHECK(second || values[255] == -values[127]);
+        }
+}
+
+TEST(the_first_moment_is_within_its_bound)
+{
+    uint64_t random = test_seed();
+
+    for (int round = 0; round < test_rounds(1000, 100000); round++) {
+        const size_t count = 1 + test_random(&random) % BLOCK;
+        const float size = some_scale(&random) * 0x1p-10f;
+        float values[BLOCK], back[BLOCK], scale, largest = 0;
+        uint8_t codes[BLOCK];
+        for (size_t i = 0; i < count; i++) {
+            values[i] = float_ordinary(&random) * size;
+            largest = fmaxf(largest, fabsf(values[i]));
+        }
+        mo_adam8_encode(false, values, count, codes, &scale);
+        mo_adam8_decode(false, codes, &scale, count, back);
+        CHECK(scale == mo_adam8_scale(largest));
+        for (size_t i = 0; i < count && scale > 0; i++)
+            CHECK(fabs((double)back[i] - (double)values[i]) <=
+                  (fabs((double)values[i]) + (double)scale / 247) / 31.99);
+    }
+}
+
+TEST(the_second_moment_is_within_its_bound_and_never_0_where_it_was_not)
+{
+    uint64_t random = test_seed();
+
+    for (int round = 0; round < test_rounds(1000, 100000); round++) {
+        const float scale = some_scale(&random), per = mo_adam8_per_v(scale), unit = mo_adam8_unit_v(scale);
+        for (int i = 0; i < 200; i++) {
+            const float v = scale * exp2f(-(float)(test_random(&random) >> 40) * 0x1p-24f * 40);
+            const unsigned code = mo_adam8_encode_v(v, per, (uint32_t)test_random(&random));
+            const double back = (double)mo_adam8_decode_v(code, unit);
+            CHECK(code >= 1 && code <= 255);
+            CHECK(back >= (double)scale / 1015800);
+            CHECK(fabs(back - (double)v) <= ((double)v + (double)scale / 63487) / 15.99);
+        }
+        CHECK_EQ(mo_adam8_encode_v(0, per, 0xFFFFFFFF), 0);
+        CHECK_EQ(mo_adam8_encode_v(0x1p-149f, per, 0), 1);
+        CHECK_EQ(mo_adam8_encode_v(scale, per, 0xFFFFFFFF), 255);
+    }
+}
+
+TEST(a_block_of_almost_nothing_is_0_and_what_is_no_number_does_no_harm)
+{
+    float values[BLOCK + 3] = {1e-31f, -1e-35f, 0x1p-149f}, scales[2], back[BLOCK + 3];
+    uint8_t codes[BLOCK + 3];
+
+    values[BLOCK] = NAN; /* in a second, short block */
+    values[BLOCK + 1] = 2;
+    values[BLOCK + 2] = -1;
+    mo_adam8_encode(false, values, BLOCK + 3, codes, scales);
+    mo_adam8_decode(false, codes, scales, BLOCK + 3, back);
+    CHECK(scales[0] == 0 && scales[1] == 2);
+    for (int i = 0; i < BLOCK; i++)
+        CHECK(back[i] == 0);
+    CHECK_EQ(codes[BLOCK] & 127, 127);
+    CHECK(fabsf(back[BLOCK + 1] - 2) < 1e-6f && fabsf(back[BLOCK + 2] + 1) < 0.04f);
+    mo_adam8_encode(true, NULL, 0, codes, scales);
+}
+
+TEST_MAIN

@@ -1,0 +1,4 @@
+#define KERNELS mo_update_avx2
+#include "update_kernel_tests.h"
+
+TEST_MAIN

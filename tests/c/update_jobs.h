@@ -1,0 +1,373 @@
+/* Random optimizer jobs, copies of them, and the oracle: each parameter by itself, one element after the other, by the texts in
+ * kernels/. */
+#ifndef MEMOPT_UPDATE_JOBS_H
+#define MEMOPT_UPDATE_JOBS_H
+
+#include "optim/update.h"
+
+#include "../kernels/adam8.cuh"
+#include "../kernels/dither.cuh"
+#include "float_cases.h"
+#include "optim/update_kernels.h"
+#include "test.h"
+
+enum { JOB_MOST = 6, JOB_ARRAYS = 9 };
+
+/* p, g, master, m, v, vmax, m_scale, v_scale, step of one parameter: the members of mo_parameter, in their order. */
+typedef struct job_array {
+    unsigned char *block, *x; /* x: where it begins, some elements past a boundary */
+    size_t bytes;
+    mo_float kind; /* MO_FLOAT_COUNT: codes */
+} job_array;
+
+typedef struct job {
+    mo_update_job job;
+    mo_parameter parameters[JOB_MOST];
+    mo_hyper groups[3];
+    job_array arrays[JOB_MOST][JOB_ARRAYS];
+    float factor, found_inf, lr32;
+    double lr64;
+} job;
+
+__attribute__((unused)) static float job_read(const job_array *a, size_t i)
+{
+    float x;
+    double wide;
+    uint16_t half;
+
+    switch (a->kind) {
+    case MO_F64:
+        memcpy(&wide, a->x + i * 8, 8);
+        return (float)wide;
+    case MO_F32:
+        memcpy(&x, a->x + i * 4, 4);
+        return x;
+    default:
+        memcpy(&half, a->x + i * 2, 2);
+        return a->kind == MO_F16 ? mo_f16_to_float(half) : mo_bf16_to_float(half);
+    }
+}
+
+__attribute__((unused)) static void job_write(const job_array *a, size_t i, float x, const uint32_t *dither)
+{
+    const double wide = (double)x;
+    uint16_t half;
+
+    switch (a->kind) {
+    case MO_F64:
+        memcpy(a->x + i * 8, &wide, 8);
+        break;
+    case MO_F32:
+        memcpy(a->x + i * 4, &x, 4);
+        break;
+    case MO_F16:
+        half = (uint16_t)(dither ? mo_f16_dithered(x, *dither) : mo_f16_from_float(x));
+        memcpy(a->x + i * 2, &half, 2);
+        break;
+    default:
+        half = (uint16_t)(dither ? mo_bf16_dithered(x, *dither) : mo_bf16_from_float(x));
+        memcpy(a->x + i * 2, &half, 2);
+        break;
+    }
+}
+
+/* ---- making, copying, comparing ------------------------------------------------------------------------------------------ */
+
+static uintptr_t *job_address(mo_parameter *a, int k)
+{
+    uintptr_t *const places[JOB_ARRAYS] = {&a->p,    &a->g,       &a->master,  &a->m,   &a->v,
+                                           &a->vmax, &a->m_scale, &a->v_scale, &a->step};
+    return places[k];
+}
+
+static void job_array_make(job *j, size_t i, int k, mo_float kind, size_t count, size_t shift)
+{
+    const size_t size = kind == MO_FLOAT_COUNT ? 1 : mo_float_size(kind);
+    job_array *array = &j->arrays[i][k];
+
+    array->kind = kind;
+    array->bytes = count * size;
+    array->block = malloc(shift * size + array->bytes + !count);
+    array->x = array->block + shift * size;
+    memset(array->block, 0, shift * size + array->bytes);
+    *job_address(&j->parameters[i], k) = count ? (uintptr_t)array->x : 0;
+}
+
+static void job_connect(job *j)
+{
+    j->job.parameters = j->parameters;
+    j->job.groups = j->groups;
+    for (size_t k = 0; k < j->job.group_count; k++)
+        if (j->groups[k].lr_address)
+            j->groups[k].lr_address =
+                j->groups[k].lr_kind == MO_F64 ? (uintptr_t)&j->lr64 : (uintptr_t)&j->lr32;
+    j->job.factor = j->job.factor ? (uintptr_t)&j->factor : 0;
+    j->job.found_inf = j->job.found_inf ? (uintptr_t)&j->found_inf : 0;
+}
+
+static mo_hyper job_group(uint64_t *random)
+{
+    const uint64_t bits = test_random(random);
+    return (mo_hyper){
+        .rule = (mo_rule)(bits % MO_RULE_COUNT),
+        .lr = 1e-2,
+        .beta1 = 0.9,
+        .beta2 = 0.99,
+        .eps = 1e-8,
+        .weight_decay = bits & 16 ? 0.1 : 0,
+        .momentum = bits & 32 ? 0.9 : 0,
+        .dampening = bits & 64 ? 0.1 : 0,
+        .lr_address = bits & 128 ? 1 : 0,
+        .lr_kind = bits & 256 ? MO_F32 : MO_F64,
+        .amsgrad = bits & 512,
+        .nesterov = bits & 1024,
+        .maximize = bits & 2048,
+        .stochastic = bits & 4096,
+    };
+}
+
+static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
+{
+    static const size_t counts[] = {0,   1,   3,   15,   16,   255,  256,  257,
+                                    511, 512, 513, 1000, 4095, 4096, 4097, 9000};
+    mo_parameter *a = &j->parameters[i];
+    const uint64_t bits = test_random(random);
+    const mo_hyper *group;
+    bool codes;
+
+    *a = (mo_parameter){.count = counts[bits % (sizeof counts / sizeof *counts)],
+                        .group = (uint32_t)((bits >> 8) % j->job.group_count)};
+    group = &j->groups[a->group];
+    a->kind = (mo_float)((bits >> 12) % MO_FLOAT_COUNT);
+    a->grad_kind = bits >> 16 & 1 ? a->kind : (mo_float)((bits >> 17) % (a->kind == MO_F64 ? 4 : 3));
+    a->state_kind = bits >> 20 & 1 ? a->kind : MO_F32;
+    a->first = bits >> 21 & 1;
+    codes = bits >> 22 & 1 && group->rule != MO_SGD && !group->amsgrad && a->kind != MO_F64;
+    for (int k = 0; k < JOB_ARRAYS; k++) {
+        const size_t blocks = (a->count + MO_ADAM8_BLOCK - 1) / MO_ADAM8_BLOCK,
+                     shift = test_random(random) % 9;
+        const bool half = a->kind == MO_F16 || a->kind == MO_BF16;
+        const mo_float kinds[JOB_ARRAYS] = {a->kind,
+                                            a->grad_kind,
+                                            MO_F32,
+                                            codes ? MO_FLOAT_COUNT : a->state_kind,
+                                            codes ? MO_FLOAT_COUNT : a->state_kind,
+                                            a->state_kind,
+                                            MO_F32,
+                                            MO_F32,
+                                            MO_F32};
+        const bool adam = group->rule != MO_SGD;
+        const size_t sizes[JOB_ARRAYS] = {a->count,
+                                          a->count,
+                                          half && bits >> 23 & 1 ? a->count : 0,
+                                          adam || group->momentum != 0 ? a->count : 0,
+                                          adam ? a->count : 0,
+                                          adam && group->amsgrad ? a->count : 0,
+                                          codes ? blocks : 0,
+                                          codes ? blocks : 0,
+                                          adam || half ? 1 : 0};
+        job_array *array = &j->arrays[i][k];
+        job_array_make(j, i, k, kinds[k], sizes[k], shift);
+        for (size_t e = 0; e < sizes[k]; e++) {
+            float x = ordinary ? float_ordinary(random) : float_case(random);
+            if (kinds[k] == MO_FLOAT_COUNT) {
+                array->x[e] = (unsigned char)test_random(random);
+                continue;
+            }
+            if (k >= 4)
+                x = k == 8   ? (float)(bits >> 40 & 63)
+                    : k >= 6 ? mo_adam8_scale(fminf(fabsf(x), 1e30f))
+                             : fabsf(x);
+            job_write(array, e, x, NULL);
+        }
+    }
+}
+
+__attribute__((unused)) static void job_make(job *j, uint64_t *random, bool ordinary)
+{
+    const uint64_t bits = test_random(random);
+
+    *j = (job){.factor = bits & 1 ? 1 : 0.3f, .lr32 = 3e-3f, .lr64 = 2e-3};
+    j->job.count = bits >> 8 & 7 ? bits % JOB_MOST + 1 : 0;
+    j->job.group_count = bits >> 16 & 1 ? 1 : 3;
+    j->job.factor = bits >> 17 & 1;
+    j->job.found_inf = bits >> 18 & 1;
+    j->job.store_gradients = bits >> 19 & 1;
+    for (size_t k = 0; k < j->job.group_count; k++)
+        j->groups[k] = job_group(random);
+    for (size_t i = 0; i < j->job.count; i++)
+        job_parameter(j, i, random, ordinary);
+    job_connect(j);
+}
+
+/* A deep copy at the same misalignment. */
+__attribute__((unused)) static void job_copy(job *to, const job *from)
+{
+    *to = *from;
+    for (size_t i = 0; i < to->job.count; i++)
+        for (int k = 0; k < JOB_ARRAYS; k++) {
+            const job_array *old = &from->arrays[i][k];
+            const size_t before = (size_t)(old->x - old->block);
+            job_array *array = &to->arrays[i][k];
+            array->block = malloc(before + old->bytes + 1);
+            array->x = array->block + before;
+            memcpy(array->block, old->block, before + old->bytes);
+            if (*job_address(&to->parameters[i], k))
+                *job_address(&to->parameters[i], k) = (uintptr_t)array->x;
+        }
+    job_connect(to);
+}
+
+__attribute__((unused)) static void job_free(job *j)
+{
+    for (size_t i = 0; i < j->job.count; i++)
+        for (int k = 0; k < JOB_ARRAYS; k++)
+            free(j->arrays[i][k].block);
+}
+
+/* Every number of every array the same; a NaN is any NaN, and the code that a NaN leaves has any sign. */
+__attribute__((unused)) static void job_same(const job *a, const job *b)
+{
+    static const char *const names[JOB_ARRAYS] = {"p",    "g",       "master",  "m",   "v",
+                                                  "vmax", "m_scale", "v_scale", "step"};
+
+    for (size_t i = 0; i < a->job.count; i++)
+        for (int k = 0; k < JOB_ARRAYS; k++) {
+            const job_array *x = &a->arrays[i][k], *y = &b->arrays[i][k];
+            const size_t size = x->kind == MO_FLOAT_COUNT ? 1 : mo_float_size(x->kind);
+            for (size_t e = 0; e < x->bytes / size; e++) {
+                bool same = memcmp(x->x + e * size, y->x + e * size, size) == 0;
+                if (!same && x->kind == MO_FLOAT_COUNT)
+                    same = k == 3 && ((x->x[e] ^ y->x[e]) & 127) == 0 && isnan(job_read(&a->arrays[i][0], e));
+                else if (!same)
+                    same = isnan(job_read(x, e)) && isnan(job_read(y, e));
+                if (!same)
+                    TEST_FAIL(
+                        "parameter %zu of rule %d, kinds %d %d %d, flags of group %u: %s[%zu] of %zu differs",
+                        i, (int)a->groups[a->parameters[i].group].rule, (int)a->parameters[i].kind,
+                        (int)a->parameters[i].grad_kind, (int)a->parameters[i].state_kind,
+                        a->parameters[i].group, names[k], e, x->bytes / size);
+            }
+        }
+    test_checks++;
+}
+
+/* ---- the oracle ------------------------------------------------------------------------------------------------------------ */
+
+static void oracle_fp64(const job *j, size_t i, const mo_hyper *group, const mo_adam_terms *adam,
+                        const mo_sgd_terms *sgd, unsigned flags, float stored)
+{
+    const job_array *arrays = j->arrays[i];
+
+    for (size_t e = 0; e < j->parameters[i].count; e++) {
+        double value[6] = {0}, p;
+        for (int k = 0; k < 6; k++)
+            if (arrays[k].bytes)
+                value[k] =
+                    arrays[k].kind == MO_F64 ? ((double *)arrays[k].x)[e] : (double)job_read(&arrays[k], e);
+        value[1] *= (double)stored;
+        p = group->rule == MO_SGD
+                ? mo_sgd_element(sgd, flags, value[0], value[1], &value[3])
+                : mo_adam_element(adam, flags, value[0], value[1], &value[3], &value[4], &value[5]);
+        value[0] = p;
+        for (int k = 0; k < 6; k++)
+            if (arrays[k].bytes && arrays[k].kind == MO_F64)
+                ((double *)arrays[k].x)[e] = value[k];
+            else if (arrays[k].bytes)
+                job_write(&arrays[k], e, (float)value[k], NULL);
+    }
+}
+
+/* One block, at the zero-padded end too. */
+static void oracle_block(const job *j, size_t i, const mo_adam_termsf *c, unsigned flags, float *p,
+                         const float *g, size_t first, size_t n, uint32_t t)
+{
+    const job_array *arrays = j->arrays[i];
+    uint8_t m[MO_ADAM8_BLOCK] = {0}, v[MO_ADAM8_BLOCK] = {0};
+    float *scales[2] = {(float *)arrays[6].x + first / MO_ADAM8_BLOCK,
+                        (float *)arrays[7].x + first / MO_ADAM8_BLOCK};
+
+    memcpy(m, arrays[3].x + first, n);
+    memcpy(v, arrays[4].x + first, n);
+    mo_adam8_generic(c, flags, 1, p, g, (mo_adam8_states){m, v, scales[0], scales[1]}, (uint32_t)first, t);
+    memcpy(arrays[3].x + first, m, n);
+    memcpy(arrays[4].x + first, v, n);
+}
+
+static void oracle_fp32(const job *j, size_t i, const mo_hyper *group, const mo_adam_termsf *adam,
+                        const mo_sgd_termsf *sgd, unsigned flags, float stored, uint32_t t)
+{
+    const job_array *arrays = j->arrays[i], *master = arrays[2].bytes ? &arrays[2] : &arrays[0];
+    const size_t count = j->parameters[i].count;
+
+    for (size_t first = 0; first < count; first += MO_ADAM8_BLOCK) {
+        const size_t n = count - first < MO_ADAM8_BLOCK ? count - first : MO_ADAM8_BLOCK;
+        float p[MO_ADAM8_BLOCK] = {0}, g[MO_ADAM8_BLOCK] = {0};
+        for (size_t e = 0; e < n; e++) {
+            p[e] = job_read(master, first + e);
+            g[e] = job_read(&arrays[1], first + e) * stored;
+            if (stored != 1)
+                job_write(&arrays[1], first + e, g[e], NULL);
+        }
+        if (arrays[6].bytes)
+            oracle_block(j, i, adam, flags, p, g, first, n, t);
+        for (size_t e = 0; e < n && !arrays[6].bytes; e++) {
+            float state[3] = {0};
+            for (int k = 0; k < 3; k++)
+                state[k] = arrays[3 + k].bytes ? job_read(&arrays[3 + k], first + e) : 0;
+            p[e] = group->rule == MO_SGD
+                       ? mo_sgd_elementf(sgd, flags, p[e], g[e], &state[0])
+                       : mo_adam_elementf(adam, flags, p[e], g[e], &state[0], &state[1], &state[2]);
+            for (int k = 0; k < 3; k++)
+                if (arrays[3 + k].bytes)
+                    job_write(&arrays[3 + k], first + e, state[k], NULL);
+        }
+        for (size_t e = 0; e < n; e++) {
+            const uint32_t dither = mo_dither((uint32_t)(first + e), t);
+            if (arrays[2].bytes)
+                job_write(&arrays[2], first + e, p[e], NULL);
+            job_write(&arrays[0], first + e, p[e], !arrays[2].bytes && group->stochastic ? &dither : NULL);
+        }
+    }
+}
+
+__attribute__((unused)) static void job_oracle(job *j)
+{
+    const float factor = j->job.factor ? j->factor : 1, stored = j->job.store_gradients ? factor : 1;
+
+    for (size_t i = 0; i < j->job.count && !(j->job.found_inf && j->found_inf != 0); i++) {
+        const mo_hyper *group = &j->groups[j->parameters[i].group];
+        const double lr = !group->lr_address         ? group->lr
+                          : group->lr_kind == MO_F64 ? j->lr64
+                                                     : (double)j->lr32;
+        const bool counts = j->arrays[i][8].bytes;
+        const float steps = counts ? job_read(&j->arrays[i][8], 0) : 0,
+                    left = j->job.store_gradients ? 1 : factor;
+        const mo_adam_terms adam =
+            mo_adam_terms_of(lr, group->beta1, group->beta2, group->eps, group->weight_decay,
+                             group->rule == MO_ADAMW, group->maximize, steps, left);
+        const mo_sgd_terms sgd = mo_sgd_terms_of(lr, group->weight_decay, group->momentum, group->dampening,
+                                                 group->maximize, left);
+        const mo_adam_termsf adamf = mo_adam_narrow(&adam);
+        const mo_sgd_termsf sgdf = mo_sgd_narrow(&sgd);
+        unsigned flags = 0;
+
+        if (group->rule == MO_SGD) {
+            flags |= group->weight_decay != 0 ? MO_SGD_L2 : 0u;
+            flags |= group->momentum != 0 ? MO_SGD_MOMENTUM : 0u;
+            flags |= j->parameters[i].first ? MO_SGD_FIRST : 0u;
+            flags |= group->nesterov ? MO_SGD_NESTEROV : 0u;
+        } else {
+            flags |= group->rule == MO_ADAM && group->weight_decay != 0 ? MO_ADAM_L2 : 0u;
+            flags |= group->amsgrad ? MO_ADAM_AMSGRAD : 0u;
+        }
+        if (j->parameters[i].kind == MO_F64)
+            oracle_fp64(j, i, group, &adam, &sgd, flags, stored);
+        else
+            oracle_fp32(j, i, group, &adamf, &sgdf, flags, stored, (uint32_t)steps + 1);
+        if (counts)
+            job_write(&j->arrays[i][8], 0, steps + 1, NULL);
+    }
+}
+
+#endif
