@@ -43,5 +43,7 @@ int mo_py_kernels_init(PyObject *module);
 int mo_py_trace_init(PyObject *module);
 int mo_py_pool_init(PyObject *module);
 int mo_py_tensor_init(PyObject *module);
+int mo_py_optim_init(PyObject *module);
+int mo_py_adam8_init(PyObject *module);
 
 #endif

@@ -1,0 +1,87 @@
+/* Adam's states of 8 bits, to and from fp32, as state_dict() and load_state_dict() need them: on the CPU. */
+#include "python/module.h"
+
+#include <stdbool.h>
+
+#include "optim/update.h"
+#include "python/py_tensor.h"
+
+typedef struct triple {
+    mo_tensor_view values, codes, scales;
+} triple;
+
+static bool is_on_cpu(const mo_tensor_view *view, mo_float kind)
+{
+    return view->device == MO_CPU && view->kind == kind;
+}
+
+/* values and codes of n elements in the same order, a scale each block of 256. */
+static int parse(PyObject *module, PyObject *args, int *out_second, triple *out)
+{
+    PyObject *values, *codes, *scales;
+    int known;
+
+    if (!PyArg_ParseTuple(args, "pOOO", out_second, &values, &codes, &scales))
+        return -1;
+    known = mo_py_tensor_view(module, values, &out->values);
+    if (known > 0)
+        known = mo_py_tensor_bytes(module, codes, &out->codes);
+    if (known > 0)
+        known = mo_py_tensor_view(module, scales, &out->scales);
+    if (known > 0)
+        known = mo_py_tensor_same_order(module, values, codes);
+    if (known < 0)
+        return -1;
+    if (!known || !is_on_cpu(&out->values, MO_F32) || !is_on_cpu(&out->scales, MO_F32) ||
+        out->codes.device != MO_CPU || out->values.count != out->codes.count ||
+        out->scales.count != (out->values.count + MO_ADAM8_BLOCK - 1) / MO_ADAM8_BLOCK) {
+        PyErr_SetString(PyExc_ValueError, "values (float32), codes (uint8, in the same order) and scales "
+                                          "(float32, one a 256 values) must be dense CPU tensors");
+        return -1;
+    }
+    return 0;
+}
+
+PyDoc_STRVAR(encode_doc, "adam8_encode($module, second, values, codes, scales, /)\n--\n\n"
+                         "Writes codes and scales; second: of the second moment.");
+
+static PyObject *encode(PyObject *module, PyObject *args)
+{
+    int second;
+    triple t;
+
+    if (parse(module, args, &second, &t) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    mo_adam8_encode(second, (const float *)t.values.address, t.values.count, (uint8_t *)t.codes.address,
+                    (float *)t.scales.address);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(decode_doc, "adam8_decode($module, second, values, codes, scales, /)\n--\n\nWrites values.");
+
+static PyObject *decode(PyObject *module, PyObject *args)
+{
+    int second;
+    triple t;
+
+    if (parse(module, args, &second, &t) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    mo_adam8_decode(second, (const uint8_t *)t.codes.address, (const float *)t.scales.address, t.codes.count,
+                    (float *)t.values.address);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"adam8_encode", encode, METH_VARARGS, encode_doc},
+    {"adam8_decode", decode, METH_VARARGS, decode_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+int mo_py_adam8_init(PyObject *module)
+{
+    return PyModule_AddFunctions(module, methods);
+}

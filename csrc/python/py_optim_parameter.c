@@ -1,0 +1,303 @@
+#include "python/py_optim.h"
+
+/* ---- hyper-parameters ------------------------------------------------------------------------------------------------- */
+
+static int as_double(PyObject *value, double *out)
+{
+    *out = PyFloat_AsDouble(value); /* a tensor's too, which waits for its device */
+    return *out == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static int number(const plan *u, PyObject *group, int name, double *out)
+{
+    PyObject *value = PyDict_GetItemWithError(group, u->names[name]);
+
+    if (!value) {
+        if (!PyErr_Occurred())
+            PyErr_SetObject(PyExc_KeyError, u->names[name]);
+        return -1;
+    }
+    return as_double(value, out);
+}
+
+static int flag(const plan *u, PyObject *group, int name, bool *out)
+{
+    PyObject *value = PyDict_GetItemWithError(group, u->names[name]);
+    int truth = value ? PyObject_IsTrue(value) : 0;
+
+    if (truth < 0 || PyErr_Occurred())
+        return -1;
+    *out = truth;
+    return 0;
+}
+
+static int read_betas(const plan *u, PyObject *group, mo_hyper *out)
+{
+    PyObject *betas = PyDict_GetItemWithError(group, u->names[BETAS]);
+    double *const each[] = {&out->beta1, &out->beta2};
+
+    if (!betas) {
+        if (!PyErr_Occurred())
+            PyErr_SetObject(PyExc_KeyError, u->names[BETAS]);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < 2; i++) {
+        PyObject *beta = PySequence_GetItem(betas, i);
+        int failed = beta ? as_double(beta, each[i]) : -1;
+
+        Py_XDECREF(beta);
+        if (failed)
+            return -1;
+    }
+    return 0;
+}
+
+static int read_hyper(const plan *u, PyObject *group, mo_hyper *out)
+{
+    bool decoupled = false;
+
+    *out = (mo_hyper){0};
+    if (number(u, group, LR, &out->lr) < 0 || number(u, group, WEIGHT_DECAY, &out->weight_decay) < 0 ||
+        flag(u, group, MAXIMIZE, &out->maximize) < 0 || flag(u, group, STOCHASTIC, &out->stochastic) < 0)
+        return -1;
+    if (u->sgd) {
+        out->rule = MO_SGD;
+        return number(u, group, MOMENTUM, &out->momentum) < 0 ||
+                       number(u, group, DAMPENING, &out->dampening) < 0 ||
+                       flag(u, group, NESTEROV, &out->nesterov) < 0
+                   ? -1
+                   : 0;
+    }
+    if (read_betas(u, group, out) < 0 || number(u, group, EPS, &out->eps) < 0 ||
+        flag(u, group, AMSGRAD, &out->amsgrad) < 0 || flag(u, group, DECOUPLED, &decoupled) < 0)
+        return -1;
+    out->rule = decoupled ? MO_ADAMW : MO_ADAM;
+    return 0;
+}
+
+int mo_plan_read_hypers(plan *u)
+{
+    for (size_t i = 0; i < u->group_count; i++)
+        if (read_hyper(u, u->groups[i], &u->hypers[i]) < 0)
+            return -1;
+    return 0;
+}
+
+/* ---- one parameter ---------------------------------------------------------------------------------------------------- */
+
+/* A parameter that is being read. */
+typedef struct reading {
+    plan *u;
+    PyObject *module;
+    entry *e;
+    mo_tensor_view p;
+    mo_parameter out;
+} reading;
+
+/* What a tensor must be to serve. */
+enum { AS_P = -1 }; /* as many elements as p, and in p's order */
+
+static bool is_aligned(const mo_tensor_view *view)
+{
+    return view->address % mo_float_size(view->kind) == 0;
+}
+
+/* A tensor that outlives the step; OTHER where it is not plain. */
+static found kept_view(reading *r, int which, PyObject *tensor, mo_tensor_view *out)
+{
+    PyObject *before = r->e->seen[which];
+    int known;
+
+    if (before == tensor)
+        return (found)mo_py_tensor_unsigned(r->module, tensor, out);
+    known = mo_py_tensor_view(r->module, tensor, out);
+    if (known > 0) {
+        r->e->seen[which] = Py_NewRef(tensor);
+        Py_XDECREF(before);
+    }
+    return (found)known;
+}
+
+/* The tensor under that name, borrowed; NULL where there is none, or with an exception. */
+static PyObject *state(const reading *r, int name)
+{
+    return r->e->states ? PyDict_GetItemWithError(r->e->states, r->u->names[name]) : NULL;
+}
+
+/* LACKING where there is no tensor of `count` elements (or AS_P) on p's device. */
+static found state_view(reading *r, int name, int which, Py_ssize_t count, mo_tensor_view *out)
+{
+    PyObject *tensor = state(r, name);
+    found known;
+
+    if (!tensor)
+        return PyErr_Occurred() ? FAILED : LACKING;
+    known = kept_view(r, which, tensor, out);
+    if (known != PLAIN)
+        return known == OTHER ? LACKING : known;
+    if (out->device != r->p.device || out->count != (count == AS_P ? r->p.count : (size_t)count))
+        return LACKING;
+    if (!is_aligned(out))
+        return OTHER;
+    if (count == AS_P && !(r->p.contiguous && out->contiguous))
+        return (found)mo_py_tensor_same_order(r->module, r->e->p, tensor);
+    return PLAIN;
+}
+
+/* The same for codes of 8 bits. */
+static found code_view(reading *r, int name, uintptr_t *out)
+{
+    PyObject *tensor = state(r, name);
+    mo_tensor_view codes;
+    int known;
+
+    if (!tensor)
+        return PyErr_Occurred() ? FAILED : LACKING;
+    known = mo_py_tensor_bytes(r->module, tensor, &codes);
+    if (known <= 0)
+        return known < 0 ? FAILED : LACKING;
+    if (codes.count != r->p.count || codes.device != r->p.device)
+        return LACKING;
+    *out = codes.address;
+    return r->p.contiguous && codes.contiguous ? PLAIN
+                                               : (found)mo_py_tensor_same_order(r->module, r->e->p, tensor);
+}
+
+/* One fp32, or an array of them. */
+static found fp32_view(reading *r, int name, int which, Py_ssize_t count, uintptr_t *out)
+{
+    mo_tensor_view view;
+    found known = state_view(r, name, which, count, &view);
+
+    if (known != PLAIN)
+        return known;
+    *out = view.address;
+    return view.kind == MO_F32 ? PLAIN : LACKING;
+}
+
+static found codes(reading *r)
+{
+    const size_t blocks = r->p.count / MO_ADAM8_BLOCK + (r->p.count % MO_ADAM8_BLOCK != 0);
+    found known = code_view(r, FIRST_MOMENT, &r->out.m);
+
+    if (r->p.kind == MO_F64)
+        return OTHER;
+    if (known == PLAIN)
+        known = code_view(r, SECOND_MOMENT, &r->out.v);
+    if (known == PLAIN)
+        known = fp32_view(r, FIRST_SCALE, M_SCALE, (Py_ssize_t)blocks, &r->out.m_scale);
+    if (known == PLAIN)
+        known = fp32_view(r, SECOND_SCALE, V_SCALE, (Py_ssize_t)blocks, &r->out.v_scale);
+    return known;
+}
+
+/* States may be of the parameter's kind, or of fp32 where that is narrower. */
+static bool may_be_state(const reading *r, mo_float kind)
+{
+    return kind == r->p.kind || (kind == MO_F32 && r->p.kind != MO_F64);
+}
+
+static found moments(reading *r, bool amsgrad)
+{
+    mo_tensor_view m, v, vmax = {0};
+    found known = state_view(r, FIRST_MOMENT, M, AS_P, &m);
+
+    if (known == LACKING && !amsgrad)
+        return codes(r);
+    if (known == PLAIN)
+        known = state_view(r, SECOND_MOMENT, V, AS_P, &v);
+    if (known == PLAIN && amsgrad)
+        known = state_view(r, LARGEST, VMAX, AS_P, &vmax);
+    if (known != PLAIN)
+        return known;
+    if (!may_be_state(r, m.kind) || v.kind != m.kind || (amsgrad && vmax.kind != m.kind))
+        return OTHER; /* bf16 states of an fp32 parameter, say: torch may know them */
+    r->out.m = m.address;
+    r->out.v = v.address;
+    r->out.vmax = vmax.address;
+    r->out.state_kind = m.kind;
+    return PLAIN;
+}
+
+static found momentum_buffer(reading *r)
+{
+    mo_tensor_view m;
+    found known = state_view(r, BUFFER, M, AS_P, &m);
+
+    if (known != PLAIN)
+        return known;
+    if (!may_be_state(r, m.kind))
+        return OTHER;
+    r->out.m = m.address;
+    r->out.state_kind = m.kind;
+    r->out.first = r->e->first;
+    return PLAIN;
+}
+
+/* What only parameters of 16 bits have: an fp32 copy, if it is there. */
+static found master(reading *r)
+{
+    if (!state(r, MASTER))
+        return PyErr_Occurred() ? FAILED : PLAIN;
+    return fp32_view(r, MASTER, WIDE, AS_P, &r->out.master);
+}
+
+static found states(reading *r)
+{
+    const mo_hyper *hyper = &r->u->hypers[r->e->group];
+    const bool narrow = r->p.kind == MO_F16 || r->p.kind == MO_BF16;
+    found known = narrow ? master(r) : PLAIN;
+
+    if (known == PLAIN && (!r->u->sgd || (narrow && hyper->stochastic && !r->out.master)))
+        known = fp32_view(r, STEP, COUNT, 1, &r->out.step);
+    if (known != PLAIN)
+        return known;
+    if (!r->u->sgd)
+        return moments(r, hyper->amsgrad);
+    return hyper->momentum != 0 ? momentum_buffer(r) : PLAIN;
+}
+
+found mo_plan_take(plan *u, PyObject *module, entry *e, PyObject *grad)
+{
+    reading r = {.u = u, .module = module, .e = e};
+    mo_tensor_view g;
+    found known = kept_view(&r, P, e->p, &r.p);
+
+    if (known == PLAIN)
+        known = (found)mo_py_tensor_view(module, grad, &g);
+    if (known != PLAIN)
+        return known;
+    if (r.p.device != MO_CPU || g.device != r.p.device || g.count != r.p.count || !is_aligned(&r.p) ||
+        !is_aligned(&g) || (g.kind == MO_F64) != (r.p.kind == MO_F64))
+        return OTHER;
+    if (!(r.p.contiguous && g.contiguous))
+        known = (found)mo_py_tensor_same_order(module, e->p, grad);
+    if (known != PLAIN)
+        return known;
+    r.out = (mo_parameter){.p = r.p.address,
+                           .g = g.address,
+                           .count = r.p.count,
+                           .kind = r.p.kind,
+                           .grad_kind = g.kind,
+                           .state_kind = r.p.kind,
+                           .group = e->group};
+    if (!u->sgd && r.p.kind != MO_F64)
+        r.out.state_kind = MO_F32; /* of codes, which have none */
+    known = states(&r);
+    if (known != PLAIN)
+        return known;
+    u->parameters[u->count] = r.out;
+    u->grads[u->count] = Py_NewRef(grad);
+    u->devices[u->count] = r.p.device;
+    u->who[u->count++] = e;
+    return PLAIN;
+}
+
+found mo_plan_look(plan *u, PyObject *module, entry *e)
+{
+    PyObject *grad = PyObject_GetAttr(e->p, u->names[GRAD]);
+    found known = !grad ? FAILED : grad == Py_None ? WITHOUT_GRADIENT : mo_plan_take(u, module, e, grad);
+
+    Py_XDECREF(grad);
+    return known;
+}

@@ -1,0 +1,136 @@
+"""The states of Adam and AdamW: step, exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq, as torch has
+them; with 8 bits exp_avg_scale and exp_avg_sq_scale beside codes; master_param where there are master
+weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from memopt.optim.one_pass import OnePass
+from memopt.optim.state_layout import (
+    decoded,
+    encoded,
+    is_plain,
+    like,
+    no_codes,
+    one_step,
+    wants_codes,
+    wants_master,
+)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamStates(OnePass):
+    """Before torch.optim.Adam or AdamW."""
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if group["state_bits"] not in (8, 32):
+            raise ValueError(f"Invalid state_bits value: {group['state_bits']} (8 or 32)")
+        if group["state_bits"] == 8 and group["amsgrad"]:
+            raise ValueError(
+                "amsgrad=True keeps a largest second moment that 8 bits cannot follow: use state_bits=32"
+            )
+
+    def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
+        state = self.state[p]
+        dtype = torch.float32 if wants_master(p, group) else p.dtype
+        state["step"] = one_step(state.get("step", 0.0), p)
+        for name in MOMENTS:
+            if state.get(name) is None:
+                if wants_codes(p, group):
+                    state[name], state[name + "_scale"] = no_codes(p)
+                else:
+                    state[name] = like(p, dtype)
+        if group["amsgrad"] and state.get("max_exp_avg_sq") is None:
+            state["max_exp_avg_sq"] = like(p, dtype)
+        if wants_master(p, group) and state.get("master_param") is None:
+            state["master_param"] = like(p, torch.float32, p)
+        return False
+
+    def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        plain = is_plain(p)
+        dtype = torch.float32 if wants_master(p, group) else p.dtype
+        for name in MOMENTS:
+            value, scale = state.get(name), state.pop(name + "_scale", None)
+            if not isinstance(value, Tensor):
+                continue
+            if isinstance(scale, Tensor) and value.dtype is torch.uint8:
+                if wants_codes(p, group) and value.shape == p.shape and value.stride() == p.stride():
+                    state[name] = value.to(p.device)
+                    state[name + "_scale"] = scale.to(device=p.device, dtype=torch.float32)
+                    continue
+                value = decoded(value, scale, name == "exp_avg_sq")
+            if wants_codes(p, group):
+                state[name], state[name + "_scale"] = encoded(value, p, name == "exp_avg_sq")
+            else:
+                state[name] = like(p, dtype, value) if plain else value.to(dtype=p.dtype, device=p.device)
+        largest = state.get("max_exp_avg_sq")
+        if isinstance(largest, Tensor):
+            state["max_exp_avg_sq"] = (
+                like(p, dtype, largest) if plain else largest.to(dtype=p.dtype, device=p.device)
+            )
+        master = state.pop("master_param", None)
+        if isinstance(master, Tensor) and wants_master(p, group):
+            state["master_param"] = like(p, torch.float32, master)
+        if "step" in state:
+            state["step"] = one_step(state["step"], p)
+
+    def state_dict(self, full: bool = False) -> dict[str, Any]:
+        """As torch's. States of 8 bits are in it as they are kept: exp_avg and exp_avg_sq are codes (uint8,
+        of the parameter's shape) beside exp_avg_scale and exp_avg_sq_scale (fp32, one a 256 elements), which
+        only memopt's optimizers can read, with any state_bits. full=True: as fp32 moments, which
+        torch.optim's can load, too."""
+        held: dict[str, Any] = super().state_dict()
+        if full:
+            held["state"] = {k: _full(v) if isinstance(v, dict) else v for k, v in held["state"].items()}
+        return held
+
+    def _check_gradient(self, grad: Tensor) -> None:
+        if grad.is_sparse:
+            raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
+
+    def _update_by_torch(
+        self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any], found_inf: Tensor | None
+    ) -> None:
+        states = [self.state[p] for p in params]
+        for p, state in zip(params, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                for name in (*MOMENTS, *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+                    state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        beta1, beta2 = group["betas"]
+        adam(
+            params,
+            grads,
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [s["max_exp_avg_sq"] for s in states] if group["amsgrad"] else [],
+            [s["step"] for s in states],
+            foreach=None if found_inf is None else False,
+            capturable=found_inf is None and all(p.device.type == "cuda" for p in params),
+            fused=None if found_inf is None else True,
+            found_inf=found_inf,
+            has_complex=any(p.is_complex() for p in params),
+            amsgrad=group["amsgrad"],
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+        )
+
+
+def _full(state: dict[str, Any]) -> dict[str, Any]:
+    full = dict(state)
+    for name in MOMENTS:
+        scale = full.pop(name + "_scale", None)
+        if scale is not None:
+            full[name] = decoded(full[name], scale, name == "exp_avg_sq")
+    return full

@@ -1,0 +1,258 @@
+"""What the one-pass optimizers have in common: a step that C walks (memopt._C.UpdatePlan), the contract with
+gradient scalers, and state dicts.
+
+A scaler's part. torch's sets, for one call of step(), `found_inf` and, unless the gradients are unscaled
+already, `grad_scale`: the gradients are then divided by it and kept so, as torch's fused optimizers do.
+memopt's sets `_memopt_factor`, for each device the fp32 number that gradients are to be multiplied with,
+instead of `grad_scale`, and `_memopt_unscaled_grads` where p.grad shall be kept as it was used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt import _C
+from memopt.optim.state_layout import FLOATS, is_plain, like
+
+OWN_OPTIONS = ("state_bits", "min_8bit_size", "master_weights", "stochastic_rounding")
+
+
+class OnePass(torch.optim.Optimizer):
+    """Before one of torch.optim's classes, whose states the methods below know how to make."""
+
+    _step_supports_amp_scaling = True
+    _memopt_factor: dict[torch.device, Tensor] | None = None
+    _memopt_unscaled_grads = False
+    _plan: _C.UpdatePlan | None = None
+    _own_defaults: dict[str, Any] | None = None
+    _is_sgd = False
+
+    # ---- a class's own --------------------------------------------------------------------------------------------
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raises ValueError where options of a group exclude each other."""
+
+    def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
+        """Makes what is missing of the states of a plain parameter. True: its momentum buffer has no value
+        yet."""
+        raise NotImplementedError
+
+    def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Brings loaded states of p into the form in which this optimizer keeps them."""
+        raise NotImplementedError
+
+    def _update_by_torch(
+        self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any], found_inf: Tensor | None
+    ) -> None:
+        """torch's own step for what is not plain; with found_inf its fused one."""
+        raise NotImplementedError
+
+    def _check_gradient(self, grad: Tensor) -> None:
+        """Raises what torch does where it refuses a gradient."""
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of every parameter that has a gradient. closure: evaluates the model again and returns the
+        loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scaling = None
+        if hasattr(self, "found_inf") or hasattr(self, "grad_scale") or self._memopt_factor is not None:
+            scaling = _Scaling(self)
+        plan, first = self._plan, []
+        left = None if plan is None else plan.collect(self.state, self.param_groups)
+        if left is None:
+            with torch.no_grad():
+                first = self._complete_all()
+            if first and scaling is not None and scaling.is_skipped():
+                self._forget(first)
+                return loss
+            numbers = [number for number, _ in first]
+            plan = self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, numbers)
+            left = plan.collect(self.state, self.param_groups, True)
+        assert plan is not None and left is not None
+        try:
+            if left:
+                with torch.no_grad():
+                    self._update_left(plan, left, scaling)
+            for number in plan.devices():
+                if scaling is None:
+                    plan.run(number)
+                else:
+                    device = torch.device("cpu") if number < 0 else torch.device("cuda", number)
+                    plan.run(number, scaling.factor(device), scaling.found_inf_on(device), scaling.store)
+        except BaseException:
+            self._forget(first)
+            raise
+        finally:
+            plan.drop()
+        return loss
+
+    def _complete_all(self) -> list[tuple[int, Tensor]]:
+        first, number = [], 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.layout is torch.strided and is_plain(p):
+                    if self._complete(p, group):
+                        first.append((number, p))
+                number += 1
+        return first
+
+    def _forget(self, first: list[tuple[int, Tensor]]) -> None:
+        """The first step of these was not taken: their buffers have no value still."""
+        if first:
+            self._plan = None
+        for _, p in first:
+            self.state[p].pop("momentum_buffer", None)
+
+    def _update_left(self, plan: _C.UpdatePlan, left: list[int], scaling: _Scaling | None) -> None:
+        """What the plan could not take: gradients in another order than their parameters, or with gaps, are
+        copied for it; all else is torch's."""
+        flat = [(p, group) for group in self.param_groups for p in group["params"]]
+        rest: dict[tuple[int, torch.device], list[Tensor]] = {}
+        for number in left:
+            p, group = flat[number]
+            self._check_gradient(p.grad)
+            grad = _in_order(p)
+            if grad is not None and plan.add(number, grad):
+                if scaling is not None and scaling.store:
+                    p.grad = grad
+            else:
+                rest.setdefault((id(group), p.device), []).append(p)
+        groups = {id(group): group for group in self.param_groups}
+        for (which, device), params in rest.items():
+            grads, found_inf = [p.grad for p in params], None
+            if scaling is not None:
+                found_inf = scaling.found_inf_on(device)
+                grads = scaling.scaled(params, device)
+            if found_inf is not None and (
+                device.type != "cuda" or any(g.is_sparse or not g.is_floating_point() for g in grads)
+            ):
+                if found_inf.item() != 0:
+                    continue
+                found_inf = None
+            self._update_by_torch(params, grads, groups[which], found_inf)
+
+    # ---- param groups and state dicts --------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        for name, value in (self._own_defaults or {}).items():
+            self.defaults.setdefault(name, value)
+        if isinstance(param_group, dict):
+            whole = {**self.defaults, **param_group}
+            if whole["differentiable"]:
+                kind = type(self).__name__
+                raise ValueError(
+                    f"memopt.optim.{kind} works outside autograd: use torch.optim.{kind} where differentiable=True"
+                )
+            self._check_group(whole)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, from its optimizers' state dicts or memopt's, with any options: the states are brought
+        into the form in which this optimizer keeps them (state_bits, master_weights and so on stay as they
+        are here)."""
+        handle = self.register_load_state_dict_pre_hook(
+            _keep_tensors
+        )  # the last: what the others give is kept
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        before = self.__dict__.get("param_groups", [])  # [] where a pickle is loaded
+        loaded = [p for p, s in state["state"].items() if isinstance(s, dict) and _release(s)]
+        super().__setstate__(state)
+        self._plan = None
+        for old, new in zip(before, self.param_groups, strict=False):
+            new.update({name: old[name] for name in OWN_OPTIONS if name in old})
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        with torch.no_grad():
+            for p in loaded:
+                if id(p) in group_of:
+                    self._relay(p, self.state[p], group_of[id(p)])
+
+
+class _Scaling:
+    """What a scaler has left on an optimizer for this step."""
+
+    def __init__(self, optimizer: OnePass) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)
+        self.found_inf = (
+            found_inf if isinstance(found_inf, Tensor) else None
+        )  # torch's is 0 without gradients
+        self.factors = optimizer._memopt_factor
+        self.grad_scale = getattr(optimizer, "grad_scale", None)
+        self.store = (
+            optimizer._memopt_unscaled_grads if self.factors is not None else self.grad_scale is not None
+        )
+
+    def factor(self, device: torch.device) -> Tensor | None:
+        if self.factors is not None:
+            if device in self.factors:
+                return self.factors[device]
+            raise RuntimeError(
+                f"the scaler gave no factor for {device}: step() of the scaler takes the gradients that it saw"
+            )
+        if self.grad_scale is None:
+            return None
+        scale: Tensor = self.grad_scale.detach().to(device, non_blocking=True)
+        return scale.double().reciprocal().float()  # as GradScaler.unscale_ rounds it
+
+    def found_inf_on(self, device: torch.device) -> Tensor | None:
+        if self.found_inf is None:
+            return None
+        return self.found_inf.detach().to(device=device, dtype=torch.float32, non_blocking=True)
+
+    def is_skipped(self) -> bool:
+        return self.found_inf is not None and bool(self.found_inf.item() != 0)
+
+    def scaled(self, params: list[Tensor], device: torch.device) -> list[Tensor]:
+        factor = self.factor(device)
+        grads = [p.grad if factor is None else p.grad * factor for p in params]
+        if self.store:
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
+        return grads
+
+
+class _Kept:
+    """A tensor in a state dict on its way past torch, which would cast it to its parameter's type."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _keep_tensors(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def kept(states: Any) -> Any:
+        if not isinstance(states, dict):
+            return states
+        return {name: _Kept(v) if isinstance(v, Tensor) else v for name, v in states.items()}
+
+    return {**state_dict, "state": {key: kept(states) for key, states in state_dict["state"].items()}}
+
+
+def _release(states: dict[str, Any]) -> bool:
+    kept = [name for name, value in states.items() if isinstance(value, _Kept)]
+    for name in kept:
+        states[name] = states[name].tensor
+    return bool(kept)
+
+
+def _in_order(p: Tensor) -> Tensor | None:
+    """p's gradient in the order of p's elements; None where it is none of a plain kind."""
+    grad = p.grad
+    if grad is None or type(grad) not in (Tensor, torch.nn.Parameter) or grad.layout is not torch.strided:
+        return None
+    if not is_plain(p) or grad.shape != p.shape or grad.device != p.device or not grad.is_floating_point():
+        return None
+    exact = grad.dtype in FLOATS and torch.float64 not in (p.dtype, grad.dtype)
+    return like(p, grad.dtype if exact else p.dtype, grad)

@@ -1,0 +1,587 @@
+"""memopt.optim's steps beside the written formula in double and beside torch's own optimizers: types,
+layouts, options, and what is left to torch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import memopt.optim
+from memopt.optim.state_layout import like
+
+PAIRS = {
+    "adamw": (memopt.optim.AdamW, torch.optim.AdamW),
+    "adam": (memopt.optim.Adam, torch.optim.Adam),
+    "sgd": (memopt.optim.SGD, torch.optim.SGD),
+}
+SHAPES = [(4,), (33, 7), (), (0,), (1, 1), (300,), (5, 3, 4, 4)]
+SEED = int(os.environ["MEMOPT_SEED"])
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+
+def generator(number: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(SEED + number)
+
+
+def parameters(dtype=torch.float32, shapes=SHAPES, number: int = 0) -> list[torch.nn.Parameter]:
+    make = generator(number)
+    return [torch.nn.Parameter(torch.randn(shape, generator=make).to(dtype)) for shape in shapes]
+
+
+def give_gradients(*lists: list[torch.nn.Parameter], number: int) -> None:
+    """The same gradients to the parameters of each list; each its own tensor."""
+    make = generator(1000 + number)
+    for same in zip(*lists, strict=True):
+        grad = torch.randn(same[0].shape, generator=make)
+        for p in same:
+            p.grad = grad.to(p.dtype).clone()
+
+
+def both(kind: str, dtype=torch.float32, shapes=SHAPES, stock=None, **options):
+    """The same parameters under memopt's optimizer and under torch's."""
+    ours, theirs = parameters(dtype, shapes), parameters(dtype, shapes)
+    new, old = PAIRS[kind]
+    return new(ours, **options), old(theirs, **{**options, **(stock or {})}), ours, theirs
+
+
+def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """By norm, relative."""
+    a = torch.cat([t.detach().double().flatten() for t in ours])
+    b = torch.cat([t.detach().double().flatten() for t in theirs])
+    return float((a - b).norm() / b.norm())
+
+
+def bits(tensors) -> list[torch.Tensor]:
+    return [t.detach().clone() for t in tensors]
+
+
+def same_bits(ours, theirs) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# ---- the formula ---------------------------------------------------------------------------------------------------
+def rounded(x: float) -> float:
+    return float(np.float32(x))
+
+
+def adam_in_double(p, g, state, group):
+    """(p after the step, the largest term of each element's formula), in double from constants rounded as in C."""
+    beta1, beta2 = group["betas"]
+    lr, decay, decoupled = float(group["lr"]), group["weight_decay"], group["decoupled_weight_decay"]
+    t = float(state["step"]) + 1
+    size, root = rounded(lr / (1 - beta1**t)), rounded((1 - beta2**t) ** -0.5)
+    beta1, rest1, beta2, rest2 = map(rounded, (beta1, 1 - beta1, beta2, 1 - beta2))
+    before, v = state["exp_avg"].double().numpy(), state["exp_avg_sq"].double().numpy()
+    x = -g if group["maximize"] else g
+    decayed = 0.0 * p if decoupled else rounded(decay) * p
+    parts = [beta1 * np.abs(before), rest1 * np.abs(x), rest1 * np.abs(decayed)]
+    x = x + decayed
+    m, v = beta1 * before + rest1 * x, beta2 * v + rest2 * x * x
+    top = np.maximum(v, state["max_exp_avg_sq"].double().numpy()) if group["amsgrad"] else v
+    under = np.sqrt(top) * root + rounded(group["eps"])
+    kept = p * rounded(1 - lr * decay) if decoupled else p
+    largest = np.abs(kept)
+    for part in (*parts, np.abs(m)):
+        largest = np.maximum(largest, size * part / under)
+    return kept - size * m / under, largest
+
+
+def sgd_in_double(p, g, state, group):
+    lr, decay, momentum = rounded(group["lr"]), rounded(group["weight_decay"]), rounded(group["momentum"])
+    x = -g if group["maximize"] else g
+    parts = [np.abs(x), np.abs(decay * p)]
+    x = x + decay * p
+    if momentum:
+        before = momentum * state["momentum_buffer"].double().numpy()
+        m = before + rounded(1 - group["dampening"]) * x
+        parts += [np.abs(before), np.abs(m)]
+        x = x + momentum * m if group["nesterov"] else m
+    largest = np.abs(p)
+    for part in (*parts, np.abs(x)):
+        largest = np.maximum(largest, lr * part)
+    return p - lr * x, largest
+
+
+ADAM_OPTIONS = [
+    {},
+    {"weight_decay": 0.1},
+    {"amsgrad": True, "weight_decay": 0.02},
+    {"maximize": True, "betas": (0.5, 0.9), "eps": 1e-3, "lr": 0.01},
+]
+SGD_OPTIONS = [
+    {"lr": 0.1},
+    {"lr": 0.01, "momentum": 0.9, "dampening": 0.25},
+    {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True},
+]
+CASES = [(kind, o) for kind in ("adamw", "adam") for o in ADAM_OPTIONS] + [("sgd", o) for o in SGD_OPTIONS]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_one_step_from_an_equal_state_is_the_written_formula(kind, options):
+    """|p - p_ref| at most 1 ulp of p and 2 ulp of the largest term of the formula, which is evaluated in
+    double."""
+    optimizer = PAIRS[kind][0](parameters(), **options)
+    ours = optimizer.param_groups[0]["params"]
+    group = optimizer.param_groups[0]
+    for number in range(4):
+        give_gradients(ours, number=number)
+        if number < 3:
+            optimizer.step()
+    before = [(bits([p])[0], copy.deepcopy(optimizer.state.get(p, {}))) for p in ours]
+    optimizer.step()
+    oracle = sgd_in_double if kind == "sgd" else adam_in_double
+    for p, (was, state) in zip(ours, before, strict=True):
+        expected, largest = oracle(was.double().numpy(), p.grad.double().numpy(), state, group)
+        allowed = np.spacing(np.abs(expected).astype(np.float32)).astype(np.float64)
+        allowed = allowed + 2 * np.spacing(largest.astype(np.float32)).astype(np.float64)
+        assert (np.abs(p.detach().double().numpy() - expected) <= allowed).all()
+        assert p.numel() == 0 or not torch.equal(p, was)
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_a_hundred_steps_stay_beside_torchs(kind, options):
+    new, old, ours, theirs = both(kind, **options)
+    for number in range(100):
+        give_gradients(ours, theirs, number=number)
+        new.step()
+        old.step()
+    assert distance(ours, theirs) < 1e-5
+    for p, q in zip(ours, theirs, strict=True):
+        assert set(new.state.get(p, {})) == {k for k, v in old.state.get(q, {}).items() if v is not None}
+        for name in ("step", *MOMENTS):
+            if p.numel() and name in new.state.get(p, {}):
+                assert distance([new.state[p][name]], [old.state[q][name]]) < 1e-5, name
+                assert new.state[p][name].dtype is old.state[q][name].dtype
+
+
+def test_plain_sgd_is_torchs_bit_for_bit():
+    new, old, ours, theirs = both("sgd", lr=0.125)
+    for number in range(5):
+        give_gradients(ours, theirs, number=number)
+        new.step()
+        old.step()
+    assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_fp64_is_computed_in_fp64(kind):
+    options = {"momentum": 0.9} if kind == "sgd" else {}
+    new, old, ours, theirs = both(kind, torch.float64, **options)
+    for number in range(20):
+        give_gradients(ours, theirs, number=number)
+        new.step()
+        old.step()
+    assert distance(ours, theirs) < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", PAIRS)
+def test_16_bits_are_computed_in_fp32_and_rounded_once(kind, dtype):
+    """Beside the formula in double, that is half a unit of the parameter's type. (The first step of torch 2.13's
+    fused SGD with momentum is not, on the CPU, so it is no oracle.)"""
+    options = {"momentum": 0.9, "lr": 0.1} if kind == "sgd" else {"lr": 0.01, "eps": 1e-4}
+    ours = parameters(dtype)
+    optimizer = PAIRS[kind][0](ours, **options)
+    give_gradients(ours, number=0)
+    before = bits(ours)
+    optimizer.step()
+    zero = {name: torch.zeros(()) for name in ("step", *MOMENTS)}
+    oracle = sgd_in_double if kind == "sgd" else adam_in_double
+    for p, was in zip(ours, before, strict=True):
+        expected, _ = oracle(was.double().numpy(), p.grad.double().numpy(), zero, optimizer.param_groups[0])
+        half = torch.finfo(dtype).eps / 2 * np.maximum(np.abs(expected), torch.finfo(dtype).tiny)
+        assert (np.abs(p.detach().double().numpy() - expected) <= 1.001 * half).all()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_options_any_groups(data):
+    """Two param groups with options of their own, some parameters without a gradient, some steps."""
+    kind = data.draw(st.sampled_from(sorted(PAIRS)))
+    real = st.floats(0, 0.9)
+    if kind == "sgd":
+        one = st.fixed_dictionaries(
+            {},
+            optional={
+                "lr": st.floats(1e-4, 0.1),
+                "momentum": real,
+                "dampening": real,
+                "weight_decay": st.floats(0, 0.1),
+                "maximize": st.booleans(),
+            },
+        )
+    else:
+        one = st.fixed_dictionaries(
+            {},
+            optional={
+                "lr": st.floats(1e-4, 0.1),
+                "betas": st.tuples(real, st.floats(0.5, 0.999)),
+                "eps": st.floats(1e-8, 1e-3),
+                "weight_decay": st.floats(0, 0.1),
+                "amsgrad": st.booleans(),
+                "maximize": st.booleans(),
+            },
+        )
+    first, second = data.draw(one), data.draw(one)
+    present = data.draw(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=4))
+    made = []
+    for cls in PAIRS[kind]:
+        params = parameters()
+        made.append((cls([{"params": params[:3], **first}, {"params": params[3:], **second}]), params))
+    (new, ours), (old, theirs) = made
+    for number, there in enumerate(present):
+        give_gradients(ours, theirs, number=number)
+        for p, q, is_there in zip(ours, theirs, there, strict=True):
+            if not is_there:
+                p.grad = q.grad = None
+        new.step()
+        old.step()
+    assert distance(ours, theirs) < 1e-5
+
+
+# ---- layouts and types that need care ------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", PAIRS)
+def test_layouts_are_those_of_the_parameter(kind):
+    """Parameters in another order of dimensions, gradients in another than theirs, with gaps, expanded,
+    negated."""
+    make = generator()
+    base = torch.randn(6, 5, 4, 4, generator=make)
+    shaped = [base, base.to(memory_format=torch.channels_last), base.transpose(0, 1), base[:, ::2]]
+    grad = torch.randn(6, 5, 4, 4, generator=make)
+    odd = torch.randn(6, 5, 4, 8, generator=make)[..., ::2]
+    options = {"momentum": 0.9} if kind == "sgd" else {}
+
+    def gradients(p):
+        yield (
+            grad.clone() if p.shape == grad.shape else grad.reshape(-1)[: p.numel()].reshape(p.shape).clone()
+        )
+        yield grad.reshape(-1)[: p.numel()].reshape(p.shape).to(memory_format=torch.channels_last)
+        yield odd.reshape(-1)[: p.numel()].reshape(p.shape).transpose(-1, -2)
+        yield torch.ones(()).expand(p.shape)
+        yield torch._neg_view(grad.reshape(-1)[: p.numel()].reshape(p.shape).clone())
+
+    ours = [torch.nn.Parameter(like(t, t.dtype, t.clone())) for t in shaped[:3]]
+    ours.append(torch.nn.Parameter(base.clone()[:, ::2]))
+    theirs = [torch.nn.Parameter(t.detach().clone(memory_format=torch.preserve_format)) for t in ours]
+    assert [p.is_contiguous() for p in ours] == [True, False, False, False]
+    new, old = PAIRS[kind][0](ours, **options), PAIRS[kind][1](theirs, **options)
+    for _ in range(2):
+        for each in zip(*[gradients(p) for p in ours], strict=True):
+            for p, q, g in zip(ours, theirs, each, strict=True):
+                p.grad, q.grad = g, g
+            new.step()
+            old.step()
+    assert distance(ours, theirs) < 1e-6
+    for p in ours[:3]:
+        for name in MOMENTS:
+            if name in new.state[p]:
+                assert new.state[p][name].stride() == p.stride()
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_what_is_not_plain_is_torchs(kind):
+    """Complex parameters, a subclass, a misaligned one, beside plain ones."""
+
+    class Own(torch.Tensor):
+        pass
+
+    def made():
+        make = generator()
+        whole = torch.randn(3, generator=make)
+        raw = bytearray(4 * 6 + 1)
+        crooked = torch.frombuffer(raw, dtype=torch.uint8)[1:]
+        misaligned = torch.frombuffer(memoryview(raw)[1:], dtype=torch.float32)
+        assert misaligned.data_ptr() % 4 == crooked.data_ptr() % 4 != 0
+        misaligned.copy_(torch.randn(6, generator=make))
+        return [
+            torch.nn.Parameter(whole),
+            torch.nn.Parameter(torch.randn(5, dtype=torch.complex64, generator=make)),
+            torch.randn(4, generator=make).as_subclass(Own).requires_grad_(),
+            misaligned.requires_grad_(),
+        ]
+
+    ours, theirs = made(), made()
+    new, old = PAIRS[kind][0](ours), PAIRS[kind][1](theirs, foreach=False)
+    for number in range(3):
+        make = generator(number)
+        for p, q in zip(ours, theirs, strict=True):
+            g = torch.randn(p.shape, dtype=p.dtype, generator=make)
+            p.grad, q.grad = g.clone(), g.clone()
+        new.step()
+        old.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.allclose(p, q, rtol=1e-6, atol=0), p
+
+
+def test_sparse_gradients_are_torchs():
+    def made(cls, **options):
+        table = torch.nn.Embedding(20, 4, sparse=True)
+        with torch.no_grad():
+            table.weight.copy_(torch.randn(20, 4, generator=generator()))
+        return table, cls(table.parameters(), **options)
+
+    for options in ({"lr": 0.1}, {"lr": 0.1, "momentum": 0.9}):
+        (ours, new), (theirs, old) = made(memopt.optim.SGD, **options), made(torch.optim.SGD, **options)
+        for _ in range(3):
+            for table, optimizer in ((ours, new), (theirs, old)):
+                optimizer.zero_grad()
+                table(torch.tensor([1, 5, 5])).square().sum().backward()
+                optimizer.step()
+        assert torch.allclose(ours.weight, theirs.weight, rtol=1e-6)
+    for cls in (memopt.optim.Adam, torch.optim.Adam):
+        table, optimizer = made(cls)
+        other = torch.nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [other]})
+        other.grad = torch.ones(3)
+        table(torch.tensor([1])).sum().backward()
+        with pytest.raises(RuntimeError, match="^Adam does not support sparse gradients, please consider Sp"):
+            optimizer.step()
+        assert torch.equal(other, torch.ones(3))
+
+
+def test_a_gradient_of_another_type_than_its_parameter():
+    p = torch.nn.Parameter(torch.ones(8))
+    q = torch.nn.Parameter(torch.ones(8))
+    p.grad_dtype = None
+    p.grad = torch.full((8,), 0.5, dtype=torch.bfloat16)
+    q.grad = torch.full((8,), 0.5)
+    for tensor, cls in ((p, memopt.optim.AdamW), (q, torch.optim.AdamW)):
+        cls([tensor]).step()
+    assert torch.allclose(p, q, rtol=1e-7)
+
+
+# ---- learning rates as tensors, closures, hooks, schedulers ---------------------------------------------------------
+@pytest.mark.parametrize("kind", PAIRS)
+def test_lr_may_be_a_tensor(kind):
+    rate = torch.tensor(0.05)
+    new, old, ours, theirs = both(kind, lr=rate.clone(), stock={"lr": rate})
+    for number in range(4):
+        for optimizer in (new, old):
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+        give_gradients(ours, theirs, number=number)
+        new.step()
+        old.step()
+    assert distance(ours, theirs) < 1e-6
+    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
+        PAIRS[kind][0](ours, lr=torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=12),
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+    ],
+)
+def test_schedulers(kind, schedule):
+    options = {"momentum": 0.9} if kind == "sgd" else {}
+    new, old, ours, theirs = both(kind, **options)
+    schedules = [schedule(new), schedule(old)]
+    for number in range(10):
+        give_gradients(ours, theirs, number=number)
+        new.step()
+        old.step()
+        for each in schedules:
+            each.step()
+    assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
+    assert distance(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_closures_and_hooks(kind):
+    new, old, ours, theirs = both(kind)
+    seen = []
+    for optimizer, params in ((new, ours), (old, theirs)):
+        log = []
+        optimizer.register_step_pre_hook(lambda o, args, kwargs, log=log: log.append("before"))
+        optimizer.register_step_post_hook(lambda o, args, kwargs, log=log: log.append("after"))
+
+        def closure(optimizer=optimizer, params=params, log=log):
+            log.append(torch.is_grad_enabled())
+            optimizer.zero_grad()
+            loss = sum((p * p).sum() for p in params)
+            loss.backward()
+            return loss
+
+        log.append(float(optimizer.step(closure)))
+        log.append(float(optimizer.step(closure=closure)))
+        seen.append(log)
+    assert seen[0] == pytest.approx(seen[1])
+    assert seen[0][:3] == ["before", True, "after"]
+    assert distance(ours, theirs) < 1e-6
+    assert new.step() is None
+
+
+# ---- what may change between two steps ------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", PAIRS)
+def test_whatever_changes_between_steps_is_noticed(kind):
+    """Groups added, parameters exchanged, states replaced, memory moved, options changed: beside torch after
+    each."""
+    options = {"momentum": 0.9} if kind == "sgd" else {}
+    new, old, ours, theirs = both(kind, **options)
+
+    def move(_, params):
+        for p in params:
+            p.data = p.data.clone()
+
+    def replace_states(optimizer, params):
+        for p in params:
+            state = optimizer.state.get(p, {})
+            for name in set(state) & set(MOMENTS):
+                state[name] = state[name] * 0.5
+
+    def replace_dicts(optimizer, params):
+        for p in params:
+            if p in optimizer.state:
+                optimizer.state[p] = dict(optimizer.state[p])
+
+    def add(optimizer, params):
+        params.append(torch.nn.Parameter(torch.ones(3)))
+        optimizer.add_param_group({"params": params[-1:], "lr": 0.5})
+
+    def exchange(optimizer, params):
+        params[0] = optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.ones(4))
+
+    def reset(optimizer, params):
+        optimizer.state.clear()
+
+    def option(optimizer, params):
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+
+    for number, change in enumerate(
+        [lambda *_: None, move, replace_states, replace_dicts, add, exchange, reset, option, add]
+    ):
+        change(new, ours)
+        change(old, theirs)
+        give_gradients(ours, theirs, number=number)
+        new.step()
+        old.step()
+        assert distance(ours, theirs) < 1e-6, change
+        give_gradients(ours, theirs, number=100 + number)
+        new.step()
+        old.step()
+        assert distance(ours, theirs) < 1e-6, change
+
+
+def test_a_step_makes_no_plan_as_long_as_nothing_changes():
+    optimizer = memopt.optim.AdamW(parameters())
+    for number in range(3):
+        give_gradients(optimizer.param_groups[0]["params"], number=number)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 0:
+            plan = optimizer._plan
+    assert optimizer._plan is plan
+
+
+def test_an_optimizer_and_its_plan_die_with_their_last_name():
+    params = parameters()
+    optimizer = memopt.optim.AdamW(params)
+    give_gradients(params, number=0)
+    params[0].holder = optimizer  # a cycle through a parameter
+    optimizer.step()
+    gone = weakref.ref(optimizer), weakref.ref(params[0])
+    del optimizer, params
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_gradients_are_not_kept_after_a_step():
+    params = parameters()
+    optimizer = memopt.optim.AdamW(params)
+    give_gradients(params, number=0)
+    gone = [weakref.ref(p.grad) for p in params]
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(params)
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    shapes = [(300_001,), (7,), (512, 513), (4096,)]
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            params = parameters(shapes=shapes)
+            optimizer = memopt.optim.AdamW(params, state_bits=8)
+            for number in range(3):
+                give_gradients(params, number=number)
+                optimizer.step()
+            found.append(bits(params))
+    finally:
+        torch.set_num_threads(before)
+    assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": -1.0},
+        {"eps": -1.0},
+        {"betas": (1.0, 0.9)},
+        {"betas": (0.9, 1.5)},
+        {"weight_decay": -1.0},
+        {"fused": True, "foreach": True},
+        {"lr": torch.tensor(0.1), "foreach": True},
+    ],
+)
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+def test_what_torch_refuses_is_refused_in_its_words(kind, options):
+    said = []
+    for cls in PAIRS[kind]:
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            cls(parameters(), **options)
+        said.append((error.type, str(error.value)))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": -1.0}, {"momentum": -1.0}, {"nesterov": True}, {"fused": True, "foreach": True}]
+)
+def test_what_torchs_sgd_refuses_is_refused_in_its_words(options):
+    said = []
+    for cls in PAIRS["sgd"]:
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            cls(parameters(), **options)
+        said.append((error.type, str(error.value)))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_what_memopt_refuses(kind):
+    cls = PAIRS[kind][0]
+    with pytest.raises(ValueError, match=r"use torch\.optim\.\w+ where differentiable=True"):
+        cls(parameters(), differentiable=True)
+    if kind != "sgd":
+        with pytest.raises(ValueError, match=r"Invalid state_bits value: 4 \(8 or 32\)"):
+            cls(parameters(), state_bits=4)
+        with pytest.raises(ValueError, match="amsgrad=True keeps a largest second moment"):
+            cls(parameters(), state_bits=8, amsgrad=True)
+    optimizer = cls(parameters())
+    with pytest.raises(ValueError, match="differentiable"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "differentiable": True})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(TypeError, match="param_group must be a dict"):
+        optimizer.add_param_group([])
+
+
+def test_they_are_torchs_classes():
+    for new, old in PAIRS.values():
+        assert issubclass(new, old) and new.__name__ == old.__name__
+        assert new(parameters())._step_supports_amp_scaling
+    assert sorted(memopt.optim.__all__) == ["Adam", "AdamW", "SGD"]
+    with pytest.raises(AttributeError, match="RMSprop"):
+        memopt.optim.RMSprop  # noqa: B018
