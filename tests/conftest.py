@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--c-variant",
         default="plain",
-        choices=["plain", "asan", "ubsan", "tsan", "valgrind"],
+        choices=["plain", "asan", "ubsan", "tsan", "bench", "valgrind"],
         help="how the C tests are built or run",
     )
     parser.addoption(
