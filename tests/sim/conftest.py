@@ -97,7 +97,7 @@ def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
             env=os.environ | {"PYTHONPATH": path} | environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,  # a hang; a busy host may take minutes
         )
 
     return run

@@ -132,33 +132,39 @@ def test_a_fraction_holds_to_the_granule():
 
 def test_frees_that_wait_for_a_stream_serve_requests_that_would_fail_else():
     sim.lazy(True)
-    here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    home, reader = torch.cuda.Stream(), torch.cuda.Stream()
     seen = torch.zeros(60, 1000, dtype=torch.int32).pin_memory()
-    for i in range(60):
-        x = torch.empty(10 * MIB, dtype=torch.int32, device="cuda")  # six of them fill the device
-        x[:1000].copy_(torch.full((1000,), i, dtype=torch.int32).pin_memory(), non_blocking=True)
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            seen[i].copy_(x[:1000], non_blocking=True)
-        x.record_stream(stream)
-        del x
+    with torch.cuda.stream(home):
+        for i in range(60):
+            x = torch.empty(10 * MIB, dtype=torch.int32, device="cuda")  # six of them fill the device
+            x[:1000].copy_(torch.full((1000,), i, dtype=torch.int32).pin_memory(), non_blocking=True)
+            reader.wait_stream(home)
+            with torch.cuda.stream(reader):
+                seen[i].copy_(x[:1000], non_blocking=True)
+            x.record_stream(reader)
+            del x
+            sim.progress(100, home.cuda_stream)  # the reader lags behind
     torch.cuda.synchronize()
     assert seen[:, 0].tolist() == list(range(60)) and bool((seen == seen[:, :1]).all())
 
 
 def test_a_stream_may_be_recorded_through_a_view_that_begins_inside():
     sim.lazy(True)
-    stream = torch.cuda.Stream()
-    whole = written(7, 2 * MIB)
-    view = whole[MIB + 3 :]
-    out = torch.empty(view.numel(), dtype=torch.int32).pin_memory()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        out.copy_(view, non_blocking=True)
-    view.record_stream(stream)
-    del whole, view
-    other = written(8, 2 * MIB)  # may have the memory, but not yet
-    sim.progress(100, torch.cuda.current_stream().cuda_stream)
+    home, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    out = torch.empty(MIB - 3, dtype=torch.int32).pin_memory()
+    sources = [torch.full((2 * MIB,), value, dtype=torch.int32).pin_memory() for value in (7, 8)]
+    with torch.cuda.stream(home):
+        whole = torch.empty_like(sources[0], device="cuda").copy_(sources[0], non_blocking=True)
+        view = whole[MIB + 3 :]
+        reader.wait_stream(home)
+        with torch.cuda.stream(reader):
+            out.copy_(view, non_blocking=True)
+        view.record_stream(reader)
+        del whole, view
+        other = torch.empty_like(sources[1], device="cuda").copy_(
+            sources[1], non_blocking=True
+        )  # in its memory, but not yet
+        sim.progress(100, home.cuda_stream)
     torch.cuda.synchronize()
     assert bool((out == 7).all()) and is_all(other, 8)
     assert memopt.cuda.memory_stats()["foreign_streams"] == 0
@@ -306,8 +312,10 @@ def test_a_tensor_that_a_capture_uses_on_a_second_stream_is_kept_from_the_rest_o
         with torch.cuda.stream(side):
             y = copy_of(x)
         x.record_stream(side)
+        address = x.data_ptr()
         del x
-        others = [copy_of(noise) for _ in range(3)]  # they may not have x's memory: y may come after them
+        others = [copy_of(noise) for _ in range(3)]
+        assert address not in [other.data_ptr() for other in others]  # y may come after them
         torch.cuda.current_stream().wait_stream(side)
     for value in (1, 5):
         static.copy_(written(value, MIB))
