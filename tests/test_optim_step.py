@@ -413,8 +413,8 @@ def test_closures_and_hooks(kind):
             loss.backward()
             return loss
 
-        log.append(float(optimizer.step(closure)))
-        log.append(float(optimizer.step(closure=closure)))
+        log.append(optimizer.step(closure).item())
+        log.append(optimizer.step(closure=closure).item())
         seen.append(log)
     assert seen[0] == pytest.approx(seen[1])
     assert seen[0][:3] == ["before", True, "after"]
