@@ -1,4 +1,5 @@
 from array import array
+from collections.abc import Iterable
 from typing import Any, NotRequired, TypedDict
 
 class _Device(TypedDict):
@@ -90,6 +91,26 @@ class Arena:
     def info(self, /) -> _ArenaInfo: ...
     def blocks(self, /) -> list[tuple[int, int, int]]: ...
 
+class Gradients:
+    others: list[Any]
+    devices: tuple[int, ...]
+    dtypes: set[Any]
+    def __init__(self, tensors: Iterable[Any], of_parameters: bool = False) -> None: ...
+    def run(
+        self,
+        device: int,
+        store: bool = False,
+        inv_scale: Any = None,
+        found_inf: Any = None,
+        norm: Any = None,
+        clip: Any = None,
+        factor: Any = None,
+        max_norm: float = ...,
+        maximum: bool = False,
+    ) -> None: ...
+    def multiply(self, device: int, clip: Any, /) -> None: ...
+    def tensors(self, device: int, /) -> list[Any]: ...
+
 class UpdatePlan:
     def __init__(
         self,
@@ -150,6 +171,7 @@ def foreach_unscale_cuda(
     stream: int,
     /,
 ) -> None: ...
+def _tensor_view(tensor: Any, by_methods: bool = False, /) -> tuple[int, int, int, int] | None: ...
 def replay(
     trace: bytes,
     memory: int,

@@ -16,6 +16,7 @@
 typedef struct mo_torch {
     PyObject *tensor, *parameter; /* the types torch.Tensor, torch.nn.Parameter */
     PyObject *is_neg;             /* torch.Tensor.is_neg */
+    PyObject *grad;               /* "grad" */
     PyObject *dtypes[5];          /* of each mo_float, then torch.uint8 */
     const void *exchange;         /* DLPack's table; NULL where this torch has none */
 } mo_torch;
@@ -45,5 +46,6 @@ int mo_py_pool_init(PyObject *module);
 int mo_py_tensor_init(PyObject *module);
 int mo_py_optim_init(PyObject *module);
 int mo_py_adam8_init(PyObject *module);
+int mo_py_scaler_init(PyObject *module);
 
 #endif

@@ -72,7 +72,8 @@ static int find_torch(mo_torch *torch)
     for (size_t i = 0; whole && i < sizeof torch->dtypes / sizeof torch->dtypes[0]; i++)
         whole = keep(&torch->dtypes[i], PyObject_GetAttrString(imported, dtype_names[i]));
     nn = whole ? PyObject_GetAttrString(imported, "nn") : NULL;
-    whole = nn && keep(&torch->parameter, PyObject_GetAttrString(nn, "Parameter")) &&
+    whole = nn && keep(&torch->grad, PyUnicode_InternFromString("grad")) &&
+            keep(&torch->parameter, PyObject_GetAttrString(nn, "Parameter")) &&
             keep(&torch->tensor, PyObject_GetAttrString(imported, "Tensor"));
     Py_XDECREF(nn);
     Py_XDECREF(imported);
@@ -83,7 +84,7 @@ static int find_torch(mo_torch *torch)
 }
 
 /* Found at the first tensor, since torch may be imported after memopt. */
-static const mo_torch *torch_of(PyObject *module)
+const mo_torch *mo_py_torch(PyObject *module)
 {
     mo_torch *torch = &mo_state(module)->torch;
 
@@ -249,7 +250,7 @@ static int read_tensor(const mo_torch *torch, PyObject *tensor, int64_t *shape, 
 /* bytes: of torch.uint8, else of a type in mo_float. negated: a negation may be pending. */
 static int view(PyObject *module, PyObject *tensor, bool bytes, bool negated, mo_tensor_view *out)
 {
-    const mo_torch *torch = torch_of(module);
+    const mo_torch *torch = mo_py_torch(module);
     int64_t shape[DIMENSIONS_MAX], strides[DIMENSIONS_MAX];
     dl_tensor t;
     int known = torch ? read_tensor(torch, tensor, shape, strides, &t) : -1;
@@ -299,7 +300,7 @@ static int64_t stride_of(const dl_tensor *t, int32_t dimension)
 
 int mo_py_tensor_same_order(PyObject *module, PyObject *one, PyObject *other)
 {
-    const mo_torch *torch = torch_of(module);
+    const mo_torch *torch = mo_py_torch(module);
     int64_t shape[2][DIMENSIONS_MAX], strides[2][DIMENSIONS_MAX];
     dl_tensor a, b;
     int known = torch ? read_tensor(torch, one, shape[0], strides[0], &a) : -1;
@@ -318,7 +319,7 @@ int mo_py_tensor_same_order(PyObject *module, PyObject *one, PyObject *other)
 
 int mo_py_tensor_stream(PyObject *module, int device, void **out)
 {
-    const mo_torch *torch = torch_of(module);
+    const mo_torch *torch = mo_py_torch(module);
     PyObject *raw, *number;
 
     if (!torch)
@@ -343,7 +344,7 @@ PyDoc_STRVAR(
 
 static PyObject *tensor_view(PyObject *module, PyObject *args)
 {
-    const mo_torch *torch = torch_of(module);
+    const mo_torch *torch = mo_py_torch(module);
     const void *exchange;
     PyObject *tensor;
     int by_methods = 0, known;

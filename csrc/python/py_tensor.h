@@ -28,6 +28,9 @@ typedef struct mo_tensor_view {
     bool contiguous; /* in the order of its dimensions, the last the fastest */
 } mo_tensor_view;
 
+/* What is known of torch, found at the first call; NULL with an exception. */
+const mo_torch *mo_py_torch(PyObject *module);
+
 /* 1: *out is filled; 0: the object is no plain tensor; -1: exception. The view is good for as long as the tensor is left
  * alone; nothing is held. */
 int mo_py_tensor_view(PyObject *module, PyObject *tensor, mo_tensor_view *out);

@@ -108,7 +108,7 @@ def test_with_a_scale_of_one_nan_payloads_stay_and_are_found() -> None:
         assert torch.equal(grad.cpu().view(torch.int16), bits) and found.item() == 1.0
 
 
-def test_random_lists_of_mixed_types_cost_one_launch_a_type_and_equal_torch() -> None:
+def test_random_lists_of_mixed_types_cost_one_launch_and_equal_torch() -> None:
     seed = int(os.environ.get("MEMOPT_SEED") or random.SystemRandom().getrandbits(31))
     print(f"MEMOPT_SEED={seed}")
     draw = random.Random(seed)
@@ -128,9 +128,9 @@ def test_random_lists_of_mixed_types_cost_one_launch_a_type_and_equal_torch() ->
         inv_scale = draw.choice([1.0, 2.0**-10, draw.random()])
         expected_found, found = torch.zeros(()), scalar(0)
         scale = scalar(inv_scale)
-        launches, kinds = sim.calls("cuLaunchKernel"), {v.dtype for v in values if v.numel()}
+        launches, any_element = sim.calls("cuLaunchKernel"), any(v.numel() for v in values)
         amp.foreach_unscale_(grads, found, scale)
-        assert sim.calls("cuLaunchKernel") - launches == len(kinds)
+        assert sim.calls("cuLaunchKernel") - launches == any_element
         for v in values:
             torch_op([v], expected_found, torch.tensor(inv_scale))
         assert found.item() == expected_found.item()

@@ -1,0 +1,518 @@
+"""torch.amp.GradScaler with one pass over the gradients, and what its users have asked of it since.
+
+A subclass: what torch's does in Python (stages, errors, state_dict, pickling) is inherited, and its private methods,
+which frameworks call and replace, keep their names and meanings. Ours are those that touch gradients."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from memopt import _C, kernels
+from memopt.amp.clip import clip_grad_norm_, count_as_written, device_of, has_fast_norm, refuse_nonfinite
+from memopt.amp.update_scale import update_scale_
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+__all__ = ["GradScaler"]
+
+_PerDevice = dict[torch.device, "Tensor"]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What torch's constructor has not."""
+
+    min_scale: float | None
+    max_scale: float | None
+    hysteresis: int
+    allow_fp16: bool
+    no_gradients: str
+    repair: bool
+    process_group: ProcessGroup | str | None
+
+    def __post_init__(self) -> None:
+        if self.min_scale is not None and not self.min_scale > 0:
+            raise ValueError(f"min_scale={self.min_scale}: expected a positive number")
+        if self.max_scale is not None and not self.max_scale >= (self.min_scale or 0):
+            raise ValueError(f"max_scale={self.max_scale}: expected at least min_scale, {self.min_scale}")
+        if self.hysteresis < 1:
+            raise ValueError(f"hysteresis={self.hysteresis}: at least 1, where each inf backs the scale off")
+        if self.no_gradients not in ("error", "finite"):
+            raise ValueError(f"no_gradients={self.no_gradients!r}: expected 'error' or 'finite'")
+
+
+class _Stepped(NamedTuple):
+    """What is known of an optimizer's step."""
+
+    found_inf: _PerDevice
+    norm: Tensor | None
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A drop-in for torch.amp.GradScaler: the same results bit for bit, the same errors, the same state_dict, and
+    an instance of it. Gradients are read once where torch reads them several times, and where torch only lacks a
+    kernel (bf16 on CUDA) it works.
+
+    Beyond torch's, each off by default:
+
+    min_scale, max_scale: what update() keeps the scale within.
+    hysteresis: how many iterations in a row with an inf it takes to back the scale off.
+    allow_fp16: fp16 gradients are unscaled instead of refused.
+    no_gradients: "finite": an optimizer without any gradient steps, and counts as finite, instead of an error.
+    repair: torch's holes are closed. The scale keeps a finite reciprocal (torch's can underflow, and then turns zero
+        gradients into NaN that is not found), and it grows again after growth_interval was lowered below the tracker.
+    process_group: found_inf is agreed across these ranks, "world" for all, as ShardedGradScaler does: where one
+        finds an inf, all skip. (DTensor gradients are agreed on without it.)
+
+    step(optimizer, max_norm=…) clips too. With memopt.optim's optimizers that is one pass to read the gradients and the
+    optimizer's own, and the host waits for nothing. unscale_and_clip_() does the same for any optimizer,
+    step_skipped() tells whether a step was skipped."""
+
+    _per_optimizer_states: dict[int, dict[str, Any]]
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        allow_fp16: bool = False,
+        no_gradients: Literal["error", "finite"] = "error",
+        repair: bool = False,
+        process_group: ProcessGroup | Literal["world"] | None = None,
+    ) -> None:
+        options = _Options(min_scale, max_scale, hysteresis, allow_fp16, no_gradients, repair, process_group)
+        if device == "cuda" and enabled and torch.cuda.amp.common.amp_definitely_not_available():
+            # torch's own warning, but of our caller's line.
+            warnings.warn(
+                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2
+            )
+            enabled = False
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._options = options
+        self._init_hysteresis_tracker = hysteresis
+        self._hysteresis_tracker: Tensor | None = None  # made with the first update()
+        self._stepped: dict[int, _Stepped] = {}  # by id(optimizer): since the last update()
+        self._stepped_before: dict[int, _Stepped] = {}  # in the iteration that it ended
+
+    # ---- passes over gradients -----------------------------------------------------------------------------------
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> _PerDevice:
+        allow_fp16 = allow_fp16 or self._options.allow_fp16
+        return self._pass_over(optimizer, inv_scale, found_inf, allow_fp16, store=True)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if self._is_replaced():
+            found: dict[str, Any] = super()._check_inf_per_device(optimizer)
+            return found
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        inv_scale, found_inf = self._inverse(), _zero(scale.device)
+        founds = self._pass_over(optimizer, inv_scale, found_inf, True, store=False)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = founds
+        return founds
+
+    def _is_replaced(self) -> bool:
+        """Whether a subclass or a framework has put a function of its own where ours unscales."""
+        current = getattr(self._unscale_grads_, "__func__", None)
+        return current is not GradScaler._unscale_grads_
+
+    def _inverse(self) -> Tensor:
+        """1 / scale, as unscale_() has it: by way of fp64."""
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        return scale.double().reciprocal().float()
+
+    def _pass_over(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+        store: bool,
+    ) -> _PerDevice:
+        """Looks for infs, and with store multiplies by inv_scale. Gives back found_inf by device, of those that have
+        gradients."""
+        parameters = _parameters(optimizer)
+        gradients = _C.Gradients(parameters, of_parameters=True)
+        if gradients.others or (torch.float16 in gradients.dtypes and not allow_fp16):
+            collected = _collect(parameters, allow_fp16)
+            devices = list(dict.fromkeys(grad.device for grad in collected))
+            gradients = _C.Gradients(collected)
+        else:
+            devices = [device_of(number) for number in gradients.devices]
+        if self._options.repair:
+            found_inf.masked_fill_(~inv_scale.isfinite(), 1.0)
+        founds = {device: _on(device, found_inf) for device in devices}
+
+        # torch's op goes first: what it refuses, it refuses before anything has changed. But where it is about to ask
+        # other ranks what they have found, it should tell them what ours have.
+        others = gradients.others
+        later = any(hasattr(grad, "device_mesh") for grad in others)
+        if not later:
+            _torch_pass(others, founds, inv_scale if store else None)
+        if gradients.devices:
+            kernels.prepare()
+        for number in gradients.devices:
+            device = device_of(number)
+            there = _on(device, inv_scale) if store else None
+            gradients.run(number, store=store, inv_scale=there, found_inf=founds[device])
+        if later:
+            _torch_pass(others, founds, inv_scale if store else None)
+
+        if not founds and self._options.no_gradients == "finite":
+            founds = {found_inf.device: found_inf}
+        return self._agree(founds)
+
+    def _agree(self, founds: _PerDevice) -> _PerDevice:
+        """Lets every rank of the process group know what any of them has found."""
+        group = self._options.process_group
+        if group is None:
+            return founds
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        worst = _zero(scale.device)
+        for found in founds.values():
+            worst = torch.maximum(worst, found.to(scale.device, non_blocking=True))
+        torch.distributed.all_reduce(
+            worst, torch.distributed.ReduceOp.MAX, None if isinstance(group, str) else group
+        )
+        for found in founds.values():
+            found.copy_(worst, non_blocking=True)
+        return founds or {scale.device: worst}
+
+    # ---- unscale and clip ----------------------------------------------------------------------------------------
+
+    def unscale_and_clip_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """unscale_(optimizer) and then clip_grad_norm_() of all its gradients: one pass to read them, one to scale
+        them, which touches nothing where the scale is 1 and the norm within max_norm. Returns the norm that the
+        unscaled gradients had. Waits for the device only with error_if_nonfinite.
+
+        Where memopt.amp.clip_grad_norm_ leaves gradients to torch, so does this."""
+        norm_type = float(norm_type)
+        if not self._enabled:
+            return clip_grad_norm_(_parameters(optimizer), max_norm, norm_type, error_if_nonfinite)
+        state = self._unscalable(optimizer)
+        gradients = _C.Gradients(_parameters(optimizer), of_parameters=True)
+        if (
+            len(gradients.devices) != 1
+            or not has_fast_norm(gradients, norm_type)
+            or (torch.float16 in gradients.dtypes and not self._options.allow_fp16)
+            or self._is_replaced()
+        ):
+            self.unscale_(optimizer)
+            return clip_grad_norm_(_parameters(optimizer), max_norm, norm_type, error_if_nonfinite)
+
+        inv_scale = self._inverse()
+        factors, norm = self._measure(gradients, state, inv_scale, max_norm, norm_type)
+        state["stage"] = OptState.UNSCALED
+        ((device, factor),) = factors.items()
+        (number,) = gradients.devices
+        if error_if_nonfinite and not norm.isfinite():
+            gradients.multiply(number, _on(device, inv_scale))
+            refuse_nonfinite(norm, norm_type)
+        gradients.multiply(number, factor)
+        count_as_written(gradients, number)
+        return norm
+
+    def _unscalable(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state, if unscale_() would do its work now; else its error."""
+        self._check_scale_growth_tracker("unscale_")
+        state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            self.unscale_(optimizer)  # raises
+        return state
+
+    def _measure(
+        self,
+        gradients: _C.Gradients,
+        state: dict[str, Any],
+        inv_scale: Tensor | None,
+        max_norm: float,
+        norm_type: float,
+    ) -> tuple[_PerDevice, Tensor]:
+        """Reads gradients once. With inv_scale (else they are unscaled already) state is told what was found. Gives
+        back a device's factor, which unscales and clips, and the norm."""
+        kernels.prepare()
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        maximum, max_norm = math.isinf(norm_type), float(max_norm)
+        devices = [device_of(number) for number in gradients.devices]
+        found_inf = _zero(scale.device)
+        if inv_scale is not None and self._options.repair:
+            found_inf.masked_fill_(~inv_scale.isfinite(), 1.0)
+        founds = {device: _on(device, found_inf) for device in devices}
+        norms = {device: _empty(device) for device in devices}
+        factors = {device: _empty(device) for device in devices}
+        for number, device in zip(gradients.devices, devices, strict=True):
+            gradients.run(
+                number,
+                inv_scale=None if inv_scale is None else _on(device, inv_scale),
+                found_inf=None if inv_scale is None else founds[device],
+                norm=norms[device],
+                factor=factors[device],
+                max_norm=max_norm,
+                maximum=maximum,
+            )
+        norm = norms[devices[0]]
+        if len(devices) > 1:
+            norm = torch.linalg.vector_norm(
+                torch.stack([_on(devices[0], one) for one in norms.values()]), norm_type
+            )
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            if inv_scale is not None:
+                factor = factor * _on(devices[0], inv_scale)
+            factors = {device: _on(device, factor) for device in devices}
+        if inv_scale is not None:
+            state["found_inf_per_device"] = self._agree(founds)
+        return factors, norm
+
+    # ---- step ----------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        unscaled_grads: bool = False,
+        **kwargs: Any,
+    ) -> float | None:
+        """As torch's. With max_norm the gradients are clipped too, as by unscale_and_clip_(optimizer, max_norm,
+        norm_type), or clip_grad_norm_() where they were unscaled before; gradient_norm(optimizer) is what they had.
+
+        With memopt.optim's optimizers and dense fp32, fp16 or bf16 gradients they are then only read: the optimizer's
+        kernel unscales and clips on its way, and the host waits for nothing. param.grad is left as it was, scaled and
+        not clipped, unless unscaled_grads is set."""
+        if not self._enabled:
+            if max_norm is not None:
+                clip_grad_norm_(_parameters(optimizer), max_norm, norm_type)
+            unscaled: float | None = optimizer.step(*args, **kwargs)
+            return unscaled
+        norm = None
+        factors: _PerDevice | None = None
+        state: dict[str, Any] = {}
+        if max_norm is not None and "closure" not in kwargs and self._scale is not None:
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is not OptState.STEPPED:
+                factors, norm = self._clip_for(optimizer, state, max_norm, float(norm_type))
+        if factors is None:
+            result: float | None = super().step(optimizer, *args, **kwargs)  # all of its errors
+        else:
+            result = self._step_by(optimizer, state, factors, unscaled_grads, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        self._stepped[id(optimizer)] = _Stepped(state["found_inf_per_device"], norm)
+        return result
+
+    def _clip_for(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], max_norm: float, norm_type: float
+    ) -> tuple[_PerDevice | None, Tensor]:
+        """Clips, or finds the factors by which the optimizer will."""
+        ready = state["stage"] is OptState.READY
+        if (
+            getattr(optimizer, "_step_supports_amp_scaling", False)
+            and hasattr(type(optimizer), "_memopt_factor")
+            and getattr(optimizer, "grad_scale", None) is None
+            and not self._is_replaced()
+        ):
+            gradients = _C.Gradients(_parameters(optimizer), of_parameters=True)
+            if gradients.devices and has_fast_norm(gradients, norm_type):
+                inv_scale = self._inverse() if ready else None
+                return self._measure(gradients, state, inv_scale, max_norm, norm_type)
+        if ready:
+            return None, self.unscale_and_clip_(optimizer, max_norm, norm_type)
+        return None, clip_grad_norm_(_parameters(optimizer), max_norm, norm_type)
+
+    def _step_by(
+        self,
+        optimizer: Any,
+        state: dict[str, Any],
+        factors: _PerDevice,
+        unscaled_grads: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        """Has an optimizer of memopt.optim multiply gradients by factors, unless an inf was found."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        founds = state["found_inf_per_device"].values()
+        optimizer.grad_scale = None if state["stage"] is OptState.UNSCALED else scale
+        optimizer.found_inf = sum(found.to(scale.device, non_blocking=True) for found in founds)
+        optimizer._memopt_factor, optimizer._memopt_unscaled_grads = factors, unscaled_grads
+        try:
+            result: float | None = optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+            del optimizer._memopt_factor, optimizer._memopt_unscaled_grads
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Whether step(optimizer) was skipped for an inf, in this iteration or, after update(), in the one that it
+        ended: a tensor of one bool on the scale's device, which waits only when it is read."""
+        if not self._enabled:
+            return torch.zeros((), dtype=torch.bool)
+        stepped = self._stepped_last(optimizer, "step_skipped()")
+        scale, _ = self._check_scale_growth_tracker("step_skipped")
+        total = _zero(scale.device)
+        for found in stepped.found_inf.values():
+            total = total + found.to(scale.device, non_blocking=True)
+        return (total != 0).reshape(())
+
+    def gradient_norm(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """The norm that step(optimizer, max_norm=…) found, in this iteration or the one that update() ended."""
+        norm = self._stepped_last(optimizer, "gradient_norm()").norm
+        if norm is None:
+            raise RuntimeError("gradient_norm() needs a step that clips: step(optimizer, max_norm=…)")
+        return norm
+
+    def _stepped_last(self, optimizer: torch.optim.Optimizer, asked: str) -> _Stepped:
+        stepped = self._stepped.get(id(optimizer)) or self._stepped_before.get(id(optimizer))
+        if stepped is None:
+            raise RuntimeError(
+                f"{asked}: step() was not called on this optimizer, in this iteration or the last"
+            )
+        return stepped
+
+    # ---- update and state ------------------------------------------------------------------------------------------
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's; min_scale, max_scale, hysteresis and repair (see the class) count where no new_scale is
+        given."""
+        if not self._enabled:
+            return
+        founds = [
+            found
+            for state in self._per_optimizer_states.values()
+            for found in state["found_inf_per_device"].values()
+        ]
+        if new_scale is not None or not founds or self._scale is None:
+            super().update(new_scale)
+        else:
+            self._update_by(founds)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._stepped, self._stepped_before = {}, self._stepped
+
+    def _update_by(self, founds: list[Tensor]) -> None:
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        found_inf, *rest = (found.to(scale.device, non_blocking=True) for found in founds)
+        for found in rest:
+            found_inf = found_inf + found  # not in place: step_skipped() may yet be asked
+        options = self._options
+        if options.hysteresis > 1 and self._hysteresis_tracker is None:
+            self._hysteresis_tracker = torch.full(
+                (), self._init_hysteresis_tracker, dtype=torch.int32, device=scale.device
+            )
+        update_scale_(
+            scale,
+            growth_tracker,
+            found_inf,
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            min_scale=options.min_scale,
+            max_scale=options.max_scale,
+            hysteresis=options.hysteresis,
+            hysteresis_tracker=self._hysteresis_tracker,
+            repair=options.repair,
+        )
+
+    def _get_hysteresis_tracker(self) -> int:
+        tracker = self._hysteresis_tracker
+        return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, and with hysteresis `_hysteresis_tracker`, which torch's load_state_dict() passes over."""
+        state: dict[str, Any] = super().state_dict()
+        if self._enabled and self._options.hysteresis > 1:
+            state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes torch's and memopt's."""
+        super().load_state_dict(state_dict)
+        if self._enabled:
+            self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._options.hysteresis)
+            if self._hysteresis_tracker is not None:
+                self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
+        state["_hysteresis_tracker"] = None
+        state["_stepped"], state["_stepped_before"] = {}, {}
+        return state
+
+
+# ---- tensors -----------------------------------------------------------------------------------------------------
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    groups = optimizer.param_groups
+    if len(groups) == 1 and type(groups[0]["params"]) is list:
+        only: list[Tensor] = groups[0]["params"]
+        return only
+    return list(chain.from_iterable(group["params"] for group in groups))
+
+
+def _collect(parameters: Iterable[Any], allow_fp16: bool) -> list[Tensor]:
+    """The tensors that torch's scaler would work on; with its errors, in its order."""
+    collected = []
+    for parameter in parameters:
+        if not isinstance(parameter, torch.Tensor):
+            raise AssertionError(f"expected param to be torch.Tensor, got {type(parameter).__name__}")
+        if parameter.grad is None:
+            continue
+        if not allow_fp16 and parameter.grad.dtype == torch.float16:
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        if parameter.grad.is_sparse:
+            # Elements with the same indices add up, and in fp16 their sum may overflow: that is to be found.
+            if parameter.grad.dtype is torch.float16:
+                parameter.grad = parameter.grad.coalesce()
+            collected.append(parameter.grad._values())
+        else:
+            collected.append(parameter.grad)
+    return collected
+
+
+def _torch_pass(grads: list[Tensor], founds: _PerDevice, inv_scale: Tensor | None) -> None:
+    """torch's op, a call for each device and type."""
+    buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        buckets[grad.device, grad.dtype].append(grad)
+    with torch.no_grad():
+        for (device, _), bucket in buckets.items():
+            inverse = torch.ones((), device=device) if inv_scale is None else _on(device, inv_scale)
+            torch._amp_foreach_non_finite_check_and_unscale_(bucket, founds[device], inverse)
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def _empty(device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.float32, device=device)
