@@ -274,6 +274,26 @@ TEST(a_union_holds_the_streams_of_both_and_asks_no_stream_for_more_than_its_last
 
 /* ---- marks ------------------------------------------------------------------------------------------------------------ */
 
+/* Else the newest event would move on with every free, and be over never. */
+TEST(a_stream_with_full_marks_keeps_those_it_has)
+{
+    unsigned a;
+
+    open_order();
+    a = number(STREAM(0));
+    for (int i = 0; i < PIECES; i++)
+        take(&pieces[i], a);
+    for (int i = 0; i < PIECES; i++) {
+        mo_double_submit(&device, STREAM(0));
+        give(&pieces[i]);
+        CHECK_OK(mo_order_mark(&order, 1ull << a, pieces[i].use.tick, &said));
+    }
+    CHECK_EQ(order.streams[a].mark_count, MO_MARKS);
+    CHECK_EQ(order.streams[a].marks[MO_MARKS - 1].tick, pieces[MO_MARKS - 1].use.tick);
+    CHECK_EQ(order.recorded, MO_MARKS);
+    close_order();
+}
+
 TEST(marks_stay_few_and_over_is_only_what_ended)
 {
     unsigned a, b;
