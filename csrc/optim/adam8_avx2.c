@@ -6,6 +6,8 @@
 #include "optim/vector_avx2.h"
 #include "optim/adam8_vector.h"
 
+enum { GROUP = 4 * LANES };
+
 /* The low bytes of four vectors, in order; what is more than 255 as 255. */
 WORD veci packed(veci a, veci b, veci c, veci d)
 {
@@ -33,7 +35,7 @@ VECTOR static void encode_block(const block_values *values, const block_codes *t
     d[0] = add(ramp(MO_ADAM8_DITHER_INDEX), alli(to->dither));
     for (size_t k = 1; k < 4; k++)
         d[k] = add(d[k - 1], eight_on);
-    for (size_t i = 0; i < MO_ADAM8_ELEMENTS; i += 4 * LANES) {
+    for (size_t i = 0; i < MO_ADAM8_ELEMENTS; i += GROUP) {
         vec m[4], v[4];
         veci code_m[4], code_v[4], m8, v8, some;
 
@@ -42,7 +44,7 @@ VECTOR static void encode_block(const block_values *values, const block_codes *t
             v[k] = load(values->v + i + k * LANES, LANES);
             code_m[k] = encoded_m(m[k], per_m);
             code_v[k] = encoded_v(v[k], per_v, d[k]);
-            d[k] = add(d[k], alli(4 * LANES * MO_ADAM8_DITHER_INDEX));
+            d[k] = add(d[k], alli(GROUP * MO_ADAM8_DITHER_INDEX));
         }
         for (size_t k = 0; k < 4; k += 2) {
             fetch_ahead(to->next_p + i + k * LANES);

@@ -342,6 +342,12 @@ static void advance_steps(const mo_update_job *job)
             *(float *)job->parameters[i].step += 1;
 }
 
+static mo_status no_memory(const mo_update_job *job, mo_detail *detail)
+{
+    return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "out of host memory for a table of %zu parameters",
+                   job->count);
+}
+
 mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail)
 {
     update_plan plan = {.job = job, .factor = 1};
@@ -355,10 +361,10 @@ mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail)
         plan.factor = *(const float *)job->factor;
     plan.store = job->store_gradients && plan.factor != 1;
     plan.rows = mo_host_calloc(job->count, sizeof *plan.rows);
-    if (plan.rows) {
-        count_units(&plan);
-        plan.terms = mo_host_calloc(plan.terms_count, sizeof *plan.terms);
-    }
+    if (!plan.rows)
+        return no_memory(job, detail);
+    count_units(&plan);
+    plan.terms = mo_host_calloc(plan.terms_count, sizeof *plan.terms);
     if (plan.terms) {
         compute_terms(&plan);
         if (plan.bytes < SHARE_BYTES)
@@ -367,8 +373,7 @@ mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail)
             mo_parallel_for(plan.units, plan.units / (plan.bytes / (SHARE_BYTES / 2)) + 1, run_units, &plan);
         advance_steps(job);
     } else {
-        status = mo_fail(detail, MO_NO_HOST_MEMORY, 0, "out of host memory for the table of %zu parameters",
-                         job->count);
+        status = no_memory(job, detail);
     }
     mo_host_free(plan.terms);
     mo_host_free(plan.rows);
