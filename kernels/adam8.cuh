@@ -74,7 +74,7 @@ MO_BODY float mo_adam8_decode_m(unsigned code, float unit)
     const float magnitude = mo_fmaf(mo_float_from_bits(((code & 127) << MO_ADAM8_SHIFT) + MO_ADAM8_ZERO_M),
                                     unit, mo_mulf(-MO_ADAM8_C_M, unit));
 
-    return mo_float_from_bits(mo_float_bits(magnitude) | (code & 128) << 24);
+    return code & 128 ? 0 - magnitude : magnitude; /* 128 is 0, as 0 is: not a negative zero */
 }
 
 MO_BODY float mo_adam8_decode_v(unsigned code, float unit)

@@ -2,38 +2,43 @@
 #include "optim/update_kernels.h"
 
 #include "../kernels/adam8.cuh"
+#include "optim/element.h"
 
-static void run_block(const mo_adam_termsf *terms, unsigned flags, float *p, const float *g,
-                      mo_adam8_states states, uint32_t index, uint32_t step)
+/* Elements [first, end) of the run: a block, or what there is of the last. */
+static void run_block(const mo_adam_termsf *terms, unsigned flags, const mo_run *run, size_t first,
+                      size_t end)
 {
-    const float unit_m = mo_adam8_unit_m(*states.m_scale), unit_v = mo_adam8_unit_v(*states.v_scale);
-    float m[MO_ADAM8_ELEMENTS], v[MO_ADAM8_ELEMENTS], largest_m = 0, largest_v = 0, per_m, per_v;
+    uint8_t *const m_codes = run->m, *const v_codes = run->v;
+    float *const m_scale = run->m_scale + first / MO_ADAM8_ELEMENTS, *const v_scale =
+                                                                         run->v_scale +
+                                                                         first / MO_ADAM8_ELEMENTS;
+    const float unit_m = mo_adam8_unit_m(*m_scale), unit_v = mo_adam8_unit_v(*v_scale);
+    float m[MO_ADAM8_ELEMENTS], v[MO_ADAM8_ELEMENTS], largest_m = 0, largest_v = 0;
 
-    for (unsigned i = 0; i < MO_ADAM8_ELEMENTS; i++) {
-        m[i] = mo_adam8_decode_m(states.m[i], unit_m);
-        v[i] = mo_adam8_decode_v(states.v[i], unit_v);
-        p[i] = mo_adam_elementf(terms, flags, p[i], g[i], m + i, v + i, NULL);
-        if (fabsf(m[i]) > largest_m)
-            largest_m = fabsf(m[i]);
-        if (v[i] > largest_v)
-            largest_v = v[i];
+    for (size_t i = first; i < end; i++) {
+        float *mean = &m[i - first], *square = &v[i - first];
+        *mean = mo_adam8_decode_m(m_codes[i], unit_m);
+        *square = mo_adam8_decode_v(v_codes[i], unit_v);
+        mo_element_write_p(run, i,
+                           mo_adam_elementf(terms, flags, mo_element_read_p(run, i),
+                                            mo_element_read_g(run, i), mean, square, NULL));
+        if (fabsf(*mean) > largest_m)
+            largest_m = fabsf(*mean);
+        if (*square > largest_v)
+            largest_v = *square;
     }
-    *states.m_scale = mo_adam8_scale(largest_m);
-    *states.v_scale = mo_adam8_scale(largest_v);
-    per_m = mo_adam8_per_m(*states.m_scale);
-    per_v = mo_adam8_per_v(*states.v_scale);
-    for (unsigned i = 0; i < MO_ADAM8_ELEMENTS; i++) {
-        states.m[i] = (uint8_t)mo_adam8_encode_m(m[i], per_m);
-        states.v[i] = (uint8_t)mo_adam8_encode_v(v[i], per_v, mo_adam8_dither(index + i, step));
+    *m_scale = mo_adam8_scale(largest_m);
+    *v_scale = mo_adam8_scale(largest_v);
+    for (size_t i = first; i < end; i++) {
+        const uint32_t dither = mo_adam8_dither(run->index + (uint32_t)i, run->step);
+        m_codes[i] = (uint8_t)mo_adam8_encode_m(m[i - first], mo_adam8_per_m(*m_scale));
+        v_codes[i] = (uint8_t)mo_adam8_encode_v(v[i - first], mo_adam8_per_v(*v_scale), dither);
     }
 }
 
-void mo_adam8_generic(const mo_adam_termsf *terms, unsigned flags, size_t blocks, float *p, const float *g,
-                      mo_adam8_states states, uint32_t index, uint32_t step)
+void mo_adam8_generic(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
 {
-    for (size_t b = 0; b < blocks; b++) {
-        const size_t at = b * MO_ADAM8_ELEMENTS;
-        const mo_adam8_states block = {states.m + at, states.v + at, states.m_scale + b, states.v_scale + b};
-        run_block(terms, flags, p + at, g + at, block, index + (uint32_t)at, step);
-    }
+    for (size_t first = 0; first < run->n; first += MO_ADAM8_ELEMENTS)
+        run_block(terms, flags, run, first,
+                  run->n - first < MO_ADAM8_ELEMENTS ? run->n : first + MO_ADAM8_ELEMENTS);
 }

@@ -1,89 +1,176 @@
-/* adam8_generic.c in vectors. Included once by each instruction set's file, after the header that defines the words and after
- * encode_block(): how vectors are packed to bytes is what differs most. */
-typedef struct block_values {
-    float m[MO_ADAM8_ELEMENTS], v[MO_ADAM8_ELEMENTS];
-} __attribute__((aligned(64))) block_values;
+/* adam8_generic.c in vectors. Included once by each instruction set's file, after the header that defines the words and after GROUP
+ * and encode_group(): how vectors are packed to bytes is what differs most.
+ *
+ * A block can only be coded when its scales are known, that is after its last element. So while one block is updated, which waits for
+ * divisions and roots, the one before it is coded, which is integers. */
 
-typedef struct block_codes {
-    uint8_t *m, *v;
-    float per_m, per_v;
-    uint32_t dither;              /* of the block's first element */
-    const float *next_p, *next_g; /* to be fetched meanwhile */
-} block_codes;
+/* What the elements of a block have in common. */
+typedef struct adam8_vectors {
+    vec factor, weight_decay, decay, beta1, rest1, beta2, rest2, step_size, root, eps;
+    vec unit_m, zero_m, minus_zero_m, unit_v, zero_v;
+    vec largest_m, largest_v; /* so far */
+} adam8_vectors;
 
-static void encode_block(const block_values *values, const block_codes *to);
-
-/* The parameter's and the gradient's lines that will be wanted two blocks on: while codes are made memory would be idle. An address
- * behind the array's end does no harm. */
-WORD void fetch_ahead(const float *x)
+WORD adam8_vectors adam8_broadcast(const mo_adam_termsf *c, float m_scale, float v_scale)
 {
-    __builtin_prefetch((const char *)x + 2 * MO_ADAM8_ELEMENTS * sizeof *x);
+    const vec unit_m = all(mo_adam8_unit_m(m_scale)), unit_v = all(mo_adam8_unit_v(v_scale));
+
+    return (adam8_vectors){
+        .factor = all(c->factor),
+        .weight_decay = all(c->weight_decay),
+        .decay = all(c->decay),
+        .beta1 = all(c->beta1),
+        .rest1 = all(c->rest1),
+        .beta2 = all(c->beta2),
+        .rest2 = all(c->rest2),
+        .step_size = all(c->step_size),
+        .root = all(c->root),
+        .eps = all(c->eps),
+        .unit_m = unit_m,
+        .zero_m = mul(all(-MO_ADAM8_C_M), unit_m),
+        .minus_zero_m = mul(all(MO_ADAM8_C_M), unit_m),
+        .unit_v = unit_v,
+        .zero_v = mul(all(-MO_ADAM8_C_V), unit_v),
+        .largest_m = all(0),
+        .largest_v = all(0),
+    };
 }
 
-/* What encode_block() makes of one vector: the code of m without its sign, and that of v, as integers of up to 13 bits that count
- * as 127 and 255 where they are more. */
-WORD veci encoded_m(vec m, vec per)
+/* LANES elements from number i of the run on, which is `in` of its block: decoded, updated, left in *values. */
+WORD void update_lanes(adam8_vectors *c, unsigned flags, bool plain, const mo_run *run, size_t i, size_t in,
+                       block_values *values)
 {
-    const veci y = as_bits(mul_add(magnitude(m), per, all(MO_ADAM8_C_M)));
-    return right(add(y, alli((1u << (MO_ADAM8_SHIFT - 1)) - MO_ADAM8_ZERO_M)), MO_ADAM8_SHIFT);
+    const vec old = plain ? load((float *)run->p + i, LANES) : load_p(run, i, LANES);
+    const veci m_code = load_signed_bytes((uint8_t *)run->m + i), v_code = load_bytes((uint8_t *)run->v + i);
+    vec x = mul(plain ? load((float *)run->g + i, LANES) : load_g(run, i, LANES), c->factor), m, v;
+
+    if (flags & MO_ADAM_L2)
+        x = mul_add(c->weight_decay, old, x);
+    m = as_float(add(both(left(m_code, MO_ADAM8_SHIFT), alli(0x80000000 | 127u << MO_ADAM8_SHIFT)),
+                     alli(MO_ADAM8_ZERO_M)));
+    m = mul_add(m, c->unit_m, by_sign(m_code, c->minus_zero_m, c->zero_m));
+    v = mul_add(as_float(add(left(v_code, MO_ADAM8_SHIFT), alli(MO_ADAM8_ZERO_V))), c->unit_v, c->zero_v);
+    m = mul_add(c->beta1, m, mul(c->rest1, x));
+    v = mul_add(c->beta2, v, mul(c->rest2, mul(x, x)));
+    store(values->m + in, m, LANES);
+    store(values->v + in, v, LANES);
+    c->largest_m = larger_number(magnitude(m), c->largest_m);
+    c->largest_v = larger_number(v, c->largest_v);
+    x = mul_add(c->step_size, quotient(m, mul_add(root(v), c->root, c->eps)), mul(old, c->decay));
+    if (plain)
+        store((float *)run->p + i, x, LANES);
+    else
+        store_p(run, i, x, LANES);
 }
 
-WORD veci encoded_v(vec v, vec per, veci dither)
+/* The lines of the parameter and the gradient that will be wanted two blocks on. An address behind the array's end does no harm. */
+WORD void fetch_ahead(bool plain, const mo_run *run, size_t i)
 {
-    const veci y = as_bits(mul_add(v, per, all(MO_ADAM8_C_V)));
-    return right(add(y, sub(right(dither, 32 - MO_ADAM8_SHIFT), alli(MO_ADAM8_ZERO_V))), MO_ADAM8_SHIFT);
-}
+    const size_t p_size = plain ? 4 : mo_float_size(run->kind),
+                 g_size = plain ? 4 : mo_float_size(run->grad_kind);
 
-/* Decodes, updates p, leaves the states in *values and their largest in the scales. */
-WORD void update_block(const mo_adam_termsf *terms, unsigned flags, float *p, const float *g,
-                       mo_adam8_states states, block_values *values)
-{
-    const vec factor = all(terms->factor), weight_decay = all(terms->weight_decay), decay = all(terms->decay);
-    const vec beta1 = all(terms->beta1), rest1 = all(terms->rest1), beta2 = all(terms->beta2),
-              rest2 = all(terms->rest2);
-    const vec step_size = all(terms->step_size), root2 = all(terms->root), eps = all(terms->eps);
-    const vec unit_m = all(mo_adam8_unit_m(*states.m_scale)), zero_m = mul(all(-MO_ADAM8_C_M), unit_m);
-    const vec unit_v = all(mo_adam8_unit_v(*states.v_scale)), zero_v = mul(all(-MO_ADAM8_C_V), unit_v);
-    vec largest_m = all(0), largest_v = all(0);
-
-    for (size_t i = 0; i < MO_ADAM8_ELEMENTS; i += LANES) {
-        const vec old = load(p + i, LANES);
-        const veci m_code = load_bytes(states.m + i), v_code = load_bytes(states.v + i);
-        vec x = mul(load(g + i, LANES), factor), m, v;
-
-        if (flags & MO_ADAM_L2)
-            x = mul_add(weight_decay, old, x);
-        m = as_float(add(right(left(m_code, 25), 25 - MO_ADAM8_SHIFT), alli(MO_ADAM8_ZERO_M)));
-        m = with_sign(mul_add(m, unit_m, zero_m), left(m_code, 24));
-        v = mul_add(as_float(add(left(v_code, MO_ADAM8_SHIFT), alli(MO_ADAM8_ZERO_V))), unit_v, zero_v);
-        m = mul_add(beta1, m, mul(rest1, x));
-        v = mul_add(beta2, v, mul(rest2, mul(x, x)));
-        store(values->m + i, m, LANES);
-        store(values->v + i, v, LANES);
-        store(p + i, mul_add(step_size, quotient(m, mul_add(root(v), root2, eps)), mul(old, decay)), LANES);
-        largest_m = larger_number(magnitude(m), largest_m);
-        largest_v = larger_number(v, largest_v);
+    for (size_t k = 0; k < GROUP; k += 16) {
+        __builtin_prefetch((const char *)run->p + (i + k + 2 * MO_ADAM8_ELEMENTS) * p_size);
+        __builtin_prefetch((const char *)run->g + (i + k + 2 * MO_ADAM8_ELEMENTS) * g_size);
     }
-    *states.m_scale = mo_adam8_scale(largest(largest_m));
-    *states.v_scale = mo_adam8_scale(largest(largest_v));
 }
 
-WORD void run_blocks(const mo_adam_termsf *terms, unsigned flags, size_t blocks, float *p, const float *g,
-                     mo_adam8_states states, uint32_t index, uint32_t step)
+/* Updates the block at number `at`, its values into *values; meanwhile codes *earlier, those of the block before, if there is one. */
+WORD void update_block(const mo_adam_termsf *terms, unsigned flags, bool plain, const mo_run *run, size_t at,
+                       block_values *values, const block_values *earlier, const uint32_t *ramp_of_block)
 {
-    block_values values;
+    float *const m_scale = run->m_scale + at / MO_ADAM8_ELEMENTS, *const v_scale =
+                                                                      run->v_scale + at / MO_ADAM8_ELEMENTS;
+    adam8_vectors c = adam8_broadcast(terms, *m_scale, *v_scale);
 
-    for (size_t b = 0; b < blocks; b++) {
-        const size_t at = b * MO_ADAM8_ELEMENTS;
-        const mo_adam8_states block = {states.m + at, states.v + at, states.m_scale + b, states.v_scale + b};
-        update_block(terms, flags, p + at, g + at, block, &values);
-        const block_codes to = {block.m,
-                                block.v,
-                                mo_adam8_per_m(*block.m_scale),
-                                mo_adam8_per_v(*block.v_scale),
-                                mo_adam8_dither(index + (uint32_t)at, step),
-                                p + at,
-                                g + at};
-        encode_block(&values, &to);
+    for (size_t i = 0; i < MO_ADAM8_ELEMENTS; i += GROUP) {
+        for (size_t k = 0; k < GROUP; k += LANES)
+            update_lanes(&c, flags, plain, run, at + i + k, i + k, values);
+        fetch_ahead(plain, run, at + i);
+        if (earlier)
+            encode_group(earlier, i, ramp_of_block);
     }
+    *m_scale = mo_adam8_scale(largest(c.largest_m));
+    *v_scale = mo_adam8_scale(largest(c.largest_v));
+    values->per_m = mo_adam8_per_m(*m_scale);
+    values->per_v = mo_adam8_per_v(*v_scale);
+    values->dither = mo_adam8_dither(run->index + (uint32_t)at, run->step);
+    values->m_codes = (uint8_t *)run->m + at;
+    values->v_codes = (uint8_t *)run->v + at;
+}
+
+WORD void adam8_with(const mo_adam_termsf *terms, unsigned flags, bool plain, const mo_run *run)
+{
+    const mo_adam_termsf c = *terms;
+    const mo_run r = *run; /* copies of its own, which no store can change */
+    const size_t whole = r.n / MO_ADAM8_ELEMENTS * MO_ADAM8_ELEMENTS;
+    block_values values[2];
+    uint32_t ramp_of_block[MO_ADAM8_ELEMENTS];
+    size_t at = 0, now = 0;
+
+    if (whole == 0)
+        return;
+    for (uint32_t i = 0; i < MO_ADAM8_ELEMENTS; i++)
+        ramp_of_block[i] = i * MO_ADAM8_DITHER_INDEX;
+    update_block(&c, flags, plain, &r, at, &values[now], NULL, ramp_of_block);
+    for (at += MO_ADAM8_ELEMENTS; at < whole; at += MO_ADAM8_ELEMENTS) {
+        update_block(&c, flags, plain, &r, at, &values[!now], &values[now], ramp_of_block);
+        now = !now;
+    }
+    for (size_t i = 0; i < MO_ADAM8_ELEMENTS; i += GROUP)
+        encode_group(&values[now], i, ramp_of_block);
+}
+
+/* Whole blocks only. */
+VECTOR static void adam8_blocks(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
+{
+    if (!is_plain(run))
+        adam8_with(terms, flags, false, run);
+    else if (flags & MO_ADAM_L2)
+        adam8_with(terms, MO_ADAM_L2, true, run);
+    else
+        adam8_with(terms, 0, true, run);
+}
+
+/* The last block, from number `at` on, run on a copy with zeros behind: they leave the scales alone. */
+VECTOR static void adam8_short_block(const mo_adam_termsf *terms, unsigned flags, const mo_run *run,
+                                     size_t at)
+{
+    const size_t n = run->n - at;
+    float p[MO_ADAM8_ELEMENTS] = {0}, g[MO_ADAM8_ELEMENTS] = {0};
+    uint8_t m[MO_ADAM8_ELEMENTS] = {0}, v[MO_ADAM8_ELEMENTS] = {0};
+    const mo_run padded = {
+        .n = MO_ADAM8_ELEMENTS,
+        .p = p,
+        .g = g,
+        .m = m,
+        .v = v,
+        .m_scale = run->m_scale + at / MO_ADAM8_ELEMENTS,
+        .v_scale = run->v_scale + at / MO_ADAM8_ELEMENTS,
+        .stored = 1,
+        .index = run->index + (uint32_t)at,
+        .step = run->step,
+    };
+
+    memcpy(m, (uint8_t *)run->m + at, n);
+    memcpy(v, (uint8_t *)run->v + at, n);
+    for (size_t i = 0; i < n; i += LANES) {
+        const size_t lanes = n - i < LANES ? n - i : LANES;
+        store(p + i, load_p(run, at + i, lanes), lanes);
+        store(g + i, load_g(run, at + i, lanes), lanes);
+    }
+    adam8_blocks(terms, flags, &padded);
+    for (size_t i = 0; i < n; i += LANES) {
+        const size_t lanes = n - i < LANES ? n - i : LANES;
+        store_p(run, at + i, load(p + i, lanes), lanes);
+    }
+    memcpy((uint8_t *)run->m + at, m, n);
+    memcpy((uint8_t *)run->v + at, v, n);
+}
+
+VECTOR static void adam8_run(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
+{
+    adam8_blocks(terms, flags, run);
+    if (run->n % MO_ADAM8_ELEMENTS)
+        adam8_short_block(terms, flags, run, run->n / MO_ADAM8_ELEMENTS * MO_ADAM8_ELEMENTS);
 }

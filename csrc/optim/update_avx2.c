@@ -8,11 +8,7 @@
 const mo_update_kernels mo_update_avx2 = {
     .isa = MO_ISA_AVX2,
     .adam = adam,
-    .sgd = sgd,
-    .scale = scale,
-    .widen = widen,
-    .narrow = narrow,
-    .dither = dither,
     .adam8 = mo_adam8_avx2,
+    .sgd = sgd,
 };
 #endif

@@ -8,11 +8,7 @@
 const mo_update_kernels mo_update_avx512 = {
     .isa = MO_ISA_AVX512,
     .adam = adam,
-    .sgd = sgd,
-    .scale = scale,
-    .widen = widen,
-    .narrow = narrow,
-    .dither = dither,
     .adam8 = mo_adam8_avx512,
+    .sgd = sgd,
 };
 #endif

@@ -1,21 +1,18 @@
-/* All parameters are one row of *units*, runs of MO_UNIT elements that never straddle two parameters:
+/* All parameters are one row of *units*, runs of UNIT elements that never straddle two parameters:
  *
- *     unit u of parameter i is elements [u - before(i), u - before(i) + 1) * MO_UNIT of it, as far as it has them
+ *     unit u of parameter i is elements [u - before(i), u - before(i) + 1) * UNIT of it, as far as it has them
  *
  * and that row is what the threads share; so it makes no difference whether there are 10^9 elements in one parameter or in 10^6.
- * What is not fp32 is converted, tile by tile, to fp32 that stays in the first-level cache, and back. */
+ * Everything but fp64 is computed in fp32, by the kernels of one instruction set. */
 #include "optim/update.h"
-
-#include <string.h>
 
 #include "base/hostmem.h"
 #include "base/parallel.h"
 #include "base/size.h"
-#include "../kernels/dither.cuh"
+#include "../kernels/float_bits.cuh"
 #include "optim/update_kernels.h"
 
 #define UNIT 4096 /* elements; a multiple of MO_ADAM8_BLOCK, so that no block is shared by two threads */
-#define TILE 512  /* elements: five arrays of fp32 are 10 KiB */
 
 /* Fewer bytes than this are not worth a second thread (some 5 us). A parameter costs as much as these bytes beside its own. */
 #define SHARE_BYTES     ((size_t)256 << 10)
@@ -42,8 +39,8 @@ typedef struct update_row {
 typedef struct update_plan {
     const mo_update_job *job;
     const mo_update_kernels *kernels;
-    float factor;
-    bool store; /* gradients are multiplied by the factor where they lie, so that the rule need not */
+    float factor,
+        stored; /* gradients are multiplied by the first in the rule, or by the second where they lie; the other is 1 */
     update_row *rows;
     update_terms *terms;
     size_t units, bytes, terms_count;
@@ -51,14 +48,14 @@ typedef struct update_plan {
 
 /* ---- one parameter's elements [begin, begin + n) ---------------------------------------------------------------------- */
 
-typedef struct run {
-    const update_plan *plan;
+typedef struct share {
     const mo_parameter *a;
     const mo_hyper *group;
     const update_terms *terms;
     unsigned flags;
+    float stored;  /* what gradients are multiplied with where they lie, so that the rule need not; 1: left */
     uint32_t step; /* the number of this step */
-} run;
+} share;
 
 static unsigned flags_of(const mo_parameter *a, const mo_hyper *group)
 {
@@ -71,105 +68,38 @@ static unsigned flags_of(const mo_parameter *a, const mo_hyper *group)
 
 static void *place(uintptr_t address, size_t index, size_t size)
 {
-    return (void *)(address + index * size);
+    return address ? (void *)(address + index * size) : NULL;
 }
 
-/* Where the elements are as fp32: where they lie, or converted in the buffer. NULL for what the parameter has not. */
-static float *as_fp32(const run *r, mo_float kind, uintptr_t address, size_t begin, size_t n, float *buffer)
+static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t begin, size_t n)
 {
-    if (!address)
-        return NULL;
-    if (kind == MO_F32)
-        return place(address, begin, 4);
-    r->plan->kernels->widen(kind, n, place(address, begin, 2), buffer);
-    return buffer;
-}
+    const mo_parameter *a = s->a;
+    const size_t state = a->m_scale ? 1 : mo_float_size(a->state_kind);
+    const mo_run run = {
+        .n = n,
+        .p = place(a->p, begin, mo_float_size(a->kind)),
+        .g = place(a->g, begin, mo_float_size(a->grad_kind)),
+        .master = place(a->master, begin, 4),
+        .m = place(a->m, begin, state),
+        .v = place(a->v, begin, state),
+        .vmax = place(a->vmax, begin, state),
+        .m_scale = place(a->m_scale, begin / MO_ADAM8_BLOCK, 4),
+        .v_scale = place(a->v_scale, begin / MO_ADAM8_BLOCK, 4),
+        .kind = a->kind,
+        .grad_kind = a->grad_kind,
+        .state_kind = a->state_kind,
+        .stochastic = s->group->stochastic,
+        .stored = s->stored,
+        .index = (uint32_t)begin,
+        .step = s->step,
+    };
 
-static void put_back(const run *r, mo_float kind, uintptr_t address, size_t begin, size_t n, const float *x)
-{
-    if (address && kind != MO_F32)
-        r->plan->kernels->narrow(kind, n, x, place(address, begin, 2));
-}
-
-static float *take_p(const run *r, size_t begin, size_t n, float *buffer)
-{
-    return r->a->master ? as_fp32(r, MO_F32, r->a->master, begin, n, buffer)
-                        : as_fp32(r, r->a->kind, r->a->p, begin, n, buffer);
-}
-
-static void put_p(const run *r, size_t begin, size_t n, const float *p)
-{
-    if (r->a->kind != MO_F32 && !r->a->master && r->group->stochastic)
-        r->plan->kernels->dither(r->a->kind, n, p, (uint32_t)begin, r->step, place(r->a->p, begin, 2));
+    if (s->group->rule == MO_SGD)
+        kernels->sgd(&s->terms->sgdf, s->flags, &run);
+    else if (a->m_scale)
+        kernels->adam8(&s->terms->adamf, s->flags, &run);
     else
-        put_back(r, r->a->kind, r->a->p, begin, n, p);
-}
-
-static float *take_g(const run *r, size_t begin, size_t n, float *buffer)
-{
-    float *g = as_fp32(r, r->a->grad_kind, r->a->g, begin, n, buffer);
-
-    if (r->plan->store) {
-        r->plan->kernels->scale(r->plan->factor, n, g);
-        put_back(r, r->a->grad_kind, r->a->g, begin, n, g);
-    }
-    return g;
-}
-
-static void run_fp32(const run *r, size_t begin, size_t n)
-{
-    const mo_update_kernels *kernels = r->plan->kernels;
-    const mo_parameter *a = r->a;
-    float buffers[5][TILE];
-    float *p = take_p(r, begin, n, buffers[0]), *g = take_g(r, begin, n, buffers[1]);
-
-    if (r->group->rule == MO_SGD) {
-        const uintptr_t address = r->flags & MO_SGD_MOMENTUM ? a->m : 0;
-        float *m = as_fp32(r, a->state_kind, address, begin, n, buffers[2]);
-        kernels->sgd(&r->terms->sgdf, r->flags, n, p, g, m);
-        put_back(r, a->state_kind, address, begin, n, m);
-    } else {
-        const uintptr_t address = r->flags & MO_ADAM_AMSGRAD ? a->vmax : 0;
-        float *m = as_fp32(r, a->state_kind, a->m, begin, n, buffers[2]);
-        float *v = as_fp32(r, a->state_kind, a->v, begin, n, buffers[3]);
-        float *vmax = as_fp32(r, a->state_kind, address, begin, n, buffers[4]);
-        kernels->adam(&r->terms->adamf, r->flags, n, p, g, m, v, vmax);
-        put_back(r, a->state_kind, a->m, begin, n, m);
-        put_back(r, a->state_kind, a->v, begin, n, v);
-        put_back(r, a->state_kind, address, begin, n, vmax);
-    }
-    put_p(r, begin, n, p);
-}
-
-/* begin is at a block's first element. A block that the parameter's end cuts short is run on a copy with zeros behind, which leave
- * the scales alone. */
-static void run_codes(const run *r, size_t begin, size_t n)
-{
-    const mo_parameter *a = r->a;
-    const size_t blocks = n / MO_ADAM8_BLOCK, rest = n % MO_ADAM8_BLOCK, first = begin / MO_ADAM8_BLOCK;
-    float buffers[2][TILE];
-    float *p = take_p(r, begin, n, buffers[0]), *g = take_g(r, begin, n, buffers[1]);
-    mo_adam8_states states = {place(a->m, begin, 1), place(a->v, begin, 1), place(a->m_scale, first, 4),
-                              place(a->v_scale, first, 4)};
-
-    r->plan->kernels->adam8(&r->terms->adamf, r->flags, blocks, p, g, states, (uint32_t)begin, r->step);
-    if (rest) {
-        const size_t at = n - rest;
-        float padded_p[MO_ADAM8_BLOCK] = {0}, padded_g[MO_ADAM8_BLOCK] = {0};
-        uint8_t m[MO_ADAM8_BLOCK] = {0}, v[MO_ADAM8_BLOCK] = {0};
-        const mo_adam8_states last = {m, v, states.m_scale + blocks, states.v_scale + blocks};
-
-        memcpy(padded_p, p + at, rest * sizeof *p);
-        memcpy(padded_g, g + at, rest * sizeof *g);
-        memcpy(m, states.m + at, rest);
-        memcpy(v, states.v + at, rest);
-        r->plan->kernels->adam8(&r->terms->adamf, r->flags, 1, padded_p, padded_g, last,
-                                (uint32_t)(begin + at), r->step);
-        memcpy(p + at, padded_p, rest * sizeof *p);
-        memcpy(states.m + at, m, rest);
-        memcpy(states.v + at, v, rest);
-    }
-    put_p(r, begin, n, p);
+        kernels->adam(&s->terms->adamf, s->flags, &run);
 }
 
 /* ---- fp64: by the specification ------------------------------------------------------------------------------------------ */
@@ -207,11 +137,11 @@ static void write_wide(mo_float kind, uintptr_t address, size_t i, double x)
     }
 }
 
-static void run_fp64(const run *r, size_t begin, size_t n)
+static void run_fp64(const share *s, size_t begin, size_t n)
 {
-    const mo_parameter *a = r->a;
-    const bool sgd = r->group->rule == MO_SGD, has_m = !sgd || r->flags & MO_SGD_MOMENTUM;
-    const bool has_vmax = !sgd && r->flags & MO_ADAM_AMSGRAD;
+    const mo_parameter *a = s->a;
+    const bool sgd = s->group->rule == MO_SGD, has_m = !sgd || s->flags & MO_SGD_MOMENTUM;
+    const bool has_vmax = !sgd && s->flags & MO_ADAM_AMSGRAD;
 
     for (size_t i = begin; i < begin + n; i++) {
         double p = read_wide(MO_F64, a->p, i), g = read_wide(a->grad_kind, a->g, i);
@@ -219,12 +149,12 @@ static void run_fp64(const run *r, size_t begin, size_t n)
                v = sgd ? 0 : read_wide(a->state_kind, a->v, i);
         double vmax = has_vmax ? read_wide(a->state_kind, a->vmax, i) : 0;
 
-        if (r->plan->store) {
-            g = mo_mul(g, (double)r->plan->factor);
+        if (s->stored != 1) {
+            g = mo_mul(g, (double)s->stored);
             write_wide(a->grad_kind, a->g, i, g);
         }
-        p = sgd ? mo_sgd_element(&r->terms->sgd, r->flags, p, g, &m)
-                : mo_adam_element(&r->terms->adam, r->flags, p, g, &m, &v, &vmax);
+        p = sgd ? mo_sgd_element(&s->terms->sgd, s->flags, p, g, &m)
+                : mo_adam_element(&s->terms->adam, s->flags, p, g, &m, &v, &vmax);
         write_wide(MO_F64, a->p, i, p);
         if (has_m)
             write_wide(a->state_kind, a->m, i, m);
@@ -235,34 +165,26 @@ static void run_fp64(const run *r, size_t begin, size_t n)
     }
 }
 
-/* ---- a parameter's share, a thread's share -------------------------------------------------------------------------------- */
-
-/* Nothing is converted, so nothing has to stay in the cache. */
-static bool is_plain(const run *r)
-{
-    const mo_parameter *a = r->a;
-    return a->kind == MO_F32 && a->grad_kind == MO_F32 && (a->m_scale || a->state_kind == MO_F32) &&
-           !r->plan->store;
-}
+/* ---- a thread's share -------------------------------------------------------------------------------------------------- */
 
 static void run_elements(const update_plan *plan, size_t parameter, size_t begin, size_t end)
 {
     const mo_parameter *a = &plan->job->parameters[parameter];
     const mo_hyper *group = &plan->job->groups[a->group];
     const update_row *row = &plan->rows[parameter];
-    const run r = {.plan = plan,
-                   .a = a,
-                   .group = group,
-                   .terms = &plan->terms[row->terms],
-                   .flags = flags_of(a, group),
-                   .step = (uint32_t)mo_step_number(row->step)};
-    void (*const part)(const run *, size_t, size_t) = a->kind == MO_F64 ? run_fp64
-                                                      : a->m_scale      ? run_codes
-                                                                        : run_fp32;
-    const size_t size = is_plain(&r) ? end - begin : TILE;
+    const share s = {
+        .a = a,
+        .group = group,
+        .terms = &plan->terms[row->terms],
+        .flags = flags_of(a, group),
+        .stored = plan->stored,
+        .step = (uint32_t)mo_step_number(row->step),
+    };
 
-    for (size_t at = begin; at < end; at += size)
-        part(&r, at, mo_size_min(size, end - at));
+    if (a->kind == MO_F64)
+        run_fp64(&s, begin, end - begin);
+    else
+        run_fp32(plan->kernels, &s, begin, end - begin);
 }
 
 static void run_units(void *user, size_t unit, size_t end)
@@ -314,8 +236,6 @@ static double lr_of(const mo_hyper *group)
 
 static void compute_terms(update_plan *plan)
 {
-    const float factor = plan->store ? 1 : plan->factor;
-
     for (size_t i = 0; i < plan->job->count; i++) {
         const mo_hyper *group = &plan->job->groups[plan->job->parameters[i].group];
         update_terms *c = &plan->terms[plan->rows[i].terms];
@@ -324,12 +244,12 @@ static void compute_terms(update_plan *plan)
             continue;
         if (group->rule == MO_SGD) {
             c->sgd = mo_sgd_terms_of(lr_of(group), group->weight_decay, group->momentum, group->dampening,
-                                     group->maximize, factor);
+                                     group->maximize, plan->factor);
             c->sgdf = mo_sgd_narrow(&c->sgd);
         } else {
             c->adam =
                 mo_adam_terms_of(lr_of(group), group->beta1, group->beta2, group->eps, group->weight_decay,
-                                 group->rule == MO_ADAMW, group->maximize, plan->rows[i].step, factor);
+                                 group->rule == MO_ADAMW, group->maximize, plan->rows[i].step, plan->factor);
             c->adamf = mo_adam_narrow(&c->adam);
         }
     }
@@ -350,7 +270,7 @@ static mo_status no_memory(const mo_update_job *job, mo_detail *detail)
 
 mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail)
 {
-    update_plan plan = {.job = job, .factor = 1};
+    update_plan plan = {.job = job, .factor = 1, .stored = 1};
     mo_status status = mo_update_check(job, detail);
 
     if (!status)
@@ -358,8 +278,7 @@ mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail)
     if (status || job->count == 0 || (job->found_inf && *(const float *)job->found_inf != 0))
         return status;
     if (job->factor)
-        plan.factor = *(const float *)job->factor;
-    plan.store = job->store_gradients && plan.factor != 1;
+        *(job->store_gradients ? &plan.stored : &plan.factor) = *(const float *)job->factor;
     plan.rows = mo_host_calloc(job->count, sizeof *plan.rows);
     if (!plan.rows)
         return no_memory(job, detail);

@@ -1,11 +1,12 @@
-/* What an optimizer step does to dense runs of fp32, and how the 16-bit formats get there and back: one table of functions an
- * instruction set, of which update_cpu.c uses one throughout.
+/* One optimizer step over a run of one parameter's elements: a table of functions an instruction set, of which update_cpu.c uses one
+ * throughout.
  *
  * update_generic.c and adam8_generic.c, loops over kernels/adam.cuh, sgd.cuh, dither.cuh and adam8.cuh, are the specification; the
- * others give the same bits for every length and every misalignment (but for the sign and payload of a NaN). */
+ * others give the same bits for every length, every kind and every misalignment (but for the sign and payload of a NaN). */
 #ifndef MO_UPDATE_KERNELS_H
 #define MO_UPDATE_KERNELS_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -13,46 +14,37 @@
 #include "../kernels/sgd.cuh"
 #include "base/isa.h"
 
-/* fp32 arrays of n elements that do not overlap. flags: MO_ADAM_…, MO_SGD_…; what they do not name may be NULL. */
-typedef void mo_adam_run(const mo_adam_termsf *terms, unsigned flags, size_t n, float *p, const float *g,
-                         float *m, float *v, float *vmax);
-typedef void mo_sgd_run(const mo_sgd_termsf *terms, unsigned flags, size_t n, float *p, const float *g,
-                        float *m);
+/* n elements of a parameter, the first of which is number `index` in it. What the rule and its flags do not name may be NULL. fp32,
+ * fp16 and bf16 only: fp64 is update_cpu.c's. */
+typedef struct mo_run {
+    size_t n;
+    void *p, *g;
+    float *master; /* or NULL: p itself is read */
+    void *m, *v, *vmax;
+    float *m_scale, *v_scale; /* of codes, which are m and v then: those of the run's first block */
+    mo_float kind, grad_kind, state_kind;
+    bool stochastic; /* p of 16 bits without a master is dithered */
+    float
+        stored; /* not 1: g := g * stored first, where it lies, rounded; the rule goes on with what was not rounded */
+    uint32_t index, step; /* step: the number of this step, from 1 */
+} mo_run;
 
-/* x := x * factor */
-typedef void mo_scale_run(float factor, size_t n, float *x);
-
-/* MO_F16 or MO_BF16, to and from fp32. Narrow: to nearest. Dither: up or down (kernels/dither.cuh); index: of the first. */
-typedef void mo_widen_run(mo_float kind, size_t n, const uint16_t *x, float *out);
-typedef void mo_narrow_run(mo_float kind, size_t n, const float *x, uint16_t *out);
-typedef void mo_dither_run(mo_float kind, size_t n, const float *x, uint32_t index, uint32_t step,
-                           uint16_t *out);
-
-/* Whole blocks of MO_ADAM8_ELEMENTS; index: of the first element in its tensor; step: the number of this step. */
-typedef struct mo_adam8_states {
-    uint8_t *m, *v;           /* codes */
-    float *m_scale, *v_scale; /* one a block */
-} mo_adam8_states;
-
-typedef void mo_adam8_run(const mo_adam_termsf *terms, unsigned flags, size_t blocks, float *p,
-                          const float *g, mo_adam8_states states, uint32_t index, uint32_t step);
+typedef void mo_adam_kernel(const mo_adam_termsf *terms, unsigned flags, const mo_run *run);
+typedef void mo_sgd_kernel(const mo_sgd_termsf *terms, unsigned flags, const mo_run *run);
 
 typedef struct mo_update_kernels {
     mo_isa isa;
-    mo_adam_run *adam;
-    mo_sgd_run *sgd;
-    mo_scale_run *scale;
-    mo_widen_run *widen;
-    mo_narrow_run *narrow;
-    mo_dither_run *dither;
-    mo_adam8_run *adam8;
+    mo_adam_kernel *adam;
+    mo_adam_kernel
+        *adam8; /* states are codes; the run begins with a block, and its last block may be short */
+    mo_sgd_kernel *sgd;
 } mo_update_kernels;
 
 extern const mo_update_kernels mo_update_generic;
-mo_adam8_run mo_adam8_generic;
+mo_adam_kernel mo_adam8_generic;
 #if defined(__x86_64__)
 extern const mo_update_kernels mo_update_avx2, mo_update_avx512;
-mo_adam8_run mo_adam8_avx2, mo_adam8_avx512;
+mo_adam_kernel mo_adam8_avx2, mo_adam8_avx512;
 #endif
 
 /* The best that this processor has, or what the environment variable MEMOPT_ISA says, looked at once; what mo_isa_choose() says

@@ -1,4 +1,4 @@
-/* The words of update_vector.h and adam8_vector.h in AVX2 with FMA and F16C: eight fp32. */
+/* The words of vector_run.h, update_vector.h and adam8_vector.h in AVX2 with FMA and F16C: eight fp32. */
 #ifndef MO_VECTOR_AVX2_H
 #define MO_VECTOR_AVX2_H
 
@@ -122,10 +122,10 @@ WORD vec magnitude(vec a)
     return _mm256_and_ps(a, as_float(alli(0x7FFFFFFF)));
 }
 
-/* a, which is not negative, with a sign: bit 31 of another. */
-WORD vec with_sign(vec a, veci sign)
+/* By bit 31 of another. */
+WORD vec by_sign(veci sign, vec negative, vec positive)
 {
-    return _mm256_or_ps(a, as_float(both(sign, alli(0x80000000))));
+    return _mm256_blendv_ps(positive, negative, as_float(sign));
 }
 
 /* a > limit ? b : c, as signed integers */
@@ -152,9 +152,10 @@ WORD vec load_f16(const uint16_t *x)
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x));
 }
 
-WORD void store_f16(uint16_t *x, vec a)
+/* The bits of the nearest fp16 of each, in words of 32. */
+WORD veci f16_bits(vec a)
 {
-    _mm_storeu_si128((__m128i *)x, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
 
 WORD veci load_words(const uint16_t *x)
@@ -172,6 +173,11 @@ WORD void store_words(uint16_t *x, veci a)
 WORD veci load_bytes(const uint8_t *x)
 {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)x));
+}
+
+WORD veci load_signed_bytes(const uint8_t *x)
+{
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x));
 }
 
 #endif

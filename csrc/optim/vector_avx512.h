@@ -1,4 +1,4 @@
-/* The words of update_vector.h and adam8_vector.h in AVX-512 (F, BW, DQ, VL): sixteen fp32. */
+/* The words of vector_run.h, update_vector.h and adam8_vector.h in AVX-512 (F, BW, DQ, VL): sixteen fp32. */
 #ifndef MO_VECTOR_AVX512_H
 #define MO_VECTOR_AVX512_H
 
@@ -120,11 +120,10 @@ WORD vec magnitude(vec a)
     return as_float(both(as_bits(a), alli(0x7FFFFFFF)));
 }
 
-/* a, which is not negative, with a sign: bit 31 of another. */
-WORD vec with_sign(vec a, veci sign)
+/* By bit 31 of another. */
+WORD vec by_sign(veci sign, vec negative, vec positive)
 {
-    return as_float(
-        _mm512_ternarylogic_epi32(as_bits(a), sign, alli(0x80000000), 0xF8)); /* a | (sign & mask) */
+    return _mm512_mask_mov_ps(positive, _mm512_movepi32_mask(sign), negative);
 }
 
 /* a > limit ? b : c, as signed integers */
@@ -152,9 +151,10 @@ WORD vec load_f16(const uint16_t *x)
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x));
 }
 
-WORD void store_f16(uint16_t *x, vec a)
+/* The bits of the nearest fp16 of each, in words of 32. */
+WORD veci f16_bits(vec a)
 {
-    _mm256_storeu_si256((__m256i *)x, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    return _mm512_cvtepu16_epi32(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
 
 WORD veci load_words(const uint16_t *x)
@@ -171,6 +171,11 @@ WORD void store_words(uint16_t *x, veci a)
 WORD veci load_bytes(const uint8_t *x)
 {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x));
+}
+
+WORD veci load_signed_bytes(const uint8_t *x)
+{
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x));
 }
 
 #endif

@@ -70,9 +70,18 @@ static void blocks_copy(blocks *to, const blocks *from)
     memcpy(to->v, from->v, ELEMENTS);
 }
 
-static mo_adam8_states states_of(const blocks *b)
+static mo_run run_of(const blocks *b, size_t n, uint32_t index, uint32_t step)
 {
-    return (mo_adam8_states){b->m, b->v, b->m_scale.x, b->v_scale.x};
+    return (mo_run){.n = n,
+                    .p = b->p.x,
+                    .g = b->g.x,
+                    .m = b->m,
+                    .v = b->v,
+                    .m_scale = b->m_scale.x,
+                    .v_scale = b->v_scale.x,
+                    .stored = 1,
+                    .index = index,
+                    .step = step};
 }
 
 static void check_same(const blocks *a, const blocks *b)
@@ -101,18 +110,17 @@ TEST(blocks_are_the_specifications_bit_for_bit_over_many_steps)
         blocks one = blocks_of(), two = blocks_of();
         const uint32_t index = (uint32_t)test_random(&random) & ~255u;
         const unsigned flags = round & 1 ? MO_ADAM_L2 : 0;
+        const size_t n =
+            round % 3 ? 1 + test_random(&random) % ELEMENTS : ELEMENTS; /* the last block may be short */
         blocks_fill(&one, &random, /* cases */ round & 2);
         blocks_copy(&two, &one);
         for (uint32_t step = 1; step < 20; step++) {
             const mo_adam_terms terms =
                 mo_adam_terms_of(1e-3, 0.9, 0.999, 1e-8, 0.1, !flags, round & 4, (float)step - 1, 0.5f);
             const mo_adam_termsf c = mo_adam_narrow(&terms);
-            RUN(&c, flags, BLOCKS, one.p.x, one.g.x, states_of(&one), index, step);
-            for (size_t k = 0; k < BLOCKS; k++) {
-                const size_t at = k * MO_ADAM8_ELEMENTS;
-                const mo_adam8_states block = {two.m + at, two.v + at, two.m_scale.x + k, two.v_scale.x + k};
-                mo_adam8_generic(&c, flags, 1, two.p.x + at, two.g.x + at, block, index + (uint32_t)at, step);
-            }
+            const mo_run first = run_of(&one, n, index, step), second = run_of(&two, n, index, step);
+            RUN(&c, flags, &first);
+            mo_adam8_generic(&c, flags, &second);
             check_same(&one, &two);
             for (size_t i = 0; i < ELEMENTS; i++)
                 one.g.x[i] = two.g.x[i] =
@@ -123,10 +131,11 @@ TEST(blocks_are_the_specifications_bit_for_bit_over_many_steps)
     }
 }
 
-TEST(no_blocks_touch_nothing)
+TEST(no_elements_touch_nothing)
 {
     const mo_adam_termsf c = {.factor = 1};
+    const mo_run none = {.stored = 1};
 
     if (runs_here())
-        RUN(&c, 0, 0, NULL, NULL, (mo_adam8_states){NULL, NULL, NULL, NULL}, 0, 1);
+        RUN(&c, 0, &none);
 }

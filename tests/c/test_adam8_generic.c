@@ -13,7 +13,8 @@ TEST(a_blocks_step_is_adams_on_the_decoded_states_before_they_are_coded)
 
     blocks_fill(&b, &random, /* cases */ false);
     blocks_copy(&before, &b);
-    RUN(&c, 0, BLOCKS, b.p.x, b.g.x, states_of(&b), 0, 10);
+    const mo_run run = run_of(&b, ELEMENTS, 0, 10);
+    RUN(&c, 0, &run);
     for (size_t k = 0; k < BLOCKS; k++) {
         float largest_m = 0, largest_v = 0;
         for (size_t i = k * MO_ADAM8_ELEMENTS; i < (k + 1) * MO_ADAM8_ELEMENTS; i++) {
@@ -63,7 +64,8 @@ TEST(gradients_of_zero_leave_zero_states_and_decay_alone)
     }
     for (size_t k = 0; k < BLOCKS; k++)
         b.m_scale.x[k] = b.v_scale.x[k] = 0;
-    RUN(&c, 0, BLOCKS, b.p.x, b.g.x, states_of(&b), 0, 1);
+    const mo_run run = run_of(&b, ELEMENTS, 0, 1);
+    RUN(&c, 0, &run);
     for (size_t i = 0; i < ELEMENTS; i++)
         CHECK(b.p.x[i] == 2 * c.decay && b.m[i] == 0 && b.v[i] == 0);
     CHECK(b.m_scale.x[0] == 0 && b.v_scale.x[BLOCKS - 1] == 0);

@@ -1,6 +1,9 @@
 /* The formulas themselves, against the same written in double; and that dithered rounding has the right mean. */
-#define KERNELS mo_update_generic
-#include "update_kernel_tests.h"
+#include "../kernels/adam.cuh"
+#include "../kernels/dither.cuh"
+#include "../kernels/sgd.cuh"
+#include "float_cases.h"
+#include "optim/update_kernels.h"
 
 static double ulp(double x)
 {
@@ -148,6 +151,38 @@ TEST(dithered_rounding_has_the_right_mean_over_steps_and_over_neighbours)
             CHECK(fabs(over_steps - 4096 * (double)x) <= 8 * unit);
             CHECK(fabs(over_neighbours - 4096 * (double)x) <= 8 * unit);
         }
+}
+
+/* The loop around: a run is its elements, each by the formula, and the gradient's own rounding is not the rule's. */
+TEST(a_stored_gradient_is_rounded_in_memory_and_not_for_the_rule)
+{
+    const mo_sgd_termsf c = {.factor = 1, .step_size = -1};
+    const float x = mo_bf16_to_float(mo_bf16_from_float(3.14159f));
+    uint16_t g[3] = {0};
+    float p[3] = {0};
+    const mo_run run = {.n = 2, .p = p, .g = g, .kind = MO_F32, .grad_kind = MO_BF16, .stored = 0.3f};
+
+    g[0] = g[1] = g[2] = (uint16_t)mo_bf16_from_float(x);
+    mo_update_generic.sgd(&c, 0, &run);
+    CHECK(p[0] == -(x * 0.3f) && p[1] == p[0] && p[2] == 0);
+    CHECK_EQ(g[0], mo_bf16_from_float(x * 0.3f));
+    CHECK_EQ(g[2], mo_bf16_from_float(x));
+    CHECK(mo_bf16_to_float(g[0]) != x * 0.3f);
+}
+
+TEST(a_master_is_what_is_read_and_the_parameter_is_it_rounded)
+{
+    const mo_sgd_termsf c = {.factor = 1, .step_size = -1};
+    float master[2] = {1 + 0x1p-20f, 2 + 0x1p-20f}, g[2] = {0x1p-19f, 0x1p-5f};
+    uint16_t p[2] = {0x7C00, 0x1234}; /* overwritten, not read */
+    const mo_run run = {
+        .n = 2, .p = p, .g = g, .master = master, .kind = MO_F16, .grad_kind = MO_F32, .stored = 1};
+
+    mo_update_generic.sgd(&c, 0, &run);
+    for (int i = 0; i < 2; i++) {
+        CHECK(master[i] == (float)(i + 1) + 0x1p-20f - g[i]);
+        CHECK_EQ(p[i], mo_f16_from_float(master[i]));
+    }
 }
 
 TEST_MAIN

@@ -278,20 +278,31 @@ static void oracle_fp64(const job *j, size_t i, const mo_hyper *group, const mo_
     }
 }
 
-/* One block, at the zero-padded end too. */
+/* One block, or what there is of the last. */
 static void oracle_block(const job *j, size_t i, const mo_adam_termsf *c, unsigned flags, float *p,
                          const float *g, size_t first, size_t n, uint32_t t)
 {
     const job_array *arrays = j->arrays[i];
-    uint8_t m[MO_ADAM8_BLOCK] = {0}, v[MO_ADAM8_BLOCK] = {0};
-    float *scales[2] = {(float *)arrays[6].x + first / MO_ADAM8_BLOCK,
-                        (float *)arrays[7].x + first / MO_ADAM8_BLOCK};
+    uint8_t *const m_codes = arrays[3].x + first, *const v_codes = arrays[4].x + first;
+    float *const m_scale = (float *)arrays[6].x + first / MO_ADAM8_BLOCK, *const v_scale =
+                                                                              (float *)arrays[7].x +
+                                                                              first / MO_ADAM8_BLOCK;
+    float m[MO_ADAM8_BLOCK], v[MO_ADAM8_BLOCK], largest_m = 0, largest_v = 0;
 
-    memcpy(m, arrays[3].x + first, n);
-    memcpy(v, arrays[4].x + first, n);
-    mo_adam8_generic(c, flags, 1, p, g, (mo_adam8_states){m, v, scales[0], scales[1]}, (uint32_t)first, t);
-    memcpy(arrays[3].x + first, m, n);
-    memcpy(arrays[4].x + first, v, n);
+    for (size_t e = 0; e < n; e++) {
+        m[e] = mo_adam8_decode_m(m_codes[e], mo_adam8_unit_m(*m_scale));
+        v[e] = mo_adam8_decode_v(v_codes[e], mo_adam8_unit_v(*v_scale));
+        p[e] = mo_adam_elementf(c, flags, p[e], g[e], &m[e], &v[e], NULL);
+        largest_m = fmaxf(largest_m, fabsf(m[e]));
+        largest_v = fmaxf(largest_v, v[e]);
+    }
+    *m_scale = mo_adam8_scale(largest_m);
+    *v_scale = mo_adam8_scale(largest_v);
+    for (size_t e = 0; e < n; e++) {
+        m_codes[e] = (uint8_t)mo_adam8_encode_m(m[e], mo_adam8_per_m(*m_scale));
+        v_codes[e] = (uint8_t)mo_adam8_encode_v(v[e], mo_adam8_per_v(*v_scale),
+                                                mo_adam8_dither((uint32_t)(first + e), t));
+    }
 }
 
 static void oracle_fp32(const job *j, size_t i, const mo_hyper *group, const mo_adam_termsf *adam,
