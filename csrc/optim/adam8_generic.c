@@ -20,7 +20,7 @@ static void run_block(const mo_adam_termsf *terms, unsigned flags, const mo_run 
         *mean = mo_adam8_decode_m(m_codes[i], unit_m);
         *square = mo_adam8_decode_v(v_codes[i], unit_v);
         mo_element_write_p(run, i,
-                           mo_adam_elementf(terms, flags, mo_element_read_p(run, i),
+                           mo_adam_elementf(terms, flags & MO_ADAM_L2, mo_element_read_p(run, i),
                                             mo_element_read_g(run, i), mean, square, NULL));
         if (fabsf(*mean) > largest_m)
             largest_m = fabsf(*mean);
