@@ -14,14 +14,15 @@ static void run_block(const mo_adam_termsf *terms, unsigned flags, const mo_run 
                                                                          first / MO_ADAM8_ELEMENTS;
     const float unit_m = mo_adam8_unit_m(*m_scale), unit_v = mo_adam8_unit_v(*v_scale);
     float m[MO_ADAM8_ELEMENTS], v[MO_ADAM8_ELEMENTS], largest_m = 0, largest_v = 0;
+    float none = 0; /* there is no vmax beside codes */
 
     for (size_t i = first; i < end; i++) {
         float *mean = &m[i - first], *square = &v[i - first];
         *mean = mo_adam8_decode_m(m_codes[i], unit_m);
         *square = mo_adam8_decode_v(v_codes[i], unit_v);
         mo_element_write_p(run, i,
-                           mo_adam_elementf(terms, flags & MO_ADAM_L2, mo_element_read_p(run, i),
-                                            mo_element_read_g(run, i), mean, square, NULL));
+                           mo_adam_elementf(terms, flags, mo_element_read_p(run, i),
+                                            mo_element_read_g(run, i), mean, square, &none));
         if (fabsf(*mean) > largest_m)
             largest_m = fabsf(*mean);
         if (*square > largest_v)
