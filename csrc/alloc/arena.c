@@ -107,6 +107,7 @@ static void retire(mo_pool *pool, mo_arena *arena)
             if (mo_blocks_reserve(&pool->blocks, 4, NULL))
                 return; /* stays, empty, until the next release or trim */
             mo_block_slots(block, &low, &high);
+            mo_pool_tell_slots(pool, MO_TRACE_UNMAP, block->span, low, high - low, NULL);
             mo_zone_disown(zone, block, low, high - low);
         }
         if (!pool->granules.size && mo_segments_free(pool, zone, 0, NULL)) {
@@ -296,8 +297,11 @@ static mo_status suspend(mo_pool *pool, mo_span *span, size_t i, mo_detail *deta
 {
     mo_status status = mo_granule_suspend(&pool->granules, &span->slots[i], mo_slot_address(span, i), detail);
 
-    pool->stats.num_device_free += !status;
-    return status;
+    if (status)
+        return status;
+    pool->stats.num_device_free++;
+    mo_pool_tell_slots(pool, MO_TRACE_UNMAP, span, i, 1, NULL);
+    return MO_OK;
 }
 
 /* Whatever the budget is: it may have been lowered below what was held until now. */
@@ -305,8 +309,11 @@ static mo_status put_back(mo_pool *pool, mo_span *span, size_t i, mo_detail *det
 {
     mo_status status = mo_granule_restore(&pool->granules, &span->slots[i], mo_slot_address(span, i), detail);
 
-    pool->stats.num_device_alloc += !status;
-    return status;
+    if (status)
+        return status;
+    pool->stats.num_device_alloc++;
+    mo_pool_tell_slots(pool, MO_TRACE_MAP, span, i, 1, NULL);
+    return MO_OK;
 }
 
 static mo_status restore(mo_pool *pool, mo_span *span, size_t i, mo_detail *detail)

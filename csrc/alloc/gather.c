@@ -171,6 +171,7 @@ static size_t steal_from(mo_pool *pool, const mo_request *request, mo_zone *zone
             continue;
         if (mo_blocks_reserve(&pool->blocks, 4, NULL))
             return got - count;
+        mo_pool_tell_slots(pool, MO_TRACE_UNMAP, block->span, high - count, count, NULL);
         mo_zone_disown(zone, block, high - count, count);
     }
     return got;

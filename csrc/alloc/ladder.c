@@ -106,6 +106,7 @@ static mo_status disown_free(mo_pool *pool, mo_zone *zone, size_t keep, mo_detai
         status = mo_blocks_reserve(&pool->blocks, 4, detail);
         if (status)
             return status;
+        mo_pool_tell_slots(pool, MO_TRACE_UNMAP, block->span, high - count, count, NULL);
         mo_zone_disown(zone, block, high - count, count);
     }
     return MO_OK;

@@ -178,10 +178,14 @@ static mo_status switch_back(mo_pool *pool, const mo_request *request, const mo_
         if (elsewhere) {
             mo_slot *owner = slot->granule->owner;
 
-            mo_zone_disown(owner->span->zone, elsewhere, (size_t)(owner - owner->span->slots), 1);
+            size_t there = (size_t)(owner - owner->span->slots);
+
+            mo_pool_tell_slots(pool, MO_TRACE_UNMAP, owner->span, there, 1, NULL);
+            mo_zone_disown(owner->span->zone, elsewhere, there, 1);
         }
         mo_granule_own(&pool->granules, slot);
         mo_zone_own(request->zone, p->span, i, 1);
+        mo_pool_tell_slots(pool, MO_TRACE_MAP, p->span, i, 1, pool->order.streams[request->stream].handle);
         pool->stats.granules_switched++;
     }
     return MO_OK;
@@ -252,10 +256,7 @@ static mo_status map_run(mo_pool *pool, const mo_request *request, mo_span *span
         return status;
     }
     mo_zone_own(request->zone, span, slot, count);
-    if (pool->trace)
-        mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_MAP, 0, mo_slot_address(span, slot),
-                     count * pool->granules.size, pool->order.streams[request->stream].handle,
-                     request->arena->id);
+    mo_pool_tell_slots(pool, MO_TRACE_MAP, span, slot, count, pool->order.streams[request->stream].handle);
     return MO_OK;
 }
 

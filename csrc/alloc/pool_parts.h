@@ -11,6 +11,7 @@
 #include "alloc/order.h"
 #include "alloc/pool.h"
 #include "alloc/recall.h"
+#include "alloc/trace_ring.h"
 #include "alloc/zone.h"
 #include "base/lock.h"
 
@@ -166,5 +167,20 @@ mo_status mo_pool_check_locked(mo_pool *pool, mo_detail *detail);
 
 /* The live block that holds address, or NULL. */
 mo_block *mo_pool_live_at(mo_pool *pool, mo_address address);
+
+/* Tells the trace that memory came to an address (MO_TRACE_MAP, with the stream that wanted it) or left it
+ * (MO_TRACE_UNMAP): granules that are owned there, whatever is mapped, or a segment. */
+static inline void mo_pool_tell(const mo_pool *pool, mo_trace_op op, const mo_span *span, mo_address address,
+                                size_t size, mo_stream stream)
+{
+    if (pool->trace)
+        mo_trace_put(pool->trace, pool->driver->device, op, 0, address, size, stream, span->zone->arena->id);
+}
+
+static inline void mo_pool_tell_slots(const mo_pool *pool, mo_trace_op op, const mo_span *span, size_t slot,
+                                      size_t count, mo_stream stream)
+{
+    mo_pool_tell(pool, op, span, mo_slot_address(span, slot), count * pool->granules.size, stream);
+}
 
 #endif

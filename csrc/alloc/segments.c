@@ -27,6 +27,7 @@ mo_status mo_segment_add(mo_pool *pool, mo_zone *zone, size_t size, mo_detail *d
     pool->stats.num_device_alloc++;
     if (pool->held_peak < mo_pool_held(pool))
         pool->held_peak = mo_pool_held(pool);
+    mo_pool_tell(pool, MO_TRACE_MAP, span, base, size, NULL);
     *out = span->lowest;
     return MO_OK;
 }
@@ -45,6 +46,7 @@ mo_status mo_segments_free(mo_pool *pool, mo_zone *zone, size_t keep, mo_detail 
         if (status)
             return status;
         pool->stats.num_device_free++;
+        mo_pool_tell(pool, MO_TRACE_UNMAP, span, span->base, span->size, NULL);
         pool->segment_bytes -= span->size;
         mo_zone_remove_span(zone, span);
     }

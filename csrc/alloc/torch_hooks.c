@@ -7,7 +7,6 @@
 #include "alloc/out_of_memory.h"
 #include "alloc/torch_throw.h"
 #include "alloc/trace_stacks.h"
-#include "alloc/trace_stacks.h"
 #include "base/hostmem.h"
 #include "base/lock.h"
 #include "driver/driver_cuda.h"
@@ -207,6 +206,7 @@ void mo_torch_hook_reset(void)
 
     if (in_child())
         return;
+    mo_trace_collect();
     for (int device = 0; device < MO_MAX_DEVICES; device++) {
         mo_pool *pool = mo_torch_hooks_pool(device);
         if (pool)

@@ -21,8 +21,8 @@ typedef enum mo_trace_op {
     MO_TRACE_RECORD_STREAM,
     MO_TRACE_WAIT, /* stream waits for the stream whose handle is `address` (made by memopt itself) */
     MO_TRACE_STEP,
-    MO_TRACE_MAP,   /* granules came to an address: size bytes */
-    MO_TRACE_UNMAP, /* and left it */
+    MO_TRACE_MAP,   /* memory came to an address: size bytes */
+    MO_TRACE_UNMAP, /* and left it, for another address or the device */
     MO_TRACE_OOM,   /* size bytes could not be had, while the device had `address` bytes free */
 } mo_trace_op;
 

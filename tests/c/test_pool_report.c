@@ -420,4 +420,68 @@ TEST(the_check_sees_faults_where_memory_is_segments_too)
     close_pool();
 }
 
+/* ---- the trace ------------------------------------------------------------------------------------------- */
+
+static int64_t told(mo_trace *ring)
+{
+    static mo_trace_record records[1 << 14];
+    uint64_t first;
+    int64_t bytes = 0;
+    const size_t count = mo_trace_read(ring, 0, records, sizeof records / sizeof records[0], &first);
+
+    CHECK_EQ(mo_trace_written(ring), count); /* all of them */
+    for (size_t i = 0; i < count; i++)
+        bytes += records[i].op == MO_TRACE_MAP     ? (int64_t)records[i].size
+                 : records[i].op == MO_TRACE_UNMAP ? -(int64_t)records[i].size
+                                                   : 0;
+    return bytes;
+}
+
+static int64_t in_arenas(void)
+{
+    const mo_arena_id arenas[] = {GENERAL, mine};
+    int64_t bytes = 0;
+
+    for (int i = 0; i < 2; i++) {
+        mo_arena_info info;
+
+        if (!mo_pool_arena_info(pool, arenas[i], NULL, &info))
+            bytes += info.paused ? 0 : (int64_t)info.held_bytes;
+    }
+    return bytes;
+}
+
+TEST(memory_that_comes_to_addresses_and_leaves_them_is_told_to_the_byte)
+{
+    for (int virtual_memory = 0; virtual_memory < 2; virtual_memory++) {
+        uint64_t random = test_seed();
+        size_t freed;
+        mo_trace *ring;
+
+        open_pool(512 * MIB, virtual_memory ? GRANULE : 0, plain_settings);
+        CHECK_OK(mo_trace_open(1 << 14, &said, &ring));
+        mo_pool_trace(pool, ring);
+        CHECK_OK(mo_pool_arena_retain(pool, mine, false, 0, &said));
+        for (int round = 0; round < 8; round++) {
+            churn(&random, 200);
+            CHECK_EQ(told(ring), in_arenas());
+        }
+        if (virtual_memory) {
+            CHECK_OK(mo_pool_pause(pool, mine, &said));
+            CHECK_EQ(told(ring), in_arenas());
+            CHECK_OK(mo_pool_resume(pool, mine, &said));
+            CHECK_EQ(told(ring), in_arenas());
+        }
+        while (model.count)
+            put(model.blocks[0].address);
+        CHECK_OK(mo_pool_arena_release(pool, mine, &said));
+        CHECK_OK(mo_pool_trim(pool, 0, &said, &freed));
+        CHECK_EQ(in_arenas(), 0);
+        CHECK_EQ(told(ring), 0);
+        mo_pool_trace(pool, NULL);
+        mo_trace_close(ring);
+        close_pool();
+    }
+}
+
 TEST_MAIN

@@ -352,18 +352,26 @@ def test_graphs_with_pools_of_their_own_replay_at_the_same_time():
 # ---- history ---------------------------------------------------------------------------------------------------------
 
 
-def test_memory_that_comes_is_in_the_history_with_who_asked():
+def test_memory_that_comes_and_goes_is_in_the_history_with_who_asked():
     def who_asks() -> torch.Tensor:
         return block(9 * MIB)
+
+    def who_gives_back() -> None:
+        torch.cuda.empty_cache()
 
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.memory._record_memory_history(max_entries=1000)
     try:
         x = who_asks()
+        size = x.numel()
+        del x
+        who_gives_back()
         events = torch.cuda.memory._snapshot()["device_traces"][0]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     taken = [e for e in events if e["action"] in ("segment_alloc", "segment_map")]
-    assert sum(e["size"] for e in taken) >= x.numel()
+    given = [e for e in events if e["action"] in ("segment_free", "segment_unmap")]
+    assert sum(e["size"] for e in taken) == sum(e["size"] for e in given) >= size
     assert any("who_asks" in frame["name"] for frame in taken[0]["frames"])
+    assert any("who_gives_back" in frame["name"] for frame in given[-1]["frames"])
