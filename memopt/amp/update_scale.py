@@ -47,14 +47,16 @@ def update_scale_(
         growth_tracker.clamp_(max=max(growth_interval - 1, 0))
         min_scale = SMALLEST_SCALE if min_scale is None else max(min_scale, SMALLEST_SCALE)
 
-    before = current_scale.clone() if hysteresis > 1 else None
+    # Kernels only, no copy, not even on the device: so it is plain in a trace that nothing goes to the host.
+    before = current_scale + 0.0 if hysteresis > 1 else None
     torch._amp_update_scale_(
         current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
     )
     if before is not None and hysteresis_tracker is not None:
         bad = (found_inf != 0).reshape_as(hysteresis_tracker)
-        hysteresis_tracker.copy_(torch.where(bad, hysteresis_tracker - 1, hysteresis))
-        current_scale.copy_(torch.where(bad & (hysteresis_tracker > 0), before, current_scale))
+        fresh = torch.full_like(hysteresis_tracker, hysteresis)
+        torch.where(bad, hysteresis_tracker - 1, fresh, out=hysteresis_tracker)
+        torch.where(bad & (hysteresis_tracker > 0), before, current_scale, out=current_scale)
     if min_scale is not None or max_scale is not None:
         current_scale.clamp_(min_scale, max_scale)
     return current_scale
