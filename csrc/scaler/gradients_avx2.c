@@ -156,7 +156,11 @@ INLINE lanes store_some_f32(void *at, size_t n, lanes y)
     return y;
 }
 
-/* ---- 16 bits: a register holds sixteen; there is no mask, so fewer are moved in powers of two -------------- */
+/* ---- 16 bits: a half register holds eight; there is no mask, so fewer are moved in powers of two ------------ */
+
+typedef struct halves {
+    __m128i low, high;
+} halves;
 
 /* The n first of 16-bit elements, n < 16. */
 INLINE void copy_some(void *to, const void *from, size_t n)
@@ -174,28 +178,35 @@ INLINE void copy_some(void *to, const void *from, size_t n)
         memcpy(t, f, 2);
 }
 
-INLINE __m256i load_halves(const void *at)
+INLINE halves load_halves(const void *at)
 {
-    return _mm256_loadu_si256(at);
+    const uint16_t *x = at;
+    return (halves){_mm_loadu_si128((const __m128i *)x), _mm_loadu_si128((const __m128i *)(x + 8))};
 }
 
-INLINE __m256i load_some_halves(const void *at, size_t n)
+INLINE halves load_some_halves(const void *at, size_t n)
 {
-    __m256i x = _mm256_setzero_si256();
+    halves x = {_mm_setzero_si128(), _mm_setzero_si128()};
     copy_some(&x, at, n);
     return x;
 }
 
-INLINE lanes widen_f16(__m256i x)
+INLINE void store_halves(void *at, halves x)
 {
-    return (lanes){_mm256_cvtph_ps(_mm256_castsi256_si128(x)),
-                   _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+    uint16_t *to = at;
+    _mm_storeu_si128((__m128i *)to, x.low);
+    _mm_storeu_si128((__m128i *)(to + 8), x.high);
 }
 
-INLINE __m256i round_f16(lanes y)
+INLINE lanes widen_f16(halves x)
 {
-    return _mm256_set_m128i(_mm256_cvtps_ph(y.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
-                            _mm256_cvtps_ph(y.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    return (lanes){_mm256_cvtph_ps(x.low), _mm256_cvtph_ps(x.high)};
+}
+
+INLINE halves round_f16(lanes y)
+{
+    return (halves){_mm256_cvtps_ph(y.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                    _mm256_cvtps_ph(y.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 
 INLINE lanes load_f16(const void *at)
@@ -210,27 +221,29 @@ INLINE lanes load_some_f16(const void *at, size_t n)
 
 INLINE lanes store_f16(void *at, lanes y)
 {
-    const __m256i rounded = round_f16(y);
-    _mm256_storeu_si256(at, rounded);
+    const halves rounded = round_f16(y);
+    store_halves(at, rounded);
     return widen_f16(rounded);
 }
 
 INLINE lanes store_some_f16(void *at, size_t n, lanes y)
 {
-    const __m256i rounded = round_f16(y);
+    const halves rounded = round_f16(y);
     copy_some(at, &rounded, n);
     return widen_f16(rounded);
 }
 
-INLINE lanes widen_bf16(__m256i x)
+INLINE __m256 widen_half_bf16(__m128i x)
 {
-    const __m256i low = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(x));
-    const __m256i high = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1));
-    return (lanes){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)),
-                   _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 }
 
-/* In 32-bit lanes. */
+INLINE lanes widen_bf16(halves x)
+{
+    return (lanes){widen_half_bf16(x.low), widen_half_bf16(x.high)};
+}
+
+/* A bf16 in every 32-bit lane. */
 INLINE __m256i round_half_bf16(__m256 y)
 {
     const __m256i bits = _mm256_castps_si256(y);
@@ -240,11 +253,10 @@ INLINE __m256i round_half_bf16(__m256 y)
     return _mm256_blendv_epi8(_mm256_srli_epi32(up, 16), _mm256_set1_epi32(0x7FC0), nan);
 }
 
-INLINE __m256i round_bf16(lanes y)
+/* The pack takes from both registers by turns; 0, 2, 1, 3 puts the parts back in order. */
+INLINE __m256i pack_bf16(__m256i low, __m256i high)
 {
-    /* The pack takes the halves of both registers by turns; 0, 2, 1, 3 puts them back in order. */
-    return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_half_bf16(y.low), round_half_bf16(y.high)),
-                                    0xD8);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
 }
 
 INLINE lanes load_bf16(const void *at)
@@ -259,16 +271,19 @@ INLINE lanes load_some_bf16(const void *at, size_t n)
 
 INLINE lanes store_bf16(void *at, lanes y)
 {
-    const __m256i rounded = round_bf16(y);
-    _mm256_storeu_si256(at, rounded);
-    return widen_bf16(rounded);
+    const __m256i low = round_half_bf16(y.low), high = round_half_bf16(y.high);
+    _mm256_storeu_si256(at, pack_bf16(low, high));
+    return (lanes){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)),
+                   _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
 }
 
 INLINE lanes store_some_bf16(void *at, size_t n, lanes y)
 {
-    const __m256i rounded = round_bf16(y);
-    copy_some(at, &rounded, n);
-    return widen_bf16(rounded);
+    const __m256i low = round_half_bf16(y.low), high = round_half_bf16(y.high);
+    const __m256i packed = pack_bf16(low, high);
+    copy_some(at, &packed, n);
+    return (lanes){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)),
+                   _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
 }
 
 /* ---- fp64 ---------------------------------------------------------------------------------------------- */

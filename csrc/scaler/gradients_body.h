@@ -64,36 +64,35 @@ INLINE void run(mo_float kind, int stores, int norms, mo_gradients_lanes *state,
     while (count > 0) {
         const size_t n = count < MO_GRADIENTS_BLOCK ? count : MO_GRADIENTS_BLOCK;
         lanes sum0 = lanes_zero(), sum1 = lanes_zero(), sum2 = lanes_zero(), sum3 = lanes_zero();
-        tops top0 = tops_zero(), top1 = tops_zero();
+        tops top = tops_zero();
         char *at = x;
         size_t left = n;
 
         for (; left >= 64; left -= 64, at += 64 * size) {
-            step(kind, stores, norms, at, 16, scale, &top0, &sum0);
-            step(kind, stores, norms, at + 16 * size, 16, scale, &top1, &sum1);
-            step(kind, stores, norms, at + 32 * size, 16, scale, &top0, &sum2);
-            step(kind, stores, norms, at + 48 * size, 16, scale, &top1, &sum3);
+            step(kind, stores, norms, at, 16, scale, &top, &sum0);
+            step(kind, stores, norms, at + 16 * size, 16, scale, &top, &sum1);
+            step(kind, stores, norms, at + 32 * size, 16, scale, &top, &sum2);
+            step(kind, stores, norms, at + 48 * size, 16, scale, &top, &sum3);
         }
         if (left > 0) {
             if (left >= 16) {
-                step(kind, stores, norms, at, 16, scale, &top0, &sum0);
+                step(kind, stores, norms, at, 16, scale, &top, &sum0);
                 at += 16 * size, left -= 16;
                 if (left >= 16) {
-                    step(kind, stores, norms, at, 16, scale, &top1, &sum1);
+                    step(kind, stores, norms, at, 16, scale, &top, &sum1);
                     at += 16 * size, left -= 16;
                     if (left >= 16) {
-                        step(kind, stores, norms, at, 16, scale, &top0, &sum2);
+                        step(kind, stores, norms, at, 16, scale, &top, &sum2);
                         at += 16 * size, left -= 16;
                     }
                 }
             }
             if (left > 0) /* the last ones always to the last lanes */
-                step(kind, stores, norms, at, left, scale, &top1, &sum3);
+                step(kind, stores, norms, at, left, scale, &top, &sum3);
         }
-        top0 = tops_join(top0, top1);
-        all = tops_join(all, top0);
+        all = tops_join(all, top);
         if (norms) {
-            if (__builtin_expect(tops_suspect(top0, scale), 0))
+            if (__builtin_expect(tops_suspect(top, scale), 0))
                 state->careful += mo_gradients_careful(kind, x, n);
             else
                 total = sums_add(total, lanes_add(lanes_add(sum0, sum1), lanes_add(sum2, sum3)));

@@ -1,31 +1,37 @@
-/* The specification of what gradients_avx2.c and gradients_avx512.c compute, bit for bit, in C alone: sixteen lanes are an
- * array. */
+/* The specification of what gradients_avx2.c and gradients_avx512.c compute, bit for bit, in C and the vectors of gcc and clang,
+ * which are operations on each lane, for any processor: sixteen lanes are four vectors of 16 bytes. */
 #include "scaler/gradients_kernels.h"
 
-#include <math.h>
 #include <string.h>
 
-#include "../kernels/float_bits.cuh"
-
-#define EACH for (int i = 0; i < 16; i++)
+typedef float float4 __attribute__((vector_size(16)));
+typedef int32_t int4 __attribute__((vector_size(16))); /* bits; a comparison gives all ones or none */
+typedef uint32_t uint4 __attribute__((vector_size(16)));
+typedef double double2 __attribute__((vector_size(16)));
+typedef int64_t long2 __attribute__((vector_size(16)));
+typedef uint16_t short4 __attribute__((vector_size(8)));
 
 typedef struct lanes {
-    float v[16];
+    float4 a, b, c, d;
 } lanes;
 
 typedef struct tops {
-    uint32_t v[16];
+    int4 a, b, c, d;
 } tops;
 
 typedef struct sums {
     double v[16];
 } sums;
 
+INLINE int4 pick(int4 condition, int4 yes, int4 no)
+{
+    return (condition & yes) | (~condition & no);
+}
+
 INLINE lanes lanes_all(float x)
 {
-    lanes r;
-    EACH r.v[i] = x;
-    return r;
+    const float4 v = {x, x, x, x};
+    return (lanes){v, v, v, v};
 }
 
 INLINE lanes lanes_zero(void)
@@ -33,23 +39,19 @@ INLINE lanes lanes_zero(void)
     return lanes_all(0);
 }
 
-INLINE lanes lanes_mul(lanes a, lanes b)
+INLINE lanes lanes_mul(lanes x, lanes y)
 {
-    EACH a.v[i] *= b.v[i];
-    return a;
+    return (lanes){x.a * y.a, x.b * y.b, x.c * y.c, x.d * y.d};
 }
 
-INLINE lanes lanes_add(lanes a, lanes b)
+INLINE lanes lanes_add(lanes x, lanes y)
 {
-    EACH a.v[i] += b.v[i];
-    return a;
+    return (lanes){x.a + y.a, x.b + y.b, x.c + y.c, x.d + y.d};
 }
 
 INLINE tops tops_zero(void)
 {
-    tops r;
-    EACH r.v[i] = 0;
-    return r;
+    return (tops){{0}, {0}, {0}, {0}};
 }
 
 INLINE tops tops_load(const uint32_t *at)
@@ -64,30 +66,33 @@ INLINE void tops_store(uint32_t *at, tops top)
     memcpy(at, &top, sizeof top);
 }
 
-INLINE tops tops_join(tops a, tops b)
+INLINE int4 larger(int4 a, int4 b)
 {
-    /* Neither has a sign bit, and SSE2 compares signed integers only. */
-    EACH a.v[i] = (int32_t)a.v[i] > (int32_t)b.v[i] ? a.v[i] : b.v[i];
-    return a;
+    return pick(a > b, a, b);
+}
+
+INLINE tops tops_join(tops x, tops y)
+{
+    return (tops){larger(x.a, y.a), larger(x.b, y.b), larger(x.c, y.c), larger(x.d, y.d)};
 }
 
 INLINE tops tops_max(tops top, lanes x)
 {
-    tops r;
-    memcpy(&r, &x, sizeof r);
-    EACH r.v[i] &= 0x7FFFFFFF;
-    return tops_join(top, r);
+    return tops_join(top, (tops){(int4)x.a & INT32_MAX, (int4)x.b & INT32_MAX, (int4)x.c & INT32_MAX,
+                                 (int4)x.d & INT32_MAX});
+}
+
+INLINE int4 fits(int4 top, float4 scale)
+{
+    const float4 y = (float4)((int4)((float4)top * scale) & INT32_MAX);
+    return ((y >= 0x1p-48f) & (y < 0x1p60f)) | (y == 0);
 }
 
 INLINE int tops_suspect(tops top, lanes scale)
 {
-    int suspects = 0;
-    EACH
-    {
-        const float y = fabsf(mo_float_from_bits(top.v[i]) * scale.v[i]);
-        suspects |= !(y >= 0x1p-48f && y < 0x1p60f) && y != 0;
-    }
-    return suspects;
+    const int4 all =
+        fits(top.a, scale.a) & fits(top.b, scale.b) & fits(top.c, scale.c) & fits(top.d, scale.d);
+    return !(all[0] & all[1] & all[2] & all[3]);
 }
 
 INLINE sums sums_load(const double *at)
@@ -99,7 +104,10 @@ INLINE sums sums_load(const double *at)
 
 INLINE sums sums_add(sums s, lanes x)
 {
-    EACH s.v[i] += (double)x.v[i];
+    float each[16];
+    memcpy(each, &x, sizeof each);
+    for (int i = 0; i < 16; i++)
+        s.v[i] += (double)each[i];
     return s;
 }
 
@@ -133,29 +141,62 @@ INLINE lanes store_f32(void *at, lanes y)
     return store_some_f32(at, 16, y);
 }
 
+/* ---- 16 bits, in 32-bit lanes ---------------------------------------------------------------------------- */
+
+typedef struct halves {
+    short4 a, b, c, d;
+} halves;
+
+INLINE halves load_halves(const void *at, size_t n)
+{
+    halves x = {{0}, {0}, {0}, {0}};
+    memcpy(&x, at, n * 2);
+    return x;
+}
+
+INLINE int4 to_lanes(short4 x)
+{
+    return __builtin_convertvector(x, int4);
+}
+
+INLINE short4 to_halves(int4 x)
+{
+    return __builtin_convertvector(x, short4);
+}
+
 /* ---- fp16 ---------------------------------------------------------------------------------------------- */
 
 /* As the processors' own instructions: a NaN keeps its sign and what fits of its payload, and becomes quiet. */
-INLINE float widen_f16(unsigned x)
+INLINE float4 widen_f16(short4 half)
 {
-    const float wide = mo_f16_to_float(x);
-    return (x & 0x7FFF) > 0x7C00 ? mo_float_from_bits(mo_float_bits(wide) | 0x00400000) : wide;
+    const int4 x = to_lanes(half), magnitude = x & 0x7FFF, sign = (int4)((uint4)(x & 0x8000) << 16);
+    const int4 normal = (magnitude << 13) + ((127 - 15) << 23);
+    const int4 subnormal = (int4)(__builtin_convertvector(magnitude, float4) * 0x1p-24f);
+    const int4 infinite = magnitude << 13 | 0x7F800000 | ((magnitude > 0x7C00) & 0x00400000);
+    return (float4)(sign | pick(magnitude < 0x7C00, pick(magnitude < 0x0400, subnormal, normal), infinite));
 }
 
-INLINE unsigned round_f16(float y)
+INLINE short4 round_f16(float4 y)
 {
-    const unsigned bits = mo_float_bits(y);
-    return (bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16 & 0x8000) | 0x7E00 | (bits >> 13 & 0x3FF)
-                                            : mo_f16_from_float(y);
+    const int4 bits = (int4)y, magnitude = bits & INT32_MAX;
+    /* 13 bits go; a carry into the exponent is the right result, as far as infinity from 65520 on */
+    const int4 normal = (magnitude - ((127 - 15) << 23) + 0x0FFF + (magnitude >> 13 & 1)) >> 13;
+    /* below 2^-14 the unit in the last place of 0.5f is fp16's smallest step */
+    const int4 subnormal = (int4)((float4)magnitude + 0.5f) - 0x3F000000;
+    const int4 infinite =
+        pick(magnitude > 0x7F800000, 0x7E00 | (magnitude >> 13 & 0x3FF), 0x7C00 + (int4){0});
+    return to_halves((bits >> 16 & 0x8000) |
+                     pick(magnitude < 0x477FF000, pick(magnitude < 0x38800000, subnormal, normal), infinite));
+}
+
+INLINE lanes widen_all_f16(halves x)
+{
+    return (lanes){widen_f16(x.a), widen_f16(x.b), widen_f16(x.c), widen_f16(x.d)};
 }
 
 INLINE lanes load_some_f16(const void *at, size_t n)
 {
-    uint16_t x[16] = {0};
-    lanes r;
-    memcpy(x, at, n * 2);
-    EACH r.v[i] = widen_f16(x[i]);
-    return r;
+    return widen_all_f16(load_halves(at, n));
 }
 
 INLINE lanes load_f16(const void *at)
@@ -165,14 +206,9 @@ INLINE lanes load_f16(const void *at)
 
 INLINE lanes store_some_f16(void *at, size_t n, lanes y)
 {
-    uint16_t x[16];
-    EACH
-    {
-        x[i] = (uint16_t)round_f16(y.v[i]);
-        y.v[i] = widen_f16(x[i]);
-    }
-    memcpy(at, x, n * 2);
-    return y;
+    const halves rounded = {round_f16(y.a), round_f16(y.b), round_f16(y.c), round_f16(y.d)};
+    memcpy(at, &rounded, n * 2);
+    return widen_all_f16(rounded);
 }
 
 INLINE lanes store_f16(void *at, lanes y)
@@ -182,19 +218,25 @@ INLINE lanes store_f16(void *at, lanes y)
 
 /* ---- bf16 ---------------------------------------------------------------------------------------------- */
 
-/* Every NaN becomes the one that torch's scalar conversion makes (its vectors make 0xFFFF). */
-INLINE unsigned round_bf16(float y)
+INLINE float4 widen_bf16(short4 x)
 {
-    return (mo_float_bits(y) & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : mo_bf16_from_float(y);
+    return (float4)((uint4)to_lanes(x) << 16);
+}
+
+INLINE short4 round_bf16(float4 y)
+{
+    const uint4 bits = (uint4)y, number = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return to_halves(pick((int4)(bits & INT32_MAX) > 0x7F800000, 0x7FC0 + (int4){0}, (int4)number));
+}
+
+INLINE lanes widen_all_bf16(halves x)
+{
+    return (lanes){widen_bf16(x.a), widen_bf16(x.b), widen_bf16(x.c), widen_bf16(x.d)};
 }
 
 INLINE lanes load_some_bf16(const void *at, size_t n)
 {
-    uint16_t x[16] = {0};
-    lanes r;
-    memcpy(x, at, n * 2);
-    EACH r.v[i] = mo_bf16_to_float(x[i]);
-    return r;
+    return widen_all_bf16(load_halves(at, n));
 }
 
 INLINE lanes load_bf16(const void *at)
@@ -204,14 +246,9 @@ INLINE lanes load_bf16(const void *at)
 
 INLINE lanes store_some_bf16(void *at, size_t n, lanes y)
 {
-    uint16_t x[16];
-    EACH
-    {
-        x[i] = (uint16_t)round_bf16(y.v[i]);
-        y.v[i] = mo_bf16_to_float(x[i]);
-    }
-    memcpy(at, x, n * 2);
-    return y;
+    const halves rounded = {round_bf16(y.a), round_bf16(y.b), round_bf16(y.c), round_bf16(y.d)};
+    memcpy(at, &rounded, n * 2);
+    return widen_all_bf16(rounded);
 }
 
 INLINE lanes store_bf16(void *at, lanes y)
@@ -221,21 +258,18 @@ INLINE lanes store_bf16(void *at, lanes y)
 
 /* ---- fp64 ---------------------------------------------------------------------------------------------- */
 
-#define EACH_WIDE for (int i = 0; i < 8; i++)
-
 typedef struct wide {
-    double v[8];
+    double2 a, b, c, d;
 } wide;
 
 typedef struct wide_tops {
-    uint64_t v[8];
+    long2 a, b, c, d;
 } wide_tops;
 
 INLINE wide wide_all(double x)
 {
-    wide r;
-    EACH_WIDE r.v[i] = x;
-    return r;
+    const double2 v = {x, x};
+    return (wide){v, v, v, v};
 }
 
 INLINE wide wide_zero(void)
@@ -243,16 +277,14 @@ INLINE wide wide_zero(void)
     return wide_all(0);
 }
 
-INLINE wide wide_mul(wide a, wide b)
+INLINE wide wide_mul(wide x, wide y)
 {
-    EACH_WIDE a.v[i] *= b.v[i];
-    return a;
+    return (wide){x.a * y.a, x.b * y.b, x.c * y.c, x.d * y.d};
 }
 
-INLINE wide wide_add(wide a, wide b)
+INLINE wide wide_add(wide x, wide y)
 {
-    EACH_WIDE a.v[i] += b.v[i];
-    return a;
+    return (wide){x.a + y.a, x.b + y.b, x.c + y.c, x.d + y.d};
 }
 
 INLINE wide load_some_f64(const void *at, size_t n)
@@ -289,9 +321,7 @@ INLINE void wide_store(double *at, wide y)
 
 INLINE wide_tops wide_tops_zero(void)
 {
-    wide_tops r;
-    EACH_WIDE r.v[i] = 0;
-    return r;
+    return (wide_tops){{0}, {0}, {0}, {0}};
 }
 
 INLINE wide_tops wide_tops_load(const uint64_t *at)
@@ -306,18 +336,22 @@ INLINE void wide_tops_store(uint64_t *at, wide_tops top)
     memcpy(at, &top, sizeof top);
 }
 
-INLINE wide_tops wide_tops_join(wide_tops a, wide_tops b)
+INLINE long2 larger_wide(long2 a, long2 b)
 {
-    EACH_WIDE a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
-    return a;
+    const long2 a_is = a > b;
+    return (a_is & a) | (~a_is & b);
+}
+
+INLINE wide_tops wide_tops_join(wide_tops x, wide_tops y)
+{
+    return (wide_tops){larger_wide(x.a, y.a), larger_wide(x.b, y.b), larger_wide(x.c, y.c),
+                       larger_wide(x.d, y.d)};
 }
 
 INLINE wide_tops wide_tops_max(wide_tops top, wide x)
 {
-    wide_tops r;
-    memcpy(&r, &x, sizeof r);
-    EACH_WIDE r.v[i] &= INT64_MAX;
-    return wide_tops_join(top, r);
+    return wide_tops_join(top, (wide_tops){(long2)x.a & INT64_MAX, (long2)x.b & INT64_MAX,
+                                           (long2)x.c & INT64_MAX, (long2)x.d & INT64_MAX});
 }
 
 #include "scaler/gradients_body.h"
@@ -328,15 +362,20 @@ const mo_gradients_kernels mo_gradients_generic = KERNEL_TABLE;
 
 double mo_gradients_careful(mo_float kind, const void *x, size_t count)
 {
+    const size_t size = mo_float_size(kind);
     const char *at = x;
     double total[16] = {0}, sum = 0;
+    float each[16];
 
-    for (; count > 0; at += 16 * mo_float_size(kind)) {
+    for (; count > 0; at += 16 * size) {
         const size_t n = count < 16 ? count : 16;
         const lanes part = load_some(kind, at, n);
-        EACH total[i] += (double)part.v[i] * (double)part.v[i];
+        memcpy(each, &part, sizeof each);
+        for (int i = 0; i < 16; i++)
+            total[i] += (double)each[i] * (double)each[i];
         count -= n;
     }
-    EACH sum += total[i];
+    for (int i = 0; i < 16; i++)
+        sum += total[i];
     return sum;
 }
