@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 
 OLDEST = (2, 10)
 
 
 def installed() -> str | None:
     """The version of the installed torch, without importing it; None where there is none."""
+    # Looking it up on disk takes milliseconds, and this is asked at every call of what needs torch.
+    loaded = getattr(sys.modules.get("torch"), "__version__", None)
+    if loaded is not None:
+        return str(loaded)
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -180,6 +181,16 @@ def test_torch_that_is_missing_or_too_old_is_told_with_the_mend(monkeypatch, ver
     if state != "ok":
         with pytest.raises(ImportError, match=r"some\.feature.*2\.10"):
             torch_version.require("some.feature")
+
+
+def test_the_version_of_a_loaded_torch_is_not_looked_up_on_disk(monkeypatch):
+    def read_metadata(name):
+        raise AssertionError(f"the metadata of {name} was read, which takes milliseconds")
+
+    monkeypatch.setattr(torch_version.importlib.metadata, "version", read_metadata)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.11.0+cu130"))
+    assert torch_version.installed() == "2.11.0+cu130"
+    torch_version.require("some.feature")
 
 
 def test_a_torch_that_cannot_be_imported_is_broken_and_no_crash(monkeypatch):
