@@ -115,7 +115,7 @@ define VARIANT
 build/c/$(1)/core/%.o: %.c
 	@mkdir -p $$(@D)
 	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -fexceptions -MMD -MP -c $$< -o $$@
-build/c/$(1)/core/csrc/driver/kernel_image.o: csrc/driver/kernel_image.c
+build/c/$(1)/core/csrc/driver/kernel_image.o: csrc/driver/kernel_image.c $$(wildcard kernels/*.cu*)
 	@mkdir -p $$(@D)
 	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) $$(KERNEL_MACROS) -MMD -MP -c $$< -o $$@
 build/c/$(1)/sim/%.o: %.c

@@ -110,11 +110,10 @@ MO_BODY float mo_bf16_to_float(unsigned x)
 
 MO_BODY unsigned mo_bf16_from_float(float wide)
 {
-    const unsigned bits = mo_float_bits(wide);
+    const unsigned bits = mo_float_bits(wide), nan = (bits & 0x7FFFFFFF) > 0x7F800000;
 
-    if ((bits & 0x7FFFFFFF) > 0x7F800000) /* NaN: rounding up could carry it into a number */
-        return (bits >> 16) | 0x0040;
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    /* Rounding up could carry a NaN into a number. */
+    return nan ? (bits >> 16) | 0x0040 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
 }
 
 #endif

@@ -22,7 +22,9 @@
 #include "driver/nvrtc_api.h"
 
 /* Every kernel: X(identifier, name in the image). */
-#define MO_KERNELS(X) X(MO_KERNEL_GRADIENTS, "memopt_gradients")
+#define MO_KERNELS(X)                                                                                        \
+    X(MO_KERNEL_GRADIENTS, "memopt_gradients")                                                               \
+    X(MO_KERNEL_UPDATE, "memopt_update")
 
 #define MO_KERNEL_ENUM(identifier, name) identifier,
 typedef enum mo_kernel { MO_KERNELS(MO_KERNEL_ENUM) MO_KERNEL_COUNT } mo_kernel;

@@ -1,5 +1,7 @@
 #include "optim/update.h"
 
+#include "../kernels/adam.cuh"
+#include "../kernels/sgd.cuh"
 #include "base/size.h"
 
 static bool is_place(uintptr_t address, size_t count, size_t size)
@@ -142,4 +144,13 @@ mo_status mo_update_check(const mo_update_job *job, mo_detail *detail)
             return status;
     }
     return MO_OK;
+}
+
+unsigned mo_update_flags(const mo_parameter *a, const mo_hyper *group)
+{
+    if (group->rule == MO_SGD)
+        return (group->weight_decay != 0 ? MO_SGD_L2 : 0u) | (group->momentum != 0 ? MO_SGD_MOMENTUM : 0u) |
+               (a->first ? MO_SGD_FIRST : 0u) | (group->nesterov ? MO_SGD_NESTEROV : 0u);
+    return (group->rule == MO_ADAM && group->weight_decay != 0 ? MO_ADAM_L2 : 0u) |
+           (group->amsgrad ? MO_ADAM_AMSGRAD : 0u);
 }

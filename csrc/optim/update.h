@@ -80,10 +80,14 @@ typedef struct mo_update_job {
  * MO_INVALID names the parameter. Done by the two below, before anything is changed. */
 mo_status mo_update_check(const mo_update_job *job, mo_detail *detail);
 
+/* How its rule applies to a parameter: MO_ADAM_… or MO_SGD_… (kernels/adam.cuh, sgd.cuh). */
+unsigned mo_update_flags(const mo_parameter *a, const mo_hyper *group);
+
 /* On the CPU: done when it returns. MO_NO_HOST_MEMORY, and then nothing has changed. Call without the GIL. */
 mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail);
 
-/* On a CUDA device: queued on the stream when it returns; one launch, which may be captured. */
+/* On a CUDA device: queued on the stream when it returns; one launch, which may be captured. A fault on the device shows up in a
+ * later call. Call without the GIL (driver/launch.h). */
 mo_status mo_update_cuda(int device, void *stream, const mo_update_job *job, mo_detail *detail);
 
 /* Blocks of 8-bit states: elements a block, and the conversions that state_dict needs, on the CPU. */

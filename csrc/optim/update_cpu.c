@@ -57,15 +57,6 @@ typedef struct share {
     uint32_t step; /* the number of this step */
 } share;
 
-static unsigned flags_of(const mo_parameter *a, const mo_hyper *group)
-{
-    if (group->rule == MO_SGD)
-        return (group->weight_decay != 0 ? MO_SGD_L2 : 0u) | (group->momentum != 0 ? MO_SGD_MOMENTUM : 0u) |
-               (a->first ? MO_SGD_FIRST : 0u) | (group->nesterov ? MO_SGD_NESTEROV : 0u);
-    return (group->rule == MO_ADAM && group->weight_decay != 0 ? MO_ADAM_L2 : 0u) |
-           (group->amsgrad ? MO_ADAM_AMSGRAD : 0u);
-}
-
 static void *place(uintptr_t address, size_t index, size_t size)
 {
     return address ? (void *)(address + index * size) : NULL;
@@ -176,7 +167,7 @@ static void run_elements(const update_plan *plan, size_t parameter, size_t begin
         .a = a,
         .group = group,
         .terms = &plan->terms[row->terms],
-        .flags = flags_of(a, group),
+        .flags = mo_update_flags(a, group),
         .stored = plan->stored,
         .step = (uint32_t)mo_step_number(row->step),
     };

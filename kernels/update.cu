@@ -1,0 +1,69 @@
+/* One optimizer step over all parameters (csrc/optim/update.h): any rules, groups and types in one launch.
+ *
+ *     grid (units, or 1 where there are none), block (a multiple of 32, at most 256: the host's choice)
+ *     reads    the table, *found_inf, *factor, each parameter's *step, *lr where it lies on the device; then each
+ *              parameter, gradient and state once
+ *     writes   each parameter and state once, gradients where they are stored; *step + 1 once a parameter
+ *     bytes    AdamW in fp32: 28 an element; with states of 8 bits: 16 and 1/16; SGD with momentum: 20
+ *
+ * Where *found_inf is not 0 each block returns at once. All scalars stay on the device, so that no step waits for the
+ * host and a graph can be replayed: what depends on the number of the step is computed by one thread a block, in fp64.
+ *
+ * The steps are advanced by the block that is done last, when all others have read them. A block of 256 elements with
+ * states of 8 bits belongs to one warp, which shares its two largest values by shuffles: no shared memory, no waiting.
+ *
+ * The arithmetic is in update.cuh and in the files that it includes, bit for bit the CPU's. No -use_fast_math. */
+#include "update.cuh"
+
+#define UPDATE_THREADS 256
+
+/* Of values that are at least 0 and no NaN, in all lanes. */
+static __device__ __forceinline__ float update_warp_largest(float x)
+{
+    for (unsigned apart = 16; apart > 0; apart /= 2)
+        x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, apart));
+    return x;
+}
+
+static __device__ __forceinline__ void update_codes(const mo_update_work *w)
+{
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+
+#pragma unroll 1
+    for (unsigned long long block = w->begin / MO_ADAM8_ELEMENTS + warp; block * MO_ADAM8_ELEMENTS < w->end;
+         block += warps) {
+        mo_update_lane held;
+        mo_update_codes_take(w, block, lane, &held);
+        held.largest_m = update_warp_largest(held.largest_m);
+        held.largest_v = update_warp_largest(held.largest_v);
+        mo_update_codes_put(w, block, lane, &held);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(UPDATE_THREADS) memopt_update(const mo_update_launch launch)
+{
+    __shared__ mo_update_work work;
+    __shared__ bool last;
+
+    if (mo_update_skipped(launch))
+        return;
+    if (blockIdx.x < launch.units) {
+        if (threadIdx.x == 0)
+            mo_update_prepare(launch, blockIdx.x, &work);
+        __syncthreads();
+        if (work.a.flags & MO_UPDATE_CODES)
+            update_codes(&work);
+        else
+            mo_update_thread(&work, threadIdx.x, blockDim.x);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        last = atomicAdd(&mo_update_head_of(launch)->blocks_done, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (last) {
+        for (unsigned i = threadIdx.x; i < launch.parameters; i += blockDim.x)
+            mo_update_advance(launch, i);
+        if (threadIdx.x == 0)
+            mo_update_head_of(launch)->blocks_done = 0;
+    }
+}
