@@ -1,4 +1,4 @@
-"""memopt.optim's optimizers under gradient scalers: torch's own, and the contract that memopt's uses."""
+"""memopt.optim's optimizers under gradient scalers: torch's and memopt's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 import torch
 from test_optim_step import PAIRS, bits, both, distance, give_gradients, same_bits
 
+import memopt.amp
+
 KINDS = {
     "adamw": ("adamw", {}),
     "amsgrad": ("adam", {"amsgrad": True, "weight_decay": 0.1}),
@@ -15,11 +17,12 @@ KINDS = {
     "momentum": ("sgd", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "dampening": ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
 }
+SCALERS = [torch.amp.GradScaler, memopt.amp.GradScaler]
 HALF, TWO = torch.tensor(0.5), torch.tensor(2.0)
 
 
-def scaler(**options) -> torch.amp.GradScaler:
-    made = torch.amp.GradScaler("cpu", **{"init_scale": 1024.0, "growth_interval": 3, **options})
+def scaler(kind=torch.amp.GradScaler, **options) -> torch.amp.GradScaler:
+    made = kind("cpu", **{"init_scale": 1024.0, "growth_interval": 3, **options})
     made.scale(torch.ones(()))
     return made
 
@@ -38,14 +41,15 @@ def everything(optimizer, params) -> list[torch.Tensor]:
     return kept + [bits([v])[0] for p in params for v in optimizer.state.get(p, {}).values()]
 
 
+@pytest.mark.parametrize("scaling", SCALERS, ids=["torch", "memopt"])
 @pytest.mark.parametrize("unscaled", [False, True], ids=["by the step", "before"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_torchs_scaler_with_a_loop_of_torchs_beside_it(kind, unscaled):
+def test_a_scaler_beside_a_loop_of_torchs(kind, unscaled, scaling):
     """A run with overflows, the first step's too. The oracle is torch's optimizer, not fused, with a scaler
     of its own that waits for the flag; the scale is a power of two, so dividing by it is exact."""
     name, options = KINDS[kind]
     new, old, ours, theirs = both(name, **options)
-    scalers = scaler(), scaler()
+    scalers = scaler(scaling), scaler()
     for number, poison in enumerate(
         [float("inf"), None, None, float("nan"), None, None, None, None, float("-inf"), None]
     ):
@@ -73,6 +77,37 @@ def test_torchs_scaler_with_a_loop_of_torchs_beside_it(kind, unscaled):
     for p, q in zip(ours, theirs, strict=True):
         if "step" in old.state.get(q, {}):
             assert new.state[p]["step"] == old.state[q]["step"] == 7
+
+
+@pytest.mark.parametrize("unscaled_grads", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_clips_too(kind, unscaled_grads):
+    """memopt's scaler with max_norm: torch's unscale_, clip_grad_norm_ and step, in two passes, with the gradients left
+    as they were, or as the optimizer used them. Some norms are above max_norm, some below."""
+    name, options = KINDS[kind]
+    new, old, ours, theirs = both(name, **options)
+    new_scaler, old_scaler = scaler(memopt.amp.GradScaler), scaler()
+    poisons = [None, float("nan"), None, None, float("inf"), None]
+    for number, poison in enumerate(poisons):
+        scaled_gradients([ours, theirs], old_scaler.get_scale() * (number + 1) / 50, number, poison)
+        given = bits(p.grad for p in ours)
+        before = bits(ours)
+        new_scaler.step(new, max_norm=1.5, unscaled_grads=unscaled_grads)
+        old_scaler.unscale_(old)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 1.5)
+        old_scaler.step(old)
+        if poison is None:
+            assert new_scaler.gradient_norm(new).item() == pytest.approx(norm.item(), rel=1e-5)
+            expected = [q.grad for q in theirs] if unscaled_grads else given
+            for p, grad in zip(ours, expected, strict=True):
+                assert torch.allclose(p.grad, grad, rtol=1e-5 if unscaled_grads else 0, atol=0)
+        else:
+            assert same_bits(before, ours)
+        assert bool(new_scaler.step_skipped(new)) == (poison is not None)
+        new_scaler.update()
+        old_scaler.update()
+        assert new_scaler.state_dict() == old_scaler.state_dict()
+        assert distance(ours, theirs) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
