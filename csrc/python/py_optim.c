@@ -83,7 +83,7 @@ static PyObject *collect(PyObject *self, PyObject *args)
         return NULL;
     if (!same)
         Py_RETURN_NONE;
-    if (mo_plan_read_hypers(u) < 0)
+    if (mo_plan_read_hypers(u, module) < 0)
         return NULL;
     left = PyList_New(0);
     for (size_t i = 0; left && i < u->entry_count; i++) {
@@ -214,6 +214,7 @@ static PyObject *run(PyObject *self, PyObject *args)
     int device, store = 0;
     mo_update_job job = {.groups = u->hypers, .group_count = u->group_count};
     mo_parameter *own;
+    void *stream = NULL;
     mo_detail detail = {0};
     mo_status status;
 
@@ -222,14 +223,15 @@ static PyObject *run(PyObject *self, PyObject *args)
     if (u->running)
         return busy();
     if (scalar(module, factor, "factor", device, &job.factor) < 0 ||
-        scalar(module, found_inf, "found_inf", device, &job.found_inf) < 0)
+        scalar(module, found_inf, "found_inf", device, &job.found_inf) < 0 ||
+        (device != MO_CPU && mo_py_tensor_stream(module, device, &stream) < 0))
         return NULL;
     if (!of_device(u, device, &job, &own))
         return PyErr_NoMemory();
     job.store_gradients = store;
     u->running = true;
     Py_BEGIN_ALLOW_THREADS;
-    status = mo_update_cpu(&job, &detail);
+    status = device == MO_CPU ? mo_update_cpu(&job, &detail) : mo_update_cuda(device, stream, &job, &detail);
     Py_END_ALLOW_THREADS;
     u->running = false;
     mo_host_free(own);

@@ -70,6 +70,7 @@ typedef struct plan {
     size_t item_count;
     PyObject **groups; /* the dicts in optimizer.param_groups */
     mo_hyper *hypers;  /* of each */
+    int *rate_devices; /* of each: where its lr is, if that is a tensor on a CUDA device */
     size_t group_count;
     entry *entries;
     size_t entry_count;
@@ -100,7 +101,7 @@ int mo_plan_is_good(const plan *u, PyObject *state, PyObject *groups);
  * takes. LACKING: a state is not there, or nothing that can be one. */
 typedef enum found { FAILED = -1, OTHER, PLAIN, LACKING, WITHOUT_GRADIENT } found;
 
-int mo_plan_read_hypers(plan *u);
+int mo_plan_read_hypers(plan *u, PyObject *module);
 
 /* Puts a parameter among those of this step: with its gradient, or with this one. */
 found mo_plan_look(plan *u, PyObject *module, entry *e);

@@ -31,6 +31,26 @@ static int flag(const plan *u, PyObject *group, int name, bool *out)
     return 0;
 }
 
+/* lr may be a tensor; on a CUDA device it is left there, for the kernel to read. */
+static int read_rate(plan *u, PyObject *module, size_t which, mo_hyper *out)
+{
+    PyObject *rate = PyDict_GetItemWithError(u->groups[which], u->names[LR]);
+    mo_tensor_view view;
+    int known;
+
+    if (!rate || PyFloat_CheckExact(rate))
+        return number(u, u->groups[which], LR, &out->lr);
+    known = mo_py_tensor_view(module, rate, &view);
+    if (known < 0)
+        return -1;
+    if (!known || view.device == MO_CPU || view.count != 1 || (view.kind != MO_F32 && view.kind != MO_F64))
+        return as_double(rate, &out->lr);
+    out->lr_address = view.address;
+    out->lr_kind = view.kind;
+    u->rate_devices[which] = view.device;
+    return 0;
+}
+
 static int read_betas(const plan *u, PyObject *group, mo_hyper *out)
 {
     PyObject *betas = PyDict_GetItemWithError(group, u->names[BETAS]);
@@ -52,12 +72,13 @@ static int read_betas(const plan *u, PyObject *group, mo_hyper *out)
     return 0;
 }
 
-static int read_hyper(const plan *u, PyObject *group, mo_hyper *out)
+static int read_hyper(plan *u, PyObject *module, size_t which, mo_hyper *out)
 {
+    PyObject *group = u->groups[which];
     bool decoupled = false;
 
     *out = (mo_hyper){0};
-    if (number(u, group, LR, &out->lr) < 0 || number(u, group, WEIGHT_DECAY, &out->weight_decay) < 0 ||
+    if (read_rate(u, module, which, out) < 0 || number(u, group, WEIGHT_DECAY, &out->weight_decay) < 0 ||
         flag(u, group, MAXIMIZE, &out->maximize) < 0 || flag(u, group, STOCHASTIC, &out->stochastic) < 0)
         return -1;
     if (u->sgd) {
@@ -75,10 +96,10 @@ static int read_hyper(const plan *u, PyObject *group, mo_hyper *out)
     return 0;
 }
 
-int mo_plan_read_hypers(plan *u)
+int mo_plan_read_hypers(plan *u, PyObject *module)
 {
     for (size_t i = 0; i < u->group_count; i++)
-        if (read_hyper(u, u->groups[i], &u->hypers[i]) < 0)
+        if (read_hyper(u, module, i, &u->hypers[i]) < 0)
             return -1;
     return 0;
 }
@@ -267,8 +288,10 @@ found mo_plan_take(plan *u, PyObject *module, entry *e, PyObject *grad)
         known = (found)mo_py_tensor_view(module, grad, &g);
     if (known != PLAIN)
         return known;
-    if (r.p.device != MO_CPU || g.device != r.p.device || g.count != r.p.count || !is_aligned(&r.p) ||
-        !is_aligned(&g) || (g.kind == MO_F64) != (r.p.kind == MO_F64))
+    if (u->hypers[e->group].lr_address && u->rate_devices[e->group] != r.p.device)
+        return OTHER;
+    if (g.device != r.p.device || g.count != r.p.count || !is_aligned(&r.p) || !is_aligned(&g) ||
+        (g.kind == MO_F64) != (r.p.kind == MO_F64))
         return OTHER;
     if (!(r.p.contiguous && g.contiguous))
         known = (found)mo_py_tensor_same_order(module, e->p, grad);

@@ -67,6 +67,7 @@ void mo_plan_free(plan *u)
     mo_host_free(u->items);
     mo_host_free(u->groups);
     mo_host_free(u->hypers);
+    mo_host_free(u->rate_devices);
     mo_host_free(u->entries);
     mo_host_free(u->parameters);
     mo_host_free(u->grads);
@@ -129,12 +130,14 @@ static int note_params(plan *u, PyObject *groups)
     }
     u->groups = mo_host_calloc((size_t)group_count, sizeof *u->groups);
     u->hypers = mo_host_calloc((size_t)group_count, sizeof *u->hypers);
+    u->rate_devices = mo_host_calloc((size_t)group_count, sizeof *u->rate_devices);
     u->entries = mo_host_calloc(total, sizeof *u->entries);
     u->parameters = mo_host_calloc(total, sizeof *u->parameters);
     u->grads = mo_host_calloc(total, sizeof *u->grads);
     u->devices = mo_host_calloc(total, sizeof *u->devices);
     u->who = mo_host_calloc(total, sizeof *u->who);
-    if (!u->groups || !u->hypers || !u->entries || !u->parameters || !u->grads || !u->devices || !u->who)
+    if (!u->groups || !u->hypers || !u->rate_devices || !u->entries || !u->parameters || !u->grads ||
+        !u->devices || !u->who)
         return PyErr_NoMemory(), -1;
     for (Py_ssize_t i = 0; i < group_count; i++) {
         PyObject *group = PyList_GetItem(groups, i), *params = params_of(u, group);

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt import _C
+from memopt import _C, kernels
 from memopt.optim.state_layout import FLOATS, is_plain, like
 
 OWN_OPTIONS = ("state_bits", "min_8bit_size", "master_weights", "stochastic_rounding")
@@ -82,6 +82,8 @@ class OnePass(torch.optim.Optimizer):
                 with torch.no_grad():
                     self._update_left(plan, left, scaling)
             for number in plan.devices():
+                if number >= 0:
+                    kernels.prepare()
                 if scaling is None:
                     plan.run(number)
                 else:
