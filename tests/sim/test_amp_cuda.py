@@ -9,7 +9,7 @@ import pytest
 import torch
 from amp_sequences import bits
 
-from memopt import _C, sim
+from memopt import _C, optim, sim
 from memopt.amp import GradScaler, clip_grad_norm_
 
 SIM = {"memory": "1GiB", "devices": 2}
@@ -140,12 +140,20 @@ OPTIONS = [
 ]
 
 
+MAKES = {
+    "torch's": lambda p: torch.optim.SGD(p, 0.1, fused=True),
+    "AdamW": lambda p: optim.AdamW(p, 0.1),
+    "SGD": lambda p: optim.SGD(p, 0.1, momentum=0.9),
+}
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "all options"])
 @pytest.mark.parametrize("take", [take_step, take_unscale, take_clip, take_clipped])
-def test_an_iteration_waits_for_nothing(take, options: dict):
-    """With an optimizer of torch's that knows scales; its other ones wait by themselves."""
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_an_iteration_waits_for_nothing(make, take, options: dict):
+    """With optimizers that know scales; torch's other ones wait by themselves."""
     made, scaler = parameters([torch.float32], "cuda"), scaler_of(GradScaler, "cuda", **options)
-    optimizer = torch.optim.SGD(made, 0.1, fused=True)
+    optimizer = make(made)
     for iteration in range(4):
         for p in made:
             p.grad = torch.ones_like(p)
@@ -158,6 +166,37 @@ def test_an_iteration_waits_for_nothing(take, options: dict):
         assert iteration == 0 or after == before  # the first uploads constants and tables
     bool(skipped)
     assert waits() > after  # the control
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize(
+    ("dtype", "make"),
+    [
+        (torch.float32, lambda p: optim.AdamW(p, 0.01)),
+        (torch.bfloat16, lambda p: optim.AdamW(p, 0.01)),
+        (torch.float32, lambda p: optim.SGD(p, 0.1, momentum=0.9)),
+    ],
+    ids=["AdamW", "AdamW of bf16", "SGD"],
+)
+def test_a_clipped_step_is_that_of_the_cpu(dtype: torch.dtype, make):
+    seen = []
+    for device in ("cpu", "cuda"):
+        made, scaler = parameters([dtype], device), scaler_of(GradScaler, device)
+        optimizer, told = make(made), []
+        for bad in (None, math.inf, None):
+            for p, q in zip(made, parameters([dtype], device, bad), strict=True):
+                p.grad = q.grad
+            before = bits(grads(made))
+            scaler.step(optimizer, max_norm=0.5)
+            assert bits(grads(made)) == before
+            told.append((bool(scaler.step_skipped(optimizer)), scaler.gradient_norm(optimizer).item()))
+            scaler.update()
+        seen.append((told, scaler.state_dict(), [p.detach().cpu() for p in made]))
+    assert [skipped for skipped, _ in seen[1][0]] == [False, True, False]
+    assert seen[0][0] == [(skipped, pytest.approx(norm, rel=1e-6)) for skipped, norm in seen[1][0]]
+    assert seen[0][1] == seen[1][1]
+    for one, other in zip(seen[0][2], seen[1][2], strict=True):
+        assert torch.allclose(one, other, rtol=2 * torch.finfo(dtype).eps, atol=1e-6) and (one != 0).all()
 
 
 def test_torchs_optimizers_that_do_not_know_scales_wait_once_a_device():
@@ -191,10 +230,11 @@ def test_scalars_of_another_device_are_refused():
 
 
 @pytest.mark.parametrize("take", [take_step, take_unscale, take_clip, take_clipped])
-def test_an_iteration_is_captured_in_a_graph(take):
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_an_iteration_is_captured_in_a_graph(make, take):
     """That the host asked the device for anything would end the capture."""
     made, scaler = parameters([torch.float32], "cuda"), scaler_of(GradScaler, "cuda")
-    optimizer = torch.optim.SGD(made, 0.1, fused=True)
+    optimizer = make(made)
 
     def iteration():
         take(scaler, optimizer)
