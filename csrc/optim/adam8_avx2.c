@@ -1,4 +1,5 @@
-/* Codes are made of four vectors at a time, so that the steps after the packing to bytes are shared by 32 elements. */
+/* Codes are made of four vectors at a time, so that the steps after the packing to bytes are shared by 32
+ * elements. */
 #if defined(__x86_64__)
 #include "optim/update_kernels.h"
 

@@ -1,4 +1,5 @@
-/* What a block leaves to be coded, and the codes of one vector. Included before encode_group(), which makes bytes of them. */
+/* What a block leaves to be coded, and the codes of one vector. Included before encode_group(), which makes
+ * bytes of them. */
 #ifndef MO_ADAM8_CODE_H
 #define MO_ADAM8_CODE_H
 

@@ -1,8 +1,8 @@
-/* adam8_generic.c in vectors. Included once by each instruction set's file, after the header that defines the words and after GROUP
- * and encode_group(): how vectors are packed to bytes is what differs most.
+/* adam8_generic.c in vectors. Included once by each instruction set's file, after the header that defines
+ * the words and after GROUP and encode_group(): how vectors are packed to bytes is what differs most.
  *
- * A block can only be coded when its scales are known, that is after its last element. So while one block is updated, which waits for
- * divisions and roots, the one before it is coded, which is integers. */
+ * A block can only be coded when its scales are known, that is after its last element. So while one block is
+ * updated, which waits for divisions and roots, the one before it is coded, which is integers. */
 
 /* What the elements of a block have in common. */
 typedef struct adam8_vectors {
@@ -36,7 +36,8 @@ WORD adam8_vectors adam8_broadcast(const mo_adam_termsf *c, float m_scale, float
     };
 }
 
-/* LANES elements from number i of the run on, which is `in` of its block: decoded, updated, left in *values. */
+/* LANES elements from number i of the run on, which is `in` of its block: decoded, updated, left
+ * in *values. */
 WORD void update_lanes(adam8_vectors *c, unsigned flags, bool plain, const mo_run *run, size_t i, size_t in,
                        block_values *values)
 {
@@ -63,7 +64,8 @@ WORD void update_lanes(adam8_vectors *c, unsigned flags, bool plain, const mo_ru
         store_p(run, i, x, LANES);
 }
 
-/* The lines of the parameter and the gradient that will be wanted two blocks on. An address behind the array's end does no harm. */
+/* The lines of the parameter and the gradient that will be wanted two blocks on. An address behind the
+ * array's end does no harm. */
 WORD void fetch_ahead(bool plain, const mo_run *run, size_t i)
 {
     const size_t p_size = plain ? 4 : mo_float_size(run->kind),
@@ -75,7 +77,8 @@ WORD void fetch_ahead(bool plain, const mo_run *run, size_t i)
     }
 }
 
-/* Updates the block at number `at`, its values into *values; meanwhile codes *earlier, those of the block before, if there is one. */
+/* Updates the block at number `at`, its values into *values; meanwhile codes *earlier, those of the block
+ * before, if there is one. */
 WORD void update_block(const mo_adam_termsf *terms, unsigned flags, bool plain, const mo_run *run, size_t at,
                        block_values *values, const block_values *earlier, const uint32_t *ramp_of_block)
 {

@@ -17,7 +17,8 @@ static const char *name_of(mo_float kind)
     return (unsigned)kind < MO_FLOAT_COUNT ? names[kind] : "?";
 }
 
-/* What must be there for an array of a parameter: its elements where it is needed, no address where it has no use. */
+/* What must be there for an array of a parameter: its elements where it is needed, no address where it has
+ * no use. */
 typedef struct need {
     const char *what;
     uintptr_t address;

@@ -46,7 +46,7 @@ typedef struct update_plan {
     size_t units, bytes, terms_count;
 } update_plan;
 
-/* ---- one parameter's elements [begin, begin + n) ---------------------------------------------------------------------- */
+/* ---- one parameter's elements [begin, begin + n) ------------------------------------------------------- */
 
 typedef struct share {
     const mo_parameter *a;
@@ -93,7 +93,7 @@ static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t be
         kernels->adam(&s->terms->adamf, s->flags, &run);
 }
 
-/* ---- fp64: by the specification ------------------------------------------------------------------------------------------ */
+/* ---- fp64: by the specification ------------------------------------------------------------------------ */
 
 static double read_wide(mo_float kind, uintptr_t address, size_t i)
 {
@@ -156,7 +156,7 @@ static void run_fp64(const share *s, size_t begin, size_t n)
     }
 }
 
-/* ---- a thread's share -------------------------------------------------------------------------------------------------- */
+/* ---- a thread's share ---------------------------------------------------------------------------------- */
 
 static void run_elements(const update_plan *plan, size_t parameter, size_t begin, size_t end)
 {
@@ -199,7 +199,7 @@ static void run_units(void *user, size_t unit, size_t end)
     }
 }
 
-/* ---- what is known before the first element --------------------------------------------------------------------------------- */
+/* ---- what is known before the first element ------------------------------------------------------------ */
 
 static void count_units(update_plan *plan)
 {

@@ -1,8 +1,9 @@
-/* One optimizer step over a run of one parameter's elements: a table of functions an instruction set, of which update_cpu.c uses one
- * throughout.
+/* One optimizer step over a run of one parameter's elements: a table of functions an instruction set, of
+ * which update_cpu.c uses one throughout.
  *
- * update_generic.c and adam8_generic.c, loops over kernels/adam.cuh, sgd.cuh, dither.cuh and adam8.cuh, are the specification; the
- * others give the same bits for every length, every kind and every misalignment (but for the sign and payload of a NaN). */
+ * update_generic.c and adam8_generic.c, loops over kernels/adam.cuh, sgd.cuh, dither.cuh and adam8.cuh, are
+ * the specification; the others give the same bits for every length, every kind and every misalignment (but
+ * for the sign and payload of a NaN). */
 #ifndef MO_UPDATE_KERNELS_H
 #define MO_UPDATE_KERNELS_H
 
@@ -14,8 +15,8 @@
 #include "../kernels/sgd.cuh"
 #include "base/isa.h"
 
-/* n elements of a parameter, the first of which is number `index` in it. What the rule and its flags do not name may be NULL. fp32,
- * fp16 and bf16 only: fp64 is update_cpu.c's. */
+/* n elements of a parameter, the first of which is number `index` in it. What the rule and its flags do not
+ * name may be NULL. fp32, fp16 and bf16 only: fp64 is update_cpu.c's. */
 typedef struct mo_run {
     size_t n;
     void *p, *g;
@@ -47,8 +48,8 @@ extern const mo_update_kernels mo_update_avx2, mo_update_avx512;
 mo_adam_kernel mo_adam8_avx2, mo_adam8_avx512;
 #endif
 
-/* The best that this processor has, or what the environment variable MEMOPT_ISA says, looked at once; what mo_isa_choose() says
- * against that. */
+/* The best that this processor has, or what the environment variable MEMOPT_ISA says, looked at once; what
+ * mo_isa_choose() says against that. */
 mo_status mo_update_kernels_get(const mo_update_kernels **out, mo_detail *detail);
 
 /* Others, for tests (NULL: back to the above). */
