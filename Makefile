@@ -57,6 +57,7 @@ valgrind: environments  ## the C tests under valgrind's memcheck
 
 soak: bench  ## the long form of everything that has one; figures go to benchmarks/results
 	@"$$(cat build/python-cpu)" benchmarks/torch_versions.py
+	@"$$(cat build/python-cpu)" benchmarks/convergence_8bit.py
 	@MEMOPT_SOAK=1 "$$(cat build/python-cpu)" -m pytest $(PYTEST)
 	@MEMOPT_SOAK=1 "$$(cat build/python-cpu)" -m pytest tests/c/test_pool_churn.c --c-variant bench
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 try:
     from benchmarks import environment
@@ -54,7 +55,15 @@ class Comparison:
     calls: dict[str, int]
     rounds: list[Round] = field(default_factory=list)
     load_before: float = 0.0
-    goal: float | None = None
+    goal: float | dict[str, float] | None = None  # of all contenders, or of those named
+    moved: dict[str, float] = field(default_factory=dict)  # bytes a call reads and writes, where that is said
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Comparison:
+        """The comparison of which as_dict() is given."""
+        found = cls(**{f.name: saved[f.name] for f in fields(cls)})
+        found.rounds = [Round(**turn) for turn in saved["rounds"]]
+        return found
 
     def seconds(self, name: str) -> Spread:
         return Spread.of([turn.seconds[name] for turn in self.rounds])
@@ -62,6 +71,14 @@ class Comparison:
     def ratios(self, name: str) -> list[float]:
         """peer / contender, round by round."""
         return [turn.seconds[self.peer] / turn.seconds[name] for turn in self.rounds]
+
+    def rates(self, name: str) -> list[float]:
+        """Bytes a second, round by round."""
+        return [self.moved[name] / turn.seconds[name] for turn in self.rounds]
+
+    def shares(self, name: str, bound: str) -> list[float]:
+        """Bytes a second over those of `bound`, round by round: 1.0 moves its bytes as fast."""
+        return [ours / best for ours, best in zip(self.rates(name), self.rates(bound), strict=True)]
 
     def verdict(self, name: str) -> str:
         """Faster or slower, if every round says so, with a doubt about the size where the ratios spread wider
@@ -77,16 +94,22 @@ class Comparison:
             )
         return f"within the noise (spread {noise:.2f}, effect {effect:.2f})"
 
+    def goals(self) -> dict[str, float]:
+        """The least median ratio that is asked of each contender of which one is asked."""
+        if self.goal is None:
+            return {}
+        if isinstance(self.goal, dict):
+            return self.goal
+        return {name: self.goal for name in self.calls if name != self.peer}
+
     def goal_met(self) -> bool | None:
-        """Whether every contender but the peer reaches `goal` by the median ratio; None without a goal."""
+        """Whether all that have a goal reach it by the median ratio; None without a goal."""
         if self.goal is None:
             return None
-        return all(
-            statistics.median(self.ratios(name)) >= self.goal for name in self.calls if name != self.peer
-        )
+        return all(statistics.median(self.ratios(name)) >= goal for name, goal in self.goals().items())
 
     def as_dict(self) -> dict[str, object]:
-        summary = {}
+        summary: dict[str, dict[str, object]] = {}
         for name in self.calls:
             times, ratios = self.seconds(name), Spread.of(self.ratios(name))
             summary[name] = {
@@ -94,6 +117,8 @@ class Comparison:
                 "ratio": {"median": ratios.median, "min": ratios.best, "max": ratios.worst},
                 "verdict": None if name == self.peer else self.verdict(name),
             }
+            if name in self.moved:
+                summary[name]["bytes_per_second"] = statistics.median(self.rates(name))
         return {**asdict(self), "goal_met": self.goal_met(), "summary": summary}
 
     def __str__(self) -> str:
@@ -101,12 +126,16 @@ class Comparison:
         lines = [
             f"{self.case}   ({len(self.rounds)} rounds, {self.clock} clock, ratio = {self.peer} / contender)"
         ]
-        lines.append(f"  {'':<{width}}{'best':>11}{'median':>11}{'spread':>8}   ratio (min … max)")
+        rate = f"{'GB/s':>8}" if self.moved else ""
+        lines.append(f"  {'':<{width}}{'best':>11}{'median':>11}{'spread':>8}{rate}   ratio (min … max)")
         for name in self.calls:
             times, ratios = self.seconds(name), Spread.of(self.ratios(name))
             row = (
                 f"  {name:<{width}}{duration(times.best):>11}{duration(times.median):>11}{times.spread:>8.0%}"
             )
+            if self.moved:
+                known = name in self.moved
+                row += f"{statistics.median(self.rates(name)) / 1e9:>8.1f}" if known else " " * 8
             if name != self.peer:
                 row += (
                     f"   {ratios.median:.2f} ({ratios.best:.2f} … {ratios.worst:.2f})  {self.verdict(name)}"
@@ -116,7 +145,11 @@ class Comparison:
         lines.append(
             f"  load {min(loads):.2f} … {max(loads):.2f} on {environment.usable_cores()} cores" + self._busy()
         )
-        if self.goal is not None:
+        if isinstance(self.goal, dict):
+            for name, goal in self.goal.items():
+                reached = statistics.median(self.ratios(name)) >= goal
+                lines.append(f"  goal of {name} {goal:.2f}: {'reached' if reached else 'MISSED'}")
+        elif self.goal is not None:
             lines.append(f"  goal {self.goal:.2f}: {'reached' if self.goal_met() else 'MISSED'}")
         return "\n".join(lines)
 

@@ -25,6 +25,7 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -110,7 +111,8 @@ def compare(
     warmup: int = 1,
     calls: int | None = None,
     clock: str | Clock = "wall",
-    goal: float | None = None,
+    goal: float | dict[str, float] | None = None,
+    moved: dict[str, float] | None = None,
     resume: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
@@ -120,7 +122,8 @@ def compare(
     `warmup` untimed turns come first, then each contender's number of calls a sample is found (or is `calls`
     for all); times are divided by it. Garbage is collected before each sample and not during it. `clock` is
     "wall", "cuda" or a function (run, calls) -> seconds. `goal` is the least median ratio that the claim
-    needs.
+    needs, of all contenders or, by name, of some. `moved` says of contenders how many bytes a call of them reads
+    and writes, for bytes a second.
 
     `resume` names a file to which each round is written when it is finished: the same call finds the finished
     rounds there and runs the rest only. A file of another comparison, commit or torch is refused.
@@ -135,10 +138,15 @@ def compare(
         peer = next(iter(contenders))
     if peer not in contenders:
         raise ValueError(f"peer {peer!r} is not among the contenders {sorted(contenders)}")
+    for name in (*(goal if isinstance(goal, dict) else ()), *(moved or ())):
+        if name not in contenders:
+            raise ValueError(f"goal or moved: {name!r} is not among the contenders {sorted(contenders)}")
     entries = {name: c if isinstance(c, Contender) else Contender(c) for name, c in contenders.items()}
     timer = {"wall": wall_clock, "cuda": cuda_clock}[clock] if isinstance(clock, str) else clock
     clock_name = clock if isinstance(clock, str) else getattr(clock, "__name__", "custom")
-    result = Comparison(case, peer, clock_name, {}, load_before=os.getloadavg()[0], goal=goal)
+    result = Comparison(
+        case, peer, clock_name, {}, load_before=os.getloadavg()[0], goal=goal, moved=moved or {}
+    )
 
     log = RoundLog(resume, case, list(entries), peer, clock_name) if resume else None
     if log and log.rounds:
@@ -238,7 +246,8 @@ class Report:
         contenders: Mapping[str, Callable[[], object] | Contender],
         *,
         peer: str | None = None,
-        goal: float | None = None,
+        goal: float | dict[str, float] | None = None,
+        moved: dict[str, float] | None = None,
         warmup: int = 1,
         calls: int | None = None,
         clock: str | Clock | None = None,
@@ -257,6 +266,7 @@ class Report:
             calls=calls,
             clock=clock or ("cuda" if self.options.cuda else "wall"),
             goal=goal,
+            moved=moved,
             resume=resume,
             progress=self._progress if sys.stderr.isatty() else None,
         )
@@ -276,6 +286,13 @@ class Report:
         figure = Figure(case, values, unit, peer or next(iter(values)), goal)
         self.entries.append(figure)
         return figure
+
+    def record_share(self, found: Comparison, name: str, bound: str, *, goal: float | None = None) -> Figure:
+        """How near to `bound` a contender of `found` moves its bytes: the ratio is the share of its bytes a second that
+        is reached, the median of the rounds."""
+        share = statistics.median(found.shares(name, bound))
+        case = f"bytes a second of {bound}: {found.case}"
+        return self.record(case, {bound: 1.0, name: 1 / share}, unit="time a byte", peer=bound, goal=goal)
 
     def note(self, key: str, value: object) -> None:
         """Anything else the result should carry: a task's metadata, a seed, a size. Must go into JSON."""

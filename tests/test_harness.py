@@ -110,6 +110,31 @@ def test_a_goal_is_judged_by_the_median_ratio() -> None:
     assert rounds_of([1.4] * 5, slow).goal_met() is None
 
 
+def test_a_goal_by_name_asks_nothing_of_the_others() -> None:
+    contenders = {"peer": 3.0, "ours": 1.5, "a bound": 6.0}
+    reached = compare(FakeMachine(), contenders, goal={"ours": 2.0})
+    missed = compare(FakeMachine(), contenders, goal={"ours": 2.1})
+    assert reached.goal_met() is True and "goal of ours 2.00: reached" in str(reached)
+    assert missed.goal_met() is False and "goal of ours 2.10: MISSED" in str(missed)
+    assert compare(FakeMachine(), contenders, goal=2.0).goal_met() is False
+
+
+def test_bytes_a_second_and_their_share_of_a_bound() -> None:
+    contenders = {"peer": 3.0, "ours": 2.0, "copy": 1.0}
+    result = compare(FakeMachine(), contenders, rounds=5, moved={"ours": 12e9, "copy": 8e9})
+    assert result.rates("ours") == [6e9] * 5 and result.shares("ours", "copy") == [0.75] * 5
+    assert result.as_dict()["summary"]["ours"]["bytes_per_second"] == 6e9
+    assert "bytes_per_second" not in result.as_dict()["summary"]["peer"]
+    table = str(result).splitlines()
+    assert "GB/s" in table[1] and "     6.0   1.50" in table[3]
+    assert "GB/s" not in str(rounds_of([1.0], [1.0]))
+
+
+def test_a_comparison_of_another_process_is_read_again() -> None:
+    sent = compare(FakeMachine(), {"peer": 3.0, "ours": 2.0}, moved={"ours": 12e9}, goal={"ours": 1.4})
+    assert Comparison.from_dict(json.loads(json.dumps(sent.as_dict()))) == sent
+
+
 def test_short_calls_are_repeated_until_a_sample_is_long_enough() -> None:
     result = compare(FakeMachine(), {"fast": 1e-6, "slow": 1.0}, rounds=5, calls=None)
     assert result.calls == {"fast": 32768, "slow": 1}
@@ -151,6 +176,8 @@ def test_the_wall_clock_measures_what_sleeps() -> None:
     [
         ({"rounds": 4}, "rounds=4: fewer than 5"),
         ({"rounds": 5, "peer": "c"}, "peer 'c' is not among"),
+        ({"rounds": 5, "goal": {"c": 1.5}}, "goal or moved: 'c' is not among"),
+        ({"rounds": 5, "moved": {"c": 8}}, "goal or moved: 'c' is not among"),
     ],
 )
 def test_bad_arguments_are_named(options: dict, message: str) -> None:
@@ -253,6 +280,15 @@ def test_a_report_writes_table_and_json(tmp_path: Path, capsys: pytest.CaptureFi
     assert comparison["summary"]["memopt"]["ratio"]["median"] == pytest.approx(2.0)
     assert [len(turn["seconds"]) for turn in comparison["rounds"]] == [2] * 5
     assert figure["ratio"]["memopt"] == 4.0 and figure["goal_met"] is True
+
+
+def test_the_share_of_a_bound_is_kept_to_its_goal(tmp_path: Path) -> None:
+    for least, status in ((0.75, 0), (0.76, 1)):
+        report, machine = report_of(tmp_path), FakeMachine()
+        contenders = {"copy": machine.contender("copy", 1.0), "ours": machine.contender("ours", 2.0)}
+        found = report.compare("step", contenders, clock=machine, calls=1, moved={"copy": 8e9, "ours": 12e9})
+        share = report.record_share(found, "ours", "copy", goal=least)
+        assert share.ratio("ours") == pytest.approx(0.75) and report.finish() == status
 
 
 def test_a_missed_goal_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
