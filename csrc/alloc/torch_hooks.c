@@ -16,6 +16,7 @@ static _Atomic(mo_pool *) pools[MO_MAX_DEVICES];
 static _Atomic(double) fractions[MO_MAX_DEVICES]; /* 1 - the fraction, so that 0 means all */
 static atomic_bool current;
 static atomic_size_t preallocate;
+static _Atomic(mo_torch_observer) observer;
 
 static struct {
     atomic_uint_least64_t in_child, foreign_frees, foreign_streams, unbalanced, failed;
@@ -109,6 +110,27 @@ static void throw(const mo_detail *detail)
     mo_torch_throw_error(detail->text);
 }
 
+void mo_torch_hooks_observe(mo_torch_observer by)
+{
+    atomic_store(&observer, by);
+}
+
+static void tell_observer(int device, size_t wanted)
+{
+    static _Thread_local bool telling;
+    const mo_torch_observer by = atomic_load(&observer);
+    mo_driver *driver = NULL;
+    size_t free_bytes = 0, total = 0;
+
+    if (!by || telling)
+        return;
+    if (mo_driver_cuda_get(device, &driver, NULL) || driver->memory_info(driver, NULL, &free_bytes, &total))
+        free_bytes = total = 0;
+    telling = true;
+    by(device, wanted, total, free_bytes);
+    telling = false;
+}
+
 /* ---- memory --------------------------------------------------------------------------------------------- */
 
 void *memopt_malloc(ssize_t size, int device, void *stream)
@@ -126,6 +148,8 @@ void *memopt_malloc(ssize_t size, int device, void *stream)
         mo_trace_collect();
         status = mo_pool_alloc(pool, (size_t)size, stream, &detail, &address);
     }
+    if (status == MO_NO_DEVICE_MEMORY)
+        tell_observer(device, (size_t)size);
     if (status)
         throw(&detail);
     return (void *)address;

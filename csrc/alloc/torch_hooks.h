@@ -72,6 +72,12 @@ void mo_torch_hooks_preallocate(size_t bytes);
 /* The part of a device's memory that torch was told to use at most, 1 where it was told nothing. */
 double mo_torch_hooks_fraction(int device);
 
+/* Who is told of each out of memory before memopt_malloc throws it, or NULL: called in the thread that asked, with no
+ * lock of ours held; it may allocate and free, and is not told of what fails within itself. total is 0 where the device
+ * did not say. One that is replaced may still be running in another thread. */
+typedef void (*mo_torch_observer)(int device, size_t wanted, size_t total, size_t free_bytes);
+void mo_torch_hooks_observe(mo_torch_observer observer);
+
 /* What was counted where nothing could be thrown. What a pool refused is in its own mo_stats. */
 typedef struct mo_torch_hook_counts {
     uint64_t in_child; /* calls in a forked child */

@@ -133,6 +133,48 @@ static PyObject *allocator_is_current(PyObject *module, PyObject *unused)
     return PyBool_FromLong(mo_torch_hooks_current());
 }
 
+static PyObject *observer; /* under the GIL; NULL: nobody */
+
+/* In the midst of a request, by a thread that has the GIL or not. */
+static void tell_observer(int device, size_t wanted, size_t total, size_t free_bytes)
+{
+    PyObject *type, *value, *traceback, *result;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *called = observer;
+    Py_XINCREF(called);
+    if (called) {
+        result = PyObject_CallFunction(called, "innn", device, (Py_ssize_t)wanted, (Py_ssize_t)total,
+                                       (Py_ssize_t)free_bytes);
+        if (!result)
+            PyErr_WriteUnraisable(called);
+        Py_XDECREF(result);
+        Py_DECREF(called);
+    }
+    PyErr_Restore(type, value, traceback);
+    PyGILState_Release(gil);
+}
+
+PyDoc_STRVAR(
+    observe_doc,
+    "allocator_observe($module, observer, /)\n--\n\n"
+    "Has observer(device, bytes asked for, device's bytes, free bytes) called instead of the one before\n"
+    "when an out of memory is about to be raised; None: nobody, as before the interpreter ends.");
+
+static PyObject *allocator_observe(PyObject *module, PyObject *wanted)
+{
+    PyObject *before = observer;
+
+    (void)module;
+    if (wanted != Py_None && !PyCallable_Check(wanted))
+        return PyErr_Format(PyExc_TypeError, "allocator_observe: %R cannot be called", wanted);
+    observer = wanted == Py_None ? NULL : Py_NewRef(wanted);
+    mo_torch_hooks_observe(observer ? tell_observer : NULL);
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(
     misuse_doc,
     "allocator_misuse($module, /)\n--\n\n"
@@ -172,6 +214,7 @@ static PyMethodDef methods[] = {
     {"allocator_trim", allocator_trim, METH_VARARGS, trim_doc},
     {"allocator_fraction", allocator_fraction, METH_VARARGS, fraction_doc},
     {"allocator_is_current", allocator_is_current, METH_NOARGS, current_doc},
+    {"allocator_observe", allocator_observe, METH_O, observe_doc},
     {"allocator_misuse", allocator_misuse, METH_NOARGS, misuse_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from memopt import _C
-from memopt.cuda import history, statistics
+from memopt.cuda import captures, history, observers, statistics
 from memopt.cuda.caller import stacklevel
 from memopt.log import logger
 
@@ -35,7 +35,7 @@ class _Place(NamedTuple):
 class _Installed(NamedTuple):
     place: _Place
     ours: Any
-    original: Any
+    before: Any  # what stood there: in a class the descriptor, not what it gives
     inherited: bool  # the owner had no such name of its own
 
 
@@ -57,9 +57,10 @@ def install(allocator: object) -> None:
                 continue  # not in this version of torch
             original = getattr(place.owner, place.name)
             ours = _forwarding(place, original)
+            before = inspect.getattr_static(place.owner, place.name)
             inherited = inspect.isclass(place.owner) and place.name not in vars(place.owner)
             setattr(place.owner, place.name, ours)
-            _installed.append(_Installed(place, ours, original, inherited))
+            _installed.append(_Installed(place, ours, before, inherited))
         logger.info("torch's names answered by memopt: %s", ", ".join(done.place.name for done in _installed))
 
 
@@ -74,7 +75,7 @@ def remove() -> None:
             if done.inherited:
                 delattr(owner, name)
             else:
-                setattr(owner, name, done.original)
+                setattr(owner, name, done.before)
         _installed.clear()
 
 
@@ -111,7 +112,10 @@ def _places() -> list[_Place]:
     version = (int(numbers[0]), int(numbers[1]))
     benchmark = type(torch.backends.cudnn).__dict__["benchmark"]
     answers = _Answers(version)
+    graph = torch._C._CUDAGraph
+    ends = (_Place(graph, "capture_begin", captures.begin), _Place(graph, "capture_end", captures.end))
     return [
+        *(ends if captures.left_undone() else ()),
         *(_Place(torch._C, name, getattr(answers, name)) for name in vars(_Answers) if name[:2] != "__"),
         _Place(torch._C, "_set_cudnn_benchmark", _ignore_benchmark),
         _Place(benchmark, "setter", _ignore_benchmark),
@@ -172,6 +176,26 @@ class _Answers:
             snapshot["host_segments"] = []
             snapshot["host_traces"] = []
         return snapshot
+
+    def _cuda_attach_out_of_memory_observer(self, original: Any, observer: observers.Observer) -> None:
+        import torch
+
+        torch.cuda.init()
+        observers.attach(observer)
+
+    def _cuda_cudaCachingAllocator_enable(self, original: Any, value: bool) -> None:
+        if not value:
+            raise RuntimeError(_NO_UNCACHED)
+
+    def _cuda_cudaCachingAllocator_is_enabled(self, original: Any) -> bool:
+        return True
+
+    def _cuda_setMemoryMetadata(self, original: Any, metadata: str) -> None:
+        if metadata:
+            raise RuntimeError(_NO_METADATA)
+
+    def _cuda_getMemoryMetadata(self, original: Any) -> str:
+        return ""
 
     def _cuda_isHistoryEnabled(self, original: Any) -> bool:
         return history.is_recording()
@@ -277,6 +301,15 @@ _NO_IPC = (
 )
 _NO_SENDING = f"CUDA tensors cannot be sent to another process {_NO_IPC}"
 _NO_RECEIVING = f"CUDA tensors cannot be received from another process {_NO_IPC}"
+_NO_UNCACHED = (
+    "memopt's allocator always keeps freed memory for the next request: torch.cuda.caching_allocator_enable(False) is "
+    "for torch's own. To give memory back use torch.cuda.empty_cache() or memopt.cuda.trim(); to see each request at "
+    "the driver, keep torch's own allocator and set PYTORCH_NO_CUDA_MEMORY_CACHING=1"
+)
+_NO_METADATA = (
+    "memopt's allocator keeps no metadata of blocks. To know in a snapshot where a block comes from, note stacks: "
+    "torch.cuda.memory._record_memory_history(stacks='python')"
+)
 _NO_GRAPH_TREES = (
     "torch.compile's CUDA graph trees need torch's own allocator. With memopt's, set "
     "torch._inductor.config.triton.cudagraph_trees = False (plain CUDA graphs, which work), or compile without "

@@ -128,6 +128,48 @@ static void malloc_of_a_broken_driver(void)
     memopt_malloc(100, 0, NULL);
 }
 
+static void tell(int device, size_t wanted, size_t total, size_t free_bytes)
+{
+    void *a = memopt_malloc(1000, device, NULL); /* nothing is locked */
+
+    fprintf(stderr, "GPU %d of %zu bytes, %zu free, has no %zu\n", device, total, free_bytes, wanted);
+    memopt_free(a, 1000, device, NULL);
+}
+
+static void tell_nobody(int device, size_t wanted, size_t total, size_t free_bytes)
+{
+    (void)device, (void)wanted, (void)total, (void)free_bytes;
+    _exit(7); /* so that nothing is thrown */
+}
+
+static void malloc_too_much_with_an_observer(void)
+{
+    mo_torch_hooks_observe(tell);
+    malloc_too_much();
+}
+
+static void malloc_less_than_nothing_with_an_observer(void)
+{
+    mo_torch_hooks_observe(tell_nobody);
+    malloc_less_than_nothing();
+}
+
+static void malloc_too_much_with_no_observer_any_more(void)
+{
+    mo_torch_hooks_observe(tell_nobody);
+    mo_torch_hooks_observe(NULL);
+    malloc_too_much();
+}
+
+TEST(an_out_of_memory_is_told_before_it_is_thrown_and_nothing_else_is)
+{
+    CHECK_THROWS(malloc_too_much_with_an_observer,
+                 "GPU 0 of 67108864 bytes, 67108864 free, has no 1099511627776");
+    CHECK_THROWS(malloc_too_much_with_an_observer, "CUDA out of memory. Tried to allocate 1024.00 GiB.");
+    CHECK_THROWS(malloc_less_than_nothing_with_an_observer, "the size -1 is negative");
+    CHECK_THROWS(malloc_too_much_with_no_observer_any_more, "CUDA out of memory");
+}
+
 TEST(a_request_that_cannot_be_met_throws)
 {
     CHECK_THROWS(malloc_too_much, "CUDA out of memory. Tried to allocate 1024.00 GiB. GPU 0 has a total "

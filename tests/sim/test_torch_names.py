@@ -121,14 +121,16 @@ def test_disable_puts_back_what_was_there_and_allocator_comes_again(passes):
     import torch.cuda.memory as memory
     theirs = names()
     benchmark = type(torch.backends.cudnn).__dict__["benchmark"]
-    own = dict(vars(torch.UntypedStorage)), memory.MemPool.__init__, benchmark.setter
+    def in_classes():
+        return dict(vars(torch.UntypedStorage)), dict(vars(torch._C._CUDAGraph)), memory.MemPool.__init__
+    own = in_classes(), benchmark.setter
     memopt.disable()  # nothing to do
     memopt.cuda.allocator()
     assert names() != theirs
     memopt.disable()
     memopt.disable()
     assert names() == theirs
-    assert own == (dict(vars(torch.UntypedStorage)), memory.MemPool.__init__, benchmark.setter)
+    assert own == (in_classes(), benchmark.setter)
     SWAP
     x = block(1000)
     assert torch.cuda.memory_allocated() == 1024
@@ -175,6 +177,99 @@ def test_what_memopts_allocator_cannot_do_is_refused_naming_the_way_out(passes):
     fails(lambda: torch._C._cuda_checkPoolLiveAllocations(0, (0, 0), set()), "cudagraph_trees = False")
     assert torch.cuda.memory_allocated() == 1024
     """)
+
+
+def test_what_would_do_nothing_silently_is_refused_and_what_asks_for_nothing_is_not(passes):
+    passes("""
+    theirs = torch._C._cuda_cudaCachingAllocator_enable
+    SWAP
+    torch.cuda.memory.caching_allocator_enable(False)  # before CUDA starts torch does nothing with any allocator
+    x = block(1000)
+    fails(lambda: torch.cuda.caching_allocator_enable(False), "memopt.cuda.trim()", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
+    torch.cuda.caching_allocator_enable(True)
+    if hasattr(torch.cuda.memory, "caching_allocator_disabled"):  # not in torch 2.10
+        assert torch._C._cuda_cudaCachingAllocator_is_enabled() is True
+        fails(torch.cuda.memory.caching_allocator_disabled().__enter__, "empty_cache()")
+    fails(lambda: torch.cuda.memory._set_memory_metadata("layer 1"), "_record_memory_history")
+    torch.cuda.memory._set_memory_metadata("")
+    assert torch.cuda.memory._get_memory_metadata() == ""
+    assert torch.cuda.memory_allocated() == 1024
+    """)
+
+
+def test_observers_are_told_of_an_out_of_memory_before_it_is_raised(passes):
+    passes("""
+    import threading
+    SWAP
+    told = []
+    def first(*facts):
+        told.append(("first", *facts))
+        x = block(1000)  # what an observer asks for it gets
+        assert torch.cuda.memory_snapshot() and x.numel() == 1000
+        try:
+            block(1 << 40)
+        except torch.OutOfMemoryError:
+            told.append("tells nobody")
+        raise KeyError("the out of memory comes all the same")
+    torch._C._cuda_attach_out_of_memory_observer(first)
+    torch._C._cuda_attach_out_of_memory_observer(lambda *facts: told.append(("second", *facts)))
+    kept = block(300 << 20)
+    assert not told
+    def refused(size):
+        try:
+            block(size)
+        except torch.OutOfMemoryError as error:
+            assert "CUDA out of memory" in str(error)
+        else:
+            raise AssertionError("there was room")
+    facts = lambda size: (0, size, 1 << 30, torch.cuda.mem_get_info()[0])
+    for size in (1 << 40, 900 << 20):
+        before = facts(size)
+        refused(size)
+        name, *said = told[0]
+        assert name == "first" and tuple(said) == before, (told, before)
+        assert told[1] == "tells nobody" and told[2][:3] == ("second", 0, size) and len(told) == 3
+        told.clear()
+    thread = threading.Thread(target=refused, args=(2 << 30,))
+    thread.start(); thread.join()
+    assert [entry[2] for entry in told if entry != "tells nobody"] == [2 << 30, 2 << 30]
+    told.clear()
+    try:
+        torch._C._cuda_attach_out_of_memory_observer(None)
+    except TypeError as error:
+        assert "None cannot be" in str(error)
+    else:
+        raise AssertionError("nobody can be told")
+    """)
+
+
+def test_an_observer_is_told_by_the_threads_of_backward_and_not_while_the_process_ends(run_script):
+    done = run_script(
+        BEGIN
+        + SWAP
+        + """
+import atexit
+told = []
+class Greedy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+    @staticmethod
+    def backward(ctx, y):
+        return y + block(1 << 40).sum()
+
+def at_the_end():
+    fails(lambda: block(1 << 41), "CUDA out of memory")
+    print("still raised", told)
+atexit.register(at_the_end)  # before the observer is attached, so that it runs after that is let go
+torch._C._cuda_attach_out_of_memory_observer(lambda device, size, total, free: told.append(size))
+x = torch.ones(4, device="cuda", requires_grad=True)
+fails(Greedy.apply(x).sum().backward, "CUDA out of memory")
+assert told == [1 << 40], told
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"still raised [{1 << 40}]\n"
 
 
 def test_tensors_of_the_cpu_are_shared_as_ever(passes):
