@@ -175,8 +175,9 @@ def test_an_iteration_waits_for_nothing(make, take, options: dict):
         (torch.float32, lambda p: optim.AdamW(p, 0.01)),
         (torch.bfloat16, lambda p: optim.AdamW(p, 0.01)),
         (torch.float32, lambda p: optim.SGD(p, 0.1, momentum=0.9)),
+        (torch.bfloat16, lambda p: optim.SGD(p, 0.1, momentum=0.9)),
     ],
-    ids=["AdamW", "AdamW of bf16", "SGD"],
+    ids=["AdamW", "AdamW of bf16", "SGD", "SGD of bf16"],
 )
 def test_a_clipped_step_is_that_of_the_cpu(dtype: torch.dtype, make):
     seen = []
