@@ -6,11 +6,13 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import threading
 import weakref
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.tensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +75,8 @@ def rounded(x: float) -> float:
 
 
 def adam_in_double(p, g, state, group):
-    """(p after the step, the largest term of each element's formula), in double from constants rounded as in C."""
+    """(p after the step, the largest term of each element's formula), in double from constants rounded as in
+    C."""
     beta1, beta2 = group["betas"]
     lr, decay, decoupled = float(group["lr"]), group["weight_decay"], group["decoupled_weight_decay"]
     t = float(state["step"]) + 1
@@ -185,8 +188,8 @@ def test_fp64_is_computed_in_fp64(kind):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", PAIRS)
 def test_16_bits_are_computed_in_fp32_and_rounded_once(kind, dtype):
-    """Beside the formula in double, that is half a unit of the parameter's type. (The first step of torch 2.13's
-    fused SGD with momentum is not, on the CPU, so it is no oracle.)"""
+    """Beside the formula in double, that is half a unit of the parameter's type. (The first step of torch
+    2.13's fused SGD with momentum is not, on the CPU, so it is no oracle.)"""
     options = {"momentum": 0.9, "lr": 0.1} if kind == "sgd" else {"lr": 0.01, "eps": 1e-4}
     ours = parameters(dtype)
     optimizer = PAIRS[kind][0](ours, **options)
@@ -585,3 +588,83 @@ def test_they_are_torchs_classes():
     assert sorted(memopt.optim.__all__) == ["Adam", "AdamW", "SGD"]
     with pytest.raises(AttributeError, match="RMSprop"):
         memopt.optim.RMSprop  # noqa: B018
+
+
+def test_one_step_at_a_time():
+    """A second thread, and a parameter whose gradient's getter steps again: refused, and no step is lost or
+    doubled."""
+    params = parameters(shapes=[(400_000,)])
+    optimizer, refused, done = memopt.optim.AdamW(params), [], []
+    give_gradients(params, number=0)
+    optimizer.step()
+
+    def many():
+        for _ in range(20):
+            try:
+                done.append(optimizer.step())
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=many) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert optimizer.state[params[0]]["step"] == 1 + len(done)
+    assert set(refused) <= {"this optimizer's step() is running already: one step at a time"}
+
+    class Greedy(torch.Tensor):
+        asked = 0
+
+        @property
+        def grad(self):
+            Greedy.asked += 1
+            if Greedy.asked == 3:
+                with pytest.raises(RuntimeError, match="is running already"):
+                    greedy.step()
+            return torch.ones(2)
+
+    first = torch.nn.Parameter(torch.ones(3))
+    first.grad = torch.ones(3)
+    greedy = memopt.optim.SGD([first, torch.ones(2).as_subclass(Greedy).requires_grad_()], lr=0.5)
+    greedy.step()
+    assert Greedy.asked >= 3 and torch.equal(first, torch.full((3,), 0.5))
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_dtensors_are_torchs(kind, one_rank):
+    """With the factor and the flag of a scaler, beside torch's optimizer on gradients that were multiplied
+    before."""
+    options = {"momentum": 0.9} if kind == "sgd" else {}
+    place = [torch.distributed.tensor.Shard(0)]
+
+    def made():
+        whole = parameters(shapes=[(6, 4), (8,)])
+        return [
+            torch.nn.Parameter(torch.distributed.tensor.distribute_tensor(p.detach(), one_rank, place))
+            for p in whole
+        ] + parameters(shapes=[(5,)])
+
+    ours, theirs = made(), made()
+    new, old = PAIRS[kind][0](ours, **options), PAIRS[kind][1](theirs, foreach=False, **options)
+    for number, bad in enumerate([1.0, 0.0, 0.0]):
+        make = generator(number)
+        for p, q in zip(ours, theirs, strict=True):
+            g = torch.randn(p.shape, generator=make)
+            if type(p.data) is not torch.Tensor:
+                g = torch.distributed.tensor.distribute_tensor(g, one_rank, place)
+            p.grad, q.grad = g.clone(), g * 0.5
+        new._memopt_factor, new.found_inf = {torch.device("cpu"): torch.tensor(0.5)}, torch.tensor(bad)
+        new.step()
+        if not bad:
+            old.step()
+        local = [[getattr(p, "_local_tensor", p) for p in params] for params in (ours, theirs)]
+        assert distance(*local) < 1e-6
+    assert type(ours[0].data).__name__ == "DTensor"

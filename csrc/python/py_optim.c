@@ -55,8 +55,7 @@ static PyObject *module_of(PyObject *self)
 
 static PyObject *busy(void)
 {
-    return PyErr_Format(PyExc_RuntimeError,
-                        "this optimizer's step() is running in another thread: one step at a time");
+    return PyErr_Format(PyExc_RuntimeError, "this optimizer's step() is running already: one step at a time");
 }
 
 /* ---- methods ------------------------------------------------------------------------------------------------------------ */
@@ -87,8 +86,12 @@ static PyObject *collect(PyObject *self, PyObject *args)
         return NULL;
     left = PyList_New(0);
     for (size_t i = 0; left && i < u->entry_count; i++) {
-        const found known = mo_plan_look(u, module, &u->entries[i]);
         PyObject *which;
+        found known;
+
+        u->running = true; /* asking a subclass of Tensor for its gradient may run Python code */
+        known = mo_plan_look(u, module, &u->entries[i]);
+        u->running = false;
 
         if (known == PLAIN || known == WITHOUT_GRADIENT)
             continue;

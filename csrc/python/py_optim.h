@@ -63,7 +63,7 @@ typedef struct item {
 typedef struct plan {
     PyObject_HEAD PyObject *names[NAME_COUNT];
     bool sgd;
-    bool running; /* run() has given up the GIL */
+    bool running; /* somewhere in collect() or run() other code may run meanwhile */
 
     PyObject *state; /* optimizer.state, and its items */
     item *items;

@@ -145,15 +145,11 @@ static PyObject *state(const reading *r, int name)
     return r->e->states ? PyDict_GetItemWithError(r->e->states, r->u->names[name]) : NULL;
 }
 
-/* LACKING where there is no tensor of `count` elements (or AS_P) on p's device. */
-static found state_view(reading *r, int name, int which, Py_ssize_t count, mo_tensor_view *out)
+/* LACKING where it has not `count` elements (or AS_P) on p's device. */
+static found fitting_view(reading *r, PyObject *tensor, int which, Py_ssize_t count, mo_tensor_view *out)
 {
-    PyObject *tensor = state(r, name);
-    found known;
+    const found known = kept_view(r, which, tensor, out);
 
-    if (!tensor)
-        return PyErr_Occurred() ? FAILED : LACKING;
-    known = kept_view(r, which, tensor, out);
     if (known != PLAIN)
         return known == OTHER ? LACKING : known;
     if (out->device != r->p.device || out->count != (count == AS_P ? r->p.count : (size_t)count))
@@ -165,6 +161,21 @@ static found state_view(reading *r, int name, int which, Py_ssize_t count, mo_te
     return PLAIN;
 }
 
+/* The same of the tensor under that name; LACKING where there is none. Held meanwhile: a mode of torch's may run Python code
+ * whatever is asked of a tensor. */
+static found state_view(reading *r, int name, int which, Py_ssize_t count, mo_tensor_view *out)
+{
+    PyObject *tensor = state(r, name);
+    found known;
+
+    if (!tensor)
+        return PyErr_Occurred() ? FAILED : LACKING;
+    Py_INCREF(tensor);
+    known = fitting_view(r, tensor, which, count, out);
+    Py_DECREF(tensor);
+    return known;
+}
+
 /* The same for codes of 8 bits. */
 static found code_view(reading *r, int name, uintptr_t *out)
 {
@@ -174,14 +185,18 @@ static found code_view(reading *r, int name, uintptr_t *out)
 
     if (!tensor)
         return PyErr_Occurred() ? FAILED : LACKING;
+    Py_INCREF(tensor);
     known = mo_py_tensor_bytes(r->module, tensor, &codes);
     if (known <= 0)
-        return known < 0 ? FAILED : LACKING;
-    if (codes.count != r->p.count || codes.device != r->p.device)
-        return LACKING;
-    *out = codes.address;
-    return r->p.contiguous && codes.contiguous ? PLAIN
-                                               : (found)mo_py_tensor_same_order(r->module, r->e->p, tensor);
+        known = known < 0 ? FAILED : LACKING;
+    else if (codes.count != r->p.count || codes.device != r->p.device)
+        known = LACKING;
+    else if (!(r->p.contiguous && codes.contiguous))
+        known = mo_py_tensor_same_order(r->module, r->e->p, tensor);
+    Py_DECREF(tensor);
+    if (known == PLAIN)
+        *out = codes.address;
+    return (found)known;
 }
 
 /* One fp32, or an array of them. */
