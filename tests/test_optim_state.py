@@ -225,6 +225,8 @@ def test_codes_and_numbers(second):
         codes, scales = encoded(value, p, second)
         back = decoded(codes, scales, second)
         again, _ = encoded(back, p, second)
+        if not second:
+            codes[codes == 128] = 0  # the other 0
         assert torch.equal(codes, again)
         largest = torch.stack([b.abs().max() for b in value.split(256)])
         assert torch.equal(scales, largest)
