@@ -325,6 +325,9 @@ CALLS: dict[str, list[tuple]] = {
         (one("b"), one("Q"), 0, 0, 0, 0, 0), (one("Q"), array("Q"), 0, 0, 0, 0, 0), (None, None, 0, 0, 0, 0, 0),
         (one("Q"), one("Q"), 0, 0, 0, 64, 0), (one("Q"), one("Q"), Refuses(), 0, 0, 0, 0), (),
     ],
+    "allocator_observe": [(None,), (len,), (1,), ()],
+    "adam8_encode": [(True, 1, 2, 3), (False, None, None, None), (True,), ()],
+    "adam8_decode": [(True, 1, 2, 3), (False, None, None, None), (True,), ()],
     "_tensor_view": [(1,), (None, True), (), ("x", 1, 2)],
     "replay": [
         (b"a 1 512 0\nf 1 0\n", 0, 20, 0, False, True, False, False, 0, False),
