@@ -180,7 +180,7 @@ def test_a_copy_that_no_capture_allows_ends_its_pool():
 
 
 def test_a_capture_that_fails_in_a_shared_pool_leaves_the_pool_to_the_others():
-    # In torch 2.11 the allocator of pinned memory stays in the pool of a capture that failed, and refuses it to another.
+    # In torch 2.11 the allocator of pinned memory stays in a failed capture's pool, and refuses that to another.
     pinned_memory_stays = torch.__version__.startswith("2.11.")
     source = torch.arange(MIB).cuda()
     first, target = captured(source)
