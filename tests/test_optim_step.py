@@ -129,8 +129,8 @@ CASES = [(kind, o) for kind in ("adamw", "adam") for o in ADAM_OPTIONS] + [("sgd
 
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_one_step_from_an_equal_state_is_the_written_formula(kind, options):
-    """|p - p_ref| at most 1 ulp of p and 2 ulp of the largest term of the formula, which is evaluated in
-    double."""
+    """|p - p_ref| at most 1 ulp of p and 3 ulp of the largest term of the formula, which is evaluated in double: where
+    the update is as large as the parameter, a dozen roundings in fp32 come to more than 2 now and then."""
     optimizer = PAIRS[kind][0](parameters(), **options)
     ours = optimizer.param_groups[0]["params"]
     group = optimizer.param_groups[0]
@@ -144,7 +144,7 @@ def test_one_step_from_an_equal_state_is_the_written_formula(kind, options):
     for p, (was, state) in zip(ours, before, strict=True):
         expected, largest = oracle(was.double().numpy(), p.grad.double().numpy(), state, group)
         allowed = np.spacing(np.abs(expected).astype(np.float32)).astype(np.float64)
-        allowed = allowed + 2 * np.spacing(largest.astype(np.float32)).astype(np.float64)
+        allowed = allowed + 3 * np.spacing(largest.astype(np.float32)).astype(np.float64)
         assert (np.abs(p.detach().double().numpy() - expected) <= allowed).all()
         assert p.numel() == 0 or not torch.equal(p, was)
 
