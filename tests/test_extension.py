@@ -144,7 +144,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheels: dict[str, Path], c
     package = {name for name in names if not name.startswith(info)}
     assert all(name.startswith("memopt/") for name in package)
     built = {name for name in package if name.endswith(".so")}
-    sources = {str(p.relative_to(checkout)) for p in (checkout / "memopt").rglob("*") if p.is_file()}
+    files = (p for p in (checkout / "memopt").rglob("*") if p.is_file() and p.parent.name != "__pycache__")
+    sources = {str(p.relative_to(checkout)) for p in files}
     assert package - built == sources
     assert {"memopt/py.typed", "memopt/_C.pyi", "memopt/sim/activation.py"} <= package
     simulated = {name for name in built if re.fullmatch(r"memopt/sim/cu1[23]/sim_[\w-]+\.so", name)}
@@ -374,12 +375,18 @@ def test_ten_thousand_calls_leave_nothing(name: str, kernels_unconfigured: None)
         return sys.getallocatedblocks(), heap_in_use(), _C.host_blocks()
 
     repeat(1000)
-    blocks, heap, engines = settled()
-    repeat(10_000)
-    more = settled()
-    # A leak in one of the calls is some 1000 objects or more.
-    assert more[0] - blocks < 200
-    assert more[1] - heap < 16_000
+    grown = []
+    # A leak in one of the calls is some 1000 objects or more, every time. What another thread of pytest's keeps (the
+    # reports of tests/sim, read in the background) comes once.
+    for _ in range(5):
+        blocks, heap, engines = settled()
+        repeat(10_000)
+        more = settled()
+        grown.append((more[0] - blocks, more[1] - heap))
+        if grown[-1][0] < 200 and grown[-1][1] < 16_000:
+            break
+    else:
+        pytest.fail(f"blocks and bytes left by 10,000 calls: {grown}")
     assert more[2] == engines
 
 
