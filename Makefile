@@ -55,22 +55,28 @@ test-tsan:  ## the C tests under ThreadSanitizer
 valgrind: environments  ## the C tests under valgrind's memcheck
 	@"$$(cat build/python-cpu)" -m pytest tests/c --c-variant valgrind $(PYTEST)
 
-soak: bench  ## the long form of everything that has one; figures go to benchmarks/results
-	@"$$(cat build/python-cpu)" benchmarks/torch_versions.py
-	@"$$(cat build/python-cpu)" benchmarks/convergence_8bit.py
-	@MEMOPT_SOAK=1 "$$(cat build/python-cpu)" -m pytest $(PYTEST)
-	@MEMOPT_SOAK=1 "$$(cat build/python-cpu)" -m pytest tests/c/test_pool_churn.c --c-variant bench
+# Goes on where it was cut off. What misses its goal fails the whole, but only once all has run.
+soak: environments  ## the long form of everything that has one; figures go to benchmarks/results
+	@failed=0; \
+	$(MAKE) --no-print-directory bench BENCH_OPTIONS=--resume || failed=1; \
+	"$$(cat build/python-cpu)" benchmarks/torch_versions.py || failed=1; \
+	"$$(cat build/python-cpu)" benchmarks/convergence_8bit.py --resume || failed=1; \
+	MEMOPT_SOAK=1 "$$(cat build/python-cpu)" -m pytest $(PYTEST) || failed=1; \
+	MEMOPT_SOAK=1 "$$(cat build/python-cpu)" -m pytest tests/c/test_pool_churn.c --c-variant bench || failed=1; \
+	exit $$failed
 
 # On the simulated device; on a GPU, with the torch of the Python at hand.
 BENCH_SIM = benchmarks/bench_alloc_core.py benchmarks/bench_alloc_train.py
 BENCH_GPU = benchmarks/bench_alloc_gpu.py
+BENCH_CPU = $(filter-out $(BENCH_SIM) $(BENCH_GPU),$(wildcard benchmarks/bench_*.py))
 
 bench: environments  ## every benchmark (benchmarks/bench_*.py), side by side with its peer
-	@for b in $(filter-out $(BENCH_SIM) $(BENCH_GPU),$(wildcard benchmarks/bench_*.py)); do \
-	    "$$(cat build/python-cpu)" $$b || exit 1; done
-	@for b in $(BENCH_SIM); do "$$(cat build/python-sim)" $$b || exit 1; done
-	@if [ -e /dev/nvidiactl ]; then for b in $(BENCH_GPU); do $(PYTHON) $$b || exit 1; done; \
-	    else echo "$(BENCH_GPU): not run, there is no GPU here" >&2; fi
+	@failed=0; \
+	for b in $(BENCH_CPU); do "$$(cat build/python-cpu)" $$b $(BENCH_OPTIONS) || failed=1; done; \
+	for b in $(BENCH_SIM); do "$$(cat build/python-sim)" $$b $(BENCH_OPTIONS) || failed=1; done; \
+	if [ -e /dev/nvidiactl ]; then for b in $(BENCH_GPU); do $(PYTHON) $$b $(BENCH_OPTIONS) || failed=1; done; \
+	else echo "$(BENCH_GPU): not run, there is no GPU here" >&2; fi; \
+	exit $$failed
 
 notebooks: build  ## executes the notebooks, in full, in place
 	@$(ENVIRONMENT) notebook >build/python-notebook

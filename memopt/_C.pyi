@@ -1,4 +1,3 @@
-from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, NotRequired, TypedDict
 
@@ -162,16 +161,6 @@ def allocator_segments(
 def kernels_configure(nvrtc_paths: tuple[str, ...], cache_directory: str | None, /) -> None: ...
 def kernel_status(device: int = 0, load: bool = False, /) -> _KernelStatus: ...
 def kernel_source() -> str: ...
-def foreach_unscale_cuda(
-    addresses: array[int],
-    counts: array[int],
-    kind: int,
-    inv_scale: int,
-    found_inf: int,
-    device: int,
-    stream: int,
-    /,
-) -> None: ...
 def _tensor_view(tensor: Any, by_methods: bool = False, /) -> tuple[int, int, int, int] | None: ...
 def replay(
     trace: bytes,

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -291,10 +290,6 @@ class Refuses:
         raise ZeroDivisionError
 
 
-def one(kind: str) -> array:
-    return array(kind, [0])
-
-
 # Arguments for every function of the extension: good ones, and every way of refusing there is.
 CALLS: dict[str, list[tuple]] = {
     "parse_size": [("8GiB",), (4096,), ("nonsense",), ("9EiB",), (-1,), (2**64,), (1.5,), ("\ud800",), (), ("1", "2")],
@@ -321,11 +316,6 @@ CALLS: dict[str, list[tuple]] = {
     "kernels_configure": [((), None), (("/no/such/libnvrtc.so",), "/no/such/cache"), ((1,), None), ([], None), ()],
     "kernel_status": [(), (0,), (0, True), (64, True), (-1,), ("x",)],
     "kernel_source": [(), (1,)],
-    "foreach_unscale_cuda": [
-        (one("Q"), one("Q"), 0, 0, 0, 0, 0), (one("Q"), one("Q"), 99, 0, 0, 0, 0), (b"", b"", 0, 0, 0, 0, 0),
-        (one("b"), one("Q"), 0, 0, 0, 0, 0), (one("Q"), array("Q"), 0, 0, 0, 0, 0), (None, None, 0, 0, 0, 0, 0),
-        (one("Q"), one("Q"), 0, 0, 0, 64, 0), (one("Q"), one("Q"), Refuses(), 0, 0, 0, 0), (),
-    ],
     "allocator_observe": [(None,), (len,), (1,), ()],
     "adam8_encode": [(True, 1, 2, 3), (False, None, None, None), (True,), ()],
     "adam8_decode": [(True, 1, 2, 3), (False, None, None, None), (True,), ()],

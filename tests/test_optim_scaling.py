@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_optim_step import PAIRS, bits, both, distance, give_gradients, same_bits
+from optim_pairs import PAIRS, bits, both, distance, give_gradients, same_bits
 
 import memopt.amp
 

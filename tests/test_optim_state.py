@@ -10,7 +10,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from test_optim_step import MOMENTS, PAIRS, bits, both, distance, generator, give_gradients, same_bits
+from optim_pairs import MOMENTS, PAIRS, bits, both, distance, generator, give_gradients, same_bits
 
 import memopt.optim
 from memopt import _C

@@ -81,10 +81,7 @@ static void forget_mark(mo_order *order, mo_stream_state *state, unsigned i)
 
     state->mark_count--;
     memmove(state->marks + i, state->marks + i + 1, (state->mark_count - i) * sizeof *state->marks);
-    if (order->spare_count < MO_STREAMS)
-        order->spare[order->spare_count++] = event;
-    else
-        order->driver->event_destroy(order->driver, event, NULL);
+    order->spare[order->spare_count++] = event;
 }
 
 /* A mark of t at the present tick. The newest gives way where there is no room: its event moves on. */
@@ -106,8 +103,7 @@ static mo_status mark_now(mo_order *order, unsigned t, mo_detail *detail)
     status = order->driver->event_record(order->driver, event, state->handle, detail);
     if (status) {
         if (!reused)
-            order->spare[order->spare_count++] =
-                event; /* it was spare, or there is room: spares < MO_STREAMS */
+            order->spare[order->spare_count++] = event;
         return status;
     }
     order->recorded++;

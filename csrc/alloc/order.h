@@ -24,6 +24,8 @@
 
 #define MO_STREAMS 64 /* bits of mo_use.streams */
 #define MO_MARKS   8  /* events of a stream that are recorded and not yet seen over */
+/* An event is made only where none is spare, for a stream that has room for a mark: there are never more. */
+#define MO_EVENTS (MO_STREAMS * MO_MARKS)
 
 typedef struct mo_use {
     uint64_t streams; /* bit i: the stream numbered i */
@@ -51,7 +53,7 @@ typedef struct mo_order {
     unsigned count;
     unsigned recent; /* the number asked for last */
     mo_stream_state streams[MO_STREAMS];
-    mo_event *spare[MO_STREAMS]; /* events not in use */
+    mo_event *spare[MO_EVENTS]; /* not in use, kept until the close: none is destroyed while that may fail */
     unsigned spare_count;
     uint64_t recorded, waited, synchronized; /* counts of events, stream waits and waits of the host */
 } mo_order;

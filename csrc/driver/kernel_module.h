@@ -78,7 +78,7 @@ mo_status mo_kernel_module_unload(const mo_driver_cuda *device, mo_kernel_module
  * process that used CUDA (forked.h). */
 mo_status mo_kernels_configure(const mo_kernel_settings *settings, mo_detail *detail);
 
-/* The process's module of a device. Compiling takes up to a second, so call without the GIL. *out lives for ever.
+/* The process's module of a device. Compiling takes seconds, so call without the GIL. *out lives for ever.
  * MO_DRIVER in a child of a process that used CUDA (forked.h). */
 mo_status mo_kernels_get(int ordinal, const mo_kernel_module **out, mo_detail *detail);
 

@@ -1,9 +1,7 @@
 /* The CUDA kernels: their settings, their state, and the calls that launch them. */
 #include "python/module.h"
 
-#include "base/hostmem.h"
 #include "driver/launch.h"
-#include "scaler/gradients.h"
 
 PyDoc_STRVAR(
     configure_doc,
@@ -95,73 +93,10 @@ static PyObject *kernel_source(PyObject *module, PyObject *unused)
     return PyUnicode_FromStringAndSize(image.source, (Py_ssize_t)image.source_size);
 }
 
-PyDoc_STRVAR(
-    unscale_doc,
-    "foreach_unscale_cuda($module, addresses, counts, kind, inv_scale, found_inf, device, stream, /)\n--\n\n"
-    "Queues torch._amp_foreach_non_finite_check_and_unscale_'s work on dense tensors of one type.\n"
-    "addresses, counts: buffers of 64-bit integers, equally long: first elements and numbers of elements.\n"
-    "kind: 0 fp32, 1 fp16, 2 bf16, 3 fp64. inv_scale, found_inf: addresses of an fp32 on the device.\n"
-    "stream: a cudaStream_t as int. Nothing checks that the addresses are of that device.");
-
-static mo_status unscale(const Py_buffer *addresses, const Py_buffer *counts, int kind, int device,
-                         uintptr_t stream, mo_gradients_job job, mo_detail *detail)
-{
-    const uint64_t *address = addresses->buf, *count = counts->buf;
-    mo_gradient *gradients;
-    mo_status status;
-
-    if (addresses->len != counts->len || addresses->len % 8 || (uintptr_t)address % 8 || (uintptr_t)count % 8)
-        return mo_fail(
-            detail, MO_INVALID, 0,
-            "addresses of %zd bytes, counts of %zd: expected aligned 64-bit integers, one a tensor in each",
-            addresses->len, counts->len);
-    if ((unsigned)kind >= MO_FLOAT_COUNT)
-        return mo_fail(detail, MO_INVALID, 0,
-                       "element type %d: expected 0 (fp32), 1 (fp16), 2 (bf16) or 3 (fp64)", kind);
-    if (!job.inv_scale)
-        return mo_fail(detail, MO_INVALID, 0, "inv_scale at 0: expected the address of an fp32");
-    job.count = (size_t)addresses->len / 8;
-    job.gradients = gradients = mo_host_calloc(job.count, sizeof *gradients);
-    if (!gradients)
-        return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "out of host memory for a list of %zu gradients",
-                       job.count);
-    for (size_t i = 0; i < job.count; i++)
-        gradients[i] = (mo_gradient){address[i], count[i], (mo_float)kind};
-    status = mo_gradients_cuda(device, (void *)stream, &job, detail);
-    mo_host_free(gradients);
-    return status;
-}
-
-static PyObject *foreach_unscale_cuda(PyObject *module, PyObject *args)
-{
-    Py_buffer addresses, counts;
-    unsigned long long inv_scale = 0, found_inf = 0, stream = 0;
-    int kind = 0, device = 0;
-    mo_status status;
-    mo_detail detail;
-
-    if (!PyArg_ParseTuple(args, "y*y*iKKiK:foreach_unscale_cuda", &addresses, &counts, &kind, &inv_scale,
-                          &found_inf, &device, &stream))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    status = unscale(&addresses, &counts, kind, device, (uintptr_t)stream,
-                     (mo_gradients_job){.passes = MO_GRADIENTS_CHECK | MO_GRADIENTS_STORE,
-                                        .inv_scale = (uintptr_t)inv_scale,
-                                        .found_inf = (uintptr_t)found_inf},
-                     &detail);
-    Py_END_ALLOW_THREADS;
-    PyBuffer_Release(&addresses);
-    PyBuffer_Release(&counts);
-    if (status)
-        return mo_raise(module, status, &detail);
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef methods[] = {
     {"kernels_configure", kernels_configure, METH_VARARGS, configure_doc},
     {"kernel_status", kernel_status, METH_VARARGS, status_doc},
     {"kernel_source", kernel_source, METH_NOARGS, source_doc},
-    {"foreach_unscale_cuda", foreach_unscale_cuda, METH_VARARGS, unscale_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -635,7 +635,8 @@ static void random_program(uint64_t *random, weather w, int operations)
             CHECK(order.streams[s].done <= order.tick && order.streams[s].last <= order.tick);
             CHECK(order.streams[s].mark_count <= MO_MARKS);
         }
-        CHECK(order.spare_count <= MO_STREAMS);
+        CHECK(order.spare_count <= MO_EVENTS);
+        CHECK(device.blocks[MO_DOUBLE_EVENT].live <= MO_EVENTS);
     }
     CHECK(taken > (uint64_t)operations / 100);
     CHECK(allowed);

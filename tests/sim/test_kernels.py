@@ -427,15 +427,18 @@ def test_a_device_newer_than_the_compiler_gets_ptx(tmp_path: Path) -> None:
 def test_a_forked_child_is_told_so_and_does_not_hang(tmp_path: Path) -> None:
     script = """
 import os
-from array import array
 from memopt import _C, kernels, sim
 sim.activate(memory="64MiB")
+import torch
 kernels.prepare()
 _C.kernel_status(0, True)
+found_inf = torch.zeros((), device="cuda")
+gradients = _C.Gradients([torch.ones(4, device="cuda")])
+gradients.run(0, found_inf=found_inf)
 child = os.fork()
 if child == 0:
     try:
-        _C.foreach_unscale_cuda(array("Q", [4096]), array("Q", [1]), 0, 4096, 4096, 0, 0)
+        gradients.run(0, found_inf=found_inf)
     except _C.Error as error:
         os._exit(0 if "spawn" in str(error) else 1)
     os._exit(2)
