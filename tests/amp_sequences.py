@@ -115,7 +115,7 @@ class World:
             "enabled": draw.random() > 0.03,
         }
         self.scaler = make("cpu", **settings)
-        self.last: Any = None
+        self.strange: list[Any] = []
 
     def optimizer(self, draw: random.Random) -> torch.optim.Optimizer:
         return draw.choice(self.optimizers)
@@ -243,7 +243,8 @@ def strange_parameter(world: World, draw: random.Random) -> Any:
     class Strange:
         param_groups = [{"params": (p for p in [*world.parameters[:1], "not a tensor"])}]  # noqa: RUF012
 
-    return world.scaler.unscale_(Strange())
+    world.strange.append(Strange())  # kept: scalers know optimizers by id(), which the next one could have else
+    return world.scaler.unscale_(world.strange[-1])
 
 
 def setters(world: World, draw: random.Random) -> Any:
