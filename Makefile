@@ -111,7 +111,8 @@ tsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=thread
 # The extension's own (setup.py), for what is timed.
 bench_FLAGS = -O2 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -DMO_LEVEL=0
 
-CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scaler/*.c csrc/optim/*.c))
+CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scaler/*.c csrc/optim/*.c \
+	csrc/checkpoint/*.c))
 SIM = $(sort $(wildcard csrc/simcuda/device_*.c csrc/simcuda/driver_*.c csrc/simcuda/runtime_*.c) $(wildcard csrc/simcuda/nvml.c \
 	csrc/simcuda/kernel_bodies.c))
 

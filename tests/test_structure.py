@@ -15,7 +15,8 @@ LAYERS = {  # a folder, and those that it may include from
     "alloc": {"base", "driver", "alloc"},
     "scaler": {"base", "driver", "scaler", "kernels"},
     "optim": {"base", "driver", "optim", "kernels"},
-    "python": {"base", "driver", "alloc", "scaler", "optim", "python", "kernels"},
+    "checkpoint": {"base", "driver", "checkpoint"},
+    "python": {"base", "driver", "alloc", "scaler", "optim", "checkpoint", "python", "kernels"},
     "simcuda": {"simcuda", "driver/cuda_types.h", "kernels"},
 }
 SOURCES = [path for layer in LAYERS for path in sorted((CSRC / layer).glob("*.[ch]"))]
@@ -25,7 +26,7 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("layer", ["base", "driver", "alloc", "scaler", "optim"])
+@pytest.mark.parametrize("layer", ["base", "driver", "alloc", "scaler", "optim", "checkpoint"])
 def test_every_module_has_a_c_test_of_the_same_name(layer):
     missing = [
         name(source)
