@@ -1,0 +1,408 @@
+"""Runs the stages of a chain by a schedule, inside an ordinary forward and backward pass of autograd.
+
+The forward pass runs each stage once, in grad mode, so that the graph, its hooks and whatever DDP, AMP or
+torch.autograd.grad make of it are those of the plain run; only what the graph would save is kept or not, as the
+schedule says. When the backward pass first asks for something of stage i, the schedule's operations are carried out up
+to the one that is i's backward: stages run again, without a graph where only their output is wanted, with their saved
+tensors caught where those are.
+
+What is held of a pass:
+
+    inputs[i]   tensors of a_i: those outputs of stage i-1 that stage i takes. Held as long as a_i is kept in its own
+                right (`own`) or stage i-1's saved set, to which its output belongs, is there (`saved`)
+    Saved       what the graph has in place of a tensor that a stage saved: the tensor; nothing; or, where the
+                schedule drops a_i between, the view of inputs[i] that it is, so that it is not held twice
+
+An argument that is not an output of the stage before (a mask, a position, something computed between the two) is held
+from the forward pass on, as its caller would hold it: no result depends on how the stages are joined. Whatever way the
+backward pass takes (a part of the graph, the graph a second time), what is missing is made again from the nearest input
+there is; only the order that the schedule was made for keeps the schedule's peak. Without a graph to keep the pass
+alive there is nothing to make again, and nothing of it stays."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memopt.checkpointing.stage_state import StageState, normalizations, statistics_kept
+
+FORWARD = ("fnone", "fck", "fall")
+OPERATIONS = (*FORWARD, "bwd", "drop_input", "drop_saved")
+
+Function = Callable[..., Any]
+
+
+class ChainRunner:
+    """Stages 0 … len(functions)-1 of a schedule. Stages beyond belong to whoever calls: the loss, say.
+
+    functions: what each stage calls, modules or plain callables, any arguments and outputs.
+    ops: the schedule's operations, pairs (op, stage): `memopt.chain.Schedule.ops`.
+    Raises ValueError where the operations do not begin with one forward pass through all stages in their order."""
+
+    def __init__(self, functions: Sequence[Function], ops: Sequence[tuple[str, int]]) -> None:
+        self.functions = tuple(functions)
+        self.count = len(self.functions)
+        self.ops = tuple(ops)
+        self.norms = [
+            normalizations(module) if isinstance(module := getattr(f, "__self__", f), torch.nn.Module) else ()
+            for f in self.functions
+        ]
+        self.here = threading.local()
+        # Where each stage's first run and its backward stand in ops.
+        self.forward_at: dict[int, int] = {}
+        self.backward_at: dict[int, int] = {}
+        for n, (op, stage) in enumerate(self.ops):
+            if op not in OPERATIONS:
+                raise ValueError(f"operation {n} is {op!r}: expected one of {', '.join(OPERATIONS)}")
+            if op == "bwd":
+                self.backward_at.setdefault(stage, n)
+            elif op in FORWARD:
+                self.forward_at.setdefault(stage, n)
+        first = [self.forward_at.get(k, -1) for k in range(self.count)]
+        last = [self.backward_at.get(k, -1) for k in range(self.count)]
+        if -1 in (*first, *last) or first != sorted(first) or last != sorted(last, reverse=True):
+            raise ValueError(
+                f"the schedule is not one of {self.count} stages: each must run forward, in order, and backward once, "
+                "in the reverse order"
+            )
+        # Stages whose input is dropped while their saved set waits for it.
+        self.dropped = {k for op, k in self.ops if op == "drop_input"}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "here"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, here=threading.local())
+
+    def __call__(self, value: Any) -> Any:
+        """All stages, each on the output of the one before."""
+        for k in range(self.count):
+            value = self.run(k, value)
+        return value
+
+    def run(self, stage: int, *args: Any, **kwargs: Any) -> Any:
+        """One stage's function, as part of the present pass; a stage not behind the last one begins a new pass."""
+        if not torch.is_grad_enabled():
+            return self.functions[stage](*args, **kwargs)
+        ref: weakref.ref[ChainPass] | None = getattr(self.here, "run", None)
+        present = ref() if ref is not None else None
+        if present is None or stage <= present.last:
+            present = ChainPass(self)
+            self.here.run = weakref.ref(present)
+        return present.first_run(stage, args, kwargs)
+
+
+class Alias(NamedTuple):
+    """A view of tensor `leaf` of the stage's input."""
+
+    leaf: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Saved:
+    """What the graph holds in place of a tensor that a stage saved."""
+
+    __slots__ = ("__weakref__", "run", "stage", "value")
+
+    def __init__(self, run: ChainPass, stage: int, value: torch.Tensor | Alias | None) -> None:
+        self.run, self.stage, self.value = run, stage, value
+
+    def unpack(self) -> torch.Tensor:
+        return self.run.value_of(self)
+
+
+class Held(NamedTuple):
+    """A tensor kept for a later run of its stage."""
+
+    tensor: torch.Tensor  # detached
+    requires_grad: bool
+    version: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor, requires_grad: bool | None = None) -> Held:
+        needed = tensor.requires_grad if requires_grad is None else requires_grad
+        return Held(tensor.detach(), needed, tensor._version)
+
+    def again(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
+                f"version {self.version} instead. It is an argument of a checkpointed stage, which must run again: "
+                "change a copy of it, or leave that stage out of checkpointing"
+            )
+        return self.tensor.detach().requires_grad_(self.requires_grad)
+
+
+class Output(NamedTuple):
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+
+class StageCall:
+    """A stage's run in the forward pass: all that running it again takes, but for what inputs[] holds."""
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Sequence[Output | None]
+    ) -> None:
+        leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.state = StageState(leaves)
+        self.links: list[
+            tuple[int, int, bool]
+        ] = []  # leaf here, output of the last stage, whether it needs a grad
+        self.leaves: list[Any] = leaves  # a tensor as Held; the places of links are not used
+        self.saved: list[weakref.ref[Saved]] = []
+        self.metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.outputs: list[Output | None] = []
+        # The same tensor, unchanged since: what changed between would not come out of running that stage again.
+        sources = {
+            id(t): n
+            for n, o in enumerate(before)
+            if o and (t := o.tensor()) is not None and t._version == o.version
+        }
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) in sources:
+                    self.links.append((place, sources[id(leaf)], leaf.requires_grad))
+                leaves[place] = Held.of(leaf)
+
+    def take_linked(self) -> list[Held]:
+        linked = [self.leaves[place] for place, _, _ in self.links]
+        for place, _, _ in self.links:
+            self.leaves[place] = None
+        return linked
+
+    def arguments(self, linked: Sequence[Held]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = [leaf.again() if isinstance(leaf, Held) else leaf for leaf in self.leaves]
+        for (place, _, _), held in zip(self.links, linked, strict=True):
+            leaves[place] = held.again()
+        return pytree.tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
+
+    def note_outputs(self, out: Any) -> None:
+        self.outputs = [
+            Output(weakref.ref(leaf), leaf._version) if isinstance(leaf, torch.Tensor) else None
+            for leaf in pytree.tree_leaves(out)
+        ]
+
+
+class ChainPass:
+    """One forward pass through the chain, and what of it the backward pass still has to come."""
+
+    def __init__(self, runner: ChainRunner) -> None:
+        self.runner = runner
+        self.calls: dict[int, StageCall] = {}
+        self.last = -1  # the stage that ran last in the forward pass
+        self.inputs: dict[int, list[Held]] = {}
+        self.own: set[int] = set()
+        self.saved: set[int] = set()
+        self.cursor = 0  # the next operation
+        self.at = runner.count  # the stage whose backward pass has begun
+        self.outside: int | None = None  # a stage whose saved set was made outside the schedule
+        self.lock = threading.RLock()  # the engine has a thread for each device
+
+    # ---- what is held -----------------------------------------------------------------------------------------
+
+    def settle(self, k: int) -> None:
+        """inputs[k] goes once nothing holds it."""
+        if k not in self.own and k - 1 not in self.saved:
+            self.inputs.pop(k, None)
+
+    def give_input(self, k: int, held: list[Held], *, own: bool) -> None:
+        if self.calls[k].links:
+            self.inputs[k] = held
+            if own:
+                self.own.add(k)
+
+    def drop_input(self, k: int) -> None:
+        self.own.discard(k)
+        self.settle(k)
+
+    def drop_saved(self, k: int) -> None:
+        self.saved.discard(k)
+        self.settle(k + 1)
+        for ref in self.calls[k].saved if k in self.calls else ():
+            if (saved := ref()) is not None:
+                saved.value = None
+
+    def available(self, k: int) -> bool:
+        return k in self.calls and (not self.calls[k].links or k in self.inputs)
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def first_run(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = self.calls[self.last] if self.last >= 0 and self.last == k - 1 else None
+        call = self.calls[k] = StageCall(args, kwargs, before.outputs if before else ())
+        self.last = k
+        self.cursor = self.runner.forward_at[k]
+        op = self.runner.ops[self.cursor][0]
+        linked = call.take_linked()
+        # Made by the stage before in its own right, unless it lives in that stage's saved set.
+        self.give_input(k, linked, own=k - 1 not in self.saved)
+        storages = self.droppable_storages(k)
+
+        def pack(tensor: torch.Tensor) -> Saved:
+            saved = Saved(self, k, self.kept_value(tensor, storages) if op == "fall" else None)
+            call.saved.append(weakref.ref(saved))
+            call.metadata.append((tensor.shape, tensor.dtype, tensor.device))
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
+            out = self.runner.functions[k](*args, **kwargs)
+        call.state.ended()
+        call.note_outputs(out)
+        if op == "fall":
+            self.saved.add(k)
+        elif op == "fnone":
+            self.drop_input(k)
+        self.cursor += 1
+        while self.cursor < len(self.runner.ops) and self.runner.ops[self.cursor][0].startswith("drop"):
+            self.do(*self.runner.ops[self.cursor])
+            self.cursor += 1
+        return out
+
+    def droppable_storages(self, k: int) -> dict[int, tuple[int, torch.dtype]]:
+        if k not in self.runner.dropped:
+            return {}
+        return {
+            held.tensor.untyped_storage()._cdata: (n, held.tensor.dtype)
+            for n, held in enumerate(self.inputs.get(k, ()))
+        }
+
+    @staticmethod
+    def kept_value(
+        tensor: torch.Tensor, storages: dict[int, tuple[int, torch.dtype]]
+    ) -> torch.Tensor | Alias:
+        if storages and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg()):
+            leaf, dtype = storages.get(tensor.untyped_storage()._cdata, (-1, None))
+            if dtype == tensor.dtype:
+                return Alias(leaf, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return tensor.detach()
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def value_of(self, saved: Saved) -> torch.Tensor:
+        with self.lock:
+            if saved.stage < self.at:
+                self.reach(saved.stage)
+            value = self.resolved(saved)
+            if value is None:
+                self.make_saved(saved.stage)
+                value = self.resolved(saved)
+            if value is None:
+                raise AssertionError(f"stage {saved.stage} ran again and has not made what it saved")
+            return value
+
+    def resolved(self, saved: Saved) -> torch.Tensor | None:
+        value = saved.value
+        if isinstance(value, Alias):
+            held = self.inputs.get(saved.stage)
+            return (
+                held[value.leaf].tensor.as_strided(value.size, value.stride, value.offset) if held else None
+            )
+        return value
+
+    def reach(self, stage: int) -> None:
+        """Carries out the schedule up to the backward of `stage`."""
+        while self.cursor < self.runner.backward_at[stage]:
+            self.do(*self.runner.ops[self.cursor])
+            self.cursor += 1
+        self.at = stage
+
+    def do(self, op: str, k: int) -> None:
+        if op == "bwd":
+            self.drop_saved(k)
+            self.own.discard(k)
+            self.inputs.pop(k, None)  # also where stage k-1's saved set holds it: nothing asks for it again
+        elif op == "drop_input":
+            self.drop_input(k)
+        elif op == "drop_saved":
+            self.drop_saved(k)
+        elif self.available(k):  # else the pass came another way, and what is wanted of k is made when it is
+            self.run_again(k, catch=op == "fall", stop=self.runner.ops[self.cursor + 1] == ("bwd", k))
+            if op == "fnone":
+                self.drop_input(k)
+
+    def run_again(self, k: int, *, catch: bool, stop: bool = False) -> None:
+        """Stage k runs: for its output; or (catch) for what it saves and, unless it may stop there, its output."""
+        call = self.calls[k]
+        args, kwargs = call.arguments(self.inputs.get(k, ()))
+        out = None
+        with call.state.again(), statistics_kept(self.runner.norms[k]), torch.set_grad_enabled(catch):
+            if catch:
+                out = self.catch_saved(k, args, kwargs, stop)
+                self.saved.add(k)
+            else:
+                out = self.runner.functions[k](*args, **kwargs)
+        following = self.calls.get(k + 1)
+        if following is not None and not (catch and stop):
+            leaves = pytree.tree_leaves(out)
+            held = [Held.of(leaves[source], needed) for _, source, needed in following.links]
+            self.give_input(k + 1, held, own=not catch)
+
+    def catch_saved(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any], stop: bool) -> Any:
+        call = self.calls[k]
+        storages = self.droppable_storages(k)
+        unlike: list[str] = []
+        count = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            if count < len(call.saved):
+                metadata = (tensor.shape, tensor.dtype, tensor.device)
+                if metadata != call.metadata[count]:
+                    unlike.append(
+                        f"tensor at position {count}: {call.metadata[count]} at first, {metadata} now"
+                    )
+                if (saved := call.saved[count]()) is not None:
+                    saved.value = self.kept_value(tensor, storages)
+            count += 1
+            if stop and count == len(call.saved):
+                raise SavedAll
+            return tensor.detach()
+
+        out = None
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
+                out = self.runner.functions[k](*args, **kwargs)
+        except SavedAll:
+            if not stop:
+                raise
+        if count != len(call.saved):
+            raise torch.utils.checkpoint.CheckpointError(
+                "torch.utils.checkpoint: A different number of tensors was saved during the original forward and "
+                f"recomputation.\nNumber of tensors saved during forward: {len(call.saved)}\n"
+                f"Number of tensors saved during recomputation: {count}.\n"
+                f"Stage {k} of the chain, {self.runner.functions[k]!r}, must do the same whenever it runs"
+            )
+        if unlike:
+            raise torch.utils.checkpoint.CheckpointError(
+                "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than "
+                "during the forward pass.\n" + "\n".join(unlike) + f"\nStage {k} of the chain, "
+                f"{self.runner.functions[k]!r}, must do the same whenever it runs"
+            )
+        return out
+
+    def make_saved(self, stage: int) -> None:
+        """What `stage` saved, outside the schedule: from the nearest input that there is."""
+        if self.outside is not None:
+            self.drop_saved(self.outside)
+        first = stage
+        while not self.available(first):
+            first -= 1
+        for k in range(first, stage):
+            self.run_again(k, catch=False)
+            if k != first:
+                self.drop_input(k)
+        self.run_again(stage, catch=True, stop=True)
+        self.outside = stage
+
+
+class SavedAll(Exception):
+    """A stage that runs again has saved all that it did at first: the rest of it is not needed."""

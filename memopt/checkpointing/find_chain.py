@@ -1,0 +1,142 @@
+"""Finds the chain in a model: the modules that are called one after another, each on the output of the one before.
+
+One forward pass is watched. The calls of a module's children fall into runs, in which each takes, unchanged, a tensor
+that the one before returned. A child is split into its own children where they carry its whole work from its input to
+its output (an nn.Sequential, a stage of a ResNet); one that adds something of its own (a residual block) is a stage.
+A module that is called more than once in a pass is never a stage: its calls could not be told apart."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+PART = 0.5  # of a lone child's elements that its own runs must make for it to be split
+
+
+class Call:
+    """A module's call, and those that its forward made."""
+
+    def __init__(self, module: torch.nn.Module, name: str, parent: Call | None) -> None:
+        self.module, self.name, self.parent = module, name, parent
+        self.children: list[Call] = []
+        self.linked = False  # takes an output of the sibling called before
+        self.takes_parents = False  # takes an argument of its parent
+        self.passes = False  # the parent returned what the last of the children did
+        self.inputs: list[weakref.ref[torch.Tensor]] = []
+        self.outputs: list[weakref.ref[torch.Tensor]] = []
+        self.elements = 0  # of its outputs and of those of the calls in it
+
+    def runs(self) -> Iterator[list[Call]]:
+        run: list[Call] = []
+        for child in self.children:
+            if run and not child.linked:
+                yield run
+                run = []
+            run.append(child)
+        if run:
+            yield run
+
+
+def references(value: Any) -> list[weakref.ref[torch.Tensor]]:
+    return [weakref.ref(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def meet(a: list[weakref.ref[torch.Tensor]], b: list[weakref.ref[torch.Tensor]]) -> bool:
+    there = {id(t) for ref in a if (t := ref()) is not None}
+    return any(id(t) in there for ref in b if (t := ref()) is not None)
+
+
+def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
+    """One forward pass, without a graph -> (the model's call, what it returned)."""
+    names = {module: name for name, module in model.named_modules()}
+    root = Call(model, "", None)
+    open_calls = [root]
+
+    def begin(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if module is model and len(open_calls) == 1 and not root.inputs:
+            root.inputs = references((args, kwargs))
+            return
+        parent = open_calls[-1]
+        call = Call(module, names[module], parent)
+        call.inputs = references((args, kwargs))
+        call.linked = bool(parent.children) and meet(parent.children[-1].outputs, call.inputs)
+        call.takes_parents = meet(parent.inputs, call.inputs)
+        parent.children.append(call)
+        open_calls.append(call)
+
+    def end(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        call = open_calls[-1] if module is not model or len(open_calls) > 1 else root
+        call.outputs = references(out)
+        call.elements = sum(t.numel() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+        call.elements += sum(child.elements for child in call.children)
+        call.passes = bool(call.children) and meet(call.children[-1].outputs, call.outputs)
+        if call is not root:
+            open_calls.pop()
+
+    with ExitStack() as stack:
+        for module in names:
+            stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
+        with torch.no_grad():
+            out = model(*args, **kwargs)
+    return root, out
+
+
+def split(call: Call, repeated: set[torch.nn.Module]) -> list[Call]:
+    """The stages that a call's children make, those of one run after those of the other."""
+    stages: list[Call] = []
+    for run in call.runs():
+        for child in run:
+            parts = split(child, repeated) if child.children else []
+            if len(parts) > 1 and (through(child, parts) if len(run) > 1 else part(child, parts) >= PART):
+                stages += parts
+            elif child.module not in repeated:
+                stages.append(child)
+    return stages
+
+
+def through(call: Call, stages: list[Call]) -> bool:
+    """Whether these stages carry the call from its input to its output."""
+    return (
+        stages[0].takes_parents
+        and call.passes
+        and all(stage.linked or stage.takes_parents for stage in stages)
+        and len(list(call.runs())) == 1
+        and part(call, stages) > PART
+    )
+
+
+def part(call: Call, stages: list[Call]) -> float:
+    return sum(stage.elements for stage in stages) / max(call.elements - call_output(call), 1)
+
+
+def call_output(call: Call) -> int:
+    return call.elements - sum(child.elements for child in call.children)
+
+
+def find_chain(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
+    """The stages of the model's chain, in the order of their calls.
+
+    Raises ValueError where there is nothing to checkpoint: no module of it is called by another."""
+    root, _ = watch(model, args, kwargs)
+    times: Counter[torch.nn.Module] = Counter()
+
+    def count(call: Call) -> None:
+        times[call.module] += 1
+        for child in call.children:
+            count(child)
+
+    count(root)
+    stages = split(root, {module for module, n in times.items() if n > 1})
+    if not stages:
+        raise ValueError(
+            f"{type(model).__name__} calls no module of its own once in a forward pass: there is no chain of stages "
+            "to checkpoint. memopt.checkpoint() takes any part of its forward by hand"
+        )
+    return stages

@@ -1,0 +1,194 @@
+"""What each stage of a chain costs, measured where it stands: bytes by storages, seconds by the clock.
+
+Bytes are those of storages, each counted once, from a dispatch mode that sees every operation's outputs and from the
+storages' deaths: a kernel's own workspace is not seen. Seconds are the least of several runs, on a device that runs
+behind the host with that device synchronised around each."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Meter(TorchDispatchMode):
+    """Bytes of the storages that operations make while the mode is on and that live: now, and at the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.ignored: set[int] = set()
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These do not count, from now on."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.ignored.add(storage._cdata)
+            self.see(storage)
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        identity = storage._cdata
+        # torch keeps the Python object of a storage for as long as C++ uses it: the reference dies with the storage.
+        ref, before = self.known.get(identity) or (weakref.ref(storage, lambda _: self.died(identity)), 0)
+        size = 0 if identity in self.ignored else storage.nbytes()
+        self.known[identity] = (ref, size)
+        self.live += size - before
+        self.peak = max(self.peak, self.live)
+
+    def died(self, identity: int) -> None:
+        _, size = self.known.pop(identity)
+        self.ignored.discard(identity)
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                self.see(leaf.untyped_storage())
+        return out
+
+
+def bytes_of(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes of the storages of these, each counted once, but for the storages of `beside`."""
+    counted = {t.untyped_storage()._cdata for t in beside if t.layout is torch.strided}
+    total = 0
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in counted:
+                counted.add(storage._cdata)
+                total += storage.nbytes()
+    return total
+
+
+class StageBytes(NamedTuple):
+    """saved: a full forward's saved set with the output, without the input and what was there before. The overheads:
+    what lives besides while it runs. parameter_grad: gradients that the backward pass makes and leaves."""
+
+    saved: int
+    output: int
+    input_grad: int
+    forward_overhead: int
+    backward_overhead: int
+    parameter_grad: int
+    saved_count: int  # tensors that it saves
+
+
+class StageSeconds(NamedTuple):
+    """remake: a forward with a graph that ends once all is saved."""
+
+    forward: float
+    full_forward: float
+    remake: float
+    backward: float
+
+
+class Enough(Exception):
+    pass
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device.type).synchronize(device)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def backward(out: Any) -> None:
+    ends = [t for t in tensors_in(out) if t.requires_grad]
+    if ends:
+        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+
+
+def stage_bytes(
+    function: Callable[..., Any], arguments: Any, linked: Any, standing: list[torch.Tensor], trainable: Any
+) -> StageBytes:
+    for parameter in trainable:
+        parameter.grad = None
+    args, kwargs = arguments()
+    given = tensors_in((args, kwargs))
+    inputs = linked(args, kwargs)
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    meter = Meter()
+    meter.ignore([*standing, *given])
+    with meter, torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
+            out = function(*args, **kwargs)
+        outputs = tensors_in(out)
+        # An output that is a view of an input holds as many bytes as one of its own would: while it lives, they do.
+        output = bytes_of(outputs, standing)
+        own = bytes_of([*saved, *outputs], [*standing, *given])
+        kept = max(own, output)
+        count = len(saved)
+        saved.clear()
+        forward_overhead = max(0, meter.peak - own)
+        ends = [t for t in outputs if t.requires_grad]
+        grads = [torch.ones_like(t) for t in ends]
+        held = meter.live
+        meter.peak = held
+        if ends:
+            torch.autograd.backward(ends, grads)
+        input_grad = bytes_of([t.grad for t in inputs if t.grad is not None])
+        parameter_grad = bytes_of([p.grad for p in trainable if p.grad is not None])
+        backward_overhead = max(0, meter.peak - held - input_grad - parameter_grad)
+    return StageBytes(kept, output, input_grad, forward_overhead, backward_overhead, parameter_grad, count)
+
+
+def stage_seconds(
+    function: Callable[..., Any], arguments: Any, trainable: list[torch.Tensor], count: int
+) -> StageSeconds:
+    args, kwargs = arguments()
+    device = next((t.device for t in tensors_in((args, kwargs))), torch.device("cpu"))
+
+    @contextmanager
+    def timed(into: list[float]) -> Iterator[None]:
+        synchronize(device)
+        start = time.perf_counter()
+        yield
+        synchronize(device)
+        into.append(time.perf_counter() - start)
+
+    seconds: list[float] = []
+    for parameter in trainable:
+        parameter.grad = None
+    with torch.no_grad(), timed(seconds):
+        out = function(*args, **kwargs)
+    del out
+    args, kwargs = arguments()
+    with torch.enable_grad():
+        with timed(seconds):
+            out = function(*args, **kwargs)
+        left = count
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise Enough
+            return tensor.detach()
+
+        again, again_kwargs = arguments()
+        with timed(seconds):
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
+                    function(*again, **again_kwargs)
+            except Enough:
+                if left:
+                    raise
+        with timed(seconds):
+            backward(out)
+    return StageSeconds(*seconds)
