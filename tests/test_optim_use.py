@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from optim_pairs import MOMENTS, PAIRS, bits, both, distance, give_gradients, parameters, same_bits
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import memopt.optim
 
@@ -96,6 +97,17 @@ def test_whatever_changes_between_steps_is_noticed(kind):
             for name in set(state) & set(MOMENTS):
                 state[name] = state[name] * 0.5
 
+    def move_states(optimizer, params):
+        """The tensors stay, their memory does not."""
+        for p in params:
+            for value in optimizer.state.get(p, {}).values():
+                value.data = value.data.clone()
+
+    def set_states(optimizer, params):
+        for p in params:
+            for value in optimizer.state.get(p, {}).values():
+                value.set_(value.detach().clone())
+
     def replace_dicts(optimizer, params):
         for p in params:
             if p in optimizer.state:
@@ -115,7 +127,19 @@ def test_whatever_changes_between_steps_is_noticed(kind):
         optimizer.param_groups[0]["weight_decay"] = 0.5
 
     for number, change in enumerate(
-        [lambda *_: None, move, replace_states, replace_dicts, add, exchange, reset, option, add]
+        [
+            lambda *_: None,
+            move,
+            move_states,
+            replace_states,
+            set_states,
+            replace_dicts,
+            add,
+            exchange,
+            reset,
+            option,
+        ]
+        + [add, move_states]
     ):
         change(new, ours)
         change(old, theirs)
@@ -150,6 +174,25 @@ def test_an_optimizer_and_its_plan_die_with_their_last_name():
     del optimizer, params
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_states_former_memory_is_not_kept():
+    params = parameters(shapes=[(64,), (1, 8)])
+    optimizer = memopt.optim.AdamW(params)
+    give_gradients(params, number=0)
+    optimizer.step()
+    states = [value for p in params for value in optimizer.state[p].values()]
+    gone = [StorageWeakRef(value.untyped_storage()) for value in states]
+    for value in states:
+        value.data = value.data.clone()
+    optimizer.step()
+    assert all(ref.expired() for ref in gone)
+    gone = [weakref.ref(value) for value in states]
+    del states, value
+    optimizer.state.clear()
+    optimizer.step()
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
 
 
 def test_gradients_are_not_kept_after_a_step():

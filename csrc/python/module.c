@@ -96,6 +96,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     const mo_torch *torch = &mo_state(module)->torch;
 
     Py_VISIT(mo_state(module)->error);
+    Py_VISIT(mo_state(module)->gradients);
     Py_VISIT(torch->tensor);
     Py_VISIT(torch->parameter);
     Py_VISIT(torch->is_neg);
@@ -110,6 +111,7 @@ static int module_clear(PyObject *module)
     mo_torch *torch = &mo_state(module)->torch;
 
     Py_CLEAR(mo_state(module)->error);
+    Py_CLEAR(mo_state(module)->gradients);
     Py_CLEAR(torch->tensor);
     Py_CLEAR(torch->parameter);
     Py_CLEAR(torch->is_neg);

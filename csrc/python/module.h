@@ -16,13 +16,15 @@
 typedef struct mo_torch {
     PyObject *tensor, *parameter; /* the types torch.Tensor, torch.nn.Parameter */
     PyObject *is_neg;             /* torch.Tensor.is_neg */
+    PyCFunction is_neg_function;  /* what is behind it, to be called without an argument; or NULL */
     PyObject *grad;               /* "grad" */
     PyObject *dtypes[5];          /* of each mo_float, then torch.uint8 */
     const void *exchange;         /* DLPack's table; NULL where this torch has none */
 } mo_torch;
 
 typedef struct mo_module_state {
-    PyObject *error; /* memopt.Error, a RuntimeError with .status and .code */
+    PyObject *error;     /* memopt.Error, a RuntimeError with .status and .code */
+    PyObject *gradients; /* the type memopt._C.Gradients */
     mo_torch torch;
 } mo_module_state;
 

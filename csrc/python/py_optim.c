@@ -3,6 +3,7 @@
 #include "python/py_optim.h"
 
 #include "base/hostmem.h"
+#include "python/py_scaler.h"
 
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
@@ -136,6 +137,35 @@ static PyObject *add(PyObject *self, PyObject *args)
     return known == FAILED ? NULL : PyBool_FromLong(known == PLAIN);
 }
 
+static void read_gradient(const void *user, size_t i, mo_read_gradient *out)
+{
+    const plan *u = user;
+    const mo_parameter *a = &u->parameters[i];
+
+    *out = (mo_read_gradient){.given = u->who[i]->p,
+                              .tensor = u->grads[i],
+                              .device = u->devices[i],
+                              .at = {.address = a->g, .count = a->count, .kind = a->grad_kind}};
+}
+
+PyDoc_STRVAR(gradients_doc,
+             "gradients($self, /)\n--\n\n"
+             "The gradients of the parameters that were taken, as Gradients, which read nothing anew.");
+
+static PyObject *gradients(PyObject *self, PyObject *unused)
+{
+    plan *u = (plan *)self;
+    PyObject *read;
+
+    (void)unused;
+    if (u->running)
+        return busy();
+    u->running = true; /* a new object may have others collected, and their end may run Python code */
+    read = mo_py_gradients(module_of(self), u->count, read_gradient, u);
+    u->running = false;
+    return read;
+}
+
 PyDoc_STRVAR(devices_doc,
              "devices($self, /)\n--\n\n"
              "The devices of the parameters that were taken: numbers of CUDA devices, -1 for the CPU.");
@@ -262,9 +292,13 @@ PyDoc_STRVAR(plan_doc,
              "parameters whose momentum buffer has no value yet.");
 
 static PyMethodDef plan_methods[] = {
-    {"collect", collect, METH_VARARGS, collect_doc}, {"add", add, METH_VARARGS, add_doc},
-    {"devices", devices, METH_NOARGS, devices_doc},  {"run", run, METH_VARARGS, run_doc},
-    {"drop", drop_method, METH_NOARGS, drop_doc},    {NULL, NULL, 0, NULL},
+    {"collect", collect, METH_VARARGS, collect_doc},
+    {"add", add, METH_VARARGS, add_doc},
+    {"gradients", gradients, METH_NOARGS, gradients_doc},
+    {"devices", devices, METH_NOARGS, devices_doc},
+    {"run", run, METH_VARARGS, run_doc},
+    {"drop", drop_method, METH_NOARGS, drop_doc},
+    {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot slots[] = {

@@ -127,15 +127,21 @@ static bool is_aligned(const mo_tensor_view *view)
 static found kept_view(reading *r, int which, PyObject *tensor, mo_tensor_view *out)
 {
     PyObject *before = r->e->seen[which];
+    mo_tensor_hold *hold = &r->e->holds[which];
     int known;
 
-    if (before == tensor)
-        return (found)mo_py_tensor_unsigned(r->module, tensor, out);
-    known = mo_py_tensor_view(r->module, tensor, out);
-    if (known > 0) {
-        r->e->seen[which] = Py_NewRef(tensor);
-        Py_XDECREF(before);
+    if (before == tensor) {
+        known = mo_py_tensor_unsigned(r->module, tensor, out);
+    } else {
+        known = mo_py_tensor_view(r->module, tensor, out);
+        mo_py_tensor_release(hold);
+        if (known > 0) {
+            r->e->seen[which] = Py_NewRef(tensor);
+            Py_XDECREF(before);
+        }
     }
+    if (known > 0 && which != P && hold->address != out->address)
+        mo_py_tensor_hold(r->module, tensor, out->address, hold);
     return (found)known;
 }
 

@@ -55,8 +55,10 @@ void mo_plan_clear(plan *u)
 
         Py_CLEAR(e->p);
         Py_CLEAR(e->states);
-        for (size_t k = 0; k < KEPT; k++)
+        for (size_t k = 0; k < KEPT; k++) {
+            mo_py_tensor_release(&e->holds[k]);
             Py_CLEAR(e->seen[k]);
+        }
     }
 }
 

@@ -4,7 +4,7 @@
  *
  * A tensor that is not plain (py_tensor.h) is among the others, which are torch's to deal with. So is one whose memory begins
  * where another's does: torch works through its list in order and would treat that memory twice, one pass over all does not. */
-#include "python/py_tensor.h"
+#include "python/py_scaler.h"
 
 #include <math.h>
 #include <stdbool.h>
@@ -74,24 +74,37 @@ static group *group_of(gradients *self, int device, size_t room)
     return added;
 }
 
-/* given: the object as the caller has it. tensor: itself or its .grad. left: this one and those that follow. */
+/* A plain tensor. left: this one and those that follow. */
+static int put(gradients *self, const mo_read_gradient *one, size_t left, seen *s)
+{
+    group *g;
+
+    if (one->at.count && seen_before(s, one->at.address))
+        return PyList_Append(self->others, one->given);
+    g = group_of(self, one->device, left);
+    if (!g || PyList_Append(g->tensors, one->tensor) < 0)
+        return -1;
+    g->gradients[g->count++] = one->at;
+    self->kinds |= 1u << one->at.kind;
+    return 0;
+}
+
 static int add(PyObject *module, gradients *self, PyObject *given, PyObject *tensor, size_t left, seen *s)
 {
     mo_tensor_view view;
     /* Signs cancel out: what is done to -x is what is done to x, and then negated. */
     int known = mo_py_tensor_unsigned(module, tensor, &view);
-    group *g;
 
     if (known < 0)
         return -1;
-    if (!known || (view.count && seen_before(s, view.address)))
+    if (!known)
         return PyList_Append(self->others, given);
-    g = group_of(self, view.device, left);
-    if (!g || PyList_Append(g->tensors, tensor) < 0)
-        return -1;
-    g->gradients[g->count++] = (mo_gradient){.address = view.address, .count = view.count, .kind = view.kind};
-    self->kinds |= 1u << view.kind;
-    return 0;
+    return put(self,
+               &(mo_read_gradient){.given = given,
+                                   .tensor = tensor,
+                                   .device = view.device,
+                                   .at = {.address = view.address, .count = view.count, .kind = view.kind}},
+               left, s);
 }
 
 static int add_gradient_of(PyObject *module, gradients *self, PyObject *parameter, size_t left, seen *s)
@@ -112,24 +125,29 @@ static int add_gradient_of(PyObject *module, gradients *self, PyObject *paramete
     return failed;
 }
 
-static int read_all(PyObject *module, gradients *self, PyObject *list, bool of_parameters)
+/* For so many addresses; 0, or -1 with an exception. */
+static int make_seen(seen *s, size_t count)
 {
     size_t slots = 16;
+
+    while (slots < 2 * count)
+        slots *= 2;
+    s->mask = slots - 1;
+    s->slots = mo_host_calloc(slots, sizeof *s->slots);
+    return s->slots ? 0 : (PyErr_NoMemory(), -1);
+}
+
+static int read_all(PyObject *module, gradients *self, PyObject *list, bool of_parameters)
+{
     seen s;
     int failed = 0;
 
-    while (slots < 2 * (size_t)PyList_Size(list))
-        slots *= 2;
-    s.mask = slots - 1;
-    s.slots = mo_host_calloc(slots, sizeof *s.slots);
-    if (!s.slots) {
-        PyErr_NoMemory();
+    if (make_seen(&s, (size_t)PyList_Size(list)) < 0)
         return -1;
-    }
     /* The length is bounded by what the table was made for, whatever Python code does to the list meanwhile. */
-    for (Py_ssize_t i = 0; !failed && i < PyList_Size(list) && 2 * (size_t)i < slots; i++) {
+    for (Py_ssize_t i = 0; !failed && i < PyList_Size(list) && 2 * (size_t)i <= s.mask; i++) {
         PyObject *one = PyList_GetItem(list, i); /* borrowed */
-        size_t left = slots / 2 - (size_t)i;
+        size_t left = s.mask / 2 + 1 - (size_t)i;
 
         Py_INCREF(one);
         failed = of_parameters ? add_gradient_of(module, self, one, left, &s)
@@ -138,6 +156,39 @@ static int read_all(PyObject *module, gradients *self, PyObject *list, bool of_p
     }
     mo_host_free(s.slots);
     return failed;
+}
+
+/* One with nothing in it; NULL with an exception. */
+static gradients *empty(PyTypeObject *type)
+{
+    gradients *self = (gradients *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+
+    if (self)
+        self->others = PyList_New(0);
+    if (self && !self->others)
+        Py_CLEAR(self);
+    return self;
+}
+
+PyObject *mo_py_gradients(PyObject *module, size_t count, mo_read_gradient_at *at, const void *user)
+{
+    gradients *self = empty((PyTypeObject *)mo_state(module)->gradients);
+    mo_read_gradient one;
+    seen s;
+    int failed = 0;
+
+    if (!self || make_seen(&s, count) < 0) {
+        Py_CLEAR(self);
+        return NULL;
+    }
+    for (size_t i = 0; !failed && i < count; i++) {
+        at(user, i, &one);
+        failed = put(self, &one, count - i, &s);
+    }
+    mo_host_free(s.slots);
+    if (failed)
+        Py_CLEAR(self);
+    return (PyObject *)self;
 }
 
 static PyObject *gradients_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -153,10 +204,8 @@ static PyObject *gradients_new(PyTypeObject *type, PyObject *args, PyObject *key
     list = PyList_CheckExact(tensors) ? Py_NewRef(tensors) : PySequence_List(tensors);
     if (!list)
         return NULL;
-    self = (gradients *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (self)
-        self->others = PyList_New(0);
-    failed = !self || !self->others || read_all(module, self, list, of_parameters) < 0;
+    self = empty(type);
+    failed = !self || read_all(module, self, list, of_parameters) < 0;
     Py_DECREF(list);
     if (failed)
         Py_CLEAR(self);
@@ -415,9 +464,7 @@ static PyType_Spec spec = {
 
 int mo_py_scaler_init(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-    int failed = !type || PyModule_AddObjectRef(module, "Gradients", type) < 0;
+    PyObject *type = mo_state(module)->gradients = PyType_FromModuleAndSpec(module, &spec, NULL);
 
-    Py_XDECREF(type);
-    return failed ? -1 : 0;
+    return type ? PyModule_AddObjectRef(module, "Gradients", type) : -1;
 }

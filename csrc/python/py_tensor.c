@@ -18,12 +18,24 @@ typedef struct dl_tensor {
     uint64_t byte_offset;
 } dl_tensor;
 
+typedef struct dl_version {
+    uint32_t major, minor;
+} dl_version;
+
+typedef struct dl_managed {
+    dl_version version;
+    void *context;
+    void (*deleter)(struct dl_managed *self);
+    uint64_t flags;
+    dl_tensor tensor;
+} dl_managed;
+
 typedef struct dl_exchange {
-    struct {
-        uint32_t major, minor;
-    } version;
+    dl_version version;
     struct dl_exchange *previous;
-    void (*others[3])(void); /* not used here */
+    void (*allocate)(void); /* not used here */
+    int (*managed_from_object)(void *object, dl_managed **out);
+    void (*managed_to_object)(void); /* not used here */
     int (*tensor_from_object)(void *object, dl_tensor *out);
     int (*current_stream)(int32_t device_type, int32_t device, void **out);
 } dl_exchange;
@@ -51,7 +63,7 @@ static int find_exchange(mo_torch *torch)
     Py_DECREF(capsule);
     if (!exchange)
         return -1;
-    if (exchange->version.major == DL_MAJOR && exchange->tensor_from_object)
+    if (exchange->version.major == DL_MAJOR && exchange->tensor_from_object && exchange->managed_from_object)
         torch->exchange = exchange;
     return 0;
 }
@@ -64,6 +76,20 @@ static bool keep(PyObject **slot, PyObject *value)
     return value;
 }
 
+/* The function behind torch.Tensor.is_neg: called as it is, it takes half of the time. A method tells its function only when it
+ * is bound to a tensor. */
+static int find_is_neg(PyObject *imported, mo_torch *torch)
+{
+    PyObject *tensor = PyObject_CallMethod(imported, "empty", "i", 0);
+    PyObject *bound = tensor ? PyObject_GetAttrString(tensor, "is_neg") : NULL;
+
+    if (bound && PyCFunction_CheckExact(bound) && PyCFunction_GetFlags(bound) == METH_NOARGS)
+        torch->is_neg_function = PyCFunction_GetFunction(bound);
+    Py_XDECREF(tensor);
+    Py_XDECREF(bound);
+    return bound ? 0 : -1;
+}
+
 static int find_torch(mo_torch *torch)
 {
     PyObject *imported = PyImport_ImportModule("torch"), *nn;
@@ -74,7 +100,7 @@ static int find_torch(mo_torch *torch)
     nn = whole ? PyObject_GetAttrString(imported, "nn") : NULL;
     whole = nn && keep(&torch->grad, PyUnicode_InternFromString("grad")) &&
             keep(&torch->parameter, PyObject_GetAttrString(nn, "Parameter")) &&
-            keep(&torch->tensor, PyObject_GetAttrString(imported, "Tensor"));
+            keep(&torch->tensor, PyObject_GetAttrString(imported, "Tensor")) && !find_is_neg(imported, torch);
     Py_XDECREF(nn);
     Py_XDECREF(imported);
     if (!whole || find_exchange(torch) < 0)
@@ -224,7 +250,8 @@ static int kind_of(const dl_tensor *t, mo_float *out)
 
 static int is_negative(const mo_torch *torch, PyObject *tensor)
 {
-    PyObject *answer = PyObject_CallFunctionObjArgs(torch->is_neg, tensor, NULL);
+    PyObject *answer = torch->is_neg_function ? torch->is_neg_function(tensor, NULL)
+                                              : PyObject_CallFunctionObjArgs(torch->is_neg, tensor, NULL);
     int negative = answer ? answer == Py_True : -1;
 
     Py_XDECREF(answer);
@@ -284,6 +311,29 @@ int mo_py_tensor_unsigned(PyObject *module, PyObject *tensor, mo_tensor_view *ou
 int mo_py_tensor_bytes(PyObject *module, PyObject *tensor, mo_tensor_view *out)
 {
     return view(module, tensor, true, false, out);
+}
+
+void mo_py_tensor_hold(PyObject *module, PyObject *tensor, uintptr_t address, mo_tensor_hold *hold)
+{
+    const mo_torch *torch = mo_py_torch(module);
+    dl_managed *managed = NULL;
+
+    mo_py_tensor_release(hold);
+    if (torch && torch->exchange &&
+        ((const dl_exchange *)torch->exchange)->managed_from_object(tensor, &managed) == 0)
+        hold->managed = managed;
+    else
+        PyErr_Clear();
+    hold->address = address;
+}
+
+void mo_py_tensor_release(mo_tensor_hold *hold)
+{
+    dl_managed *managed = hold->managed;
+
+    *hold = (mo_tensor_hold){0};
+    if (managed && managed->deleter)
+        managed->deleter(managed);
 }
 
 /* The stride of a dimension; those of a table may be left out where they would say "contiguous". */

@@ -316,7 +316,8 @@ class GradScaler(torch.amp.GradScaler):
         if max_norm is not None and "closure" not in kwargs and self._scale is not None:
             state = self._per_optimizer_states[id(optimizer)]
             if state["stage"] is not OptState.STEPPED:
-                factors, norm = self._clip_for(optimizer, state, max_norm, float(norm_type))
+                alone = not args and not kwargs
+                factors, norm = self._clip_for(optimizer, state, max_norm, float(norm_type), alone)
         if factors is None:
             result: float | None = super().step(optimizer, *args, **kwargs)  # all of its errors
         else:
@@ -326,9 +327,9 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _clip_for(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], max_norm: float, norm_type: float
+        self, optimizer: Any, state: dict[str, Any], max_norm: float, norm_type: float, alone: bool
     ) -> tuple[_PerDevice | None, Tensor]:
-        """Clips, or finds the factors by which the optimizer will."""
+        """Clips, or finds the factors by which the optimizer will. alone: its step() is given nothing."""
         ready = state["stage"] is OptState.READY
         if (
             getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -336,10 +337,18 @@ class GradScaler(torch.amp.GradScaler):
             and getattr(optimizer, "grad_scale", None) is None
             and not self._is_replaced()
         ):
-            gradients = _C.Gradients(_parameters(optimizer), of_parameters=True)
-            if gradients.devices and has_fast_norm(gradients, norm_type):
-                inv_scale = self._inverse() if ready else None
-                return self._measure(gradients, state, inv_scale, max_norm, norm_type)
+            gradients = optimizer._collect_ahead() if alone else None
+            if gradients is None:
+                gradients = _C.Gradients(_parameters(optimizer), of_parameters=True)
+            found = None
+            try:
+                if gradients.devices and has_fast_norm(gradients, norm_type):
+                    inv_scale = self._inverse() if ready else None
+                    found = self._measure(gradients, state, inv_scale, max_norm, norm_type)
+                    return found
+            finally:
+                if found is None:
+                    optimizer._forget_collected()
         if ready:
             return None, self.unscale_and_clip_(optimizer, max_norm, norm_type)
         return None, clip_grad_norm_(_parameters(optimizer), max_norm, norm_type)
@@ -355,13 +364,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> float | None:
         """Has an optimizer of memopt.optim multiply gradients by factors, unless an inf was found."""
         scale, _ = self._check_scale_growth_tracker("step")
-        founds = state["found_inf_per_device"].values()
+        founds = [f.to(scale.device, non_blocking=True) for f in state["found_inf_per_device"].values()]
         optimizer.grad_scale = None if state["stage"] is OptState.UNSCALED else scale
-        optimizer.found_inf = sum(found.to(scale.device, non_blocking=True) for found in founds)
+        optimizer.found_inf = founds[0] if len(founds) == 1 else sum(founds)
         optimizer._memopt_factor, optimizer._memopt_unscaled_grads = factors, unscaled_grads
         try:
             result: float | None = optimizer.step(*args, **kwargs)
         finally:
+            optimizer._forget_collected()
             del optimizer.grad_scale, optimizer.found_inf
             del optimizer._memopt_factor, optimizer._memopt_unscaled_grads
         state["stage"] = OptState.STEPPED

@@ -4,7 +4,8 @@ gradient scalers, and state dicts.
 A scaler's part. torch's sets, for one call of step(), `found_inf` and, unless the gradients are unscaled
 already, `grad_scale`: the gradients are then divided by it and kept so, as torch's fused optimizers do.
 memopt's sets `_memopt_factor`, for each device the fp32 number that gradients are to be multiplied with,
-instead of `grad_scale`, and `_memopt_unscaled_grads` where p.grad shall be kept as it was used."""
+instead of `grad_scale`, and `_memopt_unscaled_grads` where p.grad shall be kept as it was used. Where nothing can come
+between the two, the scaler measures the gradients that the step has collected for itself (`_collect_ahead`)."""
 
 from __future__ import annotations
 
@@ -13,11 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import lr_scheduler, optimizer
 
 from memopt import _C, kernels
 from memopt.optim.state_layout import FLOATS, is_plain, like
 
 OWN_OPTIONS = ("state_bits", "min_8bit_size", "master_weights", "stochastic_rounding")
+
+# Where torch's own wrappers of step() are from: hooks and profile, and the learning rates' count of steps.
+TORCHS_WRAPPERS = (optimizer.__file__, lr_scheduler.__file__)
 
 
 class OnePass(torch.optim.Optimizer):
@@ -27,6 +32,7 @@ class OnePass(torch.optim.Optimizer):
     _memopt_factor: dict[torch.device, Tensor] | None = None
     _memopt_unscaled_grads = False
     _plan: _C.UpdatePlan | None = None
+    _is_collected = False  # the plan has collected what the next step() takes
     _own_defaults: dict[str, Any] | None = None
     _is_sgd = False
 
@@ -66,7 +72,7 @@ class OnePass(torch.optim.Optimizer):
         if hasattr(self, "found_inf") or hasattr(self, "grad_scale") or self._memopt_factor is not None:
             scaling = _Scaling(self)
         plan, first = self._plan, []
-        left = None if plan is None else plan.collect(self.state, self.param_groups)
+        left = self._collect()
         if left is None:
             with torch.no_grad():
                 first = self._complete_all()
@@ -95,6 +101,31 @@ class OnePass(torch.optim.Optimizer):
         finally:
             plan.drop()
         return loss
+
+    def _collect(self) -> list[int] | None:
+        if self._is_collected:
+            self._is_collected = False
+            return []
+        return None if self._plan is None else self._plan.collect(self.state, self.param_groups)
+
+    def _collect_ahead(self) -> _C.Gradients | None:
+        """Collects for the next step(), and gives back the gradients that it will take. None where it would not take
+        them all, or where others' code runs before it does, which may give parameters other gradients. The caller calls
+        step() at once, and _forget_collected() in any case."""
+        if self._plan is None or not _is_bare(self):
+            return None
+        left = self._plan.collect(self.state, self.param_groups)
+        if left or left is None:
+            self._plan.drop()
+            return None
+        gradients = self._plan.gradients()
+        self._is_collected = True
+        return gradients
+
+    def _forget_collected(self) -> None:
+        if self._is_collected and self._plan is not None:
+            self._plan.drop()
+        self._is_collected = False
 
     def _complete_all(self) -> list[tuple[int, Tensor]]:
         first, number = [], 0
@@ -224,6 +255,19 @@ class _Scaling:
             for p, grad in zip(params, grads, strict=True):
                 p.grad = grad
         return grads
+
+
+def _is_bare(stepped: OnePass) -> bool:
+    """Whether stepped.step() begins with OnePass.step, but for what torch has around it."""
+    if stepped._optimizer_step_pre_hooks or optimizer._global_optimizer_pre_hooks:
+        return False
+    step: Any = getattr(stepped.step, "__func__", stepped.step)
+    while hasattr(step, "__wrapped__"):
+        code = getattr(step, "__code__", None)
+        if code is None or code.co_filename not in TORCHS_WRAPPERS:
+            return False
+        step = step.__wrapped__
+    return step is OnePass.step
 
 
 class _Kept:
