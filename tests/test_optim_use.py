@@ -126,21 +126,9 @@ def test_whatever_changes_between_steps_is_noticed(kind):
     def option(optimizer, params):
         optimizer.param_groups[0]["weight_decay"] = 0.5
 
-    for number, change in enumerate(
-        [
-            lambda *_: None,
-            move,
-            move_states,
-            replace_states,
-            set_states,
-            replace_dicts,
-            add,
-            exchange,
-            reset,
-            option,
-        ]
-        + [add, move_states]
-    ):
+    unchanged, twice = [lambda *_: None], [add, move_states]
+    states = [move_states, replace_states, set_states, replace_dicts]
+    for number, change in enumerate([*unchanged, move, *states, *twice, exchange, reset, option, *twice]):
         change(new, ours)
         change(old, theirs)
         give_gradients(ours, theirs, number=number)
