@@ -6,13 +6,15 @@ from "8-bit Optimizers via Block-wise Quantization" (Dettmers, Lewis, Shleifer, 
 exponent of ten in unary, and a fraction; scaled by the largest magnitude of each 256 elements, and rounded to the
 nearest. As there, and as in memopt, tensors under 4096 elements keep fp32 states.
 
-`--cuda` trains on the GPU; the losses are of another machine then, but to be compared in the same way.
+With `--resume` finished trainings are kept on disk, and a run that was cut off goes on after them. `--cuda` trains on
+the GPU; the losses are of another machine then, but to be compared in the same way.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import statistics
 import sys
@@ -29,6 +31,7 @@ from torch import Tensor  # noqa: E402
 
 import memopt.optim  # noqa: E402
 from benchmarks import harness, tasks  # noqa: E402
+from benchmarks.round_log import LineLog  # noqa: E402
 
 BLOCK, MIN_SIZE = 256, 4096
 BETAS, EPS = (0.9, 0.999), 1e-8
@@ -125,6 +128,34 @@ def train(task: tasks.Task, name: str, steps: int, device: str) -> dict[str, flo
     return {"held-out loss": held_out, "training loss": last, "seconds a step": seconds / steps}
 
 
+class Trainings:
+    """Trains, or finds a training that an earlier run finished: in `path`, if there is one."""
+
+    def __init__(self, path: Path | None, task: tasks.Task, steps: int, device: str) -> None:
+        self.task, self.steps, self.device = task, steps, device
+        self.log: LineLog | None = None
+        if path is not None:
+            key = {
+                "task": task.metadata(),
+                "steps": steps,
+                "threads": torch.get_num_threads(),
+                "device": device,
+            }
+            self.log = LineLog(path, json.loads(json.dumps(key)))
+            if not self.log.header:
+                self.log.begin()
+
+    def result(self, name: str, seed: int) -> dict[str, float]:
+        for line in self.log.lines if self.log else []:
+            if (line["states"], line["seed"]) == (name, seed):
+                found: dict[str, float] = line["result"]
+                return found
+        result = train(dataclasses.replace(self.task, seed=seed), name, self.steps, self.device)
+        if self.log:
+            self.log.add({"states": name, "seed": seed, "result": result})
+        return result
+
+
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument(
@@ -148,9 +179,11 @@ def main() -> int:
         claim=f"8-bit states end within {WITHIN:.0%} of the loss with fp32 states",
     )
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in OPTIMIZERS}
+    kept = harness.RESULTS / "rounds" / f"{report.name}.trainings.jsonl"
+    trainings = Trainings(kept if options.resume else None, task, steps, report.device)
     for seed in range(options.seeds):
         for name, finished in runs.items():
-            finished.append(train(dataclasses.replace(task, seed=seed), name, steps, report.device))
+            finished.append(trainings.result(name, seed))
             loss = finished[-1]["held-out loss"]
             print(f"seed {seed}, {name}: {loss:.4f}, {finished[-1]['seconds a step']:.3f} s a step",
                   file=sys.stderr)  # fmt: skip

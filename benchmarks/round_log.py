@@ -1,4 +1,4 @@
-"""Finished rounds on disk, so that a soak run that was cut off goes on where it stopped."""
+"""What is finished on disk, so that a soak run that was cut off goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 try:
     from benchmarks import environment
@@ -15,27 +16,23 @@ except ModuleNotFoundError:  # started as a script: this folder is on the path, 
     from comparison import Round
 
 
-class RoundLog:
-    """A header line that says what is compared and where, then a line of JSON for each round, each synced to
-    disk.
+class LineLog:
+    """A header line that says what is done and where, then a line of JSON for each piece that is finished, each
+    synced to disk.
 
-    A torn last line (the machine went down while it was written) is dropped; anything else unexpected is
-    refused.
+    A torn last line (the machine went down while it was written) is dropped; a log of another run, which `key` tells
+    apart, another commit or another machine is refused.
     """
 
-    def __init__(self, path: Path, case: str, names: list[str], peer: str, clock: str) -> None:
+    def __init__(self, path: Path, key: dict[str, Any]) -> None:
         here = environment.describe()
         self.path = path
         self.key = {
-            "case": case,
-            "contenders": names,
-            "peer": peer,
-            "clock": clock,
+            **key,
             **{name: here[name] for name in ("commit", "cpu", "cores", "python", "torch", "simulated")},
         }
-        self.calls: dict[str, int] = {}
-        self.load_before = 0.0
-        self.rounds: list[Round] = []
+        self.header: dict[str, Any] = {}
+        self.lines: list[dict[str, Any]] = []
         if path.exists():
             self._read()
 
@@ -46,25 +43,40 @@ class RoundLog:
             self.path.write_text(whole + "\n" if whole else "")
         if not whole:
             return
-        header, *rounds = (json.loads(line) for line in whole.splitlines())
+        header, *lines = (json.loads(line) for line in whole.splitlines())
         if header["key"] != self.key:
             differs = [name for name in self.key if header["key"].get(name) != self.key[name]]
             raise ValueError(
                 f"{self.path.name} holds rounds of another run (other {', '.join(differs)}); "
                 "delete it to begin anew"
             )
-        self.calls, self.load_before = header["calls"], header["load_before"]
-        self.rounds = [Round(**turn) for turn in rounds]
+        self.header, self.lines = header, lines
 
-    def start(self, calls: dict[str, int], load_before: float) -> None:
+    def begin(self, **header: Any) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._write({"key": self.key, "calls": calls, "load_before": load_before})
+        self._write({"key": self.key, **header})
 
-    def append(self, turn: Round) -> None:
-        self._write(asdict(turn))
+    def add(self, line: dict[str, Any]) -> None:
+        self._write(line)
 
-    def _write(self, line: dict[str, object]) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+class RoundLog(LineLog):
+    """The finished rounds of a comparison."""
+
+    def __init__(self, path: Path, case: str, names: list[str], peer: str, clock: str) -> None:
+        super().__init__(path, {"case": case, "contenders": names, "peer": peer, "clock": clock})
+        self.calls: dict[str, int] = self.header.get("calls", {})
+        self.load_before: float = self.header.get("load_before", 0.0)
+        self.rounds = [Round(**turn) for turn in self.lines]
+
+    def start(self, calls: dict[str, int], load_before: float) -> None:
+        self.begin(calls=calls, load_before=load_before)
+
+    def append(self, turn: Round) -> None:
+        self.add(asdict(turn))

@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the benchmarks time torch")
 
-from benchmarks import bench_optim, bench_scaler, convergence_8bit, parameter_sets  # noqa: E402
+from benchmarks import bench_optim, bench_scaler, convergence_8bit, parameter_sets, tasks  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = [(64, 64), (64,), (), (300,)]
@@ -165,6 +165,33 @@ def test_the_peers_step_is_adamw_where_nothing_is_coded() -> None:
         for optimizer in optimizers:
             optimizer.step()
     parameter_sets.assert_equal_work("AdamW", theirs, ours, 1e-6)
+
+
+def test_finished_trainings_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+
+    def train(task: tasks.Task, name: str, steps: int, device: str) -> dict[str, float]:
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        trained.append((name, task.seed))
+        return {"held-out loss": float(len(trained))}
+
+    def run(steps: int = 5) -> list[dict[str, float]]:
+        trainings = convergence_8bit.Trainings(path, tasks.get("gpt", "small"), steps, "cpu")
+        return [trainings.result(name, seed) for seed in range(2) for name in ("a", "b")]
+
+    path = tmp_path / "rounds" / "trainings.jsonl"
+    monkeypatch.setattr(convergence_8bit, "train", train)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    with path.open("a") as file:
+        file.write('{"states": "b", "se')  # cut off while it was written
+    trained.pop(0)
+    assert [result["held-out loss"] for result in run()] == [1.0, 2.0, 3.0, 3.0]
+    assert trained == [("b", 0), ("a", 1), ("b", 1)]
+    assert len(run()) == 4 and len(trained) == 3
+    with pytest.raises(ValueError, match=r"trainings.jsonl holds rounds of another run \(other steps\)"):
+        run(steps=6)
 
 
 def test_convergence_trains_each_kind_for_each_seed(tmp_path: Path) -> None:
