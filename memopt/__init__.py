@@ -23,19 +23,20 @@ except ImportError as error:
     raise ImportError(f"memopt._C cannot be loaded ({error}): {hint}") from error
 
 if TYPE_CHECKING:
-    from memopt import amp, cuda, optim, sim
+    from memopt import amp, chain, cuda, optim, sim
     from memopt.diagnosis import doctor
     from memopt.switches import disable
 
 Error = _engines.Error
 __version__ = _engines.__version__
-__all__ = ["Error", "__version__", "amp", "cuda", "disable", "doctor", "optim", "sim"]
+__all__ = ["Error", "__version__", "amp", "chain", "cuda", "disable", "doctor", "optim", "sim"]
 
 # What is imported when it is first asked for: a name here, the module it lives in.
 _LATER = {
     "doctor": "memopt.diagnosis",
     "disable": "memopt.switches",
     "amp": None,
+    "chain": None,
     "cuda": None,
     "optim": None,
     "sim": None,

@@ -290,6 +290,8 @@ class Refuses:
         raise ZeroDivisionError
 
 
+CHAIN = ((4, 4, ((4, 0, 0, 1.0, 1.0, 1.0),)),)
+
 # Arguments for every function of the extension: good ones, and every way of refusing there is.
 CALLS: dict[str, list[tuple]] = {
     "parse_size": [("8GiB",), (4096,), ("nonsense",), ("9EiB",), (-1,), (2**64,), (1.5,), ("\ud800",), (), ("1", "2")],
@@ -319,6 +321,14 @@ CALLS: dict[str, list[tuple]] = {
     "allocator_observe": [(None,), (len,), (1,), ()],
     "adam8_encode": [(True, 1, 2, 3), (False, None, None, None), (True,), ()],
     "adam8_decode": [(True, 1, 2, 3), (False, None, None, None), (True,), ()],
+    "chain_check": [
+        (CHAIN, 4, 4), (((4, 4, ((2, 0, 0, 1.0, 1.0, 1.0),)),), 4, 4), ((), 4, 4), ((1,), 4, 4), (((4, 4),), 4, 4),
+        (((4, 4, (1,)),), 4, 4), (((4, 4, ((4, 0, 0, 1.0, "x", 1.0),)),), 4, 4), (CHAIN, -1, 4), (),
+    ],
+    "chain_replay": [
+        (CHAIN, 4, 4, [("fall", 0, 0), ("bwd", 0, 0)]), (CHAIN, 4, 4, [("bwd", 0, 0)]), (CHAIN, 4, 4, [("x", 0, 0)]),
+        (CHAIN, 4, 4, [1]), (CHAIN, 4, 4, [("fall", -1, 0)]), (CHAIN, 4, 4, [("fall", 0, 9)]), ((), 4, 4, []), (),
+    ],
     "_tensor_view": [(1,), (None, True), (), ("x", 1, 2)],
     "replay": [
         (b"a 1 512 0\nf 1 0\n", 0, 20, 0, False, True, False, False, 0, False),

@@ -49,5 +49,6 @@ int mo_py_tensor_init(PyObject *module);
 int mo_py_optim_init(PyObject *module);
 int mo_py_adam8_init(PyObject *module);
 int mo_py_scaler_init(PyObject *module);
+int mo_py_chain_init(PyObject *module);
 
 #endif

@@ -1,0 +1,392 @@
+"""What to keep and what to make again: the fastest schedule of a chain of stages that fits a memory budget, found by
+dynamic programming in C. Needs neither torch nor a GPU.
+
+    chain = memopt.chain.Chain([memopt.chain.Stage(saved_bytes, output_bytes, forward_seconds, backward_seconds), …],
+                               input_bytes)
+    schedule = memopt.chain.solve(chain, "4GiB")
+    print(schedule.picture()); schedule.seconds, schedule.peak_bytes, schedule.ops
+
+A chain's last stage is the loss. Write a[i] for the input of stage i (a[0] is always there, held by the caller and
+never counted), s[i] for what stage i saves for its backward, its output a[i+1] within it. The state of a step is a set
+of inputs, a set of saved sets and one gradient, at first the seed's. Operations:
+
+    fnone i        needs a[i] or s[i-1]; makes a[i+1]; frees a[i]
+    fck i          the same, and keeps a[i]
+    fall i         the same, and makes s[i] in place of a[i+1]; takes remake_seconds right before bwd i
+    bwd i          needs s[i], the gradient of a[i+1], and a[i] or s[i-1]; makes the gradient of a[i]; frees the others
+    drop_input i   frees a[i]                    drop_saved i   frees s[i]
+
+fnone, fck and fall need forward_overhead_bytes more while they run, bwd backward_overhead_bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from memopt import _C
+
+Op = tuple[str, int] | tuple[str, int, str]
+"""("fck", stage), or ("fall", stage, option) where not the stage's own way is taken."""
+
+LEVELS = ("persistent", "default", "full")
+_WITH_OPTION = ("fall", "bwd")
+
+
+def _size(value: int | str, what: str) -> int:
+    try:
+        return _C.parse_size(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{what}: {error}") from None
+
+
+class InfeasibleBudget(ValueError):
+    """No schedule fits. least_budget: the least memory_budget, in bytes, with which the same call finds one."""
+
+    def __init__(self, message: str, least_budget: int = 0) -> None:
+        super().__init__(message)
+        self.least_budget = least_budget
+
+
+@dataclass(frozen=True)
+class Option:
+    """Another way for a stage to run forwards in full: what it then saves (its output within), and what that costs."""
+
+    name: str
+    saved_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    forward_overhead_bytes: int = 0
+    backward_overhead_bytes: int = 0
+    remake_seconds: float | None = None
+    """Of a forward right before its own backward, which may stop early; None: forward_seconds."""
+
+    def _native(self) -> tuple[int, int, int, float, float, float]:
+        remake = self.forward_seconds if self.remake_seconds is None else self.remake_seconds
+        return (
+            _size(self.saved_bytes, "saved_bytes"),
+            _size(self.forward_overhead_bytes, "forward_overhead_bytes"),
+            _size(self.backward_overhead_bytes, "backward_overhead_bytes"),
+            float(self.forward_seconds),
+            float(self.backward_seconds),
+            float(remake),
+        )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a chain, as it was measured. saved_bytes includes the output; input_grad_bytes None: as large as the
+    input. A stage can always be kept in full, or run without keeping anything and made again later; what else it can
+    do is in options."""
+
+    saved_bytes: int
+    output_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    forward_overhead_bytes: int = 0
+    backward_overhead_bytes: int = 0
+    remake_seconds: float | None = None
+    """Of a forward right before its own backward, which may stop early; None: forward_seconds. It cannot stop early
+    where its output is wanted: leave it None for the loss."""
+    input_grad_bytes: int | None = None
+    options: tuple[Option, ...] = ()
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", tuple(self.options))
+        names = [option.name for option in self.options]
+        if "" in names or len({*names}) < len(names):
+            raise ValueError(f"options={names}: each needs a name of its own")
+
+    def with_offload(
+        self, nbytes: int | str, bandwidth: float, *, back: float | None = None, name: str = "offload"
+    ) -> Stage:
+        """This stage with one more option: nbytes of what it saves leave the device while it runs, at `bandwidth` bytes
+        a second, and come back, at `back` (bandwidth), while its backward runs. They are there during both."""
+        size = self._part(nbytes)
+        if not (bandwidth > 0 and (back is None or back > 0)):
+            raise ValueError(f"bandwidth={bandwidth}, back={back}: bytes a second are more than 0")
+        forward = max(self.forward_seconds, size / bandwidth)
+        return self._with(
+            Option(
+                name,
+                self.saved_bytes - size,
+                forward,
+                max(self.backward_seconds, size / (back or bandwidth)),
+                self.forward_overhead_bytes + size,
+                self.backward_overhead_bytes + size,
+                max(forward, self.remake_seconds or 0.0),
+            )
+        )
+
+    def with_selective(self, nbytes: int | str, seconds: float, *, name: str = "selective") -> Stage:
+        """This stage with one more option: nbytes of what it saves are made again in its backward, in `seconds`."""
+        size = self._part(nbytes)
+        return self._with(
+            Option(
+                name,
+                self.saved_bytes - size,
+                self.forward_seconds,
+                self.backward_seconds + seconds,
+                self.forward_overhead_bytes,
+                self.backward_overhead_bytes + size,
+                self.remake_seconds,
+            )
+        )
+
+    def _part(self, nbytes: int | str) -> int:
+        size = _size(nbytes, "nbytes")
+        if size > self.saved_bytes - self.output_bytes:
+            raise ValueError(
+                f"nbytes={size}: at most saved_bytes - output_bytes = {self.saved_bytes - self.output_bytes} can go"
+            )
+        return size
+
+    def _with(self, option: Option) -> Stage:
+        return replace(self, options=(*self.options, option))
+
+    def _own(self) -> Option:
+        return Option(
+            "",
+            self.saved_bytes,
+            self.forward_seconds,
+            self.backward_seconds,
+            self.forward_overhead_bytes,
+            self.backward_overhead_bytes,
+            self.remake_seconds,
+        )
+
+    def _index(self, option: str) -> int:
+        names = ["", *(o.name for o in self.options)]
+        if option not in names:
+            raise ValueError(f"there is no option {option!r} among {names[1:]}")
+        return names.index(option)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Stages one after the other, the last one being the loss. output_grad_bytes: of the seed of the backward; None: as
+    large as the last stage's output. Raises ValueError for what makes no sense, naming the stage."""
+
+    stages: tuple[Stage, ...]
+    input_bytes: int
+    output_grad_bytes: int | None = None
+    _native: tuple[tuple[_C._ChainStage, ...], int, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        given = _size(self.input_bytes, "input_bytes")
+        native: list[_C._ChainStage] = []
+        for i, stage in enumerate(self.stages):
+            try:
+                output = _size(stage.output_bytes, "output_bytes")
+                grad = (
+                    given
+                    if stage.input_grad_bytes is None
+                    else _size(stage.input_grad_bytes, "input_grad_bytes")
+                )
+                options = tuple(option._native() for option in (stage._own(), *stage.options))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"stage {i}: {error}") from None
+            native.append((output, grad, options))
+            given = output
+        if self.output_grad_bytes is not None:
+            given = _size(self.output_grad_bytes, "output_grad_bytes")
+        object.__setattr__(self, "_native", (tuple(native), self.input_bytes, given))
+        _C.chain_check(*self._native)
+
+    @property
+    def plain_seconds(self) -> float:
+        """Of a step that keeps everything."""
+        return sum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
+
+    def keep_all(self) -> Schedule:
+        """The schedule of a plain step."""
+        stages = range(len(self.stages))
+        return Schedule(self, [("fall", i) for i in stages] + [("bwd", i) for i in reversed(stages)])
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One operation of a schedule: its seconds, the bytes that are there while it runs, and after it."""
+
+    seconds: float
+    during_bytes: int
+    after_bytes: int
+
+
+class Schedule:
+    """The operations of a step over a chain, in order. It is replayed when it is made: ValueError says which operation
+    cannot be done, and why.
+
+    seconds, peak_bytes: what it takes, counted as memory_budget is: all but the chain's own input."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        ops: Iterable[Op],
+        *,
+        memory_budget: int | None = None,
+        curve: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        self.chain = chain
+        self.ops: tuple[Op, ...] = tuple(ops)
+        self.memory_budget = memory_budget
+        self._curve = tuple(curve)
+        self.seconds, self.peak_bytes, self._peak_at, moments = self._replay()
+        self.moments = tuple(Moment(*moment) for moment in moments)
+
+    def _replay(self) -> tuple[float, int, int, list[tuple[float, int, int]]]:
+        native: list[_C._ChainOp] = []
+        for at, (op, stage, *option) in enumerate(self.ops):
+            index = 0
+            if option:
+                if op not in _WITH_OPTION:
+                    raise ValueError(
+                        f"operation {at}, {op} {stage}: only {' and '.join(_WITH_OPTION)} have options"
+                    )
+                try:
+                    index = self.chain.stages[stage]._index(option[0])
+                except (IndexError, ValueError) as error:
+                    raise ValueError(f"operation {at}, {op} {stage}: {error}") from None
+            native.append((op, stage, index))
+        return _C.chain_replay(*self.chain._native, native)
+
+    def validate(self, memory_budget: int | str | None = None) -> None:
+        """Replays it again. ValueError where it cannot be done, or peaks above memory_budget (None: its own)."""
+        budget = self.memory_budget if memory_budget is None else _size(memory_budget, "memory_budget")
+        _, peak, at, _ = self._replay()
+        if budget is not None and peak > budget:
+            op, stage, *_ = self.ops[at]
+            raise ValueError(
+                f"peak of {peak} bytes at operation {at}, {op} {stage}: memory_budget is {budget}"
+            )
+
+    def curve(self) -> tuple[tuple[int, float], ...]:
+        """What every smaller budget gives, from the table that this schedule comes from: (memory_budget, seconds), from
+        the least feasible budget to this one's. A step with that budget takes those seconds or fewer."""
+        if not self._curve:
+            raise ValueError(
+                "only what solve() or a Table returns has a curve: this schedule was made by hand"
+            )
+        return self._curve
+
+    def table(self) -> str:
+        """A line an operation."""
+        wide = max(len(_words(op)) for op in self.ops)
+        lines = [f"{'operation':{wide}}  {'seconds':>10}  {'during':>9}  {'after':>9}"]
+        for at, (op, moment) in enumerate(zip(self.ops, self.moments, strict=True)):
+            during, after = _C.format_size(moment.during_bytes), _C.format_size(moment.after_bytes)
+            peak = "  peak" if at == self._peak_at else ""
+            lines.append(f"{_words(op):{wide}}  {moment.seconds:10.6f}  {during:>9}  {after:>9}{peak}")
+        return "\n".join([*lines, self._sum()])
+
+    def picture(self, width: int = 100) -> str:
+        """Memory and stages over the operations, in at most `width` columns and the names:
+
+        n c F B x   the stage runs: fnone, fck, fall, bwd, a drop
+        =           what it saved is there                   -   its input is
+        """
+        names = [stage.name or str(i) for i, stage in enumerate(self.chain.stages)]
+        wide = max(map(len, [*names, "memory"]))
+        columns = min(width, len(self.ops))
+        rows = [[" "] * columns for _ in names]
+        memory = [0] * columns
+        for at, marks in enumerate(self._marks()):
+            column = at * columns // len(self.ops)
+            memory[column] = max(memory[column], self.moments[at].during_bytes)
+            for row, mark in zip(rows, marks, strict=True):
+                row[column] = max(row[column], mark, key=" -=xncFB".index)
+        top = max(self.memory_budget or 0, self.peak_bytes, 1)
+        bars = "".join("▁▂▃▄▅▆▇█"[min(7, 8 * bytes_ // top)] for bytes_ in memory)
+        lines = [f"{name:>{wide}} {''.join(row)}" for name, row in zip(names, rows, strict=True)]
+        return "\n".join([f"{'memory':>{wide}} {bars}", *lines, self._sum()])
+
+    def _marks(self) -> Iterable[list[str]]:
+        """At each operation a mark for each stage."""
+        stages = len(self.chain.stages)
+        inputs, saved = [False] * (stages + 1), [False] * stages
+        letters = {"fnone": "n", "fck": "c", "fall": "F", "bwd": "B", "drop_input": "x", "drop_saved": "x"}
+        for op, stage, *_ in self.ops:
+            marks = ["=" if s else "-" if i else " " for i, s in zip(inputs, saved, strict=False)]
+            if stage < stages:
+                marks[stage] = letters[op]
+            yield marks
+            if op in ("fnone", "fck"):
+                inputs[stage + 1] = True
+            if op in ("fnone", "bwd", "drop_input"):
+                inputs[stage] = False
+            if op in ("fall", "bwd", "drop_saved"):
+                saved[stage] = op == "fall"
+
+    def _sum(self) -> str:
+        plain = self.chain.plain_seconds
+        more = f" ({self.seconds / plain - 1:+.1%} on a plain step)" if plain else ""
+        budget = "" if self.memory_budget is None else f" of {_C.format_size(self.memory_budget)}"
+        return f"{self.seconds:.6f} s{more}, peak {_C.format_size(self.peak_bytes)}{budget}, {len(self.ops)} operations"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        return f"<Schedule of {len(self.chain.stages)} stages: {self._sum()}>"
+
+
+def _words(op: Op) -> str:
+    return " ".join(map(str, op))
+
+
+class Table:
+    """All budgets up to memory_budget at once: one run of the solver. See solve() for the arguments.
+
+    least_budget: the least feasible budget in bytes, which may be more than memory_budget."""
+
+    def __init__(
+        self, chain: Chain, memory_budget: int | str, slots: int = 500, *, level: str = "default"
+    ) -> None:
+        if level not in LEVELS:
+            raise ValueError(f"level={level!r} is not one of {', '.join(LEVELS)}")
+        self.chain = chain
+        self.memory_budget = _size(memory_budget, "memory_budget")
+        self._table = _C.ChainTable(*chain._native, self.memory_budget, slots, LEVELS.index(level))
+        self.least_budget = self._table.least_budget
+
+    def curve(self) -> list[tuple[int, float]]:
+        """(memory_budget, seconds) from the least feasible budget to the table's own: with that budget a step takes
+        those seconds or fewer. Empty where the table's own is not feasible."""
+        return self._table.curve()
+
+    def schedule(self, memory_budget: int | str | None = None) -> Schedule:
+        """The schedule for a budget up to the table's own (None: that one). InfeasibleBudget where none fits."""
+        budget = self.memory_budget if memory_budget is None else _size(memory_budget, "memory_budget")
+        if budget > self.memory_budget:
+            raise ValueError(
+                f"memory_budget={budget} is above the table's own, {self.memory_budget}: make another"
+            )
+        if budget < self.least_budget:
+            least = self.least_budget
+            raise InfeasibleBudget(
+                f"no schedule of these {len(self.chain.stages)} stages fits memory_budget={budget} "
+                f"({_C.format_size(budget)}): the least feasible is {least} ({_C.format_size(least)})",
+                least,
+            )
+        names = [["", *(option.name for option in stage.options)] for stage in self.chain.stages]
+        ops: list[Op] = [
+            (op, stage, names[stage][option]) if option else (op, stage)
+            for op, stage, option in self._table.schedule(budget)
+        ]
+        curve = [point for point in self.curve() if point[0] <= budget]
+        return Schedule(self.chain, ops, memory_budget=budget, curve=curve)
+
+
+def solve(chain: Chain, memory_budget: int | str, slots: int = 500, *, level: str = "default") -> Schedule:
+    """The fastest schedule of the chain that fits.
+
+    memory_budget: bytes, or "8GiB"; everything is counted but the chain's own input, which its caller holds.
+    slots: how finely the budget is divided; time and memory of the solver grow with it. Where all sizes have a divisor
+    that goes into the budget no more than `slots` times, nothing is rounded.
+    level: "persistent" is the classical optimum, in which what is kept stays until its backward; "default" also drops
+    inputs and makes them again late; "full" searches more of that, and is for short chains and the least budgets. But
+    for what is rounded, none is slower than the one before.
+
+    InfeasibleBudget, with .least_budget, where no schedule fits."""
+    return Table(chain, memory_budget, slots, level=level).schedule()
