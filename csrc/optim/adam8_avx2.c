@@ -7,7 +7,7 @@
 #include "optim/vector_run.h"
 #include "optim/adam8_code.h"
 
-enum { GROUP = 4 * LANES };
+enum { GROUP = 4 * LANES, TOGETHER = 4 };
 
 /* Packing goes on within halves of a register; this puts the words of the result in order. */
 WORD veci in_order(veci a)

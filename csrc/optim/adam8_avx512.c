@@ -6,7 +6,7 @@
 #include "optim/vector_run.h"
 #include "optim/adam8_code.h"
 
-enum { GROUP = LANES };
+enum { GROUP = LANES, TOGETHER = 1 };
 
 WORD void encode_group(const block_values *values, size_t i, const uint32_t *ramp_of_block)
 {

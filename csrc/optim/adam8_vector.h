@@ -1,5 +1,5 @@
 /* adam8_generic.c in vectors. Included once by each instruction set's file, after the header that defines
- * the words and after GROUP and encode_group(): how vectors are packed to bytes is what differs most.
+ * the words and after GROUP, TOGETHER and encode_group(): how vectors are packed to bytes is what differs most.
  *
  * A block can only be coded when its scales are known, that is after its last element. So while one block is
  * updated, which waits for divisions and roots, the one before it is coded, which is integers. */
@@ -36,32 +36,48 @@ WORD adam8_vectors adam8_broadcast(const mo_adam_termsf *c, float m_scale, float
     };
 }
 
-/* LANES elements from number i of the run on, which is `in` of its block: decoded, updated, left
- * in *values. */
+/* TOGETHER vectors of elements from number i of the run on, which is `in` of its block: decoded, updated, left in *values. Step by
+ * step for all of them: what waits for a division or a root would else fill the processor's queues. */
 WORD void update_lanes(adam8_vectors *c, unsigned flags, bool plain, const mo_run *run, size_t i, size_t in,
                        block_values *values)
 {
-    const vec old = plain ? load((float *)run->p + i, LANES) : load_p(run, i, LANES);
-    const veci m_code = load_signed_bytes((uint8_t *)run->m + i), v_code = load_bytes((uint8_t *)run->v + i);
-    vec x = mul(plain ? load((float *)run->g + i, LANES) : load_g(run, i, LANES), c->factor), m, v;
+    vec old[TOGETHER], x[TOGETHER], m[TOGETHER], v[TOGETHER];
 
-    if (flags & MO_ADAM_L2)
-        x = mul_add(c->weight_decay, old, x);
-    m = as_float(add(both(left(m_code, MO_ADAM8_SHIFT), alli(0x80000000 | 127u << MO_ADAM8_SHIFT)),
-                     alli(MO_ADAM8_ZERO_M)));
-    m = mul_add(m, c->unit_m, by_sign(m_code, c->minus_zero_m, c->zero_m));
-    v = mul_add(as_float(add(left(v_code, MO_ADAM8_SHIFT), alli(MO_ADAM8_ZERO_V))), c->unit_v, c->zero_v);
-    m = mul_add(c->beta1, m, mul(c->rest1, x));
-    v = mul_add(c->beta2, v, mul(c->rest2, mul(x, x)));
-    store(values->m + in, m, LANES);
-    store(values->v + in, v, LANES);
-    c->largest_m = larger_number(magnitude(m), c->largest_m);
-    c->largest_v = larger_number(v, c->largest_v);
-    x = mul_add(c->step_size, quotient(m, mul_add(root(v), c->root, c->eps)), mul(old, c->decay));
-    if (plain)
-        store((float *)run->p + i, x, LANES);
-    else
-        store_p(run, i, x, LANES);
+    for (size_t k = 0; k < TOGETHER; k++) {
+        const size_t at = i + k * LANES;
+        const veci m_code = load_signed_bytes((uint8_t *)run->m + at),
+                   v_code = load_bytes((uint8_t *)run->v + at);
+
+        m[k] = as_float(add(both(left(m_code, MO_ADAM8_SHIFT), alli(0x80000000 | 127u << MO_ADAM8_SHIFT)),
+                            alli(MO_ADAM8_ZERO_M)));
+        m[k] = mul_add(m[k], c->unit_m, by_sign(m_code, c->minus_zero_m, c->zero_m));
+        v[k] =
+            mul_add(as_float(add(left(v_code, MO_ADAM8_SHIFT), alli(MO_ADAM8_ZERO_V))), c->unit_v, c->zero_v);
+        old[k] = plain ? load((float *)run->p + at, LANES) : load_p(run, at, LANES);
+        x[k] = mul(plain ? load((float *)run->g + at, LANES) : load_g(run, at, LANES), c->factor);
+        if (flags & MO_ADAM_L2)
+            x[k] = mul_add(c->weight_decay, old[k], x[k]);
+        m[k] = mul_add(c->beta1, m[k], mul(c->rest1, x[k]));
+        v[k] = mul_add(c->beta2, v[k], mul(c->rest2, mul(x[k], x[k])));
+    }
+    for (size_t k = 0; k < TOGETHER; k++) {
+        store(values->m + in + k * LANES, m[k], LANES);
+        store(values->v + in + k * LANES, v[k], LANES);
+        x[k] = root(v[k]);
+    }
+    for (size_t k = 0; k < TOGETHER; k++) {
+        c->largest_m = larger_number(magnitude(m[k]), c->largest_m);
+        c->largest_v = larger_number(v[k], c->largest_v);
+    }
+    for (size_t k = 0; k < TOGETHER; k++)
+        x[k] = quotient(m[k], mul_add(x[k], c->root, c->eps));
+    for (size_t k = 0; k < TOGETHER; k++) {
+        x[k] = mul_add(c->step_size, x[k], mul(old[k], c->decay));
+        if (plain)
+            store((float *)run->p + i + k * LANES, x[k], LANES);
+        else
+            store_p(run, i + k * LANES, x[k], LANES);
+    }
 }
 
 /* The lines of the parameter and the gradient that will be wanted two blocks on. An address behind the
@@ -87,7 +103,7 @@ WORD void update_block(const mo_adam_termsf *terms, unsigned flags, bool plain, 
     adam8_vectors c = adam8_broadcast(terms, *m_scale, *v_scale);
 
     for (size_t i = 0; i < MO_ADAM8_ELEMENTS; i += GROUP) {
-        for (size_t k = 0; k < GROUP; k += LANES)
+        for (size_t k = 0; k < GROUP; k += TOGETHER * LANES)
             update_lanes(&c, flags, plain, run, at + i + k, i + k, values);
         fetch_ahead(plain, run, at + i);
         if (earlier)
