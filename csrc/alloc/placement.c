@@ -402,7 +402,7 @@ mo_block *mo_place_at(mo_pool *pool, const mo_request *request, mo_address addre
     p.span = span;
     if (!span || !span->slot_count || !vacant(pool, request, &p))
         return NULL;
-    for (block = mo_span_block_at(span, address); block->address < end; block = block->next)
+    for (block = mo_span_block_at(span, address); block && block->address < end; block = block->next)
         if (block->state == MO_BLOCK_HOLE) {
             mo_address low = block->address > address ? block->address : address;
 

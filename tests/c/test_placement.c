@@ -343,6 +343,23 @@ TEST(an_address_that_is_none_of_the_zone_is_not_given)
     close_pool();
 }
 
+TEST(an_address_whose_block_ends_with_its_span_is_given_again)
+{
+    mo_request request;
+    mo_address base = 0, address;
+    mo_span *span;
+
+    open_pool(64 * MIB, GRANULE, (mo_pool_settings){.slack = 20, .double_map = true, .recall = true});
+    CHECK_OK(device.table.reserve(&device.table, 4 * GRANULE, &said, &base));
+    CHECK_OK(mo_zone_add_span(large(), base, 4 * GRANULE, false, &said, &span));
+    address = get(4 * GRANULE, A);
+    CHECK_EQ(address, base);
+    put(address);
+    request = request_of(4 * GRANULE, A);
+    CHECK(mo_place_at(pool, &request, base) == span->lowest);
+    close_pool();
+}
+
 TEST(steps_that_repeat_end_without_a_call)
 {
     static const size_t sizes[] = {3, 7, 20, 5, 11, 2, 9, 30, 4, 6};
