@@ -4,6 +4,7 @@
 
 #define SLACK_FLOOR ((size_t)8 << 20) /* bytes of slack where the live peak is small */
 #define NEAR        50                /* thousandths of the live peak: a limit this close is used in full */
+#define VICTIMS     64                /* free blocks that are compared by how long they have been free */
 
 /* ---- granules elsewhere ----------------------------------------------------------------------------------- */
 
@@ -134,46 +135,71 @@ static size_t count_spare(const mo_pool *pool, const mo_request *request, bool j
     return count;
 }
 
-/* Makes up to `want` granules spare that are free elsewhere: out of the largest free blocks first, from their ends, so
- * that their heads stay joined to what they lie beside. `leave` falls by as many. With `count_only` nothing else is changed.
- * Returns how many. */
+/* The next VICTIMS blocks of at least a granule, from *block down to smaller ones, where *block then is; the one that has
+ * been free longest first, of equals the smaller. What was used lately is wanted again soon, and its old mapping is in use. */
+static size_t next_victims(const mo_pool *pool, const mo_zone *zone, mo_block **block, mo_block **victims)
+{
+    size_t count = 0, i;
+
+    for (; *block && count < VICTIMS && (*block)->size >= pool->granules.size;
+         *block = mo_free_set_before(&zone->free, *block)) {
+        for (i = count++; i && victims[i - 1]->use.tick >= (*block)->use.tick; i--)
+            victims[i] = victims[i - 1];
+        victims[i] = *block;
+    }
+    return count;
+}
+
+/* Whole slots of a free block: those behind the site, where the block is part of it; what lies before may be needed. */
+static void slots_outside(const mo_block *block, const mo_request *request, const mo_site *site, size_t *low,
+                          size_t *high)
+{
+    mo_block_slots(block, low, high);
+    if (block->span == site->span && block->address < site->at + request->size &&
+        block->address + block->size > site->at) {
+        size_t behind = mo_span_slot(block->span, site->at + request->size - 1) + 1;
+
+        *low = *low > behind ? *low : behind;
+    }
+}
+
+/* Makes up to `want` granules of a free block spare, from its end, so that its head stays joined to what it lies beside. With
+ * `count_only` nothing is changed. Returns how many, 0 where there is no host memory. */
+static size_t steal_of(mo_pool *pool, const mo_request *request, mo_block *block, const mo_site *site,
+                       bool join, bool count_only, size_t want)
+{
+    size_t low, high, count;
+
+    slots_outside(block, request, site, &low, &high);
+    mo_order_settle(&pool->order, &block->use);
+    if (low >= high || !may_have(pool, request, block->use, join))
+        return 0;
+    count = mo_size_min(high - low, want);
+    if (count_only)
+        return count;
+    if (mo_blocks_reserve(&pool->blocks, 4, NULL))
+        return 0;
+    mo_pool_tell_slots(pool, MO_TRACE_UNMAP, block->span, high - count, count, NULL);
+    mo_zone_disown(block->span->zone, block, high - count, count);
+    return count;
+}
+
+/* The same of a zone: VICTIMS blocks at a time, the largest ones' first. `leave`, how many may go, falls by as many. */
 static size_t steal_from(mo_pool *pool, const mo_request *request, mo_zone *zone, const mo_site *site,
                          bool join, bool count_only, size_t want, size_t *leave)
 {
-    size_t got = 0;
-    mo_block probe, *block = mo_free_set_last(&zone->free);
+    mo_block *victims[VICTIMS], *block = mo_free_set_last(&zone->free);
+    size_t got = 0, here, count;
 
     if (zone->arena->pinned || zone->arena->paused)
         return 0;
-    for (; block && got < want && *leave && block->size >= pool->granules.size;
-         block = mo_free_set_before(&zone->free, &probe)) {
-        size_t low, high, count;
-
-        probe = *block;
-        mo_block_slots(block, &low, &high);
-        if (block->span == site->span && block->address < site->at + request->size &&
-            block->address + block->size > site->at) { /* what lies behind the site is not needed there */
-            size_t behind = mo_span_slot(block->span, site->at + request->size - 1) + 1;
-
-            low = low > behind ? low : behind;
+    while (got < want && *leave && (count = next_victims(pool, zone, &block, victims)) > 0)
+        for (size_t i = 0; i < count && got < want && *leave; i++) {
+            here =
+                steal_of(pool, request, victims[i], site, join, count_only, mo_size_min(want - got, *leave));
+            got += here;
+            *leave -= here;
         }
-        if (low >= high)
-            continue;
-        mo_order_settle(&pool->order, &block->use);
-        if (!may_have(pool, request, block->use, join))
-            continue;
-        count = high - low;
-        count = count < want - got ? count : want - got;
-        count = count < *leave ? count : *leave;
-        got += count;
-        *leave -= count;
-        if (count_only)
-            continue;
-        if (mo_blocks_reserve(&pool->blocks, 4, NULL))
-            return got - count;
-        mo_pool_tell_slots(pool, MO_TRACE_UNMAP, block->span, high - count, count, NULL);
-        mo_zone_disown(zone, block, high - count, count);
-    }
     return got;
 }
 

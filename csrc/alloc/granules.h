@@ -30,7 +30,7 @@ struct mo_slot {
     mo_slot *next_view;  /* of the same granule */
     mo_span *span;       /* set when something is first mapped */
     mo_block *first;     /* the lowest block that begins in this slot, NULL: none (zone.h) */
-    mo_use use;          /* stale: what may still use the mapping */
+    mo_use use;          /* what may still use the mapping; owned: as of the last frees in it (zone.h) */
     bool granted;        /* the mapping is accessible */
 };
 

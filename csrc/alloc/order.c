@@ -143,6 +143,21 @@ void mo_order_poll(mo_order *order)
     }
 }
 
+void mo_order_probe(mo_order *order)
+{
+    mo_order_poll(order);
+    for (unsigned t = 0; t < order->count; t++) {
+        const mo_stream_state *state = &order->streams[t];
+        const uint64_t newest = state->mark_count ? state->marks[state->mark_count - 1].tick : state->done;
+
+        if (state->last > newest && state->mark_count < MO_PROBES &&
+            (order->tick - newest) * MO_PROBES >= order->tick - state->done)
+            mo_order_mark(order, 1ull << t, order->tick,
+                          NULL); /* what it fails to tell now it may tell later */
+    }
+    mo_order_poll(order); /* an idle device has done it all */
+}
+
 /* ---- one stream behind others ---------------------------------------------------------------------------- */
 
 uint64_t mo_order_missing(const mo_order *order, unsigned s, bool captured, mo_use use)

@@ -24,6 +24,7 @@
 
 #define MO_STREAMS 64 /* bits of mo_use.streams */
 #define MO_MARKS   8  /* events of a stream that are recorded and not yet seen over */
+#define MO_PROBES  4  /* of them at most for mo_order_probe */
 /* An event is made only where none is spare, for a stream that has room for a mark: there are never more. */
 #define MO_EVENTS (MO_STREAMS * MO_MARKS)
 
@@ -61,6 +62,12 @@ typedef struct mo_order {
 static inline mo_use mo_use_union(mo_use a, mo_use b)
 {
     return (mo_use){a.streams | b.streams, a.tick > b.tick ? a.tick : b.tick};
+}
+
+/* Of two that both cover what a piece of memory was used by, what each leaves out need not be waited for. */
+static inline mo_use mo_use_of_both(mo_use a, mo_use b)
+{
+    return (mo_use){a.streams & b.streams, a.tick < b.tick ? a.tick : b.tick};
 }
 
 /* Destroys the events. */
@@ -114,6 +121,10 @@ mo_status mo_order_mark(mo_order *order, uint64_t streams, uint64_t tick, mo_det
 
 /* Looks, without waiting, which marks are over. */
 void mo_order_poll(mo_order *order);
+
+/* The same, and sees to it that more is known the next time: a stream whose last use is not over gets a mark, unless the
+ * newest of its marks is younger than a MO_PROBESth of all that is not over. So what is known lags little behind what is. */
+void mo_order_probe(mo_order *order);
 
 /* Whether all of use is over, as far as is known. */
 static inline bool mo_order_over(const mo_order *order, mo_use use)

@@ -125,19 +125,6 @@ mo_status mo_pool_close(mo_pool *pool, mo_detail *detail)
 
 /* ---- requests ------------------------------------------------------------------------------------------------ */
 
-/* Learns, on the slow path only, which work is over, and sees to it that the next time more is known. */
-static void probe(mo_pool *pool)
-{
-    mo_order *order = &pool->order;
-
-    mo_order_poll(order);
-    for (unsigned t = 0; t < order->count; t++)
-        if (!order->streams[t].mark_count && order->streams[t].last > order->streams[t].done)
-            mo_order_mark(order, 1ull << t, order->tick,
-                          NULL); /* what it fails to tell now it may tell later */
-    mo_order_poll(order);        /* an idle device has done it all */
-}
-
 /* A free block that holds the request, its memory there, in the order of what that costs. */
 static mo_status search(mo_pool *pool, const mo_request *request, mo_address hint, mo_detail *detail,
                         mo_block **out, mo_address *at)
@@ -169,7 +156,7 @@ static mo_status search(mo_pool *pool, const mo_request *request, mo_address hin
         return status;
     }
     if (!pool->settings.double_map || request->captured || pool->granules.stale_count)
-        probe(pool);
+        mo_order_probe(&pool->order); /* on the slow path only */
     for (mo_effort effort = MO_EFFORT_SWITCH;; effort++) {
         status = mo_place(pool, request, effort, detail, out, at);
         if ((status != MO_NO_DEVICE_MEMORY && status != MO_NOT_READY) || effort == MO_EFFORT_CREATE)

@@ -207,9 +207,30 @@ mo_block *mo_zone_take(mo_zone *zone, mo_block *block, mo_address address, size_
     return block;
 }
 
+/* What a free block is used by is known of all of it together; by slots it stays known who used which. What the stream of a
+ * block did with it began behind all that had used it before, and stands for that. */
+static void note_use(const mo_block *block)
+{
+    mo_slot *slots = block->span->slots;
+    size_t first = mo_span_slot(block->span, block->address), low, high;
+    size_t last = mo_span_slot(block->span, block->address + block->size - 1);
+
+    mo_block_slots(block, &low, &high);
+    for (size_t i = first; i <= last; i++)
+        slots[i].use = i >= low && i < high ? block->use : mo_use_union(slots[i].use, block->use);
+}
+
+/* Blocks of a small zone are not worth it: few of them give a slot away, and each free would cost more. */
+static bool uses_by_slot(const mo_zone *zone, const mo_span *span)
+{
+    return zone->column != MO_STAT_SMALL && span->slot_count;
+}
+
 mo_block *mo_zone_put(mo_zone *zone, mo_block *block)
 {
     MO_ASSERT(block->state == MO_BLOCK_LIVE);
+    if (uses_by_slot(zone, block->span))
+        note_use(block);
     block->state = MO_BLOCK_FREE;
     zone->live_count--;
     return join(zone, block);
@@ -224,7 +245,9 @@ void mo_zone_disown(mo_zone *zone, mo_block *block, size_t slot, size_t count)
     MO_ASSERT(block->state == MO_BLOCK_FREE);
     for (size_t i = slot; i < slot + count; i++)
         if (span->slots[i].granule->handle)
-            mo_granule_disown(zone->granules, &span->slots[i], block->use);
+            mo_granule_disown(zone->granules, &span->slots[i],
+                              uses_by_slot(zone, span) ? mo_use_of_both(span->slots[i].use, block->use)
+                                                       : block->use);
         else
             mo_granule_forget(zone->granules, &span->slots[i]);
     zone->owned -= count;
@@ -242,7 +265,8 @@ mo_block *mo_zone_own(mo_zone *zone, mo_span *span, size_t slot, size_t count)
     MO_ASSERT(block->state == MO_BLOCK_HOLE);
     for (size_t i = slot; i < slot + count; i++) {
         MO_ASSERT(mo_slot_owned(&span->slots[i]));
-        use = mo_use_union(use, span->slots[i].granule->use);
+        span->slots[i].use = span->slots[i].granule->use;
+        use = mo_use_union(use, span->slots[i].use);
     }
     zone->owned += count;
     block = isolate(zone, block, mo_slot_address(span, slot), count * zone->granules->size);

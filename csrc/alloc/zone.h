@@ -8,6 +8,8 @@
  *     no two neighbours are both free, or both holes; holes begin and end at slots
  *     the free blocks are those of the free set, the holes those of the list
  *     slot.first = the lowest block that begins in it; bit i of starts = slot i has one
+ *     slot.use: covers what the last blocks in it were used by; where one block held all of it last, is that alone. (A free
+ *               block's use is all its slots' together, and says of none how long ago it was.) Not kept in small zones
  *
  * Functions that split take blocks from the store: two at most, reserved by the caller. None can fail, unless it says
  * so. No locks: the pool's. */

@@ -340,7 +340,7 @@ TEST(what_an_arena_has_reserved_is_counted_once_for_all_its_zones)
     close_pool();
 }
 
-TEST(the_largest_block_gives_first_and_from_its_end)
+TEST(the_block_that_is_free_longest_gives_first_and_from_its_end)
 {
     const mo_site nowhere = {.at = 512};
     mo_request request;
@@ -355,8 +355,8 @@ TEST(the_largest_block_gives_first_and_from_its_end)
     request = request_of(&pool->general, 15 * UNIT, A);
     span = request.zone->spans;
     CHECK_OK(mo_gather(pool, &request, &nowhere, MO_EFFORT_MOVE, 0, 5, &said));
-    CHECK_EQ(mo_span_block_at(span, blocks[4])->size, 7 * UNIT);
-    CHECK_EQ(mo_span_block_at(span, blocks[2])->size, 9 * UNIT);
+    CHECK_EQ(mo_span_block_at(span, blocks[2])->size, 4 * UNIT);
+    CHECK_EQ(mo_span_block_at(span, blocks[4])->size, 12 * UNIT);
     CHECK_OK(mo_gather(pool, &request, &nowhere, MO_EFFORT_MOVE, 0, 11, &said));
     CHECK_EQ(mo_span_block_at(span, blocks[2])->state, MO_BLOCK_HOLE);
     CHECK_EQ(mo_span_block_at(span, blocks[4])->size, 5 * UNIT);
@@ -365,6 +365,38 @@ TEST(the_largest_block_gives_first_and_from_its_end)
     for (int i = 0; i < 6; i++)
         if (i != 2 && i != 4)
             put(blocks[i]);
+    close_pool();
+}
+
+/* More than are compared at a time: the large ones come first, though the small ones have been free longer. */
+TEST(of_many_blocks_only_the_largest_are_compared)
+{
+    enum { FEW = 64 };
+    const mo_site nowhere = {.at = 512};
+    mo_address small[FEW], large[FEW], between[2 * FEW];
+    mo_request request;
+    mo_span *span;
+
+    open_pool(4096 * MIB, UNIT, (mo_pool_settings){.double_map = true});
+    for (int i = 0; i < FEW; i++) {
+        small[i] = get(3 * UNIT, A);
+        between[2 * i] = get(5 * UNIT, A);
+        large[i] = get(4 * UNIT, A);
+        between[2 * i + 1] = get(5 * UNIT, A);
+    }
+    for (int i = 0; i < FEW; i++)
+        put(small[i]);
+    for (int i = 0; i < FEW; i++)
+        put(large[i]);
+    request = request_of(&pool->general, 15 * UNIT, A);
+    span = request.zone->spans;
+    CHECK_OK(mo_gather(pool, &request, &nowhere, MO_EFFORT_MOVE, 0, 4 * FEW + 3, &said));
+    for (int i = 0; i < FEW; i++) {
+        CHECK_EQ(mo_span_block_at(span, large[i])->state, MO_BLOCK_HOLE);
+        CHECK_EQ(mo_span_block_at(span, small[i])->state, i ? MO_BLOCK_FREE : MO_BLOCK_HOLE);
+    }
+    for (int i = 0; i < 2 * FEW; i++)
+        put(between[i]);
     close_pool();
 }
 

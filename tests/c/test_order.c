@@ -370,6 +370,31 @@ TEST(events_are_used_again)
     close_order();
 }
 
+TEST(what_is_known_to_be_over_lags_little_behind_what_is)
+{
+    const unsigned behind = 64; /* frees that the device is behind */
+    unsigned a;
+
+    open_order();
+    a = number(STREAM(0));
+    for (unsigned n = 0; n < 3000; n++) {
+        take(&pieces[0], a); /* one operation, and the free's one tick */
+        give(&pieces[0]);
+        if (n >= behind)
+            mo_double_complete(&device, STREAM(0), 1);
+        mo_order_probe(&order);
+        CHECK(order.streams[a].mark_count <= MO_PROBES);
+        CHECK(order.streams[a].done <= n + 1 - (n < behind ? n + 1 : behind)); /* only what ended */
+        CHECK(n < 4 * behind || order.streams[a].done + behind + behind / 2 > n);
+    }
+    mo_double_complete(&device, STREAM(0), SIZE_MAX);
+    mo_order_probe(&order);
+    mo_order_probe(&order);
+    CHECK(mo_order_over(&order, pieces[0].use));
+    CHECK_EQ(order.streams[a].mark_count, 0);
+    close_order();
+}
+
 /* ---- capture ------------------------------------------------------------------------------------------------------------ */
 
 TEST(a_graph_gets_only_what_is_over_and_neither_records_nor_waits)

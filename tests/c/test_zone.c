@@ -21,8 +21,9 @@ static size_t host_before;
 
 typedef struct unit {
     mo_block_state state;
-    uint64_t owner; /* live: number of the allocation */
-    mo_use use;
+    uint64_t owner; /* live: number of the allocation; else of the last one, 0: none since the memory came */
+    mo_use use;     /* of all of the free block */
+    mo_use own;     /* of the last allocation, or of the memory as it came */
 } unit;
 
 static unit model[UNITS];
@@ -93,6 +94,22 @@ static bool same_use(mo_use a, mo_use b)
     return a.streams == b.streams && a.tick == b.tick;
 }
 
+/* What is known of a slot stands for the use of each of its units, and is no more than that where they had the same. */
+static void check_slot_use(size_t slot)
+{
+    const unit *units = &model[slot * PER_SLOT];
+    const mo_use use = span->slots[slot].use;
+    bool same = true;
+
+    for (int i = 0; i < PER_SLOT; i++) {
+        same &= units[i].owner == units[0].owner;
+        CHECK(units[i].state == MO_BLOCK_LIVE ||
+              (!(units[i].own.streams & ~use.streams) && units[i].own.tick <= use.tick));
+    }
+    if (same && units[0].state != MO_BLOCK_LIVE)
+        CHECK(same_use(use, units[0].own));
+}
+
 static void check_all(void)
 {
     mo_block *block = span->lowest, *previous = NULL;
@@ -118,6 +135,8 @@ static void check_all(void)
     CHECK(!block);
     for (size_t i = 0; i < SLOTS; i++) {
         CHECK_EQ(mo_slot_owned(&span->slots[i]), model[i * PER_SLOT].state != MO_BLOCK_HOLE);
+        if (mo_slot_owned(&span->slots[i]))
+            check_slot_use(i);
         owned += mo_slot_owned(&span->slots[i]);
     }
     for (const mo_block *b = mo_free_set_last(&zone.free); b; b = mo_free_set_before(&zone.free, b), listed++)
@@ -169,7 +188,7 @@ static void put(size_t u, mo_use use)
     block->use = use;
     block = mo_zone_put(&zone, block);
     for (size_t v = start; v < end; v++)
-        model[v] = (unit){.state = MO_BLOCK_FREE, .use = use};
+        model[v] = (unit){.state = MO_BLOCK_FREE, .owner = model[v].owner, .use = use, .own = use};
     unite(start);
     CHECK(block == mo_span_block_at(span, at(u)));
 }
@@ -177,7 +196,6 @@ static void put(size_t u, mo_use use)
 static void disown(size_t slot, size_t count)
 {
     mo_block *block = mo_span_block_at(span, at(slot * PER_SLOT));
-    const mo_use use = block->use;
     mo_granule *suspended[SLOTS];
 
     for (size_t i = 0; i < count; i++)
@@ -186,8 +204,8 @@ static void disown(size_t slot, size_t count)
     mo_zone_disown(&zone, block, slot, count);
     for (size_t i = slot; i < slot + count; i++)
         if (suspended[i - slot])
-            CHECK(span->slots[i].granule == suspended[i - slot] && same_use(span->slots[i].use, use) &&
-                  same_use(span->slots[i].granule->use, use));
+            CHECK(span->slots[i].granule == suspended[i - slot] &&
+                  same_use(span->slots[i].granule->use, span->slots[i].use));
         else
             CHECK(!span->slots[i].granule && !span->slots[i].granted);
     memset(&model[slot * PER_SLOT], 0, count * PER_SLOT * sizeof *model);
@@ -211,7 +229,9 @@ static void own(size_t slot, size_t count)
         mo_granule_own(&granules, s);
     }
     for (size_t u = slot * PER_SLOT; u < (slot + count) * PER_SLOT; u++)
-        model[u] = (unit){.state = MO_BLOCK_FREE, .use = span->slots[u / PER_SLOT].granule->use};
+        model[u] = (unit){.state = MO_BLOCK_FREE,
+                          .use = span->slots[u / PER_SLOT].granule->use,
+                          .own = span->slots[u / PER_SLOT].granule->use};
     CHECK_OK(mo_blocks_reserve(&store, 2, &said));
     block = mo_zone_own(&zone, span, slot, count);
     unite(slot * PER_SLOT);
