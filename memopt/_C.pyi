@@ -90,6 +90,29 @@ class Arena:
     def info(self, /) -> _ArenaInfo: ...
     def blocks(self, /) -> list[tuple[int, int, int]]: ...
 
+class Surroundings:
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, /
+    ) -> Any: ...
+
+class CheckpointEngine:
+    def __init__(self, **names: Any) -> None: ...
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        generators: tuple[Any, ...] | None,
+        device: str | None,
+        early_stop: bool,
+        check: bool,
+        extras: tuple[Any, Any, Any, Any] | None,
+        /,
+    ) -> Any: ...
+    def surroundings(self, generators: tuple[Any, ...] | None, device: str | None, /) -> Surroundings: ...
+    def only_cpu(self, args: tuple[Any, ...], /) -> bool: ...
+    def is_hook(self, pack: object, /) -> bool: ...
+
 class Gradients:
     others: list[Any]
     devices: tuple[int, ...]

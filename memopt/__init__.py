@@ -24,17 +24,43 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from memopt import amp, chain, cuda, optim, sim
+    from memopt.checkpointing import (
+        checkpoint,
+        checkpoint_sequential,
+        create_selective_checkpoint_contexts,
+        set_checkpoint_early_stop,
+    )
     from memopt.diagnosis import doctor
-    from memopt.switches import disable
+    from memopt.switches import disable, patch
 
 Error = _engines.Error
 __version__ = _engines.__version__
-__all__ = ["Error", "__version__", "amp", "chain", "cuda", "disable", "doctor", "optim", "sim"]
+__all__ = [
+    "Error",
+    "__version__",
+    "amp",
+    "chain",
+    "checkpoint",
+    "checkpoint_sequential",
+    "create_selective_checkpoint_contexts",
+    "cuda",
+    "disable",
+    "doctor",
+    "optim",
+    "patch",
+    "set_checkpoint_early_stop",
+    "sim",
+]
 
 # What is imported when it is first asked for: a name here, the module it lives in.
 _LATER = {
     "doctor": "memopt.diagnosis",
     "disable": "memopt.switches",
+    "patch": "memopt.switches",
+    "checkpoint": "memopt.checkpointing",
+    "checkpoint_sequential": "memopt.checkpointing",
+    "create_selective_checkpoint_contexts": "memopt.checkpointing",
+    "set_checkpoint_early_stop": "memopt.checkpointing",
     "amp": None,
     "chain": None,
     "cuda": None,

@@ -87,7 +87,7 @@ static int module_exec(PyObject *module)
         mo_py_alloc_init(module) < 0 || mo_py_statistics_init(module) < 0 || mo_py_kernels_init(module) < 0 ||
         mo_py_trace_init(module) < 0 || mo_py_pool_init(module) < 0 || mo_py_tensor_init(module) < 0 ||
         mo_py_optim_init(module) < 0 || mo_py_adam8_init(module) < 0 || mo_py_scaler_init(module) < 0 ||
-        mo_py_chain_init(module) < 0)
+        mo_py_chain_init(module) < 0 || mo_py_checkpoint_init(module) < 0)
         return -1;
     return 0;
 }
@@ -104,6 +104,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(torch->grad);
     for (size_t i = 0; i < sizeof torch->dtypes / sizeof torch->dtypes[0]; i++)
         Py_VISIT(torch->dtypes[i]);
+    for (size_t i = 0; i < MO_CHECKPOINT_TYPES; i++)
+        Py_VISIT(mo_state(module)->checkpoint_types[i]);
     return 0;
 }
 
@@ -119,6 +121,8 @@ static int module_clear(PyObject *module)
     Py_CLEAR(torch->grad);
     for (size_t i = 0; i < sizeof torch->dtypes / sizeof torch->dtypes[0]; i++)
         Py_CLEAR(torch->dtypes[i]);
+    for (size_t i = 0; i < MO_CHECKPOINT_TYPES; i++)
+        Py_CLEAR(mo_state(module)->checkpoint_types[i]);
     return 0;
 }
 

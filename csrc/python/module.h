@@ -22,10 +22,21 @@ typedef struct mo_torch {
     const void *exchange;         /* DLPack's table; NULL where this torch has none */
 } mo_torch;
 
+/* The types of py_checkpoint.h, by their places in the state. */
+enum {
+    MO_ENGINE_TYPE,
+    MO_SURROUNDINGS_TYPE,
+    MO_REGION_TYPE,
+    MO_REPLAY_TYPE,
+    MO_HOLDER_TYPE,
+    MO_CHECKPOINT_TYPES
+};
+
 typedef struct mo_module_state {
     PyObject *error;     /* memopt.Error, a RuntimeError with .status and .code */
     PyObject *gradients; /* the type memopt._C.Gradients */
     mo_torch torch;
+    PyObject *checkpoint_types[MO_CHECKPOINT_TYPES];
 } mo_module_state;
 
 static inline mo_module_state *mo_state(PyObject *module)
@@ -50,5 +61,6 @@ int mo_py_optim_init(PyObject *module);
 int mo_py_adam8_init(PyObject *module);
 int mo_py_scaler_init(PyObject *module);
 int mo_py_chain_init(PyObject *module);
+int mo_py_checkpoint_init(PyObject *module);
 
 #endif

@@ -367,6 +367,19 @@ int mo_py_tensor_same_order(PyObject *module, PyObject *one, PyObject *other)
     return 1;
 }
 
+int mo_py_tensor_form(PyObject *module, PyObject *tensor, mo_form *out)
+{
+    const mo_torch *torch = mo_py_torch(module);
+    dl_tensor t;
+    int known = !torch ? -1 : torch->exchange ? read_tensor(torch, tensor, NULL, NULL, &t) : 0;
+
+    if (known > 0)
+        *out = (mo_form){t.device.type, t.device.number,
+                         (uint32_t)t.dtype.code << 24 | (uint32_t)t.dtype.bits << 16 | t.dtype.lanes,
+                         t.dimensions, t.shape};
+    return known;
+}
+
 int mo_py_tensor_stream(PyObject *module, int device, void **out)
 {
     const mo_torch *torch = mo_py_torch(module);

@@ -17,6 +17,7 @@
 #include <stdbool.h>
 
 #include "../kernels/chunk.cuh"
+#include "checkpoint/saved_list.h"
 
 #define MO_CPU (-1)
 
@@ -59,6 +60,10 @@ int mo_py_tensor_same_order(PyObject *module, PyObject *one, PyObject *other);
 
 /* The same for memory of one byte an element (torch.uint8); kind is not set. */
 int mo_py_tensor_bytes(PyObject *module, PyObject *tensor, mo_tensor_view *out);
+
+/* Shape, type and device of any tensor of the two types that DLPack's table can describe, gaps and negations or not; the sizes are
+ * the tensor's own. 0, too, where there is no table. */
+int mo_py_tensor_form(PyObject *module, PyObject *tensor, mo_form *out);
 
 /* torch's current stream of a CUDA device; -1 with an exception. */
 int mo_py_tensor_stream(PyObject *module, int device, void **out);
