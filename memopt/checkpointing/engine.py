@@ -45,11 +45,11 @@ class _SavedInput:
     """As torch's SavedTensor."""
 
     def __init__(self, tensor: torch.Tensor, is_output: bool) -> None:
-        self.node = _Keep.apply(torch.empty(0, requires_grad=True), tensor).grad_fn
+        self.keeper = _Keep.apply(torch.empty(0, requires_grad=True), tensor)
 
     def unpack(self) -> torch.Tensor:
         tensor: torch.Tensor
-        (tensor,) = self.node.saved_tensors
+        (tensor,) = self.keeper.grad_fn.saved_tensors
         return tensor
 
 

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-import torch.fx._symbolic_trace
 import torch.utils.checkpoint as torchs
+from torch.fx import _symbolic_trace
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -207,7 +207,16 @@ def _under(
 
 def is_tracing() -> bool:
     """Whether torch.fx or what is built on it records what runs."""
-    return torch._C._get_dispatch_mode(_PROXY) is not None or torch.fx._symbolic_trace._is_fx_tracing_flag
+    return torch._C._get_dispatch_mode(_PROXY) is not None or _fx_traces()
+
+
+def _fx_traces_by_flag() -> bool:
+    flag: bool = _symbolic_trace._is_fx_tracing_flag
+    return flag
+
+
+# A flag of the thread's own, since torch 2.15.
+_fx_traces: Callable[[], bool] = getattr(_symbolic_trace, "_get_is_fx_tracing", _fx_traces_by_flag)
 
 
 class _Checkpointed:

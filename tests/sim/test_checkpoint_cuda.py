@@ -1,0 +1,211 @@
+"""memopt.checkpoint on CUDA tensors, on the simulated device: random states and autocast of the device, and results
+kept on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.utils.checkpoint as torchs
+
+import memopt
+from memopt import checkpoint, sim
+from memopt.checkpointing import devices
+from memopt.checkpointing.offload import Offload
+
+SIM = {"memory": "1GiB", "devices": 2}
+MODES = pytest.mark.parametrize("use_reentrant", [False, True])
+MIB = 1 << 20
+aten = torch.ops.aten
+
+
+def states() -> list[list[int]]:
+    return [torch.cuda.get_rng_state(i).tolist() for i in range(2)] + [torch.get_rng_state().tolist()]
+
+
+@MODES
+def test_the_devices_random_states_are_those_of_the_first_run_and_go_on_as_they_would(use_reentrant):
+    x = torch.ones(64, device="cuda:1", requires_grad=True)
+    seen = []
+
+    def function(a):
+        seen.append((torch.cuda.get_rng_state(1).tolist(), torch.get_rng_state().tolist()))
+        torch.rand(7)
+        return torch.nn.functional.dropout(a * 2, 0.5).sin()
+
+    torch.manual_seed(1)
+    y = checkpoint(function, x, use_reentrant=use_reentrant).sum()
+    torch.rand(3, device="cuda:1"), torch.rand(3)
+    before = states()
+    y.backward()
+    assert seen[0] == seen[1] and states() == before
+    assert before[1] != seen[0][0]
+
+
+def test_a_device_that_has_no_argument_is_left_alone():
+    x = torch.ones(8, device="cuda:0", requires_grad=True)
+    seen = []
+
+    def function(a):
+        seen.append(torch.cuda.get_rng_state(1).tolist())
+        torch.rand(2, device="cuda:1")
+        return a.sin() * 1.0
+
+    checkpoint(function, x, use_reentrant=False, early_stop=False).sum().backward()
+    assert seen[0] != seen[1]  # as torch: only the devices of arguments are restored
+
+
+def test_devices_are_found_as_torch_finds_them():
+    cpu, one, other = torch.ones(1), torch.ones(1, device="cuda:0"), torch.ones(1, device="cuda:1")
+    generators = (torch.default_generator, *torch.cuda.default_generators)
+    for args, expected in (
+        ((cpu,), ()),
+        ((1, "a", None, [cpu]), ()),
+        ((one,), (0,)),
+        ((cpu, {"a": [other]}), (1,)),
+        ((other, (one, other)), (1, 0)),
+        ((object(), cpu), ()),
+        ((torch.ones(1, device="meta"), one), (0,)),
+    ):
+        leaves = torch.utils._pytree.tree_leaves(args)
+        kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)} - {"cpu"}
+        mixed = pytest.warns(UserWarning, match="at least two types of devices")
+        with mixed if len(kinds) > 1 else contextlib.nullcontext():
+            found = devices.of(args)
+        assert found.autocast == "cuda" and found.uninitialized is None
+        assert [
+            g is e
+            for g, e in zip(
+                found.generators, [generators[0], *(generators[1 + i] for i in expected)], strict=True
+            )
+        ]
+
+
+@MODES
+def test_autocast_of_the_device_and_of_the_cpu_are_as_they_were(use_reentrant):
+    x = torch.ones(8, 8, device="cuda", requires_grad=True)
+    seen = []
+
+    def function(a):
+        seen.append(
+            [
+                torch.is_autocast_enabled("cuda"),
+                torch.get_autocast_dtype("cuda"),
+                torch.is_autocast_enabled("cpu"),
+                (a @ a).dtype,
+            ]
+        )
+        return (a @ a).sin()
+
+    for cpu in (False, True):
+        with torch.autocast("cuda", dtype=torch.bfloat16), torch.autocast("cpu", enabled=cpu):
+            y = checkpoint(function, x, use_reentrant=use_reentrant)
+        y.sum().backward()
+        assert seen[0] == seen[1] == [True, torch.bfloat16, cpu, torch.bfloat16]
+        seen.clear()
+        assert not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu")
+
+
+@MODES
+def test_gradients_are_those_of_the_plain_run(use_reentrant):
+    with sim.Compute():
+        torch.manual_seed(2)
+        net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)).cuda()
+        x = torch.randn(4, 16, device="cuda", requires_grad=True)
+        parameters = [x, *net.parameters()]
+        plain = [g.cpu() for g in torch.autograd.grad(net(x).sum(), parameters)]
+        checkpoint(net, x, use_reentrant=use_reentrant).sum().backward()
+        for p, expected in zip(parameters, plain, strict=True):
+            assert torch.equal(p.grad.cpu(), expected)
+
+
+def test_differences_name_the_device():
+    x = torch.ones(8, device="cuda:1", requires_grad=True)
+    runs = [lambda a: a.sin().cos(), lambda a: a.to("cuda:0").sin().cos()]
+    with pytest.raises(torchs.CheckpointError) as caught:
+        checkpoint(lambda a: runs.pop(0)(a), x, use_reentrant=False).sum().backward()
+    text = str(caught.value)
+    assert (
+        "'device': device(type='cuda', index=1)}\nrecomputed" in text
+        and "device(type='cuda', index=0)" in text
+    )
+
+
+# ---- results on the host ---------------------------------------------------------------------------------------------
+
+needs_policies = pytest.mark.skipif(
+    not hasattr(torchs.CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch has no policies of offload"
+)
+
+
+def contexts_of(policy, *operations):
+    def choose(ctx, op, *args, **kwargs):
+        return policy if op in operations else torchs.CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(memopt.create_selective_checkpoint_contexts, choose)
+
+
+def chain(x, w):
+    for _ in range(8):
+        x = torch.mm(x, w).sin()
+    return x
+
+
+@needs_policies
+def test_what_is_offloaded_is_not_on_the_device_between_forward_and_backward():
+    w = torch.ones(512, 512, device="cuda", requires_grad=True)
+    x = torch.ones(512, 512, device="cuda", requires_grad=True)
+    held = {}
+    for name in ("MUST_SAVE", "MUST_CPU_OFFLOAD", "MUST_RECOMPUTE"):
+        contexts = contexts_of(torchs.CheckpointPolicy[name], aten.mm.default)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = checkpoint(chain, x, w, use_reentrant=False, context_fn=contexts)
+        torch.cuda.synchronize()
+        torch.empty(1, device="cuda")  # what is freed behind an event goes at the next request
+        held[name] = (torch.cuda.memory_allocated() - before) / MIB
+        y.sum().backward()
+        del y
+        x.grad = w.grad = None
+    assert held["MUST_SAVE"] >= 8 and held["MUST_CPU_OFFLOAD"] <= held["MUST_RECOMPUTE"] + 1 < 3
+
+
+@needs_policies
+@pytest.mark.parametrize("lazy", [False, True])
+def test_what_was_offloaded_comes_back_as_it_was(lazy):
+    """Also where the device does nothing until something waits for it, and what was kept is overwritten afterwards."""
+    sim.lazy(lazy)
+    with sim.Compute():
+        torch.manual_seed(3)
+        w, x = (torch.randn(16, 16).cuda().requires_grad_() for _ in range(2))
+        plain = [g.cpu() for g in torch.autograd.grad(chain(x, w).sum(), [x, w])]
+        contexts = contexts_of(torchs.CheckpointPolicy.MUST_CPU_OFFLOAD, aten.mm.default)
+        y = checkpoint(chain, x, w, use_reentrant=False, context_fn=contexts)
+        got = [g.cpu() for g in torch.autograd.grad(y.sum(), [x, w])]
+    assert all(map(torch.equal, got, plain))
+
+
+def test_a_copy_is_ordered_before_what_overwrites_the_tensor_and_after_what_wrote_it():
+    sim.lazy(True)
+    source = torch.arange(1000).pin_memory()
+    tensor = torch.zeros(1000, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    offload = Offload()
+    tensor.copy_(source, non_blocking=True)
+    kept = offload.keep(tensor)
+    offload.finish()
+    tensor.copy_(torch.full_like(source, -1).pin_memory(), non_blocking=True)
+    back = kept.back()
+    torch.cuda.synchronize()
+    assert torch.equal(back.cpu(), source) and torch.equal(tensor.cpu(), torch.full_like(source, -1))
+    assert kept.host.is_pinned()
+
+
+def test_only_plain_tensors_of_the_device_are_copied():
+    offload = Offload()
+    assert offload.keep(torch.ones(3)) is None
+    assert offload.keep(torch.nn.Parameter(torch.ones(3, device="cuda"))) is None
+    strided = torch.arange(12, device="cuda").view(3, 4).t()
+    assert offload.keep(strided).back().stride() == strided.stride()
