@@ -12,10 +12,18 @@
 
 enum { BLOCKS = MO_TABLE_BLOCKS };
 
-/* The first slot of each block of a function that is not done yet. */
-typedef struct starts {
-    float seconds[BLOCKS]; /* infinitely little where the block has no slot */
-} starts;
+/* A move of a part, with what it goes on to. NULL: no such part. */
+typedef struct option {
+    const mo_move *move;
+    const mo_entry *left, *right;
+    uint64_t least; /* bytes, or MO_SOLVER_NEVER */
+} option;
+
+/* Of a function that is not done yet. */
+typedef struct progress {
+    float starts[BLOCKS]; /* seconds of each block's first slot; infinitely little where it has none */
+    option least; /* the option that gave entry.least, until it is put in entry.at_least; or move NULL */
+} progress;
 
 struct mo_solver {
     mo_moves moves;
@@ -23,16 +31,9 @@ struct mo_solver {
     size_t from; /* parts that begin at this stage or later are done */
     const mo_relax_kernels *kernels;
     double *forward;
-    starts *starts; /* of the parts that begin at one stage, by t and `right` */
+    progress *progress; /* of the parts that begin at one stage, by t and `right` */
     mo_move *list;
 };
-
-/* A move of a part, with what it goes on to. NULL: no such part. */
-typedef struct option {
-    const mo_move *move;
-    const mo_entry *left, *right;
-    uint64_t least; /* bytes, or MO_SOLVER_NEVER */
-} option;
 
 static option option_of(const mo_move *move, uint64_t base, const mo_entry *left, const mo_entry *right)
 {
@@ -60,35 +61,39 @@ static float value_of_option(const mo_table *table, const option *o, uint64_t m)
 
 /* ---- filling in -------------------------------------------------------------------------------------------------- */
 
-static void begin_entry(const mo_table *table, mo_entry *entry, starts *start)
+static void begin_entry(const mo_table *table, mo_entry *entry, progress *p)
 {
+    p->least.move = NULL;
     mo_table_begin(table, entry);
     for (size_t b = 0; b < BLOCKS; b++)
-        start->seconds[b] = b << table->block_bits <= table->last ? INFINITY : -INFINITY;
+        p->starts[b] = b << table->block_bits <= table->last ? INFINITY : -INFINITY;
 }
 
 /* Notes the starts of the blocks that slots of [begin, end) are in. */
-static void note_starts(const mo_table *table, const float *array, size_t begin, size_t end, starts *start)
+static void note_starts(const mo_table *table, const float *array, size_t begin, size_t end, progress *p)
 {
     for (size_t b = begin >> table->block_bits; b << table->block_bits < end; b++)
-        start->seconds[b] = array[b << table->block_bits];
+        p->starts[b] = array[b << table->block_bits];
 }
 
 /* array[k] = min(array[k], the option with the bytes of slot k), begin <= k < end, where the left part's slot is k
  * - shift. */
 static void relax(const mo_solver *solver, const option *o, float *array, size_t shift, size_t begin,
-                  size_t end, starts *start)
+                  size_t end, progress *p)
 {
     const mo_table *table = &solver->table;
     const float *left = o->left ? mo_table_array(table, o->left) + (begin - shift) : NULL;
     const float *right = o->right ? mo_table_array(table, o->right) + begin : NULL;
     const float seconds = o->move->seconds;
 
+    /* The same slots of the next part that this move reaches, most of which will be wanted next. */
+    for (size_t k = 0; left && k < end - begin; k += 16)
+        __builtin_prefetch(left + table->width + k);
     if (left || right)
         solver->kernels->relax(array + begin, left ? left : right, left ? right : NULL, seconds, end - begin);
     for (size_t k = begin; !left && !right && k < end; k++)
         array[k] = seconds < array[k] ? seconds : array[k];
-    note_starts(table, array, begin, end, start);
+    note_starts(table, array, begin, end, p);
 }
 
 /* The least slot with the bytes for the option. */
@@ -107,7 +112,7 @@ static size_t first_slot(const mo_table *table, const option *o, size_t shift)
 /* An option against all slots for which it has the bytes. Functions only fall, so in a block of slots an option is
  * no less than with its parts' seconds at the block's end, and the array no more than at its start: most blocks are
  * passed over. */
-static void try_slots(const mo_solver *solver, const option *o, float *array, size_t shift, starts *start)
+static void try_slots(const mo_solver *solver, const option *o, float *array, size_t shift, progress *p)
 {
     const mo_table *table = &solver->table;
     static const float nothing[BLOCKS] = {0};
@@ -122,56 +127,61 @@ static void try_slots(const mo_solver *solver, const option *o, float *array, si
         const float value = value_of_option(table, o, mo_table_bytes(table, from));
         for (k = from; k <= last && value < array[k]; k++)
             array[k] = value; /* so that the array falls, which passing over asks for */
-        note_starts(table, array, from, k, start);
+        note_starts(table, array, from, k, p);
     }
     if (from > last)
         return;
-    wins = solver->kernels->reach(start->seconds, left, right, o->move->seconds);
+    wins = solver->kernels->reach(p->starts, left, right, o->move->seconds);
     wins &= ~(uint32_t)0 << (from >> table->block_bits);
     while (wins) {
         const unsigned block = (unsigned)__builtin_ctz(wins),
                        blocks = (unsigned)__builtin_ctz(~(wins >> block));
         const size_t begin = block * size < from ? from : block * size;
-        relax(solver, o, array, shift, begin, mo_size_min((block + blocks) * size, last + 1), start);
+        relax(solver, o, array, shift, begin, mo_size_min((block + blocks) * size, last + 1), p);
         wins &= ~(uint32_t)0 << (block + blocks);
     }
 }
 
-static void try_option(const mo_solver *solver, const option *o, mo_entry *e, size_t shift, starts *start)
+static progress *progress_of(const mo_solver *solver, size_t t, size_t right)
+{
+    return &solver->progress[t * (solver->moves.most_options + 1u) + right];
+}
+
+/* Puts the seconds of the option that needs the fewest bytes where they belong. */
+static void settle(const mo_table *table, mo_entry *e, progress *p)
+{
+    if (p->least.move && e->least <= table->budget)
+        e->at_least = value_of_option(table, &p->least, e->least);
+    p->least.move = NULL;
+}
+
+static void try_option(const mo_solver *solver, const option *o, mo_entry *e, size_t shift, progress *p)
 {
     const mo_table *table = &solver->table;
 
     if (o->least < e->least) {
         e->least = o->least;
-        e->at_least = INFINITY;
-    }
-    if (o->least > table->budget)
-        return;
-    if (o->least == e->least) {
+        p->least = *o;
+    } else if (o->least == e->least && o->least <= table->budget) {
+        settle(table, e, p);
         const float value = value_of_option(table, o, o->least);
         if (value < e->at_least)
             e->at_least = value;
     }
-    try_slots(solver, o, mo_table_array(table, e), shift, start);
+    if (o->least <= table->budget)
+        try_slots(solver, o, mo_table_array(table, e), shift, p);
 }
 
-/* A part's entry is done when it is asked for as a right part: all its own moves came before. */
-static const mo_entry *right_of(const mo_solver *solver, const mo_move *move)
+/* Every move of it was made. */
+static mo_entry *end_entry(const mo_solver *solver, mo_part part)
 {
-    const mo_table *table = &solver->table;
-    mo_entry *e;
+    mo_entry *e = mo_table_entry(&solver->table, part);
 
-    if (move->right.kind == MO_PART_NONE)
-        return NULL;
-    e = mo_table_entry(table, move->right);
-    if (!e->done)
-        mo_table_end(table, e);
+    if (!e->done) {
+        settle(&solver->table, e, progress_of(solver, part.t, part.right));
+        mo_table_end(&solver->table, e);
+    }
     return e;
-}
-
-static starts *starts_of(const mo_solver *solver, size_t t, size_t right)
-{
-    return &solver->starts[t * (solver->moves.most_options + 1u) + right];
 }
 
 static void try_leaves(const mo_solver *solver, mo_part part)
@@ -182,8 +192,9 @@ static void try_leaves(const mo_solver *solver, mo_part part)
     for (size_t i = 0; i < count; i++) {
         const uint64_t base = mo_moves_base(&solver->moves, part.t, part.right);
         const option o = option_of(&solver->list[i], base, NULL, NULL);
-        try_option(solver, &o, mo_table_entry(table, part), 0, starts_of(solver, part.t, part.right));
+        try_option(solver, &o, mo_table_entry(table, part), 0, progress_of(solver, part.t, part.right));
     }
+    end_entry(solver, part);
 }
 
 /* One move, for all parts that it reaches. */
@@ -191,7 +202,8 @@ static void try_move(const mo_solver *solver, mo_part part, const mo_move *move)
 {
     const mo_table *table = &solver->table;
     const mo_moves *moves = &solver->moves;
-    const mo_entry *right = right_of(solver, move);
+    /* A part is done when it is asked for as a right part: all its own moves came before. */
+    const mo_entry *right = move->right.kind == MO_PART_NONE ? NULL : end_entry(solver, move->right);
     const size_t shift = mo_table_shift(table, move->less);
 
     for (size_t t = mo_move_reach(move, 0); t < moves->chain->length; t++) {
@@ -204,7 +216,7 @@ static void try_move(const mo_solver *solver, mo_part part, const mo_move *move)
             const option o = option_of(move, mo_moves_base(moves, t, r), mo_table_find(table, left), right);
             part.right = (uint8_t)r;
             try_option(solver, &o, mo_table_entry(table, part), left.kind == MO_PART_NONE ? 0 : shift,
-                       starts_of(solver, t, r));
+                       progress_of(solver, t, r));
         }
     }
 }
@@ -220,7 +232,7 @@ static void fill(const mo_solver *solver, mo_part part)
         for (size_t r = 0; r < mo_table_pair(table, part.s, t)->rights; r++) {
             part.t = (uint16_t)t;
             part.right = (uint8_t)r;
-            begin_entry(table, mo_table_entry(table, part), starts_of(solver, t, r));
+            begin_entry(table, mo_table_entry(table, part), progress_of(solver, t, r));
             if (t == part.s)
                 try_leaves(solver, part);
         }
@@ -232,8 +244,7 @@ static void fill(const mo_solver *solver, mo_part part)
         for (size_t r = 0; r < mo_table_pair(table, part.s, t)->rights; r++) {
             part.t = (uint16_t)t;
             part.right = (uint8_t)r;
-            if (!mo_table_entry(table, part)->done)
-                mo_table_end(table, mo_table_entry(table, part));
+            end_entry(solver, part);
         }
 }
 
@@ -273,9 +284,9 @@ static mo_status take_moves(mo_solver *solver, const mo_chain *chain, mo_solver_
         if (chain->stages[i].option_count > solver->moves.most_options)
             solver->moves.most_options = chain->stages[i].option_count;
     }
-    solver->starts = mo_host_calloc(stages, (solver->moves.most_options + 1u) * sizeof *solver->starts);
+    solver->progress = mo_host_calloc(stages, (solver->moves.most_options + 1u) * sizeof *solver->progress);
     solver->list = mo_host_calloc(mo_moves_most(&solver->moves), sizeof *solver->list);
-    if (!solver->starts || !solver->list)
+    if (!solver->progress || !solver->list)
         return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory to solve a chain of %zu stages", stages);
     solver->from = stages;
     return MO_OK;
@@ -312,7 +323,7 @@ void mo_solver_close(mo_solver *solver)
         return;
     mo_table_close(&solver->table);
     mo_host_free(solver->forward);
-    mo_host_free(solver->starts);
+    mo_host_free(solver->progress);
     mo_host_free(solver->list);
     mo_host_free(solver);
 }
