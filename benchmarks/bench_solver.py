@@ -111,9 +111,13 @@ def compare_with_exhaustive_search(report: harness.Report, count: int) -> None:
         for level in LEVELS:
             took = seconds(chain, budget, level)
             if took > best * (1 + 1e-5):
-                loss = {"family": family, "stages": len(chain.stages), "budget": budget}
-                loss["above"] = round(took / best - 1, 4) if took < math.inf else "found none"
+                above = f"{took / best - 1:.2%}" if took < math.inf else "none found"
+                loss = {"family": family, "stages": len(chain.stages), "budget": budget, "above": above}
                 losses[level].append(loss)
+    if not report.options.json:
+        for level in OPTIMAL:
+            for loss in losses[level]:
+                print(f"{level}:", ", ".join(f"{key} {value}" for key, value in loss.items()))
     for level, most in OPTIMAL.items():
         missed = {"limit": most, level: 100 * len(losses[level]) / count}
         missed["persistent"] = 100 * len(losses["persistent"]) / count
