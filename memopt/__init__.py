@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         create_selective_checkpoint_contexts,
         set_checkpoint_early_stop,
     )
+    from memopt.checkpointing.auto_checkpoint import auto_checkpoint, undo_checkpoint
     from memopt.diagnosis import doctor
     from memopt.switches import disable, patch
 
@@ -39,6 +40,7 @@ __all__ = [
     "Error",
     "__version__",
     "amp",
+    "auto_checkpoint",
     "chain",
     "checkpoint",
     "checkpoint_sequential",
@@ -50,6 +52,7 @@ __all__ = [
     "patch",
     "set_checkpoint_early_stop",
     "sim",
+    "undo_checkpoint",
 ]
 
 # What is imported when it is first asked for: a name here, the module it lives in.
@@ -61,6 +64,8 @@ _LATER = {
     "checkpoint_sequential": "memopt.checkpointing",
     "create_selective_checkpoint_contexts": "memopt.checkpointing",
     "set_checkpoint_early_stop": "memopt.checkpointing",
+    "auto_checkpoint": "memopt.checkpointing.auto_checkpoint",
+    "undo_checkpoint": "memopt.checkpointing.auto_checkpoint",
     "amp": None,
     "chain": None,
     "cuda": None,

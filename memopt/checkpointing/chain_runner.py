@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,12 +42,17 @@ class ChainRunner:
 
     functions: what each stage calls, modules or plain callables, any arguments and outputs.
     ops: the schedule's operations, pairs (op, stage): `memopt.chain.Schedule.ops`.
+    passing: stages whose input goes once they have run, as no saved set needs it, not even as the output of the stage
+    before.
     Raises ValueError where the operations do not begin with one forward pass through all stages in their order."""
 
-    def __init__(self, functions: Sequence[Function], ops: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, functions: Sequence[Function], ops: Sequence[tuple[str, int]], passing: Collection[int] = ()
+    ) -> None:
         self.functions = tuple(functions)
         self.count = len(self.functions)
         self.ops = tuple(ops)
+        self.passing = frozenset(passing)
         self.norms = [
             normalizations(module) if isinstance(module := getattr(f, "__self__", f), torch.nn.Module) else ()
             for f in self.functions
@@ -211,7 +216,7 @@ class ChainPass:
 
     def settle(self, k: int) -> None:
         """inputs[k] goes once nothing holds it."""
-        if k not in self.own and k - 1 not in self.saved:
+        if k not in self.own and (k - 1 not in self.saved or k in self.runner.passing):
             self.inputs.pop(k, None)
 
     def give_input(self, k: int, held: list[Held], *, own: bool) -> None:
@@ -259,6 +264,7 @@ class ChainPass:
         call.note_outputs(out)
         if op == "fall":
             self.saved.add(k)
+            self.settle(k)
         elif op == "fnone":
             self.drop_input(k)
         self.cursor += 1
@@ -328,15 +334,21 @@ class ChainPass:
             self.run_again(k, catch=op == "fall", stop=self.runner.ops[self.cursor + 1] == ("bwd", k))
             if op == "fnone":
                 self.drop_input(k)
+            else:
+                self.settle(k)
 
     def run_again(self, k: int, *, catch: bool, stop: bool = False) -> None:
         """Stage k runs: for its output; or (catch) for what it saves and, unless it may stop there, its output."""
         call = self.calls[k]
         args, kwargs = call.arguments(self.inputs.get(k, ()))
         out = None
-        with call.state.again(), statistics_kept(self.runner.norms[k]), torch.set_grad_enabled(catch):
+        with (
+            call.state.again(),
+            statistics_kept(self.runner.norms[k]) as copies,
+            torch.set_grad_enabled(catch),
+        ):
             if catch:
-                out = self.catch_saved(k, args, kwargs, stop)
+                out = self.catch_saved(k, args, kwargs, copies, stop)
                 self.saved.add(k)
             else:
                 out = self.runner.functions[k](*args, **kwargs)
@@ -346,7 +358,14 @@ class ChainPass:
             held = [Held.of(leaves[source], needed) for _, source, needed in following.links]
             self.give_input(k + 1, held, own=not catch)
 
-    def catch_saved(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any], stop: bool) -> Any:
+    def catch_saved(
+        self,
+        k: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        copies: dict[int, torch.Tensor],
+        stop: bool,
+    ) -> Any:
         call = self.calls[k]
         storages = self.droppable_storages(k)
         unlike: list[str] = []
@@ -361,7 +380,8 @@ class ChainPass:
                         f"tensor at position {count}: {call.metadata[count]} at first, {metadata} now"
                     )
                 if (saved := call.saved[count]()) is not None:
-                    saved.value = self.kept_value(tensor, storages)
+                    original = copies.get(tensor.untyped_storage()._cdata) if copies else None
+                    saved.value = self.kept_value(tensor if original is None else original, storages)
             count += 1
             if stop and count == len(call.saved):
                 raise SavedAll

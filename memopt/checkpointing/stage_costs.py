@@ -70,15 +70,22 @@ def bytes_of(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
 
 class StageBytes(NamedTuple):
     """saved: a full forward's saved set with the output, without the input and what was there before. The overheads:
-    what lives besides while it runs. parameter_grad: gradients that the backward pass makes and leaves."""
+    what lives besides while it runs: in a full forward; in one that keeps only the output (run_overhead: what the other
+    saves lives here for a while); in the backward pass. parameter_grad: gradients that the backward pass makes and
+    leaves, which its overhead counts too, where they are there when the most is. saves_input, saves_output: whether
+    its backward pass needs them; saved_beside_output: the saved set without the output."""
 
     saved: int
     output: int
     input_grad: int
     forward_overhead: int
+    run_overhead: int
     backward_overhead: int
     parameter_grad: int
     saved_count: int  # tensors that it saves
+    saves_input: bool
+    saves_output: bool
+    saved_beside_output: int
 
 
 class StageSeconds(NamedTuple):
@@ -103,10 +110,23 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def backward(out: Any) -> None:
-    ends = [t for t in tensors_in(out) if t.requires_grad]
-    if ends:
-        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+class Seed(torch.autograd.Function):
+    """A scalar whose backward makes the gradients of these tensors: only the engine holds them, as within a model."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.shapes = [(t.shape, t.dtype, t.device) for t in tensors]
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
+
+
+def no_backward(_: object) -> torch.Tensor:
+    raise RuntimeError(
+        "a stage that is being measured takes gradients within its own forward, of what it did not keep"
+    )
 
 
 def stage_bytes(
@@ -126,6 +146,15 @@ def stage_bytes(
     meter = Meter()
     meter.ignore([*standing, *given])
     with meter, torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, no_backward):
+            out = function(*args, **kwargs)
+        run_peak = meter.peak
+        del out
+    args, kwargs = arguments()
+    given, inputs = tensors_in((args, kwargs)), linked(args, kwargs)
+    meter = Meter()
+    meter.ignore([*standing, *given])
+    with meter, torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
             out = function(*args, **kwargs)
         outputs = tensors_in(out)
@@ -134,18 +163,36 @@ def stage_bytes(
         own = bytes_of([*saved, *outputs], [*standing, *given])
         kept = max(own, output)
         count = len(saved)
+        saves_input = bytes_of(saved, standing) > bytes_of(saved, [*standing, *inputs])
+        beside_output = bytes_of(saved, [*standing, *given, *outputs])
+        saves_output = bytes_of(saved, [*standing, *given]) > beside_output
         saved.clear()
         forward_overhead = max(0, meter.peak - own)
         ends = [t for t in outputs if t.requires_grad]
-        grads = [torch.ones_like(t) for t in ends]
-        held = meter.live
-        meter.peak = held
-        if ends:
-            torch.autograd.backward(ends, grads)
+        output_grad = bytes_of(ends)
+        seed = Seed.apply(*ends) if ends else torch.zeros((), requires_grad=True)
+        one = torch.ones_like(seed)
+        meter.ignore([seed, one])
+        # By now nobody but the graph, if it does, holds the output.
+        del out, outputs, ends
+        held = meter.peak = meter.live
+        seed.backward(one)
         input_grad = bytes_of([t.grad for t in inputs if t.grad is not None])
         parameter_grad = bytes_of([p.grad for p in trainable if p.grad is not None])
-        backward_overhead = max(0, meter.peak - held - input_grad - parameter_grad)
-    return StageBytes(kept, output, input_grad, forward_overhead, backward_overhead, parameter_grad, count)
+        backward_overhead = max(0, meter.peak - held - output_grad - input_grad)
+    return StageBytes(
+        saved=kept,
+        output=output,
+        input_grad=input_grad,
+        forward_overhead=forward_overhead,
+        run_overhead=max(0, run_peak - output),
+        backward_overhead=backward_overhead,
+        parameter_grad=parameter_grad,
+        saved_count=count,
+        saves_input=saves_input,
+        saves_output=saves_output,
+        saved_beside_output=beside_output,
+    )
 
 
 def stage_seconds(
@@ -189,6 +236,8 @@ def stage_seconds(
             except Enough:
                 if left:
                     raise
+        ends = [t for t in tensors_in(out) if t.requires_grad]
         with timed(seconds):
-            backward(out)
+            if ends:
+                Seed.apply(*ends).backward()
     return StageSeconds(*seconds)

@@ -47,6 +47,12 @@ class StageState:
             for index in sorted(indices)
         }
 
+    @property
+    def nbytes(self) -> int:
+        """Of host memory, for as long as the stage may run again."""
+        states = [*self.random.values(), *([] if self.cpu_random is None else [self.cpu_random])]
+        return sum(state.nbytes for state in states)
+
     def ended(self) -> None:
         """The stage has run: a random state that it did not touch need not be kept (5 KB of host memory each)."""
         if self.cpu_random is not None and torch.equal(self.cpu_random, torch.get_rng_state()):
@@ -78,17 +84,21 @@ def normalizations(module: torch.nn.Module) -> tuple[_NormBase, ...]:
 
 
 @contextmanager
-def statistics_kept(modules: Iterable[_NormBase]) -> Iterator[None]:
-    """Batch statistics are taken once, in the forward pass: a stage that runs again changes copies of them."""
+def statistics_kept(modules: Iterable[_NormBase]) -> Iterator[dict[int, torch.Tensor]]:
+    """Batch statistics are taken once, in the forward pass: a stage that runs again changes copies of them. Gives the
+    buffers by the address of their copy's storage: a graph that saves a copy (and uses none of it in training mode)
+    can have the buffer."""
     kept = []
+    copies: dict[int, torch.Tensor] = {}
     try:
         for module in modules:
             if module.training and module.track_running_stats:
                 kept.append((module, dict(module._buffers)))
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
-                        module._buffers[name] = buffer.clone()
-        yield
+                        copy = module._buffers[name] = buffer.clone()
+                        copies[copy.untyped_storage()._cdata] = buffer
+        yield copies
     finally:
         for module, buffers in kept:
             module._buffers.update(buffers)

@@ -1,0 +1,166 @@
+"""Checkpoints a model by the fastest schedule whose live bytes stay within a budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memopt import _C
+from memopt.chain import Chain, InfeasibleBudget, Option, Stage
+from memopt.checkpointing.chain_runner import ChainRunner
+from memopt.checkpointing.find_chain import find_chain
+from memopt.checkpointing.measure_chain import ChainMeasurement, Loss, default_loss, nothing_changes
+from memopt.checkpointing.plan import REST, SAVING, Around, Plan, fastest
+from memopt.checkpointing.stage_costs import StageBytes, StageSeconds
+from memopt.checkpointing.stage_groups import expand, group, passing
+
+REPEATS = 3  # of each stage, to time it
+
+
+class StageForward:
+    """Stands in a stage's module as its `forward`; the module's own is one of the runner's functions."""
+
+    def __init__(self, runner: ChainRunner, stage: int) -> None:
+        self.runner, self.stage = runner, stage
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.runner.run(self.stage, *args, **kwargs)
+
+
+def budget_bytes(memory_budget: int | float | str, device: torch.device) -> int:
+    """A fraction of the device's memory, or of the machine's for a CPU; else bytes."""
+    if isinstance(memory_budget, float):
+        if not 0 < memory_budget <= 1:
+            raise ValueError(
+                f"memory_budget is {memory_budget}: a float is a fraction of the device's memory, above 0 and at most "
+                '1; give bytes as an int, or a size like "8GiB"'
+            )
+        if device.type == "cpu":
+            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        else:
+            total = torch.get_device_module(device.type).get_device_properties(device).total_memory
+        return int(total * memory_budget)
+    return _C.parse_size(memory_budget)
+
+
+def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    if isinstance(sample, (tuple, list)):
+        return tuple(sample), {}
+    return (sample,), {}
+
+
+def chain_stage(name: str, size: StageBytes, time: StageSeconds) -> Stage:
+    """A stage runs in two ways. To keep only its output takes what the other way saves, for a while; the chain counts
+    that overhead for the stage's own way, so to save it all is an option of its own where it takes less."""
+    own = Stage(
+        saved_bytes=size.saved,
+        output_bytes=size.output,
+        forward_seconds=time.full_forward,
+        backward_seconds=time.backward,
+        forward_overhead_bytes=max(size.forward_overhead, size.run_overhead),
+        backward_overhead_bytes=size.backward_overhead,
+        remake_seconds=min(time.remake, time.full_forward),
+        input_grad_bytes=size.input_grad,
+        name=name,
+    )
+    if size.run_overhead <= size.forward_overhead:
+        return own
+    saving = Option(
+        SAVING,
+        size.saved,
+        time.full_forward,
+        time.backward,
+        size.forward_overhead,
+        size.backward_overhead,
+        own.remake_seconds,
+    )
+    return replace(own, options=(saving,))
+
+
+def auto_checkpoint(
+    model: torch.nn.Module,
+    sample: Any,
+    *,
+    memory_budget: int | float | str,
+    loss: Loss = default_loss,
+    accumulate: bool = False,
+    slots: int = 500,
+) -> torch.nn.Module:
+    """Makes the model run its stages by the fastest schedule of recomputation whose live bytes stay within a budget.
+
+    sample: a batch like those of the training: one argument, a tuple of arguments, or a mapping of keyword arguments.
+    memory_budget: bytes, "8GiB", or a fraction (a float) of the device's memory: all tensors that live in a forward and
+    backward pass, the parameters, their gradients, buffers and the sample among them; an optimizer's state, which the
+    model does not know of, is not. loss: what makes a scalar of the model's output; default: the output's `loss`, or
+    the sum of its tensors that need a gradient. accumulate: whether gradients are there when a step begins, from other
+    batches or as zeros; else each parameter's counts from its backward on. slots: units that the budget is divided into
+    to solve; sizes are rounded up to them.
+
+    The chain is found by watching one forward pass, then each stage is measured: two passes and a few runs of every
+    stage, which leave the model as it was. Returns the same module: parameters, names, state_dict, hooks, train() and
+    eval() are as before, `.plan` says what was decided, gradients are bit-equal to the plain run's, and without a graph
+    nothing is different. A batch of another shape than the sample's is right too, with another peak. Calling it again
+    makes a new plan; undo_checkpoint() takes it off.
+
+    Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, and ValueError where there is no chain."""
+    undo_checkpoint(model)
+    args, kwargs = sample_arguments(sample)
+    with nothing_changes(model):
+        calls = find_chain(model, args, kwargs)
+        measured = ChainMeasurement(model, [call.module for call in calls], args, kwargs, loss)
+        measured.measure_bytes()
+        measured.measure_seconds(REPEATS)
+    budget = budget_bytes(memory_budget, measured.device)
+    groups = group(measured.stage_bytes[:-1])
+    sizes, times = measured.of_groups(groups)
+    names = [*(", ".join(calls[k].name for k in members) for members in groups), REST]
+    fixed = measured.standing_bytes + measured.held_bytes
+    gradients = [size.parameter_grad for size in sizes]
+    if accumulate:  # what a backward makes is added to them, and goes
+        fixed += sum(gradients)
+        gradients = [0] * len(sizes)
+    chain = Chain(tuple(map(chain_stage, names, sizes, times)), input_bytes=measured.input_bytes)
+    outputs = [0 if size.saves_output else size.output for size in sizes]
+    last = sizes[-2].output if measured.returns_last else 0
+    around = Around(gradients, outputs, measured.result_bytes, last)
+    schedule, least = fastest(chain, around, budget - fixed, slots)
+    if schedule is None:
+        least += fixed
+        raise InfeasibleBudget(
+            f"memory_budget is {budget} bytes, and {type(model).__name__} takes at least {least} on this sample, "
+            f"{fixed} of them for what lives however its {len(calls)} stages are run: give it {least} or more, or a "
+            "smaller batch",
+            least,
+        )
+    plan = Plan(sizes, times, chain, schedule, around, budget, fixed)
+    if not plan.keeps_all:
+        modules = [call.module for call in calls]
+        functions = [module.forward for module in modules]
+        plan.runner = ChainRunner(
+            functions, expand([(op, k) for op, k, *_ in schedule.ops], groups), passing(groups)
+        )
+        for k, module in enumerate(modules):
+            module.__dict__["forward"] = StageForward(plan.runner, k)
+    model.__dict__["plan"] = plan
+    return model
+
+
+def undo_checkpoint(model: torch.nn.Module) -> torch.nn.Module:
+    """Takes off what auto_checkpoint() put on the model; nothing happens where it put nothing. Returns the model."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, StageForward):
+            own = forward.runner.functions[forward.stage]
+            if getattr(own, "__func__", None) is getattr(type(module), "forward", None):
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = own
+    if isinstance(model.__dict__.get("plan"), Plan):
+        del model.__dict__["plan"]
+    return model

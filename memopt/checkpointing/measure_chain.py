@@ -1,0 +1,279 @@
+"""What a model's chain costs, measured with a sample: each stage by itself, where it stands in the model.
+
+The model is run twice, for bytes and for seconds, with other forwards in its stages: each runs its stage forward and
+backward by itself and then gives the output on without a graph, so that never more than one stage's saved set is there.
+The graph of what is around the stages (an embedding before, the loss after) is made as ever, and measured too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memopt.checkpointing.chain_runner import Held, StageCall
+from memopt.checkpointing.stage_costs import (
+    Meter,
+    StageBytes,
+    StageSeconds,
+    bytes_of,
+    stage_bytes,
+    stage_seconds,
+    synchronize,
+    tensors_in,
+)
+from memopt.checkpointing.stage_groups import group_bytes, group_seconds
+from memopt.checkpointing.stage_state import normalizations
+
+Loss = Callable[[Any], torch.Tensor]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def default_loss(out: Any) -> torch.Tensor:
+    """What the model calls its loss, else the sum of its outputs that have a gradient."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    ends = [t for t in tensors_in(out) if t.requires_grad]
+    if not ends:
+        raise ValueError("no output of the model needs a gradient: there is nothing to checkpoint for")
+    return torch.stack([t.sum() for t in ends]).sum()
+
+
+@contextmanager
+def forwards(modules: list[torch.nn.Module], replacements: list[Any]) -> Iterator[None]:
+    """Other forwards in these modules, for as long as it lasts."""
+    before = [module.__dict__.get("forward") for module in modules]
+    try:
+        for module, replacement in zip(modules, replacements, strict=True):
+            module.__dict__["forward"] = replacement
+        yield
+    finally:
+        for module, old in zip(modules, before, strict=True):
+            module.__dict__.pop("forward", None)
+            if old is not None:
+                module.__dict__["forward"] = old
+
+
+@contextmanager
+def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
+    """Buffers, gradients and random states are afterwards what they were."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    grads = [(p, p.grad) for p in model.parameters()]
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    kind = next((d.type for d in devices), "cuda")
+    try:
+        with torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, old in buffers:
+                buffer.copy_(old)
+        for parameter, grad in grads:
+            parameter.grad = grad
+
+
+def untaken(size: StageBytes) -> StageBytes:
+    """Of a stage whose output the next one does not take: nothing keeps it but the stage itself, if it saves it."""
+    return size._replace(
+        saved=size.saved if size.saves_output else size.saved_beside_output,
+        output=0,
+        forward_overhead=size.forward_overhead + size.output,
+        run_overhead=size.run_overhead + size.output,
+    )
+
+
+class ChainMeasurement:
+    """Bytes and seconds of `modules`, the stages of `model` on (args, kwargs), and of what comes after the last.
+
+    stage_bytes, stage_seconds: a list each, the last entry for what comes after the stages: the rest of the model, the
+    loss. standing_bytes: parameters, buffers, the sample. input_bytes: of the first stage. held_bytes: what else lives
+    from before the last stage to the backward pass, however the stages are run: saved around them, or an argument of
+    one that is not the output of the stage before. result_bytes: of what the model returns, beside the last stage's
+    output."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        modules: list[torch.nn.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Loss,
+    ) -> None:
+        self.model, self.modules, self.loss = model, modules, loss
+        self.args, self.kwargs = args, kwargs
+        self.functions = [module.forward for module in modules]
+        self.trainable = [p for p in model.parameters() if p.requires_grad]
+        self.standing = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
+        self.device = next((t.device for t in self.standing), torch.device("cpu"))
+        self.standing_bytes = bytes_of(self.standing)
+        self.input_bytes = self.held_bytes = self.result_bytes = 0
+        self.state_bytes = 0  # random states, which live beside the stages on a CPU
+        self.returns_last = False  # the last stage's output is among what the model returns
+        self.stage_bytes: list[StageBytes] = []
+        self.stage_seconds: list[StageSeconds] = []
+        self.externals: list[torch.Tensor] = []
+        self.outputs: list[Any] = []  # of the stage that ran last
+        self.last_outputs: list[torch.Tensor] = []
+
+    def stand_ins(
+        self, stage: Callable[[int, StageCall, list[Held]], None], ended: Callable[[], None]
+    ) -> list[Any]:
+        return [
+            lambda *args, _k=k, **kwargs: self.stand_in(_k, args, kwargs, stage, ended)
+            for k in range(len(self.modules))
+        ]
+
+    def stand_in(
+        self,
+        k: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stage: Callable[[int, StageCall, list[Held]], None],
+        ended: Callable[[], None],
+    ) -> Any:
+        before = self.outputs
+        call = StageCall(args, kwargs, before)
+        linked = call.take_linked()
+        with call.state.again():
+            stage(k, call, linked)
+        self.clear_gradients()
+        with torch.no_grad():
+            out = self.functions[k](*args, **kwargs)
+        needs = any(t.requires_grad for t in (*tensors_in((args, kwargs)), *self.modules[k].parameters()))
+        self.last_outputs = tensors_in(out)
+        for tensor in self.last_outputs:
+            if needs and tensor.is_floating_point():
+                tensor.requires_grad_()
+        call.state.ended()
+        self.state_bytes += call.state.nbytes if self.device.type == "cpu" else 0
+        call.note_outputs(out)
+        self.outputs = call.outputs
+        if k == len(self.modules) - 1:
+            ended()
+        return out
+
+    def clear_gradients(self) -> None:
+        for parameter in self.trainable:
+            parameter.grad = None
+
+    def measure_bytes(self) -> None:
+        saved: list[torch.Tensor] = []  # around the stages
+        meter = Meter()
+        meter.ignore(self.standing)
+        before_last = live = 0
+
+        def stage(k: int, call: StageCall, linked: list[Held]) -> None:
+            places = [place for place, _, _ in call.links]
+            given = [leaf.tensor for leaf in call.leaves if isinstance(leaf, Held)]
+            self.externals += given
+            if k and not places:
+                self.stage_bytes[-1] = untaken(self.stage_bytes[-1])
+            if k == 0:
+                self.input_bytes = bytes_of(given, self.standing)
+
+            def inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
+                leaves = pytree.tree_leaves((args, kwargs))
+                return [leaves[p] for p in places] if places else tensors_in(leaves)
+
+            self.stage_bytes.append(
+                stage_bytes(
+                    self.functions[k], lambda: call.arguments(linked), inputs, self.standing, self.trainable
+                )
+            )
+            copies = bytes_of(
+                [b for norm in normalizations(self.modules[k]) for b in norm.buffers(recurse=False)]
+            )
+            size = self.stage_bytes[-1]
+            self.stage_bytes[-1] = size._replace(
+                forward_overhead=size.forward_overhead + copies, run_overhead=size.run_overhead + copies
+            )
+
+        def ended() -> None:
+            nonlocal before_last, live
+            before_last = len(saved)
+            meter.ignore(self.last_outputs)
+            live = meter.peak = meter.live
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor.detach())
+            return saved[-1]
+
+        with forwards(self.modules, self.stand_ins(stage, ended)), meter, torch.enable_grad():
+            with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
+                out = self.model(*self.args, **self.kwargs)
+                result = tensors_in(out)
+                self.result_bytes = bytes_of(result, [*self.standing, *self.last_outputs])
+                self.returns_last = self.result_bytes < bytes_of(result, self.standing)
+                value = self.loss(out)
+                del out, result
+            held = [*self.standing, *saved[:before_last], *self.externals]
+            self.held_bytes = bytes_of(held, self.standing) + self.state_bytes
+            kept = bytes_of([*saved[before_last:], value], [*held, *self.last_outputs])
+            forward_overhead = max(0, meter.peak - live - kept)
+            saved.clear()
+            output = value.untyped_storage().nbytes()
+            live = meter.peak = meter.live
+            value.backward()
+            input_grad = bytes_of([t.grad for t in self.last_outputs if t.grad is not None])
+            made = bytes_of([p.grad for p in self.trainable if p.grad is not None])
+            backward_overhead = max(0, meter.peak - live - input_grad)
+        self.stage_bytes.append(
+            StageBytes(
+                saved=max(kept, output),
+                output=output,
+                input_grad=input_grad,
+                forward_overhead=forward_overhead,
+                run_overhead=forward_overhead,
+                backward_overhead=backward_overhead,
+                parameter_grad=made,
+                saved_count=0,
+                saves_input=True,
+                saves_output=True,
+                saved_beside_output=kept - output,
+            )
+        )
+        self.forget()
+
+    def measure_seconds(self, repeats: int) -> None:
+        end = 0.0
+
+        def stage(k: int, call: StageCall, linked: list[Held]) -> None:
+            count = self.stage_bytes[k].saved_count
+            runs = [
+                stage_seconds(self.functions[k], lambda: call.arguments(linked), self.trainable, count)
+                for _ in range(repeats)
+            ]
+            self.stage_seconds.append(StageSeconds(*(min(column) for column in zip(*runs, strict=True))))
+
+        def ended() -> None:
+            nonlocal end
+            synchronize(self.device)
+            end = time.perf_counter()
+
+        rest = []
+        for n in range(repeats):
+            stand_ins = self.stand_ins(stage if n == 0 else lambda k, call, linked: None, ended)
+            with forwards(self.modules, stand_ins), torch.enable_grad():
+                value = self.loss(self.model(*self.args, **self.kwargs))
+                synchronize(self.device)
+                between = time.perf_counter()
+                value.backward()
+                synchronize(self.device)
+                rest.append((between - end, time.perf_counter() - between))
+            self.forget()
+        forward, backward = (min(column) for column in zip(*rest, strict=True))
+        self.stage_seconds.append(StageSeconds(forward, forward, forward, backward))
+
+    def of_groups(self, groups: Sequence[range]) -> tuple[list[StageBytes], list[StageSeconds]]:
+        """The costs of these groups of stages, each as one, and of what comes after the last."""
+        sizes = [group_bytes(self.stage_bytes[g.start : g.stop]) for g in groups]
+        times = [group_seconds(self.stage_seconds[g.start : g.stop]) for g in groups]
+        return [*sizes, self.stage_bytes[-1]], [*times, self.stage_seconds[-1]]
+
+    def forget(self) -> None:
+        self.externals, self.outputs, self.last_outputs = [], [], []
+        self.clear_gradients()

@@ -1,0 +1,143 @@
+"""What auto_checkpoint found, measured and decided, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from memopt import _C
+from memopt.chain import Chain, Schedule, Table
+
+if TYPE_CHECKING:
+    from memopt.checkpointing.chain_runner import ChainRunner
+    from memopt.checkpointing.stage_costs import StageBytes, StageSeconds
+
+REST = "(what follows)"
+SAVING = "saving"  # the option of a stage to save all
+RUNS = {"fall": "all", "fck": "its input", "fnone": "nothing"}
+
+
+class Around(NamedTuple):
+    """What a step holds that the chain does not know of, or does not as long as the chain says.
+
+    gradients: bytes that stage i's backward leaves, of its parameters; while it runs its overhead counts them.
+    outputs: bytes of stage i's output, 0 where stage i itself saves it: they go with the backward of stage i + 1.
+    result: bytes of what the model returns, which its caller may hold for long; of these last: in the last stage's
+    output."""
+
+    gradients: Sequence[int]
+    outputs: Sequence[int]
+    result: int
+    last: int
+
+    def peak(self, schedule: Schedule) -> int:
+        rest = len(self.gradients) - 1  # what comes after the stages
+        made = peak = 0
+        following = rest + 1  # its gradient is there
+        saved: set[int] = set()
+        for (op, stage, *_), moment in zip(schedule.ops, schedule.moments, strict=True):
+            now = moment.during_bytes + made
+            if following <= rest:
+                # The caller's, but not twice while the last stage's saved set is there.
+                now += self.result + (0 if rest - 1 in saved else self.last)
+            if following < rest and following - 1 in saved:
+                now -= self.outputs[following - 1]
+            peak = max(peak, now)
+            if op == "fall":
+                saved.add(stage)
+            elif op in ("bwd", "drop_saved"):
+                saved.discard(stage)
+            if op == "bwd":
+                made += self.gradients[stage]
+                following = stage
+        return peak
+
+
+def fastest(chain: Chain, around: Around, memory_budget: int, slots: int) -> tuple[Schedule | None, int]:
+    """The fastest schedule whose peak with what is around it is within the budget, and the least such peak that is
+    known. Gradients come when most of what was saved is gone: to count them from the start would waste as much."""
+    table = Table(chain, max(memory_budget, 0), slots)
+    if table.least_budget > max(memory_budget, 0):
+        table = Table(chain, 2 * table.least_budget, slots)
+    least = None
+    for budget, _ in sorted(table.curve(), reverse=True):
+        schedule = table.schedule(budget)
+        peak = around.peak(schedule)
+        if peak <= memory_budget:
+            return schedule, peak
+        least = peak if least is None else min(least, peak)
+    assert least is not None  # a table of at least its least budget has a schedule
+    return None, least
+
+
+def keep_all(chain: Chain) -> Schedule:
+    """The plain step, in which each stage saves all in the way that takes least."""
+    ways = [((k, SAVING) if stage.options else (k,)) for k, stage in enumerate(chain.stages)]
+    return Schedule(chain, [("fall", *way) for way in ways] + [("bwd", *way) for way in reversed(ways)])
+
+
+class Plan:
+    """The plan of a checkpointed model, `model.plan`; str() explains it.
+
+    stages: the modules' names, in the order in which they run, those together that are one stage. chain, schedule: as
+    in memopt.chain; the last stage is what comes after them, the loss among it. measured_bytes, measured_seconds: of
+    each. memory_budget: bytes, of all that lives in a forward and backward pass. fixed_bytes: of these what lives
+    however the stages are run: parameters, buffers, the sample, what is saved around the stages and what they take
+    besides each other's outputs. gradient_bytes: what each stage's backward leaves, of its parameters. peak_bytes,
+    seconds: predicted for a step by the schedule; plain_bytes, plain_seconds: for one that keeps everything."""
+
+    def __init__(
+        self,
+        sizes: Sequence[StageBytes],
+        times: Sequence[StageSeconds],
+        chain: Chain,
+        schedule: Schedule,
+        around: Around,
+        memory_budget: int,
+        fixed_bytes: int,
+    ) -> None:
+        self.stages = [stage.name for stage in chain.stages[:-1]]
+        self.chain, self.schedule = chain, schedule
+        self.measured_bytes, self.measured_seconds = list(sizes), list(times)
+        self.gradient_bytes = list(around.gradients)
+        self.memory_budget, self.fixed_bytes = memory_budget, fixed_bytes
+        self.peak_bytes = fixed_bytes + around.peak(schedule)
+        self.seconds = schedule.seconds
+        self.plain_bytes = fixed_bytes + around.peak(keep_all(chain))
+        self.plain_seconds = chain.plain_seconds
+        self.runner: ChainRunner | None = None
+
+    def _runs(self) -> Counter[int]:
+        return Counter(k for op, k, *_ in self.schedule.ops if op in RUNS)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the budget asks for nothing: the plain run is within it."""
+        return max(self._runs().values()) == 1
+
+    def __str__(self) -> str:
+        runs, size = self._runs(), _C.format_size
+        first: dict[int, str] = {}
+        for op, k, *_ in self.schedule.ops:
+            if op in RUNS:
+                first.setdefault(k, RUNS[op])
+        names = [*self.stages, REST]
+        width = max(map(len, [*names, "stage"]))
+        lines = [
+            f"{len(self.stages)} stages within {size(self.memory_budget)}: {size(self.peak_bytes)} and "
+            f"{self.seconds * 1e3:.1f} ms a step; with everything kept {size(self.plain_bytes)} and "
+            f"{self.plain_seconds * 1e3:.1f} ms",
+            f"{size(self.fixed_bytes)} of it lives however the stages are run; the backward pass makes "
+            f"{size(sum(self.gradient_bytes))} of gradients",
+            f"{'stage':<{width}}  {'saves':>10}  {'output':>10}  {'forward':>10}  {'backward':>10}  "
+            "runs  at first keeps",
+        ]
+        for k, (name, sizes, time) in enumerate(
+            zip(names, self.measured_bytes, self.measured_seconds, strict=True)
+        ):
+            lines.append(
+                f"{name:<{width}}  {size(sizes.saved):>10}  {size(sizes.output):>10}  "
+                f"{time.full_forward * 1e3:>7.2f} ms  {time.backward * 1e3:>7.2f} ms  {runs[k]:>4}  {first[k]}"
+            )
+        return "\n".join(lines)

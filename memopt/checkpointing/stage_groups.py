@@ -1,0 +1,93 @@
+"""Stages that a schedule treats as one, because what passes between them is not needed again.
+
+To memopt.chain a stage's saved set includes its output. Where neither the stage saves its output nor the next one its
+input (a normalisation and the activation behind it, a linear layer and its ReLU), the plain run lets go of it, and a
+schedule that counts it counts too much. Such stages are one stage to the solver; its operations are carried out on each
+of them, and what passes between goes as soon as it has been used (ChainRunner's `passing`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from memopt.checkpointing.stage_costs import StageBytes, StageSeconds
+
+
+def group(sizes: Sequence[StageBytes]) -> list[range]:
+    """The stages of each group, in order."""
+    groups: list[range] = []
+    for k, size in enumerate(sizes):
+        if k and not sizes[k - 1].saves_output and not size.saves_input:
+            groups[-1] = range(groups[-1].start, k + 1)
+        else:
+            groups.append(range(k, k + 1))
+    return groups
+
+
+def group_bytes(members: Sequence[StageBytes]) -> StageBytes:
+    """The sizes of a group as one stage."""
+    if len(members) == 1:
+        return members[0]
+    kept = passing = 0  # bytes that stay, and the output of the member before
+    peak = without_graph = 0
+    left = []  # what stays of the members up to each
+    for n, size in enumerate(members):
+        peak = max(peak, kept + passing + size.saved + size.forward_overhead)
+        without_graph = max(without_graph, passing + size.output + size.run_overhead)
+        kept += size.saved if n == len(members) - 1 else size.saved_beside_output
+        passing = size.output
+        left.append(kept)
+    first, last = members[0], members[-1]
+    grad = last.output  # of the output, which the schedule counts
+    most = made = 0
+    for size, stays in zip(reversed(members), reversed(left), strict=True):
+        most = max(most, stays + grad + size.input_grad + size.backward_overhead + made)
+        grad = size.input_grad
+        made += size.parameter_grad
+    return StageBytes(
+        saved=kept,
+        output=last.output,
+        input_grad=first.input_grad,
+        forward_overhead=peak - kept,
+        run_overhead=without_graph - last.output,
+        backward_overhead=max(0, most - kept - last.output - first.input_grad),
+        parameter_grad=sum(size.parameter_grad for size in members),
+        saved_count=sum(size.saved_count for size in members),
+        saves_input=first.saves_input,
+        saves_output=last.saves_output,
+        saved_beside_output=kept - last.saved + last.saved_beside_output,
+    )
+
+
+def group_seconds(members: Sequence[StageSeconds]) -> StageSeconds:
+    """A member before the last cannot end early: the next one needs its output."""
+    return StageSeconds(
+        forward=sum(t.forward for t in members),
+        full_forward=sum(t.full_forward for t in members),
+        remake=sum(t.full_forward for t in members[:-1]) + members[-1].remake,
+        backward=sum(t.backward for t in members),
+    )
+
+
+def expand(ops: Iterable[tuple[str, int]], groups: Sequence[range]) -> list[tuple[str, int]]:
+    """Operations on groups as operations on their stages. Numbers beyond the groups' are of what comes after."""
+    count = groups[-1].stop
+    out: list[tuple[str, int]] = []
+    for op, g in ops:
+        if g >= len(groups):
+            out.append((op, count + g - len(groups)))
+            continue
+        members = groups[g]
+        if op == "bwd":
+            out += [(op, k) for k in reversed(members)]
+        elif op == "fck":
+            out += [("fck" if k == members.start else "fnone", k) for k in members]
+        elif op == "drop_input":
+            out.append((op, members.start))
+        else:
+            out += [(op, k) for k in members]
+    return out
+
+
+def passing(groups: Sequence[range]) -> set[int]:
+    """Stages whose input only passes: every member of a group but its first."""
+    return {k for members in groups for k in members if k != members.start}
