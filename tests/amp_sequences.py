@@ -243,7 +243,9 @@ def strange_parameter(world: World, draw: random.Random) -> Any:
     class Strange:
         param_groups = [{"params": (p for p in [*world.parameters[:1], "not a tensor"])}]  # noqa: RUF012
 
-    world.strange.append(Strange())  # kept: scalers know optimizers by id(), which the next one could have else
+    world.strange.append(
+        Strange()
+    )  # kept: scalers know optimizers by id(), which the next one could have else
     return world.scaler.unscale_(world.strange[-1])
 
 
