@@ -14,6 +14,10 @@
  *             w = v, or with amsgrad: vmax = max(vmax, v), w = vmax
  *             p = fma(-lr / (1 - beta1^t), m / fma(sqrt(w), 1 / sqrt(1 - beta2^t), eps), p)
  *
+ *             Against the formula in double p is at most some 3 ulp of its largest term off, which is seen only where a step is as
+ *             large as p. (In double it would be right to half an ulp of p: for 3.2 times the arithmetic with AVX2, which memory
+ *             hides only in part, and at a 64th of the rate on a GPU that is not made for fp64.)
+ *
  *     SGD     x = fma(weight_decay, p, x)                    where weight_decay is not 0
  *             m = first ? x : fma(momentum, m, (1 - dampening) * x)        where momentum is not 0
  *             x = nesterov ? fma(momentum, m, x) : m                       where momentum is not 0
