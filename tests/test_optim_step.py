@@ -107,10 +107,12 @@ def test_a_hundred_steps_stay_beside_torchs(kind, options):
     assert distance(ours, theirs) < 1e-5
     for p, q in zip(ours, theirs, strict=True):
         assert set(new.state.get(p, {})) == {k for k, v in old.state.get(q, {}).items() if v is not None}
-        for name in ("step", *MOMENTS):
-            if p.numel() and name in new.state.get(p, {}):
-                assert distance([new.state[p][name]], [old.state[q][name]]) < 1e-5, name
-                assert new.state[p][name].dtype is old.state[q][name].dtype
+    for name in ("step", *MOMENTS):
+        pairs = [(new.state.get(p, {}), old.state.get(q, {})) for p, q in zip(ours, theirs, strict=True)]
+        pairs = [(one[name], other[name]) for one, other in pairs if name in one]
+        assert all(a.dtype is b.dtype for a, b in pairs)
+        # Of all as one vector: of a single moment next to nothing may be left, and of that the roundings are much.
+        assert not pairs or distance(*zip(*pairs, strict=True)) < 1e-5, name
 
 
 def test_plain_sgd_is_torchs_bit_for_bit():
