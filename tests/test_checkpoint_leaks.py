@@ -79,7 +79,8 @@ REGIONS = {
 def test_memory_goes_with_the_graph_without_the_collectors_help(name, backward):
     x = torch.randn(4, requires_grad=True)
     run = REGIONS[name]
-    run(x)  # what torch makes once, at first use
+    with Storages(x):  # what torch keeps of its first use of each
+        run(x)
     gc.collect()
     gc.disable()
     try:
@@ -120,7 +121,8 @@ def test_steps_leave_no_objects(name):
 
 def test_a_part_of_a_backward_pass_keeps_what_the_rest_needs_and_no_more():
     x, z = (torch.randn(4, requires_grad=True) for _ in range(2))
-    checkpoint(torch.sin, x, use_reentrant=False)
+    with Storages(x):
+        checkpoint(torch.sin, x, use_reentrant=False)
     with Storages(x, z) as storages:
         one, other = checkpoint(lambda a, b: (a.sin().exp(), b.cos().exp()), x, z, use_reentrant=False)
         before = len(storages.live)
