@@ -16,6 +16,14 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _of_thread = threading.local()
 
 
+class _OfProcess:
+    depth = 0  # of all threads: nearly always 0, and then no thread need be asked
+
+
+of_process = _OfProcess()
+_lock = threading.Lock()
+
+
 def is_once() -> bool:
     """Whether this thread is inside a region, or its second run, that asked for it."""
     return getattr(_of_thread, "depth", 0) > 0
@@ -24,10 +32,14 @@ def is_once() -> bool:
 @contextmanager
 def inside() -> Iterator[None]:
     _of_thread.depth = getattr(_of_thread, "depth", 0) + 1
+    with _lock:
+        of_process.depth += 1
     try:
         yield
     finally:
         _of_thread.depth -= 1
+        with _lock:
+            of_process.depth -= 1
 
 
 def first(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,7 +44,7 @@ def of(args: tuple[Any, ...]) -> Devices:
     """As torch.utils.checkpoint finds them: only tensors among the positional arguments count, on whatever level.
     Without any that is not on the CPU it is the default type of device, but no random state of it."""
     if ENGINE.only_cpu(args):
-        kind = torchs.DefaultDeviceType.get_device_type()
+        kind = torchs.DefaultDeviceType._default_device_type or torchs.DefaultDeviceType.get_device_type()
         return _CPU_ALONE if kind == "cpu" else _of_type(kind, ())
     tensors = [
         leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"

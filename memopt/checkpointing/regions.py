@@ -24,6 +24,12 @@ from memopt.checkpointing.reentrant import CheckpointFunction
 _torchs_checkpoint = torchs.checkpoint
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
+# Looked up once: checkpoint() is called for every block of every step.
+_is_grad_enabled = torch.is_grad_enabled
+_dispatch_mode = torch._C._get_dispatch_mode
+_function_modes = torch._C._len_torch_function_stack
+_NOOP = torchs.noop_context_fn
+
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 IS_CURRIED = hasattr(torchs, "_CheckpointedFunction")  # torch 2.15: decorators, and words of its own
@@ -106,7 +112,7 @@ def checkpoint(
     if use_reentrant is None:
         warnings.warn(_NOT_PASSED, stacklevel=2)
         use_reentrant = True
-    once = batch_norm_once or batch_norm.is_once()
+    once = batch_norm_once or (batch_norm.of_process.depth > 0 and batch_norm.is_once())
     if use_reentrant:
         if kwargs:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
@@ -124,12 +130,12 @@ def checkpoint(
         known = list(torchs._allowed_determinism_checks_to_fns)
         raise ValueError(f"determinism_check should be one of {known}, but got {determinism_check}")
     found = devices.of(args)
-    contexts = None if context_fn is torchs.noop_context_fn else context_fn()
-    if not torch.is_grad_enabled():
+    contexts = None if context_fn is _NOOP else context_fn()
+    if not _is_grad_enabled():
         return function(*args, **kwargs)
     stop = torchs._enable_checkpoint_early_stop
     extras = None
-    if contexts is not None or once or torch._C._len_torch_function_stack():
+    if contexts is not None or once or _function_modes():
         extras = _extras(function, contexts, once, on_error, respect_saved_tensors_hooks)
     result = ENGINE.run(
         function,
@@ -207,7 +213,7 @@ def _under(
 
 def is_tracing() -> bool:
     """Whether torch.fx or what is built on it records what runs."""
-    return torch._C._get_dispatch_mode(_PROXY) is not None or _fx_traces()
+    return _dispatch_mode(_PROXY) is not None or _fx_traces()
 
 
 def _fx_traces_by_flag() -> bool:
