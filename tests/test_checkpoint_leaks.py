@@ -135,6 +135,33 @@ def test_a_part_of_a_backward_pass_keeps_what_the_rest_needs_and_no_more():
     assert not storages.live
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_a_second_run_that_failed_or_was_for_a_look_leaves_nothing_with_the_graph(once):
+    runs = []
+
+    def function(a):
+        runs.append(1)
+        b = a.sin().exp()
+        if len(runs) % 2 == 0 and not once:
+            raise ConnectionError("planted")
+        return b.cos()
+
+    x = torch.randn(4, requires_grad=True)
+    with Storages(x) as storages:
+        y = checkpoint(function, x, use_reentrant=False).sum()
+        before = len(storages.live)
+        for _ in range(3):
+            if once:
+                assert y.grad_fn.next_functions[0][0]._saved_self is not None
+            else:
+                runs[:] = [1]
+                with pytest.raises(ConnectionError):
+                    y.backward(retain_graph=True)
+            gc.collect()
+            assert len(storages.live) == before
+    assert len(runs) > 1
+
+
 @pytest.mark.parametrize("name", REGIONS)
 def test_an_exception_in_any_operation_leaves_everything_as_it_was(name):
     """The N-th operation of forward and backward fails, for each N."""
