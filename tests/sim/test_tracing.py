@@ -185,8 +185,10 @@ def test_the_interpreter_ends_while_threads_allocate_with_stacks(run_script):
 
 
 def test_a_forked_child_ends_though_its_parent_notes_stacks(run_script):
+    # The model is never freed: the parent's thread may have had torch's own mutex, for which the child would wait.
     ending = (
-        "import os\nthreading.Thread(target=loop, daemon=True).start()\ntime.sleep(0.3)\n"
+        "import ctypes, os\nctypes.pythonapi.Py_IncRef(ctypes.py_object(model))\n"
+        "threading.Thread(target=loop, daemon=True).start()\ntime.sleep(0.3)\n"
         "pid = os.fork()\nif not pid:\n    raise SystemExit(7)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7\nprint('ends')\n"
     )
