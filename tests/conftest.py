@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--report-to", metavar="FILE", help="write each test's outcome to FILE, a JSON line a phase"
     )
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Operations on small tensors are no faster on more, and far slower where the cores are busy."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

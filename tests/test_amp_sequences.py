@@ -12,16 +12,8 @@ import torch
 
 from memopt.amp import GradScaler
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are small, and the machine may be full."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def play(make, first: int, count: int) -> str | None:

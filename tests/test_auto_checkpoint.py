@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,16 +17,9 @@ from memopt.chain import InfeasibleBudget
 from memopt.checkpointing.auto_checkpoint import StageForward
 from memopt.checkpointing.stage_costs import Meter, bytes_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
 Loss = Callable[[torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Vision(nn.Module):
@@ -289,6 +282,28 @@ def test_a_batch_of_another_shape_is_right_too() -> None:
     assert all(
         torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
     )
+
+
+@pytest.mark.parametrize("budget", [1, 0.0, 2.0, "much", -5])
+def test_what_fails_leaves_the_plan_that_was_there(budget: object) -> None:
+    model, sample, loss = make("vision")
+    least = least_budget(model, sample, loss)
+    memopt.auto_checkpoint(model, sample, memory_budget=least, loss=loss)
+    before = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    assert any(isinstance(forward, StageForward) for forward in before.values())
+    plan, calls = model.plan, []
+    handles = [module.register_forward_hook(lambda *_: calls.append(1)) for module in model.children()]
+    with pytest.raises((ValueError, InfeasibleBudget)):
+        memopt.auto_checkpoint(model, sample, memory_budget=budget, loss=loss)
+    assert bool(calls) == (budget == 1)  # what is no budget is refused before anything runs
+    for handle in handles:
+        handle.remove()
+    assert model.plan is plan
+    assert {name: module.__dict__.get("forward") for name, module in model.named_modules()} == before
+    assert live_peak(model, sample, loss) <= least
+    memopt.undo_checkpoint(model)
+    assert "plan" not in model.__dict__
+    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 def test_budgets_and_what_is_refused() -> None:

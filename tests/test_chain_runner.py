@@ -8,29 +8,22 @@ import os
 import pickle
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
+import memopt
 from memopt.checkpointing.chain_runner import ChainRunner
 from memopt.checkpointing.stage_costs import Meter
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SEED = int(os.environ["MEMOPT_SEED"])
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
 
 Ops = list[tuple[str, int]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are of a few elements: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def backward_of(choose: random.Random, s: int, t: int) -> Ops:
@@ -458,3 +451,23 @@ def test_live_bytes_are_those_of_the_schedule() -> None:
     # The caller holds the last output and its gradient; two gradients more live at once, and eight outputs or, besides
     # the last, two that are made again.
     assert peaks == {"all": 11, "least": 6}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_region_in_a_stage_counts_a_batch_once(reentrant: bool) -> None:
+    def build() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4)]
+
+    modules, copies = build(), build()
+
+    def region(stage: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: memopt.checkpoint(stage, x, use_reentrant=reentrant)
+
+    runner = ChainRunner([region(stage) for stage in copies], least(4))
+    for n in range(3):
+        x, y = batch(seed=n), batch(seed=n)
+        plain(modules, x).sum().backward()
+        runner(y).sum().backward()
+        assert torch.equal(x.grad, y.grad)
+    same(modules, copies)

@@ -40,15 +40,6 @@ def reloaded(state_dict):
     return torch.load(file, weights_only=True)
 
 
-@pytest.fixture
-def one_thread():
-    """Operations as small as these are slower on more, and far slower where the cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- exchanged with torch --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("face", FACES)

@@ -14,17 +14,9 @@ torch = pytest.importorskip("torch", reason="the demo tasks train torch models")
 from benchmarks import tasks  # noqa: E402
 from benchmarks.live_bytes import LiveBytes, StepMemory, peak_by_category  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("gpt", "cnn")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small steps gain nothing from two threads, and lose much where something else wants the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def train(task: tasks.Task, steps: int) -> tuple[torch.nn.Module, list[float]]:

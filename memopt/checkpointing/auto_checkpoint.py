@@ -15,7 +15,7 @@ from memopt.checkpointing.chain_runner import ChainRunner
 from memopt.checkpointing.find_chain import find_chain
 from memopt.checkpointing.measure_chain import ChainMeasurement, Loss, default_loss, nothing_changes
 from memopt.checkpointing.plan import REST, SAVING, Around, Plan, fastest
-from memopt.checkpointing.stage_costs import StageBytes, StageSeconds
+from memopt.checkpointing.stage_costs import StageBytes, StageSeconds, tensors_in
 from memopt.checkpointing.stage_groups import expand, group, passing
 
 REPEATS = 3  # of each stage, to time it
@@ -106,17 +106,45 @@ def auto_checkpoint(
     stage, which leave the model as it was. Returns the same module: parameters, names, state_dict, hooks, train() and
     eval() are as before, `.plan` says what was decided, gradients are bit-equal to the plain run's, and without a graph
     nothing is different. A batch of another shape than the sample's is right too, with another peak. Calling it again
-    makes a new plan; undo_checkpoint() takes it off.
+    makes a new plan, or leaves the one there is where that fails; undo_checkpoint() takes it off.
 
-    Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, and ValueError where there is no chain."""
-    undo_checkpoint(model)
+    Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, and ValueError where memory_budget is none
+    or the model has no chain."""
     args, kwargs = sample_arguments(sample)
+    standing = tensors_in((list(model.parameters()), list(model.buffers()), args, kwargs))
+    budget = budget_bytes(memory_budget, next((t.device for t in standing), torch.device("cpu")))
+    earlier = installed(model)
+    undo_checkpoint(model)
+    try:
+        modules, plan = make_plan(model, args, kwargs, loss, budget, slots, accumulate=accumulate)
+    except BaseException:
+        for module, name, value in earlier:
+            module.__dict__[name] = value
+        raise
+    if plan.runner is not None:
+        for k, module in enumerate(modules):
+            module.__dict__["forward"] = StageForward(plan.runner, k)
+    model.__dict__["plan"] = plan
+    return model
+
+
+def make_plan(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss,
+    budget: int,
+    slots: int,
+    *,
+    accumulate: bool,
+) -> tuple[list[torch.nn.Module], Plan]:
+    """The modules that are the model's stages, and how to run them."""
     with nothing_changes(model):
         calls = find_chain(model, args, kwargs)
-        measured = ChainMeasurement(model, [call.module for call in calls], args, kwargs, loss)
+        modules = [call.module for call in calls]
+        measured = ChainMeasurement(model, modules, args, kwargs, loss)
         measured.measure_bytes()
         measured.measure_seconds(REPEATS)
-    budget = budget_bytes(memory_budget, measured.device)
     groups = group(measured.stage_bytes[:-1])
     sizes, times = measured.of_groups(groups)
     names = [*(", ".join(calls[k].name for k in members) for members in groups), REST]
@@ -140,27 +168,29 @@ def auto_checkpoint(
         )
     plan = Plan(sizes, times, chain, schedule, around, budget, fixed)
     if not plan.keeps_all:
-        modules = [call.module for call in calls]
-        functions = [module.forward for module in modules]
-        plan.runner = ChainRunner(
-            functions, expand([(op, k) for op, k, *_ in schedule.ops], groups), passing(groups)
-        )
-        for k, module in enumerate(modules):
-            module.__dict__["forward"] = StageForward(plan.runner, k)
-    model.__dict__["plan"] = plan
-    return model
+        operations = expand([(op, k) for op, k, *_ in schedule.ops], groups)
+        plan.runner = ChainRunner([module.forward for module in modules], operations, passing(groups))
+    return modules, plan
+
+
+def installed(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
+    """What auto_checkpoint() put on the model: (module, attribute, value)."""
+    found: list[tuple[torch.nn.Module, str, Any]] = [
+        (module, "forward", forward)
+        for module in model.modules()
+        if isinstance(forward := module.__dict__.get("forward"), StageForward)
+    ]
+    if isinstance(plan := model.__dict__.get("plan"), Plan):
+        found.append((model, "plan", plan))
+    return found
 
 
 def undo_checkpoint(model: torch.nn.Module) -> torch.nn.Module:
     """Takes off what auto_checkpoint() put on the model; nothing happens where it put nothing. Returns the model."""
-    for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, StageForward):
-            own = forward.runner.functions[forward.stage]
-            if getattr(own, "__func__", None) is getattr(type(module), "forward", None):
-                del module.__dict__["forward"]
-            else:
+    for module, name, value in installed(model):
+        del module.__dict__[name]
+        if isinstance(value, StageForward):
+            own = value.runner.functions[value.stage]
+            if getattr(own, "__func__", None) is not getattr(type(module), "forward", None):
                 module.__dict__["forward"] = own
-    if isinstance(model.__dict__.get("plan"), Plan):
-        del model.__dict__["plan"]
     return model

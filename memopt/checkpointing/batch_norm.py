@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -52,33 +52,64 @@ def first(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class Copies:
+    """Copies of the statistics of modules that would change theirs, for a second run to change: so what they are is
+    neither changed nor rounded, not even by an infinity, and tensors saved are as many as before.
+
+    buffers: the statistics by the address of their copy's storage: a graph that saves a copy (and uses none of it in
+    training mode) can have the buffer."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[int, torch.Tensor] = {}
+        self.own: dict[_NormBase, dict[str, torch.Tensor]] = {}
+
+    def put(self, module: _NormBase) -> None:
+        if module in self.own or not (module.training and module.track_running_stats):
+            return
+        buffers = {name: module._buffers.get(name) for name in _STATISTICS}
+        self.own[module] = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+        with torch.no_grad():
+            for name, buffer in self.own[module].items():
+                copy = module._buffers[name] = buffer.clone()
+                self.buffers[copy.untyped_storage()._cdata] = buffer
+
+    def take_off(self) -> None:
+        for module, buffers in self.own.items():
+            module._buffers.update(buffers)
+
+
+def modules_in(module: torch.nn.Module) -> tuple[_NormBase, ...]:
+    """Those whose running statistics a forward pass in training mode changes."""
+    return tuple(m for m in module.modules() if isinstance(m, _NormBase))
+
+
+@contextmanager
+def kept(modules: Iterable[_NormBase] | None = None) -> Iterator[Copies]:
+    """A second run of what these modules are in, or of what calls no one knows which; regions inside know."""
+    copies = Copies()
+    thread = threading.get_ident()
+
+    def put(module: torch.nn.Module, _: Any) -> None:
+        if isinstance(module, _NormBase) and threading.get_ident() == thread:
+            copies.put(module)
+
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(inside())
+            if modules is None:
+                stack.callback(register_module_forward_pre_hook(put).remove)
+            for module in modules or ():
+                copies.put(module)
+            yield copies
+    finally:
+        copies.take_off()
+
+
 def again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function for its second run: each module that would update its statistics is given copies of them
-    meanwhile. So what they are is neither changed nor rounded, not even by an infinity, and tensors saved are as many
-    as before."""
+    """The function for its second run."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        thread = threading.get_ident()
-        swapped: dict[_NormBase, dict[str, torch.Tensor]] = {}
-
-        def swap(module: torch.nn.Module, _: Any) -> None:
-            if threading.get_ident() != thread or not isinstance(module, _NormBase) or module in swapped:
-                return
-            if not (module.training and module.track_running_stats):
-                return
-            buffers = {name: module._buffers.get(name) for name in _STATISTICS}
-            swapped[module] = {name: buffer for name, buffer in buffers.items() if buffer is not None}
-            with torch.no_grad():
-                for name, buffer in swapped[module].items():
-                    module._buffers[name] = buffer.clone()
-
-        hook = register_module_forward_pre_hook(swap)
-        try:
-            with inside():
-                return function(*args, **kwargs)
-        finally:
-            hook.remove()
-            for module, buffers in swapped.items():
-                module._buffers.update(buffers)
+        with kept():
+            return function(*args, **kwargs)
 
     return run

@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from memopt.checkpointing.stage_state import StageState, normalizations, statistics_kept
+from memopt.checkpointing import batch_norm
+from memopt.checkpointing.stage_state import StageState
 
 FORWARD = ("fnone", "fck", "fall")
 OPERATIONS = (*FORWARD, "bwd", "drop_input", "drop_saved")
@@ -54,7 +55,9 @@ class ChainRunner:
         self.ops = tuple(ops)
         self.passing = frozenset(passing)
         self.norms = [
-            normalizations(module) if isinstance(module := getattr(f, "__self__", f), torch.nn.Module) else ()
+            batch_norm.modules_in(module)
+            if isinstance(module := getattr(f, "__self__", f), torch.nn.Module)
+            else None
             for f in self.functions
         ]
         self.here = threading.local()
@@ -258,7 +261,7 @@ class ChainPass:
             call.metadata.append((tensor.shape, tensor.dtype, tensor.device))
             return saved
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
+        with batch_norm.inside(), torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
             out = self.runner.functions[k](*args, **kwargs)
         call.state.ended()
         call.note_outputs(out)
@@ -344,7 +347,7 @@ class ChainPass:
         out = None
         with (
             call.state.again(),
-            statistics_kept(self.runner.norms[k]) as copies,
+            batch_norm.kept(self.runner.norms[k]) as copies,
             torch.set_grad_enabled(catch),
         ):
             if catch:
@@ -363,7 +366,7 @@ class ChainPass:
         k: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        copies: dict[int, torch.Tensor],
+        copies: batch_norm.Copies,
         stop: bool,
     ) -> Any:
         call = self.calls[k]
@@ -380,7 +383,7 @@ class ChainPass:
                         f"tensor at position {count}: {call.metadata[count]} at first, {metadata} now"
                     )
                 if (saved := call.saved[count]()) is not None:
-                    original = copies.get(tensor.untyped_storage()._cdata) if copies else None
+                    original = copies.buffers.get(tensor.untyped_storage()._cdata)
                     saved.value = self.kept_value(tensor if original is None else original, storages)
             count += 1
             if stop and count == len(call.saved):

@@ -66,8 +66,10 @@ def _of_type(kind: str, indices: Iterable[int]) -> Devices:
     autocast = kind if torch.amp.is_autocast_available(kind) else None
     if not getattr(module, "_initialized", False):
         return Devices(autocast, (torch.default_generator,), module)
+    return Devices(autocast, (torch.default_generator, *generators(module, dict.fromkeys(indices))), None)
+
+
+def generators(module: Any, indices: Iterable[int]) -> list[Any]:
+    """Of these devices of a module like torch.cuda."""
     known = getattr(module, "default_generators", ())
-    generators = [
-        known[index] if index < len(known) else Generator(module, index) for index in dict.fromkeys(indices)
-    ]
-    return Devices(autocast, (torch.default_generator, *generators), None)
+    return [known[index] if index < len(known) else Generator(module, index) for index in indices]

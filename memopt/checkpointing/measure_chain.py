@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from memopt.checkpointing import batch_norm
 from memopt.checkpointing.chain_runner import Held, StageCall
 from memopt.checkpointing.stage_costs import (
     Meter,
@@ -26,7 +27,6 @@ from memopt.checkpointing.stage_costs import (
     tensors_in,
 )
 from memopt.checkpointing.stage_groups import group_bytes, group_seconds
-from memopt.checkpointing.stage_state import normalizations
 
 Loss = Callable[[Any], torch.Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -185,7 +185,7 @@ class ChainMeasurement:
                 )
             )
             copies = bytes_of(
-                [b for norm in normalizations(self.modules[k]) for b in norm.buffers(recurse=False)]
+                [b for norm in batch_norm.modules_in(self.modules[k]) for b in norm.buffers(recurse=False)]
             )
             size = self.stage_bytes[-1]
             self.stage_bytes[-1] = size._replace(

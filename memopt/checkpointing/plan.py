@@ -57,8 +57,10 @@ class Around(NamedTuple):
 def fastest(chain: Chain, around: Around, memory_budget: int, slots: int) -> tuple[Schedule | None, int]:
     """The fastest schedule whose peak with what is around it is within the budget, and the least such peak that is
     known. Gradients come when most of what was saved is gone: to count them from the start would waste as much."""
-    table = Table(chain, max(memory_budget, 0), slots)
-    if table.least_budget > max(memory_budget, 0):
+    # Where the chain counts an output longer than it lives, its peak is above the true one, by one output at the most.
+    most = max(memory_budget + max(around.outputs), 0)
+    table = Table(chain, most, slots)
+    if table.least_budget > most:
         table = Table(chain, 2 * table.least_budget, slots)
     least = None
     for budget, _ in sorted(table.curve(), reverse=True):
