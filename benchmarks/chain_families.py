@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from memopt.chain import Chain, Stage
 
@@ -63,38 +64,16 @@ def very_unequal(r: random.Random, n: int) -> Chain:
 def early_stop(r: random.Random, n: int) -> Chain:
     """A forward right before its backward takes less; but not the loss's, whose output is wanted."""
     chain = plain(r, n)
-    stages = []
-    for i, s in enumerate(chain.stages):
-        remake = None if i == n - 1 else s.forward_seconds * r.choice((0.5, 0.75, 1.0))
-        stages.append(
-            Stage(
-                s.saved_bytes,
-                s.output_bytes,
-                s.forward_seconds,
-                s.backward_seconds,
-                s.forward_overhead_bytes,
-                s.backward_overhead_bytes,
-                remake,
-            )
-        )
-    return Chain(tuple(stages), chain.input_bytes)
+    stages = [
+        replace(s, remake_seconds=s.forward_seconds * r.choice((0.5, 0.75, 1.0))) for s in chain.stages[:-1]
+    ]
+    return Chain((*stages, chain.stages[-1]), chain.input_bytes)
 
 
 def other_gradients(r: random.Random, n: int) -> Chain:
     """Gradients that are not as large as what they are of: another type, or none."""
     chain = plain(r, n)
-    stages = [
-        Stage(
-            s.saved_bytes,
-            s.output_bytes,
-            s.forward_seconds,
-            s.backward_seconds,
-            s.forward_overhead_bytes,
-            s.backward_overhead_bytes,
-            input_grad_bytes=r.randint(0, 8),
-        )
-        for s in chain.stages
-    ]
+    stages = [replace(s, input_grad_bytes=r.randint(0, 8)) for s in chain.stages]
     return Chain(tuple(stages), chain.input_bytes, r.randint(0, 8))
 
 
