@@ -17,6 +17,7 @@ from memopt.checkpointing.measure_chain import ChainMeasurement, Loss, default_l
 from memopt.checkpointing.plan import REST, SAVING, Around, Plan, fastest
 from memopt.checkpointing.stage_costs import StageBytes, StageSeconds, tensors_in
 from memopt.checkpointing.stage_groups import expand, group, passing
+from memopt.optim.state_bytes import state_bytes
 
 REPEATS = 3  # of each stage, to time it
 
@@ -88,6 +89,7 @@ def auto_checkpoint(
     sample: Any,
     *,
     memory_budget: int | float | str,
+    optimizer: torch.optim.Optimizer | int | str | None = None,
     loss: Loss = default_loss,
     accumulate: bool = False,
     slots: int = 500,
@@ -96,11 +98,12 @@ def auto_checkpoint(
 
     sample: a batch like those of the training: one argument, a tuple of arguments, or a mapping of keyword arguments.
     memory_budget: bytes, "8GiB", or a fraction (a float) of the device's memory: all tensors that live in a forward and
-    backward pass, the parameters, their gradients, buffers and the sample among them; an optimizer's state, which the
-    model does not know of, is not. loss: what makes a scalar of the model's output; default: the output's `loss`, or
-    the sum of its tensors that need a gradient. accumulate: whether gradients are there when a step begins, from other
-    batches or as zeros; else each parameter's counts from its backward on. slots: units that the budget is divided into
-    to solve; sizes are rounded up to them.
+    backward pass, the parameters, their gradients, buffers, the sample and the optimizer's state among them.
+    optimizer: whose state that is, before its first step or after; or the state's bytes; None: there is none. loss:
+    what makes a scalar of the model's output; default: the output's `loss`, or the sum of its tensors that need a
+    gradient. accumulate: whether gradients are there when a step begins, from other batches or as zeros; else each
+    parameter's counts from its backward on. slots: units that the budget is divided into to solve; sizes are rounded up
+    to them.
 
     The chain is found by watching one forward pass, then each stage is measured: two passes and a few runs of every
     stage, which leave the model as it was. Returns the same module: parameters, names, state_dict, hooks, train() and
@@ -108,15 +111,23 @@ def auto_checkpoint(
     nothing is different. A batch of another shape than the sample's is right too, with another peak. Calling it again
     makes a new plan, or leaves the one there is where that fails; undo_checkpoint() takes it off.
 
-    Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, and ValueError where memory_budget is none
-    or the model has no chain."""
+    Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, and ValueError where memory_budget or
+    optimizer cannot be read or the model has no chain."""
     args, kwargs = sample_arguments(sample)
     standing = tensors_in((list(model.parameters()), list(model.buffers()), args, kwargs))
     budget = budget_bytes(memory_budget, next((t.device for t in standing), torch.device("cpu")))
+    with nothing_changes(model):
+        state = (
+            state_bytes(optimizer)
+            if isinstance(optimizer, torch.optim.Optimizer)
+            else _C.parse_size(optimizer or 0)
+        )
     earlier = installed(model)
     undo_checkpoint(model)
     try:
-        modules, plan = make_plan(model, args, kwargs, loss, budget, slots, accumulate=accumulate)
+        modules, plan = make_plan(
+            model, args, kwargs, loss, budget, slots, beside=state, accumulate=accumulate
+        )
     except BaseException:
         for module, name, value in earlier:
             module.__dict__[name] = value
@@ -136,9 +147,11 @@ def make_plan(
     budget: int,
     slots: int,
     *,
+    beside: int,
     accumulate: bool,
 ) -> tuple[list[torch.nn.Module], Plan]:
-    """The modules that are the model's stages, and how to run them."""
+    """The modules that are the model's stages, and how to run them. beside: bytes that live all the time, and are not
+    the model's."""
     with nothing_changes(model):
         calls = find_chain(model, args, kwargs)
         modules = [call.module for call in calls]
@@ -148,7 +161,7 @@ def make_plan(
     groups = group(measured.stage_bytes[:-1])
     sizes, times = measured.of_groups(groups)
     names = [*(", ".join(calls[k].name for k in members) for members in groups), REST]
-    fixed = measured.standing_bytes + measured.held_bytes
+    fixed = beside + measured.standing_bytes + measured.held_bytes
     gradients = [size.parameter_grad for size in sizes]
     if accumulate:  # what a backward makes is added to them, and goes
         fixed += sum(gradients)

@@ -85,9 +85,10 @@ class Plan:
     stages: the modules' names, in the order in which they run, those together that are one stage. chain, schedule: as
     in memopt.chain; the last stage is what comes after them, the loss among it. measured_bytes, measured_seconds: of
     each. memory_budget: bytes, of all that lives in a forward and backward pass. fixed_bytes: of these what lives
-    however the stages are run: parameters, buffers, the sample, what is saved around the stages and what they take
-    besides each other's outputs. gradient_bytes: what each stage's backward leaves, of its parameters. peak_bytes,
-    seconds: predicted for a step by the schedule; plain_bytes, plain_seconds: for one that keeps everything."""
+    however the stages are run: parameters, buffers, the optimizer's state, the sample, what is saved around the stages
+    and what they take besides each other's outputs. gradient_bytes: what each stage's backward leaves, of its
+    parameters. peak_bytes, seconds: predicted for a step by the schedule; plain_bytes, plain_seconds: for one that
+    keeps everything."""
 
     def __init__(
         self,
