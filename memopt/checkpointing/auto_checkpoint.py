@@ -12,8 +12,8 @@ import torch
 from memopt import _C
 from memopt.chain import Chain, InfeasibleBudget, Option, Stage
 from memopt.checkpointing.chain_runner import ChainRunner
-from memopt.checkpointing.find_chain import find_chain
 from memopt.checkpointing.measure_chain import ChainMeasurement, Loss, default_loss, nothing_changes
+from memopt.checkpointing.model_chain import Member, ModelChain
 from memopt.checkpointing.plan import REST, SAVING, Around, Plan, fastest
 from memopt.checkpointing.stage_costs import StageBytes, StageSeconds, tensors_in
 from memopt.checkpointing.stage_groups import expand, group, passing
@@ -23,13 +23,15 @@ REPEATS = 3  # of each stage, to time it
 
 
 class StageForward:
-    """Stands in a stage's module as its `forward`; the module's own is one of the runner's functions."""
+    """Stands in a module of the chain as its `forward`; the module's own is the member's."""
 
-    def __init__(self, runner: ChainRunner, stage: int) -> None:
-        self.runner, self.stage = runner, stage
+    def __init__(self, runner: ChainRunner, member: Member) -> None:
+        self.runner, self.member = runner, member
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.runner.run(self.stage, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.member.forward(*args, **kwargs)
+        return self.member.call(self.runner.run, args, kwargs)
 
 
 def budget_bytes(memory_budget: int | float | str, device: torch.device) -> int:
@@ -125,7 +127,7 @@ def auto_checkpoint(
     earlier = installed(model)
     undo_checkpoint(model)
     try:
-        modules, plan = make_plan(
+        members, plan = make_plan(
             model, args, kwargs, loss, budget, slots, beside=state, accumulate=accumulate
         )
     except BaseException:
@@ -133,8 +135,8 @@ def auto_checkpoint(
             module.__dict__[name] = value
         raise
     if plan.runner is not None:
-        for k, module in enumerate(modules):
-            module.__dict__["forward"] = StageForward(plan.runner, k)
+        for member in members:
+            member.module.__dict__["forward"] = StageForward(plan.runner, member)
     model.__dict__["plan"] = plan
     return model
 
@@ -149,18 +151,17 @@ def make_plan(
     *,
     beside: int,
     accumulate: bool,
-) -> tuple[list[torch.nn.Module], Plan]:
-    """The modules that are the model's stages, and how to run them. beside: bytes that live all the time, and are not
+) -> tuple[list[Member], Plan]:
+    """The modules of the model's chain, and how to run its stages. beside: bytes that live all the time, and are not
     the model's."""
     with nothing_changes(model):
-        calls = find_chain(model, args, kwargs)
-        modules = [call.module for call in calls]
-        measured = ChainMeasurement(model, modules, args, kwargs, loss)
+        found = ModelChain(model, args, kwargs)
+        measured = ChainMeasurement(found, loss)
         measured.measure_bytes()
         measured.measure_seconds(REPEATS)
     groups = group(measured.stage_bytes[:-1])
     sizes, times = measured.of_groups(groups)
-    names = [*(", ".join(calls[k].name for k in members) for members in groups), REST]
+    names = [*(", ".join(found.names[k] for k in members) for members in groups), REST]
     fixed = beside + measured.standing_bytes + measured.held_bytes
     gradients = [size.parameter_grad for size in sizes]
     if accumulate:  # what a backward makes is added to them, and goes
@@ -175,15 +176,15 @@ def make_plan(
         least += fixed
         raise InfeasibleBudget(
             f"memory_budget is {budget} bytes, and {type(model).__name__} takes at least {least} on this sample, "
-            f"{fixed} of them for what lives however its {len(calls)} stages are run: give it {least} or more, or a "
-            "smaller batch",
+            f"{fixed} of them for what lives however its {len(found.names)} stages are run: give it {least} or more, "
+            "or a smaller batch",
             least,
         )
     plan = Plan(sizes, times, chain, schedule, around, budget, fixed)
     if not plan.keeps_all:
         operations = expand([(op, k) for op, k, *_ in schedule.ops], groups)
-        plan.runner = ChainRunner([module.forward for module in modules], operations, passing(groups))
-    return modules, plan
+        plan.runner = ChainRunner(found.functions, operations, passing(groups))
+    return found.members, plan
 
 
 def installed(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
@@ -203,7 +204,7 @@ def undo_checkpoint(model: torch.nn.Module) -> torch.nn.Module:
     for module, name, value in installed(model):
         del module.__dict__[name]
         if isinstance(value, StageForward):
-            own = value.runner.functions[value.stage]
+            own = value.member.forward
             if getattr(own, "__func__", None) is not getattr(type(module), "forward", None):
                 module.__dict__["forward"] = own
     return model

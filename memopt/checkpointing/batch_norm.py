@@ -83,6 +83,12 @@ def modules_in(module: torch.nn.Module) -> tuple[_NormBase, ...]:
     return tuple(m for m in module.modules() if isinstance(m, _NormBase))
 
 
+def of_function(function: Callable[..., Any]) -> tuple[_NormBase, ...] | None:
+    """Those in the module that it is, or that it is a method of; None: it is a function of whatever it calls."""
+    module = getattr(function, "__self__", function)
+    return modules_in(module) if isinstance(module, torch.nn.Module) else None
+
+
 @contextmanager
 def kept(modules: Iterable[_NormBase] | None = None) -> Iterator[Copies]:
     """A second run of what these modules are in, or of what calls no one knows which; regions inside know."""

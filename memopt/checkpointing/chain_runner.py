@@ -54,12 +54,7 @@ class ChainRunner:
         self.count = len(self.functions)
         self.ops = tuple(ops)
         self.passing = frozenset(passing)
-        self.norms = [
-            batch_norm.modules_in(module)
-            if isinstance(module := getattr(f, "__self__", f), torch.nn.Module)
-            else None
-            for f in self.functions
-        ]
+        self.norms = [batch_norm.of_function(function) for function in self.functions]
         self.here = threading.local()
         # Where each stage's first run and its backward stand in ops.
         self.forward_at: dict[int, int] = {}

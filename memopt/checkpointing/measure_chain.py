@@ -1,6 +1,6 @@
-"""What a model's chain costs, measured with a sample: each stage by itself, where it stands in the model.
+"""What a chain costs, measured with a sample: each stage by itself, where it stands in the model.
 
-The model is run twice, for bytes and for seconds, with other forwards in its stages: each runs its stage forward and
+The model is run twice, for bytes and for seconds, with something else in its stages' places: it runs each forward and
 backward by itself and then gives the output on without a graph, so that never more than one stage's saved set is there.
 The graph of what is around the stages (an embedding before, the loss after) is made as ever, and measured too."""
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from memopt.checkpointing import batch_norm
 from memopt.checkpointing.chain_runner import Held, StageCall
+from memopt.checkpointing.model_chain import without_graph
 from memopt.checkpointing.stage_costs import (
     Meter,
     StageBytes,
@@ -29,7 +30,6 @@ from memopt.checkpointing.stage_costs import (
 from memopt.checkpointing.stage_groups import group_bytes, group_seconds
 
 Loss = Callable[[Any], torch.Tensor]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def default_loss(out: Any) -> torch.Tensor:
@@ -41,21 +41,6 @@ def default_loss(out: Any) -> torch.Tensor:
     if not ends:
         raise ValueError("no output of the model needs a gradient: there is nothing to checkpoint for")
     return torch.stack([t.sum() for t in ends]).sum()
-
-
-@contextmanager
-def forwards(modules: list[torch.nn.Module], replacements: list[Any]) -> Iterator[None]:
-    """Other forwards in these modules, for as long as it lasts."""
-    before = [module.__dict__.get("forward") for module in modules]
-    try:
-        for module, replacement in zip(modules, replacements, strict=True):
-            module.__dict__["forward"] = replacement
-        yield
-    finally:
-        for module, old in zip(modules, before, strict=True):
-            module.__dict__.pop("forward", None)
-            if old is not None:
-                module.__dict__["forward"] = old
 
 
 @contextmanager
@@ -86,8 +71,29 @@ def untaken(size: StageBytes) -> StageBytes:
     )
 
 
+class Measurable(Protocol):
+    @property
+    def functions(self) -> Sequence[Callable[..., Any]]:
+        """What each stage runs."""
+
+    @property
+    def lingering(self) -> Sequence[int | None]:
+        """Of each stage another one, whose input its caller still holds, or None."""
+
+    @property
+    def standing(self) -> Sequence[torch.Tensor]:
+        """What is there before and after a step."""
+
+    @property
+    def trainable(self) -> Sequence[torch.Tensor]:
+        """What gradients are made for, and left."""
+
+    def run(self, run: Callable[..., Any]) -> Any:
+        """One forward pass, in which stage k is run(k, its arguments)."""
+
+
 class ChainMeasurement:
-    """Bytes and seconds of `modules`, the stages of `model` on (args, kwargs), and of what comes after the last.
+    """Bytes and seconds of a chain's stages, and of what comes after the last.
 
     stage_bytes, stage_seconds: a list each, the last entry for what comes after the stages: the rest of the model, the
     loss. standing_bytes: parameters, buffers, the sample. input_bytes: of the first stage. held_bytes: what else lives
@@ -95,19 +101,10 @@ class ChainMeasurement:
     one that is not the output of the stage before. result_bytes: of what the model returns, beside the last stage's
     output."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        modules: list[torch.nn.Module],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loss: Loss,
-    ) -> None:
-        self.model, self.modules, self.loss = model, modules, loss
-        self.args, self.kwargs = args, kwargs
-        self.functions = [module.forward for module in modules]
-        self.trainable = [p for p in model.parameters() if p.requires_grad]
-        self.standing = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
+    def __init__(self, chain: Measurable, loss: Loss) -> None:
+        self.chain, self.loss = chain, loss
+        self.functions = chain.functions
+        self.trainable, self.standing = list(chain.trainable), list(chain.standing)
         self.device = next((t.device for t in self.standing), torch.device("cpu"))
         self.standing_bytes = bytes_of(self.standing)
         self.input_bytes = self.held_bytes = self.result_bytes = 0
@@ -115,46 +112,31 @@ class ChainMeasurement:
         self.returns_last = False  # the last stage's output is among what the model returns
         self.stage_bytes: list[StageBytes] = []
         self.stage_seconds: list[StageSeconds] = []
+        self.linked_bytes: list[int] = []  # of each stage's input
         self.externals: list[torch.Tensor] = []
         self.outputs: list[Any] = []  # of the stage that ran last
         self.last_outputs: list[torch.Tensor] = []
 
-    def stand_ins(
-        self, stage: Callable[[int, StageCall, list[Held]], None], ended: Callable[[], None]
-    ) -> list[Any]:
-        return [
-            lambda *args, _k=k, **kwargs: self.stand_in(_k, args, kwargs, stage, ended)
-            for k in range(len(self.modules))
-        ]
+    def forward(self, stage: Callable[[int, StageCall, list[Held]], None], ended: Callable[[], None]) -> Any:
+        """One forward pass: each stage is stage(), then gives its output on without a graph; after the last ended()."""
 
-    def stand_in(
-        self,
-        k: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        stage: Callable[[int, StageCall, list[Held]], None],
-        ended: Callable[[], None],
-    ) -> Any:
-        before = self.outputs
-        call = StageCall(args, kwargs, before)
-        linked = call.take_linked()
-        with call.state.again():
-            stage(k, call, linked)
-        self.clear_gradients()
-        with torch.no_grad():
-            out = self.functions[k](*args, **kwargs)
-        needs = any(t.requires_grad for t in (*tensors_in((args, kwargs)), *self.modules[k].parameters()))
-        self.last_outputs = tensors_in(out)
-        for tensor in self.last_outputs:
-            if needs and tensor.is_floating_point():
-                tensor.requires_grad_()
-        call.state.ended()
-        self.state_bytes += call.state.nbytes if self.device.type == "cpu" else 0
-        call.note_outputs(out)
-        self.outputs = call.outputs
-        if k == len(self.modules) - 1:
-            ended()
-        return out
+        def run(k: int, *args: Any, **kwargs: Any) -> Any:
+            call = StageCall(args, kwargs, self.outputs)
+            linked = call.take_linked()
+            with call.state.again():
+                stage(k, call, linked)
+            self.clear_gradients()
+            out = without_graph(self.functions[k], args, kwargs)
+            self.last_outputs = tensors_in(out)
+            call.state.ended()
+            self.state_bytes += call.state.nbytes if self.device.type == "cpu" else 0
+            call.note_outputs(out)
+            self.outputs = call.outputs
+            if k == len(self.functions) - 1:
+                ended()
+            return out
+
+        return self.chain.run(run)
 
     def clear_gradients(self) -> None:
         for parameter in self.trainable:
@@ -184,12 +166,14 @@ class ChainMeasurement:
                     self.functions[k], lambda: call.arguments(linked), inputs, self.standing, self.trainable
                 )
             )
-            copies = bytes_of(
-                [b for norm in batch_norm.modules_in(self.modules[k]) for b in norm.buffers(recurse=False)]
-            )
+            norms = batch_norm.of_function(self.functions[k]) or ()
+            more = bytes_of([b for norm in norms for b in norm.buffers(recurse=False)])
+            self.linked_bytes.append(bytes_of([held.tensor for held in linked]))
+            if (first := self.chain.lingering[k]) is not None:
+                more += self.linked_bytes[first]
             size = self.stage_bytes[-1]
             self.stage_bytes[-1] = size._replace(
-                forward_overhead=size.forward_overhead + copies, run_overhead=size.run_overhead + copies
+                forward_overhead=size.forward_overhead + more, run_overhead=size.run_overhead + more
             )
 
         def ended() -> None:
@@ -202,9 +186,9 @@ class ChainMeasurement:
             saved.append(tensor.detach())
             return saved[-1]
 
-        with forwards(self.modules, self.stand_ins(stage, ended)), meter, torch.enable_grad():
+        with meter, torch.enable_grad():
             with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
-                out = self.model(*self.args, **self.kwargs)
+                out = self.forward(stage, ended)
                 result = tensors_in(out)
                 self.result_bytes = bytes_of(result, [*self.standing, *self.last_outputs])
                 self.returns_last = self.result_bytes < bytes_of(result, self.standing)
@@ -256,9 +240,8 @@ class ChainMeasurement:
 
         rest = []
         for n in range(repeats):
-            stand_ins = self.stand_ins(stage if n == 0 else lambda k, call, linked: None, ended)
-            with forwards(self.modules, stand_ins), torch.enable_grad():
-                value = self.loss(self.model(*self.args, **self.kwargs))
+            with torch.enable_grad():
+                value = self.loss(self.forward(stage if n == 0 else lambda k, call, linked: None, ended))
                 synchronize(self.device)
                 between = time.perf_counter()
                 value.backward()

@@ -1,0 +1,141 @@
+"""A model as a chain: which of its modules, or parts of them, are its stages, and how they come to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memopt.checkpointing.chain_runner import StageCall
+from memopt.checkpointing.find_chain import Call, find_chain
+from memopt.checkpointing.split_blocks import Run, SplitBlock, split
+from memopt.checkpointing.stage_costs import tensors_in
+
+MOST_STAGES = 256  # that blocks are split up to: the solver's time grows with the cube of their number
+
+
+class Member(NamedTuple):
+    """A module of the chain, whose stages begin at `first`: itself, or the block's parts."""
+
+    module: torch.nn.Module
+    name: str
+    forward: Any
+    first: int
+    block: SplitBlock | None
+
+    def call(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.block is None:
+            return run(self.first, *args, **kwargs)
+        return self.block.call(run, self.first, args, kwargs)
+
+    def names(self) -> list[str]:
+        if self.block is None:
+            return [self.name]
+        count = len(self.block.names)
+        return [
+            f"{self.name} ({' + '.join(names) or f'{n + 1} of {count}'})"
+            for n, names in enumerate(self.block.names)
+        ]
+
+
+@contextmanager
+def forwards(modules: Sequence[torch.nn.Module], replacements: Sequence[Any]) -> Iterator[None]:
+    """Other forwards in these modules, for as long as it lasts."""
+    before = [module.__dict__.get("forward") for module in modules]
+    try:
+        for module, replacement in zip(modules, replacements, strict=True):
+            module.__dict__["forward"] = replacement
+        yield
+    finally:
+        for module, old in zip(modules, before, strict=True):
+            module.__dict__.pop("forward", None)
+            if old is not None:
+                module.__dict__["forward"] = old
+
+
+class ModelChain:
+    """The stages of a model on these arguments.
+
+    functions, names: of each stage. lingering: of each stage the first one of its block, whose input the model holds
+    for as long as the block's forward lasts; None for that one itself. standing: what is there before and after a
+    step. trainable: the parameters that gradients are made for."""
+
+    def __init__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.standing = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
+        self.trainable = [p for p in model.parameters() if p.requires_grad]
+        calls = find_chain(model, args, kwargs)
+        blocks = split_all(model, calls, args, kwargs)
+        if sum(1 if block is None else len(block.parts) for block in blocks) > MOST_STAGES:
+            blocks = [None] * len(calls)
+        self.members: list[Member] = []
+        self.functions: list[Any] = []
+        self.lingering: list[int | None] = []
+        for call, block in zip(calls, blocks, strict=True):
+            first = len(self.functions)
+            forward = call.module.forward
+            self.members.append(Member(call.module, call.name, forward, first, block))
+            self.functions += [forward] if block is None else block.parts
+            self.lingering += [None] + [first] * (len(self.functions) - first - 1)
+        self.names = [name for member in self.members for name in member.names()]
+
+    def run(self, run: Run) -> Any:
+        """One forward pass of the model, in which stage k is run(k, its arguments)."""
+        stand_ins = [
+            lambda *args, _member=member, **kwargs: _member.call(run, args, kwargs) for member in self.members
+        ]
+        with forwards([member.module for member in self.members], stand_ins):
+            return self.model(*self.args, **self.kwargs)
+
+
+def split_all(
+    model: torch.nn.Module, calls: Sequence[Call], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[SplitBlock | None]:
+    """One forward pass in which each stage is split, if it can be."""
+    blocks: list[SplitBlock | None] = [None] * len(calls)
+    functions = [call.module.forward for call in calls]
+    plain = [is_its_classes(call.module) for call in calls]
+    before: Any = ()
+
+    def run(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal before
+        call = StageCall(args, kwargs, before)
+        linked = call.take_linked()
+        if calls[k].children and plain[k]:
+            found = split(calls[k].module, calls[k].name, functions[k], call, linked)
+            blocks[k] = found if isinstance(found, SplitBlock) else None
+        out = without_graph(functions[k], args, kwargs)
+        call.state.ended()
+        call.note_outputs(out)
+        before = call.outputs
+        return out
+
+    stand_ins = [lambda *args, _k=k, **kwargs: run(_k, args, kwargs) for k in range(len(calls))]
+    with torch.enable_grad(), forwards([call.module for call in calls], stand_ins):
+        model(*args, **kwargs)
+    return blocks
+
+
+def is_its_classes(module: torch.nn.Module) -> bool:
+    """Whether its forward is the class's own: neither compiled nor somebody's, who may do more than can be seen."""
+    return not (
+        "forward" in module.__dict__ or hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    )
+
+
+def without_graph(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What it returns, needing gradients where it would, but with no graph behind it."""
+
+    def no_backward(_: object) -> torch.Tensor:
+        raise RuntimeError("a stage that is being measured takes gradients within its own forward")
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, no_backward):
+        leaves, spec = pytree.tree_flatten(function(*args, **kwargs))
+    given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and id(leaf) not in given:
+            leaves[place] = leaf.detach().requires_grad_()
+    return pytree.tree_unflatten(leaves, spec)
