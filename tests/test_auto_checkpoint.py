@@ -261,8 +261,10 @@ def test_a_copy_is_checkpointed_by_itself() -> None:
     model, sample, loss = checkpointed()
     other = copy.deepcopy(model)
     stage = next(m for m in other.modules() if isinstance(m.__dict__.get("forward"), StageForward))
-    function = stage.__dict__["forward"].runner.functions[stage.__dict__["forward"].stage]
-    assert function.__self__ is stage
+    forward = stage.__dict__["forward"]
+    assert forward.member.module is stage
+    assert forward.member.forward.__self__ is stage
+    assert forward.runner is not model.plan.runner
     torch.manual_seed(0)
     step(model, sample, loss)
     torch.manual_seed(0)

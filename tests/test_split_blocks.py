@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten
 
 import memopt
-from memopt.chain import InfeasibleBudget
+from memopt.chain import Chain, InfeasibleBudget, Stage, solve
 from memopt.checkpointing.model_chain import ModelChain
 from memopt.checkpointing.recording import Recording
 from memopt.checkpointing.stage_costs import Meter, bytes_of, tensors_in
@@ -85,6 +86,7 @@ def tight(form: str, depth: int = 2) -> tuple[nn.Module, nn.Module, dict[str, An
     return model, plain, sample
 
 
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize("form", FORMS)
 def test_each_block_is_attention_and_mlp(form: str) -> None:
     model, sample = split_models.make(form, 2)
@@ -122,10 +124,9 @@ def test_the_plain_runs_bits_within_every_budget(form: str) -> None:
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
-def test_finer_stages_are_faster_between_the_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same measurement, its parts joined to whole blocks: whatever fits those, fits the parts, in less time."""
-    from memopt.chain import Chain, Stage, solve
-
+def test_finer_stages_are_faster_between_the_budgets() -> None:
+    """Attention and MLP as stages, or both as one that costs their sum: what fits the one, fits the other, in less
+    time."""
     parts = []
     for _ in range(6):
         parts += [Stage(7 << 20, 1 << 20, 0.7, 1.4), Stage(10 << 20, 1 << 20, 1.1, 2.2)]
@@ -224,6 +225,7 @@ def test_under_autocast() -> None:
         same_step(model, plain, sample)
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # torch's, of pickles of its own TreeSpec
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_has_parts_of_its_own(way: Callable[[nn.Module], nn.Module]) -> None:
     model, plain, sample = tight("torch prenorm")
@@ -364,8 +366,6 @@ def test_shapes_that_the_block_asks_for_are_expected() -> None:
     x = torch.randn(2, 3, WIDTH, requires_grad=True)
     recording = Recording(block, block.forward, (x,), {})
     assert recording.refusal is None
-    from torch.utils._pytree import tree_flatten
-
     leaves, spec = tree_flatten(((x,), {}))
     assert recording.expected.difference(leaves, spec) is None
     assert "argument 0" in str(recording.expected.difference([x[:1]], spec))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
-from memopt.chain import Chain, Schedule, Table
+from memopt.chain import Chain, Option, Schedule, Stage, Table
 
 if TYPE_CHECKING:
     from memopt.checkpointing.chain_runner import ChainRunner
@@ -54,23 +55,37 @@ class Around(NamedTuple):
         return peak
 
 
+def without_clock(chain: Chain) -> Chain:
+    """The chain with seconds that depend on its bytes alone: a stage takes as long as it saves much."""
+
+    def unmeasured(way: Stage | Option) -> dict[str, Any]:
+        seconds = float(way.saved_bytes)
+        return {"forward_seconds": seconds, "backward_seconds": seconds, "remake_seconds": None}
+
+    stages = []
+    for stage in chain.stages:
+        options = tuple(replace(option, **unmeasured(option)) for option in stage.options)
+        stages.append(replace(stage, **unmeasured(stage), options=options))
+    return replace(chain, stages=tuple(stages))
+
+
 def fastest(chain: Chain, around: Around, memory_budget: int, slots: int) -> tuple[Schedule | None, int]:
     """The fastest schedule whose peak with what is around it is within the budget, and the least such peak that is
     known. Gradients come when most of what was saved is gone: to count them from the start would waste as much."""
     # Where the chain counts an output longer than it lives, its peak is above the true one, by one output at the most.
-    most = max(memory_budget + max(around.outputs), 0)
-    table = Table(chain, most, slots)
-    if table.least_budget > most:
-        table = Table(chain, 2 * table.least_budget, slots)
-    least = None
+    table = Table(chain, max(memory_budget + max(around.outputs), 0), slots)
     for budget, _ in sorted(table.curve(), reverse=True):
         schedule = table.schedule(budget)
         peak = around.peak(schedule)
         if peak <= memory_budget:
             return schedule, peak
-        least = peak if least is None else min(least, peak)
-    assert least is not None  # a table of at least its least budget has a schedule
-    return None, least
+    # What is said to be the least must be enough another time, when the same stages are found to take other seconds:
+    # it depends neither on those nor on the budget.
+    table = Table(without_clock(chain), 2 * table.least_budget, slots)
+    found = [Schedule(chain, table.schedule(budget).ops) for budget, _ in table.curve()]
+    least = min(found, key=around.peak)
+    peak = around.peak(least)
+    return (least if peak <= memory_budget else None), peak
 
 
 def keep_all(chain: Chain) -> Schedule:
