@@ -80,7 +80,7 @@ def convolutions() -> nn.Sequential:
     layers: list[nn.Module] = []
     width = 3
     for n, out in enumerate((16, 16, 32, 32, 48, 48)):
-        layers += [nn.Conv2d(width, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU()]
+        layers += [nn.Conv2d(width, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU(inplace=n > 2)]
         layers += [nn.MaxPool2d(2)] if n % 2 else []
         width = out
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(48 * 16, 10))
@@ -306,6 +306,47 @@ def test_what_fails_leaves_the_plan_that_was_there(budget: object) -> None:
     memopt.undo_checkpoint(model)
     assert "plan" not in model.__dict__
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_stage_that_is_not_the_same_each_time_is_refused_by_name() -> None:
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.before = nn.Linear(8, 8), []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.before.append(self.linear(x))
+            return torch.cat(self.before).tanh().sum(0, keepdim=True) + x
+
+    model = nn.Sequential(nn.Linear(8, 8), Caches(), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"1 does not do the same when it runs again: .*use_cache"):
+        memopt.auto_checkpoint(model, torch.ones(1, 8), memory_budget="1GiB")
+
+
+def test_a_models_own_change_of_a_stages_output_is_its_own() -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(F.relu(self.b(F.relu(self.a(x), inplace=True)), inplace=True))
+
+    torch.manual_seed(0)
+    model, sample = Changes(), torch.randn(512, 64)
+    plain = copy.deepcopy(model)
+    memopt.auto_checkpoint(model, sample, memory_budget=least_budget(model, sample, squares), loss=squares)
+    step(model, sample, squares)
+    step(plain, sample, squares)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_the_least_feasible_budget_is_the_same_each_time() -> None:
+    """Though the seconds that are measured are not."""
+    model, sample, loss = make("convolutions")
+    found = {least_budget(model, sample, loss) for _ in range(3)}
+    assert len(found) == 1
 
 
 def test_budgets_and_what_is_refused() -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 import memopt
 from memopt.checkpointing.chain_runner import ChainRunner
 from memopt.checkpointing.stage_costs import Meter
+from memopt.checkpointing.stage_groups import expand, passing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SEED = int(os.environ["MEMOPT_SEED"])
@@ -374,6 +375,40 @@ def test_an_input_changed_in_place_between_two_stages_is_not_taken_for_the_stage
         call(2, call(1, hidden)).sum().backward()
         results.append([x.grad, *(p.grad for m in modules for p in m.parameters())])
     assert all(map(torch.equal, *results))
+
+
+def test_stages_that_change_their_input_run_again_with_the_one_that_made_it() -> None:
+    choose = random.Random(SEED + 2)
+    changes = [
+        lambda: nn.ReLU(inplace=True),
+        lambda: nn.Hardswish(inplace=True),
+        lambda: nn.Dropout(0.4, inplace=True),
+    ]
+    for n in range(500 if SOAK else 25):
+        modules: list[nn.Module] = []
+        groups: list[range] = []
+        for _ in range(choose.randint(1, 5)):
+            begin = len(modules)
+            modules.append(choose.choice([nn.Linear(6, 6), nn.BatchNorm1d(6)]))
+            if choose.random() < 0.7:
+                modules.append(choose.choice(changes)())
+            groups.append(range(begin, len(modules)))
+        modules = [nn.Linear(6, 6), *modules]
+        groups = [range(1), *(range(g.start + 1, g.stop + 1) for g in groups)]
+        copies = copy.deepcopy(modules)
+        ops = expand(backward_of(choose, 0, len(groups)), groups)
+        changing = {k for k, module in enumerate(modules) if getattr(module, "inplace", False)}
+        runner = ChainRunner(copies, ops, passing(groups), changing)
+        x, y = batch(seed=n), batch(seed=n)
+        torch.manual_seed(n)
+        out = plain(modules, x).square().sum()
+        torch.manual_seed(n)
+        again = runner(y).square().sum()
+        for _ in range(2):
+            out.backward(retain_graph=True)
+            again.backward(retain_graph=True)
+        assert torch.equal(x.grad, y.grad), (n, ops)
+        same(modules, copies)
 
 
 def test_double_backward() -> None:

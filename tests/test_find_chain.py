@@ -115,6 +115,54 @@ def test_the_stages_of_a_resnet_are_its_blocks() -> None:
     assert found == ["stem", "layer1.0", "layer1.1", "layer2.0.0", "layer2.0.1", "layer2.1", "fc"]
 
 
+class Added(nn.Module):
+    """Its shortcut is added in place to what its last module gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm, self.conv2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+        self.end = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.conv2(self.norm(self.conv1(x)))
+        out += x
+        return self.end(out)
+
+
+def test_a_block_with_its_shortcut_added_in_place_is_one_stage() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(Added(), Added()), nn.Flatten())
+    assert names(model, torch.ones(1, 3, 4, 4)) == ["0", "1.0", "1.1", "2"]
+
+
+class Passing(nn.Module):
+    """As BERT's layer: each of its modules takes what the one before gave, and the last one the input, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Bilinear(8, 8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x), x)
+
+
+def test_modules_that_something_passes_by_are_one_stage() -> None:
+    assert names(nn.Sequential(nn.Linear(8, 8), Passing(), Passing()), torch.ones(1, 8)) == ["0", "1", "2"]
+
+
+def test_what_changes_its_input_is_a_stage_behind_the_one_that_made_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.ReLU(inplace=True)), nn.Tanh())
+    calls = find_chain(model, (torch.ones(3, 2),), {})
+    assert [(call.name, call.changes) for call in calls] == [
+        ("0", False),
+        ("1.0", False),
+        ("1.1", True),
+        ("2", False),
+    ]
+    # the sample's, which nothing can make again
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ReLU(inplace=True))
+    assert names(model, torch.ones(3, 2)) == ["1", "2"]
+
+
 def test_a_module_that_is_called_twice_is_no_stage() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

@@ -170,7 +170,8 @@ def make_plan(
     chain = Chain(tuple(map(chain_stage, names, sizes, times)), input_bytes=measured.input_bytes)
     outputs = [0 if size.saves_output else size.output for size in sizes]
     last = sizes[-2].output if measured.returns_last else 0
-    around = Around(gradients, outputs, measured.result_bytes, last)
+    remade = [size.saved_beside_output + size.remake_overhead for size in sizes]
+    around = Around(gradients, outputs, remade, measured.result_bytes, last)
     schedule, least = fastest(chain, around, budget - fixed, slots)
     if schedule is None:
         least += fixed
@@ -183,7 +184,7 @@ def make_plan(
     plan = Plan(sizes, times, chain, schedule, around, budget, fixed)
     if not plan.keeps_all:
         operations = expand([(op, k) for op, k, *_ in schedule.ops], groups)
-        plan.runner = ChainRunner(found.functions, operations, passing(groups))
+        plan.runner = ChainRunner(found.functions, operations, passing(groups), found.changing)
     return found.members, plan
 
 

@@ -44,16 +44,21 @@ class ChainRunner:
     functions: what each stage calls, modules or plain callables, any arguments and outputs.
     ops: the schedule's operations, pairs (op, stage): `memopt.chain.Schedule.ops`.
     passing: stages whose input goes once they have run, as no saved set needs it, not even as the output of the stage
-    before.
+    before. changing: those of them that change it in place.
     Raises ValueError where the operations do not begin with one forward pass through all stages in their order."""
 
     def __init__(
-        self, functions: Sequence[Function], ops: Sequence[tuple[str, int]], passing: Collection[int] = ()
+        self,
+        functions: Sequence[Function],
+        ops: Sequence[tuple[str, int]],
+        passing: Collection[int] = (),
+        changing: Collection[int] = (),
     ) -> None:
         self.functions = tuple(functions)
         self.count = len(self.functions)
         self.ops = tuple(ops)
         self.passing = frozenset(passing)
+        self.changing = frozenset(changing)
         self.norms = [batch_norm.of_function(function) for function in self.functions]
         self.here = threading.local()
         # Where each stage's first run and its backward stand in ops.
@@ -121,6 +126,30 @@ class Saved:
         return self.run.value_of(self)
 
 
+class SameMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def changeable(tensor: torch.Tensor) -> torch.Tensor:
+    """In the memory of a tensor that no graph made, one that a graph did: an operation may change it in place."""
+    with torch.enable_grad():
+        return SameMemory.apply(tensor)  # type: ignore[no-any-return]
+
+
+def unchangeable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that changeable() was given for this one; else this one."""
+    node = tensor.grad_fn
+    if isinstance(node, SameMemory._backward_cls):
+        return node.next_functions[0][0].variable  # type: ignore[union-attr, no-any-return]
+    return tensor
+
+
 class Held(NamedTuple):
     """A tensor kept for a later run of its stage."""
 
@@ -133,7 +162,7 @@ class Held(NamedTuple):
         needed = tensor.requires_grad if requires_grad is None else requires_grad
         return Held(tensor.detach(), needed, tensor._version)
 
-    def again(self) -> torch.Tensor:
+    def again(self, *, changing: bool = False) -> torch.Tensor:
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -141,7 +170,8 @@ class Held(NamedTuple):
                 f"version {self.version} instead. It is an argument of a checkpointed stage, which must run again: "
                 "change a copy of it, or leave that stage out of checkpointing"
             )
-        return self.tensor.detach().requires_grad_(self.requires_grad)
+        tensor = self.tensor.detach().requires_grad_(self.requires_grad)
+        return changeable(tensor) if changing else tensor
 
 
 class Output(NamedTuple):
@@ -182,10 +212,13 @@ class StageCall:
             self.leaves[place] = None
         return linked
 
-    def arguments(self, linked: Sequence[Held]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self, linked: Sequence[Held], *, changing: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """changing: the linked ones are changed in place."""
         leaves = [leaf.again() if isinstance(leaf, Held) else leaf for leaf in self.leaves]
         for (place, _, _), held in zip(self.links, linked, strict=True):
-            leaves[place] = held.again()
+            leaves[place] = held.again(changing=changing)
         return pytree.tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
 
     def note_outputs(self, out: Any) -> None:
@@ -338,7 +371,7 @@ class ChainPass:
     def run_again(self, k: int, *, catch: bool, stop: bool = False) -> None:
         """Stage k runs: for its output; or (catch) for what it saves and, unless it may stop there, its output."""
         call = self.calls[k]
-        args, kwargs = call.arguments(self.inputs.get(k, ()))
+        args, kwargs = call.arguments(self.inputs.get(k, ()), changing=k in self.runner.changing)
         out = None
         with (
             call.state.again(),
@@ -419,6 +452,8 @@ class ChainPass:
             if k != first:
                 self.drop_input(k)
         self.run_again(stage, catch=True, stop=True)
+        if stage in self.runner.changing:
+            self.drop_input(stage)  # it is not what it was
         self.outside = stage
 
 

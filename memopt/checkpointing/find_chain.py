@@ -2,16 +2,18 @@
 
 One forward pass is watched. The calls of a module's children fall into runs, in which each takes, unchanged, a tensor
 that the one before returned. A child is split into its own children where they carry its whole work from its input to
-its output (an nn.Sequential, a stage of a ResNet); one that adds something of its own (a residual block) is a stage.
-A module that is called more than once in a pass is never a stage: its calls could not be told apart."""
+its output (an nn.Sequential, a stage of a ResNet); one that adds something of its own (a residual block) is a stage,
+and so is one within which something passes a child by: it would be held however the children were run.
+A module that is called more than once in a pass is never a stage: its calls could not be told apart. One that changes
+its argument in place is a stage only behind the one that made it, with which it runs again."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -25,12 +27,36 @@ class Call:
     def __init__(self, module: torch.nn.Module, name: str, parent: Call | None) -> None:
         self.module, self.name, self.parent = module, name, parent
         self.children: list[Call] = []
-        self.linked = False  # takes an output of the sibling called before
+        self.before: Call | None = None  # the sibling called before, where it takes an output of that
+        self.skips = (
+            False  # takes what its parent did from the one before, or a sibling earlier than that made
+        )
+        self.changes = False  # something it was given, in place
+        self.changes_stream = False  # nothing but what the one before made
         self.takes_parents = False  # takes an argument of its parent
         self.passes = False  # the parent returned what the last of the children did
-        self.inputs: list[weakref.ref[torch.Tensor]] = []
-        self.outputs: list[weakref.ref[torch.Tensor]] = []
+        self.inputs: list[Seen] = []
+        self.outputs: list[Seen] = []
         self.elements = 0  # of its outputs and of those of the calls in it
+
+    @property
+    def linked(self) -> bool:
+        return self.before is not None
+
+    def source(self) -> Call | None:
+        """The call of which this one, or the outermost that begins with it, takes an output."""
+        call: Call | None = self
+        while call is not None and call.before is None:
+            first = call.parent is not None and call.parent.children[0] is call and call.takes_parents
+            call = call.parent if first else None
+        return call.before if call is not None else None
+
+    def follows(self, other: Call) -> bool:
+        """Whether its source is `other`, or what `other` ends."""
+        source, inner = self.source(), other
+        while inner is not source and inner.parent is not None and inner.parent.children[-1] is inner:
+            inner = inner.parent
+        return source is inner
 
     def runs(self) -> Iterator[list[Call]]:
         run: list[Call] = []
@@ -43,13 +69,37 @@ class Call:
             yield run
 
 
-def references(value: Any) -> list[weakref.ref[torch.Tensor]]:
-    return [weakref.ref(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+class Seen(NamedTuple):
+    """A tensor as it was: one that has changed since is another."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+    def key(self) -> tuple[int, int] | None:
+        tensor = self.tensor()
+        return None if tensor is None else (id(tensor), self.version)
+
+    def changed(self) -> bool:
+        tensor = self.tensor()
+        return tensor is not None and version(tensor) != self.version
 
 
-def meet(a: list[weakref.ref[torch.Tensor]], b: list[weakref.ref[torch.Tensor]]) -> bool:
-    there = {id(t) for ref in a if (t := ref()) is not None}
-    return any(id(t) in there for ref in b if (t := ref()) is not None)
+def version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def seen(value: Any) -> list[Seen]:
+    return [
+        Seen(weakref.ref(t), version(t)) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)
+    ]
+
+
+def keys(tensors: Iterable[Seen]) -> set[tuple[int, int]]:
+    return {key for tensor in tensors if (key := tensor.key()) is not None}
+
+
+def meet(a: Iterable[Seen], b: Iterable[Seen]) -> bool:
+    return not keys(a).isdisjoint(keys(b))
 
 
 def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
@@ -60,24 +110,34 @@ def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     def begin(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if module is model and len(open_calls) == 1 and not root.inputs:
-            root.inputs = references((args, kwargs))
+            root.inputs = seen((args, kwargs))
             return
         parent = open_calls[-1]
         call = Call(module, names[module], parent)
-        call.inputs = references((args, kwargs))
-        call.linked = bool(parent.children) and meet(parent.children[-1].outputs, call.inputs)
+        call.inputs = seen((args, kwargs))
+        if parent.children and meet(parent.children[-1].outputs, call.inputs):
+            call.before = parent.children[-1]
         call.takes_parents = meet(parent.inputs, call.inputs)
+        passed = keys(tensor for sibling in parent.children[:-1] for tensor in sibling.outputs)
+        if parent.children and (source := parent.source()) is not None:
+            passed |= keys(source.outputs) & keys(parent.children[0].inputs)
+        passed -= keys(call.before.outputs) if call.before else set()
+        call.skips = not passed.isdisjoint(keys(call.inputs))
         parent.children.append(call)
         open_calls.append(call)
 
     def end(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         call = open_calls[-1] if module is not model or len(open_calls) > 1 else root
-        call.outputs = references(out)
+        call.outputs = seen(out)
         call.elements = sum(t.numel() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
         call.elements += sum(child.elements for child in call.children)
         call.passes = bool(call.children) and meet(call.children[-1].outputs, call.outputs)
         if call is not root:
             open_calls.pop()
+            changed = [tensor for tensor in call.inputs if tensor.changed()]
+            source = call.source()
+            call.changes = bool(changed)
+            call.changes_stream = source is not None and keys(changed) <= keys(source.outputs)
 
     with ExitStack() as stack:
         for module in names:
@@ -107,6 +167,7 @@ def through(call: Call, stages: list[Call]) -> bool:
         stages[0].takes_parents
         and call.passes
         and all(stage.linked or stage.takes_parents for stage in stages)
+        and not any(child.skips for child in call.children)
         and len(list(call.runs())) == 1
         and part(call, stages) > PART
     )
@@ -133,7 +194,10 @@ def find_chain(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             count(child)
 
     count(root)
-    stages = split(root, {module for module, n in times.items() if n > 1})
+    stages: list[Call] = []
+    for stage in split(root, {module for module, n in times.items() if n > 1}):
+        if not stage.changes or (stages and stage.changes_stream and stage.follows(stages[-1])):
+            stages.append(stage)
     if not stages:
         raise ValueError(
             f"{type(model).__name__} calls no module of its own once in a forward pass: there is no chain of stages "

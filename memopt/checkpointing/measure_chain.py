@@ -7,7 +7,7 @@ The graph of what is around the stages (an embedding before, the loss after) is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -15,8 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt.checkpointing import batch_norm
-from memopt.checkpointing.chain_runner import Held, StageCall
-from memopt.checkpointing.model_chain import without_graph
+from memopt.checkpointing.chain_runner import Held, StageCall, unchangeable
+from memopt.checkpointing.model_chain import repeatedly, without_graph
 from memopt.checkpointing.stage_costs import (
     Meter,
     StageBytes,
@@ -30,6 +30,7 @@ from memopt.checkpointing.stage_costs import (
 from memopt.checkpointing.stage_groups import group_bytes, group_seconds
 
 Loss = Callable[[Any], torch.Tensor]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def default_loss(out: Any) -> torch.Tensor:
@@ -77,6 +78,14 @@ class Measurable(Protocol):
         """What each stage runs."""
 
     @property
+    def names(self) -> Sequence[str]:
+        """Of each stage."""
+
+    @property
+    def changing(self) -> Collection[int]:
+        """Stages that change their input in place."""
+
+    @property
     def lingering(self) -> Sequence[int | None]:
         """Of each stage another one, whose input its caller still holds, or None."""
 
@@ -98,8 +107,8 @@ class ChainMeasurement:
     stage_bytes, stage_seconds: a list each, the last entry for what comes after the stages: the rest of the model, the
     loss. standing_bytes: parameters, buffers, the sample. input_bytes: of the first stage. held_bytes: what else lives
     from before the last stage to the backward pass, however the stages are run: saved around them, or an argument of
-    one that is not the output of the stage before. result_bytes: of what the model returns, beside the last stage's
-    output."""
+    one that is not the output of the stage before. result_bytes: of what the model returns, the loss and its gradient,
+    beside the last stage's output."""
 
     def __init__(self, chain: Measurable, loss: Loss) -> None:
         self.chain, self.loss = chain, loss
@@ -127,7 +136,7 @@ class ChainMeasurement:
                 stage(k, call, linked)
             self.clear_gradients()
             out = without_graph(self.functions[k], args, kwargs)
-            self.last_outputs = tensors_in(out)
+            self.last_outputs = [unchangeable(tensor) for tensor in tensors_in(out)]
             call.state.ended()
             self.state_bytes += call.state.nbytes if self.device.type == "cpu" else 0
             call.note_outputs(out)
@@ -137,6 +146,14 @@ class ChainMeasurement:
             return out
 
         return self.chain.run(run)
+
+    def arguments(self, k: int, call: StageCall, linked: list[Held]) -> Callable[[], Arguments]:
+        """What makes stage k's arguments, as often as it is to run by itself."""
+        if k not in self.chain.changing:
+            return lambda: call.arguments(linked)
+        return lambda: call.arguments(
+            [Held.of(held.tensor.clone(), held.requires_grad) for held in linked], changing=True
+        )
 
     def clear_gradients(self) -> None:
         for parameter in self.trainable:
@@ -161,19 +178,20 @@ class ChainMeasurement:
                 leaves = pytree.tree_leaves((args, kwargs))
                 return [leaves[p] for p in places] if places else tensors_in(leaves)
 
-            self.stage_bytes.append(
-                stage_bytes(
-                    self.functions[k], lambda: call.arguments(linked), inputs, self.standing, self.trainable
-                )
-            )
+            arguments = self.arguments(k, call, linked)
+            with repeatedly(self.chain.names[k]):
+                size = stage_bytes(self.functions[k], arguments, inputs, self.standing, self.trainable)
             norms = batch_norm.of_function(self.functions[k]) or ()
             more = bytes_of([b for norm in norms for b in norm.buffers(recurse=False)])
             self.linked_bytes.append(bytes_of([held.tensor for held in linked]))
             if (first := self.chain.lingering[k]) is not None:
                 more += self.linked_bytes[first]
-            size = self.stage_bytes[-1]
-            self.stage_bytes[-1] = size._replace(
-                forward_overhead=size.forward_overhead + more, run_overhead=size.run_overhead + more
+            self.stage_bytes.append(
+                size._replace(
+                    forward_overhead=size.forward_overhead + more,
+                    run_overhead=size.run_overhead + more,
+                    remake_overhead=size.remake_overhead + more,
+                )
             )
 
         def ended() -> None:
@@ -189,10 +207,12 @@ class ChainMeasurement:
         with meter, torch.enable_grad():
             with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
                 out = self.forward(stage, ended)
-                result = tensors_in(out)
-                self.result_bytes = bytes_of(result, [*self.standing, *self.last_outputs])
-                self.returns_last = self.result_bytes < bytes_of(result, self.standing)
                 value = self.loss(out)
+                # The loss is its caller's as well, and so is the gradient that the backward pass begins with.
+                result = [*tensors_in(out), value]
+                beside = bytes_of(result, [*self.standing, *self.last_outputs])
+                self.result_bytes = beside + value.nbytes
+                self.returns_last = beside < bytes_of(result, self.standing)
                 del out, result
             held = [*self.standing, *saved[:before_last], *self.externals]
             self.held_bytes = bytes_of(held, self.standing) + self.state_bytes
@@ -212,6 +232,7 @@ class ChainMeasurement:
                 input_grad=input_grad,
                 forward_overhead=forward_overhead,
                 run_overhead=forward_overhead,
+                remake_overhead=forward_overhead + output,
                 backward_overhead=backward_overhead,
                 parameter_grad=made,
                 saved_count=0,
@@ -228,7 +249,7 @@ class ChainMeasurement:
         def stage(k: int, call: StageCall, linked: list[Held]) -> None:
             count = self.stage_bytes[k].saved_count
             runs = [
-                stage_seconds(self.functions[k], lambda: call.arguments(linked), self.trainable, count)
+                stage_seconds(self.functions[k], self.arguments(k, call, linked), self.trainable, count)
                 for _ in range(repeats)
             ]
             self.stage_seconds.append(StageSeconds(*(min(column) for column in zip(*runs, strict=True))))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from memopt.checkpointing.chain_runner import StageCall
+from memopt.checkpointing.chain_runner import StageCall, changeable
 from memopt.checkpointing.find_chain import Call, find_chain
 from memopt.checkpointing.split_blocks import Run, SplitBlock, split
 from memopt.checkpointing.stage_costs import tensors_in
@@ -59,9 +59,10 @@ def forwards(modules: Sequence[torch.nn.Module], replacements: Sequence[Any]) ->
 class ModelChain:
     """The stages of a model on these arguments.
 
-    functions, names: of each stage. lingering: of each stage the first one of its block, whose input the model holds
-    for as long as the block's forward lasts; None for that one itself. standing: what is there before and after a
-    step. trainable: the parameters that gradients are made for."""
+    functions, names: of each stage. changing: numbers of those that change their input in place. lingering: of each
+    stage the first one of its block, whose input the model holds for as long as the block's forward lasts; None for
+    that one itself. standing: what is there before and after a step. trainable: the parameters that gradients are made
+    for."""
 
     def __init__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
@@ -74,10 +75,13 @@ class ModelChain:
         self.members: list[Member] = []
         self.functions: list[Any] = []
         self.lingering: list[int | None] = []
+        self.changing: set[int] = set()
         for call, block in zip(calls, blocks, strict=True):
             first = len(self.functions)
             forward = call.module.forward
             self.members.append(Member(call.module, call.name, forward, first, block))
+            if call.changes:
+                self.changing.add(first)
             self.functions += [forward] if block is None else block.parts
             self.lingering += [None] + [first] * (len(self.functions) - first - 1)
         self.names = [name for member in self.members for name in member.names()]
@@ -104,10 +108,11 @@ def split_all(
         nonlocal before
         call = StageCall(args, kwargs, before)
         linked = call.take_linked()
-        if calls[k].children and plain[k]:
-            found = split(calls[k].module, calls[k].name, functions[k], call, linked)
-            blocks[k] = found if isinstance(found, SplitBlock) else None
-        out = without_graph(functions[k], args, kwargs)
+        with repeatedly(calls[k].name):
+            if calls[k].children and plain[k] and not calls[k].changes:
+                found = split(calls[k].module, calls[k].name, functions[k], call, linked)
+                blocks[k] = found if isinstance(found, SplitBlock) else None
+            out = without_graph(functions[k], args, kwargs)
         call.state.ended()
         call.note_outputs(out)
         before = call.outputs
@@ -119,6 +124,20 @@ def split_all(
     return blocks
 
 
+@contextmanager
+def repeatedly(name: str) -> Iterator[None]:
+    """Runs of a stage by itself, of a model that has run."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} does not do the same when it runs again: {error}. A cache or a counter that each run changes may "
+            "be why; Hugging Face's models keep a cache unless model.config.use_cache = False"
+        ) from error
+
+
 def is_its_classes(module: torch.nn.Module) -> bool:
     """Whether its forward is the class's own: neither compiled nor somebody's, who may do more than can be seen."""
     return not (
@@ -127,15 +146,20 @@ def is_its_classes(module: torch.nn.Module) -> bool:
 
 
 def without_graph(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What it returns, needing gradients where it would, but with no graph behind it."""
+    """What it returns, needing gradients where it would, but with no graph behind it: what more changes it in place may
+    do so."""
 
     def no_backward(_: object) -> torch.Tensor:
         raise RuntimeError("a stage that is being measured takes gradients within its own forward")
 
+    given = {(id(tensor), tensor._version) for tensor in tensors_in((args, kwargs))}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, no_backward):
         leaves, spec = pytree.tree_flatten(function(*args, **kwargs))
-    given = {id(tensor) for tensor in tensors_in((args, kwargs))}
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and id(leaf) not in given:
-            leaves[place] = leaf.detach().requires_grad_()
+        if (
+            isinstance(leaf, torch.Tensor)
+            and leaf.grad_fn is not None
+            and (id(leaf), leaf._version) not in given
+        ):
+            leaves[place] = changeable(leaf.detach().requires_grad_())
     return pytree.tree_unflatten(leaves, spec)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
-from memopt.chain import Chain, Option, Schedule, Stage, Table
+from memopt.chain import Chain, Op, Option, Schedule, Stage, Table
 
 if TYPE_CHECKING:
     from memopt.checkpointing.chain_runner import ChainRunner
@@ -24,11 +24,13 @@ class Around(NamedTuple):
 
     gradients: bytes that stage i's backward leaves, of its parameters; while it runs its overhead counts them.
     outputs: bytes of stage i's output, 0 where stage i itself saves it: they go with the backward of stage i + 1.
+    remade: bytes that stage i makes, at the most, when it runs again right before its backward and ends early.
     result: bytes of what the model returns, which its caller may hold for long; of these last: in the last stage's
     output."""
 
     gradients: Sequence[int]
     outputs: Sequence[int]
+    remade: Sequence[int]
     result: int
     last: int
 
@@ -37,8 +39,15 @@ class Around(NamedTuple):
         made = peak = 0
         following = rest + 1  # its gradient is there
         saved: set[int] = set()
-        for (op, stage, *_), moment in zip(schedule.ops, schedule.moments, strict=True):
+        ran: set[int] = set()
+        for operation, moment, after in zip(
+            schedule.ops, schedule.moments, [*schedule.ops[1:], ("", -1)], strict=True
+        ):
+            op, stage, *_ = operation
             now = moment.during_bytes + made
+            if op == "fall" and stage in ran and after[:2] == ("bwd", stage):
+                now -= max(0, in_full(schedule.chain, operation) - self.remade[stage])
+            ran.add(stage)
             if following <= rest:
                 # The caller's, but not twice while the last stage's saved set is there.
                 now += self.result + (0 if rest - 1 in saved else self.last)
@@ -53,6 +62,14 @@ class Around(NamedTuple):
                 made += self.gradients[stage]
                 following = stage
         return peak
+
+
+def in_full(chain: Chain, operation: Op) -> int:
+    """Bytes that the chain counts for a `fall`."""
+    _, k, *name = operation
+    stage = chain.stages[k]
+    way = next((option for option in stage.options if name and option.name == name[0]), stage)
+    return way.saved_bytes + way.forward_overhead_bytes
 
 
 def without_clock(chain: Chain) -> Chain:
@@ -72,8 +89,10 @@ def without_clock(chain: Chain) -> Chain:
 def fastest(chain: Chain, around: Around, memory_budget: int, slots: int) -> tuple[Schedule | None, int]:
     """The fastest schedule whose peak with what is around it is within the budget, and the least such peak that is
     known. Gradients come when most of what was saved is gone: to count them from the start would waste as much."""
-    # Where the chain counts an output longer than it lives, its peak is above the true one, by one output at the most.
-    table = Table(chain, max(memory_budget + max(around.outputs), 0), slots)
+    # Where the chain counts an output longer than it lives, or a forward that ends early in full, its peak is above the
+    # true one.
+    early = [max(0, in_full(chain, ("fall", k)) - size) for k, size in enumerate(around.remade)]
+    table = Table(chain, max(memory_budget + max(*around.outputs, *early), 0), slots)
     for budget, _ in sorted(table.curve(), reverse=True):
         schedule = table.schedule(budget)
         peak = around.peak(schedule)

@@ -71,21 +71,25 @@ def bytes_of(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
 class StageBytes(NamedTuple):
     """saved: a full forward's saved set with the output, without the input and what was there before. The overheads:
     what lives besides while it runs: in a full forward; in one that keeps only the output (run_overhead: what the other
-    saves lives here for a while); in the backward pass. parameter_grad: gradients that the backward pass makes and
+    saves lives here for a while); in one that ends once all is saved (remake_overhead: beside the saved set without the
+    output); in the backward pass. parameter_grad: gradients that the backward pass makes and
     leaves, which its overhead counts too, where they are there when the most is. saves_input, saves_output: whether
-    its backward pass needs them; saved_beside_output: the saved set without the output."""
+    its backward pass needs them; saved_beside_output: the saved set without the output. changes_input: in place; what
+    it makes of its input then counts as its own, output or saved."""
 
     saved: int
     output: int
     input_grad: int
     forward_overhead: int
     run_overhead: int
+    remake_overhead: int
     backward_overhead: int
     parameter_grad: int
     saved_count: int  # tensors that it saves
     saves_input: bool
     saves_output: bool
     saved_beside_output: int
+    changes_input: bool = False
 
 
 class StageSeconds(NamedTuple):
@@ -124,9 +128,7 @@ class Seed(torch.autograd.Function):
 
 
 def no_backward(_: object) -> torch.Tensor:
-    raise RuntimeError(
-        "a stage that is being measured takes gradients within its own forward, of what it did not keep"
-    )
+    raise RuntimeError("it takes gradients of what an earlier run of it made, or within its own forward")
 
 
 def stage_bytes(
@@ -138,6 +140,10 @@ def stage_bytes(
     given = tensors_in((args, kwargs))
     inputs = linked(args, kwargs)
     saved: list[torch.Tensor] = []
+    first: list[tuple[torch.dtype, torch.Size]] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        first.append((tensor.dtype, tensor.shape))
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved.append(tensor.detach())
@@ -146,18 +152,27 @@ def stage_bytes(
     meter = Meter()
     meter.ignore([*standing, *given])
     with meter, torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, no_backward):
+        with torch.autograd.graph.saved_tensors_hooks(note, no_backward):
             out = function(*args, **kwargs)
         run_peak = meter.peak
         del out
+    remake_peak = bytes_to_remake(function, arguments, standing, len(first))
     args, kwargs = arguments()
     given, inputs = tensors_in((args, kwargs)), linked(args, kwargs)
+    before = [t._version for t in given]
     meter = Meter()
     meter.ignore([*standing, *given])
     with meter, torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
             out = function(*args, **kwargs)
+        if [(t.dtype, t.shape) for t in saved] != first:
+            raise RuntimeError(
+                f"it saves {len(first)} tensors, then {len(saved)}, or of other shapes or types"
+            )
         outputs = tensors_in(out)
+        unchanged = [t for t, version in zip(given, before, strict=True) if t._version == version]
+        changes_input = len(unchanged) < len(given)
+        given = unchanged
         # An output that is a view of an input holds as many bytes as one of its own would: while it lives, they do.
         output = bytes_of(outputs, standing)
         own = bytes_of([*saved, *outputs], [*standing, *given])
@@ -177,7 +192,9 @@ def stage_bytes(
         del out, outputs, ends
         held = meter.peak = meter.live
         seed.backward(one)
-        input_grad = bytes_of([t.grad for t in inputs if t.grad is not None])
+        # One that is changed in place is not what its gradient is kept for, but as large.
+        grads = [t.grad if t.is_leaf else t for t in inputs if t.requires_grad]
+        input_grad = bytes_of([grad for grad in grads if grad is not None])
         parameter_grad = bytes_of([p.grad for p in trainable if p.grad is not None])
         backward_overhead = max(0, meter.peak - held - output_grad - input_grad)
     return StageBytes(
@@ -186,13 +203,39 @@ def stage_bytes(
         input_grad=input_grad,
         forward_overhead=forward_overhead,
         run_overhead=max(0, run_peak - output),
+        remake_overhead=max(0, (kept + forward_overhead if changes_input else remake_peak) - beside_output),
         backward_overhead=backward_overhead,
         parameter_grad=parameter_grad,
         saved_count=count,
         saves_input=saves_input,
         saves_output=saves_output,
         saved_beside_output=beside_output,
+        changes_input=changes_input,
     )
+
+
+def bytes_to_remake(
+    function: Callable[..., Any], arguments: Any, standing: list[torch.Tensor], count: int
+) -> int:
+    """At the most, in a forward that ends once `count` tensors are saved."""
+    args, kwargs = arguments()
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.detach())
+        if len(saved) == count:
+            raise Enough
+        return saved[-1]
+
+    meter = Meter()
+    meter.ignore([*standing, *tensors_in((args, kwargs))])
+    with meter, torch.enable_grad():
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, no_backward):
+                function(*args, **kwargs)
+        except Enough:
+            pass  # as it is meant to end
+        return meter.peak
 
 
 def stage_seconds(

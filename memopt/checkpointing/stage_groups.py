@@ -3,7 +3,8 @@
 To memopt.chain a stage's saved set includes its output. Where neither the stage saves its output nor the next one its
 input (a normalisation and the activation behind it, a linear layer and its ReLU), the plain run lets go of it, and a
 schedule that counts it counts too much. Such stages are one stage to the solver; its operations are carried out on each
-of them, and what passes between goes as soon as it has been used (ChainRunner's `passing`)."""
+of them, and what passes between goes as soon as it has been used (ChainRunner's `passing`). So is a stage that changes
+its input in place, with the one before, which alone can make that input again."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def group(sizes: Sequence[StageBytes]) -> list[range]:
     """The stages of each group, in order."""
     groups: list[range] = []
     for k, size in enumerate(sizes):
-        if k and not sizes[k - 1].saves_output and not size.saves_input:
+        if k and (size.changes_input or not (sizes[k - 1].saves_output or size.saves_input)):
             groups[-1] = range(groups[-1].start, k + 1)
         else:
             groups.append(range(k, k + 1))
@@ -28,10 +29,15 @@ def group_bytes(members: Sequence[StageBytes]) -> StageBytes:
     if len(members) == 1:
         return members[0]
     kept = passing = 0  # bytes that stay, and the output of the member before
-    peak = without_graph = 0
+    peak = remake_peak = without_graph = 0
     left = []  # what stays of the members up to each
     for n, size in enumerate(members):
-        peak = max(peak, kept + passing + size.saved + size.forward_overhead)
+        if size.changes_input:
+            passing = 0  # it is counted as its own
+        in_full = kept + passing + size.saved + size.forward_overhead
+        ended = kept + passing + size.saved_beside_output + size.remake_overhead
+        peak = max(peak, in_full)
+        remake_peak = max(remake_peak, ended if n == len(members) - 1 else in_full)
         without_graph = max(without_graph, passing + size.output + size.run_overhead)
         kept += size.saved if n == len(members) - 1 else size.saved_beside_output
         passing = size.output
@@ -49,6 +55,7 @@ def group_bytes(members: Sequence[StageBytes]) -> StageBytes:
         input_grad=first.input_grad,
         forward_overhead=peak - kept,
         run_overhead=without_graph - last.output,
+        remake_overhead=max(0, remake_peak - (kept - last.saved + last.saved_beside_output)),
         backward_overhead=max(0, most - kept - last.output - first.input_grad),
         parameter_grad=sum(size.parameter_grad for size in members),
         saved_count=sum(size.saved_count for size in members),
