@@ -1,5 +1,6 @@
-/* Where a request goes that no mapped free block holds: beside free memory, where the fewest granules must be brought, so
- * that what is free grows together instead of lying about. And where those granules come from. */
+/* Where a request goes that no mapped free block holds: beside free memory, where the fewest calls bring granules, so that
+ * what is free grows together instead of lying about; where there are too few, where the least is needed. And bringing
+ * them there. */
 #include <string.h>
 
 #include "alloc/gather.h"
@@ -38,63 +39,86 @@ mo_block *mo_fit(mo_pool *pool, const mo_request *request, mo_block **waiting)
 
 /* ---- choosing the site ------------------------------------------------------------------------------------- */
 
-static bool better(const mo_site *a, const mo_site *b)
+typedef struct search {
+    const mo_pool *pool;
+    const mo_request *request;
+    bool join;    /* over free memory that the stream has to wait for, too */
+    bool sparing; /* memory is what lacks: the least of it is better than the fewest calls */
+    mo_site best;
+    size_t looked_at; /* slots, and free blocks on the way */
+} search;
+
+static size_t first_price(const search *s, const mo_site *site)
 {
-    if (!b->span || a->calls != b->calls)
-        return !b->span || a->calls < b->calls;
-    return a->need != b->need ? a->need < b->need : a->at < b->at; /* low, so that addresses are used again */
+    return s->sparing ? site->need : site->calls;
+}
+
+static bool better(const search *s, const mo_site *p)
+{
+    const mo_site *best = &s->best;
+    size_t first = first_price(s, p), first_best = first_price(s, best);
+
+    if (!best->span || first != first_best)
+        return !best->span || first < first_best;
+    if (p->calls + p->need != best->calls + best->need) /* the other price */
+        return p->calls + p->need < best->calls + best->need;
+    return p->at < best->at; /* low, so that addresses are used again */
 }
 
 /* Prices p, unless a stale view in it cannot go yet, and keeps it if it is better than the best so far. */
-static void consider(const mo_pool *pool, const mo_request *request, mo_site p, mo_site *best,
-                     size_t *looked_at)
+static void consider(search *s, mo_site p)
 {
-    for (size_t i = p.slot; i < p.slot + p.count && (!best->span || p.calls <= best->calls); i++) {
-        const mo_slot *s = &p.span->slots[i];
+    const mo_pool *pool = s->pool;
+
+    for (size_t i = p.slot; i < p.slot + p.count; i++) {
+        const mo_slot *slot = &p.span->slots[i];
         mo_block *elsewhere;
 
-        ++*looked_at;
-        if (mo_slot_owned(s))
+        if (s->best.span && first_price(s, &p) > first_price(s, &s->best))
+            return;
+        s->looked_at++;
+        if (mo_slot_owned(slot))
             continue;
         p.need++;
-        if (!s->granule)
+        if (!slot->granule)
             p.calls++;
-        else if (!mo_switchable(pool, request, &p, s, &elsewhere)) {
-            if (!mo_order_over(&pool->order, s->use))
+        else if (!mo_switchable(pool, s->request, &p, slot, &elsewhere)) {
+            if (!mo_order_over(&pool->order, slot->use))
                 return;
-            p.calls += request->foretold && pool->granules.stale_count < STALE_FACTOR * pool->granules.count
-                           ? REPEATED_UNMAP
-                           : 2;
+            p.calls +=
+                s->request->foretold && pool->granules.stale_count < STALE_FACTOR * pool->granules.count
+                    ? REPEATED_UNMAP
+                    : 2;
         }
     }
-    if (better(&p, best))
-        *best = p;
+    if (better(s, &p))
+        s->best = p;
 }
 
-static bool usable(const mo_pool *pool, const mo_request *request, const mo_block *block, bool join)
+static bool usable(const search *s, const mo_block *block)
 {
-    return block && (block->state == MO_BLOCK_HOLE ||
-                     (block->state == MO_BLOCK_FREE &&
-                      (join || !mo_order_missing(&pool->order, request->stream, false, block->use))));
+    return block &&
+           (block->state == MO_BLOCK_HOLE ||
+            (block->state == MO_BLOCK_FREE &&
+             (s->join || !mo_order_missing(&s->pool->order, s->request->stream, false, block->use))));
 }
 
 /* The site that begins at a block and goes on to the right, or ends with it and goes on to the left, over free memory and
  * holes until it is large enough. At its far end it takes of a hole no more slots than it needs. */
-static void consider_from(const mo_pool *pool, const mo_request *request, const mo_block *block, bool right,
-                          bool join, mo_site *best, size_t *looked_at)
+static void consider_from(search *s, const mo_block *block, bool right)
 {
-    size_t granule = pool->granules.size, have = 0, part;
+    size_t granule = s->pool->granules.size, size = s->request->size, have = 0, part;
     mo_span *span = block->span;
     mo_address edge = right ? block->address : block->address + block->size, low, high;
     mo_site p = {.span = span};
 
-    while (have + block->size < request->size) {
+    while (have + block->size < size) {
         have += block->size;
         block = right ? block->next : block->previous;
-        if (!usable(pool, request, block, join) || ++*looked_at > SLOT_SCAN)
+        if (!usable(s, block) || ++s->looked_at > SLOT_SCAN)
             return;
     }
-    part = request->size - have;
+    part = size - have;
     if (block->state == MO_BLOCK_HOLE)
         part = mo_ceil_div(part, granule) * granule;
     p.at = right ? edge : block->address + block->size - part;
@@ -102,38 +126,36 @@ static void consider_from(const mo_pool *pool, const mo_request *request, const 
     high = right ? block->address + part : edge;
     p.slot = mo_span_slot(span, low);
     p.count = mo_span_slot(span, high - 1) + 1 - p.slot;
-    consider(pool, request, p, best, looked_at);
+    consider(s, p);
 }
 
-static void consider_hole(const mo_pool *pool, const mo_request *request, const mo_block *hole, bool join,
-                          bool fresh, mo_site *best, size_t *looked_at)
+static void consider_hole(search *s, const mo_block *hole, bool fresh)
 {
     mo_span *span = hole->span;
-    size_t first = mo_span_slot(span, hole->address), slots = hole->size / pool->granules.size;
-    size_t need = mo_ceil_div(request->size, pool->granules.size), never;
+    size_t granule = s->pool->granules.size, first = mo_span_slot(span, hole->address);
+    size_t slots = hole->size / granule, need = mo_ceil_div(s->request->size, granule), never;
 
     /* Addresses that were never mapped are always possible; with a gap they join nothing that lies before. */
-    never = span->fresh + request->apart;
+    never = span->fresh + s->request->apart;
     if ((fresh || never > first) && never >= first && never + need <= first + slots)
-        consider(pool, request,
-                 (mo_site){.span = span, .at = mo_slot_address(span, never), .slot = never, .count = need},
-                 best, looked_at);
+        consider(s,
+                 (mo_site){.span = span, .at = mo_slot_address(span, never), .slot = never, .count = need});
     if (fresh)
         return;
-    consider_from(pool, request, usable(pool, request, hole->previous, join) ? hole->previous : hole, true,
-                  join, best, looked_at);
-    consider_from(pool, request, usable(pool, request, hole->next, join) ? hole->next : hole, false, join,
-                  best, looked_at);
+    consider_from(s, usable(s, hole->previous) ? hole->previous : hole, true);
+    consider_from(s, usable(s, hole->next) ? hole->next : hole, false);
 }
 
-static mo_site choose(const mo_pool *pool, const mo_request *request, bool join, bool fresh)
+static mo_site choose(const mo_pool *pool, const mo_request *request, mo_effort effort, bool fresh)
 {
-    mo_site best = {0};
-    size_t looked_at = 0;
+    search s = {.pool = pool,
+                .request = request,
+                .join = mo_joins(request, effort),
+                .sparing = effort == MO_EFFORT_CREATE};
 
-    for (const mo_block *hole = request->zone->holes; hole && looked_at < SLOT_SCAN; hole = hole->link[1])
-        consider_hole(pool, request, hole, join, fresh, &best, &looked_at);
-    return best;
+    for (const mo_block *hole = request->zone->holes; hole && s.looked_at < SLOT_SCAN; hole = hole->link[1])
+        consider_hole(&s, hole, fresh);
+    return s.best;
 }
 
 /* More addresses for a zone: a few device memories at a time. */
@@ -312,18 +334,17 @@ static void sweep(mo_pool *pool, mo_zone *zone)
 mo_status mo_place(mo_pool *pool, const mo_request *request, mo_effort effort, mo_detail *detail,
                    mo_block **out, mo_address *at)
 {
-    bool join = mo_joins(request, effort);
-    mo_site p = choose(pool, request, join, request->apart);
+    mo_site p = choose(pool, request, effort, request->apart);
     mo_status status = MO_OK;
 
     if (!p.span) {
         status = add_span(pool, request->zone, request->size, detail);
-        p = choose(pool, request, join, request->apart);
+        p = choose(pool, request, effort, request->apart);
     }
     if (!status)
         status = bring(pool, request, &p, effort, detail);
     if (status == MO_NOT_READY) { /* two stale slots of one granule, say: addresses never used always do */
-        p = choose(pool, request, false, true);
+        p = choose(pool, request, effort, true);
         if (p.span)
             status = bring(pool, request, &p, effort, detail);
     }
@@ -354,10 +375,10 @@ mo_status mo_arena_fill(mo_pool *pool, mo_arena *arena, size_t bytes, mo_detail 
         return mo_segment_add(pool, request.zone, size, detail, &segment);
     if (!mo_align_up_ok(size, pool->granules.size, &request.size))
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
-    p = choose(pool, &request, false, true);
+    p = choose(pool, &request, MO_EFFORT_CREATE, true);
     if (!p.span) {
         status = add_span(pool, request.zone, request.size, detail);
-        p = choose(pool, &request, false, true);
+        p = choose(pool, &request, MO_EFFORT_CREATE, true);
     }
     return status ? status : bring(pool, &request, &p, MO_EFFORT_CREATE, detail);
 }

@@ -253,6 +253,15 @@ static mo_status fulfil(mo_pool *pool, mo_request *request, mo_detail *detail, m
     return MO_OK;
 }
 
+/* What is huge, the program's own scale says: a model ten times as large has activations ten times as large. Where the limit
+ * fell among them, some of a layer's would go to one zone and some to the other, and granules with them, back and forth. */
+static size_t huge_limit(const mo_pool *pool)
+{
+    const size_t share = pool->peak / MO_HUGE_SHARE;
+
+    return share > pool->settings.huge_limit ? share : pool->settings.huge_limit;
+}
+
 static mo_status make_request(mo_pool *pool, mo_arena *arena, size_t size, mo_stream stream,
                               mo_detail *detail, mo_request *out)
 {
@@ -265,7 +274,7 @@ static mo_status make_request(mo_pool *pool, mo_arena *arena, size_t size, mo_st
     if (!mo_align_up_ok(size, MO_ALIGNMENT, &out->size) || out->size >> 48)
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
     out->zone = &arena->zones[size <= pool->settings.small_limit ? MO_ZONE_SMALL
-                              : size < pool->settings.huge_limit ? MO_ZONE_LARGE
+                              : size < huge_limit(pool)          ? MO_ZONE_LARGE
                                                                  : MO_ZONE_HUGE];
     if (arena->pinned || pool->routes)
         status = pool->driver->capture_id(pool->driver, stream, detail, &capture);

@@ -27,6 +27,7 @@
 
 #define MO_SMALL_LIMIT ((size_t)1 << 20)
 #define MO_HUGE_LIMIT  ((size_t)64 << 20)
+#define MO_HUGE_SHARE  128 /* the limit is this part of the live peak, where that is more */
 
 typedef struct mo_pool mo_pool;
 typedef struct mo_trace mo_trace; /* trace_ring.h */
@@ -41,7 +42,7 @@ typedef struct mo_pool_settings {
     size_t slack;    /* thousandths of the live peak that are created before granules are moved; default 20 */
     bool double_map; /* a granule may be mapped at its new place while old work still uses the old one */
     bool recall;     /* a step that repeats is placed as it was last time (recall.h) */
-    size_t huge_limit;  /* smallest request, in bytes, that lies in a zone for huge ones; 0: MO_HUGE_LIMIT */
+    size_t huge_limit;  /* smallest request, in bytes, of a zone for huge ones, at least; 0: MO_HUGE_LIMIT */
     size_t small_limit; /* largest request, in bytes, that lies in a zone for small ones; 0: MO_SMALL_LIMIT */
 } mo_pool_settings;
 

@@ -93,9 +93,18 @@ static bool is_site(const mo_request *request, mo_span *span, mo_address low, mo
     return true;
 }
 
+/* By calls, then by granules; `sparing`, by granules first. */
+static bool cheaper(price a, price b, bool sparing)
+{
+    const size_t factor = 1u << 20;
+
+    return sparing ? a.need * factor + a.calls < b.need * factor + b.calls
+                   : a.calls * factor + a.need < b.calls * factor + b.need;
+}
+
 /* The cheapest site with an edge at a hole, or at the far end of free memory beside one, or that begins where nothing was
  * mapped yet. One that begins in a hole takes its slots whole. */
-static price cheapest(const mo_request *request, bool join)
+static price cheapest(const mo_request *request, bool join, bool sparing)
 {
     price best = {0};
 
@@ -124,8 +133,7 @@ static price cheapest(const mo_request *request, bool join)
             if (mo_span_block_at(span, low)->state == MO_BLOCK_HOLE)
                 low = mo_slot_address(span, mo_span_slot(span, low));
             p = price_of(request, span, low, lows[i] + request->size);
-            if (p.possible &&
-                (!best.possible || p.calls < best.calls || (p.calls == best.calls && p.need < best.need)))
+            if (p.possible && (!best.possible || cheaper(p, best, sparing)))
                 best = p;
         }
     }
@@ -217,13 +225,15 @@ TEST(the_block_that_fits_best_without_waiting_is_found_among_the_first_eight)
 TEST(no_site_is_cheaper_than_the_one_that_is_chosen)
 {
     uint64_t random = test_seed() + 1;
+    static const mo_effort efforts[] = {MO_EFFORT_SWITCH, MO_EFFORT_JOIN, MO_EFFORT_CREATE};
     size_t placed = 0;
 
     for (int round = 0; round < test_rounds(150, 5000); round++) {
         open_pool(512 * MIB, 512 * KIB, settings_of(test_random(&random)));
         memset(past, 0, sizeof past);
         for (int n = 0; n < 40; n++) {
-            const bool join = test_random(&random) & 1;
+            const mo_effort effort = efforts[test_random(&random) % 3];
+            const bool join = effort >= MO_EFFORT_JOIN;
             mo_request request;
             mo_block *block;
             mo_address at;
@@ -245,11 +255,11 @@ TEST(no_site_is_cheaper_than_the_one_that_is_chosen)
             request.size = mo_ceil_div(request.size, MO_ALIGNMENT) * MO_ALIGNMENT;
             if (mo_fit(pool, &request, &block) || (join && block)) /* needs no site */
                 continue;
-            best = cheapest(&request, join);
+            best = cheapest(&request, join, effort == MO_EFFORT_CREATE);
             if (!best.possible || best.shares)
                 continue;
             calls = device.calls[MO_DOUBLE_map] + device.calls[MO_DOUBLE_unmap];
-            status = mo_place(pool, &request, join ? MO_EFFORT_CREATE : MO_EFFORT_SWITCH, &said, &block, &at);
+            status = mo_place(pool, &request, effort, &said, &block, &at);
             CHECK_OK(mo_pool_check(pool, &said));
             CHECK_CLEAN();
             if (status) {
@@ -267,6 +277,72 @@ TEST(no_site_is_cheaper_than_the_one_that_is_chosen)
         close_pool();
     }
     CHECK(placed > 500);
+}
+
+/*      0      6         14    17 18
+ *      | live | hole    | live |f| never mapped …         7 MiB in the hole: 4 granules, and no call; from 17 on: 3, mapped */
+TEST(calls_are_saved_where_there_is_memory_and_memory_where_there_is_not)
+{
+    for (int created = 0; created < 2; created++) {
+        mo_pool_settings settings = plain_settings;
+        mo_address first, second, huge, at;
+        mo_request request;
+        mo_block *block;
+
+        settings.budget = 22 * MIB;
+        settings.huge_limit = 12 * MIB;
+        open_pool(64 * MIB, GRANULE, settings);
+        first = get(6 * MIB, A);
+        second = get(8 * MIB, A);
+        CHECK_EQ(second, first + 6 * MIB);
+        CHECK_EQ(get(3 * MIB, A), first + 14 * MIB);
+        put(second);
+        huge = get(12 * MIB, A); /* has the second's four granules, and two new ones */
+        put(huge);
+        CHECK_EQ(pool->stats.granules_moved, 4);
+        request = request_of(7 * MIB, A);
+        CHECK_OK(mo_place(pool, &request, created ? MO_EFFORT_CREATE : MO_EFFORT_SWITCH, &said, &block, &at));
+        CHECK_EQ(at, created ? first + 17 * MIB : second);
+        CHECK_EQ(large()->owned, created ? 8 : 9);
+        CHECK_POOL();
+        while (model.count)
+            put(model.blocks[0].address);
+        close_pool();
+    }
+}
+
+/* ---- what is huge ------------------------------------------------------------------------------------------------------ */
+
+/* A request's zone is by the limit, or by the largest sum of bytes that was ever live before it, whichever says more. */
+TEST(what_is_huge_grows_with_the_live_peak_and_does_not_shrink)
+{
+    const size_t limit = 4 * MIB;
+    uint64_t random = test_seed() + 3;
+    mo_pool_settings settings = plain_settings;
+    size_t live = 0, peak = 0, grown[2] = {0};
+
+    settings.huge_limit = limit;
+    open_pool((size_t)4 << 30, GRANULE, settings);
+    for (int n = 0; n < 600; n++) {
+        const uint64_t r = test_random(&random);
+        const size_t size = 2 * MIB + r % (20 * MIB), share = peak / MO_HUGE_SHARE;
+        const bool huge = size >= (share > limit ? share : limit);
+        const mo_zone *zone;
+
+        if (live > (size_t)2 << 30 || (n >= 300 && live)) {
+            live -= model.blocks[0].requested;
+            put(model.blocks[0].address);
+        }
+        zone = mo_pool_live_at(pool, get(size, A))->span->zone;
+        CHECK(zone == &pool->general.zones[huge ? MO_ZONE_HUGE : MO_ZONE_LARGE]);
+        grown[huge] += share > limit;
+        live += size;
+        peak = live > peak ? live : peak;
+    }
+    CHECK(grown[0] > 50 && grown[1] > 50);
+    while (model.count)
+        put(model.blocks[0].address);
+    close_pool();
 }
 
 /* ---- sites that are given -------------------------------------------------------------------------------------------------- */
