@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from memopt import _C
-from memopt.chain import Chain, InfeasibleBudget, Option, Stage
 from memopt.checkpointing.chain_runner import ChainRunner
 from memopt.checkpointing.measure_chain import ChainMeasurement, Loss, default_loss, nothing_changes
 from memopt.checkpointing.model_chain import Member, ModelChain
-from memopt.checkpointing.plan import REST, SAVING, Around, Plan, fastest
-from memopt.checkpointing.stage_costs import StageBytes, StageSeconds, tensors_in
-from memopt.checkpointing.stage_groups import expand, group, passing
+from memopt.checkpointing.plan import Plan
+from memopt.checkpointing.planning import budget_bytes, plan_for
+from memopt.checkpointing.stage_costs import tensors_in
 from memopt.optim.state_bytes import state_bytes
-
-REPEATS = 3  # of each stage, to time it
 
 
 class StageForward:
@@ -34,56 +29,12 @@ class StageForward:
         return self.member.call(self.runner.run, args, kwargs)
 
 
-def budget_bytes(memory_budget: int | float | str, device: torch.device) -> int:
-    """A fraction of the device's memory, or of the machine's for a CPU; else bytes."""
-    if isinstance(memory_budget, float):
-        if not 0 < memory_budget <= 1:
-            raise ValueError(
-                f"memory_budget is {memory_budget}: a float is a fraction of the device's memory, above 0 and at most "
-                '1; give bytes as an int, or a size like "8GiB"'
-            )
-        if device.type == "cpu":
-            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        else:
-            total = torch.get_device_module(device.type).get_device_properties(device).total_memory
-        return int(total * memory_budget)
-    return _C.parse_size(memory_budget)
-
-
 def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, Mapping):
         return (), dict(sample)
     if isinstance(sample, (tuple, list)):
         return tuple(sample), {}
     return (sample,), {}
-
-
-def chain_stage(name: str, size: StageBytes, time: StageSeconds) -> Stage:
-    """A stage runs in two ways. To keep only its output takes what the other way saves, for a while; the chain counts
-    that overhead for the stage's own way, so to save it all is an option of its own where it takes less."""
-    own = Stage(
-        saved_bytes=size.saved,
-        output_bytes=size.output,
-        forward_seconds=time.full_forward,
-        backward_seconds=time.backward,
-        forward_overhead_bytes=max(size.forward_overhead, size.run_overhead),
-        backward_overhead_bytes=size.backward_overhead,
-        remake_seconds=min(time.remake, time.full_forward),
-        input_grad_bytes=size.input_grad,
-        name=name,
-    )
-    if size.run_overhead <= size.forward_overhead:
-        return own
-    saving = Option(
-        SAVING,
-        size.saved,
-        time.full_forward,
-        time.backward,
-        size.forward_overhead,
-        size.backward_overhead,
-        own.remake_seconds,
-    )
-    return replace(own, options=(saving,))
 
 
 def auto_checkpoint(
@@ -118,7 +69,7 @@ def auto_checkpoint(
     args, kwargs = sample_arguments(sample)
     standing = tensors_in((list(model.parameters()), list(model.buffers()), args, kwargs))
     budget = budget_bytes(memory_budget, next((t.device for t in standing), torch.device("cpu")))
-    with nothing_changes(model):
+    with nothing_changes(model.parameters(), model.buffers()):
         state = (
             state_bytes(optimizer)
             if isinstance(optimizer, torch.optim.Optimizer)
@@ -154,37 +105,14 @@ def make_plan(
 ) -> tuple[list[Member], Plan]:
     """The modules of the model's chain, and how to run its stages. beside: bytes that live all the time, and are not
     the model's."""
-    with nothing_changes(model):
+    with nothing_changes(model.parameters(), model.buffers()):
         found = ModelChain(model, args, kwargs)
         measured = ChainMeasurement(found, loss)
-        measured.measure_bytes()
-        measured.measure_seconds(REPEATS)
-    groups = group(measured.stage_bytes[:-1])
-    sizes, times = measured.of_groups(groups)
-    names = [*(", ".join(found.names[k] for k in members) for members in groups), REST]
-    fixed = beside + measured.standing_bytes + measured.held_bytes
-    gradients = [size.parameter_grad for size in sizes]
-    if accumulate:  # what a backward makes is added to them, and goes
-        fixed += sum(gradients)
-        gradients = [0] * len(sizes)
-    chain = Chain(tuple(map(chain_stage, names, sizes, times)), input_bytes=measured.input_bytes)
-    outputs = [0 if size.saves_output else size.output for size in sizes]
-    last = sizes[-2].output if measured.returns_last else 0
-    remade = [size.saved_beside_output + size.remake_overhead for size in sizes]
-    around = Around(gradients, outputs, remade, measured.result_bytes, last)
-    schedule, least = fastest(chain, around, budget - fixed, slots)
-    if schedule is None:
-        least += fixed
-        raise InfeasibleBudget(
-            f"memory_budget is {budget} bytes, and {type(model).__name__} takes at least {least} on this sample, "
-            f"{fixed} of them for what lives however its {len(found.names)} stages are run: give it {least} or more, "
-            "or a smaller batch",
-            least,
-        )
-    plan = Plan(sizes, times, chain, schedule, around, budget, fixed)
+    plan, operations, passing = plan_for(
+        measured, budget, slots, beside=beside, accumulate=accumulate, whose=type(model).__name__
+    )
     if not plan.keeps_all:
-        operations = expand([(op, k) for op, k, *_ in schedule.ops], groups)
-        plan.runner = ChainRunner(found.functions, operations, passing(groups), found.changing)
+        plan.runner = ChainRunner(found.functions, operations, passing, found.changing)
     return found.members, plan
 
 

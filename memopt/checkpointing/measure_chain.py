@@ -7,14 +7,13 @@ The graph of what is around the stages (an embedding before, the loss after) is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
-from memopt.checkpointing import batch_norm
 from memopt.checkpointing.chain_runner import Held, StageCall, unchangeable
 from memopt.checkpointing.model_chain import repeatedly, without_graph
 from memopt.checkpointing.stage_costs import (
@@ -32,6 +31,8 @@ from memopt.checkpointing.stage_groups import group_bytes, group_seconds
 Loss = Callable[[Any], torch.Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+REPEATS = 3  # of each stage, to time it
+
 
 def default_loss(out: Any) -> torch.Tensor:
     """What the model calls its loss, else the sum of its outputs that have a gradient."""
@@ -45,19 +46,20 @@ def default_loss(out: Any) -> torch.Tensor:
 
 
 @contextmanager
-def nothing_changes(model: torch.nn.Module) -> Iterator[None]:
+def nothing_changes(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> Iterator[None]:
     """Buffers, gradients and random states are afterwards what they were."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    grads = [(p, p.grad) for p in model.parameters()]
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    values = [(b, -1 if b.is_inference() else b._version, b.detach().clone()) for b in buffers]
+    grads = [(p, p.grad) for p in parameters]
+    devices = {p.device for p, _ in grads if p.device.type not in ("cpu", "meta")}
     kind = next((d.type for d in devices), "cuda")
     try:
         with torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind):
             yield
     finally:
         with torch.no_grad():
-            for buffer, old in buffers:
-                buffer.copy_(old)
+            for buffer, version, old in values:
+                if version < 0 or buffer._version != version:  # a graph may have saved it as it is
+                    buffer.copy_(old)
         for parameter, grad in grads:
             parameter.grad = grad
 
@@ -88,6 +90,10 @@ class Measurable(Protocol):
     @property
     def lingering(self) -> Sequence[int | None]:
         """Of each stage another one, whose input its caller still holds, or None."""
+
+    @property
+    def norms(self) -> Sequence[Sequence[torch.nn.Module]]:
+        """Of each stage the modules whose running statistics are copied when it runs again."""
 
     @property
     def standing(self) -> Sequence[torch.Tensor]:
@@ -125,6 +131,8 @@ class ChainMeasurement:
         self.externals: list[torch.Tensor] = []
         self.outputs: list[Any] = []  # of the stage that ran last
         self.last_outputs: list[torch.Tensor] = []
+        self.measure_bytes()
+        self.measure_seconds()
 
     def forward(self, stage: Callable[[int, StageCall, list[Held]], None], ended: Callable[[], None]) -> Any:
         """One forward pass: each stage is stage(), then gives its output on without a graph; after the last ended()."""
@@ -181,8 +189,7 @@ class ChainMeasurement:
             arguments = self.arguments(k, call, linked)
             with repeatedly(self.chain.names[k]):
                 size = stage_bytes(self.functions[k], arguments, inputs, self.standing, self.trainable)
-            norms = batch_norm.of_function(self.functions[k]) or ()
-            more = bytes_of([b for norm in norms for b in norm.buffers(recurse=False)])
+            more = bytes_of([b for norm in self.chain.norms[k] for b in norm.buffers(recurse=False)])
             self.linked_bytes.append(bytes_of([held.tensor for held in linked]))
             if (first := self.chain.lingering[k]) is not None:
                 more += self.linked_bytes[first]
@@ -243,7 +250,7 @@ class ChainMeasurement:
         )
         self.forget()
 
-    def measure_seconds(self, repeats: int) -> None:
+    def measure_seconds(self, repeats: int = REPEATS) -> None:
         end = 0.0
 
         def stage(k: int, call: StageCall, linked: list[Held]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from memopt.checkpointing import batch_norm
 from memopt.checkpointing.chain_runner import StageCall, changeable
 from memopt.checkpointing.find_chain import Call, find_chain
 from memopt.checkpointing.split_blocks import Run, SplitBlock, split
@@ -84,6 +85,7 @@ class ModelChain:
                 self.changing.add(first)
             self.functions += [forward] if block is None else block.parts
             self.lingering += [None] + [first] * (len(self.functions) - first - 1)
+        self.norms = [batch_norm.of_function(function) or () for function in self.functions]
         self.names = [name for member in self.members for name in member.names()]
 
     def run(self, run: Run) -> Any:

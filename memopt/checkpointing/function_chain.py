@@ -1,0 +1,219 @@
+"""A chain of functions, each on what the one before returned, run by the fastest schedule within a budget.
+
+Plans are made when they are first needed and kept by the functions' identities and what the schedule depends on. They
+hold nothing of the functions but numbers; a runner is made for each call and lives as long as its graph."""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memopt.checkpointing import batch_norm
+from memopt.checkpointing.chain_runner import ChainRunner
+from memopt.checkpointing.measure_chain import ChainMeasurement, default_loss, nothing_changes
+from memopt.checkpointing.model_chain import without_graph
+from memopt.checkpointing.planning import budget_bytes, plan_for
+from memopt.checkpointing.regions import is_tracing
+from memopt.checkpointing.stage_costs import tensors_in
+
+Function = Callable[[Any], Any]
+
+SLOTS = 500
+MOST_PLANS = 64  # of one chain: of inputs whose shapes differ in every step not all are kept
+
+
+def module_of(function: Function) -> torch.nn.Module | None:
+    module = getattr(function, "__self__", function)
+    return module if isinstance(module, torch.nn.Module) else None
+
+
+def identity_of(function: Function) -> tuple[Any, ...]:
+    """What is the same from call to call: a method is made anew whenever it is looked up."""
+    return (function.__self__, function.__func__) if isinstance(function, types.MethodType) else (function,)
+
+
+def run_plain(functions: Sequence[Function], value: Any) -> Any:
+    for function in functions:
+        value = function(value)
+    return value
+
+
+def parameters_behind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that a backward pass from these makes gradients for."""
+    found, seen = [], set()
+    ahead = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            found.append(leaf)
+        ahead += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
+class FunctionChain:
+    """The functions as the stages of a chain on this input; what each works with is found by running it."""
+
+    def __init__(self, functions: Sequence[Function], input: Any) -> None:
+        # By itself: no backward pass of a measurement goes into what made the input.
+        self.functions = functions
+        self.input = value = pytree.tree_map(
+            lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x, input
+        )
+        self.lingering = [None] * len(functions)
+        self.norms: list[list[torch.nn.Module]] = []
+        modules = [module for function in functions if (module := module_of(function)) is not None]
+        trained: dict[int, torch.Tensor] = {}
+        standing = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+
+        def drop(_: torch.Tensor) -> None: ...
+
+        def no_backward(_: object) -> torch.Tensor:
+            raise RuntimeError("a function that is being measured takes gradients within itself")
+
+        for function in functions:
+            with batch_norm.kept() as copies, torch.enable_grad():
+                with torch.autograd.graph.saved_tensors_hooks(drop, no_backward):
+                    out = function(value)
+                given = {id(tensor) for tensor in tensors_in(value)}
+                trained |= {
+                    id(leaf): leaf for leaf in parameters_behind(tensors_in(out)) if id(leaf) not in given
+                }
+                self.norms.append(list(copies.own))
+                standing += [buffer for norm in copies.own for buffer in norm.buffers(recurse=False)]
+                del out
+            value = without_graph(function, (value,), {})
+        self.needs_gradients = any(tensor.requires_grad for tensor in tensors_in(value))
+        self.trainable = list(trained.values())
+        self.standing = [*standing, *self.trainable, *tensors_in(self.input)]
+
+    def run(self, run: Callable[..., Any]) -> Any:
+        value = self.input
+        for k in range(len(self.functions)):
+            value = run(k, value)
+        return value
+
+
+class Operations(NamedTuple):
+    """What a ChainRunner is made of; None where there is nothing to run again."""
+
+    ops: list[tuple[str, int]]
+    passing: set[int]
+
+
+class Plans:
+    """Of one chain. references: to what the chain's identity hangs on."""
+
+    def __init__(self, references: list[weakref.ref[Any]]) -> None:
+        self.references = references
+        self.by_use: OrderedDict[Any, Operations | None] = OrderedDict()
+
+    def keep(self, use: Any, operations: Operations | None) -> None:
+        self.by_use[use] = operations
+        while len(self.by_use) > MOST_PLANS:
+            self.by_use.popitem(last=False)
+
+
+_chains: dict[tuple[int, ...], Plans] = {}
+_lock = threading.Lock()
+
+
+def plans_of(functions: Sequence[Function]) -> Plans:
+    """Those of the chain of these functions, for as long as all of them live; new ones where one cannot be referred to
+    weakly, whose plans nobody keeps then."""
+    parts = [part for function in functions for part in identity_of(function)]
+    key = tuple(map(id, parts))
+
+    def forget(_: weakref.ref[Any]) -> None:
+        _chains.pop(key, None)
+
+    plans = _chains.get(key)
+    if plans is None:
+        try:
+            plans = Plans([weakref.ref(part, forget) for part in parts])
+        except TypeError:
+            return Plans([])
+        with _lock:
+            plans = _chains.setdefault(key, plans)
+    return plans
+
+
+def use_of(functions: Sequence[Function], input: Any, budget: int) -> Any:
+    """What a plan depends on, besides the functions."""
+    leaves, spec = pytree.tree_flatten(input)
+    kinds = {"cpu", *(leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor))}
+    modules = [module for function in functions if (module := module_of(function)) is not None]
+    return (
+        budget,
+        spec,
+        tuple(
+            (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+            if isinstance(x, torch.Tensor) and x.layout is torch.strided
+            else type(x)
+            for x in leaves
+        ),
+        tuple(
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            for kind in sorted(kinds)
+            if torch.amp.is_autocast_available(kind)
+        ),
+        tuple(inner.training for module in modules for inner in module.modules()),
+        tuple((p.requires_grad, p.grad is None) for module in modules for p in module.parameters()),
+    )
+
+
+def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations | None:
+    """Measures the chain, whatever is going on around it, and leaves all as it was."""
+    modules = [module for function in functions if (module := module_of(function)) is not None]
+    with ExitStack() as stack:
+        # What an outer region, or who else looks on, would count or keep.
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
+        )
+        stack.enter_context(batch_norm.kept())
+        stack.enter_context(
+            nothing_changes(
+                [p for module in modules for p in module.parameters()],
+                [b for module in modules for b in module.buffers()],
+            )
+        )
+        chain = FunctionChain(functions, input)
+        if not chain.needs_gradients:
+            return None
+        accumulate = any(parameter.grad is not None for parameter in chain.trainable)
+        stack.enter_context(nothing_changes(chain.trainable, ()))
+        measured = ChainMeasurement(chain, default_loss)
+    names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+    found, ops, passing = plan_for(
+        measured, names, budget, SLOTS, beside=0, accumulate=accumulate, whose="checkpoint_sequential's chain"
+    )
+    return None if found.keeps_all else Operations(ops, passing)
+
+
+def run_within(functions: tuple[Function, ...], input: Any, memory_budget: int | float | str) -> Any:
+    """functions applied to input, one after the other, within the budget."""
+    tensors = tensors_in(input)
+    modules = [module for function in functions if (module := module_of(function)) is not None]
+    tensors += [parameter for module in modules for parameter in module.parameters()] if not tensors else []
+    budget = budget_bytes(memory_budget, next((t.device for t in tensors), torch.device("cpu")))
+    if not functions or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_tracing():
+        return run_plain(functions, input)
+    plans, use = plans_of(functions), use_of(functions, input, budget)
+    if use not in plans.by_use:
+        plans.keep(use, plan(functions, input, budget))
+    operations = plans.by_use[use]
+    if operations is None:
+        return run_plain(functions, input)
+    return ChainRunner(functions, operations.ops, operations.passing)(input)

@@ -1,0 +1,96 @@
+"""From what a chain costs and a budget to the operations that a ChainRunner carries out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from memopt import _C
+from memopt.chain import Chain, InfeasibleBudget, Option, Stage
+from memopt.checkpointing.measure_chain import ChainMeasurement
+from memopt.checkpointing.plan import REST, SAVING, Around, Plan, fastest
+from memopt.checkpointing.stage_costs import StageBytes, StageSeconds
+from memopt.checkpointing.stage_groups import expand, group, passing
+
+
+def budget_bytes(memory_budget: int | float | str, device: torch.device) -> int:
+    """A fraction of the device's memory, or of the machine's for a CPU; else bytes."""
+    if isinstance(memory_budget, float):
+        if not 0 < memory_budget <= 1:
+            raise ValueError(
+                f"memory_budget is {memory_budget}: a float is a fraction of the device's memory, above 0 and at most "
+                '1; give bytes as an int, or a size like "8GiB"'
+            )
+        if device.type == "cpu":
+            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        else:
+            total = torch.get_device_module(device.type).get_device_properties(device).total_memory
+        return int(total * memory_budget)
+    return _C.parse_size(memory_budget)
+
+
+def chain_stage(name: str, size: StageBytes, time: StageSeconds) -> Stage:
+    """A stage runs in two ways. To keep only its output takes what the other way saves, for a while; the chain counts
+    that overhead for the stage's own way, so to save it all is an option of its own where it takes less."""
+    own = Stage(
+        saved_bytes=size.saved,
+        output_bytes=size.output,
+        forward_seconds=time.full_forward,
+        backward_seconds=time.backward,
+        forward_overhead_bytes=max(size.forward_overhead, size.run_overhead),
+        backward_overhead_bytes=size.backward_overhead,
+        remake_seconds=min(time.remake, time.full_forward),
+        input_grad_bytes=size.input_grad,
+        name=name,
+    )
+    if size.run_overhead <= size.forward_overhead:
+        return own
+    saving = Option(
+        SAVING,
+        size.saved,
+        time.full_forward,
+        time.backward,
+        size.forward_overhead,
+        size.backward_overhead,
+        own.remake_seconds,
+    )
+    return replace(own, options=(saving,))
+
+
+def plan_for(
+    measured: ChainMeasurement,
+    budget: int,
+    slots: int,
+    *,
+    beside: int,
+    accumulate: bool,
+    whose: str,
+) -> tuple[Plan, list[tuple[str, int]], set[int]]:
+    """The plan for a chain, and what a ChainRunner takes: operations, and stages whose input only passes. beside: bytes that live all the time, and were not measured. accumulate: gradients are there when
+    a step begins. whose: for InfeasibleBudget's words."""
+    names = measured.chain.names
+    groups = group(measured.stage_bytes[:-1])
+    sizes, times = measured.of_groups(groups)
+    joined = [*(", ".join(names[k] for k in members) for members in groups), REST]
+    fixed = beside + measured.standing_bytes + measured.held_bytes
+    gradients = [size.parameter_grad for size in sizes]
+    if accumulate:  # what a backward makes is added to them, and goes
+        fixed += sum(gradients)
+        gradients = [0] * len(sizes)
+    chain = Chain(tuple(map(chain_stage, joined, sizes, times)), input_bytes=measured.input_bytes)
+    outputs = [0 if size.saves_output else size.output for size in sizes]
+    last = sizes[-2].output if measured.returns_last else 0
+    remade = [size.saved_beside_output + size.remake_overhead for size in sizes]
+    around = Around(gradients, outputs, remade, measured.result_bytes, last)
+    schedule, least = fastest(chain, around, budget - fixed, slots)
+    if schedule is None:
+        least += fixed
+        raise InfeasibleBudget(
+            f"memory_budget is {budget} bytes, and {whose} takes at least {least} on this sample, {fixed} of them for "
+            f"what lives however its {len(names)} stages are run: give it {least} or more, or a smaller batch",
+            least,
+        )
+    plan = Plan(sizes, times, chain, schedule, around, budget, fixed)
+    return plan, expand([(op, k) for op, k, *_ in schedule.ops], groups), passing(groups)
