@@ -48,7 +48,7 @@ def default_loss(out: Any) -> torch.Tensor:
 @contextmanager
 def nothing_changes(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> Iterator[None]:
     """Buffers, gradients and random states are afterwards what they were."""
-    values = [(b, -1 if b.is_inference() else b._version, b.detach().clone()) for b in buffers]
+    values = [(b, b.detach().clone()) for b in buffers]
     grads = [(p, p.grad) for p in parameters]
     devices = {p.device for p, _ in grads if p.device.type not in ("cpu", "meta")}
     kind = next((d.type for d in devices), "cuda")
@@ -57,8 +57,10 @@ def nothing_changes(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.
             yield
     finally:
         with torch.no_grad():
-            for buffer, version, old in values:
-                if version < 0 or buffer._version != version:  # a graph may have saved it as it is
+            for buffer, old in values:
+                if buffer.is_meta or not torch.equal(
+                    buffer, old
+                ):  # a graph may have saved it: no change in vain
                     buffer.copy_(old)
         for parameter, grad in grads:
             parameter.grad = grad

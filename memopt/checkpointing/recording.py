@@ -40,6 +40,7 @@ CONSTANTS = (
     types.BuiltinFunctionType, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 SIMPLE = (bool, int, float, complex, str, type(None))
+PRODUCTS = ("linear", "conv", "mm", "matmul", "einsum")  # in the names of torch's functions
 UNREAD = frozenset("forward plan _parameters _buffers _modules _is_full_backward_hook".split())
 
 
@@ -64,7 +65,7 @@ class Step(NamedTuple):
     target: Callable[..., Any]
     arguments: Arguments
     makes: list[tuple[int, int]]  # leaf of what it returns, number
-    has_matrix: bool  # works with parameters of two dimensions or more
+    has_matrix: bool  # multiplies by parameters of two dimensions or more
 
     def run(self, values: dict[int, torch.Tensor]) -> None:
         args, kwargs = self.arguments.fill(values)
@@ -196,7 +197,13 @@ def python_random() -> tuple[Any, ...]:
 
 
 def has_matrix(module: torch.nn.Module) -> bool:
-    return any(parameter.dim() > 1 for parameter in module.parameters())
+    """Whether it multiplies by parameters: a table that it only looks up is none."""
+    return any(
+        parameter.dim() > 1
+        for inner in module.modules()
+        if not isinstance(inner, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        for parameter in inner.parameters(recurse=False)
+    )
 
 
 class Recording(TorchFunctionMode):
@@ -350,8 +357,12 @@ class Recording(TorchFunctionMode):
         if storages:
             values = [n for n, storage in enumerate(self.storages) if storage in storages]
             self.changes.append((len(self.steps), values))
-        matrix = has_matrix(target) if is_module else False
-        matrix = matrix or any(getattr(owner, n).dim() > 1 for _, owner, n in arguments.owned)
+        if is_module:
+            matrix = has_matrix(target)
+        else:
+            matrix = any(word in name for word in PRODUCTS) and any(
+                getattr(owner, own).dim() > 1 for _, owner, own in arguments.owned
+            )
         self.steps.append(Step(target, arguments, makes, matrix))
         return pytree.tree_unflatten(leaves, spec)
 
