@@ -141,6 +141,31 @@ def test_functions_of_any_kind_in_a_row() -> None:
     assert all(map(torch.equal, gradients(within(functions, least)), expected))
 
 
+def test_functions_that_change_their_input_in_place() -> None:
+    torch.manual_seed(3)
+    layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH)]
+    for _ in range(3):
+        layers += [nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)]
+    functions, x = nn.Sequential(*layers), batch()
+    plain = copy.deepcopy(functions)
+    peak, least = live_peak(copy.deepcopy(functions), functions, x), least_budget(functions, x)
+    for budget in (least, (least + peak) // 2):
+        run = within(functions, budget)
+        assert live_peak(run, functions, x) <= budget
+        plain.load_state_dict(functions.state_dict())
+        same_step(run, functions, plain, x, 1)
+    for requires_grad in (False, True):
+        given = batch(requires_grad=requires_grad)
+        with pytest.raises(ValueError, match=r"functions\[0\], ReLU, changes its input in place"):
+            within(list(functions)[2:], least)(given * 1)
+        assert torch.equal(given, batch())
+
+
+def test_an_error_of_a_function_is_its_own() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        within([nn.Tanh(), nn.Linear(3, 3)], "1GiB")(batch())
+
+
 def test_measured_once_for_the_same_functions_and_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     functions = chain(2)
     made = []

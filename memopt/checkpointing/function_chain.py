@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt.checkpointing import batch_norm
-from memopt.checkpointing.chain_runner import ChainRunner
+from memopt.checkpointing.chain_runner import ChainRunner, changeable, unchangeable
 from memopt.checkpointing.measure_chain import ChainMeasurement, default_loss, nothing_changes
 from memopt.checkpointing.model_chain import without_graph
 from memopt.checkpointing.planning import budget_bytes, plan_for
@@ -39,6 +39,10 @@ def module_of(function: Function) -> torch.nn.Module | None:
 def identity_of(function: Function) -> tuple[Any, ...]:
     """What is the same from call to call: a method is made anew whenever it is looked up."""
     return (function.__self__, function.__func__) if isinstance(function, types.MethodType) else (function,)
+
+
+def is_trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def run_plain(functions: Sequence[Function], value: Any) -> Any:
@@ -63,37 +67,49 @@ def parameters_behind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class FunctionChain:
-    """The functions as the stages of a chain on this input; what each works with is found by running it."""
+    """The functions as the stages of a chain on a copy of this input; what each works with is found by running it."""
 
     def __init__(self, functions: Sequence[Function], input: Any) -> None:
-        # By itself: no backward pass of a measurement goes into what made the input.
         self.functions = functions
-        self.input = value = pytree.tree_map(
-            lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x, input
-        )
+        self.names = [getattr(function, "__name__", type(function).__name__) for function in functions]
         self.lingering = [None] * len(functions)
+        self.changing: list[int] = []
         self.norms: list[list[torch.nn.Module]] = []
+        # No backward pass of a measurement goes into what made the input, and nothing changes it.
+        self.input = pytree.tree_map(
+            lambda x: (
+                x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+            ),
+            input,
+        )
         modules = [module for function in functions if (module := module_of(function)) is not None]
-        trained: dict[int, torch.Tensor] = {}
         standing = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        trained: dict[int, torch.Tensor] = {}
 
-        def drop(_: torch.Tensor) -> None: ...
+        def noting(function: Function, value: Any) -> Any:
+            out = function(value)
+            given = {id(unchangeable(tensor)) for tensor in tensors_in(value)}
+            trained.update(
+                (id(leaf), leaf) for leaf in parameters_behind(tensors_in(out)) if id(leaf) not in given
+            )
+            return out
 
-        def no_backward(_: object) -> torch.Tensor:
-            raise RuntimeError("a function that is being measured takes gradients within itself")
-
-        for function in functions:
-            with batch_norm.kept() as copies, torch.enable_grad():
-                with torch.autograd.graph.saved_tensors_hooks(drop, no_backward):
-                    out = function(value)
-                given = {id(tensor) for tensor in tensors_in(value)}
-                trained |= {
-                    id(leaf): leaf for leaf in parameters_behind(tensors_in(out)) if id(leaf) not in given
-                }
-                self.norms.append(list(copies.own))
-                standing += [buffer for norm in copies.own for buffer in norm.buffers(recurse=False)]
-                del out
-            value = without_graph(function, (value,), {})
+        value = pytree.tree_map(
+            lambda x: changeable(x.clone().detach().requires_grad_()) if is_trained(x) else x, self.input
+        )
+        for k, function in enumerate(functions):
+            versions = [(tensor, tensor._version) for tensor in tensors_in(value)]
+            with batch_norm.kept() as copies:
+                value = without_graph(noting, (function, value), {})
+            self.norms.append(list(copies.own))
+            standing += [buffer for norm in copies.own for buffer in norm.buffers(recurse=False)]
+            if any(tensor._version != version for tensor, version in versions):
+                self.changing.append(k)
+        if 0 in self.changing:
+            raise ValueError(
+                f"functions[0], {self.names[0]}, changes its input in place, which is needed to run it again: "
+                "give it a copy, or call it before checkpoint_sequential"
+            )
         self.needs_gradients = any(tensor.requires_grad for tensor in tensors_in(value))
         self.trainable = list(trained.values())
         self.standing = [*standing, *self.trainable, *tensors_in(self.input)]
@@ -110,6 +126,7 @@ class Operations(NamedTuple):
 
     ops: list[tuple[str, int]]
     passing: set[int]
+    changing: list[int]
 
 
 class Plans:
@@ -195,11 +212,10 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
         accumulate = any(parameter.grad is not None for parameter in chain.trainable)
         stack.enter_context(nothing_changes(chain.trainable, ()))
         measured = ChainMeasurement(chain, default_loss)
-    names = [getattr(function, "__name__", type(function).__name__) for function in functions]
     found, ops, passing = plan_for(
-        measured, names, budget, SLOTS, beside=0, accumulate=accumulate, whose="checkpoint_sequential's chain"
+        measured, budget, SLOTS, beside=0, accumulate=accumulate, whose="checkpoint_sequential's chain"
     )
-    return None if found.keeps_all else Operations(ops, passing)
+    return None if found.keeps_all else Operations(ops, passing, chain.changing)
 
 
 def run_within(functions: tuple[Function, ...], input: Any, memory_budget: int | float | str) -> Any:
@@ -216,4 +232,4 @@ def run_within(functions: tuple[Function, ...], input: Any, memory_budget: int |
     operations = plans.by_use[use]
     if operations is None:
         return run_plain(functions, input)
-    return ChainRunner(functions, operations.ops, operations.passing)(input)
+    return ChainRunner(functions, *operations)(input)

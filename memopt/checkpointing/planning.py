@@ -68,8 +68,10 @@ def plan_for(
     accumulate: bool,
     whose: str,
 ) -> tuple[Plan, list[tuple[str, int]], set[int]]:
-    """The plan for a chain, and what a ChainRunner takes: operations, and stages whose input only passes. beside: bytes that live all the time, and were not measured. accumulate: gradients are there when
-    a step begins. whose: for InfeasibleBudget's words."""
+    """The plan for a chain, and what a ChainRunner takes: operations, and stages whose input only passes.
+
+    beside: bytes that live all the time, and were not measured. accumulate: gradients are there when a step begins.
+    whose: for InfeasibleBudget's words."""
     names = measured.chain.names
     groups = group(measured.stage_bytes[:-1])
     sizes, times = measured.of_groups(groups)
