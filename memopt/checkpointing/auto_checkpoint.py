@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from memopt import _C
+from memopt.checkpointing.bandwidth import bandwidth, destination
+from memopt.checkpointing.chain_offload import ChainOffload
 from memopt.checkpointing.chain_runner import ChainRunner
 from memopt.checkpointing.measure_chain import ChainMeasurement, Loss, default_loss, nothing_changes
 from memopt.checkpointing.model_chain import Member, ModelChain
@@ -46,6 +49,7 @@ def auto_checkpoint(
     loss: Loss = default_loss,
     accumulate: bool = False,
     slots: int = 500,
+    offload: str | os.PathLike[str] | None = None,
 ) -> torch.nn.Module:
     """Makes the model run its stages by the fastest schedule of recomputation whose live bytes stay within a budget.
 
@@ -56,7 +60,9 @@ def auto_checkpoint(
     what makes a scalar of the model's output; default: the output's `loss`, or the sum of its tensors that need a
     gradient. accumulate: whether gradients are there when a step begins, from other batches or as zeros; else each
     parameter's counts from its backward on. slots: units that the budget is divided into to solve; sizes are rounded up
-    to them.
+    to them. offload: where stages may keep what they saved until their backward, where that is faster than to run them
+    again: "cpu" for a model on a CUDA device (pinned memory of the host, copied beside the computation), or for one on
+    the CPU the path of a directory on a disk; how fast that is is measured first.
 
     The chain is found by watching one forward pass, then each stage is measured: two passes and a few runs of every
     stage, which leave the model as it was. Returns the same module: parameters, names, state_dict, hooks, train() and
@@ -64,11 +70,13 @@ def auto_checkpoint(
     nothing is different. A batch of another shape than the sample's is right too, with another peak. Calling it again
     makes a new plan, or leaves the one there is where that fails; undo_checkpoint() takes it off.
 
-    Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, and ValueError where memory_budget or
-    optimizer cannot be read or the model has no chain."""
+    Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, ValueError where memory_budget, optimizer or
+    offload cannot be read or the model has no chain, and OSError where a disk cannot be written to."""
     args, kwargs = sample_arguments(sample)
     standing = tensors_in((list(model.parameters()), list(model.buffers()), args, kwargs))
-    budget = budget_bytes(memory_budget, next((t.device for t in standing), torch.device("cpu")))
+    device = next((t.device for t in standing), torch.device("cpu"))
+    budget = budget_bytes(memory_budget, device)
+    to = destination(offload, device)
     with nothing_changes(model.parameters(), model.buffers()):
         state = (
             state_bytes(optimizer)
@@ -79,7 +87,7 @@ def auto_checkpoint(
     undo_checkpoint(model)
     try:
         members, plan = make_plan(
-            model, args, kwargs, loss, budget, slots, beside=state, accumulate=accumulate
+            model, args, kwargs, loss, budget, slots, to, beside=state, accumulate=accumulate
         )
     except BaseException:
         for module, name, value in earlier:
@@ -99,6 +107,7 @@ def make_plan(
     loss: Loss,
     budget: int,
     slots: int,
+    to: str | None,
     *,
     beside: int,
     accumulate: bool,
@@ -108,11 +117,15 @@ def make_plan(
     with nothing_changes(model.parameters(), model.buffers()):
         found = ModelChain(model, args, kwargs)
         measured = ChainMeasurement(found, loss)
+        speed = None if to is None else bandwidth(to, measured.device)
+    whose = type(model).__name__
     plan, operations, passing = plan_for(
-        measured, budget, slots, beside=beside, accumulate=accumulate, whose=type(model).__name__
+        measured, budget, slots, beside=beside, accumulate=accumulate, whose=whose, speed=speed
     )
     if not plan.keeps_all:
-        plan.runner = ChainRunner(found.functions, operations, passing, found.changing)
+        offload = None if to is None else ChainOffload(to, plan.offload_slots)
+        plan.runner = ChainRunner(found.functions, operations, passing, found.changing, offload)
+    plan.offload = to
     return found.members, plan
 
 

@@ -11,7 +11,10 @@ What is held of a pass:
     inputs[i]   tensors of a_i: those outputs of stage i-1 that stage i takes. Held as long as a_i is kept in its own
                 right (`own`) or stage i-1's saved set, to which its output belongs, is there (`saved`)
     Saved       what the graph has in place of a tensor that a stage saved: the tensor; nothing; or, where the
-                schedule drops a_i between, the view of inputs[i] that it is, so that it is not held twice
+                schedule drops a_i between, the view of inputs[i] that it is, so that it is not held twice; or,
+                where the operation is ("fall", i, "offload"), a view of what is off the device (chain_offload.py).
+                Two operations say when such a set's copies may overlap others: ("sent", i) after the forward of
+                later stages, ("fetch", i) before their backwards; without them it is stage i's own
 
 An argument that is not an output of the stage before (a mask, a position, something computed between the two) is held
 from the forward pass on, as its caller would hold it: no result depends on how the stages are joined. Whatever way the
@@ -24,16 +27,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from memopt.chain import Op
 from memopt.checkpointing import batch_norm
+from memopt.checkpointing.chain_offload import OPTION, Away, ChainOffload, OffloadedSet, unpacked
 from memopt.checkpointing.stage_state import StageState
 
 FORWARD = ("fnone", "fck", "fall")
-OPERATIONS = (*FORWARD, "bwd", "drop_input", "drop_saved")
+AFTERWARDS = ("drop_input", "drop_saved", "sent")
+OPERATIONS = (*FORWARD, "bwd", *AFTERWARDS, "fetch")
 
 Function = Callable[..., Any]
 
@@ -42,23 +49,29 @@ class ChainRunner:
     """Stages 0 … len(functions)-1 of a schedule. Stages beyond belong to whoever calls: the loss, say.
 
     functions: what each stage calls, modules or plain callables, any arguments and outputs.
-    ops: the schedule's operations, pairs (op, stage): `memopt.chain.Schedule.ops`.
+    ops: the schedule's operations, (op, stage) or, of "fall" and "bwd", (op, stage, "offload"):
+    `memopt.chain.Schedule.ops`.
     passing: stages whose input goes once they have run, as no saved set needs it, not even as the output of the stage
     before. changing: those of them that change it in place.
+    offload: where the option's sets go.
     Raises ValueError where the operations do not begin with one forward pass through all stages in their order."""
 
     def __init__(
         self,
         functions: Sequence[Function],
-        ops: Sequence[tuple[str, int]],
+        ops: Sequence[Op],
         passing: Collection[int] = (),
         changing: Collection[int] = (),
+        offload: ChainOffload | None = None,
     ) -> None:
         self.functions = tuple(functions)
         self.count = len(self.functions)
-        self.ops = tuple(ops)
+        self.ops: tuple[tuple[str, int], ...] = tuple((op, stage) for op, stage, *_ in ops)
         self.passing = frozenset(passing)
         self.changing = frozenset(changing)
+        self.offload = offload
+        modules = [getattr(f, "__self__", f) for f in self.functions]
+        self.modules = [module if isinstance(module, torch.nn.Module) else None for module in modules]
         self.norms = [batch_norm.of_function(function) for function in self.functions]
         self.here = threading.local()
         # Where each stage's first run and its backward stand in ops.
@@ -80,6 +93,39 @@ class ChainRunner:
             )
         # Stages whose input is dropped while their saved set waits for it.
         self.dropped = {k for op, k in self.ops if op == "drop_input"}
+        self.away = self._offloading(ops)
+        self.offloaded = {self.ops[n][1] for n in self.away}
+
+    def _offloading(self, ops: Sequence[Op]) -> dict[int, bool]:
+        """The "fall"s whose saved set goes: operation -> whether it does so at a later operation, "sent". A set that
+        is wanted at once stays."""
+        away: dict[int, bool] = {}
+        for n, (op, k, *option) in enumerate(ops):
+            if option and (option != [OPTION] or op not in ("fall", "bwd") or self.offload is None):
+                raise ValueError(
+                    f"operation {n}, {op} {k}, has the option {option[0]!r}: this runner has none"
+                    + (
+                        f" but {OPTION!r} of fall and bwd"
+                        if self.offload
+                        else "; give it where to offload to"
+                    )
+                )
+            if op == "fall" and option and k < self.count and not self.is_last(n):
+                rest = self.ops[n:]
+                upto = rest[: rest.index(("bwd", k))]
+                away[n] = ("sent", k) in upto
+        return away
+
+    def is_last(self, n: int) -> bool:
+        """Whether operation n's stage has its backward next."""
+        following = next((op for op in self.ops[n + 1 :] if op[0] != "fetch"), None)
+        return following == ("bwd", self.ops[n][1])
+
+    def begin_offload(self, stage: int, given: Sequence[Any]) -> OffloadedSet:
+        assert self.offload is not None
+        module = self.modules[stage]
+        standing = [] if module is None else [*module.parameters(), *module.buffers()]
+        return self.offload.begin(stage, [*(t for t in given if isinstance(t, torch.Tensor)), *standing])
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "here"}
@@ -119,7 +165,7 @@ class Saved:
 
     __slots__ = ("__weakref__", "run", "stage", "value")
 
-    def __init__(self, run: ChainPass, stage: int, value: torch.Tensor | Alias | None) -> None:
+    def __init__(self, run: ChainPass, stage: int, value: torch.Tensor | Alias | Away | None) -> None:
         self.run, self.stage, self.value = run, stage, value
 
     def unpack(self) -> torch.Tensor:
@@ -235,12 +281,14 @@ class ChainPass:
         self.runner = runner
         self.calls: dict[int, StageCall] = {}
         self.last = -1  # the stage that ran last in the forward pass
+        self.running = -1  # the stage that is running in the forward pass: it may take gradients of its own
         self.inputs: dict[int, list[Held]] = {}
         self.own: set[int] = set()
         self.saved: set[int] = set()
         self.cursor = 0  # the next operation
         self.at = runner.count  # the stage whose backward pass has begun
         self.outside: int | None = None  # a stage whose saved set was made outside the schedule
+        self.sending: dict[int, OffloadedSet] = {}  # whose copies go on beside later stages
         self.lock = threading.RLock()  # the engine has a thread for each device
 
     # ---- what is held -----------------------------------------------------------------------------------------
@@ -261,6 +309,7 @@ class ChainPass:
         self.settle(k)
 
     def drop_saved(self, k: int) -> None:
+        self.sent(k)
         self.saved.discard(k)
         self.settle(k + 1)
         for ref in self.calls[k].saved if k in self.calls else ():
@@ -269,6 +318,23 @@ class ChainPass:
 
     def available(self, k: int) -> bool:
         return k in self.calls and (not self.calls[k].links or k in self.inputs)
+
+    def fetch(self, k: int) -> None:
+        for ref in reversed(self.calls[k].saved) if k in self.calls else ():
+            if (saved := ref()) is not None and isinstance(saved.value, Away):
+                saved.value.copy.fetch()
+
+    def sent(self, k: int) -> None:
+        if (sending := self.sending.pop(k, None)) is not None:
+            sending.settle()
+
+    def offloaded(self, k: int, taken: OffloadedSet, out: Any, at: int) -> None:
+        """Stage k has run, by operation `at`, and what it saved is on its way."""
+        taken.ended(out)
+        if self.runner.away[at]:
+            self.sending[k] = taken
+        else:
+            taken.settle()
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -282,15 +348,29 @@ class ChainPass:
         # Made by the stage before in its own right, unless it lives in that stage's saved set.
         self.give_input(k, linked, own=k - 1 not in self.saved)
         storages = self.droppable_storages(k)
+        taken = None
+        if self.cursor in self.runner.away:
+            self.sent(k)
+            taken = self.runner.begin_offload(k, pytree.tree_leaves((args, kwargs)))
 
         def pack(tensor: torch.Tensor) -> Saved:
-            saved = Saved(self, k, self.kept_value(tensor, storages) if op == "fall" else None)
+            saved = Saved(self, k, self.kept_value(tensor, storages, taken) if op == "fall" else None)
             call.saved.append(weakref.ref(saved))
             call.metadata.append((tensor.shape, tensor.dtype, tensor.device))
             return saved
 
-        with batch_norm.inside(), torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
-            out = self.runner.functions[k](*args, **kwargs)
+        with (
+            taken or nullcontext(),
+            batch_norm.inside(),
+            torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack),
+        ):
+            self.running = k
+            try:
+                out = self.runner.functions[k](*args, **kwargs)
+            finally:
+                self.running = -1
+        if taken is not None:
+            self.offloaded(k, taken, out, self.cursor)
         call.state.ended()
         call.note_outputs(out)
         if op == "fall":
@@ -299,7 +379,7 @@ class ChainPass:
         elif op == "fnone":
             self.drop_input(k)
         self.cursor += 1
-        while self.cursor < len(self.runner.ops) and self.runner.ops[self.cursor][0].startswith("drop"):
+        while self.cursor < len(self.runner.ops) and self.runner.ops[self.cursor][0] in AFTERWARDS:
             self.do(*self.runner.ops[self.cursor])
             self.cursor += 1
         return out
@@ -314,19 +394,19 @@ class ChainPass:
 
     @staticmethod
     def kept_value(
-        tensor: torch.Tensor, storages: dict[int, tuple[int, torch.dtype]]
-    ) -> torch.Tensor | Alias:
+        tensor: torch.Tensor, storages: dict[int, tuple[int, torch.dtype]], taken: OffloadedSet | None = None
+    ) -> torch.Tensor | Alias | Away:
         if storages and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg()):
             leaf, dtype = storages.get(tensor.untyped_storage()._cdata, (-1, None))
             if dtype == tensor.dtype:
                 return Alias(leaf, tensor.shape, tensor.stride(), tensor.storage_offset())
-        return tensor.detach()
+        return tensor.detach() if taken is None else taken.keep(tensor)
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def value_of(self, saved: Saved) -> torch.Tensor:
         with self.lock:
-            if saved.stage < self.at:
+            if saved.stage < self.at and saved.stage != self.running:
                 self.reach(saved.stage)
             value = self.resolved(saved)
             if value is None:
@@ -343,7 +423,7 @@ class ChainPass:
             return (
                 held[value.leaf].tensor.as_strided(value.size, value.stride, value.offset) if held else None
             )
-        return value
+        return value.tensor() if isinstance(value, Away) else value
 
     def reach(self, stage: int) -> None:
         """Carries out the schedule up to the backward of `stage`."""
@@ -351,6 +431,8 @@ class ChainPass:
             self.do(*self.runner.ops[self.cursor])
             self.cursor += 1
         self.at = stage
+        if stage in self.runner.offloaded:
+            self.fetch(stage)
 
     def do(self, op: str, k: int) -> None:
         if op == "bwd":
@@ -361,28 +443,40 @@ class ChainPass:
             self.drop_input(k)
         elif op == "drop_saved":
             self.drop_saved(k)
+        elif op == "sent":
+            self.sent(k)
+        elif op == "fetch":
+            self.fetch(k)
         elif self.available(k):  # else the pass came another way, and what is wanted of k is made when it is
-            self.run_again(k, catch=op == "fall", stop=self.runner.ops[self.cursor + 1] == ("bwd", k))
+            taken = None
+            if self.cursor in self.runner.away:
+                self.sent(k)
+                taken = self.cursor
+            self.run_again(k, catch=op == "fall", stop=self.runner.is_last(self.cursor), away=taken)
             if op == "fnone":
                 self.drop_input(k)
             else:
                 self.settle(k)
 
-    def run_again(self, k: int, *, catch: bool, stop: bool = False) -> None:
-        """Stage k runs: for its output; or (catch) for what it saves and, unless it may stop there, its output."""
+    def run_again(self, k: int, *, catch: bool, stop: bool = False, away: int | None = None) -> None:
+        """Stage k runs: for its output; or (catch) for what it saves and, unless it may stop there, its output. away:
+        the operation by which that is offloaded."""
         call = self.calls[k]
         args, kwargs = call.arguments(self.inputs.get(k, ()), changing=k in self.runner.changing)
         out = None
+        taken = None if away is None else self.runner.begin_offload(k, pytree.tree_leaves((args, kwargs)))
         with (
             call.state.again(),
             batch_norm.kept(self.runner.norms[k]) as copies,
             torch.set_grad_enabled(catch),
         ):
             if catch:
-                out = self.catch_saved(k, args, kwargs, copies, stop)
+                out = self.catch_saved(k, args, kwargs, copies, stop, taken)
                 self.saved.add(k)
             else:
                 out = self.runner.functions[k](*args, **kwargs)
+        if taken is not None and away is not None:
+            self.offloaded(k, taken, out, away)
         following = self.calls.get(k + 1)
         if following is not None and not (catch and stop):
             leaves = pytree.tree_leaves(out)
@@ -396,14 +490,16 @@ class ChainPass:
         kwargs: dict[str, Any],
         copies: batch_norm.Copies,
         stop: bool,
+        taken: OffloadedSet | None = None,
     ) -> Any:
         call = self.calls[k]
         storages = self.droppable_storages(k)
         unlike: list[str] = []
         count = 0
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> torch.Tensor | Away:
             nonlocal count
+            value: torch.Tensor | Alias | Away = tensor
             if count < len(call.saved):
                 metadata = (tensor.shape, tensor.dtype, tensor.device)
                 if metadata != call.metadata[count]:
@@ -412,15 +508,16 @@ class ChainPass:
                     )
                 if (saved := call.saved[count]()) is not None:
                     original = copies.buffers.get(tensor.untyped_storage()._cdata)
-                    saved.value = self.kept_value(tensor if original is None else original, storages)
+                    value = tensor if original is None else original
+                    value = saved.value = self.kept_value(value, storages, taken)
             count += 1
             if stop and count == len(call.saved):
                 raise SavedAll
-            return tensor.detach()
+            return value if isinstance(value, Away) else tensor.detach()
 
         out = None
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
+            with taken or nullcontext(), torch.autograd.graph.saved_tensors_hooks(pack, unpacked):
                 out = self.runner.functions[k](*args, **kwargs)
         except SavedAll:
             if not stop:

@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memopt.chain import Op
 from memopt.checkpointing import batch_norm
 from memopt.checkpointing.chain_runner import ChainRunner, changeable, unchangeable
 from memopt.checkpointing.measure_chain import ChainMeasurement, default_loss, nothing_changes
@@ -124,7 +125,7 @@ class FunctionChain:
 class Operations(NamedTuple):
     """What a ChainRunner is made of; None where there is nothing to run again."""
 
-    ops: list[tuple[str, int]]
+    ops: list[Op]
     passing: set[int]
     changing: list[int]
 

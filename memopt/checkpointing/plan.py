@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
 from memopt.chain import Chain, Op, Option, Schedule, Stage, Table
+from memopt.checkpointing.chain_offload import OPTION
+from memopt.checkpointing.copy_times import with_copies
 
 if TYPE_CHECKING:
+    from memopt.checkpointing.bandwidth import Bandwidth
     from memopt.checkpointing.chain_runner import ChainRunner
     from memopt.checkpointing.stage_costs import StageBytes, StageSeconds
 
 REST = "(what follows)"
 SAVING = "saving"  # the option of a stage to save all
 RUNS = {"fall": "all", "fck": "its input", "fnone": "nothing"}
+_AWAY = "all, offloaded"
 
 
 class Around(NamedTuple):
@@ -35,8 +39,13 @@ class Around(NamedTuple):
     last: int
 
     def peak(self, schedule: Schedule) -> int:
+        return max(self.during(schedule))
+
+    def during(self, schedule: Schedule) -> list[int]:
+        """Bytes at each operation."""
         rest = len(self.gradients) - 1  # what comes after the stages
-        made = peak = 0
+        made = 0
+        there: list[int] = []
         following = rest + 1  # its gradient is there
         saved: set[int] = set()
         ran: set[int] = set()
@@ -53,7 +62,7 @@ class Around(NamedTuple):
                 now += self.result + (0 if rest - 1 in saved else self.last)
             if following < rest and following - 1 in saved:
                 now -= self.outputs[following - 1]
-            peak = max(peak, now)
+            there.append(now)
             if op == "fall":
                 saved.add(stage)
             elif op in ("bwd", "drop_saved"):
@@ -61,7 +70,7 @@ class Around(NamedTuple):
             if op == "bwd":
                 made += self.gradients[stage]
                 following = stage
-        return peak
+        return there
 
 
 def in_full(chain: Chain, operation: Op) -> int:
@@ -109,7 +118,10 @@ def fastest(chain: Chain, around: Around, memory_budget: int, slots: int) -> tup
 
 def keep_all(chain: Chain) -> Schedule:
     """The plain step, in which each stage saves all in the way that takes least."""
-    ways = [((k, SAVING) if stage.options else (k,)) for k, stage in enumerate(chain.stages)]
+    ways = [
+        ((k, SAVING) if any(option.name == SAVING for option in stage.options) else (k,))
+        for k, stage in enumerate(chain.stages)
+    ]
     return Schedule(chain, [("fall", *way) for way in ways] + [("bwd", *way) for way in reversed(ways)])
 
 
@@ -122,7 +134,9 @@ class Plan:
     however the stages are run: parameters, buffers, the optimizer's state, the sample, what is saved around the stages
     and what they take besides each other's outputs. gradient_bytes: what each stage's backward leaves, of its
     parameters. peak_bytes, seconds: predicted for a step by the schedule; plain_bytes, plain_seconds: for one that
-    keeps everything."""
+    keeps everything. offload, bandwidth: where stages may offload to, and its measured speed; offload_slots:
+    the bytes there of each of the runner's stages that does; operations: the
+    schedule's, with the times of such copies, as the runner has them."""
 
     def __init__(
         self,
@@ -133,13 +147,24 @@ class Plan:
         around: Around,
         memory_budget: int,
         fixed_bytes: int,
+        bandwidth: Bandwidth | None = None,
     ) -> None:
         self.stages = [stage.name for stage in chain.stages[:-1]]
         self.chain, self.schedule = chain, schedule
         self.measured_bytes, self.measured_seconds = list(sizes), list(times)
         self.gradient_bytes = list(around.gradients)
         self.memory_budget, self.fixed_bytes = memory_budget, fixed_bytes
-        self.peak_bytes = fixed_bytes + around.peak(schedule)
+        self.bandwidth = bandwidth
+        self.offload: str | None = None
+        self.offload_slots: dict[int, int] = {}
+        self.operations, peak = with_copies(
+            schedule,
+            around.during(schedule),
+            [size.movable for size in sizes],
+            memory_budget - fixed_bytes,
+            beside=bandwidth is not None and bandwidth.beside,
+        )
+        self.peak_bytes = fixed_bytes + peak
         self.seconds = schedule.seconds
         self.plain_bytes = fixed_bytes + around.peak(keep_all(chain))
         self.plain_seconds = chain.plain_seconds
@@ -149,16 +174,21 @@ class Plan:
         return Counter(k for op, k, *_ in self.schedule.ops if op in RUNS)
 
     @property
+    def offloaded(self) -> set[int]:
+        """Stages whose saved set is kept elsewhere at some time."""
+        return {k for op, k, *option in self.schedule.ops if op == "fall" and option == [OPTION]}
+
+    @property
     def keeps_all(self) -> bool:
         """Whether the budget asks for nothing: the plain run is within it."""
-        return max(self._runs().values()) == 1
+        return max(self._runs().values()) == 1 and not self.offloaded
 
     def __str__(self) -> str:
         runs, size = self._runs(), _C.format_size
         first: dict[int, str] = {}
-        for op, k, *_ in self.schedule.ops:
+        for op, k, *option in self.schedule.ops:
             if op in RUNS:
-                first.setdefault(k, RUNS[op])
+                first.setdefault(k, _AWAY if option == [OPTION] else RUNS[op])
         names = [*self.stages, REST]
         width = max(map(len, [*names, "stage"]))
         lines = [
@@ -167,6 +197,7 @@ class Plan:
             f"{self.plain_seconds * 1e3:.1f} ms",
             f"{size(self.fixed_bytes)} of it lives however the stages are run; the backward pass makes "
             f"{size(sum(self.gradient_bytes))} of gradients",
+            *self._of_offload(),
             f"{'stage':<{width}}  {'saves':>10}  {'output':>10}  {'forward':>10}  {'backward':>10}  "
             "runs  at first keeps",
         ]
@@ -178,3 +209,14 @@ class Plan:
                 f"{time.full_forward * 1e3:>7.2f} ms  {time.backward * 1e3:>7.2f} ms  {runs[k]:>4}  {first[k]}"
             )
         return "\n".join(lines)
+
+    def _of_offload(self) -> list[str]:
+        if self.offload is None or self.bandwidth is None:
+            return []
+        size = _C.format_size
+        nbytes = sum(self.measured_bytes[k].movable for k in self.offloaded)
+        where = "pinned memory of the host" if self.offload == "cpu" else self.offload
+        return [
+            f"{size(nbytes)} of what {len(self.offloaded)} stages save is offloaded to {where}, at "
+            f"{size(int(self.bandwidth.out))} a second and {size(int(self.bandwidth.back))} back"
+        ]

@@ -8,7 +8,9 @@ from dataclasses import replace
 import torch
 
 from memopt import _C
-from memopt.chain import Chain, InfeasibleBudget, Option, Stage
+from memopt.chain import Chain, InfeasibleBudget, Op, Option, Stage
+from memopt.checkpointing.bandwidth import Bandwidth
+from memopt.checkpointing.chain_offload import OPTION
 from memopt.checkpointing.measure_chain import ChainMeasurement
 from memopt.checkpointing.plan import REST, SAVING, Around, Plan, fastest
 from memopt.checkpointing.stage_costs import StageBytes, StageSeconds
@@ -31,9 +33,10 @@ def budget_bytes(memory_budget: int | float | str, device: torch.device) -> int:
     return _C.parse_size(memory_budget)
 
 
-def chain_stage(name: str, size: StageBytes, time: StageSeconds) -> Stage:
+def chain_stage(name: str, size: StageBytes, time: StageSeconds, speed: Bandwidth | None) -> Stage:
     """A stage runs in two ways. To keep only its output takes what the other way saves, for a while; the chain counts
-    that overhead for the stage's own way, so to save it all is an option of its own where it takes less."""
+    that overhead for the stage's own way, so to save it all is an option of its own where it takes less; and so is to
+    keep elsewhere what the stage alone holds, at that speed."""
     own = Stage(
         saved_bytes=size.saved,
         output_bytes=size.output,
@@ -45,18 +48,34 @@ def chain_stage(name: str, size: StageBytes, time: StageSeconds) -> Stage:
         input_grad_bytes=size.input_grad,
         name=name,
     )
-    if size.run_overhead <= size.forward_overhead:
-        return own
-    saving = Option(
-        SAVING,
-        size.saved,
-        time.full_forward,
-        time.backward,
-        size.forward_overhead,
-        size.backward_overhead,
-        own.remake_seconds,
-    )
-    return replace(own, options=(saving,))
+    options = []
+    if size.run_overhead > size.forward_overhead:
+        options.append(
+            Option(
+                SAVING,
+                size.saved,
+                time.full_forward,
+                time.backward,
+                size.forward_overhead,
+                size.backward_overhead,
+                own.remake_seconds,
+            )
+        )
+    if speed is not None and size.movable:
+        stays = max(size.saved - size.movable, size.output)
+        goes = size.saved - stays  # it is there while the stage runs, either way
+        options.append(
+            Option(
+                OPTION,
+                stays,
+                speed.forward(time.full_forward, size.movable),
+                speed.backward(time.backward, size.movable),
+                size.forward_overhead + goes,
+                size.backward_overhead + goes,
+                own.remake_seconds,
+            )
+        )
+    return replace(own, options=tuple(options))
 
 
 def plan_for(
@@ -67,11 +86,12 @@ def plan_for(
     beside: int,
     accumulate: bool,
     whose: str,
-) -> tuple[Plan, list[tuple[str, int]], set[int]]:
+    speed: Bandwidth | None = None,
+) -> tuple[Plan, list[Op], set[int]]:
     """The plan for a chain, and what a ChainRunner takes: operations, and stages whose input only passes.
 
     beside: bytes that live all the time, and were not measured. accumulate: gradients are there when a step begins.
-    whose: for InfeasibleBudget's words."""
+    whose: for InfeasibleBudget's words. speed: of offloading, where stages may."""
     names = measured.chain.names
     groups = group(measured.stage_bytes[:-1])
     sizes, times = measured.of_groups(groups)
@@ -81,7 +101,8 @@ def plan_for(
     if accumulate:  # what a backward makes is added to them, and goes
         fixed += sum(gradients)
         gradients = [0] * len(sizes)
-    chain = Chain(tuple(map(chain_stage, joined, sizes, times)), input_bytes=measured.input_bytes)
+    stages = [chain_stage(*stage, speed) for stage in zip(joined, sizes, times, strict=True)]
+    chain = Chain(tuple(stages), input_bytes=measured.input_bytes)
     outputs = [0 if size.saves_output else size.output for size in sizes]
     last = sizes[-2].output if measured.returns_last else 0
     remade = [size.saved_beside_output + size.remake_overhead for size in sizes]
@@ -94,5 +115,6 @@ def plan_for(
             f"what lives however its {len(names)} stages are run: give it {least} or more, or a smaller batch",
             least,
         )
-    plan = Plan(sizes, times, chain, schedule, around, budget, fixed)
-    return plan, expand([(op, k) for op, k, *_ in schedule.ops], groups), passing(groups)
+    plan = Plan(sizes, times, chain, schedule, around, budget, fixed, speed)
+    plan.offload_slots = {k: measured.stage_bytes[k].movable_room for g in plan.offloaded for k in groups[g]}
+    return plan, expand(plan.operations, groups), passing(groups)

@@ -16,6 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.checkpointing.chain_offload import aligned, can_go
+
 
 class Meter(TorchDispatchMode):
     """Bytes of the storages that operations make while the mode is on and that live: now, and at the most."""
@@ -90,6 +92,8 @@ class StageBytes(NamedTuple):
     saves_output: bool
     saved_beside_output: int
     changes_input: bool = False
+    movable: int = 0  # bytes of the saved set that the stage alone holds: they can be kept elsewhere
+    movable_room: int = 0  # that they take there
 
 
 class StageSeconds(NamedTuple):
@@ -127,6 +131,25 @@ class Seed(torch.autograd.Function):
         return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
 
 
+class Movable:
+    """Storages that a run saves and nothing else holds: those that are gone after it if the graph gets none of them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+        self.last: dict[int, int] = {}  # address -> index in seen
+
+    def see(self, tensor: torch.Tensor) -> None:
+        if can_go(tensor):
+            storage = tensor.untyped_storage()
+            last = self.last.get(storage._cdata)
+            if last is None or self.seen[last][0]() is None:
+                self.last[storage._cdata] = len(self.seen)
+                self.seen.append((weakref.ref(storage), storage.nbytes()))
+
+    def gone(self) -> list[int]:
+        return [nbytes for ref, nbytes in self.seen if ref() is None]
+
+
 def no_backward(_: object) -> torch.Tensor:
     raise RuntimeError("it takes gradients of what an earlier run of it made, or within its own forward")
 
@@ -144,17 +167,20 @@ def stage_bytes(
 
     def note(tensor: torch.Tensor) -> None:
         first.append((tensor.dtype, tensor.shape))
+        movable.see(tensor)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved.append(tensor.detach())
         return saved[-1]
 
+    movable = Movable()
     meter = Meter()
     meter.ignore([*standing, *given])
     with meter, torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(note, no_backward):
             out = function(*args, **kwargs)
         run_peak = meter.peak
+        gone = movable.gone()
         del out
     remake_peak = bytes_to_remake(function, arguments, standing, len(first))
     args, kwargs = arguments()
@@ -211,6 +237,8 @@ def stage_bytes(
         saves_output=saves_output,
         saved_beside_output=beside_output,
         changes_input=changes_input,
+        movable=sum(gone),
+        movable_room=sum(map(aligned, gone)),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from memopt.chain import Op
 from memopt.checkpointing.stage_costs import StageBytes, StageSeconds
 
 
@@ -62,6 +63,8 @@ def group_bytes(members: Sequence[StageBytes]) -> StageBytes:
         saves_input=first.saves_input,
         saves_output=last.saves_output,
         saved_beside_output=kept - last.saved + last.saved_beside_output,
+        movable=sum(size.movable for size in members),
+        movable_room=sum(size.movable_room for size in members),
     )
 
 
@@ -75,23 +78,22 @@ def group_seconds(members: Sequence[StageSeconds]) -> StageSeconds:
     )
 
 
-def expand(ops: Iterable[tuple[str, int]], groups: Sequence[range]) -> list[tuple[str, int]]:
+def expand(ops: Iterable[Op], groups: Sequence[range]) -> list[Op]:
     """Operations on groups as operations on their stages. Numbers beyond the groups' are of what comes after."""
     count = groups[-1].stop
-    out: list[tuple[str, int]] = []
-    for op, g in ops:
+    out: list[Op] = []
+    for op, g, *option in ops:
         if g >= len(groups):
             out.append((op, count + g - len(groups)))
             continue
         members = groups[g]
-        if op == "bwd":
-            out += [(op, k) for k in reversed(members)]
-        elif op == "fck":
+        if op == "fck":
             out += [("fck" if k == members.start else "fnone", k) for k in members]
         elif op == "drop_input":
             out.append((op, members.start))
         else:
-            out += [(op, k) for k in members]
+            for k in reversed(members) if op in ("bwd", "fetch") else members:
+                out.append((op, k, option[0]) if option else (op, k))
     return out
 
 

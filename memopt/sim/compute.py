@@ -36,12 +36,14 @@ _SHAPE_FROM_VALUES = {
     _aten.index.Tensor,
     _aten.repeat_interleave.Tensor,
 }
-# They read or move what is there and compute nothing.
+# They read, move or point to what is there and compute nothing.
 _AS_THEY_ARE = {
     _aten._local_scalar_dense.default,
     _aten.record_stream.default,
     _aten.is_pinned.default,
     _aten._pin_memory.default,
+    _aten.set_.source_Storage,
+    _aten.set_.source_Storage_storage_offset,
 }
 
 
