@@ -179,7 +179,10 @@ class ChainMeasurement:
             places = [place for place, _, _ in call.links]
             given = [leaf.tensor for leaf in call.leaves if isinstance(leaf, Held)]
             self.externals += given
+            # What is computed between two stages makes the one's gradient of the other's, when its backward is over.
+            between = 0
             if k and not places:
+                between = self.stage_bytes[-1].output
                 self.stage_bytes[-1] = untaken(self.stage_bytes[-1])
             if k == 0:
                 self.input_bytes = bytes_of(given, self.standing)
@@ -197,6 +200,8 @@ class ChainMeasurement:
                 more += self.linked_bytes[first]
             self.stage_bytes.append(
                 size._replace(
+                    input_grad=size.input_grad + between,
+                    backward_overhead=max(0, size.backward_overhead - between),
                     forward_overhead=size.forward_overhead + more,
                     run_overhead=size.run_overhead + more,
                     remake_overhead=size.remake_overhead + more,
