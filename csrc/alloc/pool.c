@@ -10,7 +10,8 @@
 #include "driver/driver_cuda.h"
 #include "driver/forked.h"
 
-#define REPEATING 256 /* requests foretold right in a row, until a step is taken to repeat */
+#define REPEATING 256               /* requests foretold right in a row, until a step is taken to repeat */
+#define RECALLED  ((size_t)1 << 20) /* requests larger than this are put where they were the last time */
 
 /* ---- the process's pools --------------------------------------------------------------------------------- */
 
@@ -222,9 +223,9 @@ static mo_status fulfil(mo_pool *pool, mo_request *request, mo_detail *detail, m
         signature = mo_recall_signature(request->size, request->stream, request->arena->number);
         hint = mo_recall_foretell(&pool->recall, signature);
         request->foretold = hint && pool->recall.run >= REPEATING;
-        /* Small ones tell what comes next as well as others do, and fall into place by best fit alone; to look for their
+        /* Smaller ones tell what comes next as well as others do, and fall into place by best fit alone; to look for their
          * old place would take longer, among the thousands of blocks that may begin in one granule. */
-        if (request->zone == &request->arena->zones[MO_ZONE_SMALL])
+        if (request->size <= RECALLED)
             hint = 0;
     }
     for (;;) {
@@ -439,7 +440,8 @@ static void free_block(mo_pool *pool, mo_block *block)
     arena->requested_bytes -= block->requested;
     block->requested = 0;
     mo_zone_put(zone, block);
-    mo_arena_check_retired(pool, arena);
+    if (arena != &pool->general)
+        mo_arena_check_retired(pool, arena);
 }
 
 mo_status mo_pool_free(mo_pool *pool, mo_address address, mo_detail *detail)

@@ -25,7 +25,7 @@
 /* Bytes: what every address is a multiple of, and what every request is rounded up to. torch's own. */
 #define MO_ALIGNMENT 512
 
-#define MO_SMALL_LIMIT ((size_t)1 << 20)
+#define MO_SMALL_LIMIT ((size_t)64 << 10)
 #define MO_HUGE_LIMIT  ((size_t)64 << 20)
 #define MO_HUGE_SHARE  128 /* the limit is this part of the live peak, where that is more */
 

@@ -79,10 +79,8 @@ static inline mo_address mo_slot_address(const mo_span *span, size_t slot)
 /* The slots that lie in the block as a whole: [*low, *high), none where *low >= *high. */
 static inline void mo_block_slots(const mo_block *block, size_t *low, size_t *high)
 {
-    size_t size = block->span->zone->granules->size;
-
-    *low = (block->address - block->span->base + size - 1) / size;
-    *high = (block->address + block->size - block->span->base) / size;
+    *low = mo_span_slot(block->span, block->address + block->span->zone->granules->size - 1);
+    *high = mo_span_slot(block->span, block->address + block->size);
 }
 
 /* Cuts [address, address + size) out of a free block; it is live then, its use what the memory's was. */

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="thousandths of the live peak held beyond it (20)",
     )
-    add("--small-limit", type=_size, default=0, metavar="SIZE", help="of requests that lie together (1MiB)")
+    add("--small-limit", type=_size, default=0, metavar="SIZE", help="of requests that lie together (64KiB)")
     add("--lazy", action="store_true", help="the device is one step behind the host")
     add("--no-double-map", action="store_true", help="memory is moved only when its last use is over")
     add("--no-recall", action="store_true", help="a step that repeats is placed anew")
