@@ -102,6 +102,18 @@ def meet(a: Iterable[Seen], b: Iterable[Seen]) -> bool:
     return not keys(a).isdisjoint(keys(b))
 
 
+def compiled(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Modules whose code torch.compile takes over: hooks in them would be compiled too. One that it wrapped (an
+    OptimizedModule) is called as any other."""
+    inside: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if isinstance(wrapped := module._modules.get("_orig_mod"), torch.nn.Module):
+            inside.update(wrapped.modules())
+        elif module._compiled_call_impl is not None:
+            inside.update(module.modules())
+    return inside
+
+
 def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
     """One forward pass, without a graph -> (the model's call, what it returned)."""
     names = {module: name for name, module in model.named_modules()}
@@ -140,7 +152,7 @@ def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             call.changes_stream = source is not None and keys(changed) <= keys(source.outputs)
 
     with ExitStack() as stack:
-        for module in names:
+        for module in names.keys() - compiled(model):
             stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
         with torch.no_grad():

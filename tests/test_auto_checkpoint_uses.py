@@ -1,0 +1,118 @@
+"""auto_checkpoint in what a model is used in: DistributedDataParallel, torch.compile of a stage, long training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from benchmarks import checkpoint_models
+from benchmarks.checkpoint_models import Work
+from memopt.chain import InfeasibleBudget
+
+ROOT = Path(__file__).resolve().parents[1]
+SOAK = os.environ.get("MEMOPT_SOAK") == "1"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tight(work: Work) -> Work:
+    """In the least memory there is for it."""
+    with pytest.raises(InfeasibleBudget) as error:
+        memopt.auto_checkpoint(work.model, work.sample, memory_budget=1, loss=work.loss)
+    memopt.auto_checkpoint(work.model, work.sample, memory_budget=error.value.least_budget, loss=work.loss)
+    assert vars(work.model)["plan"].runner is not None
+    return work
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_in_distributed_data_parallel(tmp_path: Path) -> None:
+    script = str(ROOT / "tests/isolated/checkpoint_ranks.py")
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(tmp_path / "meeting")],
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for rank, (out, err) in enumerate(said):
+        assert out.splitlines() == ["ok"], f"rank {rank}: {out}{err[-3000:]}"
+
+
+def test_a_stage_that_is_compiled() -> None:
+    """What torch.compile makes of a module keeps its graph: the backend is the one that needs no compiler."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(4)]
+    plain = nn.Sequential(*(torch.compile(block, backend="aot_eager") for block in blocks))
+    model = copy.deepcopy(plain)
+    sample = torch.randn(256, 32)
+    tight(Work(model, sample, lambda out: out.square().mean()))
+    for _ in range(2):
+        for module in (model, plain):
+            module.zero_grad()
+            module(sample).square().mean().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("family", ["conv chain", "GPT", "encoder"])
+def test_no_step_leaves_anything(family: str) -> None:
+    """Tensors, objects, blocks of the interpreter; in the long form resident memory too."""
+    work = tight(checkpoint_models.make(family, small=True))
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            work.step()
+        work.model.zero_grad()
+        gc.collect()
+
+    def standing() -> tuple[int, int]:
+        objects = gc.get_objects()
+        return len(objects), sum(type(o) is torch.Tensor for o in objects)
+
+    steps(5)
+    count = 1000 if SOAK else 12
+    found = []
+    # The interpreter's and torch's own tables grow, less and less; what leaks, leaks every step.
+    for _ in range(5):
+        before, blocks = standing(), sys.getallocatedblocks()
+        steps(count)
+        after = standing()
+        found.append((after[0] - before[0], after[1] - before[1], sys.getallocatedblocks() - blocks))
+        if all(grown < count for grown in found[-1]) and found[-1][1] == 0:
+            break
+    else:
+        pytest.fail(f"objects, tensors and blocks left by {count} steps: {found}")
+    if SOAK:
+        before_bytes = resident()
+        steps(1000)
+        assert resident() - before_bytes < 8 << 20
