@@ -318,6 +318,25 @@ def test_a_set_whose_time_to_go_was_passed_over_goes_with_its_stages_backward(tm
     assert living == [False]
 
 
+def test_a_run_right_before_its_backward_ends_early_whatever_copies_are_made_between(tmp_path: Path) -> None:
+    class Ends(nn.Module):
+        ended = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.exp()
+            self.ended += 1
+            return y + 1
+
+    module = Ends()
+    ops: list[tuple] = [("fall", 0, "offload"), ("fck", 1), ("fall", 2), ("bwd", 2), ("fall", 1)]
+    ops += [("sent", 0), ("fetch", 0), ("bwd", 1), ("bwd", 0, "offload")]
+    x, y = batch(), batch()
+    ChainRunner([Thrice(), module], ops, offload=offload(tmp_path))(x).sum().backward()
+    assert module.ended == 1
+    plain([Thrice(), Ends()], y).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
 def test_gradients_taken_within_a_stage(tmp_path: Path) -> None:
     class Inner(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

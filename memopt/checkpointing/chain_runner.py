@@ -118,7 +118,7 @@ class ChainRunner:
 
     def is_last(self, n: int) -> bool:
         """Whether operation n's stage has its backward next."""
-        following = next((op for op in self.ops[n + 1 :] if op[0] != "fetch"), None)
+        following = next((op for op in self.ops[n + 1 :] if op[0] not in ("sent", "fetch")), None)
         return following == ("bwd", self.ops[n][1])
 
     def begin_offload(self, stage: int, given: Sequence[Any]) -> OffloadedSet:
