@@ -161,6 +161,16 @@ def test_functions_that_change_their_input_in_place() -> None:
         assert torch.equal(given, batch())
 
 
+def test_a_module_that_is_there_twice_runs_twice() -> None:
+    torch.manual_seed(3)
+    tanh = nn.Tanh()
+    functions = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), tanh, nn.Linear(WIDTH, WIDTH), tanh, nn.Linear(WIDTH, WIDTH)
+    )
+    plain, x = copy.deepcopy(functions), batch()
+    same_step(within(functions, least_budget(functions, x)), functions, plain, x, 1)
+
+
 def test_an_error_of_a_function_is_its_own() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         within([nn.Tanh(), nn.Linear(3, 3)], "1GiB")(batch())

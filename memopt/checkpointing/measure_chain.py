@@ -47,15 +47,18 @@ def default_loss(out: Any) -> torch.Tensor:
 
 @contextmanager
 def nothing_changes(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Buffers, gradients and random states are afterwards what they were."""
+    """Buffers, gradients and random states are afterwards what they were. What autocast has cast is cast again: a
+    measurement begins with none of it, and leaves none."""
     values = [(b, b.detach().clone()) for b in buffers]
     grads = [(p, p.grad) for p in parameters]
     devices = {p.device for p, _ in grads if p.device.type not in ("cpu", "meta")}
     kind = next((d.type for d in devices), "cuda")
+    torch.clear_autocast_cache()
     try:
         with torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind):
             yield
     finally:
+        torch.clear_autocast_cache()
         with torch.no_grad():
             for buffer, old in values:
                 if buffer.is_meta or not torch.equal(

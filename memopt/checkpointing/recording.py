@@ -44,6 +44,11 @@ PRODUCTS = ("linear", "conv", "mm", "matmul", "einsum")  # in the names of torch
 UNREAD = frozenset("forward plan _parameters _buffers _modules _is_full_backward_hook".split())
 
 
+def is_leaf(value: Any) -> bool:
+    leaves = pytree.tree_leaves(value)
+    return len(leaves) == 1 and leaves[0] is value
+
+
 class Arguments(NamedTuple):
     """Nested values: leaves, with the numbers of those that are tensors of the recording, and the modules' own."""
 
@@ -52,24 +57,35 @@ class Arguments(NamedTuple):
     owned: list[tuple[int, torch.nn.Module, str]]
     spec: pytree.TreeSpec
 
-    def fill(self, values: dict[int, torch.Tensor]) -> Any:
+    def filled(self, values: dict[int, torch.Tensor]) -> list[Any]:
         leaves = self.leaves.copy()
         for place, number in self.uses:
             leaves[place] = values[number]
         for place, module, name in self.owned:
             leaves[place] = getattr(module, name)
-        return pytree.tree_unflatten(leaves, self.spec)
+        return leaves
+
+    def fill(self, values: dict[int, torch.Tensor]) -> Any:
+        return pytree.tree_unflatten(self.filled(values), self.spec)
 
 
 class Step(NamedTuple):
     target: Callable[..., Any]
     arguments: Arguments
+    keywords: tuple[str, ...] | None  # the names of the last of its arguments; None where they are nested
     makes: list[tuple[int, int]]  # leaf of what it returns, number
     has_matrix: bool  # multiplies by parameters of two dimensions or more
 
     def run(self, values: dict[int, torch.Tensor]) -> None:
-        args, kwargs = self.arguments.fill(values)
-        out = self.target(*args, **kwargs)
+        leaves = self.arguments.filled(values)
+        if self.keywords is None:
+            args, kwargs = pytree.tree_unflatten(leaves, self.arguments.spec)
+            out = self.target(*args, **kwargs)
+        elif self.keywords:
+            count = len(leaves) - len(self.keywords)
+            out = self.target(*leaves[:count], **dict(zip(self.keywords, leaves[count:], strict=True)))
+        else:
+            out = self.target(*leaves)
         if self.makes:
             leaves = [out] if isinstance(out, torch.Tensor) else pytree.tree_leaves(out)
             for leaf, number in self.makes:
@@ -363,7 +379,8 @@ class Recording(TorchFunctionMode):
             matrix = any(word in name for word in PRODUCTS) and any(
                 getattr(owner, own).dim() > 1 for _, owner, own in arguments.owned
             )
-        self.steps.append(Step(target, arguments, makes, matrix))
+        nested = not all(is_leaf(value) for value in (*args, *kwargs.values()))
+        self.steps.append(Step(target, arguments, None if nested else tuple(kwargs), makes, matrix))
         return pytree.tree_unflatten(leaves, spec)
 
     def read(self, name: str, out: Any) -> bool:

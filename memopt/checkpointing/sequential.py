@@ -51,8 +51,8 @@ def checkpoint_sequential(
         unknown = kwargs.keys() - {"preserve_rng_state", "batch_norm_once"}
         if unknown:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-        chain = functions.children() if isinstance(functions, torch.nn.Sequential) else functions
-        return run_within(tuple(chain), input, memory_budget)
+        # Not children(), which leaves out a module that is there a second time.
+        return run_within(tuple(functions), input, memory_budget)
     if segments is None:
         raise ValueError("segments is None: give a number of them, or memory_budget")
     if use_reentrant is None:

@@ -189,7 +189,7 @@ class Noted(NamedTuple):
         def equal(a: Any, b: Any) -> bool:
             if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
                 return a.is_meta == b.is_meta and (
-                    a.shape == b.shape if a.is_meta else bool(torch.equal(a, b))
+                    a.shape == b.shape if a.is_meta else bool(torch.equal(a.cpu(), b.cpu()))
                 )
             return type(a) is type(b) and bool(a == b)
 
