@@ -12,8 +12,10 @@ import torch.utils.checkpoint as torchs
 
 import memopt
 from memopt import checkpoint, sim
+from memopt.chain import InfeasibleBudget
 from memopt.checkpointing import devices
 from memopt.checkpointing.offload import Offload
+from tests import split_models
 
 SIM = {"memory": "1GiB", "devices": 2}
 MODES = pytest.mark.parametrize("use_reentrant", [False, True])
@@ -224,3 +226,42 @@ def test_only_plain_tensors_of_the_device_are_copied():
     assert offload.keep(torch.nn.Parameter(torch.ones(3, device="cuda"))) is None
     strided = torch.arange(12, device="cuda").view(3, 4).t()
     assert offload.keep(strided).back().stride() == strided.stride()
+
+
+def gradients_of(run, modules, seed):
+    for parameter in modules.parameters():
+        parameter.grad = None
+    torch.manual_seed(seed)
+    with sim.Compute():
+        run().square().mean().backward()
+    return [parameter.grad.cpu() for parameter in modules.parameters()]
+
+
+def test_within_a_budget_on_the_device():
+    """Random states, autocast and the budget's bytes are the device's: blocks in parts, and functions in a row."""
+    torch.manual_seed(0)
+    model, sample = split_models.make("timm", 2)
+    model, sample = model.cuda(), {name: value.cuda() for name, value in sample.items()}
+    attention = torch.nn.attention.sdpa_kernel(
+        torch.nn.attention.SDPBackend.MATH
+    )  # which has a twin on the CPU
+    with attention, torch.autocast("cuda", torch.bfloat16):
+        expected = gradients_of(lambda: model(**sample), model, 1)
+        with pytest.raises(InfeasibleBudget) as error:
+            with sim.Compute():
+                memopt.auto_checkpoint(model, sample, memory_budget=1)
+        with sim.Compute():
+            memopt.auto_checkpoint(model, sample, memory_budget=error.value.least_budget)
+        assert sum("(" in name for name in model.plan.stages) == 4
+        assert not model.plan.keeps_all
+        assert all(map(torch.equal, gradients_of(lambda: model(**sample), model, 1), expected))
+    layers = [torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16), torch.nn.Dropout(0.3)]
+    functions = torch.nn.Sequential(*layers, *layers[1:2], torch.nn.Linear(16, 16)).cuda()
+    x = torch.randn(64, 16, device="cuda")
+    expected = gradients_of(lambda: functions(x), functions, 2)
+    functions.zero_grad()
+    with pytest.raises(InfeasibleBudget) as error:
+        memopt.checkpoint_sequential(functions, None, x, memory_budget=1)
+    least = error.value.least_budget
+    run = functools.partial(memopt.checkpoint_sequential, functions, None, x, memory_budget=least)
+    assert all(map(torch.equal, gradients_of(run, functions, 2), expected))
