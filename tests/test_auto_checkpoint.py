@@ -16,6 +16,7 @@ from benchmarks import tasks
 from memopt.chain import InfeasibleBudget
 from memopt.checkpointing.auto_checkpoint import StageForward
 from memopt.checkpointing.stage_costs import Meter, bytes_of
+from tests.residual import FeedForward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
@@ -44,14 +45,10 @@ class Layer(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.inner, self.outer = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.branch = FeedForward(width)
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None):
-        out = self.outer(F.gelu(self.inner(self.norm(hidden_states))))
+        out = self.branch(hidden_states)
         return (hidden_states + (out if attention_mask is None else out * attention_mask),)
 
 
@@ -86,6 +83,14 @@ def convolutions() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(48 * 16, 10))
 
 
+def enlarged() -> nn.Sequential:
+    """Begins with stages that have no graph: the sample needs no gradient. Their output is the largest."""
+    layers: list[nn.Module] = [nn.Upsample(scale_factor=4), nn.AvgPool2d(3, 1, 1)]
+    for _ in range(5):
+        layers += [nn.Conv2d(3, 3, 3, padding=1), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
 def perceptron() -> nn.Sequential:
     layers: list[nn.Module] = []
     for n in range(5):
@@ -118,10 +123,12 @@ def make(kind: str) -> tuple[nn.Module, object, Callable]:
         return Language(), {"input_ids": ids, "labels": ids}, own_loss
     if kind == "convolutions":
         return convolutions(), torch.randn(8, 3, 32, 32), squares
+    if kind == "enlarged":
+        return enlarged(), torch.randn(8, 3, 16, 16), squares
     return perceptron(), torch.randn(512, 64), squares
 
 
-KINDS = ("cnn", "vision", "language", "convolutions", "perceptron", *(["gpt"] if SOAK else []))
+KINDS = ("cnn", "vision", "language", "convolutions", "perceptron", "enlarged", *(["gpt"] if SOAK else []))
 
 
 def step(model: nn.Module, sample: object, loss: Callable) -> torch.Tensor:

@@ -7,7 +7,6 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,9 @@ from benchmarks import checkpoint_models
 from benchmarks.checkpoint_models import Work
 from memopt.chain import InfeasibleBudget
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).resolve().parents[1]
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tight(work: Work) -> Work:

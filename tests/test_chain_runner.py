@@ -301,6 +301,15 @@ class Fails(nn.Module):
         return self.module(x)
 
 
+def next_step_is_sound(runner: ChainRunner, modules: list[nn.Module]) -> None:
+    copies = copy.deepcopy(modules)
+    for module in (*modules, *copies):
+        module.zero_grad()
+    runner(batch()).sum().backward()
+    plain(copies, batch()).sum().backward()
+    same(modules, copies)
+
+
 def test_an_exception_at_any_call_of_a_stage_leaves_nothing_behind() -> None:
     ops = least(4)
     happened = 0
@@ -325,13 +334,29 @@ def test_an_exception_at_any_call_of_a_stage_leaves_nothing_behind() -> None:
             assert [ref for ref in alive if ref() is not None] == []
             # and the next step is sound
             modules[stage].left = -1
-            copies = copy.deepcopy(modules)
-            for module in (*modules, *copies):
-                module.zero_grad()
-            runner(batch()).sum().backward()
-            plain(copies, batch()).sum().backward()
-            same(modules, copies)
+            next_step_is_sound(runner, modules)
     assert happened > 10
+
+
+def test_a_pass_without_a_graph_lives_with_its_output_and_no_longer() -> None:
+    runner = ChainRunner([nn.Tanh() for _ in range(3)], least(3))
+    for stop in range(1, 4):
+        sample = torch.randn(4, 4)
+        seen, x = weakref.ref(sample.untyped_storage()), sample
+        for k in range(stop):
+            x = runner.run(k, x)
+        del sample
+        assert (seen() is None) == (stop == 3)  # then there is no stage left that could want it
+        del x
+        assert seen() is None
+    broken = ChainRunner([nn.Tanh(), Fails(nn.Tanh(), 0)], least(2))
+    sample = torch.randn(4, 4)
+    seen = weakref.ref(sample.untyped_storage())
+    with pytest.raises(ArithmeticError):
+        broken(sample)
+    del sample
+    gc.collect()
+    assert seen() is None
 
 
 def test_what_changed_since_is_said_with_the_stage() -> None:

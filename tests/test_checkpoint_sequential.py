@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,17 +20,10 @@ from memopt.chain import InfeasibleBudget
 from memopt.checkpointing import function_chain
 from memopt.checkpointing.stage_costs import Meter, bytes_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SEED = int(os.environ["MEMOPT_SEED"])
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
 WIDTH = 24
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def chain(depth: int = 4) -> nn.Sequential:

@@ -8,7 +8,7 @@ import os
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,15 +25,8 @@ from memopt.checkpointing.stage_costs import Meter, bytes_of, tensors_in
 from tests import split_models
 from tests.split_models import FORMS, WIDTH
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def squares(out: torch.Tensor) -> torch.Tensor:

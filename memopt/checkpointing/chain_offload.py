@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -100,14 +100,13 @@ class ChainOffload:
         return OffloadedSet(self, stage, given)
 
 
-class Place:
+class Place(Protocol):
     """Room outside the device."""
 
-    def keep(self, flat: torch.Tensor, offset: int, copies: Offload) -> OnHost | OnDisk:
-        raise NotImplementedError
+    def keep(self, flat: torch.Tensor, offset: int, copies: Offload) -> OnHost | OnDisk: ...
 
 
-class Pinned(Place):
+class Pinned:
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
@@ -117,7 +116,7 @@ class Pinned(Place):
         return kept
 
 
-class OnDiskPlace(Place):
+class OnDiskPlace:
     def __init__(self, path: str, nbytes: int) -> None:
         self.file = DiskFile(path, nbytes)
 

@@ -148,7 +148,18 @@ class ChainRunner:
         if present is None or stage <= present.last:
             present = ChainPass(self)
             self.here.run = weakref.ref(present)
-        return present.first_run(stage, args, kwargs)
+        out = present.first_run(stage, args, kwargs)
+        self.keep_without_graph(present, out)
+        return out
+
+    def keep_without_graph(self, present: ChainPass, out: Any) -> None:
+        """A stage that saved nothing, on a sample without a gradient say, leaves no graph to keep its pass alive: its
+        output does, until a later stage saves something or there is none."""
+        here = self.here.__dict__  # of this thread: the output may die in another one
+        here.pop("kept", None)
+        end = next((leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)), None)
+        if end is not None and not present.saves and present.last < self.count - 1:
+            here["kept"] = present, weakref.ref(end, lambda _: here.pop("kept", None))
 
 
 class Alias(NamedTuple):
@@ -281,6 +292,7 @@ class ChainPass:
         self.runner = runner
         self.calls: dict[int, StageCall] = {}
         self.last = -1  # the stage that ran last in the forward pass
+        self.saves = False  # there is a graph that asks for what a stage saved
         self.running = -1  # the stage that is running in the forward pass: it may take gradients of its own
         self.inputs: dict[int, list[Held]] = {}
         self.own: set[int] = set()
@@ -354,6 +366,7 @@ class ChainPass:
             taken = self.runner.begin_offload(k, pytree.tree_leaves((args, kwargs)))
 
         def pack(tensor: torch.Tensor) -> Saved:
+            self.saves = True
             saved = Saved(self, k, self.kept_value(tensor, storages, taken) if op == "fall" else None)
             call.saved.append(weakref.ref(saved))
             call.metadata.append((tensor.shape, tensor.dtype, tensor.device))

@@ -28,9 +28,8 @@ class Call:
         self.module, self.name, self.parent = module, name, parent
         self.children: list[Call] = []
         self.before: Call | None = None  # the sibling called before, where it takes an output of that
-        self.skips = (
-            False  # takes what its parent did from the one before, or a sibling earlier than that made
-        )
+        # Takes what its parent did from the one before, or a sibling earlier than that made.
+        self.skips = False
         self.changes = False  # something it was given, in place
         self.changes_stream = False  # nothing but what the one before made
         self.takes_parents = False  # takes an argument of its parent

@@ -61,9 +61,8 @@ def nothing_changes(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.
         torch.clear_autocast_cache()
         with torch.no_grad():
             for buffer, old in values:
-                if buffer.is_meta or not torch.equal(
-                    buffer, old
-                ):  # a graph may have saved it: no change in vain
+                # A graph may have saved it: no change in vain.
+                if buffer.is_meta or not torch.equal(buffer, old):
                     buffer.copy_(old)
         for parameter, grad in grads:
             parameter.grad = grad

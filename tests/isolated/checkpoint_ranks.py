@@ -15,19 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memopt
 from memopt.chain import InfeasibleBudget
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.inner, self.outer = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(torch.relu(self.inner(self.norm(x))))
+from tests.residual import Residual
 
 
 def squares(out: torch.Tensor) -> torch.Tensor:
@@ -57,9 +45,9 @@ def main() -> None:
                 squares(module(sample + step)).backward()
         for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad), (rank, step, name)
-    mean = plain[0].inner.weight.grad.clone()
+    mean = plain[0].branch.inner.weight.grad.clone()
     dist.broadcast(mean, 0)
-    assert torch.equal(mean, model[0].inner.weight.grad)  # both ranks have the same: it was reduced
+    assert torch.equal(mean, model[0].branch.inner.weight.grad)  # both ranks have the same: it was reduced
     print("ok")
     dist.destroy_process_group()
 

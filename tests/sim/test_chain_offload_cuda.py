@@ -22,6 +22,7 @@ from memopt.checkpointing.bandwidth import Bandwidth, bandwidth
 from memopt.checkpointing.chain_offload import ChainOffload, Pinned
 from memopt.checkpointing.chain_runner import ChainRunner
 from memopt.checkpointing.stage_costs import Meter, bytes_of
+from tests.residual import Residual
 
 SIM = {"memory": "1GiB"}
 
@@ -260,20 +261,6 @@ def test_a_copy_comes_before_what_the_tensors_stream_and_the_finishing_one_do(fi
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.inner, self.outer = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = nn.functional.dropout(nn.functional.gelu(self.inner(self.norm(x))), 0.1, self.training)
-        return x + self.outer(hidden)
-
-
 class DeviceMeter(Meter):
     def see(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == "cuda":
@@ -283,7 +270,7 @@ class DeviceMeter(Meter):
 def test_auto_checkpoint_on_a_device_offloads_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automatic, "bandwidth", lambda *_: Bandwidth(1e13, 1e13, True))
     torch.manual_seed(0)
-    plain = nn.Sequential(*(Block(64) for _ in range(5))).cuda()
+    plain = nn.Sequential(*(Residual(64, 0.1) for _ in range(5))).cuda()
     sample = torch.randn(512, 64, device="cuda")
     model = copy.deepcopy(plain)
 
