@@ -1,4 +1,4 @@
-"""The residual block that tests of checkpointing are made of: a norm, a linear layer to four times the width and back."""
+"""The residual block of the tests of checkpointing: a norm, a linear layer to four times the width and back."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Seeing memory: what lived when, whose it was, and what asked for it."""
