@@ -83,7 +83,9 @@ class Recording:
         ):
             column = self.columns[name]
             if len(column) and not 0 <= int(column.min()) <= int(column.max()) < most:
-                raise ValueError(f"column {name!r} refers to what there is not: it has to be within 0 … {most - 1}")
+                raise ValueError(
+                    f"column {name!r} refers to what there is not: it has to be within 0 … {most - 1}"
+                )
 
     @property
     def events(self) -> int:
