@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from memopt.checkpointing.auto_checkpoint import auto_checkpoint, undo_checkpoint
     from memopt.diagnosis import doctor
+    from memopt.owners.live import live_tensors
     from memopt.switches import disable, patch
 
 Error = _engines.Error
@@ -48,6 +49,7 @@ __all__ = [
     "cuda",
     "disable",
     "doctor",
+    "live_tensors",
     "optim",
     "patch",
     "set_checkpoint_early_stop",
@@ -66,6 +68,7 @@ _LATER = {
     "set_checkpoint_early_stop": "memopt.checkpointing",
     "auto_checkpoint": "memopt.checkpointing.auto_checkpoint",
     "undo_checkpoint": "memopt.checkpointing.auto_checkpoint",
+    "live_tensors": "memopt.owners.live",
     "amp": None,
     "chain": None,
     "cuda": None,

@@ -1,0 +1,121 @@
+"""The line of the source that gives a name its value: where a variable is bound, a list grown, an attribute set. Read
+from the source's text, for what nobody has recorded."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from memopt.owners.user_files import NOTEBOOK, cells
+from memopt.owners.variables import Anchor, Path
+
+_GROWS = frozenset("append appendleft extend extendleft insert add update setdefault put".split())
+
+
+class _Binding(NamedTuple):
+    name: str
+    attribute: bool  # obj.name, not name
+    line: int
+    rank: int  # 3: an element is put in; 2: it grows by +=; 1: it gets a value; 0: a constant, or a parameter
+    function: int  # first line of the function that it is in, 0 for none
+    owner: str  # the class around it
+    file: str
+    cell: int  # of a notebook, later ones count more
+
+
+def place_of(path: Path) -> tuple[str, int] | None:
+    """File and line; None where the source is not there, or does not say."""
+    anchor = path.anchor
+    if anchor is None:
+        return None
+    files = [anchor.file] if anchor.file not in cells() and anchor.file != NOTEBOOK else list(cells())
+    found = [one for file in files for one in bindings(file) if one.name == anchor.name]
+    found = _in_scope(found, anchor)
+    if anchor.line:  # a frame that runs: what it has passed
+        found = [one for one in found if one.line <= anchor.line and one.file == anchor.file] or found
+    if not found:
+        return None
+    wanted = 3 if path.inside and any(one.rank == 3 for one in found) else 2
+    best = max(found, key=lambda one: (min(one.rank, wanted), one.cell, one.line))
+    return best.file, best.line
+
+
+def _in_scope(found: list[_Binding], anchor: Anchor) -> list[_Binding]:
+    if anchor.kind == "attribute":
+        found = [one for one in found if one.attribute]
+        owner = anchor.owner.rpartition(".")[2]
+        return [one for one in found if one.owner.rpartition(".")[2] == owner] or found
+    found = [one for one in found if not one.attribute]
+    if anchor.kind == "local":
+        own = [one for one in found if one.function == anchor.scope]
+        # A closure's variable is bound in the function around it, or only there grown.
+        return own if any(one.rank >= 2 for one in own) else own + [one for one in found if one not in own]
+    local = {(one.function, one.name) for one in found if one.function and one.rank in (0, 1)}
+    return [one for one in found if (one.function, one.name) not in local] or found
+
+
+@functools.lru_cache(64)
+def bindings(file: str) -> tuple[_Binding, ...]:
+    """All of a source file, or of a notebook's cell."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # no Python: a name that is no file's
+        return ()
+    cell = cells().get(file, 0)
+    return tuple(
+        _Binding(name, attribute, line, rank, function, owner, file, cell)
+        for name, attribute, line, rank, function, owner in _of(tree, 0, "")
+    )
+
+
+_Found = tuple[str, bool, int, int, int, str]
+
+
+def _of(node: ast.AST, function: int, owner: str) -> Iterator[_Found]:
+    for child in ast.iter_child_nodes(node):
+        inner, its_owner = function, owner
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inner = min([child.lineno, *(one.lineno for one in getattr(child, "decorator_list", []))])
+            arguments = child.args
+            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+                yield argument.arg, False, child.lineno, 0, inner, owner
+        elif isinstance(child, ast.ClassDef):
+            its_owner = f"{owner}.{child.name}" if owner else child.name
+        yield from _bound_by(child, function, owner)
+        yield from _of(child, inner, its_owner)
+
+
+def _bound_by(node: ast.AST, function: int, owner: str) -> Iterator[_Found]:
+    targets: list[tuple[ast.expr, int]] = []
+    if isinstance(node, ast.Assign):
+        rank = 0 if isinstance(node.value, ast.Constant) else 1
+        targets = [(part, rank) for target in node.targets for part in _parts(target)]
+    elif isinstance(node, ast.AugAssign):
+        targets = [(node.target, 2)]
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        targets = [(node.target, 0 if isinstance(node.value, ast.Constant) else 1)]
+    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        targets = [(part, 1) for part in _parts(node.target)]
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        targets = [(part, 1) for part in _parts(node.optional_vars)]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWS:
+        targets = [(node.func.value, 3)]
+    for target, rank in targets:
+        if isinstance(target, ast.Subscript):
+            target, rank = target.value, 3
+        line = getattr(node, "lineno", target.lineno)
+        if isinstance(target, ast.Name):
+            yield target.id, False, line, rank, function, owner
+        elif isinstance(target, ast.Attribute):
+            yield target.attr, True, line, rank, function, owner
+
+
+def _parts(target: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(target, ast.Tuple | ast.List):
+        for one in target.elts:
+            yield from _parts(one)
+    else:
+        yield target.value if isinstance(target, ast.Starred) else target

@@ -1,0 +1,384 @@
+"""Which variables of the program lead to an object: the shortest way from a frame's locals, a module's globals, the
+last exception's traceback or a hook, through containers, attributes and closures.
+
+Only values are followed, by the doors that run no code of the program's: no property, no __getattr__, no __iter__ of a
+class. A look stops after some time; then `complete` is False, and what has no path may have one."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from memopt.owners.user_files import NOTEBOOK, is_users
+
+_Step = tuple[
+    Any, str, "Anchor | None"
+]  # a value, how it is written after its holder, where its name is bound
+
+
+class Anchor(NamedTuple):
+    """Where the source binds a name. kind: "global", "local" (also a closure's variable; `scope` is the first line of
+    the function), "attribute" (`owner` is the class)."""
+
+    kind: str
+    name: str
+    file: str
+    scope: int = 0
+    line: int = 0  # of a local of a running frame: the line it is at
+    owner: str = ""
+
+
+class Path(NamedTuple):
+    """`text`: as one would write it, "trainer.losses[3]"; `note`: what the reader has to know of its beginning, such as
+    "closure of hook"; `anchor`: of the last name in it; `inside`: whether the object is an element of what is bound
+    there."""
+
+    text: str
+    note: str
+    anchor: Anchor | None
+    inside: bool
+
+
+class _Entry(NamedTuple):
+    parent: _Entry | None
+    text: str
+    anchor: Anchor | None
+    note: str | None = None  # not None: the text begins here
+
+    def path(self) -> Path:
+        entries: list[_Entry] = []
+        entry: _Entry | None = self
+        while entry is not None:
+            entries.append(entry)
+            entry = None if entry.note is not None else entry.parent
+        anchor = next((one.anchor for one in entries if one.anchor is not None), None)
+        text = "".join(one.text for one in reversed(entries))
+        return Path(text.lstrip("."), entries[-1].note or "", anchor, self.anchor is None)
+
+
+class Variables:
+    """Paths to the objects that were asked for by identity. Holds nothing of the program once it is made."""
+
+    def __init__(self, wanted: set[int], seconds: float = 0.3) -> None:
+        self._found: dict[int, _Entry] = {}
+        self.complete = True
+        end = time.perf_counter() + seconds
+        missing = set(wanted)
+        seen: dict[int, Any] = {}  # with the objects, so that no identity is used twice
+        queue: deque[tuple[Any, _Entry]] = deque()
+        for number, (value, entry) in enumerate(_roots()):
+            self._enter(value, entry, missing, seen, queue)
+            if number % 256 == 255 and time.perf_counter() > end:
+                break
+        steps = 0
+        while queue and missing:
+            holder, entry = queue.popleft()
+            for value, text, anchor in _steps(holder):
+                note = _beginning(holder)
+                self._enter(value, _Entry(entry, text, anchor, note), missing, seen, queue)
+            steps += 1
+            if steps % 64 == 0 and time.perf_counter() > end:
+                self.complete = False
+                break
+
+    def _enter(
+        self, value: Any, entry: _Entry, missing: set[int], seen: dict[int, Any], queue: deque[Any]
+    ) -> None:
+        identity, kind = id(value), type(value)
+        if kind in _ATOMS or identity in seen:
+            return
+        seen[identity] = value
+        if identity in missing:
+            missing.discard(identity)
+            self._found[identity] = entry
+        if not issubclass(kind, torch.Tensor) or kind is torch.nn.Parameter:
+            queue.append((value, entry))
+
+    def __contains__(self, value: object) -> bool:
+        return id(value) in self._found
+
+    def path(self, value: object) -> Path | None:
+        entry = self._found.get(id(value))
+        return None if entry is None else entry.path()
+
+
+_ATOMS: frozenset[type] = frozenset(
+    (
+        *(int, float, bool, str, bytes, complex, range, slice, type(None), type(...)),
+        *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GetSetDescriptorType),
+        *(types.MethodDescriptorType, types.WrapperDescriptorType, types.MemberDescriptorType),
+        *(torch.dtype, torch.device, torch.Size),
+    )
+)
+
+
+# ---- where to begin --------------------------------------------------------------------------------------------------
+
+
+def _roots() -> Iterator[tuple[Any, _Entry]]:
+    """The user's frames, innermost first; globals; the last exception; then libraries' frames and torch's hooks.
+
+    Not this package's: a list of frames that a frame of its own holds would keep all they see until the collector
+    comes."""
+    frames = [frame for first in sys._current_frames().values() for frame in _outwards(first)]
+    for frame in frames:
+        if is_users(frame.f_code.co_filename):
+            yield from _of_frame(frame, "")
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if type(module) is types.ModuleType and (name == "__main__" or (file and is_users(file))):
+            yield from _of_globals(name, vars(module), file or NOTEBOOK)
+    for name in ("last_exc", "last_value"):
+        error = getattr(sys, name, None)
+        if error is not None:
+            yield error, _Entry(None, f"sys.{name}", None, "")
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if not is_users(file):
+            yield from _of_frame(frame, f"in {frame.f_code.co_name}")
+    hooks = sys.modules.get("torch.nn.modules.module")
+    for name, value in vars(hooks).items() if hooks is not None else ():
+        if name.startswith("_global_") and name.endswith("_hooks"):
+            yield value, _Entry(None, f"torch.nn.modules.module.{name}", None, "")
+
+
+def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] != "memopt":
+            yield frame
+        frame = frame.f_back
+
+
+def _of_globals(module: str, names: dict[str, Any], file: str) -> Iterator[tuple[Any, _Entry]]:
+    """Names with an underscore last: a notebook's _ and __ are second names of what has a better one."""
+    begin = "" if module == "__main__" else f"{module}."
+    for name in sorted(
+        (name for name in names if not name.startswith("__")), key=lambda n: n.startswith("_")
+    ):
+        yield names[name], _Entry(None, begin + name, Anchor("global", name, file), "")
+
+
+def _of_frame(frame: types.FrameType, note: str) -> Iterator[tuple[Any, _Entry]]:
+    code = frame.f_code
+    for name, value in _locals(frame).items():
+        anchor = (
+            Anchor("local", name, code.co_filename, code.co_firstlineno, frame.f_lineno)
+            if code.co_flags & _OPTIMIZED
+            else Anchor("global", name, code.co_filename, line=frame.f_lineno)
+        )
+        yield value, _Entry(None, name, anchor, note)
+
+
+_OPTIMIZED = 1  # inspect.CO_OPTIMIZED: a function's, whose locals are no dict
+
+
+def _locals(frame: types.FrameType) -> dict[str, Any]:
+    """Until Python 3.13 a function's frame keeps the dict that it gives, and would hold with it what the function lets
+    go later. So it is emptied again, unless somebody else has it (from locals())."""
+    names = frame.f_locals
+    found = dict(names)
+    if frame.f_code.co_flags & _OPTIMIZED and type(names) is dict and sys.getrefcount(names) <= 3:
+        names.clear()
+    return found
+
+
+# ---- from a holder to what it holds ----------------------------------------------------------------------------------
+
+
+def _steps(holder: Any) -> Iterator[_Step]:
+    kind = type(holder)
+    for family, steps in _FAMILIES:
+        if issubclass(kind, family):
+            yield from steps(holder)
+            break
+    else:
+        if issubclass(kind, type):
+            yield from _of_class(holder)
+        else:
+            yield from _attributes(holder)
+
+
+def _beginning(holder: Any) -> str | None:
+    if type(holder) is types.FunctionType:
+        return f"closure of {holder.__qualname__}"
+    if type(holder) is types.TracebackType:
+        return f"kept by the traceback of an exception, in {holder.tb_frame.f_code.co_name}"
+    if type(holder) is types.GeneratorType:
+        return f"in the generator {holder.__name__}"
+    return None
+
+
+def _of_dict(holder: dict[Any, Any]) -> Iterator[_Step]:
+    if not _only_atoms(list(dict.values(holder))):
+        for key, value in list(dict.items(holder)):
+            if type(value) not in _ATOMS:
+                yield value, f"[{key!r}]" if type(key) in (str, int, bool) else "[…]", None
+    if type(holder) is not dict:
+        yield from _attributes(holder)
+
+
+def _of_sequence(holder: Any) -> Iterator[_Step]:
+    family: Any = next(one for one in (list, tuple, deque) if issubclass(type(holder), one))
+    values = list(family.__iter__(holder))  # not a subclass's own
+    if not _only_atoms(values):
+        for i, value in enumerate(values):
+            if type(value) not in _ATOMS:
+                yield value, f"[{i}]", None
+    if type(holder) is not family:
+        yield from _attributes(holder)
+
+
+def _of_set(holder: Any) -> Iterator[_Step]:
+    family: Any = set if issubclass(type(holder), set) else frozenset
+    for value in list(family.__iter__(holder)):
+        yield value, "{…}", None
+
+
+def _only_atoms(values: list[Any]) -> bool:
+    """Of large ones only: a dataset's texts and numbers."""
+    return len(values) > 1000 and set(map(type, values)) <= _ATOMS
+
+
+def _of_function(holder: types.FunctionType) -> Iterator[_Step]:
+    code = holder.__code__
+    for name, cell in zip(code.co_freevars, holder.__closure__ or (), strict=False):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+        yield value, name, Anchor("local", name, code.co_filename, code.co_firstlineno)
+    for i, value in enumerate(holder.__defaults__ or ()):
+        yield value, f"default {i}", Anchor("local", holder.__name__, code.co_filename, code.co_firstlineno)
+    for name, value in (holder.__kwdefaults__ or {}).items():
+        yield value, f"default {name}", Anchor("local", name, code.co_filename, code.co_firstlineno)
+    yield from _named(vars(holder), holder.__qualname__, code.co_filename)
+
+
+def _of_method(holder: types.MethodType) -> Iterator[_Step]:
+    yield holder.__self__, ".__self__", None
+    yield holder.__func__, ".__func__", None
+
+
+def _of_partial(holder: functools.partial[Any]) -> Iterator[_Step]:
+    yield holder.func, ".func", None
+    yield holder.args, ".args", None
+    yield holder.keywords, ".keywords", None
+
+
+def _of_generator(holder: types.GeneratorType[Any, Any, Any]) -> Iterator[_Step]:
+    if holder.gi_frame is not None:
+        yield from _frame_steps(holder.gi_frame)
+
+
+def _of_traceback(holder: types.TracebackType) -> Iterator[_Step]:
+    yield from _frame_steps(holder.tb_frame)
+    if holder.tb_next is not None:
+        yield holder.tb_next, "", None
+
+
+def _frame_steps(frame: types.FrameType) -> Iterator[_Step]:
+    for value, entry in _of_frame(frame, ""):
+        yield value, entry.text, entry.anchor
+
+
+def _of_exception(holder: BaseException) -> Iterator[_Step]:
+    for name in ("__traceback__", "__cause__", "__context__", "args"):
+        value = getattr(holder, name)
+        if value is not None:
+            yield value, f".{name}", None
+    yield from _attributes(holder)
+
+
+def _of_module(holder: torch.nn.Module) -> Iterator[_Step]:
+    kind: Any = type(holder)
+    for table in ("_parameters", "_buffers", "_modules"):
+        for name, value in (holder.__dict__.get(table) or {}).items():
+            yield value, f".{name}", None
+    for name, value in holder.__dict__.items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            yield value, f".{name}", _attribute(kind, name)
+
+
+def _of_parameter(holder: torch.nn.Parameter) -> Iterator[_Step]:
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        value = getattr(holder, name, None)
+        if value:
+            yield value, f".{name}", None
+    yield from _named(holder.__dict__, "Parameter", "")
+
+
+def _of_class(holder: Any) -> Iterator[_Step]:
+    file = _file(holder)
+    if holder.__module__ == "__main__" or (file and is_users(file)):
+        for name, value in list(vars(holder).items()):
+            if not name.startswith("__"):
+                yield value, f".{name}", _attribute(holder, name)
+
+
+def _attributes(holder: Any) -> Iterator[_Step]:
+    kind: Any = type(holder)
+    try:
+        names = object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        names = {}
+    if type(names) is dict:
+        for name, value in list(names.items()):
+            if type(value) not in _ATOMS:
+                yield value, f".{name}", _attribute(kind, name)
+    for name, descriptor in _slots(kind).items():
+        try:
+            yield descriptor.__get__(holder), f".{name}", _attribute(kind, name)
+        except AttributeError:  # not set
+            continue
+
+
+@functools.lru_cache(4096)
+def _slots(kind: Any) -> dict[str, Any]:
+    return {
+        name: value
+        for base in kind.__mro__
+        if not base.__module__.startswith("builtins")
+        for name, value in vars(base).items()
+        if type(value) is types.MemberDescriptorType
+    }
+
+
+def _named(names: dict[str, Any], owner: str, file: str) -> Iterator[_Step]:
+    for name, value in list(names.items()):
+        yield value, f".{name}", Anchor("attribute", name, file, owner=owner)
+
+
+@functools.lru_cache(4096)
+def _attribute(kind: Any, name: str) -> Anchor:
+    return Anchor("attribute", name, _file(kind), owner=kind.__qualname__)
+
+
+def _file(kind: type) -> str:
+    """Of its first method; a class in a notebook has no module with a file."""
+    for value in vars(kind).values():
+        if type(value) is types.FunctionType and not value.__code__.co_filename.startswith("<"):
+            return value.__code__.co_filename
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or NOTEBOOK
+
+
+_FAMILIES: tuple[tuple[Any, Callable[[Any], Iterator[_Step]]], ...] = (
+    (dict, _of_dict),
+    ((list, tuple, deque), _of_sequence),
+    ((set, frozenset), _of_set),
+    (torch.nn.Module, _of_module),
+    (torch.nn.Parameter, _of_parameter),
+    (types.FunctionType, _of_function),
+    (types.MethodType, _of_method),
+    (functools.partial, _of_partial),
+    (types.GeneratorType, _of_generator),
+    (types.TracebackType, _of_traceback),
+    (types.FrameType, _frame_steps),
+    (BaseException, _of_exception),
+)
