@@ -10,7 +10,7 @@ so that a million blocks are one operation, not a loop."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,14 @@ class Recording:
                     f"column {name!r} refers to what there is not: it has to be within 0 … {most - 1}"
                 )
 
+        born, died = self.columns["born"], self.columns["died"]
+        if len(born) and not (
+            int(born.min()) >= -1 and int(died.max()) <= self.events and bool((born < died).all())
+        ):
+            raise ValueError(
+                f"a block is born at an event or at -1, and dies later, at {self.events} at the latest"
+            )
+
     @property
     def events(self) -> int:
         return len(self.times_us)
@@ -94,6 +102,27 @@ class Recording:
     @property
     def blocks(self) -> int:
         return len(self.columns["size"])
+
+    def since(self, event: int) -> Recording:
+        """What came after this event: blocks that lived then were there before."""
+        if event < 0:
+            return self
+        cut = min(event, self.events - 1) + 1
+        lived = self.columns["died"] >= cut
+        columns = {name: column[lived] for name, column in self.columns.items()}
+        columns["born"] = (columns["born"] - cut).clamp(min=-1)
+        columns["died"] = columns["died"] - cut
+        before = (self.reserved_events < cut).nonzero().flatten()[-1:]
+        after = (self.reserved_events >= cut).nonzero().flatten()
+        chosen = torch.cat((before, after))
+        return replace(
+            self,
+            columns=columns,
+            times_us=self.times_us[cut:],
+            marks=[mark._replace(event=mark.event - cut) for mark in self.marks if mark.event >= cut],
+            reserved_events=(self.reserved_events[chosen] - cut).clamp(min=-1),
+            reserved_bytes=self.reserved_bytes[chosen],
+        )
 
     # ---- what lived when ----------------------------------------------------------------------------------------
 
@@ -142,6 +171,28 @@ class Recording:
         order = torch.argsort(sums, descending=True, stable=True).tolist()
         return [
             Line(names[n], int(sums[n]), int(counts[n]), CATEGORIES[int(most[n])]) for n in order if counts[n]
+        ]
+
+    def by_line(self, event: int | None = None) -> list[Line]:
+        """By the innermost line of the user's own that was running when the block was asked for: not torch's, not an
+        installed package's. `text` is the line's, where its file is here."""
+        from memopt.profiling.user_code import short_name, source_of, user_frame
+
+        lines: dict[Frame | None, int] = {None: 0}
+        index = [
+            lines.setdefault(found and found._replace(function=""), len(lines))
+            for found in map(user_frame, self.stacks)
+        ]
+        frames = list(lines)
+        rows = self.rows(
+            torch.tensor(index)[self.columns["stack"]], [str(n) for n in range(len(frames))], event
+        )
+        return [
+            row._replace(
+                name=short_name(frame) if (frame := frames[int(row.name)]) else "",
+                text=source_of(frame) if frame else "",
+            )
+            for row in rows
         ]
 
     def by_module(self, event: int | None = None) -> list[Line]:

@@ -1,0 +1,216 @@
+"""What a program does, seen at the places where torch lets one look: modules' forward passes, backward passes and
+optimizers' steps. From there a recorder learns which module runs, where a step ends, and what tensors are for."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as optim_optimizer
+from torch.utils import _pytree as pytree
+
+from memopt.profiling.recording import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS, Frame, Stack
+
+_DEPTH = 64  # frames of a stack
+_OFTEN = 16  # steps between two claims of what seldom changes: parameters and states
+
+
+class Listener(Protocol):
+    """Who wants to know. The position is whatever the listener counts."""
+
+    def module_is(self, index: int) -> None:
+        """From now on this thread runs the forward pass of Program.names[index]; 0 is none."""
+
+    def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None: ...
+
+    def begins(self, phase: str, stack: Stack) -> None:
+        """phase: "forward" (the first since a backward pass or a step), "backward" or "step" (an optimizer's)."""
+
+    def ends(self, phase: str) -> None:
+        """Of "backward" and "step": a forward pass ends with what begins after it."""
+
+
+def stack_here(depth: int) -> Stack:
+    """This thread's, from `depth` frames above the caller."""
+    frame = sys._getframe(depth + 1)
+    found: list[Frame] = []
+    while frame is not None and len(found) < _DEPTH:
+        code = frame.f_code
+        found.append(Frame(code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+class _Running(threading.local):
+    """Of a thread, the modules whose forward pass runs: their indices, the outermost first."""
+
+    def __init__(self) -> None:
+        self.modules: list[int] = []
+
+
+class Program:
+    """Watches from start() to stop(). `names`: of modules, by index; index 0 is "", for none."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.names: list[str] = [""]
+        self._listener = listener
+        self._index: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._names_taken: dict[str, int] = {}
+        self._running = _Running()
+        self._backward = threading.Lock()
+        self._in_graph = False  # since the first forward pass after a backward pass or a step
+        self._first = 0  # the module whose it was
+        self._had_backward = False  # since the last step
+        self._steps = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def start(self, modules: bool = True) -> None:
+        if modules:
+            self._undo += [
+                nn_module.register_module_forward_pre_hook(self._enter).remove,
+                nn_module.register_module_forward_hook(
+                    self._leave, with_kwargs=True, always_call=True
+                ).remove,
+            ]
+        self._undo += [
+            optim_optimizer.register_optimizer_step_pre_hook(self._before_step).remove,
+            optim_optimizer.register_optimizer_step_post_hook(self._after_step).remove,
+            self._watch_backward(),
+        ]
+
+    def stop(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    # ---- modules ------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        running = self._running.modules
+        known = self._index.get(id(module))
+        if known is None or known[0]() is not module:
+            known = self._name(module, not running)
+        if not running and not self._in_graph:
+            self._in_graph = True
+            self._first = id(module)
+            self._listener.begins("forward", ())
+        running.append(known[1])
+        self._listener.module_is(known[1])
+
+    def _leave(self, module: nn.Module, args: Any, *kwargs_and_result: Any) -> None:
+        """After a forward pass that failed torch leaves the kwargs out."""
+        if torch.compiler.is_compiling():
+            return
+        running = self._running.modules
+        if not running:  # it was entered before watching began
+            return
+        running.pop()
+        self._listener.module_is(running[-1] if running else 0)
+        if running:
+            return
+        if module not in self._roots:
+            self._roots.add(module)
+            self._listener.claim(_state_of([module]), PARAMETERS)
+        if self._first == id(module):  # what the others are given may be what this one made
+            given = [
+                leaf
+                for leaf in pytree.tree_leaves((args, kwargs_and_result[:-1]))
+                if isinstance(leaf, torch.Tensor) and leaf.is_leaf and not isinstance(leaf, nn.Parameter)
+            ]
+            self._listener.claim(given, INPUTS)
+
+    def _name(self, module: nn.Module, outermost: bool) -> tuple[weakref.ref[nn.Module], int]:
+        """Named by its path from the outermost module that was called, whose own name is its class's."""
+        base = type(module).__name__
+        if outermost:
+            self._names_taken[base] = nth = self._names_taken.get(base, 0) + 1
+            base = base if nth == 1 else f"{base}#{nth}"
+        for path, below in module.named_modules() if outermost else [("", module)]:
+            known = self._index.get(id(below))
+            if known is None or known[0]() is not below:
+                self._index[id(below)] = weakref.ref(below), len(self.names)
+                self.names.append(f"{base}.{path}" if path else base)
+        return self._index[id(module)]
+
+    # ---- backward passes and steps ------------------------------------------------------------------------------
+
+    def _watch_backward(self) -> Callable[[], None]:
+        engine: Any = torch.autograd
+        original = engine._engine_run_backward
+
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._backward.acquire(blocking=False):  # one within another, or beside it
+                return original(*args, **kwargs)
+            try:
+                self._listener.begins("backward", stack_here(1))
+                self._in_graph, self._had_backward = False, True
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._listener.claim(self._gradients(), GRADIENTS)
+                    self._listener.ends("backward")
+            finally:
+                self._backward.release()
+
+        def undo() -> None:
+            if engine._engine_run_backward is run:
+                engine._engine_run_backward = original
+
+        engine._engine_run_backward = run
+        return undo
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._optimizers.add(optimizer)
+        if not self._had_backward:  # else they were claimed where they were made
+            self._listener.claim(_gradients_of(_parameters_of([optimizer])), GRADIENTS)
+        self._in_graph = self._had_backward = False
+        self._listener.begins("step", ())
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._steps < 2 or not self._steps % _OFTEN:
+            self._claim_states([optimizer])
+        self._steps += 1
+        self._listener.ends("step")
+
+    def claim_all(self) -> None:
+        """What is known to be for something, at this moment."""
+        self._listener.claim(_state_of(self._roots), PARAMETERS)
+        self._claim_states(self._optimizers)
+        self._listener.claim(self._gradients(), GRADIENTS)
+
+    def _claim_states(self, optimizers: Iterable[Any]) -> None:
+        self._listener.claim(_parameters_of(optimizers), PARAMETERS)
+        states = pytree.tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
+        self._listener.claim([leaf for leaf in states if isinstance(leaf, torch.Tensor)], OPTIMIZER)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        of_modules = [parameter for root in self._roots for parameter in root.parameters()]
+        return _gradients_of({*of_modules, *_parameters_of(self._optimizers)})
+
+
+def _state_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _parameters_of(optimizers: Iterable[Any]) -> list[torch.Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]

@@ -1,0 +1,215 @@
+"""The recorder of this process: one at a time, of CUDA devices by their allocator's own history, of the CPU by the
+operations that run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memopt
+from memopt.profiling.claims import Claims
+from memopt.profiling.program import Program
+from memopt.profiling.recording import ACTIVATIONS, INPUTS, OPTIMIZER, OTHER, Mark, Recording, Stack
+
+MAX_EVENTS = 200_000
+
+_lock = threading.Lock()
+_active: Recorder | None = None
+
+
+def active() -> Recorder | None:
+    """The recorder that runs in this process, None where none does (in a forked child none does)."""
+    return _active
+
+
+def start(
+    device: torch.device | str | int | None = None, *, modules: bool = True, max_events: int = MAX_EVENTS
+) -> Recorder:
+    """Begins to record. device: a CUDA device records all CUDA devices, "cpu" the operations of this thread; by default
+    CUDA where there is a device, else the CPU. modules: note which module's forward runs. max_events: births and deaths
+    of blocks that are kept, the last ones.
+
+    Raises RuntimeError where a recorder runs already, or where there is no such device."""
+    global _active
+    from memopt.profiling import cpu_recorder, cuda_recorder
+
+    if max_events < 1:
+        raise ValueError(f"max_events={max_events}: keep at least one event")
+    kind = torch.device(device if device is not None else ("cuda" if cuda_is_here() else "cpu")).type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r}: the CPU and CUDA devices can be recorded")
+    if kind == "cuda" and not cuda_is_here():
+        raise RuntimeError(
+            f"device={device!r}: there is no CUDA device here, or torch is a CPU build: leave device out"
+        )
+    with _lock:
+        if _active is not None:
+            raise RuntimeError("memory is being recorded already in this process: stop that recorder first")
+        recorder: Recorder = (
+            cuda_recorder.CudaRecorder(max_events) if kind == "cuda" else cpu_recorder.CpuRecorder(max_events)
+        )
+        recorder._start(modules)
+        _active = recorder
+    return recorder
+
+
+def cuda_is_here() -> bool:
+    """Whether there is a CUDA device, without asking its driver: that would spoil a later fork."""
+    if torch.version.cuda is None:
+        return False
+    sim = sys.modules.get("memopt.sim")
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))) or (sim is not None and sim.is_active())
+
+
+class Phases:
+    """One device's: from which position to which the program was in a phase, and what its stack was then."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, int, int, Stack]] = []
+        self._open: dict[str, tuple[int, Stack]] = {}
+
+    def begin(self, phase: str, position: int, stack: Stack) -> None:
+        self.end("forward", position)
+        self._open[phase] = position, stack
+
+    def end(self, phase: str, position: int) -> None:
+        opened = self._open.pop(phase, None)
+        if opened is not None:
+            self.spans.append((phase, opened[0], position, opened[1]))
+
+    def all(self, position: int) -> list[tuple[str, int, int, Stack]]:
+        """The open ones too, as if they ended here."""
+        return [*self.spans, *((phase, at, position, stack) for phase, (at, stack) in self._open.items())]
+
+    def forget(self, position: int) -> None:
+        self.spans = [span for span in self.spans if span[2] >= position]
+
+
+class Watch:
+    """What is known of one device besides its blocks; positions are numbers of births and deaths since start()."""
+
+    def __init__(self) -> None:
+        self.claims = Claims()
+        self.phases = Phases()
+        self.marks: list[tuple[int, str, str]] = []
+
+    def forget(self, position: int) -> None:
+        self.claims.forget(position)
+        self.phases.forget(position)
+        self.marks = [mark for mark in self.marks if mark[0] >= position]
+
+
+class Recorder(ABC):
+    """Runs until stop(). What it has seen so far recording() gives, as often as one likes."""
+
+    def __init__(self, max_events: int) -> None:
+        self._max_events = max_events
+        self._program = Program(self)
+        self._pid = os.getpid()
+        self._modules = True
+
+    @abstractmethod
+    def devices(self) -> list[str]:
+        """Of which there is something to tell, the current one first."""
+
+    @abstractmethod
+    def position(self, device: str) -> int:
+        """Births and deaths on a device so far, since start()."""
+
+    @abstractmethod
+    def recording(
+        self, device: torch.device | str | int | None = None, *, since: int | None = None
+    ) -> Recording:
+        """What was seen so far on a device, by default the current one; since: from this position() on."""
+
+    @abstractmethod
+    def _start(self, modules: bool) -> None: ...
+
+    @abstractmethod
+    def _stop(self) -> None: ...
+
+    def stop(self) -> None:
+        """Ends it, and forgets what was seen: take recording() before. Once is enough."""
+        global _active
+        with _lock:
+            if _active is not self:
+                return
+            _active = None
+        self._program.stop()
+        self._stop()
+
+    def recordings(self) -> list[Recording]:
+        """Of all devices of which there is something to tell."""
+        return [self.recording(device) for device in self.devices()]
+
+    # ---- what the program tells (program.Listener) --------------------------------------------------------------
+
+    @abstractmethod
+    def module_is(self, index: int) -> None: ...
+
+    @abstractmethod
+    def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None: ...
+
+    @abstractmethod
+    def begins(self, phase: str, stack: Stack) -> None: ...
+
+    @abstractmethod
+    def ends(self, phase: str) -> None: ...
+
+
+def categories_of(
+    columns: dict[str, torch.Tensor], watch: Watch, first: int, position: int, events: int
+) -> torch.Tensor:
+    """What each block was for: what is claimed, else what the program did when it was made. `first`: the position at
+    which event 0 stands."""
+    born = columns["born"]
+    found = watch.claims.categories(born, columns["died"], columns["address"], first)
+    # What a module was given and made itself is an activation of the program, whoever was given it.
+    made_inside = columns["module"] > 0
+    found[(found == INPUTS) & made_inside] = OTHER
+    graph = torch.zeros(
+        events + 1, dtype=torch.bool
+    )  # event: from a forward pass to the end of its backward pass
+    step = torch.zeros(events + 1, dtype=torch.bool)
+    for phase, begin, end, _ in watch.phases.all(position):
+        inside = step if phase == "step" else graph
+        inside[max(begin - first, 0) : max(end - first, 0)] = True
+    free = (found == OTHER) & (born >= 0)
+    at = born.clamp(min=0, max=max(events - 1, 0))
+    found[free & (made_inside | graph[at])] = ACTIVATIONS
+    found[free & step[at]] = OPTIMIZER
+    return found
+
+
+def marks_of(watch: Watch, first: int) -> list[Mark]:
+    return [Mark(at - first - 1, kind, text) for at, kind, text in watch.marks if at - first - 1 >= -1]
+
+
+def facts() -> dict[str, Any]:
+    """About this run."""
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else [],
+        "pid": os.getpid(),
+        "versions": {
+            "memopt": memopt.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _forget_in_child() -> None:
+    global _active, _lock
+    _active, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,155 @@
+"""The history in a snapshot of torch's (torch.cuda.memory._snapshot(), or a file of one) as blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memopt.profiling.blocks import pair
+from memopt.profiling.recording import OTHER, Frame, Mark, Stack
+
+_GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+
+
+@dataclass
+class History:
+    """One device's. `columns` as a recording's, "module" an index into `labels`: what the program had set as metadata
+    (torch.cuda.memory._set_memory_metadata) when it asked for the block."""
+
+    columns: dict[str, torch.Tensor]
+    times_us: torch.Tensor
+    stacks: list[Stack]
+    labels: list[str]
+    ooms: list[Mark]
+    reserved_events: torch.Tensor
+    reserved_bytes: torch.Tensor
+
+
+class _Table:
+    """Things by number, each once; number 0 is the empty one."""
+
+    def __init__(self, empty: Any) -> None:
+        self.items = [empty]
+        self._numbers = {empty: 0}
+
+    def number(self, item: Any) -> int:
+        number = self._numbers.setdefault(item, len(self.items))
+        if number == len(self.items):
+            self.items.append(item)
+        return number
+
+
+class _Stacks(_Table):
+    """Stacks as torch writes them: a list of dicts for each entry, often the same one."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self._lists: dict[int, int] = {}
+
+    def of(self, frames: list[dict[str, Any]]) -> int:
+        known = self._lists.get(id(frames))
+        if known is None:
+            stack = tuple(Frame(str(f["filename"]), int(f["line"]), str(f["name"])) for f in frames)
+            known = self._lists[id(frames)] = self.number(stack)
+        return known
+
+
+def read(snapshot: dict[str, Any], device: int) -> History:
+    """Raises ValueError where the snapshot is not as torch writes them."""
+    try:
+        return _read(snapshot, device)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError) as error:
+        raise ValueError(f"its history is not as torch writes it: {type(error).__name__}: {error}") from None
+
+
+def _read(snapshot: dict[str, Any], device: int) -> History:
+    trace = snapshot["device_traces"][device] if device < len(snapshot["device_traces"]) else []
+    segments = [segment for segment in snapshot.get("segments", []) if segment["device"] == device]
+    stacks, labels = _Stacks(), _Table("")
+    entries = [entry for entry in trace if entry["action"] in ("alloc", "free_requested")]
+    is_birth = torch.tensor([entry["action"] == "alloc" for entry in entries], dtype=torch.bool)
+    told: dict[str, torch.Tensor] = {
+        "address": _column(entry["addr"] for entry in entries),
+        "size": _column(entry["size"] for entry in entries),
+        "stream": _column(entry["stream"] for entry in entries),
+        "stack": _column(
+            stacks.of(entry.get("frames") or []) if entry["action"] == "alloc" else 0 for entry in entries
+        ),
+        "module": _column(
+            labels.number(str(entry.get("user_metadata") or "")) if entry["action"] == "alloc" else 0
+            for entry in entries
+        ),
+    }
+    born, died, event = pair(is_birth, told["address"])
+    columns = {name: column[event] for name, column in told.items()}
+    columns |= {"born": born, "died": died}
+    alive = set(columns["address"][died == len(entries)].tolist())
+    before = list(_blocks(segments, alive))
+    columns = {
+        name: torch.cat((_column(block[name] for block in before), column))
+        for name, column in columns.items()
+        if name not in ("born", "died", "stack", "module")
+    } | {
+        "born": torch.cat((torch.full((len(before),), -1), columns["born"])),
+        "died": torch.cat((torch.full((len(before),), len(entries)), columns["died"])),
+        "stack": torch.cat((_column(stacks.of(block["frames"]) for block in before), columns["stack"])),
+        "module": torch.cat((torch.zeros(len(before), dtype=torch.int64), columns["module"])),
+    }
+    columns["category"] = torch.full_like(columns["born"], OTHER)
+    reserved = _reserved(trace, sum(segment["total_size"] for segment in segments))
+    return History(
+        columns=columns,
+        times_us=_column(entry.get("time_us", 0) for entry in entries),
+        stacks=stacks.items,
+        labels=labels.items,
+        ooms=_ooms(trace),
+        reserved_events=reserved[0],
+        reserved_bytes=reserved[1],
+    )
+
+
+def _column(values: Any) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _blocks(segments: list[dict[str, Any]], known: set[int]) -> Any:
+    """What lives at the end and is not `known` by its address: it was there before."""
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            at = block.get("address", address)
+            if block["state"] == "active_allocated" and at not in known:
+                yield {
+                    "address": at,
+                    "size": block.get("requested_size", block["size"]),
+                    "stream": segment["stream"],
+                    "frames": block.get("frames") or [],
+                }
+            address += block["size"]
+
+
+def _ooms(trace: list[dict[str, Any]]) -> list[Mark]:
+    found, events = [], 0
+    for entry in trace:
+        if entry["action"] == "oom":
+            found.append(Mark(events - 1, "oom", f"asked {entry['size']} bytes"))
+        elif entry["action"] in ("alloc", "free_requested"):
+            events += 1
+    return found
+
+
+def _reserved(trace: list[dict[str, Any]], at_end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The allocator's memory from each event on; a segment is there with the block that it was taken for."""
+    changes: dict[int, int] = {}
+    events = 0
+    for entry in trace:
+        sign = _GROWS.get(entry["action"])
+        if sign is not None:
+            changes[events] = changes.get(events, 0) + sign * entry["size"]
+        elif entry["action"] in ("alloc", "free_requested"):
+            events += 1
+    at = torch.tensor([-1, *changes], dtype=torch.int64)
+    sums = torch.tensor([0, *changes.values()], dtype=torch.int64).cumsum(0)
+    return at.clamp(max=max(events - 1, -1)), sums + (at_end - int(sums[-1]))

@@ -1,0 +1,56 @@
+"""Which lines are the user's own: neither torch's, nor an installed package's, nor memopt's."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import re
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+from memopt.profiling.recording import Frame, Stack
+
+# A recording may come from another machine, so a package is known by how its path looks; this machine's own library
+# besides, which a distribution may have put anywhere.
+_INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python\d+(\.\d+)?t?)[/\\]", re.IGNORECASE)
+_HERE = tuple(
+    f"{Path(path)}/" for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")} if path
+)
+_MEMOPT = f"{Path(__file__).resolve().parents[1]}/"
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def is_user_file(file: str) -> bool:
+    """Whether a file is the user's. A notebook's cell is, whatever its kernel calls it."""
+    if file.startswith("<"):
+        return file.startswith("<ipython-input")
+    return not (_INSTALLED.search(file) or file.startswith(_HERE) or file.startswith(_MEMOPT))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def is_package_file(file: str) -> bool:
+    """Whether a file is an installed package's other than torch and memopt: where no line is the user's, its is."""
+    installed = re.search(r"[/\\](site-packages|dist-packages)[/\\](.*)", file)
+    return installed is not None and not re.match(r"(torch|memopt)[/\\.]", installed[2])
+
+
+def _innermost(stack: Stack, chosen: Callable[[str], bool]) -> Frame | None:
+    return next((frame for frame in stack if chosen(frame.file)), None)
+
+
+def user_frame(stack: Stack) -> Frame | None:
+    """The innermost line that is the user's, in a program that is itself an installed package (`-m package`) that
+    package's; None where there is neither."""
+    return _innermost(stack, is_user_file) or _innermost(stack, is_package_file)
+
+
+def short_name(frame: Frame) -> str:
+    """ "train.py:41"."""
+    name = frame.file.replace("\\", "/").rsplit("/", 1)[-1]
+    return f"{name}:{frame.line}"
+
+
+def source_of(frame: Frame) -> str:
+    """The line's text, "" where its file is not here."""
+    return linecache.getline(frame.file, frame.line).strip()

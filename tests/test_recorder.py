@@ -1,0 +1,282 @@
+"""The recorder on a CPU, and what it is made of: blocks from events, categories from claims, the user's own lines."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from memopt.checkpointing.stage_costs import Meter
+from memopt.profiling import recorder
+from memopt.profiling.blocks import pair
+from memopt.profiling.claims import Claims
+from memopt.profiling.recording import ACTIVATIONS, CATEGORIES, INPUTS, OPTIMIZER, OTHER, PARAMETERS, Frame
+from memopt.profiling.user_code import is_user_file, short_name, user_frame
+
+SEED = int(os.environ.get("MEMOPT_SEED", "0")) or random.randrange(1 << 30)
+
+
+@pytest.fixture
+def recording():
+    running = []
+
+    def start(**options):
+        running.append(recorder.start("cpu", **options))
+        return running[0]
+
+    yield start
+    for each in running:
+        each.stop()
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x))) * self.scale
+
+
+def train(model, optimizer, steps: int, width: int = 64):
+    for _ in range(steps):
+        x = torch.randn(32, width)
+        loss = (model(x) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- blocks from events ----------------------------------------------------------------------------------------------
+
+
+def test_births_and_deaths_are_paired_as_one_by_one_they_would_be():
+    random.seed(SEED)
+    for _ in range(60):
+        events = [(random.random() < 0.5, random.randrange(4)) for _ in range(random.randrange(40))]
+        live: dict[int, int] = {}
+        last: dict[int, int] = {}
+        blocks = []
+        for n, (birth, address) in enumerate(events):
+            if address in live:
+                blocks.append((live.pop(address), n))
+            elif not birth:
+                blocks.append((last.get(address, -1), n))
+            if birth:
+                live[address] = n
+            last[address] = n
+        blocks += [(born, len(events)) for born in live.values()]
+        found = pair(
+            torch.tensor([e[0] for e in events], dtype=torch.bool),
+            torch.tensor([e[1] for e in events], dtype=torch.int64),
+        )
+        got = list(zip(found.born.tolist(), found.died.tolist(), strict=True))
+        assert sorted(got) == sorted(blocks), f"MEMOPT_SEED={SEED}"
+        assert found.born.tolist() == sorted(found.born.tolist())
+
+
+def test_a_claim_gives_its_category_to_the_block_that_lived_there_then():
+    random.seed(SEED)
+    for _ in range(60):
+        count = random.randrange(1, 30)
+        born = [random.randrange(-1, 20) for _ in range(count)]
+        died = [b + 1 + random.randrange(6) for b in born]
+        # No two blocks live at one address at once.
+        address, ends = [], {}
+        for n in sorted(range(count), key=lambda n: born[n]):
+            place = next(a for a in range(1, 99) if ends.get(a, -9) <= born[n])
+            ends[place] = died[n]
+            address.append((n, place))
+        address = [place for _, place in sorted(address)]
+        first = random.randrange(3)
+        claims, wanted = Claims(), [OTHER] * count
+        for position in range(first, first + 25):
+            category, place = random.randrange(5), random.randrange(1, 8)
+            claims.add(position, [place], category)
+            for n in range(count):
+                if address[n] == place and born[n] < position - first <= died[n]:
+                    wanted[n] = min(wanted[n], category)
+        got = claims.categories(*map(torch.tensor, (born, died, address)), first)
+        assert got.tolist() == wanted, f"MEMOPT_SEED={SEED}"
+
+
+# ---- whose line ------------------------------------------------------------------------------------------------------
+
+
+def test_the_users_line_is_the_innermost_that_is_no_packages():
+    torchs = Frame("/usr/lib/python3/dist-packages/torch/nn/modules/linear.py", 9, "forward")
+    hugging = Frame("/opt/venv/lib/python3.12/site-packages/transformers/models/bert.py", 7, "forward")
+    library = Frame(inspect.getfile(random), 7, "choice")
+    generated, notebook = Frame("<string>", 1, "f"), Frame("/tmp/ipykernel_7/123.py", 3, "<module>")
+    mine, outer = Frame("/home/me/train.py", 41, "loss"), Frame("/home/me/train.py", 90, "<module>")
+    assert user_frame((torchs, library, generated, hugging, mine, outer)) == mine
+    assert user_frame((torchs, notebook)) == notebook
+    assert user_frame((torchs, hugging)) == hugging  # a program that is itself an installed package
+    assert user_frame((torchs,)) is None and user_frame(()) is None
+    assert not is_user_file(inspect.getfile(recorder))
+    assert short_name(mine) == "train.py:41"
+
+
+# ---- a CPU's recording -----------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_the_storages_that_operations_make(recording):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    meter = Meter()
+    meter.ignore([*model.parameters(), *model.buffers()])
+    with meter:
+        train(model, optimizer, 3)
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    running = recording()
+    before = int(running.recording().live_bytes()[0])
+    train(model, optimizer, 3)
+    assert running.recording().peak()[0] - before == meter.peak
+    assert before >= sum(p.nbytes for p in model.parameters())
+
+
+def test_each_block_is_for_what_its_holder_says(recording):
+    running = recording()
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 4)
+    seen = running.recording()
+    parameters = sum(p.nbytes for p in model.parameters())
+    steps = [mark.event for mark in seen.marks if mark.kind == "step"]
+    assert len(steps) == 4
+    at = seen.by_category(steps[1])
+    assert at["parameters"] == parameters + model.scale.nbytes
+    assert at["gradients"] == parameters
+    states = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    assert at["optimizer"] == states
+    assert at["inputs"] == 32 * 64 * 4
+    assert set(seen.by_category()) == set(CATEGORIES)
+    assert sum(seen.by_category().values()) == seen.peak()[0]
+    made = seen.columns["category"] == ACTIVATIONS
+    names = {seen.modules[n] for n in seen.columns["module"][made].tolist()}
+    assert {"Net", "Net.first", "Net.second"} <= names
+
+
+def test_every_row_names_the_line_and_the_rows_add_up(recording):
+    running = recording()
+    line = inspect.currentframe().f_lineno + 1
+    kept = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(3)]
+    seen = running.recording()
+    rows = seen.by_line(seen.events - 1)
+    mine = next(row for row in rows if row.name == f"test_recorder.py:{line}")
+    assert (mine.bytes, mine.blocks) == (3 << 20, 3)
+    assert mine.text.startswith("kept = [torch.empty(1 << 20")
+    assert sum(row.bytes for row in rows) == int(seen.live_bytes()[-1])
+    assert len(kept) == 3
+
+
+def test_a_failed_forward_pass_leaves_no_module_behind(recording):
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ValueError("as planned")
+
+    running = recording()
+    with pytest.raises(ValueError, match="as planned"):
+        Fails()(torch.ones(3))
+    kept = torch.ones(1000)
+    seen = running.recording()
+    assert seen.modules[int(seen.columns["module"][seen.columns["size"] == kept.nbytes][-1])] == ""
+
+
+def test_old_events_are_forgotten_and_the_blocks_that_live_on_are_not(recording):
+    running = recording(max_events=50)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 20)
+    seen = running.recording()
+    assert 50 <= seen.events <= 100 and seen.facts["events_lost"] > 0
+    wanted = sum(p.nbytes for p in model.parameters()) + model.scale.nbytes
+    assert seen.by_category(seen.events - 1)["parameters"] == wanted
+    rows = {row.category for row in seen.by_line(seen.events - 1)}
+    assert {"parameters", "optimizer"} <= rows
+
+
+def test_what_came_after_a_position_is_a_recording_of_its_own(recording):
+    running = recording()
+    kept = torch.zeros(5000)
+    position = running.position("cpu")
+    more = torch.zeros(7000)
+    gone = torch.zeros(9000)
+    del gone
+    later = running.recording(since=position)
+    everything = running.recording()
+    assert int(later.live_bytes()[0]) == int(everything.live_bytes()[position])
+    assert int(later.live_bytes()[-1]) == int(everything.live_bytes()[-1])
+    born = {int(size): int(at) for size, at in zip(later.columns["size"], later.columns["born"], strict=True)}
+    assert born[kept.nbytes] == -1 and born[more.nbytes] == 0 and 36000 in born
+
+
+def test_memory_that_grows_in_place_counts_as_it_is(recording):
+    running = recording()
+    x = torch.zeros(10)
+    x.resize_(100000)
+    grown = running.recording()
+    del x
+    gone = running.recording()
+    running.stop()  # so that what follows is not recorded
+    assert {40, 400000} <= set(grown.columns["size"].tolist())
+    assert int(grown.live_bytes()[-1] - gone.live_bytes()[-1]) == 400000
+
+
+def test_only_one_recorder_runs_and_none_in_a_forked_child(recording):
+    running = recording()
+    assert recorder.active() is running
+    with pytest.raises(RuntimeError, match="already"):
+        recorder.start("cpu")
+    pid = os.fork()
+    if pid == 0:
+        torch.zeros(10)
+        os._exit(0 if recorder.active() is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    running.stop()
+    running.stop()
+    assert recorder.active() is None
+
+
+def test_what_cannot_be_recorded_is_refused():
+    with pytest.raises(ValueError, match="meta"):
+        recorder.start("meta")
+    with pytest.raises(ValueError, match="max_events=0"):
+        recorder.start("cpu", max_events=0)
+    if torch.version.cuda is None:
+        with pytest.raises(RuntimeError, match="no CUDA device here"):
+            recorder.start("cuda")
+    assert recorder.active() is None
+
+
+def test_stopping_leaves_torch_as_it_was():
+    engine, hooks = torch.autograd._engine_run_backward, dict(nn.modules.module._global_forward_hooks)
+    running = recorder.start("cpu")
+    assert torch.autograd._engine_run_backward is not engine
+    running.stop()
+    assert torch.autograd._engine_run_backward is engine
+    assert nn.modules.module._global_forward_hooks == hooks
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_what_the_module_made_itself_is_no_input(recording):
+    running = recording()
+    inner, outer = nn.Linear(64, 64), nn.Linear(64, 64)
+    given = torch.randn(16, 64)
+    made = inner(given)
+    outer(made.detach())
+    seen = running.recording()
+    category = {
+        int(a): int(c)
+        for a, c, d in zip(*(seen.columns[n] for n in ("address", "category", "died")), strict=True)
+        if d == seen.events
+    }
+    assert category[given.data_ptr()] == INPUTS and category[made.data_ptr()] == ACTIVATIONS
+    assert category[inner.weight.data_ptr()] == PARAMETERS
+    assert OPTIMIZER not in category.values()
