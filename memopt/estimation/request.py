@@ -1,0 +1,51 @@
+"""What an estimate's child process is asked: a script, a device, and what of the script may run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+BACKENDS = ("native", "expandable", "pool")
+
+
+@dataclass(frozen=True)
+class Request:
+    """argv: a script, or where `module` is set a module, and its arguments. The device has `memory` bytes, of which a
+    context takes `context`; each cuDNN plan asks for `cudnn_workspace`. fraction: the part of an unknown mask that
+    holds (guesses.py). steps: of an optimizer, after which the script ends; seconds: after which it does. backend:
+    which allocator. batch_size: of each DataLoader, instead of the script's. keep_files: what the script writes goes
+    where it says, not to a folder that is removed. compute: every operation is computed, so nothing is guessed: for
+    sizes that the host can hold. answer, recording: files to write."""
+
+    argv: list[str]
+    answer: str
+    memory: int
+    module: bool = False
+    compute_capability: str = "8.0"
+    multiprocessors: int = 108
+    devices: int = 1
+    context: int = 0
+    cudnn_workspace: int = 0
+    fraction: float = 1.0
+    steps: int | None = None
+    seconds: float | None = None
+    backend: str = "native"
+    batch_size: int | None = None
+    record: bool = False
+    recording: str | None = None
+    keep_files: bool = False
+    compute: bool = False
+
+
+def read(path: str) -> Request:
+    given = json.loads(Path(path).read_text())
+    unknown = sorted(set(given) - {field.name for field in fields(Request)})
+    if unknown:
+        raise ValueError(f"{path} asks for {', '.join(unknown)}, which there is not")
+    request = Request(**given)
+    if not request.argv:
+        raise ValueError(f"{path} names no script: argv is empty")
+    if request.backend not in BACKENDS:
+        raise ValueError(f"{path}: backend is one of {', '.join(BACKENDS)}, not {request.backend!r}")
+    return request

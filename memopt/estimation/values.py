@@ -1,0 +1,333 @@
+"""Values where a script's control flow needs them, on a blank simulated device: the twins are kept by a dispatch mode.
+
+The mode is on where Python runs: in forward passes, optimizers, hooks and what is recomputed. In a backward pass it is
+off: under a mode, even one that does nothing, autograd cannot take gradients over but copies them, and the peak is
+another. So a script allocates with it what it allocates without it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _len_torch_dispatch_stack,
+    _pop_mode,
+    _pop_mode_temporarily,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memopt.estimation.guesses import Guesses
+from memopt.estimation.host_reads import HostReads
+from memopt.estimation.twins import Twins, most_elements
+
+_aten = torch.ops.aten
+
+# They move no values, or host_reads.py has kept their twins.
+_AS_THEY_ARE = {
+    _aten.detach,
+    _aten.alias,
+    _aten.record_stream,
+    _aten.set_,
+    _aten.resize_,
+    _aten._local_scalar_dense,
+    _aten.nonzero,
+    _aten.masked_select,
+    _aten.bincount,
+    _aten._unique2,
+    _aten.unique_consecutive,
+    _aten.unique_dim,
+    # No gradient is ever infinite: "found" stays what it was, and so does the scale.
+    _aten._amp_foreach_non_finite_check_and_unscale_,
+    _aten._amp_update_scale_,
+}
+# What they make holds nothing yet.
+_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+# They do not read what they write to.
+_OVERWRITE = {
+    _aten.copy_,
+    _aten.fill_,
+    _aten.zero_,
+    _aten.uniform_,
+    _aten.normal_,
+    _aten.random_,
+    _aten.bernoulli_,
+    _aten.exponential_,
+    _aten.log_normal_,
+    _aten.geometric_,
+    _aten.cauchy_,
+}
+_PLAIN = torch._C._disabled_torch_dispatch_impl
+_INFINITY = float("inf")
+_NO_SUCH_TWIN = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError)
+
+
+class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
+    """The mode. install() first: it is what keeps it out of backward passes."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile falls back to eager, which needs other memory
+
+    def __init__(self, guesses: Guesses) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.guesses = guesses
+        self.twins = Twins()
+        self._reads = HostReads(self.twins, guesses)
+        self._random_state = torch.Generator().manual_seed(0).get_state()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(one.__torch_dispatch__ is not _PLAIN for one in types):
+            return NotImplemented  # a tensor made of tensors: its own operations come here, on its parts
+        packet = func.overloadpacket
+        if func.is_view or packet in _AS_THEY_ARE:
+            return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        inputs = [leaf for leaf in leaves if _on_cuda(leaf)]
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if inputs or any(map(_on_cuda, outputs)):
+            self._follow(func, args, kwargs, inputs, outputs)
+        return result
+
+    def _follow(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> None:
+        """What the operation has written is known from now on, or not any more."""
+        written = _written(func, args, kwargs)
+        if func.overloadpacket not in _EMPTY:
+            if self._one_for_all(func, args, kwargs, inputs, outputs, written):
+                return
+            if self._computed(func, args, kwargs, inputs, outputs, written):
+                return
+            if self._assumed(func, args, inputs, outputs):
+                return
+        for tensor in (*outputs, *written):
+            if tensor.is_cuda:
+                self.twins.forget(tensor)
+
+    def _computed(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        written: list[torch.Tensor],
+    ) -> bool:
+        """The operation once more, on the twins, if all that it reads has one."""
+        overwrites = func.overloadpacket in _OVERWRITE or _is_out(func)
+        unread = {id(tensor) for tensor in written} if overwrites else set()
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if any(out.numel() > most_elements(out.dtype, draws) for out in outputs):
+            return False
+        twins: dict[int, torch.Tensor] = {}
+        for tensor in inputs:
+            values = self.twins.get(tensor)
+            if values is None and id(tensor) in unread:
+                values = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if values is None:
+                return False
+            twins[id(tensor)] = values
+
+        def on_host(leaf: object) -> object:
+            if _on_cuda(leaf):
+                return twins[id(leaf)]
+            return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
+
+        host_args, host_kwargs = tree_map(on_host, (args, kwargs))
+        if isinstance(host_kwargs.get("generator"), torch.Generator):
+            host_kwargs["generator"] = None
+        try:
+            with self._host_random_numbers() if draws else contextlib.nullcontext():
+                values = func(*host_args, **host_kwargs)
+        except _NO_SUCH_TWIN:  # the CPU has no such operation, or not for such twins: nothing is known
+            return False
+        results = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        if [one.shape for one in results] != [one.shape for one in outputs]:
+            return False
+        drawn = draws or any(map(self.twins.drawn, inputs))
+        there_before = {id(tensor) for tensor in inputs}
+        for out, value in zip(outputs, results, strict=True):
+            if out.is_cuda:
+                self.twins.put(out, value, made=id(out) not in there_before, drawn=drawn)
+            elif inputs and value.data_ptr() != out.data_ptr():
+                out.copy_(value)  # from the device to the host
+        return True
+
+    @contextlib.contextmanager
+    def _host_random_numbers(self) -> Iterator[None]:
+        """A generator of their own: the script's numbers on the host stay what they are."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._random_state)
+        try:
+            yield
+        finally:
+            self._random_state = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+    def _one_for_all(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        written: list[torch.Tensor],
+    ) -> bool:
+        """Where all elements are the same one stands for them: of whatever size, at no cost."""
+        ones = {id(tensor): self.twins.the_one(tensor) for tensor in inputs}
+        if not ones or None in ones.values() or written or len(outputs) != 1 or not outputs[0].is_cuda:
+            return False
+        if torch.Tag.pointwise in func.tags:
+            value = func(*tree_map(lambda leaf: ones.get(id(leaf), leaf), args), **kwargs)
+        elif func.overloadpacket in (_aten.any, _aten.all, _aten.amax, _aten.amin):
+            value = next(iter(ones.values()))
+        else:
+            return False
+        self.twins.put_one(outputs[0], value)
+        return True
+
+    def _assumed(
+        self, func: Any, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> bool:
+        """Numbers are finite. Of a mask that is not known, as many places hold as `fraction` says: what all(), any()
+        and a sum of it come to. And what is copied to the host is no zero that a script would divide by."""
+        if len(outputs) != 1 or not inputs:
+            return False
+        out, source = outputs[0], inputs[0]
+        finite = _of_finite_numbers(func, args)
+        if finite is not None and out.is_cuda:
+            self.twins.put_one(out, finite)
+            return True
+        packet, fraction = func.overloadpacket, self.guesses.fraction
+        if not out.is_cuda:
+            self.guesses.add("copy", f"{str(source.dtype).removeprefix('torch.')} values copied to the host")
+            if out.is_floating_point() and out.numel() <= most_elements(out.dtype, drawn=True):
+                out.fill_(1.0)
+            return True
+        if source.dtype != torch.bool or out.numel() > most_elements(out.dtype):
+            return False
+        if packet in (_aten.all, _aten.any):
+            holds = fraction == 1.0 if packet is _aten.all else fraction > 0.0
+            self.guesses.add("test", f"{packet.__name__}() of a mask is {holds}")
+            self.twins.put(out, torch.full(out.shape, holds), made=True)
+            return True
+        if packet is _aten.sum and not out.is_floating_point():
+            places = source.numel() // max(1, out.numel())
+            self.guesses.add("test", "how many places of a mask hold")
+            self.twins.put(out, torch.full(out.shape, round(places * fraction), dtype=out.dtype), made=True)
+            return True
+        return False
+
+
+def _on_cuda(leaf: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor) and leaf.is_cuda
+
+
+def _is_out(func: Any) -> bool:
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+def _of_finite_numbers(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """What asks whether numbers are finite is answered: they are. isfinite is made of x == x and |x| != inf."""
+    packet = func.overloadpacket
+    if packet in (_aten.isnan, _aten.isinf, _aten.isposinf, _aten.isneginf):
+        return torch.tensor(False)
+    if packet in (_aten.eq, _aten.ne) and len(args) == 2:
+        itself = args[0] is args[1]
+        if itself or (isinstance(args[1], float) and args[1] == _INFINITY):
+            return torch.tensor((packet is _aten.eq) == itself)
+    return None
+
+
+# ---- where the mode is on ------------------------------------------------------------------------------------------
+
+
+def install(values: Values) -> None:
+    """Keeps the mode out of backward passes from now on, and in what they recompute. For the life of the process."""
+    for name in ("backward", "grad"):
+        setattr(torch.autograd, name, _without(values, getattr(torch.autograd, name)))
+    hook = torch_checkpoint._recomputation_hook
+    hook.__enter__ = _entering(values, hook.__enter__)
+    hook.__exit__ = _leaving(hook.__exit__)
+    function = torch_checkpoint.CheckpointFunction
+    function.backward = staticmethod(_within(values, function.backward))
+
+
+def _without(values: Values, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Only ours, and only where it is the innermost: torch.compile needs its own.
+        if _get_current_dispatch_mode() is not values:
+            return original(*args, **kwargs)
+        try:
+            with _pop_mode_temporarily():
+                return original(*args, **kwargs)
+        finally:
+            values.twins.forget_gradients()
+
+    return run
+
+
+def _within(values: Values, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        pushed = _enter(values)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if pushed:
+                _pop_mode()
+
+    return run
+
+
+def _entering(values: Values, original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(hook: Any) -> Any:
+        hook.values_entered = _enter(values)
+        return original(hook)
+
+    return enter
+
+
+def _leaving(original: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(hook: Any, *exception: Any) -> Any:
+        if hook.values_entered:
+            _pop_mode()
+        return original(hook, *exception)
+
+    return leave
+
+
+def _enter(values: Values) -> bool:
+    """Switches the mode on where it is off."""
+    if _len_torch_dispatch_stack() > 0:
+        return False
+    _push_mode(values)
+    return True
