@@ -7,10 +7,10 @@ is below a half. Between 0 and 1 lies what the script can come to."""
 from __future__ import annotations
 
 import sys
-import sysconfig
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from memopt.profiling.user_code import is_user_file
 
 
 class Guess(NamedTuple):
@@ -23,10 +23,6 @@ class Guess(NamedTuple):
 # with `fraction`. "value": another number that it read; "copy": values that it copied to the host.
 KINDS = ("shape", "test", "value", "copy")
 BY_FRACTION = ("shape", "test")
-
-
-_HERE = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class Guesses:
@@ -50,10 +46,6 @@ class Guesses:
         """For JSON: those that decide a shape first; of a kind, the most frequent first."""
         order = sorted(self._counts.items(), key=lambda item: (KINDS.index(item[0].kind), -item[1], item[0]))
         return [guess._asdict() | {"count": count} for guess, count in order]
-
-
-def is_user_file(file: str) -> bool:
-    return not file.startswith(("<", _HERE, *_LIBRARIES))
 
 
 def _users_line() -> str:
