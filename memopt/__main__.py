@@ -9,9 +9,9 @@ import sys
 
 import memopt
 from memopt import log
-from memopt.commands import doctor, replay
+from memopt.commands import doctor, estimate, replay
 
-COMMANDS = [doctor, replay]
+COMMANDS = [doctor, estimate, replay]
 
 
 def parser() -> argparse.ArgumentParser:

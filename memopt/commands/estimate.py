@@ -1,0 +1,171 @@
+"""Will it fit? Runs a training script, unmodified, on a simulated CUDA card, which needs PyTorch's CUDA build and no
+GPU: PyTorch's own allocator decides, kernels compute nothing, and values that the script reads are answered from copies
+on the host or guessed, each guess counted. Tells the peak, whether it fits the card, the line where it runs out of
+memory, what the memory is for, and what would make it fit. The script stops after a few steps of its optimizer, and
+what it writes goes to a scratch folder. SCRIPT is a file or, with -m, a module. Exits with 0 if it fits, 1 if it does
+not or that is not sure, 2 if the call was wrong or the script fails by itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from memopt import _C
+from memopt.commands import write
+from memopt.estimation import batch_option, cards, interpreters
+from memopt.estimation.child_process import ChildFailed, Children
+from memopt.estimation.prediction import Estimate
+from memopt.estimation.progress import Progress
+from memopt.estimation.protocol import BACKENDS, Request
+from memopt.estimation.survey import ScriptFailed, Survey
+
+NAME = "estimate"
+HELP = "whether a script will fit a card, without the card"
+
+
+def _size(text: str) -> int:
+    try:
+        return _C.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _steps(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps: write 1 or more, or 'all'")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    parser.usage = "memopt estimate [options] SCRIPT [its arguments]"
+    add("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script, and its own arguments")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
+    add("--gpu", metavar="CARD", help=f"a size, as 24GiB, or one of {', '.join(c.name for c in cards.CARDS)}")
+    add("--compute-capability", metavar="X.Y", help="instead of the card's own (8.0 for a size)")
+    add("--context", type=_size, metavar="SIZE", help="taken by the CUDA context (450MiB)")
+    add("--steps", type=_steps, default=3, metavar="N", help="stop after N optimizer steps, or 'all' (3)")
+    add("--seconds", type=_seconds, default=600, metavar="S", help="stop a run after S seconds (600)")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        default="native",
+        help="the allocator: torch's, with expandable segments, or memopt's pool (native)",
+    )
+    add("--max-batch", action="store_true", help="search the largest batch that fits the card")
+    add(
+        "--batch-option",
+        metavar="NAME",
+        help="the script's option for it, as batch-size (found by itself "
+        "where it is called so; else every DataLoader's batch_size is changed)",
+    )
+    add("--smallest-card", action="store_true", help="search the smallest card that suffices")
+    add(
+        "--quick",
+        action="store_true",
+        help="one run: no ranges, no other allocators, no search for what fits",
+    )
+    add("--python", metavar="PATH", help="the Python that has PyTorch's CUDA build (this one)")
+    add("--keep-files", action="store_true", help="let the script write where it wants to")
+    add("--record", metavar="FILE", help="keep the recording of the run, for `memopt report`")
+    add("--jobs", type=int, default=0, metavar="N", help="runs at a time (half of the processors, 4 at most)")
+    add("--json", action="store_true", help="the answer as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        found, status = _answer(options)
+    except (ValueError, interpreters.NoInterpreter, ChildFailed) as error:
+        print(f"memopt estimate: {error}", file=sys.stderr)
+        return 2
+    except ScriptFailed as failure:
+        print(f"memopt estimate: {options.script[0]}: {failure}", file=sys.stderr)
+        seen = failure.answer
+        print(
+            f"  until then: {_C.format_size(seen.peak_allocated)} allocated, "
+            f"{_C.format_size(seen.peak_reserved)} reserved, {seen.steps} steps",
+            file=sys.stderr,
+        )
+        return 2
+    write(json.dumps(found.as_dict(), indent=2) if options.json else str(found), options.output)
+    return status
+
+
+def _answer(options: argparse.Namespace) -> tuple[Estimate, int]:
+    argv, module = _script(options.script, options.module)
+    context = cards.CONTEXT if options.context is None else options.context
+    card = None
+    if options.gpu is not None:
+        card = cards.card(options.gpu, options.compute_capability, options.context)
+    if options.max_batch and card is None:
+        raise ValueError("--max-batch searches for a card: name it with --gpu")
+    batch = batch_option.find(argv, options.batch_option)
+    plain = cards.card(cards.NO_LIMIT, options.compute_capability, context)
+    like = card or plain
+    request = Request(
+        argv=argv,
+        module=module,
+        memory=cards.NO_LIMIT,
+        context=context,
+        compute_capability=like.compute_capability,
+        multiprocessors=like.multiprocessors,
+        steps=options.steps,
+        seconds=options.seconds,
+        backend=options.backend,
+        keep_files=options.keep_files,
+    )
+    python = interpreters.find(options.python)
+    with Progress(not options.quiet) as progress, Children(python) as children:
+        survey = Survey(
+            title=" ".join(("-m", *argv) if module else argv),
+            request=request,
+            run=children.run,
+            shown=lambda asked: children.run(asked, show=not options.quiet, recording=options.record),
+            card=card,
+            batch=batch,
+            jobs=options.jobs or max(1, min(4, (os.cpu_count() or 2) // 2)),
+            say=progress.say,
+        )
+        full = not options.quick
+        found = survey.estimate(ranges=full, compare=full, mend=full and not options.max_batch)
+        found.recording = options.record
+        if options.max_batch and card is not None:
+            survey.largest_batch(found, card)
+        if options.smallest_card:
+            survey.smallest_card(found)
+    return found, 0 if found.verdict in ("", "fits") else 1
+
+
+def _script(said: list[str], module: bool) -> tuple[tuple[str, ...], bool]:
+    if said[:1] == ["--"]:
+        said = said[1:]
+    if not said:
+        raise ValueError("which script? memopt estimate [options] SCRIPT [its arguments]")
+    script = said[0]
+    if module:
+        if not re.fullmatch(r"\w+(\.\w+)*", script):
+            raise ValueError(f"{script!r} is no module's name")
+        return tuple(said), True
+    if script.startswith("-"):
+        raise ValueError(f"{script} is no option of memopt estimate, whose options come before SCRIPT")
+    if not Path(script).exists():
+        raise ValueError(f"there is no script {script!r}")
+    if Path(script).is_dir():
+        raise ValueError(f"{script!r} is a folder, not a script")
+    return tuple(said), False

@@ -1,0 +1,73 @@
+"""Where a script is told its batch size: an option of its own, or, where it has none, every DataLoader's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from memopt.estimation.protocol import Request
+
+# What scripts call it; compared without dashes and underscores.
+_USUAL = re.compile(
+    r"(train|micro|mini|per_?device|per_?device_?train|per_?gpu|device|local)?_?batch(_?size)?(_?per_?(device|gpu))?|bs|bsz"
+)
+
+
+@dataclass(frozen=True)
+class BatchOption:
+    """`at`: the argument that has the number (-1: none has, it is put at the end); `name`: as it is written there, ""
+    for DataLoader's batch_size; `size`: what the script was given, None where that is not known."""
+
+    name: str
+    at: int = -1
+    joined: bool = False  # name and number are one argument, with a "=" between
+    size: int | None = None
+
+    def __str__(self) -> str:
+        return self.name or "the DataLoaders' batch_size"
+
+    def request(self, request: Request, size: int) -> Request:
+        if not self.name:
+            return replace(request, batch_size=size)
+        argv = list(request.argv)
+        if self.at >= 0:
+            argv[self.at] = f"{self.name}={size}" if self.joined else str(size)
+        elif self.joined:
+            argv.append(f"{self.name}={size}")
+        else:
+            argv += [self.name, str(size)]
+        return replace(request, argv=tuple(argv))
+
+
+def find(argv: Sequence[str], name: str | None = None) -> BatchOption:
+    """The option of that name, or else the one that looks like a batch size, in a script's arguments (argv[0] is the
+    script): `--batch-size 8`, `--batch-size=8`, `batch_size=8`. A name goes without its dashes too. One that is not
+    there is put at the end, as `--name 8`, or as `name=8` where it ends with "="; without a name, it is DataLoader's.
+    ValueError for an option that is followed by no number."""
+    wanted = None if name is None else name.removesuffix("=").lstrip("-")
+    if name is not None and not re.fullmatch(r"-{0,2}[A-Za-z][\w.-]*=?", name):
+        raise ValueError(f"{name!r} is no option: write it as the script takes it, as 'batch-size'")
+    for at, argument in enumerate(argv[1:], 1):
+        key, equals, value = argument.partition("=")
+        if not (key.lstrip("-") == wanted if wanted else _looks_like_one(key, bool(equals))):
+            continue
+        if wanted and not key.startswith("-") and not equals:
+            continue  # a value, or a word by itself
+        given = value if equals else argv[at + 1] if at + 1 < len(argv) else ""
+        if given.isascii() and given.isdigit() and int(given) > 0:
+            return BatchOption(key, at if equals else at + 1, bool(equals), int(given))
+        if wanted:
+            raise ValueError(f"{key} is followed by {given!r} and not by a batch size")
+    if name is None or wanted is None:
+        return BatchOption("")
+    if name.endswith("="):
+        return BatchOption(wanted, joined=True)
+    return BatchOption(name if name.startswith("-") else f"--{name}")
+
+
+def _looks_like_one(key: str, equals: bool) -> bool:
+    if not key.startswith("-") and not equals:
+        return False
+    last = key.lstrip("-").split(".")[-1].replace("-", "_").lower()
+    return _USUAL.fullmatch(last) is not None or key in ("-b", "-B")

@@ -1,0 +1,65 @@
+"""The largest that fits and the smallest that suffices, with few runs: each is a child process of seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class NoEffect(ValueError):
+    """Twice as much takes not a byte more: it is not what was meant to be changed."""
+
+
+def smallest(suffices: Callable[[int], bool], low: int, high: int, step: int) -> int:
+    """The least number above `low` that suffices, to within `step`, by bisection; `high` is known to."""
+    while high - low > step:
+        middle = (low + high) // 2
+        if suffices(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def largest(measure: Callable[[int], int | None], room: int, start: int, most: int) -> tuple[int, bool]:
+    """The largest n, at most `most`, for which measure(n) is a number of bytes and not None, which stands for "does not
+    fit"; 0 where not even 1 does. Second: whether it is a bound, which n + 1 or `most` set; False where more take no
+    more bytes.
+
+    Bytes are taken to grow as a line, and where that line meets `room` is tried next; what does not come of it, steps
+    that double and halves do. So the answer is exact (n fits, n + 1 does not) whatever the bytes do."""
+    fits: dict[int, int] = {}
+    low, high = 0, most + 1
+    probe, step, guessed = min(start, most), 1, False
+    while high - low > 1:
+        size, before = measure(probe), high - low
+        if size is None:
+            high = probe
+            room -= room // 20  # an allocator needs room beside what it hands out: the line is met too late
+        else:
+            flat = low > 0 and probe >= 2 * low and size <= fits[low]
+            if flat and len(fits) == 1:
+                raise NoEffect
+            low, fits[probe] = probe, size
+            if flat:
+                return low, False
+        met = _meets(fits, room)
+        # One guess that brings little is followed by what halves for sure.
+        guessed = met is not None and not (guessed and high <= most and 2 * (high - low) > before)
+        if guessed and met is not None and met > low:
+            # A line that is wrong must not ask for the moon: each run's data are made on this host.
+            probe = min(met, high - 1, 8 * low)
+        elif guessed:
+            probe = min(low + step, (low + high) // 2)
+            step *= 2
+        else:
+            probe = (low + high) // 2 if high <= most else min(2 * low, most)
+    return low, True
+
+
+def _meets(fits: dict[int, int], room: int) -> int | None:
+    """Where the line through the least and the most that fit meets the room; None where there is no such line."""
+    if len(fits) < 2:
+        return None
+    first, last = min(fits), max(fits)
+    slope = fits[last] - fits[first]
+    return first + (room - fits[first]) * (last - first) // slope if slope > 0 else None

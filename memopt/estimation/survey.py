@@ -1,0 +1,252 @@
+"""The parent of the children: which runs an answer takes, and what they say together.
+
+A run on the card says whether it fits and where it ends; one on a card without limit what it takes. What nobody but the
+hardware knows is run at both ends: cuDNN's workspaces, and how many elements a mask selects that the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from memopt import _C
+from memopt.estimation import advice, cards, search
+from memopt.estimation.batch_option import BatchOption
+from memopt.estimation.cards import Card
+from memopt.estimation.child_process import ChildFailed
+from memopt.estimation.prediction import SIMULATED, Backend, Estimate
+from memopt.estimation.protocol import BACKENDS, Answer, Request
+
+# A convolution's plan may want this much and more; torch takes one with less where it does not fit.
+CUDNN_WORKSPACE = 256 << 20
+MOST_BATCH = 1 << 20
+# Fractions of a mask that stand for "nearly nothing": a script may fail where it is none at all.
+_FEW = (0.0, 1 / 64)
+
+Run = Callable[[Request], Answer]
+
+
+class ScriptFailed(RuntimeError):
+    """The script ended for a reason of its own. `answer`: what was seen until then."""
+
+    def __init__(self, answer: Answer) -> None:
+        text = f"it ended with status {answer.exit_status}" if answer.stopped == "exit" else "it failed"
+        said = answer.error or answer.more.get("output")
+        super().__init__(f"{text}: {said}" if said else text)
+        self.answer = answer
+
+
+@dataclass
+class Survey:
+    """`run` answers a request; `shown` is the first, whose script the user sees. `request` has no limit of memory."""
+
+    title: str
+    request: Request
+    run: Run
+    shown: Run
+    card: Card | None = None
+    batch: BatchOption | None = None
+    jobs: int = 1
+    say: Callable[[str], None] = lambda text: None
+    runs: int = 0
+
+    # ---- single runs -----------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request, what: str, run: Run | None = None) -> Answer:
+        self.say(what)
+        self.runs += 1
+        answer = (run or self.run)(request)
+        if answer.failed:
+            raise ScriptFailed(answer)
+        return answer
+
+    def _on(self, card: Card, request: Request) -> Request:
+        return replace(
+            request,
+            memory=card.usable,
+            context=card.context,
+            compute_capability=card.compute_capability,
+            multiprocessors=card.multiprocessors,
+        )
+
+    def _completes(self, request: Request, card: Card, free: Answer | None, what: str) -> bool:
+        """Whether a request runs on a card, of which `free` is the run without limit: often that says it already."""
+        if free is not None and _held(free) + card.context <= card.usable:
+            return True
+        if free is not None and free.peak_allocated + card.context > card.usable:
+            return False
+        return self._ask(self._on(card, request), what).completed
+
+    # ---- the answer ------------------------------------------------------------------------------------------------
+
+    def estimate(self, *, ranges: bool = True, compare: bool = True, mend: bool = True) -> Estimate:
+        """Of the request as it is. `ranges`: runs at both ends of what is not knowable; `compare`: with the other
+        allocators; `mend`: looks for a batch that fits where this does not. ScriptFailed where the script fails by
+        itself, ChildFailed where no child answers."""
+        limited = None
+        if self.card is not None:
+            limited = self._ask(self._on(self.card, self.request), f"{self.title} on {self.card}", self.shown)
+        if limited is not None and limited.completed and not limited.retries:
+            free = limited
+        else:
+            shown = self.shown if limited is None else None
+            free = self._ask(self.request, f"{self.title} on a card without limit", shown)
+        if free.oom is not None:
+            raise ChildFailed(f"it asks for more than {_C.format_size(cards.NO_LIMIT)}: {free.oom}")
+        said = limited if limited is not None and limited.oom else free
+        found = Estimate(
+            title=self.title,
+            method=SIMULATED,
+            allocated=(free.peak_allocated,) * 2,
+            reserved=(_held(free),) * 2,
+            context=self.card.context if self.card else cards.CONTEXT,
+            card=self.card,
+            oom=limited.oom if limited is not None else None,
+            retries=limited.retries if limited is not None else 0,
+            by_category=free.by_category,
+            by_line=free.by_line,
+            by_module=free.by_module,
+            guesses=free.guesses,
+            unmodelled=free.unmodelled,
+            steps=free.steps,
+            error=free.error,
+            versions=free.versions,
+            simulated=said.simulated,
+            seconds=free.seconds,
+            host_peak=free.host_peak,
+        )
+        outcomes = [] if limited is None else [limited.completed]
+        if ranges:
+            outcomes += self._widen(found, free)
+        if outcomes:
+            found.verdict = "fits" if all(outcomes) else "unsure" if any(outcomes) else "does not fit"
+        if compare:
+            self._compare(found, free, limited)
+        if found.verdict not in ("", "fits"):
+            if mend and self.card is not None and self.batch is not None and (self.batch.size or 0) > 1:
+                self._try_batches(found, self.card, self.batch)
+            found.advice = advice.from_figures(found)
+        found.runs = self.runs
+        return found
+
+    def _several(self, asked: list[tuple[Request, str]]) -> list[Answer]:
+        with ThreadPoolExecutor(max(1, self.jobs)) as pool:
+            return list(pool.map(lambda one: self._ask(*one), asked))
+
+    def _widen(self, found: Estimate, free: Answer) -> list[bool]:
+        """Makes ranges of the figures, by runs at the other end of what is not knowable; whether each runs on it."""
+        asked: list[tuple[Request, str]] = []
+        if free.more.get("cudnn", True) and not self.request.cudnn_workspace:
+            workspace = replace(self.request, cudnn_workspace=CUDNN_WORKSPACE)
+            asked.append((workspace, f"with workspaces of {_C.format_size(CUDNN_WORKSPACE)} for cuDNN"))
+        answers = self._several(asked)
+        if free.shape_guesses:
+            few = self._few()
+            asked.append(few[:2])
+            answers.append(few[2])
+        peaks = [(a.peak_allocated, _held(a)) for a in (free, *answers)]
+        found.allocated = min(p[0] for p in peaks), max(p[0] for p in peaks)
+        found.reserved = min(p[1] for p in peaks), max(p[1] for p in peaks)
+        outcomes = []
+        for (request, what), answer in zip(asked, answers, strict=True):
+            more, held = answer.peak_allocated - free.peak_allocated, _held(answer) - _held(free)
+            if more or held:
+                found.unknowns.append(f"{what}: {_signed(more)} allocated, {_signed(held)} reserved")
+            if self.card is not None:
+                outcomes.append(self._completes(request, self.card, answer, f"{what}, on {self.card}"))
+        return outcomes
+
+    def _few(self) -> tuple[Request, str, Answer]:
+        for fraction in _FEW:
+            request = replace(self.request, fraction=fraction)
+            what = f"where masks that the model computes select {fraction:.0%} and not all"
+            try:
+                return request, what, self._ask(request, what)
+            except ScriptFailed:
+                if fraction == _FEW[-1]:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _compare(self, found: Estimate, free: Answer, limited: Answer | None) -> None:
+        others = [name for name in BACKENDS if name != self.request.backend]
+        requests = [replace(self.request, backend=name) for name in others]
+        answers = self._several([(r, f"with the allocator '{r.backend}'") for r in requests])
+        own = None if limited is None else limited.completed
+        found.backends = [Backend(self.request.backend, _held(free), own)]
+        for request, answer in zip(requests, answers, strict=True):
+            completes = None
+            if self.card is not None:
+                what = f"with the allocator '{request.backend}' on {self.card}"
+                completes = self._completes(request, self.card, answer, what)
+            found.backends.append(Backend(request.backend, _held(answer), completes))
+
+    # ---- searches --------------------------------------------------------------------------------------------------
+
+    def smallest_card(self, found: Estimate) -> None:
+        """Fills in the least memory that a card needs for this, to within 1 % or 16 MiB, and the card that has it."""
+        context = found.context
+        low, high = found.allocated[0] + context, found.needed[1]
+        step = max(16 << 20, high // 100)
+
+        def suffices(memory: int) -> bool:
+            card = Card(
+                _C.format_size(memory),
+                memory,
+                self.request.compute_capability,
+                self.request.multiprocessors,
+                context,
+            )
+            return self._ask(self._on(card, self.request), f"on a card of {card.name}").completed
+
+        needed = search.smallest(suffices, low - step, high, step)
+        card = cards.smallest_with(needed)
+        found.smallest_card = {"bytes": needed, "within": step, "card": card.name if card else None}
+        found.runs = self.runs
+
+    def _try_batches(self, found: Estimate, card: Card, batch: BatchOption) -> None:
+        try:
+            self.largest_batch(found, card, most=(batch.size or 2) - 1)
+        except (ScriptFailed, ValueError) as error:
+            self.say(f"no other batch could be tried: {error}")
+
+    def largest_batch(self, found: Estimate, card: Card, most: int = MOST_BATCH) -> int:
+        """Fills in the largest batch that is sure to run on a card. ValueError where the batch changes nothing,
+        ScriptFailed where the script fails with another one."""
+        if self.batch is None:
+            raise ValueError("this has no batch that could be changed")
+        batch, high = self.batch, found.reserved != (found.reserved[0],) * 2
+
+        def measure(size: int) -> int | None:
+            request = self._on(card, batch.request(self.request, size))
+            answer = self._ask(request, f"batch {size} on {card}")
+            if answer.completed and high and found.unknowns:
+                request = replace(request, cudnn_workspace=CUDNN_WORKSPACE)
+                answer = self._ask(request, f"batch {size} on {card}, with workspaces")
+            return answer.peak_allocated if answer.completed else None
+
+        try:
+            best, bounded = search.largest(
+                measure, card.usable - card.context, min(batch.size or 1, most), most
+            )
+        except search.NoEffect:
+            raise ValueError(
+                f"{batch} does not change what the script needs: name the option that does with --batch-option"
+            ) from None
+        found.largest_batch = {
+            "size": best,
+            "option": str(batch),
+            "card": card.name,
+            "bounded": bounded,
+            "now": batch.size,
+        }
+        found.runs = self.runs
+        return best
+
+
+def _held(answer: Answer) -> int:
+    """What the allocator held, or the device if that was more: memory that went past the allocator."""
+    return max(answer.peak_reserved, answer.device_peak)
+
+
+def _signed(size: int) -> str:
+    return f"{'-' if size < 0 else '+'}{_C.format_size(abs(size))}"
