@@ -231,6 +231,7 @@ def test_what_does_not_fit_says_where_it_ends_and_what_would(script, capfd):
         "option": "--batch-size",
         "card": found["card"]["name"],
         "bounded": True,
+        "exact": False,
         "now": 8,
     }
     what = {one["what"]: one for one in found["would_fit"]}

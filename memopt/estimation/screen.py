@@ -135,6 +135,8 @@ def _batch(found: dict[str, Any]) -> str:
         return f"not even 1 fits on {card} ({option})"
     if not found["bounded"]:
         return f"{size} fits on {card}, and more take no more: the data are used up ({option})"
+    if not found["exact"]:
+        return f"{size} fits on {card}; --max-batch searches the largest ({option})"
     return f"the largest on {card} is {size}; {size + 1} is out of memory ({option})"
 
 

@@ -20,17 +20,27 @@ def smallest(suffices: Callable[[int], bool], low: int, high: int, step: int) ->
     return high
 
 
-def largest(measure: Callable[[int], int | None], room: int, start: int, most: int) -> tuple[int, bool]:
+def largest(
+    measure: Callable[[int], int | None],
+    room: int,
+    start: int,
+    most: int,
+    *,
+    known: dict[int, int] | None = None,
+    close: float = 0.0,
+) -> tuple[int, bool]:
     """The largest n, at most `most`, for which measure(n) is a number of bytes and not None, which stands for "does not
     fit"; 0 where not even 1 does. Second: whether it is a bound, which n + 1 or `most` set; False where more take no
-    more bytes.
+    more bytes. `known`: bytes of some n that were measured without a limit. With `close` the answer may be too small by
+    that part of itself.
 
     Bytes are taken to grow as a line, and where that line meets `room` is tried next; what does not come of it, steps
     that double and halves do. So the answer is exact (n fits, n + 1 does not) whatever the bytes do."""
     fits: dict[int, int] = {}
+    points = dict(known or {})
     low, high = 0, most + 1
     probe, step, guessed = min(start, most), 1, False
-    while high - low > 1:
+    while high - low > max(1, close * low):
         size, before = measure(probe), high - low
         if size is None:
             high = probe
@@ -40,9 +50,10 @@ def largest(measure: Callable[[int], int | None], room: int, start: int, most: i
             if flat and len(fits) == 1:
                 raise NoEffect
             low, fits[probe] = probe, size
+            points[probe] = size
             if flat:
                 return low, False
-        met = _meets(fits, room)
+        met = _meets(points, room)
         # One guess that brings little is followed by what halves for sure.
         guessed = met is not None and not (guessed and high <= most and 2 * (high - low) > before)
         if guessed and met is not None and met > low:
@@ -56,10 +67,10 @@ def largest(measure: Callable[[int], int | None], room: int, start: int, most: i
     return low, True
 
 
-def _meets(fits: dict[int, int], room: int) -> int | None:
-    """Where the line through the least and the most that fit meets the room; None where there is no such line."""
-    if len(fits) < 2:
+def _meets(points: dict[int, int], room: int) -> int | None:
+    """Where the line through the two points that are nearest to the room meets it; None where there is no such line."""
+    if len(points) < 2:
         return None
-    first, last = min(fits), max(fits)
-    slope = fits[last] - fits[first]
-    return first + (room - fits[first]) * (last - first) // slope if slope > 0 else None
+    first, last = sorted(sorted(points, key=lambda n: abs(points[n] - room))[:2])
+    slope = points[last] - points[first]
+    return first + (room - points[first]) * (last - first) // slope if slope > 0 else None

@@ -205,11 +205,12 @@ class Survey:
 
     def _try_batches(self, found: Estimate, card: Card, batch: BatchOption) -> None:
         try:
-            self.largest_batch(found, card, most=(batch.size or 2) - 1)
+            # A mend is worth no exactness that takes many runs.
+            self.largest_batch(found, card, most=(batch.size or 2) - 1, close=1 / 16)
         except (ScriptFailed, ValueError) as error:
             self.say(f"no other batch could be tried: {error}")
 
-    def largest_batch(self, found: Estimate, card: Card, most: int = MOST_BATCH) -> int:
+    def largest_batch(self, found: Estimate, card: Card, most: int = MOST_BATCH, close: float = 0.0) -> int:
         """Fills in the largest batch that is sure to run on a card. ValueError where the batch changes nothing,
         ScriptFailed where the script fails with another one."""
         if self.batch is None:
@@ -224,10 +225,13 @@ class Survey:
                 answer = self._ask(request, f"batch {size} on {card}, with workspaces")
             return answer.peak_allocated if answer.completed else None
 
+        room, start, known = card.usable - card.context, min(batch.size or 1, most), {}
+        if batch.size:
+            known[batch.size] = found.allocated[1]
+            if found.allocated[1] > room:  # all that does not grow with the batch makes this too much by far
+                start = max(1, batch.size * room // found.allocated[1] // 2)
         try:
-            best, bounded = search.largest(
-                measure, card.usable - card.context, min(batch.size or 1, most), most
-            )
+            best, bounded = search.largest(measure, room, start, most, known=known, close=close)
         except search.NoEffect:
             raise ValueError(
                 f"{batch} does not change what the script needs: name the option that does with --batch-option"
@@ -237,6 +241,7 @@ class Survey:
             "option": str(batch),
             "card": card.name,
             "bounded": bounded,
+            "exact": not close,
             "now": batch.size,
         }
         found.runs = self.runs
