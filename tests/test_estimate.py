@@ -15,7 +15,8 @@ import pytest
 
 from memopt.__main__ import main
 from memopt.estimation import batch_option, cards, child_process, interpreters, search
-from memopt.estimation.protocol import Answer, Request
+from memopt.estimation.answer import Answer
+from memopt.estimation.request import Request
 
 HERE = Path(__file__).resolve().parent
 MIB, GIB = 1 << 20, 1 << 30
@@ -170,16 +171,16 @@ def test_the_table_is_sorted_and_each_name_finds_its_card():
     ],
 )
 def test_the_batch_is_found_where_scripts_take_it(arguments, name, with_64):
-    argv = ("train.py", *arguments.split())
+    argv = ["train.py", *arguments.split()]
     found = batch_option.find(argv, name)
-    changed = found.request(Request(argv, memory=1), 64)
+    changed = found.request(Request(argv, "", 1), 64)
     assert " ".join(changed.argv[1:]) == with_64 and changed.batch_size is None
 
 
 @pytest.mark.parametrize("arguments", ["", "--epochs 3", "--batch-size many", "batch 8", "--no-batch-norm 3"])
 def test_without_an_option_it_is_every_dataloaders(arguments):
-    argv = ("train.py", *arguments.split())
-    changed = batch_option.find(argv).request(Request(argv, memory=1), 64)
+    argv = ["train.py", *arguments.split()]
+    changed = batch_option.find(argv).request(Request(argv, "", 1), 64)
     assert changed.argv == argv and changed.batch_size == 64
 
 
@@ -415,7 +416,7 @@ def test_leaving_ends_the_children(script):
 
         def ask():
             try:
-                children.run(Request((path,), memory=GIB))
+                children.run(Request([path], "", GIB))
             except child_process.ChildFailed as failure:
                 failures.append(str(failure))
 

@@ -20,7 +20,7 @@ from memopt.estimation import batch_option, cards, interpreters
 from memopt.estimation.child_process import ChildFailed, Children
 from memopt.estimation.prediction import Estimate
 from memopt.estimation.progress import Progress
-from memopt.estimation.protocol import BACKENDS, Request
+from memopt.estimation.request import BACKENDS, Request
 from memopt.estimation.survey import ScriptFailed, Survey
 
 NAME = "estimate"
@@ -120,6 +120,7 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int]:
     like = card or plain
     request = Request(
         argv=argv,
+        answer="",  # each run has its own
         module=module,
         memory=cards.NO_LIMIT,
         context=context,
@@ -152,7 +153,7 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int]:
     return found, 0 if found.verdict in ("", "fits") else 1
 
 
-def _script(said: list[str], module: bool) -> tuple[tuple[str, ...], bool]:
+def _script(said: list[str], module: bool) -> tuple[list[str], bool]:
     if said[:1] == ["--"]:
         said = said[1:]
     if not said:
@@ -161,11 +162,11 @@ def _script(said: list[str], module: bool) -> tuple[tuple[str, ...], bool]:
     if module:
         if not re.fullmatch(r"\w+(\.\w+)*", script):
             raise ValueError(f"{script!r} is no module's name")
-        return tuple(said), True
+        return said, True
     if script.startswith("-"):
         raise ValueError(f"{script} is no option of memopt estimate, whose options come before SCRIPT")
     if not Path(script).exists():
         raise ValueError(f"there is no script {script!r}")
     if Path(script).is_dir():
         raise ValueError(f"{script!r} is a folder, not a script")
-    return tuple(said), False
+    return said, False

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memopt.estimation.protocol import Request
+from memopt.estimation.request import Request
 
 # What scripts call it; compared without dashes and underscores.
 _USUAL = re.compile(
@@ -37,7 +37,7 @@ class BatchOption:
             argv.append(f"{self.name}={size}")
         else:
             argv += [self.name, str(size)]
-        return replace(request, argv=tuple(argv))
+        return replace(request, argv=argv)
 
 
 def find(argv: Sequence[str], name: str | None = None) -> BatchOption:

@@ -10,11 +10,13 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from memopt.estimation.protocol import Answer, Request
+from memopt.estimation.answer import Answer
+from memopt.estimation.request import Request
 
 # A child that does not keep its own limit is ended so many seconds later.
 _GRACE = 30.0
@@ -72,7 +74,7 @@ class Children:
         with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder:
             home = Path(folder)
             answer, asked, said = home / "answer.json", home / "request.json", home / "output"
-            asked.write_text(json.dumps(request.as_json(str(answer), recording)))
+            asked.write_text(json.dumps(asdict(replace(request, answer=str(answer), recording=recording))))
             with open(said, "wb") as silent:
                 output: Any = 2 if show else silent
                 status = self._status(command(self.python, CHILD, str(asked)), output, request.seconds)

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 from memopt import _C
 from memopt.estimation import advice, cards, search
+from memopt.estimation.answer import Answer
 from memopt.estimation.batch_option import BatchOption
 from memopt.estimation.cards import Card
 from memopt.estimation.child_process import ChildFailed
 from memopt.estimation.prediction import SIMULATED, Backend, Estimate
-from memopt.estimation.protocol import BACKENDS, Answer, Request
+from memopt.estimation.request import BACKENDS, Request
 
 # A convolution's plan may want this much and more; torch takes one with less where it does not fit.
 CUDNN_WORKSPACE = 256 << 20

@@ -1,34 +1,9 @@
-"""What the child is asked and what it answers: both are JSON files, so that any interpreter can be the child."""
+"""What an estimate's child process answers: where it ended, and what it needed."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
-
-BACKENDS = ("native", "expandable", "pool")
-
-
-@dataclass(frozen=True)
-class Request:
-    """One run of a script on one simulated card."""
-
-    argv: tuple[str, ...]  # the script, or with `module` the module's name, and its arguments
-    memory: int
-    compute_capability: str = "8.0"
-    multiprocessors: int = 108
-    context: int = 0
-    cudnn_workspace: int = 0  # what each of cuDNN's plans asks for: NVIDIA's sizes are not known
-    fraction: float = 1.0  # of a mask whose values are not known, what is taken to be selected
-    steps: int | None = 3  # of the optimizer, after which the script is stopped; None: never
-    backend: str = "native"
-    batch_size: int | None = None  # for every DataLoader, in the place of its own
-    record: bool = True
-    keep_files: bool = False  # what the script writes: else it goes to a scratch folder
-    seconds: float | None = None
-    module: bool = False
-
-    def as_json(self, answer: str, recording: str | None) -> dict[str, Any]:
-        return {**asdict(self), "argv": list(self.argv), "answer": answer, "recording": recording}
 
 
 @dataclass
