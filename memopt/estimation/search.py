@@ -62,6 +62,8 @@ def largest(
         elif guessed:
             probe = min(low + step, (low + high) // 2)
             step *= 2
+        elif not low and len(points) < 2 and high > 2:
+            probe = 1  # either the answer is 0, or a line has its other point
         else:
             probe = (low + high) // 2 if high <= most else min(2 * low, most)
     return low, True
