@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from memopt.checkpointing.auto_checkpoint import auto_checkpoint, undo_checkpoint
     from memopt.diagnosis import doctor
     from memopt.owners.live import live_tensors
-    from memopt.switches import disable, patch
+    from memopt.switches import disable, enable, patch
 
 Error = _engines.Error
 __version__ = _engines.__version__
@@ -49,6 +49,7 @@ __all__ = [
     "cuda",
     "disable",
     "doctor",
+    "enable",
     "live_tensors",
     "optim",
     "patch",
@@ -61,6 +62,7 @@ __all__ = [
 _LATER = {
     "doctor": "memopt.diagnosis",
     "disable": "memopt.switches",
+    "enable": "memopt.switches",
     "patch": "memopt.switches",
     "checkpoint": "memopt.checkpointing",
     "checkpoint_sequential": "memopt.checkpointing",

@@ -12,8 +12,12 @@ from memopt.log import LEVELS, logger
 
 # What this version reads from the environment, and what it means.
 VARIABLES = {
+    "MEMOPT_BACKEND": "allocator that memopt.enable() chooses: native, pool",
+    "MEMOPT_BUDGET": "bytes that memopt.enable() lets the allocator hold on each device",
+    "MEMOPT_DISABLE": "1: memopt.enable() does nothing",
     "MEMOPT_ISA": "instruction set of the CPU kernels: generic, avx2, avx512",
     "MEMOPT_LOG": f"what the memopt logger shows: {', '.join(LEVELS)}",
+    "MEMOPT_ON_OOM": "what memopt.enable() does on an out of memory: report, raise",
     "MEMOPT_NVRTC": "path of the run-time compiler, where it is not the one of torch's wheel",
 }
 

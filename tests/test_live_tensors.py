@@ -152,7 +152,7 @@ def test_the_last_exceptions_traceback_is_named(monkeypatch: pytest.MonkeyPatch)
         del error
     rows = [one for one in memopt.live_tensors().tensors if one.name == "activations"]
     assert [one.nbytes for one in rows] == [18 * KIB]
-    assert rows[0].note == "kept by the traceback of an exception, in fails"
+    assert rows[0].note == "in the traceback of an exception, in fails"
     assert rows[0].where.startswith("test_live_tensors.py:")
 
 

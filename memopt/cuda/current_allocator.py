@@ -76,6 +76,11 @@ def allocator(
     return _allocator
 
 
+def budget() -> int:
+    """Bytes that memopt holds at most on each device, 0 where none was set."""
+    return _settings.memory_budget if _settings is not None else 0
+
+
 def _chosen(asked: dict[str, Any]) -> _Settings:
     """The settings, complete; ValueError for what makes no sense."""
     if asked["memory_budget"] == 0:

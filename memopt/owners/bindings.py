@@ -15,35 +15,41 @@ from memopt.owners.variables import Anchor, Path
 _GROWS = frozenset("append appendleft extend extendleft insert add update setdefault put".split())
 
 
-class _Binding(NamedTuple):
+CONSTANT, VALUE, GROWN, ELEMENT = range(4)  # ranks
+
+
+class Binding(NamedTuple):
     name: str
     attribute: bool  # obj.name, not name
     line: int
-    rank: int  # 3: an element is put in; 2: it grows by +=; 1: it gets a value; 0: a constant, or a parameter
+    rank: int  # ELEMENT: one is put in; GROWN: by +=; VALUE: it gets one; CONSTANT: so, or it is a parameter
     function: int  # first line of the function that it is in, 0 for none
     owner: str  # the class around it
     file: str
     cell: int  # of a notebook, later ones count more
 
 
-def place_of(path: Path) -> tuple[str, int] | None:
-    """File and line; None where the source is not there, or does not say."""
+def binding_of(path: Path) -> Binding | None:
+    """None where the source is not there, or does not say."""
     anchor = path.anchor
     if anchor is None:
         return None
     files = [anchor.file] if anchor.file not in cells() and anchor.file != NOTEBOOK else list(cells())
     found = [one for file in files for one in bindings(file) if one.name == anchor.name]
     found = _in_scope(found, anchor)
-    if anchor.line:  # a frame that runs: what it has passed
-        found = [one for one in found if one.line <= anchor.line and one.file == anchor.file] or found
     if not found:
         return None
-    wanted = 3 if path.inside and any(one.rank == 3 for one in found) else 2
-    best = max(found, key=lambda one: (min(one.rank, wanted), one.cell, one.line))
-    return best.file, best.line
+    wanted = ELEMENT if path.inside and any(one.rank == ELEMENT for one in found) else GROWN
+
+    def key(one: Binding) -> tuple[int, int, bool, int]:
+        passed = one.file == anchor.file and one.line <= anchor.line  # of a frame that runs
+        return min(one.rank, wanted), one.cell, passed, one.line
+
+    best = max(found, key=key)
+    return best
 
 
-def _in_scope(found: list[_Binding], anchor: Anchor) -> list[_Binding]:
+def _in_scope(found: list[Binding], anchor: Anchor) -> list[Binding]:
     if anchor.kind == "attribute":
         found = [one for one in found if one.attribute]
         owner = anchor.owner.rpartition(".")[2]
@@ -52,13 +58,15 @@ def _in_scope(found: list[_Binding], anchor: Anchor) -> list[_Binding]:
     if anchor.kind == "local":
         own = [one for one in found if one.function == anchor.scope]
         # A closure's variable is bound in the function around it, or only there grown.
-        return own if any(one.rank >= 2 for one in own) else own + [one for one in found if one not in own]
-    local = {(one.function, one.name) for one in found if one.function and one.rank in (0, 1)}
+        return (
+            own if any(one.rank >= GROWN for one in own) else own + [one for one in found if one not in own]
+        )
+    local = {(one.function, one.name) for one in found if one.function and one.rank in (CONSTANT, VALUE)}
     return [one for one in found if (one.function, one.name) not in local] or found
 
 
 @functools.lru_cache(64)
-def bindings(file: str) -> tuple[_Binding, ...]:
+def bindings(file: str) -> tuple[Binding, ...]:
     """All of a source file, or of a notebook's cell."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -66,7 +74,7 @@ def bindings(file: str) -> tuple[_Binding, ...]:
         return ()
     cell = cells().get(file, 0)
     return tuple(
-        _Binding(name, attribute, line, rank, function, owner, file, cell)
+        Binding(name, attribute, line, rank, function, owner, file, cell)
         for name, attribute, line, rank, function, owner in _of(tree, 0, "")
     )
 
@@ -81,7 +89,7 @@ def _of(node: ast.AST, function: int, owner: str) -> Iterator[_Found]:
             inner = min([child.lineno, *(one.lineno for one in getattr(child, "decorator_list", []))])
             arguments = child.args
             for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-                yield argument.arg, False, child.lineno, 0, inner, owner
+                yield argument.arg, False, child.lineno, CONSTANT, inner, owner
         elif isinstance(child, ast.ClassDef):
             its_owner = f"{owner}.{child.name}" if owner else child.name
         yield from _bound_by(child, function, owner)
@@ -91,21 +99,21 @@ def _of(node: ast.AST, function: int, owner: str) -> Iterator[_Found]:
 def _bound_by(node: ast.AST, function: int, owner: str) -> Iterator[_Found]:
     targets: list[tuple[ast.expr, int]] = []
     if isinstance(node, ast.Assign):
-        rank = 0 if isinstance(node.value, ast.Constant) else 1
+        rank = CONSTANT if isinstance(node.value, ast.Constant) else VALUE
         targets = [(part, rank) for target in node.targets for part in _parts(target)]
     elif isinstance(node, ast.AugAssign):
-        targets = [(node.target, 2)]
+        targets = [(node.target, GROWN)]
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-        targets = [(node.target, 0 if isinstance(node.value, ast.Constant) else 1)]
+        targets = [(node.target, CONSTANT if isinstance(node.value, ast.Constant) else VALUE)]
     elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        targets = [(part, 1) for part in _parts(node.target)]
+        targets = [(part, VALUE) for part in _parts(node.target)]
     elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        targets = [(part, 1) for part in _parts(node.optional_vars)]
+        targets = [(part, VALUE) for part in _parts(node.optional_vars)]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWS:
-        targets = [(node.func.value, 3)]
+        targets = [(node.func.value, ELEMENT)]
     for target, rank in targets:
         if isinstance(target, ast.Subscript):
-            target, rank = target.value, 3
+            target, rank = target.value, ELEMENT
         line = getattr(node, "lineno", target.lineno)
         if isinstance(target, ast.Name):
             yield target.id, False, line, rank, function, owner

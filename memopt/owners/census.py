@@ -48,6 +48,7 @@ class Census:
     roots: list[torch.Tensor]  # of graphs
     nodes: dict[int, int]  # of each root's graph
     models: list[torch.nn.Module]  # modules that no other module has
+    optimizers: list[torch.optim.Optimizer]
     names: Variables  # of the tensors, roots and models
     complete: bool
 
@@ -56,6 +57,7 @@ class Census:
             one.tensors.clear()
         self.roots.clear()
         self.models.clear()
+        self.optimizers.clear()
 
     def by_category(self, device: str) -> dict[str, int]:
         sums = dict.fromkeys(CATEGORIES, 0)
@@ -78,10 +80,10 @@ def take(seconds: float = 0.3, most_nodes: int = 1_000_000) -> Census:
     names = Variables({id(one) for one in (*tensors, *models)}, seconds)
     with torch._C.DisableTorchFunctionSubclass():
         roots = [tensor for tensor in tensors if _has_graph(tensor)]
-        # A node, and what it has saved, belongs to a tensor that has a name if one leads there.
-        walk = Walk(sorted(roots, key=lambda tensor: tensor not in names), most_nodes)
+        # A node, and what it has saved, belongs to the tensor with the best name that leads there.
+        walk = Walk(sorted(roots, key=names.rank), most_nodes)
         held = _held(tensors, models, optimizers, walk)
-    return Census(held, walk.roots, walk.nodes, models, names, names.complete and walk.complete)
+    return Census(held, walk.roots, walk.nodes, models, optimizers, names, names.complete and walk.complete)
 
 
 def _known() -> tuple[list[torch.Tensor], list[torch.nn.Module], list[torch.optim.Optimizer]]:

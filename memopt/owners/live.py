@@ -11,7 +11,7 @@ import torch
 
 from memopt import _C
 from memopt.owners import census
-from memopt.owners.bindings import place_of
+from memopt.owners.bindings import GROWN, Binding, binding_of
 from memopt.owners.census import Census, Held
 from memopt.owners.creators import Creators
 from memopt.owners.graphs import nodes_of
@@ -37,6 +37,9 @@ class LiveTensor:
     created: str
     node: str
     nodes: int
+    kept: bool  # in a container, an attribute, a closure, a sum: where it may outlive its step
+    library: bool  # only a library's function has it, which runs
+    address: int
     model: str = ""  # the model's name, of its parameters, their gradients and states
 
     @property
@@ -58,6 +61,8 @@ class LiveGroup:
     created: str
     nodes: int
     only_in_graph: bool
+    kept: bool
+    library: bool
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class _Description:
     def __init__(self, taken: Census) -> None:
         self.taken = taken
         self.creators = Creators()
-        self.places: dict[Path, str] = {}
+        self.bindings: dict[Path, Binding | None] = {}
         self.nodes: dict[int, int] = {}
         paths = [taken.names.path(model) for model in taken.models]
         self.models = [
@@ -142,6 +147,7 @@ class _Description:
 
     def tensor(self, one: Held) -> LiveTensor:
         name = note = where = node = model = ""
+        kept = False
         nodes = 0
         if one.category in (PARAMETERS, GRADIENTS, OPTIMIZER):
             model = "" if one.model is None else self.models[one.model]
@@ -155,32 +161,37 @@ class _Description:
             nodes = self.count(holder)
         path = None if holder is None else self.taken.names.path(holder)
         if path is not None:
-            name, note, where = path.text, one.claim or path.note, self.where(path)
-        created = self.creators.place(one.device, one.address)
-        category = CATEGORIES[one.category]
+            name, note = path.text, one.claim or path.note
+            binding = self.binding(path)
+            where = place(binding.file, binding.line) if binding else ""
+            kept = _is_kept(path, binding)
         return LiveTensor(
-            one.nbytes,
-            one.device,
-            one.shape,
-            one.dtype,
-            category,
-            name,
-            note,
-            where,
-            created,
-            node,
-            nodes,
-            model,
+            nbytes=one.nbytes,
+            device=one.device,
+            shape=one.shape,
+            dtype=one.dtype,
+            category=CATEGORIES[one.category],
+            name=name,
+            note=note,
+            where=where,
+            created=self.creators.place(one.device, one.address),
+            node=node,
+            nodes=nodes,
+            kept=kept,
+            library=path is not None and path.library,
+            address=one.address,
+            model=model,
         )
 
     def holder(self, one: Held) -> torch.Tensor | None:
-        return next((tensor for tensor in one.tensors if tensor in self.taken.names), None)
+        """The tensor with the best name, if one has any."""
+        best = min(one.tensors, key=self.taken.names.rank, default=None)
+        return best if best is not None and best in self.taken.names else None
 
-    def where(self, path: Path) -> str:
-        if path not in self.places:
-            found = place_of(path)
-            self.places[path] = place(*found) if found else ""
-        return self.places[path]
+    def binding(self, path: Path) -> Binding | None:
+        if path not in self.bindings:
+            self.bindings[path] = binding_of(path)
+        return self.bindings[path]
 
     def count(self, tensor: torch.Tensor | None) -> int:
         """Nodes of the graph behind it."""
@@ -189,6 +200,15 @@ class _Description:
         if id(tensor) not in self.nodes:
             self.nodes[id(tensor)] = nodes_of(tensor, most=100_000)
         return self.nodes[id(tensor)]
+
+
+def _is_kept(path: Path, binding: Binding | None) -> bool:
+    return not path.library and bool(
+        path.inside
+        or path.note
+        or (path.anchor and path.anchor.kind == "attribute")
+        or (binding and binding.rank == GROWN)
+    )
 
 
 def _grouped(tensors: list[LiveTensor]) -> list[LiveGroup]:
@@ -214,6 +234,8 @@ def _grouped(tensors: list[LiveTensor]) -> list[LiveGroup]:
                 lines.most_common(1)[0][0],
                 max(member.nodes for member in members),
                 all(member.only_in_graph for member in members),
+                members[0].kept,
+                members[0].library,
             )
         )
     return sorted(found, key=lambda group: -group.nbytes)

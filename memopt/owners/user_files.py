@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import sysconfig
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from memopt.profiling.user_code import is_user_file
 
 
-@functools.cache
 def is_users(file: str) -> bool:
-    """Not torch's, an installed package's, the standard library's or memopt's; what a notebook or a string holds is
-    the user's."""
-    if file.startswith("<"):
-        return file.startswith(("<stdin", "<string", "<ipython"))
-    path = os.path.abspath(file)
-    if "site-packages" in path or "dist-packages" in path or path.startswith(_OURS + os.sep):
-        return False
-    return not path.startswith(_library())
-
-
-@functools.cache
-def _library() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple({os.path.abspath(paths[name]) + os.sep for name in ("stdlib", "platstdlib")})
+    """The user's, also what was typed at Python's prompt or given by -c."""
+    return is_user_file(file) or file.startswith(("<stdin", "<string"))
 
 
 def shown(file: str) -> str:

@@ -38,12 +38,16 @@ class Anchor(NamedTuple):
 class Path(NamedTuple):
     """`text`: as one would write it, "trainer.losses[3]"; `note`: what the reader has to know of its beginning, such as
     "closure of hook"; `anchor`: of the last name in it; `inside`: whether the object is an element of what is bound
-    there."""
+    there; `library`: whether it begins with a local of a library's function that runs."""
 
     text: str
     note: str
     anchor: Anchor | None
     inside: bool
+    library: bool
+
+
+_RUNNING = "while it runs, in "
 
 
 class _Entry(NamedTuple):
@@ -60,7 +64,8 @@ class _Entry(NamedTuple):
             entry = None if entry.note is not None else entry.parent
         anchor = next((one.anchor for one in entries if one.anchor is not None), None)
         text = "".join(one.text for one in reversed(entries))
-        return Path(text.lstrip("."), entries[-1].note or "", anchor, self.anchor is None)
+        note = entries[-1].note or ""
+        return Path(text.lstrip("."), note, anchor, self.anchor is None, note.startswith(_RUNNING))
 
 
 class Variables:
@@ -104,6 +109,11 @@ class Variables:
     def __contains__(self, value: object) -> bool:
         return id(value) in self._found
 
+    def rank(self, value: object) -> int:
+        """0 for what a name of the program's leads to, 1 for what only a library's function has, 2 for the rest."""
+        path = self.path(value)
+        return 2 if path is None else int(path.library)
+
     def path(self, value: object) -> Path | None:
         entry = self._found.get(id(value))
         return None if entry is None else entry.path()
@@ -142,7 +152,7 @@ def _roots() -> Iterator[tuple[Any, _Entry]]:
     for frame in frames:
         file = frame.f_code.co_filename
         if not is_users(file):
-            yield from _of_frame(frame, f"in {frame.f_code.co_name}")
+            yield from _of_frame(frame, f"{_RUNNING}{frame.f_code.co_name}")
     hooks = sys.modules.get("torch.nn.modules.module")
     for name, value in vars(hooks).items() if hooks is not None else ():
         if name.startswith("_global_") and name.endswith("_hooks"):
@@ -209,7 +219,7 @@ def _beginning(holder: Any) -> str | None:
     if type(holder) is types.FunctionType:
         return f"closure of {holder.__qualname__}"
     if type(holder) is types.TracebackType:
-        return f"kept by the traceback of an exception, in {holder.tb_frame.f_code.co_name}"
+        return f"in the traceback of an exception, in {holder.tb_frame.f_code.co_name}"
     if type(holder) is types.GeneratorType:
         return f"in the generator {holder.__name__}"
     return None

@@ -1,0 +1,217 @@
+"""The report of an out of memory: gathered while everything is still alive, and text from then on."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memopt import _C
+from memopt.cuda import torch_names
+from memopt.oom.fixes import Fix, Situation, fixes
+from memopt.oom.fragmentation import Fragmentation, decide
+from memopt.oom.location import Location, location
+from memopt.owners import census
+from memopt.owners.device_bytes import DeviceBytes, blocks_of, split
+from memopt.owners.live import LiveGroup, LiveTensors, described
+
+LINES = 20  # at most
+_WIDTH = 118
+
+
+@dataclass(frozen=True)
+class OomReport:
+    """`asked`: bytes of the request; `lines`: bytes by the line that made them, where that is recorded; `holders`: the
+    largest that are neither a model's nor an optimizer's; `limit`: what the process may have, where it set one."""
+
+    device: int
+    asked: int
+    location: Location
+    bytes: DeviceBytes
+    fragmentation: Fragmentation
+    lines: list[tuple[str, int]]
+    holders: list[LiveGroup]
+    nodes: list[tuple[str, int]]
+    fixes: list[Fix]
+    lacking: int
+    limit: int | None
+    seconds: float
+    complete: bool
+    rank: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        where = f" at {self.location.where}" if self.location.where else ""
+        text = f" ({self.location.text})" if self.location.text else ""
+        phase = f" in the {self.location.phase}" if self.location.phase and not text else ""
+        who = f"memopt [{self.rank}]" if self.rank else "memopt"
+        lines = [
+            f"{who}: CUDA out of memory{where}{text}{phase}, GPU {self.device}, asked {_C.format_size(self.asked)}",
+            *_wrapped(f"{_C.format_size(self.bytes.total)} = {shares(self.bytes)}", "  ", " + "),
+        ]
+        if self.limit is not None:
+            lines.append(
+                f"  Limit       {_C.format_size(self.limit)} of the device, which this process has set itself"
+            )
+        lines += _wrapped(f"Fragmentation: {self.fragmentation}", "  ", ", ")
+        if self.lines:
+            lines += _listed("Top lines", [f"{name} {_C.format_size(size)}" for name, size in self.lines])
+        if self.holders:
+            lines += _listed("Held by", [_holder(group) for group in self.holders])
+        if self.nodes and not self.lines:
+            lines += _listed(
+                "Graphs keep", [f"{_C.format_size(size)} for {name}" for name, size in self.nodes]
+            )
+        if self.fixes:
+            enough = all(fix.saves >= self.lacking for fix in self.fixes)
+            lines += _listed("Would fit" if enough else "Would help", [str(fix) for fix in self.fixes])
+        if not self.complete:
+            lines.append("  The search for names was cut short: what has none here may have one.")
+        for name, value in self.facts.items():
+            lines.append(f"  {name:<11} {value}")
+        return "\n".join(lines[:LINES])
+
+
+def shares(device: DeviceBytes) -> str:
+    """The parts in the total's unit, rounded so that they add up to what the total is shown as."""
+    number, unit = _C.format_size(device.total).split()
+    digits = len(number.partition(".")[2])
+    scale = 10**digits / 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB").index(unit)
+    exact = {name: size * scale for name, size in device.parts.items()}
+    rounded = {name: int(value) for name, value in exact.items()}
+    missing = round(float(number) * 10**digits) - sum(rounded.values())
+    for name in sorted(exact, key=lambda name: rounded[name] - exact[name])[: max(0, missing)]:
+        rounded[name] += 1
+    order = sorted((name for name in exact if name != "free"), key=lambda name: -exact[name])
+    shown = [name for name in (*order, "free") if rounded[name]]
+    return " + ".join(f"{rounded[name] / 10**digits:.{digits}f} {name}" for name in shown)
+
+
+def _holder(group: LiveGroup) -> str:
+    notes = [group.where, f"graph of {group.nodes} nodes" if group.nodes else "", group.note]
+    said = ", ".join(filter(None, notes))
+    name = group.name or "no variable"
+    return f"{name} {_C.format_size(group.nbytes)}" + (f" ({said})" if said else "")
+
+
+def _listed(title: str, items: list[str]) -> list[str]:
+    return _wrapped(" | ".join(items), f"  {title:<11} ", " | ")
+
+
+def _wrapped(text: str, begin: str, between: str) -> list[str]:
+    lines, line = [], begin
+    for i, item in enumerate(text.split(between)):
+        joined = f"{line}{between}{item}" if i else f"{line}{item}"
+        if len(joined) > _WIDTH and i:
+            lines.append(line + between.rstrip())
+            joined = " " * len(begin) + item
+        line = joined
+    return [*lines, line]
+
+
+# ---- gathering -------------------------------------------------------------------------------------------------------
+
+
+def gather(device: int, asked: int) -> OomReport:
+    """In the thread whose request failed. Allocates nothing on a device, and runs no code of the program's."""
+    start = time.perf_counter()
+    where = location()
+    with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+        taken = census.take(seconds=0.25, most_nodes=200_000)
+        try:
+            return _gathered(device, asked, where, taken, start)
+        finally:
+            taken.forget()
+
+
+def _gathered(device: int, asked: int, where: Location, taken: census.Census, start: float) -> OomReport:
+    name = f"cuda:{device}"
+    blocks = blocks_of(device)
+    parts = split(device, taken, blocks)
+    live = described(taken)
+    limit = _limit(device, parts.total)
+    allowed = (
+        parts.parts["free"] if limit is None else max(0, min(parts.parts["free"], limit - blocks.reserved))
+    )
+    here = [tensor for tensor in live.tensors if tensor.device == name]
+    running = where.where or "the pass that runs"
+    holders = [(one.address, one.created or (running if one.library else one.where)) for one in here]
+    fragmentation = decide(device, asked, allowed, blocks, holders)
+    now = Situation(
+        device=name,
+        asked=asked,
+        available=blocks.cached + allowed,
+        capacity=blocks.reserved + allowed,
+        phase=where.phase,
+        categories=parts.parts,
+        fragmentation=fragmentation,
+        live=live,
+        census=taken,
+        pool=torch_names.is_ours(),
+    )
+    return OomReport(
+        device=device,
+        asked=asked,
+        location=where,
+        bytes=parts,
+        fragmentation=fragmentation,
+        lines=_sums([(tensor.created, tensor.nbytes) for tensor in here], 5),
+        holders=_holders(live, name, where),
+        nodes=_sums([(one.node, one.nbytes) for one in here if one.only_in_graph], 4),
+        fixes=fixes(now),
+        lacking=now.lacking,
+        limit=limit,
+        seconds=time.perf_counter() - start,
+        complete=live.complete,
+        rank=_rank(),
+    )
+
+
+def _sums(rows: list[tuple[str, int]], most: int) -> list[tuple[str, int]]:
+    sums: dict[str, int] = {}
+    for name, size in rows:
+        if name:
+            sums[name] = sums.get(name, 0) + size
+    return sorted(sums.items(), key=lambda item: -item[1])[:most]
+
+
+def _holders(live: LiveTensors, device: str, where: Location) -> list[LiveGroup]:
+    """What only the library's functions that run have is the running pass's, whatever they call it."""
+    chosen = [
+        group
+        for group in live.groups
+        if group.device == device and group.name and group.category in ("activations", "inputs", "other")
+    ]
+    running = [group for group in chosen if group.library]
+    if running:
+        nbytes, count = sum(group.nbytes for group in running), sum(group.count for group in running)
+        named = replace(
+            running[0],
+            nbytes=nbytes,
+            count=count,
+            name=f"the {where.phase or 'call'} that runs",
+            where=where.where,
+        )
+        chosen = [group for group in chosen if not group.library] + [replace(named, note="")]
+    return sorted(chosen, key=lambda group: -group.nbytes)[:5]
+
+
+def _limit(device: int, total: int) -> int | None:
+    """Bytes that this process has allowed itself (memory_budget, set_per_process_memory_fraction)."""
+    if torch_names.is_ours():
+        from memopt.cuda import current_allocator
+
+        fraction = _C.allocator_fraction(device)
+        budget = current_allocator.budget()
+        limits = [size for size in (budget, int(total * fraction) if fraction < 1 else 0) if size]
+        return min(limits, default=None)
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    return int(total * fraction) if fraction < 1 else None
+
+
+def _rank() -> str:
+    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    return f"rank {rank} of {world}" if rank is not None and world not in (None, "1") else ""

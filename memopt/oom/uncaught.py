@@ -1,0 +1,55 @@
+"""Where an exception that nobody catches is shown: before it, the report of the out of memory that it is. The exception
+itself, its traceback and what else was hooked in are as they were."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from memopt.oom.observer import report_of
+
+_before: dict[str, Callable[..., Any]] = {}  # what our hooks stand before
+_ours: dict[str, Callable[..., Any]] = {}
+
+
+def install() -> None:
+    if _ours:
+        return
+    _before["sys"], _before["threading"] = sys.excepthook, threading.excepthook
+    _ours["sys"], _ours["threading"] = _main, _thread
+    sys.excepthook, threading.excepthook = _main, _thread
+
+
+def remove() -> None:
+    """What somebody has put before ours in the meantime stays, and finds in ours what was there before it."""
+    if not _ours:
+        return
+    if sys.excepthook is _main:
+        sys.excepthook = _before["sys"]
+    if threading.excepthook is _thread:
+        threading.excepthook = _before["threading"]
+    _ours.clear()
+
+
+def show(error: BaseException | None) -> None:
+    """In one write, so that the reports of several ranks do not mix."""
+    report = None if error is None or not _ours else report_of(error)
+    if report is not None and sys.stderr is not None:
+        sys.stderr.write(f"{report}\n")
+        sys.stderr.flush()
+
+
+def _main(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    try:
+        show(error)
+    finally:
+        _before["sys"](kind, error, traceback)
+
+
+def _thread(arguments: threading.ExceptHookArgs) -> None:
+    try:
+        show(arguments.exc_value)
+    finally:
+        _before["threading"](arguments)

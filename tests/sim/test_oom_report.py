@@ -1,0 +1,275 @@
+"""The report of an out of memory: its parts add up, its culprits are the planted ones, and the exception is torch's.
+Scripts run on a device of their own, with torch's allocator and memopt's."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.oom import observer, uncaught
+from memopt.oom.report import LINES, OomReport, shares
+
+SIM = {"memory": "256MiB", "context": "8MiB"}
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def enabled():
+    """And cuBLAS's workspaces, which torch keeps, are gone."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    memopt.enable()
+    yield
+    memopt.disable()
+
+
+def out_of_memory(size: int = 1 << 30) -> tuple[torch.OutOfMemoryError, OomReport]:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(size, dtype=torch.uint8, device="cuda")
+    report = observer.report_of(caught.value)
+    assert report is not None and report.asked == size
+    return caught.value, report
+
+
+def check(report: OomReport) -> None:
+    """What holds of every report."""
+    assert sum(report.bytes.parts.values()) == report.bytes.total == torch.cuda.mem_get_info()[1]
+    assert all(size >= 0 for size in report.bytes.parts.values())
+    assert len(str(report).splitlines()) <= LINES
+    number, _, parts = shares(report.bytes).partition(" ")
+    shown = [float(part.split()[0]) for part in shares(report.bytes).split(" + ")]
+    assert sum(round(100 * one) for one in shown) == round(100 * 256.0), (number, parts)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(9)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_the_parts_are_those_that_there_are():
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.ones(4096, 256, device="cuda")
+    model(x).sum().backward()
+    optimizer.step()
+    loss = model(x).square().mean()
+    _, report = out_of_memory()
+    check(report)
+    sizes = report.bytes.parts
+    weights = 9 * (256 * 256 + 256) * 4
+    assert sizes["parameters"] == sizes["gradients"] == weights
+    assert sizes["optimizer"] == 2 * weights  # its steps are on the host
+    assert sizes["inputs"] == 0 and sizes["activations"] == (1 + 9 + 1) * x.nbytes + 512 - x.nbytes * 1
+    assert sizes["context and other processes"] == 8 * MIB
+    assert loss.requires_grad
+
+
+def test_the_allocators_numbers_are_the_bars():
+    held = [torch.empty(3 * MIB, dtype=torch.uint8, device="cuda") for _ in range(20)]
+    del held[::2]
+    _, report = out_of_memory()
+    check(report)
+    live = sum(report.bytes.parts[name] for name in ("inputs", "other", "activations"))
+    stats = torch.cuda.memory_stats()
+    assert live == stats["active_bytes.all.current"]
+    assert report.bytes.parts["cache"] == stats["reserved_bytes.all.current"] - live
+    assert report.bytes.parts["free"] == torch.cuda.mem_get_info()[0]
+    assert len(held) == 10
+
+
+def pieces() -> list[torch.Tensor]:
+    """One block of 4 MiB in each of twelve segments of 20 MiB."""
+    held = [torch.empty(4 * MIB, dtype=torch.uint8, device="cuda") for _ in range(60)]
+    return held[::5]
+
+
+def test_free_memory_in_pieces_is_fragmentation():
+    held = pieces()
+    _, report = out_of_memory(110 * MIB)
+    check(report)
+    assert report.fragmentation.fragmented and report.fragmentation.pinning_blocks == len(held)
+    assert "Fragmentation: yes. Largest free run 16.0 MiB, free in cache 192 MiB" in str(report)
+    assert [fix.saves for fix in report.fixes if 'backend="pool"' in fix.text] == [192 * MIB]
+    _, report = out_of_memory(220 * MIB)
+    assert not report.fragmentation.fragmented
+    assert not any('backend="pool"' in fix.text for fix in report.fixes)
+
+
+def test_a_replay_decides_where_something_is_recorded():
+    torch.cuda.memory._record_memory_history(stacks="python")
+    try:
+        held = pieces()
+        _, report = out_of_memory(110 * MIB)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    line = pieces.__code__.co_firstlineno + 2
+    assert report.fragmentation.fragmented and report.fragmentation.how == "a replay of what was recorded"
+    assert report.lines == [(f"test_oom_report.py:{line}", 48 * MIB)] and len(held) == 12
+    assert f"pinned by 12 blocks from test_oom_report.py:{line}" in str(report)
+
+
+def test_an_error_in_the_backward_pass_is_at_the_users_line_and_its_graph_is_seen():
+    x = torch.ones(20 * MIB // 4, device="cuda", requires_grad=True)
+    y = x.exp().sin().exp()  # 20 MiB each; x and two results are saved, y is the third
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        filler = torch.empty(160 * MIB, dtype=torch.uint8, device="cuda")
+        y.backward(y)
+        del filler
+    report = observer.report_of(caught.value)
+    assert report is not None
+    check(report)
+    assert report.location.phase == "backward" and report.location.text == "y.backward(y)"
+    assert report.location.where.startswith("test_oom_report.py:")
+
+
+def test_an_error_that_is_caught_says_nothing(capfd: pytest.CaptureFixture[str]):
+    out_of_memory()
+    assert "memopt: CUDA out of memory" not in capfd.readouterr().err
+
+
+def test_nothing_is_kept_of_what_was_reported():
+    x = torch.ones(MIB, device="cuda", requires_grad=True)
+    y = x.exp()
+    out_of_memory()
+    before = torch.cuda.memory_allocated()
+    del x, y
+    assert before - torch.cuda.memory_allocated() == 8 * MIB
+
+
+def test_a_thread_shows_it_too(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def work() -> None:
+        torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+
+    thread = threading.Thread(target=work)
+    seen: list[object] = []
+    monkeypatch.setitem(uncaught._before, "threading", seen.append)
+    monkeypatch.setattr(threading, "excepthook", uncaught._thread)  # pytest has one of its own
+    thread.start()
+    thread.join()
+    assert "memopt: CUDA out of memory at test_oom_report.py:" in capfd.readouterr().err
+    assert len(seen) == 1
+
+
+def test_modes_of_the_program_do_not_see_the_report():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            Counting.count += 1
+            return function(*arguments, **(named or {}))
+
+    with Counting(), torch.device("cuda"):
+        _, report = out_of_memory()
+    check(report)
+    assert Counting.count == 1
+
+
+def test_a_kept_batch_a_growing_list_and_the_way_out_are_named():
+    class Loader:
+        last: torch.Tensor
+
+        def batch(self) -> torch.Tensor:
+            self.last = torch.ones(2048, 256, device="cuda")
+            return self.last
+
+    model, loader, losses = Net().cuda(), Loader(), []
+    for _ in range(3):
+        losses.append(model(loader.batch()).square().mean())
+    line = sys._getframe().f_lineno - 1
+    _, report = out_of_memory(200 * MIB)
+    check(report)
+    held = {group.name: group for group in report.holders}
+    # Of each step the batch, nine outputs, and their mean; the last batch has a name of its own.
+    assert held["losses[*]"].where == f"test_oom_report.py:{line}"
+    assert held["losses[*]"].nbytes >= 3 * 9 * 2 * MIB
+    assert held["loader.last"].nbytes == 2 * MIB
+    assert report.fixes[0].text.startswith(
+        f"losses[*] without its graph: .item() or .detach() (test_oom_report.py:{line})"
+    )
+    assert report.fixes[0].saves == held["losses[*]"].nbytes
+    said = [fix.text for fix in report.fixes]
+    assert any(re.match(r"batch \d+ instead of 2048", text) for text in said), said
+
+
+SCRIPT = """
+import memopt.sim
+memopt.sim.activate(memory="96MiB", context="8MiB")
+import torch, memopt
+from torch import nn
+memopt.enable({arguments})
+model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(6)]).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+history = []
+while True:
+    x = torch.randn(512, 128, device="cuda")
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    history.append(model(x).mean())  # here it grows
+"""
+
+
+@pytest.mark.parametrize("backend", ["native", "pool"])
+def test_an_unmodified_script_gets_the_report_before_torchs_traceback(backend, run_script):
+    done = run_script(SCRIPT.format(arguments=""), MEMOPT_BACKEND=backend, RANK="3", WORLD_SIZE="8")
+    assert done.returncode == 1
+    said = done.stderr[done.stderr.index("memopt [rank 3 of 8]: CUDA out of memory at script.py:") :]
+    report, _, traceback = said.partition("Traceback (most recent call last):")
+    assert len(report.splitlines()) <= LINES
+    where = next(i for i, line in enumerate(SCRIPT.splitlines(), 1) if "here it grows" in line)
+    assert f"history[*] without its graph: .item() or .detach() (script.py:{where})" in " ".join(
+        report.split()
+    )
+    assert "8.0 context and other processes" in report
+    # The exception as it is without memopt: torch's own text, last.
+    assert traceback.splitlines()[-1].startswith(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"
+    )
+    assert "memopt/" not in traceback
+
+
+def test_raise_leaves_it_at_the_exception():
+    memopt.enable(on_oom="raise")
+    assert sys.excepthook is sys.__excepthook__
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    assert observer.report_of(caught.value) is None
+
+
+def test_a_budget_limits_torchs_allocator_too_and_is_named():
+    memopt.enable(memory_budget="64MiB")
+    held = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
+    _, report = out_of_memory(40 * MIB)
+    check(report)
+    assert "  Limit       64.0 MiB of the device, which this process has set itself" in str(report)
+    assert report.limit == 64 * MIB and report.fragmentation.free_on_device == 24 * MIB
+    memopt.disable()
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0 and held.nbytes == 40 * MIB
+
+
+def test_the_pool_after_the_first_allocation_is_refused_and_nothing_changes():
+    memopt.disable()
+    x = torch.ones(3, device="cuda")
+    with pytest.raises(memopt.Error, match="backend='pool' comes too late"):
+        memopt.enable(backend="pool")
+    assert sys.excepthook is sys.__excepthook__ and torch.cuda.memory_allocated() == x.numel() // 3 * 512
+
+
+def test_a_program_that_goes_on_trying_does_not_wait_for_a_report_each_time(monkeypatch: pytest.MonkeyPatch):
+    out_of_memory()
+    monkeypatch.setattr(observer, "_spent", 1e9)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+    assert observer.report_of(caught.value) is None

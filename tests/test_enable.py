@@ -1,0 +1,121 @@
+"""memopt.enable() and disable() on a machine without a GPU: what is asked for, by whom, and that all goes back."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+import torch
+
+import memopt
+from memopt import enabling
+from memopt.oom import observer
+from memopt.oom.report import shares
+from memopt.owners.device_bytes import DeviceBytes
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch):
+    for name in ("MEMOPT_BACKEND", "MEMOPT_BUDGET", "MEMOPT_ON_OOM", "MEMOPT_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    memopt.disable()
+
+
+def test_the_hooks_are_there_and_gone_again():
+    before = sys.excepthook, threading.excepthook
+    memopt.enable()
+    memopt.enable()
+    assert sys.excepthook is not before[0] and threading.excepthook is not before[1]
+    memopt.disable()
+    assert (sys.excepthook, threading.excepthook) == before
+    memopt.disable()
+
+
+def test_a_hook_that_came_later_stays():
+    before = sys.excepthook
+    memopt.enable()
+    ours = sys.excepthook
+
+    def later(*arguments: object) -> None:
+        ours(*arguments)
+
+    sys.excepthook = later
+    try:
+        memopt.disable()
+        assert sys.excepthook is later
+    finally:
+        sys.excepthook = before
+
+
+def test_argument_then_environment_then_default(monkeypatch: pytest.MonkeyPatch):
+    memopt.enable()
+    assert enabling.settings() == ("native", None, "report")
+    monkeypatch.setenv("MEMOPT_ON_OOM", "raise")
+    monkeypatch.setenv("MEMOPT_BUDGET", "2GiB")
+    memopt.enable()
+    assert enabling.settings() == ("native", 2 << 30, "raise")
+    memopt.enable(on_oom="report", memory_budget="1GiB")
+    assert enabling.settings() == ("native", 1 << 30, "report")
+    memopt.disable()
+    assert enabling.settings() is None
+
+
+def test_disabled_by_the_environment_it_does_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEMOPT_DISABLE", "1")
+    before = sys.excepthook
+    memopt.enable()
+    assert sys.excepthook is before and enabling.settings() is None
+
+
+@pytest.mark.parametrize(
+    ("named", "environment", "said"),
+    [
+        ({"backend": "mine"}, {}, "backend='mine' is not one of 'native', 'pool'"),
+        ({"on_oom": "retry"}, {}, "on_oom='retry' is not one of 'report', 'raise'"),
+        ({}, {"MEMOPT_BACKEND": "cuda"}, "MEMOPT_BACKEND='cuda' is not one of"),
+        ({}, {"MEMOPT_BUDGET": "lots"}, "MEMOPT_BUDGET: .*lots"),
+        ({"memory_budget": 0}, {}, "memory_budget=0 leaves nothing"),
+        ({"memory_budget": "-1GiB"}, {}, "memory_budget: .*-1GiB"),
+    ],
+)
+def test_nonsense_is_refused_by_name_and_nothing_changes(named, environment, said, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = sys.excepthook
+    with pytest.raises(ValueError, match=said):
+        memopt.enable(**named)
+    assert sys.excepthook is before and enabling.settings() is None
+
+
+def test_an_exception_that_is_no_out_of_memory_has_no_report():
+    error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    error.__context__ = error
+    assert observer.report_of(error) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (512, "512 bytes"),
+        (1 << 20, "1024.00 KiB"),
+        (3 << 19, "1.50 MiB"),
+        (1 << 30, "1024.00 MiB"),
+        (3 << 29, "1.50 GiB"),
+    ],
+)
+def test_sizes_are_as_torch_writes_them(size, text):
+    assert observer.torch_size(size) == text
+
+
+def test_what_is_shown_of_the_parts_adds_up_to_what_is_shown_of_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        sizes = (torch.rand(7, generator=generator) ** 4 * 2**34).long().tolist()
+        parts = dict(zip((*"abcdef", "free"), sizes, strict=True))
+        device = DeviceBytes("cuda:0", sum(sizes), parts, "")
+        shown = [float(part.split()[0]) for part in shares(device).split(" + ")]
+        whole = memopt._C.format_size(device.total).split()[0]
+        digits = len(whole.partition(".")[2])
+        assert round(sum(shown) * 10**digits) == round(float(whole) * 10**digits)
