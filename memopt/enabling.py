@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ class Settings(NamedTuple):
 
 
 _settings: Settings | None = None
+_growth: Any = None  # the watch
 _fractions: dict[int, float] = {}  # of each device, before memory_budget
 
 
@@ -28,7 +29,7 @@ def settings() -> Settings | None:
 
 
 def install(chosen: Settings) -> None:
-    global _settings
+    global _settings, _growth
     if chosen.backend == "pool":
         _take_pool(chosen.memory_budget)
     elif torch_names.is_ours():
@@ -38,6 +39,7 @@ def install(chosen: Settings) -> None:
     elif chosen.memory_budget is not None:
         _limit(chosen.memory_budget)
     from memopt.oom import observer, uncaught
+    from memopt.owners.growth import GrowthWatch
 
     if chosen.on_oom == "report":
         if torch.cuda.is_available():
@@ -46,14 +48,19 @@ def install(chosen: Settings) -> None:
     else:
         observer.ignore()
         uncaught.remove()
+    if _growth is None:
+        _growth = GrowthWatch()
+        _growth.start()
     _settings = chosen
     logger.info("enabled: %s", chosen)
 
 
 def remove() -> None:
-    global _settings
+    global _settings, _growth
     if _settings is None:
         return
+    _growth.stop()
+    _growth = None
     from memopt.oom import observer, uncaught
 
     observer.ignore()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,8 +36,11 @@ def binding_of(path: Path) -> Binding | None:
     if anchor is None:
         return None
     files = [anchor.file] if anchor.file not in cells() and anchor.file != NOTEBOOK else list(cells())
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if anchor.kind == "attribute" and main and main not in files:  # set from outside its class
+        files.append(main)
     found = [one for file in files for one in bindings(file) if one.name == anchor.name]
-    found = _in_scope(found, anchor)
+    found = _in_scope(found, anchor, path.inside)
     if not found:
         return None
     wanted = ELEMENT if path.inside and any(one.rank == ELEMENT for one in found) else GROWN
@@ -49,11 +53,12 @@ def binding_of(path: Path) -> Binding | None:
     return best
 
 
-def _in_scope(found: list[Binding], anchor: Anchor) -> list[Binding]:
+def _in_scope(found: list[Binding], anchor: Anchor, inside: bool) -> list[Binding]:
     if anchor.kind == "attribute":
         found = [one for one in found if one.attribute]
         owner = anchor.owner.rpartition(".")[2]
-        return [one for one in found if one.owner.rpartition(".")[2] == owner] or found
+        own = [one for one in found if one.owner.rpartition(".")[2] == owner]
+        return own if own and (not inside or any(one.rank >= GROWN for one in own)) else found
     found = [one for one in found if not one.attribute]
     if anchor.kind == "local":
         own = [one for one in found if one.function == anchor.scope]

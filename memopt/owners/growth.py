@@ -1,0 +1,221 @@
+"""Memory that grows from step to step, and who holds what is more.
+
+After each optimizer step one number is read, of each CUDA device what is allocated, of the CPU what the process has of
+its own. Its least in a window of steps rises from window to window only where something stays. Then, and only then, a
+census is taken, and another one a window later: the holder that has more tensors, or a longer graph, is the one that a
+warning names. A false alarm doubles the window. Taking them may cost a hundredth of the time that passes, no more."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memopt import _C
+from memopt.cuda.caller import stacklevel
+from memopt.log import logger
+from memopt.owners.live import LiveGroup, LiveTensors, live_tensors
+
+WINDOW = 16  # steps
+RISES = 3  # windows, each with more than the one before
+_SHARE = 0.01  # of the time
+_FIRST = 0.2  # seconds that a census is taken to need, as long as none was
+_NOISE = 1 << 16  # bytes of a process that a window may have more than the last, and mean nothing
+
+
+class GrowthWarning(UserWarning):
+    """Memory grows from step to step."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """By how much a group of tensors is more than it was, a step; `group` is how it is now."""
+
+    nbytes: float
+    tensors: float
+    nodes: float
+    group: LiveGroup
+
+    def __str__(self) -> str:
+        group = self.group
+        size = _C.format_size(round(max(0.0, self.nbytes)))
+        at = f" from {group.where}" if group.where else ""
+        made = f" (made at {group.created})" if group.created else ""
+        if not group.name:
+            return (
+                f"+{size}/step{made}: {group.count} tensors to which no variable leads, in reference cycles or held by "
+                "a library; gc.collect() frees the former"
+            )
+        if group.nodes and self.nodes > 0:
+            holds = f"a graph of {group.nodes} nodes; use .item() or .detach()"
+        elif group.nodes:
+            holds = f"{group.count} tensors with graphs; use .item() or .detach()"
+        else:
+            holds = f"{group.count} tensors; del those that are not needed"
+        return f"+{size}/step{at}{made}, {group.name} holds {holds}"
+
+
+def compare(before: LiveTensors, after: LiveTensors, steps: int) -> list[Growth]:
+    """Groups that have more tensors, or a longer graph, by one in two steps at least; the largest first. Not a model's
+    and an optimizer's, which have what they have."""
+    known = {_key(group): group for group in before.groups}
+    found = []
+    for group in after.groups:
+        if group.category in ("parameters", "gradients", "optimizer"):
+            continue
+        old = known.get(_key(group))
+        nbytes, count, nodes = (old.nbytes, old.count, old.nodes) if old else (0, 0, 0)
+        growth = Growth(
+            (group.nbytes - nbytes) / steps,
+            (group.count - count) / steps,
+            (group.nodes - nodes) / steps,
+            group,
+        )
+        if max(growth.tensors, growth.nodes) >= 0.5 and growth.nbytes >= 0:
+            found.append(growth)
+    return sorted(found, key=lambda growth: (-growth.nbytes, -growth.nodes))
+
+
+def _key(group: LiveGroup) -> tuple[str, ...]:
+    """A list of one element is written with its index, one of more is not."""
+    return group.device, re.sub(r"\[\d+\]", "[*]", group.name), group.where, group.note
+
+
+class GrowthWatch:
+    """Begins with start(), ends with stop(). `window`, `share` and `clock` are for tests."""
+
+    def __init__(
+        self, window: int = WINDOW, share: float = _SHARE, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._window, self._share, self._clock = window, share, clock
+        self._lock = threading.Lock()
+        self._handle: Any = None
+        self._leader: weakref.ref[Any] | None = None
+        self._reading: _Reading | None = None
+        self._began = self._spent = 0.0
+        self._cost = _FIRST
+        self._steps = 0
+        self._levels: list[_Level] = []
+        self._census: tuple[int, LiveTensors] | None = None
+        self._warned: set[tuple[str, str]] = set()
+
+    def start(self) -> None:
+        if self._handle is None:
+            self._began = self._clock()
+            self._reading = _Reading()
+            self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
+
+    def _after_step(self, optimizer: Any, arguments: Any, named: Any) -> None:
+        """Of one optimizer: where there are several, each of them once makes one step of the program's."""
+        if torch.compiler.is_compiling() or not self._lock.acquire(blocking=False):
+            return
+        try:
+            leader = self._leader() if self._leader is not None else None
+            if leader is None:
+                self._leader = weakref.ref(optimizer)
+            elif leader is not optimizer:
+                return
+            self._step()
+        except Exception:  # the program's training is worth more than what is said of it
+            logger.exception("memory growth is not watched any more")
+            self.stop()
+        finally:
+            self._lock.release()
+
+    def _step(self) -> None:
+        assert self._reading is not None
+        self._steps += 1
+        if self._steps <= self._window:  # caches and states come into being
+            return
+        values = self._reading.values()
+        if len(values) != len(self._levels):
+            self._levels = [_Level(noise) for noise in self._reading.noise]
+        end = self._steps % self._window == 0
+        for level, value in zip(self._levels, values, strict=True):
+            level.see(value, end)
+        if self._census is not None:
+            if self._steps - self._census[0] >= self._window and self._may_look():
+                self._compare()
+        elif end and any(level.rises >= RISES for level in self._levels) and self._may_look():
+            self._census = self._steps, self._look()
+
+    def _may_look(self) -> bool:
+        return self._spent + self._cost <= self._share * (self._clock() - self._began)
+
+    def _look(self) -> LiveTensors:
+        start = self._clock()
+        found = live_tensors()
+        self._cost = self._clock() - start
+        self._spent += self._cost
+        return found
+
+    def _compare(self) -> None:
+        assert self._census is not None
+        step, before = self._census
+        self._census = None
+        grown = compare(before, self._look(), self._steps - step)
+        new = [one for one in grown if (one.group.name, one.group.where) not in self._warned]
+        if new:
+            self._warned.add((new[0].group.name, new[0].group.where))
+            warnings.warn(str(new[0]), GrowthWarning, stacklevel=stacklevel())
+        self._window *= 2
+        self._levels.clear()
+
+
+class _Level:
+    """The least of a number in a window of steps, and for how many windows it has risen."""
+
+    def __init__(self, noise: int) -> None:
+        self._noise = noise
+        self._least: int | None = None
+        self._last: int | None = None
+        self.rises = 0
+
+    def see(self, value: int, end: bool) -> None:
+        self._least = value if self._least is None else min(self._least, value)
+        if end:
+            risen = self._last is not None and self._least > self._last + self._noise
+            self.rises = self.rises + 1 if risen else 0
+            self._last, self._least = self._least, None
+
+
+class _Reading:
+    """Bytes allocated on each CUDA device; where there is none, the process's own pages."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self.noise: list[int] = []
+
+    def values(self) -> list[int]:
+        if torch.cuda.is_initialized():
+            devices = range(torch.cuda.device_count())
+            self.noise = [0 for _ in devices]
+            return [torch._C._cuda_memoryStats(i)["allocated_bytes"]["all"]["current"] for i in devices]
+        if self._file is None:
+            self._file = os.open("/proc/self/statm", os.O_RDONLY)
+        self.noise = [_NOISE]
+        pages = os.pread(self._file, 256, 0).split()
+        return [(int(pages[1]) - int(pages[2])) * self._page]  # resident, less what is shared
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
