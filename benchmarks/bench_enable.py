@@ -1,0 +1,79 @@
+"""What memopt.enable() without recording adds to a training step: under a hundredth.
+
+A step of the demo task on the CPU, with what enable() watches and without, in turns in one process; then the watch's own
+time a step alone, by itself and as a share of the step. Nothing is added to an allocation: the report of an out of
+memory costs when there is one. Looks at live tensors, which a rise of memory asks for, are counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+import memopt  # noqa: E402
+from benchmarks import harness, tasks  # noqa: E402
+from memopt.owners.growth import GrowthWatch  # noqa: E402
+
+LIMIT = 0.01  # of a step
+
+
+def watch_seconds(steps: int) -> float:
+    """Of one step, the ends of its windows included; the least of five runs."""
+    watch = GrowthWatch()
+    watch.start()
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(steps):
+            watch._after_step(optimizer, (), {})
+        best = min(best, (time.perf_counter() - start) / steps)
+    watch.stop()
+    return best
+
+
+def main() -> int:
+    options = harness.parser(__doc__).parse_args()
+    report = harness.Report("bench_enable", options)
+    task = tasks.get("gpt", "small")
+    model = task.build_model(report.device)
+    optimizer = task.optimizer(model)
+    batch = next(task.batches(1, report.device))
+
+    def step() -> None:
+        task.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    found = report.compare(
+        f"a step of {task.name}",
+        {
+            "without": harness.Contender(step, memopt.disable),
+            "enabled": harness.Contender(step, memopt.enable),
+        },
+        peer="without",
+        goal={"enabled": 1 - LIMIT},
+        calls=None if not options.quick else 2,
+    )
+    memopt.disable()
+    seconds = found.seconds("without").best
+    report.record(
+        "what enable() does after a step, and a hundredth of the step",
+        {"limit": LIMIT * seconds * 1e6, "memopt": watch_seconds(100 if options.quick else 2000) * 1e6},
+        unit="us",
+        peer="limit",
+        goal=1.0,
+    )
+    report.note("task", task.metadata())
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
