@@ -8,21 +8,30 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
 
 from memopt.estimation.guesses import Guesses
-from memopt.estimation.twins import Twins
 
 _aten = torch.ops.aten
+
+
+class Known(Protocol):
+    """Twins, or another who knows what tensors hold."""
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
+
+    def drawn(self, tensor: torch.Tensor) -> bool: ...
+
+    def put(self, tensor: torch.Tensor, values: torch.Tensor, *, made: bool) -> None: ...
 
 
 class HostReads:
     """As long as it lives, these operations are answered so."""
 
-    def __init__(self, twins: Twins, guesses: Guesses) -> None:
+    def __init__(self, twins: Known, guesses: Guesses) -> None:
         self._twins = twins
         self._guesses = guesses
         self._library = torch.library.Library("aten", "IMPL")

@@ -65,9 +65,9 @@ class Run:
 
     def _values(self) -> contextlib.AbstractContextManager[object]:
         if self.request.compute:
-            from memopt.sim.compute import Compute
+            from memopt.estimation.computed import Computed
 
-            return Compute()
+            return Computed()
         from memopt.estimation import values
 
         mode = values.Values(self._guesses)

@@ -47,7 +47,7 @@ _AS_THEY_ARE = {
     _aten._amp_foreach_non_finite_check_and_unscale_,
     _aten._amp_update_scale_,
 }
-# What they make holds nothing yet.
+# What they make holds nothing that a sound program reads.
 _EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 # They do not read what they write to.
 _OVERWRITE = {
@@ -109,16 +109,19 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
     ) -> None:
         """What the operation has written is known from now on, or not any more."""
         written = _written(func, args, kwargs)
-        if func.overloadpacket not in _EMPTY:
+        if func.overloadpacket in _EMPTY:
+            if outputs[0].numel() <= most_elements(outputs[0].dtype):
+                self.twins.put(outputs[0], torch.zeros(outputs[0].shape, dtype=outputs[0].dtype), made=True)
+        elif outputs or written:
             if self._one_for_all(func, args, kwargs, inputs, outputs, written):
                 return
             if self._computed(func, args, kwargs, inputs, outputs, written):
                 return
             if self._assumed(func, args, inputs, outputs):
                 return
-        for tensor in (*outputs, *written):
-            if tensor.is_cuda:
-                self.twins.forget(tensor)
+            for tensor in (*outputs, *written):
+                if tensor.is_cuda:
+                    self.twins.forget(tensor)
 
     def _computed(
         self,
@@ -222,7 +225,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
             return True
         if source.dtype != torch.bool or out.numel() > most_elements(out.dtype):
             return False
-        if packet in (_aten.all, _aten.any):
+        if packet in (_aten.all, _aten.any) and out.numel() == 1:  # of more it is a mask again
             holds = fraction == 1.0 if packet is _aten.all else fraction > 0.0
             self.guesses.add("test", f"{packet.__name__}() of a mask is {holds}")
             self.twins.put(out, torch.full(out.shape, holds), made=True)

@@ -7,9 +7,9 @@ CPU's, bit for bit, while the memory behaviour is PyTorch's own CUDA allocator's
     with memopt.sim.Compute():
         train()
 
-What it cannot do: an op without a CPU twin (the fused attention kernels: switch them off with
-torch.backends.cuda.enable_flash_sdp(False) and its like), a kernel launched outside ATen (give it a host body with
-memopt.sim.emulate), and work that a CUDA graph replays. It waits for the device after every op.
+What cuDNN and the fused attention compute is in host_kernels.py. What it cannot do: another op without a CPU twin, a
+kernel launched outside ATen (give it a host body with memopt.sim.emulate), and work that a CUDA graph replays. It waits
+for the device after every op.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memopt.sim.activation import is_active
+from memopt.sim.host_kernels import HOST_KERNELS
 
 _aten = torch.ops.aten
 
@@ -44,6 +45,8 @@ _AS_THEY_ARE = {
     _aten._pin_memory.default,
     _aten.set_.source_Storage,
     _aten.set_.source_Storage_storage_offset,
+    _aten._cudnn_rnn_flatten_weight.default,  # its copies are real
+    _aten._cudnn_init_dropout_state.default,  # read by cuDNN alone
 }
 
 
@@ -68,11 +71,20 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             torch.cuda.synchronize()
             values = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
             return tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, values)
+        return self.computed(func, args, kwargs)
+
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op's result on cuda, with the values that the CPU computes; their shapes are the same."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _on_cuda(leaf)]
         result = func(*args, **kwargs)
         if not inputs and not any(map(_on_cuda, tree_leaves(result))):
             return result
         torch.cuda.synchronize()  # copies are real work: the CPU must not overtake them
-        values = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
+        kernel = HOST_KERNELS.get(func)
+        values = (kernel or func)(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
+        if kernel is not None:
+            _keep(result, values)
+            return result
         written = {
             tensor.untyped_storage().data_ptr() for tensor in inputs
         }  # in place and out=: done by aliasing
@@ -81,15 +93,22 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
                 continue
             if tensor.shape != value.shape:
                 raise RuntimeError(f"{func}: {tuple(tensor.shape)} on cuda, {tuple(value.shape)} on the CPU")
-            _alias(tensor).copy_(value)
+            alias(tensor).copy_(value)
         return result
+
+
+def _keep(result: Any, values: Any) -> None:
+    """A host kernel's values; fewer than the results, and None, leave what is there."""
+    for tensor, value in zip(tree_leaves(result), tree_leaves(values), strict=False):
+        if _on_cuda(tensor) and isinstance(value, torch.Tensor) and tensor.numel():
+            alias(tensor).copy_(value)
 
 
 def _on_cuda(leaf: object) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.is_cuda
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
+def alias(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor over a cuda tensor's memory, which is host memory at the same address."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
@@ -102,5 +121,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_cpu(leaf: object) -> object:
     if _on_cuda(leaf):
-        return _alias(leaf)
+        return alias(leaf)
+    if isinstance(leaf, torch.Generator):
+        return torch.default_generator
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
