@@ -63,12 +63,13 @@ class Allocator:
 
     settings: str = ""
     memopt: bool = False
+    torch: tuple[int, int] = (2, 10)  # the first that knows these settings
 
 
 ALLOCATORS = {
     "native": Allocator("expandable_segments:False"),
     "expandable": Allocator("expandable_segments:True"),
-    "expandable 12 MB": Allocator("expandable_segments:True,large_segment_size_mb:12"),
+    "expandable 12 MB": Allocator("expandable_segments:True,large_segment_size_mb:12", torch=(2, 11)),
     "memopt": Allocator(memopt=True),
 }
 BEST_PEER = "expandable 12 MB"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import bench_alloc_train
 from benchmarks.bench_alloc_train import ALLOCATORS, PRECISION, ROOT, Runs, measure, moved
@@ -76,7 +77,8 @@ def test_finished_runs_are_found_again_and_a_torn_one_is_not(tmp_path):
 
 def test_the_peers_are_told_apart_by_a_real_run(tmp_path: Path):
     output = tmp_path / "result.json"
-    peers = [name for name, allocator in ALLOCATORS.items() if not allocator.memopt]
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    peers = [name for name, one in ALLOCATORS.items() if not one.memopt and one.torch <= version]
     command = [sys.executable, bench_alloc_train.__file__, "--workloads", "gnn", "--allocators", *peers]
     command += ["--only", "memory", "--scale", "0.25", "--steps", "4", "-o", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
