@@ -1,8 +1,8 @@
 """What memopt.enable() without recording adds to a training step: under a hundredth.
 
-A step of the demo task on the CPU, with what enable() watches and without, in turns in one process; then the watch's own
-time a step alone, by itself and as a share of the step. Nothing is added to an allocation: the report of an out of
-memory costs when there is one. Looks at live tensors, which a rise of memory asks for, are counted.
+A step of the demo task on the CPU, with what enable() watches and without, in turns in one process; then the watch's
+own time a step, beside a hundredth of the step. Nothing is added to an allocation: the report of an out of memory costs
+when there is one. Looks at live tensors, which a rise of memory asks for, are counted where one is taken.
 """
 
 from __future__ import annotations
