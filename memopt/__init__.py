@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from memopt.checkpointing.auto_checkpoint import auto_checkpoint, undo_checkpoint
     from memopt.diagnosis import doctor
     from memopt.owners.live import live_tensors
+    from memopt.profiling.session import profile
     from memopt.switches import disable, enable, patch
 
 Error = _engines.Error
@@ -53,6 +54,7 @@ __all__ = [
     "live_tensors",
     "optim",
     "patch",
+    "profile",
     "set_checkpoint_early_stop",
     "sim",
     "undo_checkpoint",
@@ -64,6 +66,7 @@ _LATER = {
     "disable": "memopt.switches",
     "enable": "memopt.switches",
     "patch": "memopt.switches",
+    "profile": "memopt.profiling.session",
     "checkpoint": "memopt.checkpointing",
     "checkpoint_sequential": "memopt.checkpointing",
     "create_selective_checkpoint_contexts": "memopt.checkpointing",

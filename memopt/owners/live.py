@@ -123,6 +123,25 @@ def live_tensors(top: int = 10) -> LiveTensors:
         taken.forget()
 
 
+def holders(device: str, addresses: set[int]) -> dict[int, LiveTensor]:
+    """By address, those of a device that lie there."""
+    taken = census.take()
+    try:
+        describe = _Description(taken)
+        return {
+            one.address: describe.tensor(one)
+            for one in taken.held.values()
+            if one.device == device and one.address in addresses
+        }
+    finally:
+        taken.forget()
+
+
+def any_element(name: str) -> str:
+    """ "losses[*]" for "losses[3]"."""
+    return _INDEX.sub("[*]", name)
+
+
 def described(taken: Census, top: int = 10) -> LiveTensors:
     """A census in words. Holds none of its tensors."""
     describe = _Description(taken)

@@ -209,7 +209,10 @@ class CpuRecorder(Recorder):
     def ends(self, phase: str) -> None:
         self._watch.phases.end(phase, self._now())
         if phase == "step":
-            self._watch.marks.append((self._now(), "step", ""))
+            self.mark("step")
+
+    def mark(self, kind: str, text: str = "") -> None:
+        self._watch.marks.append((self._now(), kind, text))
 
     # ---- reading ------------------------------------------------------------------------------------------------
 

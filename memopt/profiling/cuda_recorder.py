@@ -15,10 +15,7 @@ from memopt import _C
 from memopt.profiling import torch_history
 from memopt.profiling.claims import column
 from memopt.profiling.recorder import Recorder, Watch, categories_of, facts, marks_of
-from memopt.profiling.recording import OTHER, Recording, Stack
-
-# What cuBLAS is given to work in, by torch: on compute capability 9 and later, and before. It stays for ever.
-_WORKSPACES = (32 << 20, 8320 << 10)
+from memopt.profiling.recording import OTHER, WORKSPACES, Recording, Stack
 
 
 class CudaRecorder(Recorder):
@@ -133,10 +130,13 @@ class CudaRecorder(Recorder):
 
     def ends(self, phase: str) -> None:
         for device in self._in_use():
-            watch, position = self._watch(device), self._position(device)
-            watch.phases.end(phase, position)
-            if phase == "step":
-                watch.marks.append((position, "step", ""))
+            self._watch(device).phases.end(phase, self._position(device))
+        if phase == "step":
+            self.mark("step")
+
+    def mark(self, kind: str, text: str = "") -> None:
+        for device in self._in_use():
+            self._watch(device).marks.append((self._position(device), kind, text))
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ def _workspaces(columns: dict[str, torch.Tensor], events: int) -> torch.Tensor:
     born, size = columns["born"], columns["size"]
     found = torch.zeros(len(born), dtype=torch.bool)
     unclaimed = (columns["category"] > 2) & (columns["died"] == events) & (born >= 0)
-    for workspace in _WORKSPACES:
+    for workspace in WORKSPACES:
         for inside in (columns["module"] > 0, columns["module"] == 0):
             like = (unclaimed & inside & (size == workspace)).nonzero().flatten()
             for stream in columns["stream"][like].unique().tolist():

@@ -146,6 +146,10 @@ class Recorder(ABC):
         self._program.stop()
         self._stop()
 
+    @abstractmethod
+    def mark(self, kind: str, text: str = "") -> None:
+        """Notes something of the program's own, now."""
+
     def recordings(self) -> list[Recording]:
         """Of all devices of which there is something to tell."""
         return [self.recording(device) for device in self.devices()]

@@ -19,6 +19,9 @@ import torch
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, INPUTS, OTHER = range(len(CATEGORIES))
 
+# Bytes that torch gives cuBLAS to work in, for ever: on compute capability 9 and later, and before.
+WORKSPACES = (32 << 20, 8320 << 10)
+
 COLUMNS = ("born", "died", "address", "size", "stream", "stack", "module", "category")
 
 
