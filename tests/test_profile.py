@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import pickle
@@ -15,6 +16,12 @@ import memopt
 from memopt.profiling import recorder, recording_file
 
 WIDTH = 64
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """What other tests have left is none of these tests' leaks."""
+    gc.collect()
 
 
 class Net(nn.Module):
