@@ -115,18 +115,22 @@ static bool member_fits(const member *of, int cc)
     return of->kind == MEMBER_ELF && code_fits(architecture, cc);
 }
 
-static CUresult open_fatbin(const char *bytes, int cc, sim_image *out)
+/* The member that a device would run, and its header; NULL where none fits, or `damaged`. */
+static const char *choose(const char *bytes, int cc, member *out, bool *damaged)
 {
     fatbin header;
     const char *best = NULL;
     member chosen = {.kind = 0}, at;
 
+    *damaged = false;
     memcpy(&header, bytes, sizeof header);
     for (uint64_t offset = 0; offset + sizeof at <= header.size; offset += at.header_size + at.size) {
         const char *start = bytes + header.header_size + offset;
         memcpy(&at, start, sizeof at);
-        if (at.header_size < sizeof at || at.size > header.size)
-            return CUDA_ERROR_INVALID_IMAGE;
+        if (at.header_size < sizeof at || at.size > header.size) {
+            *damaged = true;
+            return NULL;
+        }
         /* Machine code before PTX, then the newest. */
         bool better = at.kind != chosen.kind ? at.kind > chosen.kind : at.architecture > chosen.architecture;
         if (member_fits(&at, cc) && better) {
@@ -134,8 +138,18 @@ static CUresult open_fatbin(const char *bytes, int cc, sim_image *out)
             best = start + at.header_size;
         }
     }
+    *out = chosen;
+    return best;
+}
+
+static CUresult open_fatbin(const char *bytes, int cc, sim_image *out)
+{
+    bool damaged;
+    member chosen;
+    const char *best = choose(bytes, cc, &chosen, &damaged);
+
     if (!best)
-        return CUDA_ERROR_NO_BINARY_FOR_GPU;
+        return damaged ? CUDA_ERROR_INVALID_IMAGE : CUDA_ERROR_NO_BINARY_FOR_GPU;
     if (chosen.flags & MEMBER_COMPRESSED) {
         *out = (sim_image){.format = SIM_IMAGE_OPAQUE};
         return CUDA_SUCCESS;
@@ -143,20 +157,39 @@ static CUresult open_fatbin(const char *bytes, int cc, sim_image *out)
     return keep(best, chosen.size, chosen.kind == MEMBER_ELF ? SIM_IMAGE_ELF : SIM_IMAGE_PTX, out);
 }
 
+/* What a wrapper is around, and the first four bytes of it; an image without one is itself. */
+static const void *unwrapped(const void *image, uint32_t *magic)
+{
+    memcpy(magic, image, sizeof *magic);
+    if (*magic == (uint32_t)WRAPPER_MAGIC) {
+        wrapper around;
+        memcpy(&around, image, sizeof around);
+        image = around.data;
+        memcpy(magic, image, sizeof *magic);
+    }
+    return image;
+}
+
 CUresult sim_image_open(const void *image, int cc, sim_image *out)
 {
     uint32_t magic;
 
-    memcpy(&magic, image, sizeof magic);
-    if (magic == (uint32_t)WRAPPER_MAGIC) {
-        wrapper around;
-        memcpy(&around, image, sizeof around);
-        image = around.data;
-        memcpy(&magic, image, sizeof magic);
-    }
+    image = unwrapped(image, &magic);
     if (magic == (uint32_t)FATBIN_MAGIC)
         return open_fatbin(image, cc, out);
     return open_single(image, cc, out);
+}
+
+int sim_image_architecture(const void *image, int cc)
+{
+    uint32_t magic;
+    bool damaged;
+    member chosen;
+
+    image = unwrapped(image, &magic);
+    if (magic != (uint32_t)FATBIN_MAGIC)
+        return -1;
+    return choose(image, cc, &chosen, &damaged) ? (int)chosen.architecture : 0;
 }
 
 void sim_image_close(sim_image *image)

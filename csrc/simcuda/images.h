@@ -24,6 +24,10 @@ typedef struct sim_image {
 CUresult sim_image_open(const void *image, int cc, sim_image *out);
 void sim_image_close(sim_image *image);
 
+/* Of the machine code or PTX that such a device would run of a fatbin, the architecture it was made for: of 80 and
+ * 86 a device of 89 runs 86. 0 where nothing in it fits, -1 for what is no fatbin. */
+int sim_image_architecture(const void *image, int cc);
+
 bool sim_image_has_kernel(const sim_image *image, const char *name);
 /* Size in bytes of a global variable, 0 when there is none of the name (or it can't be known). */
 size_t sim_image_global(const sim_image *image, const char *name);

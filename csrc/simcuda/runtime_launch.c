@@ -2,6 +2,7 @@
 #include "context.h"
 #include "cudart_api.h"
 #include "heap.h"
+#include "images.h"
 #include "kernels.h"
 #include "memory.h"
 
@@ -13,6 +14,7 @@ typedef struct registered {
     const void *host;
     const char *name; /* the caller's, for as long as its library is loaded */
     uint64_t hash;    /* of the name; 0 until it is first needed */
+    const void *image;
     int dynamic_shared;
 } registered;
 
@@ -44,7 +46,7 @@ static registered *kernel_of(const void *host)
     return found && found->host ? found : NULL;
 }
 
-static void add_kernel(const void *host, const char *name)
+static void add_kernel(const void *host, const char *name, const void *image)
 {
     if (2 * (kernel_count + 1) > kernel_capacity) {
         size_t capacity = kernel_capacity ? 2 * kernel_capacity : 1 << 12;
@@ -61,7 +63,7 @@ static void add_kernel(const void *host, const char *name)
     registered *entry = slot(kernels, kernel_capacity, host);
     if (!entry->host)
         kernel_count++;
-    *entry = (registered){.host = host, .name = name};
+    *entry = (registered){.host = host, .name = name, .image = image};
 }
 
 const char *simcuda_kernel_name(const void *host_function)
@@ -76,10 +78,9 @@ const char *simcuda_kernel_name(const void *host_function)
 void __cudaRegisterFunction(void **handle, const char *host, char *device, const char *name, int limit,
                             uint3 *thread, uint3 *block, dim3 *block_size, dim3 *grid_size, int *warp)
 {
-    (void)handle, (void)device, (void)limit, (void)thread, (void)block, (void)block_size, (void)grid_size,
-        (void)warp;
+    (void)device, (void)limit, (void)thread, (void)block, (void)block_size, (void)grid_size, (void)warp;
     sim_lock();
-    add_kernel(host, name);
+    add_kernel(host, name, handle ? *handle : NULL);
     sim_unlock();
 }
 
@@ -101,10 +102,11 @@ void __cudaRegisterVar(void **handle, char *host, char *device, const char *name
 
 void **__cudaRegisterFatBinary(void *image)
 {
-    static void *handle;
+    void **handle = malloc(sizeof *handle);
 
-    (void)image;
-    return &handle;
+    if (handle)
+        *handle = image;
+    return handle; /* NULL: its kernels are of an unknown architecture */
 }
 
 void __cudaRegisterFatBinaryEnd(void **handle)
@@ -114,7 +116,7 @@ void __cudaRegisterFatBinaryEnd(void **handle)
 
 void __cudaUnregisterFatBinary(void **handle)
 {
-    (void)handle;
+    free(handle);
 }
 
 char __cudaInitModule(void **handle)
@@ -289,15 +291,19 @@ SIM_RUNTIME(SIM_CONTEXT, cudaFuncGetAttributes, (struct cudaFuncAttributes * out
             (out, function))
 {
     const registered *kernel = kernel_of(function);
+    /* CUB looks up by it for what it was compiled, and refuses any other. */
+    int made_for = kernel && kernel->image ? sim_image_architecture(kernel->image, sim_cc) : -1;
 
     if (!out)
         return CUDA_ERROR_INVALID_VALUE;
     if (!kernel && !sim_function_of(function))
         return (CUresult)cudaErrorInvalidDeviceFunction;
+    if (made_for == 0)
+        return CUDA_ERROR_NO_BINARY_FOR_GPU;
     memset(out, 0, sizeof *out);
     out->maxThreadsPerBlock = 1024;
     out->numRegs = 32;
-    out->binaryVersion = out->ptxVersion = sim_cc;
+    out->binaryVersion = out->ptxVersion = made_for > 0 ? made_for : sim_cc;
     out->maxDynamicSharedSizeBytes = kernel && kernel->dynamic_shared ? kernel->dynamic_shared : 49152;
     out->preferredShmemCarveout = -1;
     return CUDA_SUCCESS;

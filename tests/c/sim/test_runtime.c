@@ -177,6 +177,87 @@ TEST(dynamic_shared_memory_is_allowed_up_to_what_was_asked)
     cudaGetLastError();
 }
 
+/* A fatbin of machine code without bytes, for each of these architectures. */
+typedef struct members {
+    uint32_t magic;
+    uint16_t version, header_size;
+    uint64_t size;
+    struct {
+        uint16_t kind, version;
+        uint32_t header_size;
+        uint64_t size;
+        uint32_t compressed_size, options;
+        uint16_t minor, major;
+        uint32_t architecture, name_offset, name_size;
+        uint64_t flags, reserved, decompressed_size;
+    } member[3];
+} members;
+
+static members make_members(int kind, uint32_t first, uint32_t second, uint32_t third)
+{
+    members made = {.magic = 0xBA55ED50, .version = 1, .header_size = 16, .size = sizeof made.member};
+    const uint32_t architectures[] = {first, second, third};
+
+    for (int i = 0; i < 3; i++) {
+        made.member[i].kind = (uint16_t)kind;
+        made.member[i].header_size = sizeof made.member[i];
+        made.member[i].architecture = architectures[i];
+    }
+    return made;
+}
+
+static void stub_of_an_older_one(void)
+{
+}
+
+static void stub_of_ptx(void)
+{
+}
+
+static void stub_of_others(void)
+{
+}
+
+TEST(a_kernel_says_for_which_architecture_it_was_made)
+{
+    open_device(); /* compute capability 8.0 */
+    static members older, ptx, others; /* for as long as their kernels are registered */
+    older = make_members(2, 70, 80, 86);
+    ptx = make_members(1, 70, 75, 90);
+    others = make_members(2, 75, 86, 90);
+    const struct {
+        members *image;
+        const void *stub;
+        cudaError_t result;
+        int made_for;
+    } cases[] = {
+        {&older, (const void *)stub_of_an_older_one, cudaSuccess, 80},
+        {&ptx, (const void *)stub_of_ptx, cudaSuccess, 75},
+        {&others, (const void *)stub_of_others, cudaErrorNoKernelImageForDevice, 0},
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct cudaFuncAttributes attributes = {.ptxVersion = 0};
+        char *name = "_Z4madev";
+        struct {
+            uint32_t magic, version;
+            const void *data;
+            void *unused;
+        } wrapper = {0x466243B1, 1, cases[i].image, NULL};
+        static void *wrappers[3][3]; /* as large, and as long there as the kernels */
+
+        memcpy(wrappers[i], &wrapper, sizeof wrapper);
+        void **handle = __cudaRegisterFatBinary(wrappers[i]);
+        __cudaRegisterFunction(handle, cases[i].stub, name, name, -1, NULL, NULL, NULL, NULL, NULL);
+        __cudaRegisterFatBinaryEnd(handle);
+        CHECK_EQ(cudaFuncGetAttributes(&attributes, cases[i].stub), cases[i].result);
+        CHECK_EQ(attributes.ptxVersion, cases[i].made_for);
+        CHECK_EQ(attributes.binaryVersion, cases[i].made_for);
+        __cudaUnregisterFatBinary(handle);
+    }
+    cudaGetLastError();
+}
+
 TEST(symbols_have_device_memory_of_the_registered_size)
 {
     register_once();
