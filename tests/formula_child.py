@@ -68,7 +68,7 @@ def main() -> None:
     answer = {
         "peak_allocated": min(peak, room),
         "peak_reserved": min(reserved, room),
-        "device_peak": min(reserved, room),
+        "device_peak": min(reserved, room) + request["context"],
         "retries": int(fits and reserved > room),
         "oom": None
         if fits
@@ -87,7 +87,7 @@ def main() -> None:
         "error": error,
         "seconds": 0.5,
         "versions": {"torch": "2.13.0"},
-        "simulated": {"compute_capability": request["compute_capability"]},
+        "simulated": {name: request[name] for name in ("compute_capability", "context")},
     }
     Path(request["answer"]).write_text(json.dumps(answer))
 

@@ -52,6 +52,11 @@ class Answer:
         )
 
     @property
+    def held(self) -> int:
+        """What the allocator held, or the device if that was more: memory that went past the allocator."""
+        return max(self.peak_reserved, self.device_peak - int(self.simulated.get("context") or 0))
+
+    @property
     def shape_guesses(self) -> list[dict[str, Any]]:
         """Those of how many elements a mask selects: memory depends on them."""
         return [guess for guess in self.guesses if guess.get("kind") == "shape"]

@@ -42,7 +42,6 @@ CARDS = [
     _card("rtx3060", 11.76, "8.6", 28),
     _card("rtx4070", 11.72, "8.9", 46),
     _card("t4", 14.56, "7.5", 40),
-    _card("v100-16", 15.77, "7.0", 80),
     _card("a4000", 15.61, "8.6", 48),
     _card("rtx4080", 15.70, "8.9", 76),
     _card("rtx5080", 15.47, "12.0", 84),
@@ -51,7 +50,6 @@ CARDS = [
     _card("rtx3090", 23.68, "8.6", 82),
     _card("rtx4090", 23.64, "8.9", 128),
     _card("rtx5090", 31.36, "12.0", 170),
-    _card("v100-32", 31.73, "7.0", 80),
     _card("a100-40", 39.39, "8.0", 108),
     _card("a40", 44.34, "8.6", 84),
     _card("l40s", 44.39, "8.9", 142),
@@ -64,7 +62,7 @@ CARDS = [
 CARDS.sort(key=lambda card: card.usable)
 _BY_NAME = {card.name: card for card in CARDS}
 _BY_NAME |= {card.name.removeprefix("rtx"): card for card in CARDS}
-_BY_NAME |= {"a100": _BY_NAME["a100-40"], "v100": _BY_NAME["v100-16"], "a10": _BY_NAME["a10g"]}
+_BY_NAME |= {"a100": _BY_NAME["a100-40"], "a10": _BY_NAME["a10g"]}
 
 
 def card(text: str | int, compute_capability: str | None = None, context: int | None = None) -> Card:

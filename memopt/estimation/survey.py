@@ -72,7 +72,7 @@ class Survey:
 
     def _completes(self, request: Request, card: Card, free: Answer | None, what: str) -> bool:
         """Whether a request runs on a card, of which `free` is the run without limit: often that says it already."""
-        if free is not None and _held(free) + card.context <= card.usable:
+        if free is not None and free.held + card.context <= card.usable:
             return True
         if free is not None and free.peak_allocated + card.context > card.usable:
             return False
@@ -99,7 +99,7 @@ class Survey:
             title=self.title,
             method=SIMULATED,
             allocated=(free.peak_allocated,) * 2,
-            reserved=(_held(free),) * 2,
+            reserved=(free.held,) * 2,
             context=self.card.context if self.card else cards.CONTEXT,
             card=self.card,
             oom=limited.oom if limited is not None else None,
@@ -145,12 +145,12 @@ class Survey:
             few = self._few()
             asked.append(few[:2])
             answers.append(few[2])
-        peaks = [(a.peak_allocated, _held(a)) for a in (free, *answers)]
+        peaks = [(a.peak_allocated, a.held) for a in (free, *answers)]
         found.allocated = min(p[0] for p in peaks), max(p[0] for p in peaks)
         found.reserved = min(p[1] for p in peaks), max(p[1] for p in peaks)
         outcomes = []
         for (request, what), answer in zip(asked, answers, strict=True):
-            more, held = answer.peak_allocated - free.peak_allocated, _held(answer) - _held(free)
+            more, held = answer.peak_allocated - free.peak_allocated, answer.held - free.held
             if more or held:
                 found.unknowns.append(f"{what}: {_signed(more)} allocated, {_signed(held)} reserved")
             if self.card is not None:
@@ -173,13 +173,13 @@ class Survey:
         requests = [replace(self.request, backend=name) for name in others]
         answers = self._several([(r, f"with the allocator '{r.backend}'") for r in requests])
         own = None if limited is None else limited.completed
-        found.backends = [Backend(self.request.backend, _held(free), own)]
+        found.backends = [Backend(self.request.backend, free.held, own)]
         for request, answer in zip(requests, answers, strict=True):
             completes = None
             if self.card is not None:
                 what = f"with the allocator '{request.backend}' on {self.card}"
                 completes = self._completes(request, self.card, answer, what)
-            found.backends.append(Backend(request.backend, _held(answer), completes))
+            found.backends.append(Backend(request.backend, answer.held, completes))
 
     # ---- searches --------------------------------------------------------------------------------------------------
 
@@ -247,11 +247,6 @@ class Survey:
         }
         found.runs = self.runs
         return best
-
-
-def _held(answer: Answer) -> int:
-    """What the allocator held, or the device if that was more: memory that went past the allocator."""
-    return max(answer.peak_reserved, answer.device_peak)
 
 
 def _signed(size: int) -> str:
