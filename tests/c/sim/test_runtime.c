@@ -220,7 +220,7 @@ static void stub_of_others(void)
 
 TEST(a_kernel_says_for_which_architecture_it_was_made)
 {
-    open_device(); /* compute capability 8.0 */
+    open_device();                     /* compute capability 8.0 */
     static members older, ptx, others; /* for as long as their kernels are registered */
     older = make_members(2, 70, 80, 86);
     ptx = make_members(1, 70, 75, 90);
