@@ -95,5 +95,15 @@ def __getattr__(name: str) -> object:
     return value
 
 
+def load_ipython_extension(ipython: object) -> None:
+    """%load_ext memopt: memopt.enable(), %memopt and %%memopt."""
+    importlib.import_module("memopt.notebooks.extension").load(ipython)
+
+
+def unload_ipython_extension(ipython: object) -> None:
+    """%unload_ext memopt: memopt.disable(), and the magics are gone."""
+    importlib.import_module("memopt.notebooks.extension").unload(ipython)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})

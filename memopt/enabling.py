@@ -48,6 +48,9 @@ def install(chosen: Settings) -> None:
     else:
         observer.ignore()
         uncaught.remove()
+    from memopt.notebooks import exceptions
+
+    exceptions.install()
     if _growth is None:
         _growth = GrowthWatch()
         _growth.start()
@@ -59,6 +62,9 @@ def remove() -> None:
     global _settings, _growth
     if _settings is None:
         return
+    from memopt.notebooks import exceptions
+
+    exceptions.remove()
     _growth.stop()
     _growth = None
     from memopt.oom import observer, uncaught

@@ -149,7 +149,9 @@ def fill_lint(python: Path, _: argparse.Namespace) -> None:
 
 
 def fill_notebook(python: Path, options: argparse.Namespace) -> None:
-    fill_sim(python, options)
+    """The packages of the simulated device's environment are read from there: one PyTorch is enough."""
+    sim = make(argparse.Namespace(name="sim", torch=options.torch))
+    (site_packages(python) / "memopt-sim.pth").write_text(f"{site_packages(sim)}\n")
     pip(python, *NOTEBOOK)
 
 

@@ -82,12 +82,18 @@ def _allocator(now: Situation) -> list[Fix]:
 def _batch(now: Situation) -> list[Fix]:
     """The batch size is the first dimension that most bytes of activations have."""
     bytes_of: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for tensor in now.live.tensors:
-        if tensor.device == now.device and tensor.category in ("activations", "inputs") and tensor.shape:
+        if (
+            tensor.device == now.device
+            and tensor.category in ("activations", "inputs")
+            and len(tensor.shape) > 1
+        ):
             bytes_of[tensor.shape[0]] += tensor.nbytes
-    if not bytes_of:
+            counts[tensor.shape[0]] += 1
+    size = max(bytes_of, key=lambda first: bytes_of[first], default=0)
+    if counts[size] < 2:
         return []
-    size = bytes_of.most_common(1)[0][0]
     grows = bytes_of[size]
     asked = (
         0 if now.phase == "optimizer step" else now.asked

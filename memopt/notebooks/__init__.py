@@ -1,0 +1,1 @@
+"""In Jupyter and IPython: %load_ext memopt, and what it brings."""

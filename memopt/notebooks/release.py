@@ -1,0 +1,89 @@
+"""After an exception: what its frames hold is let go, and what was printed of it stays.
+
+IPython keeps the last exception (sys.last_value, and its own tables), that its traceback, this its frames, and they all
+the tensors of the call that failed. The frames are emptied; the exception, its text and its lines are as they were."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from memopt import _C
+from memopt.owners import census
+
+
+@dataclass(frozen=True)
+class Released:
+    """`freed`: bytes by device; `left`: of tensors that are still there."""
+
+    freed: dict[str, int]
+    left: dict[str, int]
+    error: str
+
+    def __str__(self) -> str:
+        if not self.error:
+            return "memopt: there is no exception whose frames could hold anything"
+        sizes = [f"{_C.format_size(size)} on {device}" for device, size in self.freed.items() if size]
+        left = ", ".join(f"{_C.format_size(size)} on {device}" for device, size in self.left.items())
+        freed = ", ".join(sizes) or "nothing"
+        return f"memopt: freed {freed} that {self.error}'s frames held; live: {left or 'nothing'}"
+
+    __repr__ = __str__
+
+
+def release(error: BaseException | None = None) -> Released:
+    """Empties the frames of an exception (the last one that was shown, by default) and of those that it followed, then
+    has the collector run and gives free device memory back. %debug finds no locals afterwards."""
+    found = error if error is not None else getattr(sys, "last_value", None)
+    before = _live()
+    for frame in {id(frame): frame for one in _chain(found) for frame in _frames(one)}.values():
+        _empty(frame)
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    left = _live()
+    freed = {device: size - left.get(device, 0) for device, size in before.items()}
+    return Released(freed, left, type(found).__name__ if found is not None else "")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception, its causes, and those it came up in."""
+    left, seen = [error], set()
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            left += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+
+
+def _frames(error: BaseException) -> Iterator[types.FrameType]:
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _empty(frame: types.FrameType) -> None:
+    try:
+        frame.clear()
+    except RuntimeError:  # it runs still: this very call is below it
+        return
+    if (
+        frame.f_code.co_flags & 1
+    ):  # a function's: the dict of its locals, if somebody asked for one, is made anew
+        _ = frame.f_locals
+
+
+def _live() -> dict[str, int]:
+    taken = census.take(seconds=0)
+    sums: dict[str, int] = {}
+    for one in taken.held.values():
+        sums[one.device] = sums.get(one.device, 0) + one.nbytes
+    taken.forget()
+    return sums
