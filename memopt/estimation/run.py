@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import importlib
 import json
 import os
 import platform
@@ -23,9 +23,10 @@ from memopt.estimation import script
 from memopt.estimation.guesses import Guesses
 from memopt.estimation.limits import BatchSize, TimeLimit
 from memopt.estimation.request import Request
+from memopt.estimation.scratch_files import ScratchFiles
 from memopt.estimation.script import End
 from memopt.estimation.watch import Peaks, Requests, Steps
-from memopt.profiling import recorder
+from memopt.profiling import recorder, recording_file
 from memopt.profiling.recording import Line, Recording
 from memopt.profiling.user_code import is_user_file
 
@@ -44,6 +45,9 @@ class Run:
         self._peaks, self._requests, self._steps = Peaks(), Requests(), Steps(request.steps)
         self._batch_size = None if request.batch_size is None else BatchSize(request.batch_size)
         self._recorder = recorder.start("cuda") if request.record else None
+        self._scratch = None if request.keep_files else ScratchFiles()
+        if self._scratch is not None:
+            atexit.register(self._scratch.remove)  # after what the script registers
 
     def execute(self) -> int:
         """Runs the script, writes the answer, and gives the status to exit with."""
@@ -80,6 +84,8 @@ class Run:
         def left(status: int) -> NoReturn:
             if os.getpid() == self._pid:
                 self._answer(End("exit", status))
+                if self._scratch is not None:
+                    self._scratch.remove()
             leave(status)
 
         return left
@@ -97,6 +103,10 @@ class Run:
         if self._answered:
             return
         self._answered = True
+        with contextlib.nullcontext() if self._scratch is None else self._scratch.plainly():
+            self._tell(end)
+
+    def _tell(self, end: End) -> None:
         self._peaks.note()
         answer = self._figures() | self._how_it_ended(end) | self._attribution() | self._surroundings()
         answer["seconds"] = round(time.monotonic() - self._started, 3)
@@ -114,6 +124,7 @@ class Run:
             "guesses": self._guesses.rows(),
             "hangs_on_fraction": self._guesses.hang_on_fraction,
             "unmodelled": [f"{name} ({count} calls)" for name, count in memopt.sim.missing_calls().items()],
+            "files_not_kept": [] if self._scratch is None else self._scratch.written(),
             "loaders_of_batch_size": None if self._batch_size is None else self._batch_size.loaders,
         }
 
@@ -182,8 +193,7 @@ def _rows(lines: list[Line]) -> list[dict[str, Any]]:
 
 
 def _save(recording: Recording, path: str) -> None:
-    file = importlib.import_module("memopt.profiling.recording_file")
-    file.save(recording, path)
+    recording_file.save(recording, path)
 
 
 def _host_peak() -> int:
