@@ -9,9 +9,9 @@ import sys
 
 import memopt
 from memopt import log
-from memopt.commands import doctor, estimate, replay
+from memopt.commands import diff, doctor, estimate, replay, report, run
 
-COMMANDS = [doctor, estimate, replay]
+COMMANDS = [run, estimate, report, diff, replay, doctor]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -106,7 +106,8 @@ def _columns(recording: Recording) -> dict[str, torch.Tensor]:
 
 
 def _bytes(column: torch.Tensor) -> bytes:
-    values = column.to(torch.int64).contiguous().view(torch.uint8)
+    # Not contiguous(): a tensor of one element is that with any stride.
+    values = torch.empty(len(column), dtype=torch.int64).copy_(column).view(torch.uint8)
     if sys.byteorder == "big":
         values = values.view(-1, 8).flip(1).contiguous()
     return ctypes.string_at(values.data_ptr(), values.numel())

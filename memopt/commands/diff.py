@@ -1,0 +1,35 @@
+"""Compares two recordings at their peaks: what the second holds more of and less, by category, line and module; with
+-o FILE.html as a page with both timelines. Files as `memopt report` reads them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+
+from memopt.commands import write
+
+NAME = "diff"
+HELP = "what two recordings differ in"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", metavar="A", help="a recording, or a snapshot of torch's")
+    parser.add_argument("after", metavar="B", help="another one")
+    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    from memopt.profiling import comparison, recording_file
+
+    try:
+        before, after = recording_file.load(options.before), recording_file.load(options.after)
+    except ValueError as error:
+        raise OSError(error) from error
+    if options.output and options.output.lower().endswith((".html", ".htm")):
+        page = importlib.import_module("memopt.pages.report_page")
+        page.write([before, after], options.output, title=f"{options.before} and {options.after}")
+        return 0
+    found = comparison.compare(before, after)
+    write(json.dumps(found.as_dict(), indent=2) if options.json else str(found), options.output)
+    return 0

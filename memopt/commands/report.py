@@ -1,0 +1,51 @@
+"""Tells what is in a recording: a .mopt file of `memopt run` or memopt.profile(), or a snapshot of
+torch.cuda.memory._dump_snapshot(), of which nothing is executed. By default one page of HTML that needs no network,
+beside FILE; with -o in the form that its name asks for: .html, .mopt, .pickle (memory_viz), .trace.json (Perfetto),
+.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from memopt.commands import write
+
+NAME = "report"
+HELP = "a recording as a page, or in other forms"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a recording, or a snapshot of torch's")
+    parser.add_argument("--json", action="store_true", help="the figures as JSON, instead of a page")
+    parser.add_argument("--text", action="store_true", help="one screen of text, instead of a page")
+    parser.add_argument("-f", "--force", action="store_true", help="write over an existing file")
+
+
+def run(options: argparse.Namespace) -> int:
+    from memopt.profiling import leaks, recording_file, session, summary
+
+    try:
+        recordings = recording_file.load_all(options.file)
+    except ValueError as error:
+        raise OSError(error) from error
+    recordings.sort(key=lambda recording: -recording.peak()[0])
+    found = [leak for leak, _ in leaks.find(recordings[0])]
+    if options.json:
+        write(json.dumps(summary.as_dict(recordings[0], found), indent=2), options.output)
+        return 0
+    if options.text:
+        texts = [summary.text(recordings[0], found), *map(summary.text, recordings[1:])]
+        write("\n".join(texts), options.output)
+        return 0
+    path = Path(options.output or Path(options.file).with_suffix(".html").name)
+    if path.exists() and not options.force:
+        raise OSError(f"{path} exists: name another file with -o, or -f to write over it")
+    try:
+        session.write(recordings, path, leaks=found)
+    except ValueError as error:
+        raise OSError(error) from error
+    if not options.quiet:
+        print(f"written: {path}", file=sys.stderr)
+    return 0

@@ -1,0 +1,86 @@
+"""Runs a script, unmodified, under memopt: what lived in memory when is recorded, an out of memory is explained, and at
+the end one screen says where the memory went. The script's exit code is kept. The recording is written to
+memopt-<script>.<pid>.mopt, for `memopt report` and `memopt diff`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from memopt import _C
+from memopt.running import parent
+from memopt.running.request import Request
+
+NAME = "run"
+HELP = "run a script, see its memory"
+
+
+def _size(text: str) -> int:
+    try:
+        return _C.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number: write an integer, 1 or more")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--backend",
+        choices=("native", "pool"),
+        help="allocator: torch's, or memopt's (MEMOPT_BACKEND, native)",
+    )
+    add(
+        "--budget",
+        type=_size,
+        metavar="SIZE",
+        help="that the allocator holds at most, as '20GiB' (MEMOPT_BUDGET)",
+    )
+    add(
+        "--on-oom",
+        choices=("report", "raise"),
+        help="explain an out of memory, or not (MEMOPT_ON_OOM, report)",
+    )
+    add("--device", choices=("cuda", "cpu"), help="to record (CUDA where there is a device, else the CPU)")
+    add("--no-record", action="store_true", help="record nothing; the rest stays")
+    add(
+        "--max-events",
+        type=_count,
+        default=200_000,
+        metavar="N",
+        help="births and deaths to keep, the last (200000)",
+    )
+    add("-f", "--force", action="store_true", help="write over an existing FILE of -o")
+    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module and its arguments")
+    add("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a script and its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    argv = options.script if options.module is None else options.module
+    if not argv or (options.module is not None and options.script):
+        raise OSError("name a script to run, or -m and a module, with its arguments behind it")
+    if options.module is None and not Path(argv[0]).exists():
+        raise OSError(f"{argv[0]}: there is no such script")
+    output = options.output
+    if output and not options.force and Path(output).exists():
+        raise OSError(f"{output} exists: name another file, or -f to write over it")
+    if output and not Path(output).resolve().parent.is_dir():
+        raise OSError(f"{output}: there is no such folder")
+    request = Request(
+        argv=argv,
+        module=options.module is not None,
+        folder="",
+        output=str(Path(output).resolve()) if output else None,
+        record=not options.no_record,
+        device=options.device,
+        max_events=options.max_events,
+        backend=options.backend,
+        memory_budget=options.budget,
+        on_oom=options.on_oom,
+    )
+    return parent.run(request, options.quiet)

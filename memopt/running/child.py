@@ -1,0 +1,155 @@
+"""The process in which the script runs. It ends as the script does; what was recorded is written when the interpreter
+ends, however it ends, but for a signal that cannot be caught: then the parent tells what it saw."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from memopt.running.after_torch import call_after_torch
+from memopt.running.as_main import run_as_main
+from memopt.running.request import Request
+
+if TYPE_CHECKING:
+    from memopt.profiling.recorder import Recorder
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PROGRESS_SECONDS = 0.5
+
+
+def main() -> None:
+    """`python -c "from memopt.running.child import main; main()" REQUEST`."""
+    request = Request.from_json(sys.argv[1])
+    # The parent has blocked what it waits for, and a mask is inherited.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    run = _Run(request)
+    run.prepare()
+    try:
+        run_as_main(request.argv, request.module)
+    except SystemExit:
+        raise
+    except BaseException:
+        _show_only_the_programs_frames()
+        raise
+
+
+def _show_only_the_programs_frames() -> None:
+    hook = sys.excepthook
+
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        return hook(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = shown
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith((_PACKAGE, "<string>", "<frozen"))
+
+
+class _Run:
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._folder = Path(request.folder)
+        self._pid = os.getpid()
+        self._recorder: Recorder | None = None
+        self._finished = False
+        self._begun = time.monotonic()
+        self._steps, self._told = 0, 0.0
+
+    def prepare(self) -> None:
+        call_after_torch(self._torch_is_there)
+        atexit.register(self.finish)  # the first to be registered: it runs after the program's own
+        leave = os._exit
+
+        def finish_and_leave(status: int) -> Any:
+            self.finish()
+            leave(status)
+
+        os._exit = finish_and_leave
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminated)
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.finish()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _torch_is_there(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        import memopt
+
+        asked = self._request
+        try:
+            memopt.enable(asked.backend, asked.memory_budget, asked.on_oom)  # type: ignore[arg-type]
+        except (ValueError, ImportError, memopt.Error) as error:
+            print(f"memopt run: {error}", file=sys.stderr)
+            sys.exit(2)
+        if asked.record:
+            from memopt.profiling import recorder
+
+            try:
+                self._recorder = recorder.start(asked.device, max_events=asked.max_events)
+            except (RuntimeError, ValueError) as error:
+                self._failed(f"nothing is recorded: {error}")
+        register_optimizer_step_post_hook(self._progress)
+
+    def _progress(self, *_: Any) -> None:
+        """What the parent can tell of a child that is killed."""
+        self._steps += 1
+        now = time.monotonic()
+        if now - self._told >= _PROGRESS_SECONDS and os.getpid() == self._pid:
+            self._told = now
+            torch = sys.modules["torch"]
+            told: dict[str, Any] = {"steps": self._steps, "seconds": now - self._begun}
+            if torch.cuda.is_initialized():
+                told["allocated"] = torch.cuda.memory_allocated()
+                told["peak_allocated"] = torch.cuda.max_memory_allocated()
+            part = self._folder / "progress.part"
+            part.write_text(json.dumps(told))
+            part.replace(self._folder / "progress.json")
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Writes what was recorded. A forked child has nothing to write; a failure here changes nothing of how the
+        program ends."""
+        if self._finished or os.getpid() != self._pid:
+            return
+        self._finished = True
+        if self._recorder is None:
+            return
+        try:
+            self._write(self._recorder)
+        except Exception as error:
+            self._failed(f"the recording could not be written: {type(error).__name__}: {error}")
+
+    def _write(self, running: Recorder) -> None:
+        from memopt.profiling import leaks, recording_file, summary
+
+        try:
+            recordings = [recording for recording in running.recordings() if recording.blocks]
+        finally:
+            running.stop()
+        if not recordings:
+            self._failed("nothing was recorded: the program used no device")
+            return
+        path = self._request.output or f"memopt-{self._request.name}.{self._pid}.mopt"
+        recording_file.save(recordings, path)
+        recordings.sort(key=lambda recording: -recording.peak()[0])
+        found = leaks.with_holders(recordings[0], leaks.find(recordings[0]))
+        texts = [summary.text(recordings[0], found), *map(summary.text, recordings[1:])]
+        texts.append(f"  recorded in {path}: python -m memopt report {path}")
+        (self._folder / "summary.txt").write_text("\n".join(texts) + "\n")
+
+    def _failed(self, text: str) -> None:
+        (self._folder / "failure.txt").write_text(text + "\n")

@@ -1,0 +1,72 @@
+"""How much memory of the host a process may have: its cgroup's limit, or the machine's, and how often the kernel's
+out-of-memory killer has struck there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Limit(NamedTuple):
+    """size: bytes, None where none is known; where: in words; kills: so far, None where that is not counted."""
+
+    size: int | None
+    where: str
+    kills: int | None
+
+
+def limit_of(pid: int | str = "self", proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> Limit:
+    """The tightest of the limits that hold for a process."""
+    found = [_machine(Path(proc))]
+    kills: int | None = None
+    for folder in _groups(Path(proc) / str(pid) / "cgroup", Path(cgroups)):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            size = _number(folder / name)
+            if size is not None:
+                found.append(Limit(size, f"the cgroup's ({folder / name})", None))
+        counted = _killed(folder / "memory.events") or _killed(folder / "memory.oom_control")
+        kills = counted if kills is None else max(kills, counted or 0)
+    tightest = min(
+        (limit for limit in found if limit.size is not None), key=lambda one: one.size or 0, default=None
+    )
+    return Limit(tightest.size, tightest.where, kills) if tightest else Limit(None, "unknown", kills)
+
+
+def _machine(proc: Path) -> Limit:
+    for line in _lines(proc / "meminfo"):
+        if line.startswith("MemTotal:"):
+            return Limit(int(line.split()[1]) << 10, "the machine's", None)
+    return Limit(None, "unknown", None)
+
+
+def _groups(file: Path, cgroups: Path) -> list[Path]:
+    """The process's group and those around it, the innermost first, where they are to be seen from here."""
+    for line in _lines(file):
+        _, controllers, path = line.split(":", 2)
+        root = cgroups if not controllers else cgroups / "memory"
+        if not controllers or "memory" in controllers.split(","):
+            inner = root / path.lstrip("/")
+            return [folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents]
+    return []
+
+
+def _number(file: Path) -> int | None:
+    text = "".join(_lines(file))
+    return (
+        int(text) if text.isdecimal() and int(text) < 1 << 60 else None
+    )  # "max", or version 1's word for it
+
+
+def _killed(file: Path) -> int | None:
+    for line in _lines(file):
+        name, _, count = line.partition(" ")
+        if name == "oom_kill":
+            return int(count)
+    return None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:  # not this kind of cgroup, or not to be seen from here
+        return []
