@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from memopt.checkpointing.auto_checkpoint import auto_checkpoint, undo_checkpoint
     from memopt.diagnosis import doctor
+    from memopt.estimation.model_estimate import estimate
     from memopt.owners.live import live_tensors
     from memopt.profiling.session import profile
     from memopt.switches import disable, enable, patch
@@ -51,6 +52,7 @@ __all__ = [
     "disable",
     "doctor",
     "enable",
+    "estimate",
     "live_tensors",
     "optim",
     "patch",
@@ -63,6 +65,7 @@ __all__ = [
 # What is imported when it is first asked for: a name here, the module it lives in.
 _LATER = {
     "doctor": "memopt.diagnosis",
+    "estimate": "memopt.estimation.model_estimate",
     "disable": "memopt.switches",
     "enable": "memopt.switches",
     "patch": "memopt.switches",

@@ -11,6 +11,7 @@ from memopt import _C
 from memopt.estimation.prediction import FAKE, Advice, Backend, Estimate
 
 _WIDTH = 118
+_TABLE = " "  # what a row of a table begins with
 _ROWS = 5  # of lines and modules
 _SHOWN = {"native": "native", "expandable": "expandable_segments", "pool": "memopt's pool"}
 _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("bytes", 0))
@@ -19,6 +20,9 @@ _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("bytes", 0))
 def text(found: Estimate) -> str:
     lines = [_headline(found)]
     for name, value in rows(found):
+        if value.startswith(_TABLE):  # lines of source are cut, not folded
+            lines.append(f"  {name:<10} {value}"[:_WIDTH])
+            continue
         lines += textwrap.wrap(
             value, _WIDTH, initial_indent=f"  {name:<10} ", subsequent_indent=" " * 13, break_long_words=False
         )
@@ -121,7 +125,8 @@ def _near(path: str) -> str:
 
 def _row(row: dict[str, Any]) -> str:
     source = f"  {row['text'].strip()}" if row.get("text") else ""
-    return f"{_C.format_size(row['bytes']):>9}  {row.get('name') or '(unknown)'}  {row.get('category', '')}{source}"
+    name = row.get("name") or "(no line of yours)"
+    return f"{_TABLE}{_C.format_size(row['bytes']):>9}  {name}  {row.get('category', '')}{source}"
 
 
 def _backend(backend: Backend) -> str:

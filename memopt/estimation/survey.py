@@ -78,20 +78,26 @@ class Survey:
             return False
         return self._ask(self._on(card, request), what).completed
 
+    def runs_on(self, card: Card) -> bool:
+        """Whether it is sure to run on a card, with workspaces too."""
+        workspace = self.request.cudnn_workspace or CUDNN_WORKSPACE
+        asked = [self.request, replace(self.request, cudnn_workspace=workspace)]
+        return all(self._ask(self._on(card, one), f"on {card}").completed for one in asked)
+
     # ---- the answer ------------------------------------------------------------------------------------------------
 
     def estimate(self, *, ranges: bool = True, compare: bool = True, mend: bool = True) -> Estimate:
         """Of the request as it is. `ranges`: runs at both ends of what is not knowable; `compare`: with the other
         allocators; `mend`: looks for a batch that fits where this does not. ScriptFailed where the script fails by
         itself, ChildFailed where no child answers."""
-        limited = None
+        limited, told = None, replace(self.request, record=True)
         if self.card is not None:
-            limited = self._ask(self._on(self.card, self.request), f"{self.title} on {self.card}", self.shown)
+            limited = self._ask(self._on(self.card, told), f"{self.title} on {self.card}", self.shown)
         if limited is not None and limited.completed and not limited.retries:
             free = limited
         else:
             shown = self.shown if limited is None else None
-            free = self._ask(self.request, f"{self.title} on a card without limit", shown)
+            free = self._ask(told, f"{self.title} on a card without limit", shown)
         if free.oom is not None:
             raise ChildFailed(f"it asks for more than {_C.format_size(cards.NO_LIMIT)}: {free.oom}")
         said = limited if limited is not None and limited.oom else free

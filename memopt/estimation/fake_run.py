@@ -1,0 +1,228 @@
+"""A training on fake tensors, which have shapes and no memory: the way where there is no CUDA build of torch, or where
+a model cannot be sent to another process. Nothing of CUDA's runs, so it is the weaker one.
+
+It runs in a fork of this process: what it changes is gone with it, and what ends an interpreter (some paths of fake
+attention do) does not end this one."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import memopt
+from memopt.estimation.answer import Answer
+from memopt.estimation.child_process import ChildFailed
+from memopt.estimation.like_cuda import LikeCuda
+from memopt.estimation.training import Training
+from memopt.profiling.cpu_recorder import CpuRecorder
+
+_BLOCK = 512  # an allocator's least unit
+
+
+class _FakeRecorder(CpuRecorder):
+    """Of fake storages, which have no address: each gets one that no other had, and the size a block would have."""
+
+    def __init__(self) -> None:
+        super().__init__(max_events=1 << 22)
+        self._next = _BLOCK
+
+    def see(self, tensor: torch.Tensor, here: bool = True) -> None:
+        if not self._running or not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        identity, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
+        known = self._live.get(identity)
+        if known is not None:
+            if known[2] == size:
+                return
+            self._died(identity)
+        if not size:
+            return
+        ref = weakref.ref(storage, lambda _: self._died(identity))
+        self._live[identity] = ref, self._next, size
+        self._note(1, self._next, size, self._stack() if here else 0)
+        self._next += size
+
+
+def run(training: Training, seconds: float) -> Answer:
+    """Raises ChildFailed where the training does not run on fake tensors."""
+    read, write = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        _in_child(training, write)
+    os.close(write)
+    try:
+        told = _heard(read, pid, seconds)
+    finally:
+        os.close(read)
+        _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        raise ChildFailed(f"the process with the fake tensors was ended by {name}")
+    answer = json.loads(told)
+    if "failed" in answer:
+        raise ChildFailed(f"it does not run on fake tensors: {answer['failed']}", answer["trace"])
+    return Answer.from_json(answer)
+
+
+def _heard(read: int, pid: int, seconds: float) -> bytes:
+    import select
+
+    end, parts = time.monotonic() + seconds, [b""]
+    while True:
+        ready, _, _ = select.select([read], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            os.kill(pid, signal.SIGKILL)
+            raise ChildFailed(f"the fake tensors took more than {seconds:.0f} s")
+        part = os.read(read, 1 << 20)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def _in_child(training: Training, write: int) -> None:
+    """Never returns: nothing of the parent's (its threads are not here) may run in this process again."""
+    try:
+        torch.set_num_threads(1)  # the threads that share work are not here either
+        told: dict[str, Any] = {}
+        # In a thread of its own, so that no line that waits in this one is taken for the one that asked for memory.
+        thread = threading.Thread(target=_tell, args=(training, told))
+        thread.start()
+        thread.join()
+        with os.fdopen(write, "wb") as out:
+            out.write(json.dumps(told).encode())
+    finally:
+        os._exit(0)
+
+
+def _tell(training: Training, told: dict[str, Any]) -> None:
+    try:
+        told |= _answer(training)
+    except BaseException as error:
+        told |= {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+
+
+def _answer(training: Training) -> dict[str, Any]:
+    begun = time.monotonic()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _make_fake(training, mode)
+    recorder = _FakeRecorder()
+    steps = _Steps()
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        recorder._start(modules=True)
+        stack.callback(recorder._stop)
+        stack.callback(recorder._program.stop)
+        for tensor in _fakes():
+            recorder.see(tensor, here=False)
+        with LikeCuda():
+            training.run("cpu")
+        recording = recorder.recording()
+    peak, event = recording.peak()
+    return {
+        "peak_allocated": peak,
+        "peak_reserved": peak,
+        "by_category": recording.by_category(event),
+        "by_line": [line._asdict() for line in recording.by_line(event)],
+        "by_module": [line._asdict() for line in recording.by_module(event)],
+        "steps": steps.done,
+        "seconds": time.monotonic() - begun,
+        "versions": {
+            "memopt": memopt.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+class _Steps:
+    """Counts an optimizer's steps, which go over all parameters at once where nobody has chosen, as on a CUDA device:
+    that takes more."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        register_optimizer_step_pre_hook(self._as_on_cuda)
+        register_optimizer_step_post_hook(self._count)
+
+    def _as_on_cuda(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = not group.get("differentiable")
+
+    def _count(self, *_: Any) -> None:
+        self.done += 1
+
+
+def _fakes() -> Iterator[FakeTensor]:
+    return (thing for thing in gc.get_objects() if type(thing) is FakeTensor)
+
+
+def _make_fake(training: Training, mode: FakeTensorMode) -> None:
+    """Puts fake tensors in the place of the real ones: of the model, the optimizer, the sample, and of the modules that
+    a function reaches."""
+    from torch.utils import _pytree as pytree
+
+    from_meta: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if not tensor.is_meta:
+            return mode.from_tensor(tensor)  # one and the same each time
+        if id(tensor) not in from_meta:
+            with mode:
+                made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            needs_grad = tensor.requires_grad
+            parameter = isinstance(tensor, torch.nn.Parameter)
+            from_meta[id(tensor)] = torch.nn.Parameter(made, needs_grad) if parameter else made
+        return from_meta[id(tensor)]
+
+    for module in {id(m): m for root in _reached(training) for m in root.modules()}.values():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = fake(tensor)
+    if isinstance(training.optimizer, torch.optim.Optimizer):
+        optimizer = training.optimizer
+        states = {fake(p): s for p, s in optimizer.state.items()}
+        optimizer.state.clear()
+        for parameter, state in states.items():
+            optimizer.state[parameter] = pytree.tree_map_only(torch.Tensor, fake, state)
+        for group in optimizer.param_groups:
+            group["params"] = [fake(p) for p in group["params"]]
+    training.sample = pytree.tree_map_only(torch.Tensor, fake, training.sample)
+
+
+def _reached(training: Training) -> Iterable[torch.nn.Module]:
+    """The module, or those that a function holds: in its closure, its defaults, the globals that it names, and as its
+    object."""
+    subject = training.subject
+    held = [subject, training.loss]
+    for function in (subject, training.loss):
+        if isinstance(function, types.MethodType):
+            held += [function.__self__, *vars(function.__self__).values()]
+            function = function.__func__
+        if isinstance(function, types.FunctionType):
+            held += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+            held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            held += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [thing for thing in held if isinstance(thing, torch.nn.Module)]
