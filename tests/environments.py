@@ -48,6 +48,7 @@ PURE = [
     "fsspec==2026.9.0",
 ]
 LINT = ["ruff==0.17.5", "mypy==2.4.1"]
+REPORT = ["plotly==7.1.0"]
 NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
 
 
@@ -117,9 +118,9 @@ def fill_build(python: Path, _: argparse.Namespace) -> None:
 def fill_cpu(python: Path, _: argparse.Namespace) -> None:
     if torch_of(str(python)):
         say("  using the PyTorch of the Python at hand")
-        pip(python, *BUILD, *TESTS)
+        pip(python, *BUILD, *TESTS, *REPORT)
         return
-    pip(python, *BUILD, *PURE, *TESTS)
+    pip(python, *BUILD, *PURE, *TESTS, *REPORT)
     if cpu_build_is_offered(python):
         say(f"  PyTorch {TORCH}, CPU build: about 200 MB")
         pip(python, f"torch=={TORCH}+cpu")
@@ -158,7 +159,7 @@ def fill_notebook(python: Path, options: argparse.Namespace) -> None:
 FILL = {"build": fill_build, "cpu": fill_cpu, "sim": fill_sim, "lint": fill_lint, "notebook": fill_notebook}
 RECIPE = {
     "build": BUILD,
-    "cpu": [TORCH, *BUILD, *PURE, *TESTS],
+    "cpu": [TORCH, *BUILD, *PURE, *TESTS, *REPORT],
     "sim": [*BUILD, *PURE, *TESTS],
     "lint": LINT,
     "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK],

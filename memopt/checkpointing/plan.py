@@ -183,12 +183,42 @@ class Plan:
         """Whether the budget asks for nothing: the plain run is within it."""
         return max(self._runs().values()) == 1 and not self.offloaded
 
-    def __str__(self) -> str:
-        runs, size = self._runs(), _C.format_size
+    def _first_keeps(self) -> dict[int, str]:
+        """What each stage keeps when it first runs."""
         first: dict[int, str] = {}
         for op, k, *option in self.schedule.ops:
             if op in RUNS:
                 first.setdefault(k, _AWAY if option == [OPTION] else RUNS[op])
+        return first
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures of str(), JSON-able; bytes and seconds."""
+        runs, first = self._runs(), self._first_keeps()
+        measured = zip([*self.stages, REST], self.measured_bytes, self.measured_seconds, strict=True)
+        return {
+            "memory_budget": self.memory_budget,
+            "fixed_bytes": self.fixed_bytes,
+            "gradient_bytes": sum(self.gradient_bytes),
+            "peak_bytes": self.peak_bytes,
+            "seconds": self.seconds,
+            "plain_bytes": self.plain_bytes,
+            "plain_seconds": self.plain_seconds,
+            "stages": [
+                {
+                    "name": name,
+                    "saved_bytes": sizes.saved,
+                    "output_bytes": sizes.output,
+                    "forward_seconds": time.full_forward,
+                    "backward_seconds": time.backward,
+                    "runs": runs[k],
+                    "keeps": first[k],
+                }
+                for k, (name, sizes, time) in enumerate(measured)
+            ],
+        }
+
+    def __str__(self) -> str:
+        runs, size, first = self._runs(), _C.format_size, self._first_keeps()
         names = [*self.stages, REST]
         width = max(map(len, [*names, "stage"]))
         lines = [
