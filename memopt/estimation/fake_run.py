@@ -219,7 +219,7 @@ def _reached(training: Training) -> Iterable[torch.nn.Module]:
     held = [subject, training.loss]
     for function in (subject, training.loss):
         if isinstance(function, types.MethodType):
-            held += [function.__self__, *vars(function.__self__).values()]
+            held += [function.__self__, *getattr(function.__self__, "__dict__", {}).values()]
             function = function.__func__
         if isinstance(function, types.FunctionType):
             held += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
