@@ -107,6 +107,10 @@ class LiveTensors:
         return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
 
 
+# Seconds for the names of variables: who asks for them by hand waits for them.
+_SEARCH = 3.0
+
+
 def live_tensors(top: int = 10) -> LiveTensors:
     """Who holds the memory of live tensors, on every device of this process, the CPU too: size, category, the variable
     that leads there and its line; for what only an autograd graph holds, the variable whose graph that is. Where a
@@ -116,7 +120,7 @@ def live_tensors(top: int = 10) -> LiveTensors:
     the objects of the process (a tenth of a second with torch loaded), nothing on a device, and keeps no tensor."""
     if top < 0:
         raise ValueError(f"top={top}: the number of groups to print, 0 or more")
-    taken = census.take()
+    taken = census.take(_SEARCH)
     try:
         return described(taken, top)
     finally:
@@ -125,7 +129,7 @@ def live_tensors(top: int = 10) -> LiveTensors:
 
 def holders(device: str, addresses: set[int]) -> dict[int, LiveTensor]:
     """By address, those of a device that lie there."""
-    taken = census.take()
+    taken = census.take(_SEARCH)
     try:
         describe = _Description(taken)
         return {

@@ -69,18 +69,21 @@ class _Entry(NamedTuple):
 
 
 class Variables:
-    """Paths to the objects that were asked for by identity. Holds nothing of the program once it is made."""
+    """Paths to the objects that were asked for by identity. Holds nothing of the program once it is made.
+
+    seconds: of this thread on a processor, so that a busy machine finds as much as an idle one."""
 
     def __init__(self, wanted: set[int], seconds: float = 0.3) -> None:
         self._found: dict[int, _Entry] = {}
         self.complete = True
-        end = time.perf_counter() + seconds
+        end = time.thread_time() + seconds
         missing = set(wanted)
         seen: dict[int, Any] = {}  # with the objects, so that no identity is used twice
         queue: deque[tuple[Any, _Entry]] = deque()
         for number, (value, entry) in enumerate(_roots()):
             self._enter(value, entry, missing, seen, queue)
-            if number % 256 == 255 and time.perf_counter() > end:
+            if number % 256 == 255 and time.thread_time() > end:
+                self.complete = False
                 break
         steps = 0
         while queue and missing:
@@ -89,7 +92,7 @@ class Variables:
                 note = _beginning(holder)
                 self._enter(value, _Entry(entry, text, anchor, note), missing, seen, queue)
             steps += 1
-            if steps % 64 == 0 and time.perf_counter() > end:
+            if steps % 64 == 0 and time.thread_time() > end:
                 self.complete = False
                 break
 
