@@ -78,6 +78,7 @@ def main() -> None:
             {"name": "train.py:5", "bytes": peak, "blocks": 2, "category": "activations", "text": "y = f(x)"}
         ],
         "by_module": [{"name": "", "bytes": 1, "blocks": 1, "category": "other"}],
+        "cudnn": True,
         "guesses": [{"kind": "shape", "what": "nonzero", "where": "train.py:9", "count": 2}]
         if script["masks"]
         else [],

@@ -57,6 +57,9 @@ const char *simcuda_activate(const char *settings);
  * before activation, so that "devices" says whether there is one. For the sibling libraries. */
 unsigned long long simcuda_setting(const char *key);
 
+/* How often it was asked for since activation: nothing hangs on a setting that nobody has asked for. */
+uint64_t simcuda_setting_reads(const char *key);
+
 /* 0, or -1 when there is no such device (or no activation yet). */
 int simcuda_stats(int device, simcuda_counts *out);
 int simcuda_reset_peak(int device);

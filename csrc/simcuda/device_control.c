@@ -52,6 +52,8 @@ static setting settings[] = {
 
 enum { SETTINGS = sizeof settings / sizeof *settings };
 
+static _Atomic uint64_t reads[SETTINGS];
+
 static setting *find_setting(const char *key, size_t length)
 {
     for (size_t i = 0; key && i < SETTINGS; i++)
@@ -64,7 +66,17 @@ unsigned long long simcuda_setting(const char *key)
 {
     const setting *found = find_setting(key, key ? strlen(key) : 0);
 
-    return found && sim_activated() ? found->value : 0;
+    if (!found || !sim_activated())
+        return 0;
+    reads[found - settings]++;
+    return found->value;
+}
+
+uint64_t simcuda_setting_reads(const char *key)
+{
+    const setting *found = find_setting(key, key ? strlen(key) : 0);
+
+    return found ? reads[found - settings] : 0;
 }
 
 static char message[512]; /* of the last failed activation */

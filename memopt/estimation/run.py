@@ -123,6 +123,7 @@ class Run:
             "steps": self._steps.done,
             "guesses": self._guesses.rows(),
             "hangs_on_fraction": self._guesses.hang_on_fraction,
+            "cudnn": memopt.sim.workspace_reads() > 0,
             "unmodelled": [f"{name} ({count} calls)" for name, count in memopt.sim.missing_calls().items()],
             "files_not_kept": [] if self._scratch is None else self._scratch.written(),
             "loaders_of_batch_size": None if self._batch_size is None else self._batch_size.loaders,

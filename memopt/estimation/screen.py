@@ -102,7 +102,8 @@ def parts(by_category: dict[str, int]) -> str:
         (size / (1 << shift), name) for name, size in sorted(by_category.items(), key=lambda i: -i[1]) if size
     ]
     digits = 2 if shift else 0
-    return " + ".join(f"{size:.{digits}f} {name}" for size, name in shown) + f" {unit}"
+    seen = [f"{size:.{digits}f} {name}" for size, name in shown if size >= 0.005]
+    return f"{' + '.join(seen)} {unit}"
 
 
 def _ends(oom: dict[str, Any]) -> str:

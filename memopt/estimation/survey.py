@@ -143,7 +143,7 @@ class Survey:
     def _widen(self, found: Estimate, free: Answer) -> list[bool]:
         """Makes ranges of the figures, by runs at the other end of what is not knowable; whether each runs on it."""
         asked: list[tuple[Request, str]] = []
-        if free.more.get("cudnn", True) and not self.request.cudnn_workspace:
+        if free.more["cudnn"] and not self.request.cudnn_workspace:
             workspace = replace(self.request, cudnn_workspace=CUDNN_WORKSPACE)
             asked.append((workspace, f"with workspaces of {_C.format_size(CUDNN_WORKSPACE)} for cuDNN"))
         answers = self._several(asked)

@@ -21,6 +21,7 @@ from memopt.sim.control import (
     reset_peak,
     set_memory,
     stats,
+    workspace_reads,
 )
 from memopt.sim.coverage import coverage
 
@@ -40,6 +41,7 @@ __all__ = [
     "reset_peak",
     "set_memory",
     "stats",
+    "workspace_reads",
 ]
 
 

@@ -70,6 +70,7 @@ def declare(library: ctypes.CDLL) -> None:
             ctypes.c_int,
             [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_size_t)],
         ),
+        "simcuda_setting_reads": (ctypes.c_uint64, [ctypes.c_char_p]),
         "simcuda_missing": (ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t]),
     }
     for name, (result, arguments) in functions.items():
@@ -168,6 +169,13 @@ def emulate(name: str, body: Body | int, argument_sizes: Sequence[int]) -> None:
     _bodies.append(sizes)
     if device_library().simcuda_emulate(name.encode(), address, len(argument_sizes), sizes) != 0:
         raise MemoryError(f"no host memory to register the body of {name!r}")
+
+
+def workspace_reads() -> int:
+    """How often cuDNN's functions have looked at the workspace that they are to ask for; where they never did, another
+    cudnn_workspace would change nothing."""
+    count: int = device_library().simcuda_setting_reads(b"cudnn_workspace")
+    return count
 
 
 def missing_calls() -> dict[str, int]:

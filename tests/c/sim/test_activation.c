@@ -87,7 +87,10 @@ static void reads_settings(void)
 #endif
     CHECK(properties.major == 9 && properties.minor == 0 && properties.multiProcessorCount == 132);
     CHECK_EQ(properties.totalGlobalMem, 100 * MIB);
+    CHECK_EQ(simcuda_setting_reads("cudnn_workspace"), 0);
     CHECK_EQ(simcuda_setting("cudnn_workspace"), 5);
+    CHECK_EQ(simcuda_setting_reads("cudnn_workspace"), 1);
+    CHECK_EQ(simcuda_setting_reads("nonsense"), 0);
     CHECK_EQ(simcuda_setting("memory"), 100 * MIB);
     CHECK_EQ(simcuda_setting("nonsense"), 0);
 }
