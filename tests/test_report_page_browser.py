@@ -353,6 +353,15 @@ def test_any_recording_is_the_same_in_the_page(page, seed):
         assert page.evaluate(f"tested.reservedAt({moment})") == (held[-1] if held else None)
 
 
+def test_time_is_the_axis_unless_most_of_it_is_a_wait(page):
+    recording = made_recordings.training(3)
+    load(page, recording)
+    assert page.evaluate("memopt.isSpread(tested)") is True
+    recording.times_us[5:] += 10 * int(recording.times_us[-1])
+    load(page, recording)
+    assert page.evaluate("memopt.isSpread(tested)") is False
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_each_pixel_column_has_its_most_and_its_least(page, seed):
     recording = made_recordings.anything(seed)

@@ -28,7 +28,11 @@ def run(options: argparse.Namespace) -> int:
         raise OSError(error) from error
     if options.output and options.output.lower().endswith((".html", ".htm")):
         page = importlib.import_module("memopt.pages.report_page")
-        page.write([before, after], options.output, title=f"{options.before} and {options.after}")
+        names = [options.before, options.after]
+        try:
+            page.write([before, after], options.output, title=" and ".join(names), names=names)
+        except ImportError as error:
+            raise OSError(error) from error
         return 0
     found = comparison.compare(before, after)
     write(json.dumps(found.as_dict(), indent=2) if options.json else str(found), options.output)

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         raise OSError(f"{path} exists: name another file with -o, or -f to write over it")
     try:
         session.write(recordings, path, leaks=found)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise OSError(error) from error
     if not options.quiet:
         print(f"written: {path}", file=sys.stderr)

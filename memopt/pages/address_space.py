@@ -2,7 +2,7 @@
 
 A device's memory is a few ranges far apart, a process's many; on a map of all addresses there would be nothing to
 see. Here the widest ranges that no block ever touched are cut out: as many as have to go so that those that stay are
-together no more than the touched ones."""
+together no more than an eighth of the touched ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shorten(address: torch.Tensor, size: torch.Tensor) -> Mapped:
     gaps = (first[1:] - ends[:-1]).clamp_(min=0)
     touched = int(ends[-1] - first[0]) - int(gaps.sum())
     smallest = gaps.sort().values
-    kept = int((smallest.cumsum(0) <= touched).sum())
+    kept = int((smallest.cumsum(0) <= touched // 8).sum())
     cut = gaps >= smallest[kept] if kept < len(gaps) else torch.zeros_like(gaps, dtype=torch.bool)
     removed = torch.zeros_like(first)
     removed[1:] = torch.where(cut, gaps, 0).cumsum(0)

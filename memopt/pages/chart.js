@@ -78,14 +78,16 @@ class Chart {
       x: mark.x, yref: "paper", y: 1, yanchor: "bottom", xanchor: "right", showarrow: false, text: words,
       font: { size: 11, color: colour },
     });
-    const { colours } = this.page, steps = this.marks("step");
+    const { colours } = this.page, ooms = this.marks("oom").slice(0, 1), [from, to] = this.range();
     const number = new Map(this.recording.marks.filter((mark) => mark.kind === "step").map((mark, i) => [mark, i + 1]));
-    const ooms = this.marks("oom").slice(0, 1), [from, to] = this.range();
-    const apart = (a, b) => Math.abs(a.x - b.x) / (to - from) * this.plotWidth() > 90;
-    const numbered = steps.filter((mark) => ooms.every((oom) => apart(mark, oom)))
-      .map((mark) => [mark, number.get(this.recording.marks[mark.i])]);
+    const apart = (a, b, pixels) => Math.abs(a.x - b.x) / (to - from) * this.plotWidth() >= pixels;
+    const numbered = [];
+    for (const mark of this.marks("step")) {
+      const before = numbered[numbered.length - 1];
+      if (ooms.every((oom) => apart(mark, oom, 90)) && (!before || apart(mark, before, 56))) numbered.push(mark);
+    }
     return [
-      ...(steps.length * 56 > this.plotWidth() ? [] : numbered.map(([mark, n]) => text(mark, `step ${n}`, colours.quiet))),
+      ...numbered.map((mark) => text(mark, `step ${number.get(this.recording.marks[mark.i])}`, colours.quiet)),
       ...ooms.map((mark) => text(mark, "out of memory", colours.alarm)),
     ];
   }

@@ -28,12 +28,18 @@ class Page {
     this.placesUnit = this.sizeUnit(this.mostPlaces);
     this.longest = most((r) => r.times[r.events]);
     this.readColours();
-    this.setAxes(this.longest > 1);
+    this.setAxes(recordings.every((recording) => this.isSpread(recording)));
     this.charts = recordings.flatMap((recording, i) => [Timeline, AllocationMap].map((Kind) =>
       new Kind(this, recording, document.getElementById(`${Kind === Timeline ? "timeline" : "map"}-${i}`))));
     this.tables = ["line", "module"].map((group) =>
       new ContentsTable(this, group, document.getElementById("by-" + group)));
     this.listen();
+  }
+
+  // Whether time is worth an axis: not where most of it is a wait with nothing happening, as for data to be read.
+  isSpread({ events, times }) {
+    const at = (share) => times[Math.round(share * events)];
+    return times[events] > 1 && at(0.9) - at(0.1) > 0.3 * times[events];
   }
 
   sizeUnit(bytes) {
