@@ -6,7 +6,7 @@ import inspect
 import sys
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class CudaRecorder(Recorder):
             False  # memopt's allocator keeps no metadata: modules are told by the clock of its history
         )
         self._times, self._modules_at = array("q"), array("q")
+        self._texts = [""]  # of modules' indices, as metadata
 
     # ---- starting and stopping ----------------------------------------------------------------------------------
 
@@ -104,7 +105,10 @@ class CudaRecorder(Recorder):
             if len(self._times) > 4 * self._max_events:
                 del self._times[: 2 * self._max_events], self._modules_at[: 2 * self._max_events]
         else:
-            _set_metadata(str(index) if index else "")
+            texts = self._texts
+            while index >= len(texts):
+                texts.append(str(len(texts)))
+            _set_metadata(texts[index])
 
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None:
         by_device: dict[int, list[int]] = {}
@@ -230,6 +234,8 @@ class CudaRecorder(Recorder):
         }
 
 
+# Missing where torch has no CUDA, and no recorder of this kind is made.
+_set_metadata: Callable[[str], None] = getattr(torch._C, "_cuda_setMemoryMetadata", lambda _: None)
 _NOTHING: dict[str, Any] = {"device_traces": [], "segments": []}
 
 
@@ -252,10 +258,6 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _has_history() -> bool:
     return bool(torch._C._cuda_isHistoryEnabled())  # type: ignore[attr-defined]
-
-
-def _set_metadata(text: str) -> None:
-    torch._C._cuda_setMemoryMetadata(text)  # type: ignore[attr-defined]
 
 
 def _workspaces(columns: dict[str, torch.Tensor], events: int) -> torch.Tensor:

@@ -61,6 +61,7 @@ class Program:
     def __init__(self, listener: Listener) -> None:
         self.names: list[str] = [""]
         self._listener = listener
+        self._module_is = listener.module_is
         self._index: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -98,7 +99,7 @@ class Program:
         if torch.compiler.is_compiling():
             return
         running = self._running.modules
-        known = self._index.get(id(module))
+        known = self._index.get(id(module))  # by id: a module may have an __eq__ of its own
         if known is None or known[0]() is not module:
             known = self._name(module, not running)
         if not running and not self._in_graph:
@@ -106,7 +107,7 @@ class Program:
             self._first = id(module)
             self._listener.begins("forward", ())
         running.append(known[1])
-        self._listener.module_is(known[1])
+        self._module_is(known[1])
 
     def _leave(self, module: nn.Module, args: Any, *kwargs_and_result: Any) -> None:
         """After a forward pass that failed torch leaves the kwargs out."""
@@ -116,7 +117,7 @@ class Program:
         if not running:  # it was entered before watching began
             return
         running.pop()
-        self._listener.module_is(running[-1] if running else 0)
+        self._module_is(running[-1] if running else 0)
         if running:
             return
         if module not in self._roots:
