@@ -20,6 +20,7 @@ from memopt.owners.live import LiveGroup, LiveTensors, described
 
 LINES = 20  # at most
 _WIDTH = 118
+_SEARCH = 0.3  # seconds that names are searched for, and that graphs are followed
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ def gather(device: int, asked: int) -> OomReport:
     """In the thread whose request failed. Allocates nothing on a device, and runs no code of the program's."""
     start = time.perf_counter()
     where = location()
-    with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
-        taken = census.take(seconds=0.25, most_nodes=200_000)
+    with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass(), census.no_collection():
+        taken = census.take(_SEARCH, _SEARCH)
         try:
             return _gathered(device, asked, where, taken, start)
         finally:

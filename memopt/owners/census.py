@@ -8,8 +8,10 @@ allocator counts it."""
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,7 @@ from memopt.owners.variables import Variables
 from memopt.profiling.recording import ACTIVATIONS, CATEGORIES, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
 
 
-@dataclass
+@dataclass(slots=True)
 class Held:
     """The memory of a storage, and what was found of its holders. Of a parameter, a gradient or a state: `claim`
     ("AdamW's exp_avg"), `model`, the number in Census.models, and `name` there ("0.weight"). Of what only a graph
@@ -67,23 +69,39 @@ class Census:
         return sums
 
     def of(self, tensor: torch.Tensor) -> Held | None:
-        for part in plain(tensor):
-            return self.held.get(_key(part))
-        return None
+        return next((self.held.get(one[:2]) for one in memory_of(tensor)), None)
 
 
-def take(seconds: float = 0.3, most_nodes: int = 1_000_000) -> Census:
+def take(seconds: float = 3.0, graph_seconds: float = 3.0) -> Census:
     """Every live tensor of this process. Runs no code of the program's, and allocates nothing on a device. `seconds`:
-    for how long variables are searched for names, at the most."""
+    for how long variables are searched for names at the most, `graph_seconds` for how long graphs are followed, both of
+    this thread on a processor."""
+    with no_collection():
+        return _taken(seconds, graph_seconds)
+
+
+def _taken(seconds: float, graph_seconds: float) -> Census:
     tensors, modules, optimizers = _known()
     models = _models(modules)
     names = Variables({id(one) for one in (*tensors, *models)}, seconds)
     with torch._C.DisableTorchFunctionSubclass():
         roots = [tensor for tensor in tensors if _has_graph(tensor)]
         # A node, and what it has saved, belongs to the tensor with the best name that leads there.
-        walk = Walk(sorted(roots, key=names.rank), most_nodes)
+        walk = Walk(sorted(roots, key=names.rank), graph_seconds)
         held = _held(tensors, models, optimizers, walk)
     return Census(held, walk.roots, walk.nodes, models, optimizers, names, names.complete and walk.complete)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Of garbage: many small objects come into being here, and none of them is."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _known() -> tuple[list[torch.Tensor], list[torch.nn.Module], list[torch.optim.Optimizer]]:
@@ -109,12 +127,9 @@ def _held(
     held: dict[tuple[str, int], Held] = {}
 
     def claim(tensor: torch.Tensor, category: int, **named: Any) -> None:
-        for part in plain(tensor):
-            key = _key(part)
-            if key not in held:
-                nbytes = part.untyped_storage().nbytes()
-                shape = tuple(part.shape) if part.numel() * part.element_size() == nbytes else ()
-                held[key] = Held(*key, nbytes, shape, _short(part.dtype), category, **named)
+        for one in memory_of(tensor):
+            if one[:2] not in held:
+                held[one[:2]] = _made(one, category, **named)
 
     names: dict[int, dict[str, Any]] = {}
     for number, model in enumerate(models):
@@ -138,17 +153,26 @@ def _held(
                         claim(tensor, OPTIMIZER, claim=f"{type(optimizer).__name__}'s {name}", **of)
     claimed = set(held)
     for tensor in tensors:
-        claim(tensor, ACTIVATIONS if _has_graph(tensor) else INPUTS)
+        for one in memory_of(tensor):
+            if one[:2] not in held:
+                held[one[:2]] = _made(one, ACTIVATIONS if _has_graph(tensor) else INPUTS)
+            held[one[:2]].tensors.append(tensor)
     for tensor, node, root in walk.saved:
-        claim(tensor, ACTIVATIONS, name=node, root=root)
-        for key in {_key(part) for part in plain(tensor)} - claimed:
-            held[key].category = ACTIVATIONS
-            if not held[key].name:
-                held[key].name, held[key].root = node, root
-    for tensor in tensors:
-        for part in plain(tensor):
-            held[_key(part)].tensors.append(tensor)
+        for one in memory_of(tensor):
+            key = one[:2]
+            if key not in held:
+                held[key] = _made(one, ACTIVATIONS, name=node, root=root)
+            elif key not in claimed:
+                held[key].category = ACTIVATIONS
+                if not held[key].name:
+                    held[key].name, held[key].root = node, root
     return held
+
+
+def _made(memory: Memory, category: int, **named: Any) -> Held:
+    device, address, nbytes, part = memory
+    shape = tuple(part.shape) if part.numel() * part.element_size() == nbytes else ()
+    return Held(device, address, nbytes, shape, _short(part.dtype), category, **named)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -168,20 +192,30 @@ def _has_graph(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and not tensor.is_leaf
 
 
-def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory of their own that one consists of: itself, as a rule; of a sparse one its indices and
-    values; of a wrapper what it wraps; of one that only pretends (a fake tensor) none."""
-    for part in _parts(tensor):
+Memory = tuple[str, int, int, torch.Tensor]  # device, address, bytes of a storage, and a tensor on it
+
+
+def memory_of(tensor: torch.Tensor) -> list[Memory]:
+    """The storages that a tensor consists of: its own, as a rule; of a sparse one those of indices and values; of a
+    wrapper those of what it wraps; of one that only pretends (a fake tensor) none."""
+    found = []
+    parts = (tensor,) if type(tensor) in _PLAIN and tensor.layout is torch.strided else _parts(tensor)
+    for part in parts:
         try:
             storage = part.untyped_storage()
-            if storage.device.type != "meta" and storage.nbytes() and storage.data_ptr():
-                yield part
+            device = storage.device
+            if device.type != "meta" and (nbytes := storage.nbytes()) and (address := storage.data_ptr()):
+                found.append((_named(device), address, nbytes, part))
         except (NotImplementedError, RuntimeError):
             continue  # a kind of tensor that has no memory which could be named
+    return found
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in _PLAIN:
         names = getattr(type(tensor), "__tensor_flatten__", None)
         if names is not None:
             inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
@@ -197,10 +231,11 @@ def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     return ()
 
 
-def _key(part: torch.Tensor) -> tuple[str, int]:
-    storage = part.untyped_storage()
-    return str(storage.device), storage.data_ptr()
+@functools.cache
+def _named(device: torch.device) -> str:
+    return str(device)
 
 
+@functools.cache
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

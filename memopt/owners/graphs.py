@@ -7,6 +7,7 @@ runs, in another thread or in this one."""
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,15 +24,16 @@ class Saved(NamedTuple):
 
 class Walk:
     """All nodes that these tensors lead to. `saved` is filled first, each node once, by the first root that reaches it;
-    `nodes[i]` counts those that root i alone or first leads to. Stops after `most` nodes: then `complete` is False."""
+    `nodes[i]` counts those that root i alone or first leads to. Stops after some seconds of this thread on a
+    processor: then `complete` is False."""
 
-    def __init__(self, roots: Iterable[torch.Tensor], most: int = 1_000_000) -> None:
+    def __init__(self, roots: Iterable[torch.Tensor], seconds: float = float("inf")) -> None:
         self.roots = list(roots)
         self.saved: list[Saved] = []
         self.nodes: dict[int, int] = {}
         self.complete = True
         seen: set[Any] = set()
-        left = most
+        end = time.thread_time() + seconds
         for number, root in enumerate(self.roots):
             stack, count = [root.grad_fn], 0
             while stack:
@@ -40,12 +42,13 @@ class Walk:
                     continue
                 seen.add(node)
                 count += 1
+                if count % 256 == 0 and time.thread_time() > end:
+                    self.complete = False
+                    break
                 self.saved += [Saved(tensor, node.name(), number) for tensor in saved_by(node)]
                 stack.extend([following for following, _ in node.next_functions])
             self.nodes[number] = count
-            left -= count
-            if left <= 0:
-                self.complete = False
+            if not self.complete:
                 return
 
 

@@ -170,7 +170,9 @@ class GrowthWatch:
         assert self._census is not None
         step, before = self._census
         self._census = None
-        grown = compare(before, self._look(), self._steps - step)
+        after = self._look()
+        # What has no name because there was no time to find it is no growth.
+        grown = compare(before, after, self._steps - step) if before.complete and after.complete else []
         new = [one for one in grown if (one.group.name, one.group.where) not in self._warned]
         if new:
             self._warned.add((new[0].group.name, new[0].group.where))

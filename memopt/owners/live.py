@@ -6,6 +6,7 @@ import html
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,7 @@ from memopt.owners.variables import Path
 from memopt.profiling.recording import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS
 
 
-@dataclass(frozen=True)
-class LiveTensor:
+class LiveTensor(NamedTuple):
     """Memory of one storage. `name`: the variable that leads to it, "trainer.losses[3]"; what is kept by a graph alone
     has that of the tensor whose graph it is, and `node` says what keeps it there. `where`: the line that binds the
     name; `created`: the line that asked for the memory, if that was recorded; `nodes`: of the graph behind it."""
@@ -34,11 +34,11 @@ class LiveTensor:
     name: str
     note: str
     where: str
-    created: str
-    node: str
     nodes: int
     kept: bool  # in a container, an attribute, a closure, a sum: where it may outlive its step
     library: bool  # only a library's function has it, which runs
+    created: str
+    node: str
     address: int
     model: str = ""  # the model's name, of its parameters, their gradients and states
 
@@ -107,10 +107,6 @@ class LiveTensors:
         return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-# Seconds for the names of variables: who asks for them by hand waits for them.
-_SEARCH = 3.0
-
-
 def live_tensors(top: int = 10) -> LiveTensors:
     """Who holds the memory of live tensors, on every device of this process, the CPU too: size, category, the variable
     that leads there and its line; for what only an autograd graph holds, the variable whose graph that is. Where a
@@ -120,7 +116,7 @@ def live_tensors(top: int = 10) -> LiveTensors:
     the objects of the process (a tenth of a second with torch loaded), nothing on a device, and keeps no tensor."""
     if top < 0:
         raise ValueError(f"top={top}: the number of groups to print, 0 or more")
-    taken = census.take(_SEARCH)
+    taken = census.take()
     try:
         return described(taken, top)
     finally:
@@ -129,7 +125,7 @@ def live_tensors(top: int = 10) -> LiveTensors:
 
 def holders(device: str, addresses: set[int]) -> dict[int, LiveTensor]:
     """By address, those of a device that lie there."""
-    taken = census.take(_SEARCH)
+    taken = census.take()
     try:
         describe = _Description(taken)
         return {
@@ -161,7 +157,8 @@ class _Description:
         self.taken = taken
         self.creators = Creators()
         self.bindings: dict[Path, Binding | None] = {}
-        self.nodes: dict[int, int] = {}
+        self.left = 300_000  # nodes that are counted, of all graphs together
+        self.known: dict[int, _Whose] = {}
         paths = [taken.names.path(model) for model in taken.models]
         self.models = [
             path.text if path else type(model).__name__
@@ -169,42 +166,46 @@ class _Description:
         ]
 
     def tensor(self, one: Held) -> LiveTensor:
-        name = note = where = node = model = ""
-        kept = False
-        nodes = 0
+        node = model = ""
+        whose = _NOBODY
+        holder = None
         if one.category in (PARAMETERS, GRADIENTS, OPTIMIZER):
-            model = "" if one.model is None else self.models[one.model]
-            name = ".".join(filter(None, (model, one.name)))
-            holder = None if one.model is not None else self.holder(one)
-            note = one.claim
+            if one.model is None:
+                holder = self.holder(one)
+            else:
+                model = self.models[one.model]
+            whose = whose._replace(name=".".join(filter(None, (model, one.name))), note=one.claim)
         else:
             holder = self.holder(one)
             if holder is None and one.root is not None:
                 holder, node = self.taken.roots[one.root], one.name
-            nodes = self.count(holder)
-        path = None if holder is None else self.taken.names.path(holder)
-        if path is not None:
-            name, note = path.text, one.claim or path.note
-            binding = self.binding(path)
-            where = place(binding.file, binding.line) if binding else ""
-            kept = _is_kept(path, binding)
+        if holder is not None:
+            if id(holder) not in self.known:
+                self.known[id(holder)] = self.whose(holder)
+            whose = self.known[id(holder)]
+            if one.claim:
+                whose = whose._replace(note=one.claim)
         return LiveTensor(
-            nbytes=one.nbytes,
-            device=one.device,
-            shape=one.shape,
-            dtype=one.dtype,
-            category=CATEGORIES[one.category],
-            name=name,
-            note=note,
-            where=where,
+            one.nbytes,
+            one.device,
+            one.shape,
+            one.dtype,
+            CATEGORIES[one.category],
+            *whose,
             created=self.creators.place(one.device, one.address),
             node=node,
-            nodes=nodes,
-            kept=kept,
-            library=path is not None and path.library,
             address=one.address,
             model=model,
         )
+
+    def whose(self, holder: torch.Tensor) -> _Whose:
+        path = self.taken.names.path(holder)
+        nodes = self.count(holder)
+        if path is None:
+            return _NOBODY._replace(nodes=nodes)
+        binding = self.binding(path)
+        where = place(binding.file, binding.line) if binding else ""
+        return _Whose(path.text, path.note, where, nodes, _is_kept(path, binding), path.library)
 
     def holder(self, one: Held) -> torch.Tensor | None:
         """The tensor with the best name, if one has any."""
@@ -216,13 +217,25 @@ class _Description:
             self.bindings[path] = binding_of(path)
         return self.bindings[path]
 
-    def count(self, tensor: torch.Tensor | None) -> int:
+    def count(self, tensor: torch.Tensor) -> int:
         """Nodes of the graph behind it."""
-        if tensor is None or not tensor.requires_grad or tensor.is_leaf:
+        if not tensor.requires_grad or tensor.is_leaf or self.left <= 0:
             return 0
-        if id(tensor) not in self.nodes:
-            self.nodes[id(tensor)] = nodes_of(tensor, most=100_000)
-        return self.nodes[id(tensor)]
+        found = nodes_of(tensor, most=100_000)
+        self.left -= found
+        return found
+
+
+class _Whose(NamedTuple):
+    name: str
+    note: str
+    where: str
+    nodes: int
+    kept: bool
+    library: bool
+
+
+_NOBODY = _Whose("", "", "", 0, False, False)
 
 
 def _is_kept(path: Path, binding: Binding | None) -> bool:

@@ -7,6 +7,7 @@ class. A look stops after some time; then `complete` is False, and what has no p
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import time
 import types
@@ -76,38 +77,42 @@ class Variables:
     def __init__(self, wanted: set[int], seconds: float = 0.3) -> None:
         self._found: dict[int, _Entry] = {}
         self.complete = True
-        end = time.thread_time() + seconds
-        missing = set(wanted)
-        seen: dict[int, Any] = {}  # with the objects, so that no identity is used twice
-        queue: deque[tuple[Any, _Entry]] = deque()
-        for number, (value, entry) in enumerate(_roots()):
-            self._enter(value, entry, missing, seen, queue)
-            if number % 256 == 255 and time.thread_time() > end:
-                self.complete = False
-                break
-        steps = 0
-        while queue and missing:
-            holder, entry = queue.popleft()
-            for value, text, anchor in _steps(holder):
-                note = _beginning(holder)
-                self._enter(value, _Entry(entry, text, anchor, note), missing, seen, queue)
-            steps += 1
-            if steps % 64 == 0 and time.thread_time() > end:
-                self.complete = False
-                break
+        self._end = time.thread_time() + seconds
+        self._looks = 0
+        self._missing = set(wanted)
+        self._seen: dict[int, Any] = {}  # with the objects, so that no identity is used twice
+        # All that the program's own names lead to; then what is near in a library's functions that run.
+        self._follow(_roots(), depth=1_000)
+        self._follow(_library_roots(), depth=4)
+        del self._seen, self._missing
 
-    def _enter(
-        self, value: Any, entry: _Entry, missing: set[int], seen: dict[int, Any], queue: deque[Any]
-    ) -> None:
+    def _follow(self, roots: Iterator[tuple[Any, _Entry]], depth: int) -> None:
+        """Breadth first, so that the shortest way is found first."""
+        level: list[tuple[Any, _Entry]] = []
+        for value, entry in roots:
+            self._enter(value, entry, level)
+        while level and self._missing and depth:
+            following: list[tuple[Any, _Entry]] = []
+            for holder, entry in level:
+                note = _beginning(holder)
+                for value, text, anchor in _steps(holder):
+                    self._looks += 1
+                    if self._looks % 256 == 0 and time.thread_time() > self._end:
+                        self.complete = False
+                        return
+                    self._enter(value, _Entry(entry, text, anchor, note), following)
+            level, depth = following, depth - 1
+
+    def _enter(self, value: Any, entry: _Entry, level: list[tuple[Any, _Entry]]) -> None:
         identity, kind = id(value), type(value)
-        if kind in _ATOMS or identity in seen:
+        if kind in _ATOMS or identity in self._seen:
             return
-        seen[identity] = value
-        if identity in missing:
-            missing.discard(identity)
+        self._seen[identity] = value
+        if identity in self._missing:
+            self._missing.discard(identity)
             self._found[identity] = entry
         if not issubclass(kind, torch.Tensor) or kind is torch.nn.Parameter:
-            queue.append((value, entry))
+            level.append((value, entry))
 
     def __contains__(self, value: object) -> bool:
         return id(value) in self._found
@@ -136,11 +141,8 @@ _ATOMS: frozenset[type] = frozenset(
 
 
 def _roots() -> Iterator[tuple[Any, _Entry]]:
-    """The user's frames, innermost first; globals; the last exception; then libraries' frames and torch's hooks.
-
-    Not this package's: a list of frames that a frame of its own holds would keep all they see until the collector
-    comes."""
-    frames = [frame for first in sys._current_frames().values() for frame in _outwards(first)]
+    """The user's frames, innermost first; globals; the last exception."""
+    frames = _frames()
     for frame in frames:
         if is_users(frame.f_code.co_filename):
             yield from _of_frame(frame, "")
@@ -152,6 +154,11 @@ def _roots() -> Iterator[tuple[Any, _Entry]]:
         error = getattr(sys, name, None)
         if error is not None:
             yield error, _Entry(None, f"sys.{name}", None, "")
+
+
+def _library_roots() -> Iterator[tuple[Any, _Entry]]:
+    """Libraries' frames and torch's hooks."""
+    frames = _frames()
     for frame in frames:
         file = frame.f_code.co_filename
         if not is_users(file):
@@ -160,6 +167,12 @@ def _roots() -> Iterator[tuple[Any, _Entry]]:
     for name, value in vars(hooks).items() if hooks is not None else ():
         if name.startswith("_global_") and name.endswith("_hooks"):
             yield value, _Entry(None, f"torch.nn.modules.module.{name}", None, "")
+
+
+def _frames() -> list[types.FrameType]:
+    """Of all threads, but not this package's: a list of frames that a frame of its own holds would keep all they see
+    until the collector comes."""
+    return [frame for first in sys._current_frames().values() for frame in _outwards(first)]
 
 
 def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
@@ -231,7 +244,7 @@ def _beginning(holder: Any) -> str | None:
 def _of_dict(holder: dict[Any, Any]) -> Iterator[_Step]:
     if not _only_atoms(list(dict.values(holder))):
         for key, value in list(dict.items(holder)):
-            if type(value) not in _ATOMS:
+            if gc.is_tracked(value):
                 yield value, f"[{key!r}]" if type(key) in (str, int, bool) else "[…]", None
     if type(holder) is not dict:
         yield from _attributes(holder)
@@ -242,7 +255,7 @@ def _of_sequence(holder: Any) -> Iterator[_Step]:
     values = list(family.__iter__(holder))  # not a subclass's own
     if not _only_atoms(values):
         for i, value in enumerate(values):
-            if type(value) not in _ATOMS:
+            if gc.is_tracked(value):
                 yield value, f"[{i}]", None
     if type(holder) is not family:
         yield from _attributes(holder)
@@ -255,8 +268,8 @@ def _of_set(holder: Any) -> Iterator[_Step]:
 
 
 def _only_atoms(values: list[Any]) -> bool:
-    """Of large ones only: a dataset's texts and numbers."""
-    return len(values) > 1000 and set(map(type, values)) <= _ATOMS
+    """A dataset's texts and numbers, and rows of them: what the collector need not look into."""
+    return not any(map(gc.is_tracked, values))
 
 
 def _of_function(holder: types.FunctionType) -> Iterator[_Step]:
