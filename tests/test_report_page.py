@@ -21,6 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import memopt
 from memopt import _C
 from memopt.__main__ import main
 from memopt.pages import report_page
@@ -257,6 +258,24 @@ def test_the_plan_is_a_table_of_the_stages():
         in said
     )
     assert "<blocks.0> 3.00 MiB 1.00 MiB 1.5 ms 3 ms 2 its input" in said
+
+
+def test_a_recording_of_a_checkpointed_model_has_its_plan(one_thread):
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4))
+    )
+    sample = torch.randn(512, 64)
+    memopt.auto_checkpoint(model, sample, memory_budget="64MiB")
+    with memopt.profile("cpu") as prof:
+        model(sample).sum().backward()
+    recording = prof.recording
+    assert recording.facts["plan"] == model.plan.as_dict() == json.loads(json.dumps(model.plan.as_dict()))
+    page = plain(
+        report_page.html([recording], title="x").split('<section id="plan">')[1].split("</section>")[0]
+    )
+    assert f"{len(model.plan.stages)} stages within 64.0 MiB" in page
+    for name in model.plan.stages:
+        assert name in page
 
 
 # ---- colours ---------------------------------------------------------------------------------------------------------

@@ -237,6 +237,6 @@ class CpuRecorder(Recorder):
                 stacks=list(self._stacks),
                 modules=list(self._program.names),
                 marks=marks_of(self._watch, self._first),
-                facts=facts() | {"events_lost": self._first},
+                facts=facts() | self._program.facts() | {"events_lost": self._first},
             )
             return made if since is None else made.since(since - self._first - 1)

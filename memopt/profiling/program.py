@@ -4,6 +4,7 @@ optimizers' steps. From there a recorder learns which module runs, where a step 
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import weakref
@@ -194,6 +195,15 @@ class Program:
         self._listener.claim(_state_of(self._roots), PARAMETERS)
         self._claim_states(self._optimizers)
         self._listener.claim(self._gradients(), GRADIENTS)
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of the models that ran: the plan of auto_checkpoint, of the first that has one."""
+        planning = sys.modules.get("memopt.checkpointing.plan")
+        if planning is None:
+            return {}
+        parts = (part for root in self._roots for part in root.modules())
+        plans = (plan for part in parts if isinstance(plan := vars(part).get("plan"), planning.Plan))
+        return {"plan": plan.as_dict() for plan in itertools.islice(plans, 1)}
 
     def _claim_states(self, optimizers: Iterable[Any]) -> None:
         self._listener.claim(_parameters_of(optimizers), PARAMETERS)
