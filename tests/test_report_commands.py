@@ -53,6 +53,16 @@ def test_a_recording_is_written_in_the_form_that_the_name_asks_for(recordings, c
     assert "has to end in" in capsys.readouterr().err
 
 
+def test_pages_are_written_of_one_recording_and_of_two(recordings, monkeypatch):
+    monkeypatch.chdir(recordings)
+    assert main(["report", "a.mopt", "-q"]) == 0
+    page = (recordings / "a.html").read_text()
+    assert "<html" in page and "test_report_commands.py" in page
+    assert main(["diff", "a.mopt", "b.mopt", "-o", "both.html"]) == 0
+    page = (recordings / "both.html").read_text()
+    assert "a.mopt" in page and "b.mopt" in page
+
+
 def test_what_is_no_recording_is_refused_by_name(recordings, capsys):
     (recordings / "foreign.csv").write_text("1,2\n")
     for command in (["report"], ["diff", str(recordings / "a.mopt")]):

@@ -17,8 +17,8 @@ from memopt.running.memory_curve import MemoryCurve
 ROOT = Path(__file__).resolve().parents[1]
 
 TRAINING = """
-import os, sys
-before = "torch" in sys.modules
+import importlib.util, os, sys
+before = "torch" in sys.modules or importlib.util.find_spec("torch") is None
 import torch
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

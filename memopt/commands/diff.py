@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 
 from memopt.commands import write
@@ -27,11 +26,12 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise OSError(error) from error
     if options.output and options.output.lower().endswith((".html", ".htm")):
-        page = importlib.import_module("memopt.pages.report_page")
+        from memopt.pages import report_page
+
         names = [options.before, options.after]
         try:
-            page.write([before, after], options.output, title=" and ".join(names), names=names)
-        except ImportError as error:
+            report_page.write([before, after], options.output, title=" and ".join(names), names=names)
+        except (ValueError, ImportError) as error:
             raise OSError(error) from error
         return 0
     found = comparison.compare(before, after)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -165,9 +164,9 @@ def write(recordings: list[Recording], path: str | Path, *, leaks: list[Leak] | 
     if not recordings:
         raise ValueError("there is nothing to save: no device was used")
     if name.endswith((".html", ".htm")):
-        importlib.import_module("memopt.pages.report_page").write(
-            recordings, path, title=_title(recordings[0])
-        )
+        from memopt.pages import report_page
+
+        report_page.write(recordings, path, title=_title(recordings[0]))
     elif name.endswith(".mopt"):
         recording_file.save(recordings, path)
     elif name.endswith((".pickle", ".pkl")):

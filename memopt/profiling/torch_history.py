@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memopt import _C
 from memopt.profiling.blocks import pair
 from memopt.profiling.recording import OTHER, Frame, Mark, Stack
 
@@ -134,7 +135,7 @@ def _ooms(trace: list[dict[str, Any]]) -> list[Mark]:
     found, events = [], 0
     for entry in trace:
         if entry["action"] == "oom":
-            found.append(Mark(events - 1, "oom", f"asked {entry['size']} bytes"))
+            found.append(Mark(events - 1, "oom", f"asked {_C.format_size(entry['size'])}"))
         elif entry["action"] in ("alloc", "free_requested"):
             events += 1
     return found

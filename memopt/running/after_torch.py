@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -21,26 +22,37 @@ def call_after_torch(then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
+    """Stays until torch is there: to be asked where it is does not mean that it is imported."""
+
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
+        self._asking = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or getattr(self._asking, "others", False):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asking.others = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking.others = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._then)
+            spec.loader = _Loader(spec.loader, self)
         return spec
+
+    def torch_is_there(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._then()
 
 
 class _Loader(Loader):
-    """The loader of the module, which is in its place again once the module is there."""
+    """The loader of the module, which is in its place again once the module is loaded."""
 
-    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
-        self._loader, self._then = loader, then
+    def __init__(self, loader: Loader, finder: _Finder) -> None:
+        self._loader, self._finder = loader, finder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -53,4 +65,4 @@ class _Loader(Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._then()
+        self._finder.torch_is_there()

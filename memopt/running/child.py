@@ -67,7 +67,6 @@ class _Run:
 
     def prepare(self) -> None:
         call_after_torch(self._torch_is_there)
-        atexit.register(self.finish)  # the first to be registered: it runs after the program's own
         leave = os._exit
 
         def finish_and_leave(status: int) -> Any:
@@ -88,6 +87,8 @@ class _Run:
 
         import memopt
 
+        # What the program registers from now on runs before it, what torch has registered after it.
+        atexit.register(self.finish)
         asked = self._request
         try:
             memopt.enable(asked.backend, asked.memory_budget, asked.on_oom)  # type: ignore[arg-type]
