@@ -68,12 +68,15 @@ soak: environments  ## the long form of everything that has one; figures go to b
 # On the simulated device; on a GPU, with the torch of the Python at hand.
 BENCH_SIM = benchmarks/bench_alloc_core.py benchmarks/bench_alloc_train.py benchmarks/bench_profile.py
 BENCH_GPU = benchmarks/bench_alloc_gpu.py
-BENCH_CPU = $(filter-out $(BENCH_SIM) $(BENCH_GPU),$(wildcard benchmarks/bench_*.py))
+BENCH_ESTIMATE = benchmarks/bench_estimate.py
+BENCH_CPU = $(filter-out $(BENCH_SIM) $(BENCH_GPU) $(BENCH_ESTIMATE),$(wildcard benchmarks/bench_*.py))
 
 bench: environments  ## every benchmark (benchmarks/bench_*.py), side by side with its peer
 	@failed=0; \
 	for b in $(BENCH_CPU); do "$$(cat build/python-cpu)" $$b $(BENCH_OPTIONS) || failed=1; done; \
 	for b in $(BENCH_SIM); do "$$(cat build/python-sim)" $$b $(BENCH_OPTIONS) || failed=1; done; \
+	$(ENVIRONMENT) estimate >build/python-estimate && \
+	    "$$(cat build/python-estimate)" $(BENCH_ESTIMATE) $(BENCH_OPTIONS) || failed=1; \
 	if [ -e /dev/nvidiactl ]; then for b in $(BENCH_GPU); do $(PYTHON) $$b $(BENCH_OPTIONS) || failed=1; done; \
 	else echo "$(BENCH_GPU): not run, there is no GPU here" >&2; fi; \
 	exit $$failed

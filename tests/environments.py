@@ -5,6 +5,7 @@
     python3 tests/environments.py sim [--torch V]  PyTorch's CUDA build without NVIDIA's libraries, for memopt.sim
     python3 tests/environments.py lint             ruff and mypy
     python3 tests/environments.py notebook         what executes the notebooks
+    python3 tests/environments.py estimate         transformers, for two of the scripts that bench_estimate.py runs
 
 The path of the environment's Python is the last line it prints; what it does meanwhile goes to standard error. An
 environment is made once, and again when what it should hold has changed. Only the standard library is used: this runs
@@ -50,6 +51,13 @@ PURE = [
 LINT = ["ruff==0.17.5", "mypy==2.4.1"]
 REPORT = ["plotly==7.1.0"]
 NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
+
+ESTIMATE = ["transformers==5.23.0"]
+WITH_SIM = (
+    "sim",
+    "notebook",
+    "estimate",
+)  # they hold the CUDA build of PyTorch, of whichever version is asked for
 
 
 def say(text: str) -> None:
@@ -150,19 +158,36 @@ def fill_lint(python: Path, _: argparse.Namespace) -> None:
 
 
 def fill_notebook(python: Path, options: argparse.Namespace) -> None:
-    """The packages of the simulated device's environment are read from there: one PyTorch is enough."""
-    sim = make(argparse.Namespace(name="sim", torch=options.torch))
-    (site_packages(python) / "memopt-sim.pth").write_text(f"{site_packages(sim)}\n")
+    beside_sim(python, options)
     pip(python, *NOTEBOOK)
 
 
-FILL = {"build": fill_build, "cpu": fill_cpu, "sim": fill_sim, "lint": fill_lint, "notebook": fill_notebook}
+def fill_estimate(python: Path, options: argparse.Namespace) -> None:
+    beside_sim(python, options)
+    pip(python, *ESTIMATE)
+
+
+def beside_sim(python: Path, options: argparse.Namespace) -> None:
+    """The packages of the simulated device's environment are read from there: one PyTorch is enough."""
+    sim = make(argparse.Namespace(name="sim", torch=options.torch))
+    (site_packages(python) / "memopt-sim.pth").write_text(f"{site_packages(sim)}\n")
+
+
+FILL = {
+    "build": fill_build,
+    "cpu": fill_cpu,
+    "sim": fill_sim,
+    "lint": fill_lint,
+    "notebook": fill_notebook,
+    "estimate": fill_estimate,
+}
 RECIPE = {
     "build": BUILD,
     "cpu": [TORCH, *BUILD, *PURE, *TESTS, *REPORT],
     "sim": [*BUILD, *PURE, *TESTS],
     "lint": LINT,
     "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK],
+    "estimate": [*BUILD, *PURE, *TESTS, *ESTIMATE],
 }
 
 
@@ -176,11 +201,11 @@ def alone(name: str) -> Iterator[None]:
 
 
 def make(options: argparse.Namespace) -> Path:
-    own_version = options.name in ("sim", "notebook") and options.torch != TORCH
+    own_version = options.name in WITH_SIM and options.torch != TORCH
     name = f"{options.name}-{options.torch}" if own_version else options.name
     python = HOME / name / "bin" / "python"
     ready = HOME / name / "memopt-environment"
-    torch = options.torch if options.name in ("sim", "notebook") else ""
+    torch = options.torch if options.name in WITH_SIM else ""
     # The CPU environment may stand on this Python's torch, and is made anew when that comes, goes or changes.
     at_hand = torch_at_hand() if options.name == "cpu" else None
     recipe = json.dumps([sys.version_info[:2], torch, at_hand, RECIPE[options.name]])

@@ -1,4 +1,4 @@
-"""Hugging Face's BERT from its configuration, masked language modelling, gradient checkpointing in every other run."""
+"""Hugging Face's BERT from its configuration, masked language modelling, gradient checkpointing if asked."""
 
 import argparse
 

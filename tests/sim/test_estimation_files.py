@@ -1,5 +1,6 @@
 """What a script writes under an estimate is there for the script, and for nobody else."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from estimation_children import estimate
 
 SIM = None
+SOAK = os.environ.get("MEMOPT_SOAK") == "1"
 
 SCRIPT = """
 import glob, io, os, shutil, sys, tempfile
@@ -106,6 +108,7 @@ def test_what_is_written_is_there_for_the_script_alone(folder):
     assert not list(Path(tempfile.gettempdir()).glob(f"memopt-estimate-{answer['pid']}-*"))
 
 
+@pytest.mark.skipif(not SOAK, reason="the long form")
 def test_files_are_kept_where_that_is_wanted(folder):
     source = "import os; open('log.txt', 'w').write('kept'); os._exit(4)"
     answer = estimate(folder.parent, source, cwd=folder, keep_files=True)
