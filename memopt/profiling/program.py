@@ -4,7 +4,6 @@ optimizers' steps. From there a recorder learns which module runs, where a step 
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import threading
 import weakref
@@ -203,7 +202,8 @@ class Program:
             return {}
         parts = (part for root in self._roots for part in root.modules())
         plans = (plan for part in parts if isinstance(plan := vars(part).get("plan"), planning.Plan))
-        return {"plan": plan.as_dict() for plan in itertools.islice(plans, 1)}
+        plan = next(plans, None)
+        return {} if plan is None else {"plan": plan.as_dict()}
 
     def _claim_states(self, optimizers: Iterable[Any]) -> None:
         self._listener.claim(_parameters_of(optimizers), PARAMETERS)
