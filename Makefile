@@ -36,6 +36,7 @@ test: environments  ## everything: C, Python and the simulated device; one closi
 environments: build
 	@$(ENVIRONMENT) cpu >build/python-cpu
 	@$(ENVIRONMENT) sim >build/python-sim
+	@$(ENVIRONMENT) notebook >build/python-notebook
 
 test-c: environments  ## the C tests alone
 	@"$$(cat build/python-cpu)" -m pytest tests/c $(PYTEST)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from memopt.checkpointing.auto_checkpoint import auto_checkpoint, undo_checkpoint
     from memopt.diagnosis import doctor
     from memopt.estimation.model_estimate import estimate
+    from memopt.owners.device_bytes import device_bar
     from memopt.owners.live import live_tensors
     from memopt.profiling.session import profile
     from memopt.switches import disable, enable, patch
@@ -49,6 +50,7 @@ __all__ = [
     "checkpoint_sequential",
     "create_selective_checkpoint_contexts",
     "cuda",
+    "device_bar",
     "disable",
     "doctor",
     "enable",
@@ -76,6 +78,7 @@ _LATER = {
     "set_checkpoint_early_stop": "memopt.checkpointing",
     "auto_checkpoint": "memopt.checkpointing.auto_checkpoint",
     "undo_checkpoint": "memopt.checkpointing.auto_checkpoint",
+    "device_bar": "memopt.owners.device_bytes",
     "live_tensors": "memopt.owners.live",
     "amp": None,
     "chain": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from dataclasses import asdict, dataclass, field
 
 from memopt import _C, torch_version
@@ -18,6 +19,7 @@ VARIABLES = {
     "MEMOPT_ISA": "instruction set of the CPU kernels: generic, avx2, avx512",
     "MEMOPT_LOG": f"what the memopt logger shows: {', '.join(LEVELS)}",
     "MEMOPT_ON_OOM": "what memopt.enable() does on an out of memory: report, raise",
+    "MEMOPT_REPORT": "file to which memopt.enable() adds the report of an out of memory",
     "MEMOPT_NVRTC": "path of the run-time compiler, where it is not the one of torch's wheel",
 }
 
@@ -57,6 +59,7 @@ def doctor() -> Diagnosis:
         (_torch, "torch"),
         (_driver, "the CUDA driver and its devices"),
         (_allocator, "the allocator"),
+        (_enabled, "what is enabled"),
         (_kernels, "the kernels"),
         (_cpu_kernels, "the processor"),
         (_simulated_device, "the simulated device"),
@@ -120,6 +123,16 @@ def _allocator() -> Finding:
     from memopt.cuda import current_allocator
 
     return current_allocator.finding()
+
+
+def _enabled() -> Finding:
+    """Of memopt.enable(): in the command's own process nothing, so what it would say there."""
+    enabling = sys.modules.get("memopt.enabling")
+    settings = enabling.settings() if enabling is not None else None
+    if settings is None:
+        return Finding("oom report", "absent", "off: memopt.enable() was not called", "memopt.enable()")
+    state: State = "ok" if settings.on_oom == "report" else "absent"
+    return Finding("oom report", state, f"memopt.enable() chose {', '.join(map(str, settings))}")
 
 
 def _kernels() -> Finding:

@@ -17,7 +17,7 @@ from memopt.owners.device_bytes import DeviceBytes
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch):
-    for name in ("MEMOPT_BACKEND", "MEMOPT_BUDGET", "MEMOPT_ON_OOM", "MEMOPT_DISABLE"):
+    for name in ("MEMOPT_BACKEND", "MEMOPT_BUDGET", "MEMOPT_ON_OOM", "MEMOPT_DISABLE", "MEMOPT_REPORT"):
         monkeypatch.delenv(name, raising=False)
     yield
     memopt.disable()
@@ -119,3 +119,20 @@ def test_what_is_shown_of_the_parts_adds_up_to_what_is_shown_of_the_whole():
         whole = memopt._C.format_size(device.total).split()[0]
         digits = len(whole.partition(".")[2])
         assert round(sum(shown) * 10**digits) == round(float(whole) * 10**digits)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_the_bar_of_a_device_that_is_not_there_is_refused():
+    with pytest.raises(RuntimeError, match="needs a CUDA device"):
+        memopt.device_bar()
+
+
+def test_the_doctor_says_what_is_enabled():
+    def said() -> str:
+        return next(
+            f"{one.state} {one.text}" for one in memopt.doctor().findings if one.topic == "oom report"
+        )
+
+    assert said().startswith("absent off")
+    memopt.enable()
+    assert said() == "ok memopt.enable() chose native, None, report"

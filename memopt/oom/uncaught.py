@@ -3,6 +3,7 @@ itself, its traceback and what else was hooked in are as they were."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -36,9 +37,25 @@ def remove() -> None:
 def show(error: BaseException | None) -> None:
     """In one write, so that the reports of several ranks do not mix."""
     report = None if error is None or not _ours else report_of(error)
-    if report is not None and sys.stderr is not None:
-        sys.stderr.write(f"{report}\n")
+    if report is None:
+        return
+    text = f"{report}\n"
+    path = os.environ.get("MEMOPT_REPORT")
+    if path:
+        text += f"  Report      {_kept(text, path)}\n"
+    if sys.stderr is not None:
+        sys.stderr.write(text)
         sys.stderr.flush()
+
+
+def _kept(text: str, path: str) -> str:
+    """Where it was added to a file, or why not. Each rank says who it is, and adds in one write."""
+    try:
+        with open(path, "a") as file:
+            file.write(text)
+    except OSError as error:
+        return f"not written: MEMOPT_REPORT={path}: {error.strerror}"
+    return path
 
 
 def _main(kind: type[BaseException], error: BaseException, traceback: Any) -> None:

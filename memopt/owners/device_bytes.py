@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from memopt import _C
-from memopt.owners.census import Census
+from memopt.cuda.device_index import device_index
+from memopt.owners.census import Census, take
 from memopt.profiling.recording import CATEGORIES, OTHER
 
 FREE, CACHE, CONTEXT, UNKNOWN = "free", "cache", "context", "context and other processes"
@@ -85,6 +86,25 @@ class DeviceBytes:
 _COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#999999", "#bbbbbb", "#dddddd")
 
 
+def device_bar(device: torch.device | str | int | None = None) -> DeviceBytes:
+    """Where a CUDA device's bytes are: what live tensors take, by category; what the allocator holds free; what this
+    process has besides (CUDA's context, libraries); other processes, by NVML where nvidia-ml-py is installed; what is
+    free. They add up to the number of bytes that the driver gives. device: as torch.cuda takes it, the current one by
+    default.
+
+    Print it; in a notebook it is a bar. Raises ValueError for what is no CUDA device, RuntimeError where there is
+    none."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("memopt.device_bar() needs a CUDA device, and torch sees none here")
+    torch.cuda.init()
+    index = device_index(device)
+    taken = take(seconds=0)
+    try:
+        return split(index, taken, blocks_of(index))
+    finally:
+        taken.forget()
+
+
 def blocks_of(device: int) -> Blocks:
     """From torch's allocator or memopt's; no history is read."""
     rows = [
@@ -122,21 +142,16 @@ def split(device: int, census: Census, blocks: Blocks) -> DeviceBytes:
     parts[CACHE] = blocks.cached
     rest = total - free - blocks.reserved
     processes = _processes(device)
-    own = None if processes is None else processes.pop(os.getpid(), None)
-    if processes is None or own is None or own - blocks.reserved + sum(processes.values()) != rest:
-        # A container's own number of a process is not the driver's, and drivers differ in what they count.
-        others = sum(processes.values()) if processes else 0
-        if processes and 0 < others <= rest:
-            parts[CONTEXT] = rest - others
-            parts.update(_named(processes))
-            source = "NVML's processes, the rest is this one's"
-        else:
-            parts[UNKNOWN] = rest
-            source = "the driver"
+    own = (processes or {}).pop(os.getpid(), None)
+    others = sum((processes or {}).values())
+    if processes is None or others > rest:
+        parts[UNKNOWN], source = rest, "the driver"
     else:
-        parts[CONTEXT] = own - blocks.reserved
+        # A container's number of a process is not the driver's, and drivers differ in what they count.
+        agreed = own is not None and own - blocks.reserved == rest - others
+        parts[CONTEXT if agreed else UNKNOWN] = rest - others
         parts.update(_named(processes))
-        source = "NVML"
+        source = "NVML and the driver"
     parts[FREE] = free
     return DeviceBytes(name, total, parts, source)
 

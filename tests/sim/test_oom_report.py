@@ -3,9 +3,11 @@ Scripts run on a device of their own, with torch's allocator and memopt's."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -274,3 +276,57 @@ def test_a_program_that_goes_on_trying_does_not_wait_for_a_report_each_time(monk
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
     assert observer.report_of(caught.value) is None
+
+
+def test_the_report_is_added_to_the_file_that_the_environment_names(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("MEMOPT_REPORT", str(tmp_path / "report.txt"))
+    error, report = out_of_memory()
+    uncaught.show(error)
+    uncaught.show(error)
+    assert (tmp_path / "report.txt").read_text() == f"{report}\n" * 2
+    assert capfd.readouterr().err.count(f"  Report      {tmp_path}/report.txt\n") == 2
+    monkeypatch.setenv("MEMOPT_REPORT", str(tmp_path / "nowhere" / "report.txt"))
+    uncaught.show(error)
+    assert "not written: MEMOPT_REPORT=" in capfd.readouterr().err
+
+
+class Nvml(ModuleType):
+    """As nvidia-ml-py answers: this process and another one."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, others: dict[int, int | None]) -> None:
+        super().__init__("pynvml")
+        self.others = others
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        free, total = torch.cuda.mem_get_info(handle)
+        own = total - free - sum(size or 0 for size in self.others.values())
+        sizes = {os.getpid(): own, **self.others}
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in sizes.items()]
+
+
+@pytest.mark.parametrize(
+    ("others", "parts"),
+    [
+        ({}, {"context": 8 * MIB}),
+        ({4711: 3 * MIB}, {"context": 5 * MIB, "process 4711": 3 * MIB}),
+        ({4711: None}, {"context and other processes": 8 * MIB}),  # no permission to know
+        ({4711: 64 * MIB}, {"context and other processes": 8 * MIB}),  # does not agree with the driver
+    ],
+)
+def test_the_bar_names_other_processes_where_nvml_does(others, parts, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(others))
+    monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda device: device, raising=False)
+    held = torch.ones(MIB, device="cuda")
+    bar = memopt.device_bar()
+    assert sum(bar.parts.values()) == bar.total == torch.cuda.mem_get_info()[1]
+    assert {name: size for name, size in bar.parts.items() if "context" in name or "process" in name} == parts
+    assert bar.parts["inputs"] == held.nbytes
+    assert str(bar).startswith("cuda:0: 256 MiB = 4.00 MiB inputs + ") and "width:" in bar._repr_html_()
