@@ -67,9 +67,11 @@ def _as_opened(request):
 
 
 def settle(tab):
-    """Until what was asked for is drawn."""
-    tab.wait("memopt.waiting === null || memopt.waiting === undefined")
-    tab.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+    """Until what was asked for is drawn, in the window and the colours as they are."""
+    tab.wait(
+        "memopt.busy === 0 && memopt.charts.every((chart) => chart.plot.layout.width === chart.place.clientWidth) && "
+        "memopt.colours.panel === getComputedStyle(document.documentElement).getPropertyValue('--panel').trim()"
+    )
 
 
 def drawn(tab, chart):

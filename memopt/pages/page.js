@@ -19,6 +19,7 @@ class Page {
     for (const recording of recordings) for (const line of recording.lines) this.lines.set(line.name, line);
     this.chosen = new Map();
     this.range = null;  // what of the x axis is shown; null: all
+    this.busy = 0;  // drawings that are asked for and not ready
     const most = (of) => Math.max(1, ...recordings.map(of));
     const highest = most((r) => Math.max(r.total[r.peak], r.reserved.reduce((a, b) => Math.max(a, b), 0)));
     // The capacity is shown where it is near enough not to press the rest flat.
@@ -127,15 +128,20 @@ class Page {
     });
   }
 
-  // Once a frame at most.
+  // Once a frame at most, and one after the other: pictures take a while to load.
   redraw() {
     if (!window.Plotly) return null;
     document.querySelectorAll("[data-do=time], [data-do=events]").forEach((button) =>
       button.setAttribute("aria-pressed", String((button.dataset.do === "time") === this.byTime)));
-    this.waiting ??= new Promise((resolve) => requestAnimationFrame(resolve)).then(async () => {
-      this.waiting = null;
-      for (const chart of this.charts) await chart.draw();
-    });
+    if (!this.waiting) {
+      this.busy++;
+      const frame = new Promise((resolve) => requestAnimationFrame(resolve));
+      this.waiting = Promise.all([this.last, frame]).then(async () => {
+        this.waiting = null;
+        for (const chart of this.charts) await chart.draw();
+      }).finally(() => { this.busy--; });
+      this.last = this.waiting.catch(() => {});
+    }
     return this.waiting;
   }
 }
