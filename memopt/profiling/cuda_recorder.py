@@ -158,8 +158,8 @@ class CudaRecorder(Recorder):
         if torch.cuda.is_initialized():
             self._program.claim_all()
             torch.cuda.synchronize(index)
-        watch, position = self._watch(index), self._position(index)
-        snapshot = torch.cuda.memory._snapshot() if torch.cuda.is_initialized() else _NOTHING
+        watch = self._watch(index)
+        position, snapshot = self._snapshot(index)
         history = torch_history.read(snapshot, index)
         columns, events = history.columns, len(history.times_us)
         first = position - events  # the position at which event 0 stands
@@ -181,6 +181,19 @@ class CudaRecorder(Recorder):
             facts=facts() | self._program.facts() | self._figures(index, first),
         )
         return recording if since is None else recording.since(since - first - 1)
+
+    def _snapshot(self, device: int) -> tuple[int, dict[str, Any]]:
+        """With the position at which it was taken. Autograd's threads drop what they hold some time after a backward
+        pass has returned, so a free may come between the two: then both are taken again."""
+        if not torch.cuda.is_initialized():
+            return 0, _NOTHING
+        position = self._position(device)
+        for _ in range(_TRIES):
+            snapshot = torch.cuda.memory._snapshot()
+            before, position = position, self._position(device)
+            if before == position:
+                break
+        return position, snapshot
 
     def _modules_of(self, history: torch_history.History) -> tuple[torch.Tensor, list[str]]:
         names, module, born = self._program.names, history.columns["module"], history.columns["born"]
@@ -236,6 +249,7 @@ class CudaRecorder(Recorder):
 
 # Missing where torch has no CUDA, and no recorder of this kind is made.
 _set_metadata: Callable[[str], None] = getattr(torch._C, "_cuda_setMemoryMetadata", lambda _: None)
+_TRIES = 5
 _NOTHING: dict[str, Any] = {"device_traces": [], "segments": []}
 
 

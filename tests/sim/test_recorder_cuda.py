@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memopt.profiling import recorder, torch_history
+from memopt.sim.interpreter_exit import wait_for_workers
 
 SIM = {"memory": "256MiB", "devices": 2}
 WORKSPACE = 8320 << 10
@@ -39,6 +40,7 @@ def train(model, optimizer, steps):
         (model(x) ** 2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert wait_for_workers(60)  # autograd's threads drop what they hold after backward() has returned
 
 
 def requested(device: int = 0) -> int:

@@ -8,6 +8,7 @@ from torch import nn
 
 import memopt.cuda
 from memopt.profiling import recorder
+from memopt.sim.interpreter_exit import wait_for_workers
 
 SIM = {"memory": "256MiB"}
 
@@ -26,6 +27,7 @@ def test_bytes_modules_lines_and_categories_are_those_of_the_program():
             (model(torch.randn(32, 64, device="cuda")) ** 2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+        assert wait_for_workers(60)  # autograd's threads drop what they hold after backward() has returned
         seen = running.recording()
         assert seen.source.startswith("history of memopt's allocator")
         stats = torch.cuda.memory_stats()
