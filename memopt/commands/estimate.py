@@ -131,7 +131,12 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int]:
         backend=options.backend,
         keep_files=options.keep_files,
     )
-    python = interpreters.find(options.python)
+    try:
+        python = interpreters.find(options.python)
+    except interpreters.NoInterpreter as error:
+        if options.python is not None or options.max_batch or options.smallest_card:
+            raise
+        return _on_fake_tensors(options, argv, module, card, str(error))
     with Progress(not options.quiet) as progress, Children(python) as children:
         survey = Survey(
             title=" ".join(("-m", *argv) if module else argv),
@@ -150,6 +155,21 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int]:
             survey.largest_batch(found, card)
         if options.smallest_card:
             survey.smallest_card(found)
+    return found, 0 if found.verdict in ("", "fits") else 1
+
+
+def _on_fake_tensors(
+    options: argparse.Namespace, argv: list[str], module: bool, card: cards.Card | None, reason: str
+) -> tuple[Estimate, int]:
+    """In a fork of this process: what torch is here has no CUDA code that could run."""
+    from memopt.torch_version import require
+
+    require("memopt estimate")
+    from memopt.estimation import fake_estimate, fake_run
+    from memopt.estimation.fake_script import FakeScript
+
+    answer = fake_run.run(FakeScript(argv=argv, module=module, count=options.steps), options.seconds)
+    found = fake_estimate.made_of(answer, " ".join(argv), card, reason)
     return found, 0 if found.verdict in ("", "fits") else 1
 
 

@@ -6,7 +6,9 @@ attention do) does not end this one."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import json
 import os
 import platform
@@ -22,17 +24,47 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import memopt
 from memopt.estimation.answer import Answer
 from memopt.estimation.child_process import ChildFailed
+from memopt.estimation.guesses import Guesses
 from memopt.estimation.like_cuda import LikeCuda
 from memopt.estimation.training import Training
-from memopt.profiling.cpu_recorder import CpuRecorder
+from memopt.profiling.cpu_recorder import CpuRecorder, _Operations
 
 _BLOCK = 512  # an allocator's least unit
+
+
+# What ends a test that a training which goes well passes, such as torch.isfinite(x).all().
+_TRUE = {torch.ops.aten.mul, torch.ops.aten.isfinite, torch.ops.aten.all}
+
+
+class _Reads(_Operations):
+    """Answers what the program reads from tensors that have no values, and counts these answers."""
+
+    def __init__(self, recorder: CpuRecorder) -> None:
+        super().__init__(recorder)
+        self.guesses = Guesses()
+        self._true: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that say all is well
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if func.overloadpacket in _TRUE and isinstance(out, torch.Tensor):
+                self._true[id(out)] = weakref.ref(out)
+            return out
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            dtype = args[0].dtype
+            self.guesses.add("value", f"the value of {str(dtype).removeprefix('torch.')}")
+            if dtype is torch.bool:
+                known = self._true.get(id(args[0]))
+                return known is not None and known() is args[0]
+            return 1.0 if dtype.is_floating_point else 1
 
 
 class _FakeRecorder(CpuRecorder):
@@ -40,6 +72,7 @@ class _FakeRecorder(CpuRecorder):
 
     def __init__(self) -> None:
         super().__init__(max_events=1 << 22)
+        self._mode = self.reads = _Reads(self)
         self._next = _BLOCK
 
     def see(self, tensor: torch.Tensor, here: bool = True) -> None:
@@ -102,6 +135,7 @@ def _heard(read: int, pid: int, seconds: float) -> bytes:
 def _in_child(training: Training, write: int) -> None:
     """Never returns: nothing of the parent's (its threads are not here) may run in this process again."""
     try:
+        os.dup2(2, 1)  # standard output is for the answer
         torch.set_num_threads(1)  # the threads that share work are not here either
         told: dict[str, Any] = {}
         # In a thread of its own, so that no line that waits in this one is taken for the one that asked for memory.
@@ -124,6 +158,7 @@ def _tell(training: Training, told: dict[str, Any]) -> None:
 def _answer(training: Training) -> dict[str, Any]:
     begun = time.monotonic()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _as_in_a_fork_of_fakes()
     _make_fake(training, mode)
     recorder = _FakeRecorder()
     steps = _Steps()
@@ -144,6 +179,7 @@ def _answer(training: Training) -> dict[str, Any]:
         "by_category": recording.by_category(event),
         "by_line": [line._asdict() for line in recording.by_line(event)],
         "by_module": [line._asdict() for line in recording.by_module(event)],
+        "guesses": recorder.reads.guesses.rows(),
         "steps": steps.done,
         "seconds": time.monotonic() - begun,
         "versions": {
@@ -152,6 +188,53 @@ def _answer(training: Training) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def _as_in_a_fork_of_fakes() -> None:
+    """What of torch is another for the rest of this process: conversions of modules, CUDA's autocast, which a CPU build
+    would switch off, and loaders' workers, to which fake tensors cannot be sent."""
+    from torch.utils.data import DataLoader
+
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    for owner, changed in (
+        (torch.autocast, lambda given: given | {"device_type": "cpu"}),
+        (DataLoader, lambda given: given | _NO_WORKERS),
+    ):
+        _with_arguments(owner, changed)
+
+
+_NO_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
+
+
+def _with_arguments(owner: Any, changed: Any) -> None:
+    """Its constructor gets other arguments than it was given."""
+    plain, signature = owner.__init__, inspect.signature(owner.__init__)
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        given.pop("self")
+        plain(self, **changed(given))
+
+    owner.__init__ = init
+
+
+def _apply(self: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
+    """As torch's, whose way with a fake parameter is to swap it with another, which a recorder's reference forbids."""
+    made: dict[int, torch.Tensor] = {}
+    for module in self.modules() if recurse else [self]:
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    with torch.no_grad():
+                        changed = change(tensor)
+                    if changed is not tensor and isinstance(tensor, torch.nn.Parameter):
+                        changed = torch.nn.Parameter(changed, tensor.requires_grad)
+                    made[id(tensor)] = changed
+                table[name] = made[id(tensor)]
+    return self
 
 
 class _Steps:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memopt.estimation import cards, interpreters
+from memopt.estimation import cards, fake_estimate, interpreters
 from memopt.estimation.answer import Answer
 from memopt.estimation.batch_option import BatchOption
 from memopt.estimation.cards import Card
@@ -20,11 +20,6 @@ from memopt.estimation.request import BACKENDS, Request
 from memopt.estimation.survey import ScriptFailed, Survey
 from memopt.log import logger
 
-# Where no allocator has run: what CUDA's kernels keep may be so much more or less, and what the allocator holds so much
-# more than it hands out. Of a few models the first was seen to be off by 7 %, the second to be 1.0 to 1.3.
-_OFF = 0.1
-_HELD = 1.3
-_WORKSPACES = {True: 64 << 20, False: 17 << 20}  # cuBLAS's two, from compute capability 9.0 on, and before
 _MODULE = "memopt.estimation.crossed_model"
 
 
@@ -164,51 +159,22 @@ def _sent(training: Any) -> bytes:
 
 def _faked(training: Any, card: Card | None, seconds: float, reason: str, run: Any) -> Estimate:
     answer = run(training, seconds)
-    low, high = int(answer.peak_allocated * (1 - _OFF)), _at_most(answer, card)
-    context = card.context if card else cards.CONTEXT
-    found = Estimate(
-        title=_title(training.subject),
-        method=FAKE,
-        allocated=(low, high),
-        reserved=(low, int(high * _HELD)),
-        context=context,
-        card=card,
-        by_category=answer.by_category,
-        by_line=answer.by_line,
-        by_module=answer.by_module,
-        unknowns=[
-            f"what CUDA's kernels keep: {_OFF:.0%} more or less; what the allocator holds: {_HELD - 1:.0%} more; "
-            "cuDNN's workspaces are not counted"
-        ],
-        unmodelled=[f"not on the simulated device: {reason}"] if reason else [],
-        steps=answer.steps,
-        versions=answer.versions,
-        runs=1,
-        seconds=answer.seconds,
-    )
-    if card is not None:
-        fits = [needed <= card.usable for needed in found.needed]
-        found.verdict = "fits" if all(fits) else "unsure" if any(fits) else "does not fit"
+    found = fake_estimate.made_of(answer, _title(training.subject), card, reason)
     size = batch_of(training.sample)
     if size is not None:
         found.largest = lambda there: _largest(training, size, answer, there, seconds, run)
     return found
 
 
-def _at_most(answer: Answer, card: Card | None) -> int:
-    newer = card is not None and float(card.compute_capability) >= 9
-    return int(answer.peak_allocated * (1 + _OFF)) + _WORKSPACES[newer]
-
-
 def _largest(training: Any, size: int, first: Answer, card: Card, seconds: float, run: Any) -> int:
     from memopt.estimation import search
 
-    room, seen = card.usable - card.context, int(_at_most(first, card) * _HELD)
+    room, seen = card.usable - card.context, fake_estimate.held_at_most(first, card)
     start = max(1, size * room // (2 * seen))
 
     def measure(count: int) -> int | None:
         changed = replace(training, sample=resized(training.sample, size, count))
-        held = int(_at_most(run(changed, seconds), card) * _HELD)
+        held = fake_estimate.held_at_most(run(changed, seconds), card)
         return held if held <= room else None
 
     try:

@@ -1,0 +1,106 @@
+"""`python -m memopt estimate` on real scripts, with the child that runs them on the simulated device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 1 << 20
+TRAIN = """\
+import argparse
+import os
+import torch
+
+if (pid := os.fork()) == 0:
+    os._exit(7)
+print("a child of its own ends with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=4096)
+size = parser.parse_args().batch_size
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)]).to("cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(100):
+    hidden = model(torch.ones(size, 1024, device="cuda"))
+    loss = hidden.sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("loss", loss.item())
+"""
+
+
+@pytest.fixture
+def estimate(request, tmp_path):
+    """Runs the command as a user does; returns its exit code, its JSON, what went to standard error."""
+    python = request.config.getoption("--sim-python")
+
+    def run(script, *options, arguments=()):
+        path = tmp_path / "train.py"
+        path.write_text(script)
+        line = [sys.executable, "-m", "memopt", "estimate", "--json", "--python", python, *options, str(path)]
+        done = subprocess.run(
+            [*line, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+        return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+
+    return run
+
+
+def test_a_script_is_estimated_and_where_it_does_not_fit_the_line_is_named(estimate):
+    status, found, said = estimate(TRAIN, "--quick", "--gpu", "24GiB", "--context", "0")
+    assert status == 0 and found["verdict"] == "fits" and found["steps"] == 3
+    weight, layer = 4 * MIB, 16 * MIB
+    # The first of a backward pass: parameters, all that is saved, gradients on the way, cuBLAS's workspaces.
+    assert 8 * weight + 9 * layer <= found["peak_allocated"] <= 16 * weight + 12 * layer + 17 * MIB
+    assert found["by_category"]["parameters"] == 8 * weight
+    # Categories are of what was asked for, the peak is of blocks.
+    assert sum(found["by_category"].values()) == pytest.approx(found["peak_allocated"], rel=1e-4)
+    assert any(line["name"].endswith("train.py:14") for line in found["by_line"])
+    assert [guess["where"].rsplit(":", 1)[1] for guess in found["guesses"]] == ["19"]
+    assert said.count("loss") == 2  # the third step is the last thing that it does
+    assert said.count("a child of its own ends with 7") == 1
+
+    card = found["peak_allocated"] * 9 // 10
+    status, tight, _ = estimate(TRAIN, "--quick", "--gpu", str(card), "--context", "0")
+    assert status == 1 and tight["verdict"] == "does not fit"
+    assert tight["oom"]["line"] in (14, 15, 16) and tight["oom"]["asked"] > 0
+    assert tight["peak_allocated"] == found["peak_allocated"]
+
+
+def test_a_script_that_fails_is_no_answer_but_what_was_seen_is_told(estimate):
+    start = "import torch\nx = torch.ones(1 << 20, device='cuda')\n"
+    status, found, said = estimate(start + "1 / 0\n", "--quick")
+    assert status == 2 and found is None
+    assert "ZeroDivisionError" in said and "until then: 4.00 MiB allocated" in said
+
+
+def test_without_a_cuda_build_fake_tensors_answer_and_say_that_they_are_the_weaker_way(tmp_path):
+    version = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.version.cuda)"], capture_output=True, text=True
+    )
+    if version.stdout.strip() != "None":
+        pytest.skip("this torch is a CUDA build")
+    (tmp_path / "train.py").write_text(
+        TRAIN.replace("loss.item())", "loss.item())\n    assert loss.isfinite()")
+    )
+    line = [sys.executable, "-m", "memopt", "estimate", "--gpu", "24GiB"]
+    done = subprocess.run(
+        [*line, "--json", str(tmp_path / "train.py")], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["method"] == "fake tensors" and found["verdict"] == "fits" and found["steps"] == 3
+    assert found["by_category"]["parameters"] == 8 * 4 * MIB
+    low, high = found["peak_allocated_range"]
+    assert low < 8 * 4 * MIB + 10 * 16 * MIB < high
+    assert any("CPU build of torch" in text for text in found["unmodelled"])
+    (tmp_path / "train.py").write_text("raise KeyError('no data')\n")
+    done = subprocess.run(
+        [*line, str(tmp_path / "train.py")], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2 and "KeyError: 'no data'" in done.stderr
