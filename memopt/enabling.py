@@ -10,6 +10,7 @@ from memopt import _C
 from memopt.cuda import torch_names
 from memopt.cuda.current_allocator import allocator
 from memopt.log import logger
+from memopt.profiling.recorder import cuda_is_here
 
 
 class Settings(NamedTuple):
@@ -42,7 +43,7 @@ def install(chosen: Settings) -> None:
     from memopt.owners.growth import GrowthWatch
 
     if chosen.on_oom == "report":
-        if torch.cuda.is_available():
+        if cuda_is_here():
             observer.listen()
         uncaught.install()
     else:
@@ -105,5 +106,5 @@ def _limit(budget: int) -> None:
             _fractions.setdefault(device, torch.cuda.get_per_process_memory_fraction(device))
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
 
-    if torch.cuda.is_available():
+    if cuda_is_here():
         torch.cuda._lazy_call(set_fractions)  # type: ignore[no-untyped-call]
