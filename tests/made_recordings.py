@@ -149,10 +149,12 @@ def _stack(line: int) -> tuple[Frame, ...]:
     return (Frame(library, 125, "forward"), Frame(__file__, line, "training"))
 
 
-def anything(seed: int) -> Recording:
+def anything(seed: int, events: int | None = None) -> Recording:
     """Blocks and lives without sense: before the beginning, to the end, of no bytes, none at all."""
     chance = random.Random(seed)
-    events, blocks = chance.choice([0, 1, 2, 7, 400]), chance.choice([0, 1, 3, 50, 300])
+    if events is None:
+        events = chance.choice([0, 1, 2, 7, 400])
+    blocks = chance.choice([0, 1, 3, 50, 300])
     rows = []
     for _ in range(blocks):
         born = chance.choice([-1, chance.randrange(-1, events + 1) if events else -1])
