@@ -60,11 +60,16 @@ class _Reads(_Operations):
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
             dtype = args[0].dtype
+            if not dtype.is_floating_point and dtype is not torch.bool:
+                raise RuntimeError(
+                    f"it reads the value of a tensor of {dtype}, on which shapes may hang: only the simulated device "
+                    "knows it; name a Python that has PyTorch's CUDA build"
+                ) from None
             self.guesses.add("value", f"the value of {str(dtype).removeprefix('torch.')}")
             if dtype is torch.bool:
                 known = self._true.get(id(args[0]))
                 return known is not None and known() is args[0]
-            return 1.0 if dtype.is_floating_point else 1
+            return 1.0
 
 
 class _FakeRecorder(CpuRecorder):
