@@ -13,6 +13,8 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
@@ -63,6 +65,7 @@ _OVERWRITE = {
     _aten.geometric_,
     _aten.cauchy_,
 }
+_TRACED = (FakeTensor, FunctionalTensor)  # they stand for tensors while something is traced, and hold nothing
 _PLAIN = torch._C._disabled_torch_dispatch_impl
 _INFINITY = float("inf")
 _NO_SUCH_TWIN = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError)
@@ -87,6 +90,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
     ) -> Any:
         kwargs = kwargs or {}
         if any(one.__torch_dispatch__ is not _PLAIN for one in types):
+            if any(issubclass(one, _TRACED) for one in types):
+                return func(*args, **kwargs)
             return NotImplemented  # a tensor made of tensors: its own operations come here, on its parts
         packet = func.overloadpacket
         if func.is_view or packet in _AS_THEY_ARE:
