@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import os
-import runpy
 import sys
 import traceback
-import types
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from memopt.estimation.watch import Stopped
+from memopt.running.as_main import run_as_main
 
 _HERE = str(Path(__file__).resolve().parents[1])
 
@@ -32,7 +29,7 @@ class End:
 def run(argv: list[str], module: bool) -> End:
     """Runs it to its end; what it raises is part of the answer."""
     try:
-        _as_main(argv, module)
+        run_as_main(argv, module)
     except Stopped as stopped:
         return End(stopped.why, 0)
     except SystemExit as exit_:
@@ -40,27 +37,6 @@ def run(argv: list[str], module: bool) -> End:
     except BaseException as error:
         return End("error", 1, error, _out_of_memory(error))
     return End("end", 0)
-
-
-def _as_main(argv: list[str], module: bool) -> None:
-    sys.argv = list(argv)
-    if module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
-        return
-    path = os.path.abspath(argv[0])
-    if os.path.isdir(path) or not Path(path).suffix.startswith(".py"):
-        runpy.run_path(path, run_name="__main__")  # a folder or an archive with a __main__
-        return
-    sys.path[0] = os.path.dirname(path)
-    # Not runpy's module, which is gone when the script ends: functions that run at exit, and pickles, want it.
-    main = types.ModuleType("__main__")
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    main.__file__, main.__loader__ = argv[0], loader
-    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    sys.modules["__main__"] = main
-    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
 
 
 def _status(exit_: SystemExit) -> int:
