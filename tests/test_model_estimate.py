@@ -14,6 +14,8 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional
 
 import memopt
@@ -219,6 +221,18 @@ def test_nothing_here_is_changed():
     assert all(torch.equal(p, before) and p.grad is None for p, before in parameters)
     assert not model.training and not optimizer.state
     assert torch.equal(random, torch.get_rng_state())
+
+
+def test_what_compiling_has_left_in_this_process_is_not_counted():
+    """Fake tensors of other modes, of symbolic shapes at that."""
+    expected = middle(fake(chain(), torch.ones(ROWS, WIDTH), optimizer=torch.optim.SGD))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    left = mode.from_tensor(
+        torch.ones(64, 1 << 16),
+        symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC]),
+    )
+    assert not isinstance(left.untyped_storage().nbytes(), int)
+    assert middle(fake(chain(), torch.ones(ROWS, WIDTH), optimizer=torch.optim.SGD)) == expected
 
 
 def test_code_that_asks_for_cuda_gets_it():

@@ -73,15 +73,19 @@ class _Reads(_Operations):
 
 
 class _FakeRecorder(CpuRecorder):
-    """Of fake storages, which have no address: each gets one that no other had, and the size a block would have."""
+    """Of the fake storages of one mode, which have no address: each gets one that no other had, and the size a block
+    would have. What torch.compile has left in this process is of modes of its own, and may have no size in bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__(max_events=1 << 22)
+        self._fakes = fakes
         self._mode = self.reads = _Reads(self)
         self._next = _BLOCK
 
     def see(self, tensor: torch.Tensor, here: bool = True) -> None:
-        if not self._running or not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        if not self._running or not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._fakes:
+            return
+        if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
         identity, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
@@ -165,7 +169,7 @@ def _answer(training: Training) -> dict[str, Any]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _as_in_a_fork_of_fakes()
     _make_fake(training, mode)
-    recorder = _FakeRecorder()
+    recorder = _FakeRecorder(mode)
     steps = _Steps()
     with ExitStack() as stack:
         stack.enter_context(mode)
