@@ -89,6 +89,11 @@ def line_of(answer: dict[str, Any]) -> str:
     return f"{Path(oom['file']).name}:{oom['line']}" if oom else "no out of memory"
 
 
+def by_file_name(guesses: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the folder, which is another on every machine."""
+    return [guess | {"where": Path(guess["where"]).name} for guess in guesses]
+
+
 def computed(case: Case) -> dict[str, Any]:
     """A script at its small size: estimated and computed, at no limit and at nine tenths of the peak."""
     estimate, real = run(case, case.small), run(case, case.small, compute=True)
@@ -101,7 +106,7 @@ def computed(case: Case) -> dict[str, Any]:
         "reserved": [estimate["peak_reserved"], real["peak_reserved"]],
         "off": 100 * abs(estimate["peak_allocated"] / real["peak_allocated"] - 1),
         "out_of_memory": lines,
-        "guesses": estimate["guesses"],
+        "guesses": by_file_name(estimate["guesses"]),
     }
 
 
@@ -128,7 +133,7 @@ def full(case: Case) -> dict[str, Any]:
         "seconds": found["seconds"],
         "host": found["host_peak"],
         "host_less_weights": found["host_peak"] - weights,
-        "guesses": found["guesses"],
+        "guesses": by_file_name(found["guesses"]),
     }
 
 
