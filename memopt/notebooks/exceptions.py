@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 from memopt.notebooks.release import release
-from memopt.oom import observer, uncaught
+from memopt.oom import uncaught
+from memopt.oom.recognition import is_out_of_memory
 
 
 class ShownExceptions:
@@ -29,7 +30,7 @@ class ShownExceptions:
             uncaught.show(error)
         finally:
             shown = self._before(exc_tuple, *arguments, **named)
-        if isinstance(error, KeyboardInterrupt) or observer.is_out_of_memory(error):
+        if isinstance(error, KeyboardInterrupt) or is_out_of_memory(error):
             # The handler that calls this holds the exception, and the frame that runs it stays as it is.
             released = release(error)
             if any(released.freed.values()):

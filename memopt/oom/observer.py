@@ -76,11 +76,6 @@ def report_of(error: BaseException) -> OomReport | None:
     return None
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Or followed one."""
-    return _out_of_memory(error) is not None
-
-
 def _out_of_memory(error: Any) -> BaseException | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

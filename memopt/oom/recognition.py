@@ -1,0 +1,79 @@
+"""Which exceptions say that memory ran out, the device's or the host's, whoever raised them."""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+
+# Libraries that allocate for themselves have no exception of their own: what reaches Python is torch's RuntimeError
+# with their status in it.
+_WORDS = (
+    "out of memory",  # torch's of every device, CUDA's own ("CUDA error: out of memory"), MPS's
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",  # on Windows
+    "Cannot allocate memory",  # errno's, where torch maps a file
+    "std::bad_alloc",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",  # its handle takes memory, and says no more than this
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    # torch tries cuDNN's plans one after another, passes over those whose workspace it cannot have (aten's Conv_v8.cpp
+    # catches the out of memory), and says this when none is left.
+    "was unable to find an engine to execute this computation",
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception is an out of memory, or followed one: torch.OutOfMemoryError, MemoryError, an OSError with
+    ENOMEM, and the RuntimeErrors by which torch passes on what CUDA, cuBLAS, cuDNN and its CPU allocator say.
+
+    An interrupt or an exit is none, whatever it came up in; neither is a collective's error, after which its process
+    group is of no more use. Of an exception group, all must be."""
+    return out_of_memory_in(error) is not None
+
+
+def out_of_memory_in(error: BaseException | None) -> BaseException | None:
+    """The out of memory that an exception is or followed, by `raise … from` or because it came up while that was being
+    handled; None where there is none."""
+    seen: set[int] = set()
+    while isinstance(error, Exception) and not _is_collectives(error) and id(error) not in seen:
+        seen.add(id(error))
+        if _is_one(error):
+            return error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def bytes_asked(error: BaseException) -> int | None:
+    """What the request was for that an out of memory tells of. torch rounds what it says of CUDA to hundredths of the
+    unit; None where nothing is said."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error))
+    if found is None:
+        return None
+    return int(float(found[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(found[2]))
+
+
+def _is_one(error: Exception) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, ExceptionGroup):
+        return all(is_out_of_memory(one) for one in error.exceptions)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    torch = sys.modules.get("torch")  # without it, it cannot have raised anything
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return any(words in text for words in _WORDS)
+
+
+def _is_collectives(error: Exception) -> bool:
+    kind = getattr(getattr(sys.modules.get("torch"), "distributed", None), "DistError", None)
+    return kind is not None and isinstance(error, kind)
