@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from memopt import _C
-from memopt.commands import write
+from memopt.commands import arguments, write
 from memopt.estimation import batch_option, cards, interpreters
 from memopt.estimation.child_process import ChildFailed, Children
 from memopt.estimation.prediction import Estimate
@@ -27,19 +27,15 @@ NAME = "estimate"
 HELP = "whether a script will fit a card, without the card"
 
 
-def _size(text: str) -> int:
-    try:
-        return _C.parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _steps(text: str) -> int | None:
     if text == "all":
         return None
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps: write 1 or more, or 'all'")
-    return int(text)
+    try:
+        return arguments.count(1)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of steps: write 1 or more, or 'all'"
+        ) from None
 
 
 def _seconds(text: str) -> float:
@@ -59,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
     add("--gpu", metavar="CARD", help=f"a size, as 24GiB, or one of {', '.join(c.name for c in cards.CARDS)}")
     add("--compute-capability", metavar="X.Y", help="instead of the card's own (8.0 for a size)")
-    add("--context", type=_size, metavar="SIZE", help="taken by the CUDA context (450MiB)")
+    add("--context", type=arguments.size, metavar="SIZE", help="taken by the CUDA context (450MiB)")
     add("--steps", type=_steps, default=3, metavar="N", help="stop after N optimizer steps, or 'all' (3)")
     add("--seconds", type=_seconds, default=600, metavar="S", help="stop a run after S seconds (600)")
     add(

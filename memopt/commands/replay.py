@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt import _C, snapshot_file
-from memopt.commands import write
+from memopt.commands import arguments, write
 
 NAME = "replay"
 HELP = "how much memory a recorded run would have needed here"
@@ -26,35 +26,30 @@ RUN = (
 BY_STEP = ("driver_calls_per_step", "granules_moved_per_step", "granules_switched_per_step", "held_per_step")
 
 
-def _size(text: str) -> int:
-    try:
-        return _C.parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number: write an integer, 0 or more")
-    return int(text)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", metavar="TRACE", help="a trace, or a snapshot of torch's")
-    add("--budget", type=_size, default=0, metavar="SIZE", help="of the device, as '8GiB' (no limit)")
+    add(
+        "--budget", type=arguments.size, default=0, metavar="SIZE", help="of the device, as '8GiB' (no limit)"
+    )
     add("--frontier", action="store_true", help="search the smallest device that completes, too")
     add("--json", action="store_true", help="the figures as JSON")
     add("--steps", action="store_true", help="figures of every step in the JSON, too")
-    add("--device", type=_count, metavar="N", help="of the trace (the only one)")
+    add("--device", type=arguments.count(0), metavar="N", help="of the trace (the only one)")
     add(
         "--slack",
-        type=_count,
+        type=arguments.count(0),
         default=20,
         metavar="N",
         help="thousandths of the live peak held beyond it (20)",
     )
-    add("--small-limit", type=_size, default=0, metavar="SIZE", help="of requests that lie together (64KiB)")
+    add(
+        "--small-limit",
+        type=arguments.size,
+        default=0,
+        metavar="SIZE",
+        help="of requests that lie together (64KiB)",
+    )
     add("--lazy", action="store_true", help="the device is one step behind the host")
     add("--no-double-map", action="store_true", help="memory is moved only when its last use is over")
     add("--no-recall", action="store_true", help="a step that repeats is placed anew")

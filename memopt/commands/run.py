@@ -7,25 +7,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from memopt import _C
+from memopt.commands import arguments
 from memopt.running import parent
 from memopt.running.request import Request
 
 NAME = "run"
 HELP = "run a script, see its memory"
-
-
-def _size(text: str) -> int:
-    try:
-        return _C.parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number: write an integer, 1 or more")
-    return int(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--budget",
-        type=_size,
+        type=arguments.size,
         metavar="SIZE",
         help="that the allocator holds at most, as '20GiB' (MEMOPT_BUDGET)",
     )
@@ -50,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-record", action="store_true", help="record nothing; the rest stays")
     add(
         "--max-events",
-        type=_count,
+        type=arguments.count(1),
         default=200_000,
         metavar="N",
         help="births and deaths to keep, the last (200000)",
