@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -71,6 +71,18 @@ _INFINITY = float("inf")
 _NO_SUCH_TWIN = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError)
 
 
+class _Call(NamedTuple):
+    """An operation that has run. Of the tensors in it: `inputs`, those on the device that it was given; `outputs`, all
+    that it gave; `written`, those of the inputs that it wrote to."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    written: list[torch.Tensor]
+
+
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
     """The mode. install() first: it is what keeps it out of backward passes."""
 
@@ -101,43 +113,25 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if inputs or any(map(_on_cuda, outputs)):
-            self._follow(func, args, kwargs, inputs, outputs)
+            self._follow(_Call(func, args, kwargs, inputs, outputs, _written(func, args, kwargs)))
         return result
 
-    def _follow(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-    ) -> None:
+    def _follow(self, call: _Call) -> None:
         """What the operation has written is known from now on, or not any more."""
-        written = _written(func, args, kwargs)
-        if func.overloadpacket in _EMPTY:
-            if outputs[0].numel() <= most_elements(outputs[0].dtype):
-                self.twins.put(outputs[0], torch.zeros(outputs[0].shape, dtype=outputs[0].dtype), made=True)
-        elif outputs or written:
-            if self._one_for_all(func, args, kwargs, inputs, outputs, written):
+        if call.func.overloadpacket in _EMPTY:
+            (out,) = call.outputs
+            if out.numel() <= most_elements(out.dtype):
+                self.twins.put(out, torch.zeros(out.shape, dtype=out.dtype), made=True)
+        elif call.outputs or call.written:
+            if self._one_for_all(call) or self._computed(call) or self._assumed(call):
                 return
-            if self._computed(func, args, kwargs, inputs, outputs, written):
-                return
-            if self._assumed(func, args, inputs, outputs):
-                return
-            for tensor in (*outputs, *written):
+            for tensor in (*call.outputs, *call.written):
                 if tensor.is_cuda:
                     self.twins.forget(tensor)
 
-    def _computed(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        written: list[torch.Tensor],
-    ) -> bool:
+    def _computed(self, call: _Call) -> bool:
         """The operation once more, on the twins, if all that it reads has one."""
+        func, args, kwargs, inputs, outputs, written = call
         overwrites = func.overloadpacket in _OVERWRITE or _is_out(func)
         unread = {id(tensor) for tensor in written} if overwrites else set()
         draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -188,16 +182,9 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
             self._random_state = torch.get_rng_state()
             torch.set_rng_state(before)
 
-    def _one_for_all(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        written: list[torch.Tensor],
-    ) -> bool:
+    def _one_for_all(self, call: _Call) -> bool:
         """Where all elements are the same one stands for them: of whatever size, at no cost."""
+        func, args, kwargs, inputs, outputs, written = call
         ones = {id(tensor): self.twins.the_one(tensor) for tensor in inputs}
         if not ones or None in ones.values() or written or len(outputs) != 1 or not outputs[0].is_cuda:
             return False
@@ -210,19 +197,17 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         self.twins.put_one(outputs[0], value)
         return True
 
-    def _assumed(
-        self, func: Any, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
-    ) -> bool:
+    def _assumed(self, call: _Call) -> bool:
         """Numbers are finite. Of a mask that is not known, as many places hold as `fraction` says: what all(), any()
         and a sum of it come to. And what is copied to the host is no zero that a script would divide by."""
-        if len(outputs) != 1 or not inputs:
+        if len(call.outputs) != 1 or not call.inputs:
             return False
-        out, source = outputs[0], inputs[0]
-        finite = _of_finite_numbers(func, args)
+        out, source = call.outputs[0], call.inputs[0]
+        finite = _of_finite_numbers(call.func, call.args)
         if finite is not None and out.is_cuda:
             self.twins.put_one(out, finite)
             return True
-        packet, fraction = func.overloadpacket, self.guesses.fraction
+        packet, fraction = call.func.overloadpacket, self.guesses.fraction
         if not out.is_cuda:
             self.guesses.add("copy", f"{str(source.dtype).removeprefix('torch.')} values copied to the host")
             if out.is_floating_point() and out.numel() <= most_elements(out.dtype, drawn=True):
