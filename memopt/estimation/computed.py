@@ -10,19 +10,12 @@ import torch
 
 from memopt.estimation.guesses import Guesses
 from memopt.estimation.host_reads import HostReads
-from memopt.sim.compute import Compute, alias
+from memopt.sim.compute import SHAPE_FROM_VALUES, Compute, alias
 
 _aten = torch.ops.aten
 
-_ANSWERED = {
-    _aten.nonzero.default,
-    _aten.masked_select.default,
-    _aten.bincount.default,
-    _aten.repeat_interleave.Tensor,
-    _aten._unique2.default,
-    _aten.unique_consecutive.default,
-    _aten.unique_dim.default,
-}
+_INDEX = _aten.index.Tensor  # it finds out for itself what a mask selects, and takes memory for it
+_ANSWERED = SHAPE_FROM_VALUES - {_INDEX}
 
 
 class _Memory:
@@ -49,6 +42,6 @@ class Computed(Compute):
     ) -> Any:
         if func in _ANSWERED:
             return func(*args, **(kwargs or {}))
-        if func is _aten.index.Tensor:  # it finds out for itself what a mask selects, and takes memory for it
+        if func is _INDEX:
             return self.computed(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -27,7 +27,7 @@ from memopt.sim.host_kernels import HOST_KERNELS
 _aten = torch.ops.aten
 
 # The shape of the result depends on values: the CPU decides, and its answer is moved over.
-_SHAPE_FROM_VALUES = {
+SHAPE_FROM_VALUES = {
     _aten.nonzero.default,
     _aten.masked_select.default,
     _aten._unique2.default,
@@ -67,7 +67,7 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _on_cuda(leaf)]
         if func in _AS_THEY_ARE or func.is_view:
             return func(*args, **kwargs)
-        if func in _SHAPE_FROM_VALUES and inputs:
+        if func in SHAPE_FROM_VALUES and inputs:
             torch.cuda.synchronize()
             values = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
             return tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, values)
