@@ -6,15 +6,12 @@ import html
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from memopt import _C
 from memopt.owners.growth import Growth, compare
 from memopt.owners.live import live_tensors
 from memopt.owners.user_files import place
 from memopt.profiling import recorder
-from memopt.profiling.recording import Line, Recording
-from memopt.profiling.user_code import user_frame
+from memopt.profiling.recording import Line
 
 
 @dataclass(frozen=True)
@@ -89,20 +86,10 @@ def watch(run: Callable[[], object]) -> CellReport:
         before=int(live[0]),
         after=int(live[-1]),
         categories=found.by_category(event),
-        lines=_by_line(found, event)[:5],
+        lines=found.by_line(event, lambda frame: place(frame.file, frame.line))[:5],
         grown=[
             growth
             for growth in compare(earlier, later, 1)
             if growth.nbytes > 0 and growth.group.device == found.device
         ][:5],
     )
-
-
-def _by_line(recording: Recording, event: int) -> list[Line]:
-    names: dict[str, int] = {"": 0}
-    of_stack = []
-    for stack in recording.stacks:
-        frame = user_frame(stack)
-        of_stack.append(names.setdefault(place(frame.file, frame.line) if frame else "", len(names)))
-    group = torch.tensor(of_stack, dtype=torch.int64, device="cpu")[recording.columns["stack"]]
-    return recording.rows(group, list(names), event)

@@ -9,7 +9,7 @@ so that a million blocks are one operation, not a loop."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -176,10 +176,13 @@ class Recording:
             Line(names[n], int(sums[n]), int(counts[n]), CATEGORIES[int(most[n])]) for n in order if counts[n]
         ]
 
-    def by_line(self, event: int | None = None) -> list[Line]:
+    def by_line(self, event: int | None = None, named: Callable[[Frame], str] | None = None) -> list[Line]:
         """By the innermost line of the user's own that was running when the block was asked for: not torch's, not an
-        installed package's. `text` is the line's, where its file is here."""
+        installed package's. `named` says what a line is called, by default "train.py:41"; `text` is the line's, where
+        its file is here."""
         from memopt.profiling.user_code import short_name, source_of, user_frame
+
+        named = named or short_name
 
         lines: dict[Frame | None, int] = {None: 0}
         index = [
@@ -192,7 +195,7 @@ class Recording:
         )
         return [
             row._replace(
-                name=short_name(frame) if (frame := frames[int(row.name)]) else "",
+                name=named(frame) if (frame := frames[int(row.name)]) else "",
                 text=source_of(frame) if frame else "",
             )
             for row in rows
