@@ -16,7 +16,7 @@ from memopt.profiling.user_code import is_user_file
 class Guess(NamedTuple):
     kind: str
     what: str
-    where: str  # "/home/me/train.py:41"; "" in a backward pass
+    where: str  # the file's whole path and the line, "….py:41"; "" in a backward pass
 
 
 # "shape": a tensor's size hangs on it; "test": what the script is told of a mask, or of one truth value; both change

@@ -27,7 +27,7 @@ from memopt.estimation.scratch_files import ScratchFiles
 from memopt.estimation.script import End
 from memopt.estimation.watch import Peaks, Requests, Steps
 from memopt.profiling import recorder, recording_file
-from memopt.profiling.recording import Line, Recording
+from memopt.profiling.recording import Line
 from memopt.profiling.user_code import is_user_file
 
 
@@ -163,7 +163,7 @@ class Run:
         recording = self._recorder.recording()
         recording.facts["simulated"] = self._simulated()
         if self.request.recording is not None:
-            _save(recording, self.request.recording)
+            recording_file.save(recording, self.request.recording)
         return {
             "by_category": recording.by_category(),
             "by_line": _rows(recording.by_line()),
@@ -191,10 +191,6 @@ class Run:
 
 def _rows(lines: list[Line]) -> list[dict[str, Any]]:
     return [line._asdict() for line in lines]
-
-
-def _save(recording: Recording, path: str) -> None:
-    recording_file.save(recording, path)
 
 
 def _host_peak() -> int:

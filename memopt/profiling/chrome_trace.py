@@ -33,9 +33,6 @@ def _counters(recording: Recording, process: dict[str, int]) -> list[dict[str, A
     shown = highest(by_category.sum(0), _POINTS)
     times = recording.times_us[shown].tolist()
 
-    def named(row: list[int]) -> dict[str, int]:
-        return dict(zip(CATEGORIES, row, strict=True))
-
     found: list[dict[str, Any]] = [
         {
             "ph": "C",
