@@ -14,7 +14,9 @@ from torch import nn
 
 import memopt
 from memopt.owners import growth
+from memopt.owners.census import Census
 from memopt.owners.growth import GrowthWarning, GrowthWatch, compare
+from memopt.owners.variables import Variables
 
 STEPS = 8 * (1 + growth.RISES + 1 + 1) + 1
 
@@ -147,6 +149,47 @@ def test_looking_takes_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch):
     assert watch._may_look()
     watch._spent = 1.0
     assert not watch._may_look()
+
+
+def test_a_look_has_the_time_that_is_left_of_the_share(monkeypatch: pytest.MonkeyPatch):
+    given = []
+    complete = [False]
+
+    def take(seconds: float, graph_seconds: float) -> Census:
+        given.append((seconds, graph_seconds))
+        return Census({}, [], {}, [], [], Variables(set(), 0.0), complete[0])
+
+    monkeypatch.setattr(growth.census, "take", take)
+    clock = Clock()
+    watch = GrowthWatch(window=8, share=0.01, clock=clock)
+    clock.now = 99.0
+    watch._look()  # between two looks at the clock a second passes
+    assert given == [(0.5, 0.5)] and watch._spent == 1.0
+    assert watch._cost == 2.0, "one that was cut short needs more"
+    clock.now = 298.0
+    assert not watch._may_look(), "a second is spent, two are needed, and three have not passed in the share"
+    clock.now = 499.0
+    complete[0] = True
+    watch._look()
+    assert given[1] == (2.0, 2.0) and watch._cost == 1.0
+    clock.now = 1e6
+    watch._look()
+    assert given[2] == (growth._LONGEST, growth._LONGEST)
+
+
+def test_one_warning_names_all_that_grow_much(watch: GrowthWatch):
+    outputs, seen, little = [], {}, []
+
+    def step(model: nn.Module) -> None:
+        outputs.append(torch.ones(1024))
+        seen[len(seen)] = torch.ones(512)
+        little.append(torch.ones(1))
+
+    line = step.__code__.co_firstlineno + 1
+    (said,) = train(step)
+    first, second = said.split("\n")
+    assert first.startswith(f"+4.00 KiB/step from test_growth.py:{line}, outputs[*] holds ")
+    assert second.startswith(f"+2.00 KiB/step from test_growth.py:{line + 1}, seen[*] holds ")
 
 
 def test_the_steps_of_a_second_optimizer_do_not_count(watch: GrowthWatch):

@@ -3,7 +3,8 @@
 After each optimizer step one number is read, of each CUDA device what is allocated, of the CPU what the process has of
 its own. Its least in a window of steps rises from window to window only where something stays. Then, and only then, a
 census is taken, and another one a window later: the holder that has more tensors, or a longer graph, is the one that a
-warning names. A false alarm doubles the window. Taking them may cost a hundredth of the time that passes, no more."""
+warning names, and the next largest after it. A false alarm doubles the window. Taking them may cost a hundredth of the
+time that passes, no more."""
 
 from __future__ import annotations
 
@@ -23,12 +24,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memopt import _C
 from memopt.cuda.caller import stacklevel
 from memopt.log import logger
-from memopt.owners.live import LiveGroup, LiveTensors, live_tensors
+from memopt.owners import census
+from memopt.owners.live import LiveGroup, LiveTensors, described
 
 WINDOW = 16  # steps
 RISES = 3  # windows, each with more than the one before
 _SHARE = 0.01  # of the time
 _FIRST = 0.2  # seconds that a census is taken to need, as long as none was
+_LONGEST = 3.0  # seconds for names, and as many for graphs: what live_tensors() may take, too
+_NAMED = 3  # culprits of one warning, at most
+_SMALL = 0.1  # of the largest: what grows by less waits until that is mended
 _NOISE = 1 << 16  # bytes of a process that a window may have more than the last, and mean nothing
 
 
@@ -83,6 +88,23 @@ def compare(before: LiveTensors, after: LiveTensors, steps: int) -> list[Growth]
         if max(growth.tensors, growth.nodes) >= 0.5 and growth.nbytes >= 0:
             found.append(growth)
     return sorted(found, key=lambda growth: (-growth.nbytes, -growth.nodes))
+
+
+def _culprits(grown: list[Growth], known: set[tuple[str, str]]) -> list[Growth]:
+    """Those of which nothing was said yet, each name once, and of those without a name none beside one that has one:
+    what a growing thing leads to may be that."""
+    by_name: dict[tuple[str, str], Growth] = {}
+    for growth in grown:
+        if _name(growth) not in known:
+            by_name.setdefault(_name(growth), growth)
+    new = list(by_name.values())
+    named = [growth for growth in new if growth.group.name]
+    enough = [growth for growth in named if growth.nbytes >= _SMALL * named[0].nbytes]
+    return enough[:_NAMED] or new[:1]
+
+
+def _name(growth: Growth) -> tuple[str, str]:
+    return growth.group.name, growth.group.where
 
 
 def _key(group: LiveGroup) -> tuple[str, ...]:
@@ -161,9 +183,18 @@ class GrowthWatch:
 
     def _look(self) -> LiveTensors:
         start = self._clock()
-        found = live_tensors()
-        self._cost = self._clock() - start
-        self._spent += self._cost
+        left = self._share * (start - self._began) - self._spent
+        each = min(_LONGEST, max(_FIRST, left) / 2)  # for names, for graphs
+        taken = census.take(each, each)
+        try:
+            found = described(taken)
+        finally:
+            taken.forget()
+        took = self._clock() - start
+        self._spent += took
+        self._cost = (
+            took if found.complete else 2 * took
+        )  # the next one is to have the time that this one lacked
         return found
 
     def _compare(self) -> None:
@@ -173,10 +204,10 @@ class GrowthWatch:
         after = self._look()
         # What has no name because there was no time to find it is no growth.
         grown = compare(before, after, self._steps - step) if before.complete and after.complete else []
-        new = [one for one in grown if (one.group.name, one.group.where) not in self._warned]
+        new = _culprits(grown, self._warned)
         if new:
-            self._warned.add((new[0].group.name, new[0].group.where))
-            warnings.warn(str(new[0]), GrowthWarning, stacklevel=stacklevel())
+            self._warned.update(map(_name, new))
+            warnings.warn("\n".join(map(str, new)), GrowthWarning, stacklevel=stacklevel())
         self._window *= 2
         self._levels.clear()
 
