@@ -9,7 +9,7 @@ import sys
 
 import memopt
 from memopt import log
-from memopt.commands import diff, doctor, estimate, replay, report, run
+from memopt.commands import check_writable, diff, doctor, estimate, replay, report, run
 
 COMMANDS = [run, estimate, report, diff, replay, doctor]
 
@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "-o", "--output", metavar="FILE", help="write the answer to FILE instead of the screen"
         )
+        sub.add_argument("-f", "--force", action="store_true", help="write over FILE where it exists")
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     return top
@@ -41,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     elif options.verbose:
         log.show(logging.INFO if options.verbose == 1 else logging.DEBUG)
     try:
+        if options.output:
+            check_writable(options.output, options.force)
         status = options.run(options)
         sys.stdout.flush()
         return int(status)

@@ -63,6 +63,28 @@ def test_pages_are_written_of_one_recording_and_of_two(recordings, monkeypatch):
     assert "a.mopt" in page and "b.mopt" in page
 
 
+@pytest.mark.parametrize(
+    "command", [["report"], ["diff", "a.mopt"], ["diff", "a.mopt", "--json"], ["report", "--text"]]
+)
+def test_no_command_writes_over_a_file_unasked(recordings, monkeypatch, capsys, command):
+    monkeypatch.chdir(recordings)
+    (recordings / "kept.html").write_text("mine")
+    assert main([*command, "b.mopt", "-o", "kept.html"]) == 2
+    assert "kept.html exists: name another file, or -f to write over it" in capsys.readouterr().err
+    assert (recordings / "kept.html").read_text() == "mine"
+    assert main([*command, "b.mopt", "-o", "kept.html", "-f"]) == 0
+    assert (recordings / "kept.html").read_text() != "mine"
+
+
+def test_a_folder_and_one_that_is_not_there_are_no_output(recordings, capsys):
+    file = str(recordings / "a.mopt")
+    assert main(["report", file, "-o", str(recordings)]) == 2
+    assert "is a folder: name a file in it" in capsys.readouterr().err
+    assert main(["report", file, "-o", str(recordings / "nowhere" / "a.html")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert main(["report", file, "--json", "-o", "/dev/null"]) == 0
+
+
 def test_what_is_no_recording_is_refused_by_name(recordings, capsys):
     (recordings / "foreign.csv").write_text("1,2\n")
     for command in (["report"], ["diff", str(recordings / "a.mopt")]):

@@ -7,6 +7,17 @@ import sys
 from pathlib import Path
 
 
+def check_writable(path: str | Path, force: bool) -> None:
+    """Before any work is done for it: OSError where a file is there and -f was not given, or no folder for it. What is
+    no file, as /dev/stdout, is written to."""
+    if Path(path).is_dir():
+        raise OSError(f"{path} is a folder: name a file in it")
+    if Path(path).is_file() and not force:
+        raise OSError(f"{path} exists: name another file, or -f to write over it")
+    if not Path(path).resolve().parent.is_dir():
+        raise OSError(f"{path}: there is no such folder")
+
+
 def write(text: str, output: str | None) -> None:
     """A command's answer, to the file that -o names or to the screen."""
     if output:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from memopt import _C
-from memopt.commands import arguments, write
+from memopt.commands import arguments, check_writable, write
 from memopt.estimation import batch_option, cards, interpreters
 from memopt.estimation.child_process import ChildFailed, Children
 from memopt.estimation.prediction import Estimate
@@ -85,6 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.record:
+        check_writable(options.record, options.force)
     try:
         found, status = _answer(options)
     except (ValueError, interpreters.NoInterpreter, ChildFailed) as error:

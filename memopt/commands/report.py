@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from memopt.commands import write
+from memopt.commands import check_writable, write
 
 NAME = "report"
 HELP = "a recording as a page, or in other forms"
@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a recording, or a snapshot of torch's")
     parser.add_argument("--json", action="store_true", help="the figures as JSON, instead of a page")
     parser.add_argument("--text", action="store_true", help="one screen of text, instead of a page")
-    parser.add_argument("-f", "--force", action="store_true", help="write over an existing file")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,8 +39,7 @@ def run(options: argparse.Namespace) -> int:
         write("\n".join(texts), options.output)
         return 0
     path = Path(options.output or Path(options.file).with_suffix(".html").name)
-    if path.exists() and not options.force:
-        raise OSError(f"{path} exists: name another file with -o, or -f to write over it")
+    check_writable(path, options.force)
     try:
         session.write(recordings, path, leaks=found)
     except (ValueError, ImportError) as error:

@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="births and deaths to keep, the last (200000)",
     )
-    add("-f", "--force", action="store_true", help="write over an existing FILE of -o")
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module and its arguments")
     add("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a script and its arguments")
 
@@ -54,10 +53,6 @@ def run(options: argparse.Namespace) -> int:
     if options.module is None and not Path(argv[0]).exists():
         raise OSError(f"{argv[0]}: there is no such script")
     output = options.output
-    if output and not options.force and Path(output).exists():
-        raise OSError(f"{output} exists: name another file, or -f to write over it")
-    if output and not Path(output).resolve().parent.is_dir():
-        raise OSError(f"{output}: there is no such folder")
     request = Request(
         argv=argv,
         module=options.module is not None,
