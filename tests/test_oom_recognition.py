@@ -7,7 +7,7 @@ import errno
 import pytest
 import torch
 
-from memopt.oom.recognition import bytes_asked, is_out_of_memory, out_of_memory_in
+from memopt.oom.recognition import bytes_asked, followed, is_out_of_memory, out_of_memory_in
 
 OUT = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -96,3 +96,16 @@ def test_what_torch_raises_when_the_host_has_no_more() -> None:
         torch.empty(1 << 60)
     assert is_out_of_memory(caught.value)
     assert bytes_asked(caught.value) == 4 << 60
+
+
+def test_what_an_exception_followed_is_what_a_traceback_shows_or_all_that_it_keeps_alive():
+    first, hidden, member = KeyError("first"), ValueError("hidden"), TypeError("member")
+    group = ExceptionGroup("group", [member])
+    group.__cause__, group.__context__ = first, first
+    outer = RuntimeError("outer")
+    outer.__context__, outer.__suppress_context__ = hidden, True
+    hidden.__context__ = group
+    assert list(followed(outer)) == [outer] and list(followed(hidden)) == [hidden, group, first]
+    assert set(followed(outer, everything=True)) == {outer, hidden, group, first, member}
+    first.__context__ = group
+    assert list(followed(group)) == [group, first] and list(followed(None)) == []

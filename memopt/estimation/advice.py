@@ -5,14 +5,13 @@ from __future__ import annotations
 from memopt import _C
 from memopt.estimation import cards
 from memopt.estimation.prediction import Advice, Estimate
+from memopt.oom import eight_bit_states
 
 _SWITCH = {
     "native": "the native allocator",
     "expandable": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     "pool": 'memopt.enable(backend="pool")',
 }
-# Adam's two states in 8 bits, with the scales of their blocks, against 8 bytes a parameter in 32.
-_EIGHT_BITS = 2.03 / 8
 
 
 def from_figures(found: Estimate) -> list[Advice]:
@@ -32,7 +31,7 @@ def from_figures(found: Estimate) -> list[Advice]:
     # Two states beside each parameter and gradient: Adam's, of 32 bits where the parameters are.
     states, parameters = found.by_category.get("optimizer", 0), found.by_category.get("parameters", 0)
     if states > 1.5 * parameters > 0:
-        saved = int(states * (1 - _EIGHT_BITS))
+        saved = eight_bit_states.saved(states)
         listed.append(
             Advice("memopt.optim.AdamW(..., state_bits=8)", saved, tried=False, enough=saved >= lacking)
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from memopt.estimation.watch import Stopped
+from memopt.oom.recognition import followed
 from memopt.running.as_main import run_as_main
 
 _HERE = str(Path(__file__).resolve().parents[1])
@@ -35,7 +36,8 @@ def run(argv: list[str], module: bool) -> End:
     except SystemExit as exit_:
         return End("exit", _status(exit_))
     except BaseException as error:
-        return End("error", 1, error, _out_of_memory(error))
+        behind = (one for one in followed(error, everything=True) if isinstance(one, torch.OutOfMemoryError))
+        return End("error", 1, error, next(behind, None))
     return End("end", 0)
 
 
@@ -47,16 +49,6 @@ def _status(exit_: SystemExit) -> int:
         return exit_.code & 0xFF
     print(exit_.code, file=sys.stderr)
     return 1
-
-
-def _out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, torch.OutOfMemoryError):
-            return error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def show(error: BaseException) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from memopt import _C
+from memopt.oom.recognition import followed
 from memopt.owners import census
 
 
@@ -41,7 +42,9 @@ def release(error: BaseException | None = None) -> Released:
     has the collector run and gives free device memory back. %debug finds no locals afterwards."""
     found = error if error is not None else getattr(sys, "last_value", None)
     before = _live()
-    for frame in {id(frame): frame for one in _chain(found) for frame in _frames(one)}.values():
+    for frame in {
+        id(frame): frame for one in followed(found, everything=True) for frame in _frames(one)
+    }.values():
         _empty(frame)
     gc.collect()
     if torch.cuda.is_initialized():
@@ -49,17 +52,6 @@ def release(error: BaseException | None = None) -> Released:
     left = _live()
     freed = {device: size - left.get(device, 0) for device, size in before.items()}
     return Released(freed, left, type(found).__name__ if found is not None else "")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception, its causes, and those it came up in."""
-    left, seen = [error], set()
-    while left:
-        one = left.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            left += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
 
 
 def _frames(error: BaseException) -> Iterator[types.FrameType]:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from memopt import _C
+from memopt.oom import eight_bit_states
 from memopt.oom.fragmentation import Fragmentation
 from memopt.owners.census import Census
 from memopt.owners.live import LiveTensors
-
-_EIGHT_BIT = 1 + 4 / 256  # bytes of a moment: a code, and a scale for each 256
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def _eight_bits(now: Situation) -> list[Fix]:
                         and not optimizer.state.get(p)
                     ):
                         coming += 2 * p.nbytes
-    saves = round((moments + coming) * (1 - _EIGHT_BIT / 4))
+    saves = eight_bit_states.saved(moments + coming)
     return [Fix("memopt.optim.AdamW(…, state_bits=8)", saves)] if saves else []
 
 

@@ -7,11 +7,11 @@ import re
 import threading
 import time
 from collections import deque
-from typing import Any, cast
 
 import torch
 
 from memopt.log import logger
+from memopt.oom.recognition import followed
 from memopt.oom.report import OomReport, gather
 
 _SHARE = 0.05  # of the time since the first: what gathering may take where one out of memory follows another
@@ -66,23 +66,13 @@ def _tell(device: int, asked: int, total: int, free: int) -> None:
 
 def report_of(error: BaseException) -> OomReport | None:
     """That of an exception, or of the out of memory that it followed; None where it is none, or none was gathered."""
-    cause = _out_of_memory(error)
+    cause = next((one for one in followed(error) if isinstance(one, torch.OutOfMemoryError)), None)
     if cause is None:
         return None
     wanted = _asked(str(cause))
     for report in reversed(_reports):
         if wanted is None or wanted == torch_size(report.asked):
             return report
-    return None
-
-
-def _out_of_memory(error: Any) -> BaseException | None:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, torch.OutOfMemoryError):
-            return cast(BaseException, error)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 
 

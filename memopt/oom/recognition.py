@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import sys
+from collections.abc import Iterator
 
 # Libraries that allocate for themselves have no exception of their own: what reaches Python is torch's RuntimeError
 # with their status in it.
@@ -40,13 +41,28 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def out_of_memory_in(error: BaseException | None) -> BaseException | None:
     """The out of memory that an exception is or followed, by `raise … from` or because it came up while that was being
     handled; None where there is none."""
-    seen: set[int] = set()
-    while isinstance(error, Exception) and not _is_collectives(error) and id(error) not in seen:
-        seen.add(id(error))
-        if _is_one(error):
-            return error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    for one in followed(error):
+        if not isinstance(one, Exception) or _is_collectives(one):
+            return None
+        if _is_one(one):
+            return one
     return None
+
+
+def followed(error: BaseException | None, everything: bool = False) -> Iterator[BaseException]:
+    """An exception, the one that it followed, and so on, as a traceback shows them. With `everything` also those that
+    `raise … from` has hidden, and the members of groups: all that it keeps alive."""
+    left, seen = [error], set()
+    while left:
+        one = left.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if everything:
+            left += [*getattr(one, "exceptions", ()), one.__context__, one.__cause__]
+        else:
+            left.append(one.__cause__ or (None if one.__suppress_context__ else one.__context__))
 
 
 def bytes_asked(error: BaseException) -> int | None:
