@@ -52,7 +52,8 @@ def checks() -> dict[str, list[list[str]]]:
         "clang-format": [["clang-format", "--dry-run", "-Werror", *c_files]],
         "clang-tidy": [["clang-tidy", "--quiet", "--warnings-as-errors=*", s, "--", *WARNINGS, *flags_of(s)]
                        for s in tracked("csrc/base/*.c", "csrc/driver/*.c", "csrc/alloc/*.c", "csrc/scaler/*.c",
-                                       "csrc/optim/*.c", "csrc/checkpoint/*.c")
+                                       "csrc/optim/*.c", "csrc/checkpoint/*.c",
+                                       "csrc/transfer/*.c")
                        if not s.endswith("kernel_image.c")],
     }  # fmt: skip
     return found

@@ -16,7 +16,8 @@ LAYERS = {  # a folder, and those that it may include from
     "scaler": {"base", "driver", "scaler", "kernels"},
     "optim": {"base", "driver", "optim", "kernels"},
     "checkpoint": {"base", "driver", "checkpoint"},
-    "python": {"base", "driver", "alloc", "scaler", "optim", "checkpoint", "python", "kernels"},
+    "transfer": {"base", "driver", "transfer"},
+    "python": {"base", "driver", "alloc", "scaler", "optim", "checkpoint", "transfer", "python", "kernels"},
     "simcuda": {"simcuda", "driver/cuda_types.h", "kernels"},
 }
 SOURCES = [path for layer in LAYERS for path in sorted((CSRC / layer).glob("*.[ch]"))]
@@ -26,7 +27,7 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("layer", ["base", "driver", "alloc", "scaler", "optim", "checkpoint"])
+@pytest.mark.parametrize("layer", ["base", "driver", "alloc", "scaler", "optim", "checkpoint", "transfer"])
 def test_every_module_has_a_c_test_of_the_same_name(layer):
     missing = [
         name(source)

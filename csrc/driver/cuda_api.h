@@ -42,6 +42,8 @@
     X(event_query, cuEventQuery, (CUevent event))                                                            \
     X(event_synchronize, cuEventSynchronize, (CUevent event))                                                \
     X(stream_wait, cuStreamWaitEvent, (CUstream stream, CUevent event, unsigned flags))                      \
+    X(stream_create, cuStreamCreate, (CUstream *out, unsigned flags))                                        \
+    X(stream_destroy, cuStreamDestroy_v2, (CUstream stream))                                                 \
     X(stream_synchronize, cuStreamSynchronize, (CUstream stream))                                            \
     X(stream_capturing, cuStreamIsCapturing, (CUstream stream, CUstreamCaptureStatus *out))                  \
     X(module_load, cuModuleLoadDataEx,                                                                       \

@@ -76,6 +76,18 @@ struct mo_driver {
     mo_status (*capture_id)(mo_driver *, mo_stream, mo_detail *, uint64_t *out);
     mo_status (*synchronize)(mo_driver *, mo_detail *); /* WAITS for the whole device */
 
+    /* ---- copies: beside the computation, on streams of their own ------------------------------------------- */
+    /* A stream that the legacy default stream does not wait for. */
+    mo_status (*stream_create)(mo_driver *, mo_detail *, mo_stream *out);
+    mo_status (*stream_destroy)(mo_driver *, mo_stream, mo_detail *); /* what is queued on it is still done */
+    /* Host memory that the device reaches by itself: page-locked, page-aligned, exactly size bytes. MO_NO_HOST_MEMORY. */
+    mo_status (*pinned_alloc)(mo_driver *, size_t size, mo_detail *, void **out);
+    mo_status (*pinned_free)(mo_driver *, void *block, mo_detail *); /* WAITS for the whole device */
+    /* Queued on the stream; both ends stay as they are until it is over. */
+    mo_status (*copy_to_host)(mo_driver *, mo_stream, void *to, mo_address from, size_t size, mo_detail *);
+    mo_status (*copy_to_device)(mo_driver *, mo_stream, mo_address to, const void *from, size_t size,
+                                mo_detail *);
+
     /* ---- what is there ----------------------------------------------------------------------------------- */
     mo_status (*memory_info)(mo_driver *, mo_detail *, size_t *free_bytes, size_t *total_bytes);
 

@@ -213,6 +213,63 @@ static mo_status cuda_synchronize(mo_driver *driver, mo_detail *detail)
     return CHECKED(driver, code, detail, "cuCtxSynchronize()");
 }
 
+/* ---- copies ------------------------------------------------------------------------------------------------------ */
+
+static mo_status cuda_stream_create(mo_driver *driver, mo_detail *detail, mo_stream *out)
+{
+    CUstream stream = NULL;
+    CUresult code;
+    CALL(driver, code, api->stream_create(&stream, CU_STREAM_NON_BLOCKING));
+    if (code)
+        return CHECKED(driver, code, detail, "cuStreamCreate()");
+    *out = stream;
+    return MO_OK;
+}
+
+static mo_status cuda_stream_destroy(mo_driver *driver, mo_stream stream, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, code, api->stream_destroy(stream));
+    return RELEASED(driver, code, detail, "cuStreamDestroy()");
+}
+
+static mo_status cuda_pinned_alloc(mo_driver *driver, size_t size, mo_detail *detail, void **out)
+{
+    void *block = NULL;
+    CUresult code;
+    CALL(driver, code, api->host_alloc(&block, size, CU_MEMHOSTALLOC_PORTABLE));
+    if (code == CUDA_ERROR_OUT_OF_MEMORY)
+        return mo_fail(detail, MO_NO_HOST_MEMORY, code,
+                       "cuMemHostAlloc(%zu): the host has no such memory to lock", size);
+    if (code)
+        return CHECKED(driver, code, detail, "cuMemHostAlloc(%zu)", size);
+    *out = block;
+    return MO_OK;
+}
+
+static mo_status cuda_pinned_free(mo_driver *driver, void *block, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, code, api->host_free(block));
+    return RELEASED(driver, code, detail, "cuMemFreeHost()");
+}
+
+static mo_status cuda_copy_to_host(mo_driver *driver, mo_stream stream, void *to, mo_address from,
+                                   size_t size, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, code, api->copy_to_host(to, from, size, stream));
+    return CHECKED(driver, code, detail, "cuMemcpyDtoHAsync(%zu)", size);
+}
+
+static mo_status cuda_copy_to_device(mo_driver *driver, mo_stream stream, mo_address to, const void *from,
+                                     size_t size, mo_detail *detail)
+{
+    CUresult code;
+    CALL(driver, code, api->copy_to_device(to, from, size, stream));
+    return CHECKED(driver, code, detail, "cuMemcpyHtoDAsync(%zu)", size);
+}
+
 static mo_status cuda_memory_info(mo_driver *driver, mo_detail *detail, size_t *free_bytes,
                                   size_t *total_bytes)
 {
@@ -260,6 +317,12 @@ static const mo_driver cuda_table = {
     .stream_wait = cuda_stream_wait,
     .capture_id = cuda_capture_id,
     .synchronize = cuda_synchronize,
+    .stream_create = cuda_stream_create,
+    .stream_destroy = cuda_stream_destroy,
+    .pinned_alloc = cuda_pinned_alloc,
+    .pinned_free = cuda_pinned_free,
+    .copy_to_host = cuda_copy_to_host,
+    .copy_to_device = cuda_copy_to_device,
     .memory_info = cuda_memory_info,
     .now = cuda_now,
     .pause = cuda_pause,

@@ -71,6 +71,12 @@ static void free_block(void *block)
     free(b);
 }
 
+static void free_pinned(void *block)
+{
+    free((void *)((mo_double_block *)block)->low);
+    free_block(block);
+}
+
 void mo_double_drop(mo_double *d, mo_double_kind kind, mo_double_block *block)
 {
     tdelete(block, &d->blocks[kind].tree, compare);
@@ -340,12 +346,13 @@ void mo_double_open(mo_double *device, size_t capacity, size_t granularity)
         .next_id = 1,
     };
     mo_double_order_fill(&device->table);
+    mo_double_copies_fill(&device->table);
 }
 
 void mo_double_close(mo_double *device)
 {
     for (int kind = 0; kind < MO_DOUBLE_KIND_COUNT; kind++) {
-        tdestroy(device->blocks[kind].tree, free_block);
+        tdestroy(device->blocks[kind].tree, kind == MO_DOUBLE_PINNED ? free_pinned : free_block);
         device->blocks[kind].tree = NULL;
         device->blocks[kind].live = 0;
     }

@@ -19,7 +19,8 @@
 #define MO_DOUBLE_CALLS(X)                                                                                   \
     X(reserve) X(unreserve) X(create) X(release) X(map) X(unmap) X(grant) X(segment_alloc) X(segment_free)   \
     X(event_create) X(event_destroy) X(event_record) X(event_query) X(stream_wait) X(capture_id)             \
-    X(synchronize) X(memory_info)
+    X(synchronize) X(memory_info)                                                                            \
+    X(stream_create) X(stream_destroy) X(pinned_alloc) X(pinned_free) X(copy_to_host) X(copy_to_device)
 /* clang-format on */
 
 typedef enum mo_double_call {
@@ -36,6 +37,8 @@ typedef enum mo_double_kind {
     MO_DOUBLE_MAPPING,
     MO_DOUBLE_SEGMENT,
     MO_DOUBLE_EVENT,
+    MO_DOUBLE_STREAM, /* made by stream_create */
+    MO_DOUBLE_PINNED,
     MO_DOUBLE_KIND_COUNT
 } mo_double_kind;
 
@@ -55,7 +58,8 @@ typedef struct mo_double {
     mo_double_stream *streams;
     uint64_t clock; /* nanoseconds */
     uint64_t next_id;
-    size_t work_per_pause; /* operations of every stream that a pause() lets complete */
+    size_t work_per_pause;          /* operations of every stream that a pause() lets complete */
+    size_t pinned, pinned_capacity; /* bytes of pinned host memory, real ones; at most (0: no limit) */
     uint64_t calls[MO_DOUBLE_CALL_COUNT];
     struct {
         uint64_t after, count; /* let `after` more pass, then fail `count` */
@@ -75,7 +79,8 @@ void mo_double_open(mo_double *device, size_t capacity, size_t granularity);
 /* Forgets everything, whatever is still live. */
 void mo_double_close(mo_double *device);
 
-/* Live reservations + handles + mappings + segments + events: what a test that cleans up leaves at 0. */
+/* Live reservations + handles + mappings + segments + events + created streams + pinned blocks: what a test that
+ * cleans up leaves at 0. */
 size_t mo_double_live(mo_double *device);
 
 /* Lets `after` more calls pass, then fails `count` of them with status (before anything changed). */

@@ -2,6 +2,7 @@
  *
  *     driver_double.c        the table's memory: reservations, handles, mappings, segments; the fault plan
  *     driver_double_order.c  streams, events, captures, the clock
+ *     driver_double_copies.c streams of our own, pinned memory, copies
  *     driver_double_uses.c   who uses which memory, and behind what: the checking mode
  *
  *     a block's key is [low, high): blocks of one kind never overlap, so a tree a kind finds by any part of it
@@ -35,7 +36,7 @@ struct mo_double_block {
     mo_double_stream *on;       /* EVENT: recorded there, NULL if never */
     uint64_t mark;              /* EVENT: over when on->completed >= mark */
     mo_double_clock clock;      /* EVENT: what is over with it; MAPPING: the last use through it, a stream */
-    mo_double_use_record *uses; /* HANDLE, SEGMENT; where two overlap, neither is behind the other */
+    mo_double_use_record *uses; /* HANDLE, SEGMENT, PINNED; where two overlap, neither is behind the other */
     size_t use_count, use_places; /* places: of the array */
 };
 
@@ -85,6 +86,10 @@ mo_double_stream *mo_double_stream_of(mo_double *device, mo_stream name);
 /* Every stream to its end, and the host knows it. */
 void mo_double_drain(mo_double *device);
 
+/* ---- copies (driver_double_copies.c) ---------------------------------------------------------------------- */
+
+void mo_double_copies_fill(mo_driver *table);
+
 /* ---- uses (driver_double_uses.c) ------------------------------------------------------------------------- */
 
 uint64_t mo_double_clock_at(const mo_double_clock *clock, const mo_double_stream *stream);
@@ -97,5 +102,9 @@ void mo_double_uses_unmap(mo_double *device, const mo_double_block *mapping);
 void mo_double_uses_order(mo_double *device, const mo_double_stream *stream, const char *call);
 /* Of a map that is about to be done: counts it in maps_in_use. */
 void mo_double_uses_map(mo_double *device, const mo_double_block *handle);
+/* Queues a copy between [host, host + size) of a pinned block and the same of the device. It is an owner of its own: all
+ * other users of either range must be ordered. */
+void mo_double_uses_copy(mo_double *device, mo_double_stream *stream, mo_double_block *pinned, uintptr_t host,
+                         mo_address address, size_t size);
 
 #endif

@@ -157,19 +157,17 @@ void mo_double_watch(mo_double *device)
     mo_lock_give(&device->lock);
 }
 
-void mo_double_use(mo_double *device, mo_stream stream, mo_address address, size_t size, uint64_t owner)
+/* The operation that was queued last on the stream uses these bytes of the device. */
+static void use_range(mo_double *device, mo_double_stream *s, mo_address address, size_t size, uint64_t owner)
 {
-    mo_lock_take(&device->lock);
-    mo_double_stream *s = mo_double_stream_of(device, stream);
     const mo_address end = address + size;
-    s->submitted++;
     while (device->watched && address < end) {
         mo_double_block *b = usable_at(device, address);
         if (!b) {
             violate(device,
                     "use: operation %" PRIu64 " of stream %p (owner %" PRIu64 ") uses %#zx, where nothing is "
                     "mapped and granted",
-                    s->submitted, stream, owner, (size_t)address);
+                    s->submitted, s->name, owner, (size_t)address);
             break;
         }
         const mo_address stop = end < b->high ? end : b->high;
@@ -178,7 +176,27 @@ void mo_double_use(mo_double *device, mo_stream stream, mo_address address, size
         mo_double_clock_raise(&b->clock, s, s->submitted);
         address = stop;
     }
+}
+
+void mo_double_use(mo_double *device, mo_stream stream, mo_address address, size_t size, uint64_t owner)
+{
+    mo_lock_take(&device->lock);
+    mo_double_stream *s = mo_double_stream_of(device, stream);
+    s->submitted++;
+    use_range(device, s, address, size, owner);
     mo_lock_give(&device->lock);
+}
+
+void mo_double_uses_copy(mo_double *d, mo_double_stream *stream, mo_double_block *pinned, uintptr_t host,
+                         mo_address address, size_t size)
+{
+    const uint64_t owner = UINT64_MAX - d->next_id++;
+    const size_t from = host - pinned->low;
+    stream->submitted++;
+    use_range(d, stream, address, size, owner);
+    if (d->watched)
+        use_bytes(d, pinned, host,
+                  (mo_double_use_record){stream, stream->submitted, owner, from, from + size});
 }
 
 bool mo_double_ordered(mo_double *device, mo_stream before, mo_stream after)

@@ -16,9 +16,9 @@ typedef struct contract_device {
     void (*finish)(mo_stream); /* lets that stream run as far as the others allow */
     void (*begin_capture)(mo_stream);
     void (*end_capture)(mo_stream);
-    size_t (*live)(void);                   /* reservations, handles, mappings, segments, events */
-    const char *(*call_name)(int call);     /* the functions that can be made to fail; NULL past the last */
-    uint64_t (*calls)(int call);            /* how often it was called so far */
+    size_t (*live)(void);               /* reservations, handles, mappings, segments, events, pinned blocks */
+    const char *(*call_name)(int call); /* the functions that can be made to fail; NULL past the last */
+    uint64_t (*calls)(int call);        /* how often it was called so far */
     void (*fail)(int call, uint64_t after); /* it lets so many pass and fails once */
     bool (*unheard)(int call,
                     uint64_t after); /* that failure is nobody's to hear; NULL: there is none such */
@@ -107,6 +107,8 @@ __attribute__((unused)) static mo_status contract_session(const contract_device 
     mo_address range = 0, segment = 0;
     mo_physical handle = 0;
     mo_event *event = NULL;
+    mo_stream stream = NULL;
+    void *pinned = NULL;
     bool mapped = false;
     uint64_t capture = 77;
     size_t free_bytes, total;
@@ -130,6 +132,10 @@ __attribute__((unused)) static mo_status contract_session(const contract_device 
     mapped = true;
     TRY(m->grant(m, range, 2 * g, NULL))
     TRY(m->segment_alloc(m, 4096, NULL, &segment))
+    TRY(m->stream_create(m, NULL, &stream))
+    TRY(m->pinned_alloc(m, 4096, NULL, &pinned))
+    TRY(m->copy_to_device(m, stream, segment, pinned, 4096, NULL))
+    TRY(m->copy_to_host(m, stream, pinned, segment, 4096, NULL))
     TRY(m->event_create(m, NULL, &event))
     TRY(m->event_record(m, event, d->stream, NULL))
     TRY(m->stream_wait(m, d->other, event, NULL))
@@ -137,6 +143,10 @@ __attribute__((unused)) static mo_status contract_session(const contract_device 
     TRY(m->synchronize(m, NULL))
     TRY(m->event_query(m, event, NULL))
 end:
+    if (pinned)
+        UNTIL_DONE(m->pinned_free(m, pinned, NULL));
+    if (stream)
+        UNTIL_DONE(m->stream_destroy(m, stream, NULL));
     if (event)
         UNTIL_DONE(m->event_destroy(m, event, NULL));
     if (segment)

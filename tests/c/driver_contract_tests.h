@@ -443,6 +443,58 @@ static void contract_a_capture_has_a_number_while_it_lasts(const contract_device
     CHECK(next != 0 && next != id);
 }
 
+/* ---- copies -------------------------------------------------------------------------------------------- */
+
+static void contract_pinned_memory_is_whole_aligned_and_freed_once(const contract_device *d)
+{
+    mo_driver *m = d->driver;
+    const contract_state before = contract_look(d);
+    void *one = NULL, *other = NULL;
+    CHECK_OK(m->pinned_alloc(m, 10001, NULL, &one));
+    CHECK_OK(m->pinned_alloc(m, 1, NULL, &other));
+    CHECK(one && other && (uintptr_t)one % 4096 == 0 && (uintptr_t)other % 4096 == 0);
+    memset(one, 1, 10001);
+    memset(other, 2, 1);
+    CHECK_REFUSED(d, m->pinned_free(m, (char *)one + 1, &detail));
+    CHECK_OK(m->pinned_free(m, one, NULL));
+    CHECK_OK(m->pinned_free(m, other, NULL));
+    CHECK_REFUSED(d, m->pinned_free(m, other, &detail));
+    CHECK_SAME(d, before);
+}
+
+static void contract_a_copy_is_queued_on_its_stream_and_on_no_other(const contract_device *d)
+{
+    mo_driver *m = d->driver;
+    mo_stream stream = NULL;
+    mo_address memory = 0;
+    void *pinned = NULL;
+    mo_event *to = contract_event(m), *back = contract_event(m), *user = contract_event(m);
+    CHECK_OK(m->stream_create(m, NULL, &stream));
+    CHECK(stream && stream != d->stream);
+    CHECK_OK(m->segment_alloc(m, 4096, NULL, &memory));
+    CHECK_OK(m->pinned_alloc(m, 4096, NULL, &pinned));
+    d->submit(d->stream);
+    CHECK_OK(m->event_record(m, user, d->stream, NULL));
+    CHECK_OK(m->stream_wait(m, stream, user, NULL));
+    CHECK_OK(m->copy_to_device(m, stream, memory, pinned, 4096, NULL));
+    CHECK_OK(m->event_record(m, to, stream, NULL));
+    CHECK_OK(m->copy_to_host(m, stream, pinned, memory, 4096, NULL));
+    CHECK_OK(m->event_record(m, back, stream, NULL));
+    CHECK_NOT_OVER(m, to);
+    d->finish(stream); /* as far as the other allows: not at all */
+    CHECK_NOT_OVER(m, to);
+    d->finish(d->stream);
+    d->finish(stream);
+    CHECK_OVER(m, to);
+    CHECK_OVER(m, back);
+    CHECK_OK(m->event_destroy(m, to, NULL));
+    CHECK_OK(m->event_destroy(m, back, NULL));
+    CHECK_OK(m->event_destroy(m, user, NULL));
+    CHECK_OK(m->stream_destroy(m, stream, NULL));
+    CHECK_OK(m->pinned_free(m, pinned, NULL));
+    CHECK_OK(m->segment_free(m, memory, NULL));
+}
+
 /* ---- the clock ----------------------------------------------------------------------------------------- */
 
 static void contract_time_goes_on_and_a_pause_takes_about_as_long_as_asked(const contract_device *d)

@@ -68,7 +68,8 @@ static void end_capture(mo_stream stream)
 static size_t live(void)
 {
     const simcuda_live l = live_on(0);
-    return l.reservations + l.handles + l.mappings + l.allocations + l.events;
+    return l.reservations + l.handles + l.mappings + l.allocations + l.events + l.host_allocations +
+           l.streams;
 }
 
 /* Everything that the table calls, and that a session of the contract goes through. */
@@ -88,6 +89,12 @@ static const char *const used[] = {
     "cuEventQuery",
     "cuStreamWaitEvent",
     "cuStreamGetCaptureInfo_v3",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
     "cuCtxSynchronize",
     "cuMemGetInfo_v2",
     "cuCtxGetCurrent",
@@ -159,6 +166,9 @@ __attribute__((unused)) static void check_gone(const contract_device *c)
     mo_address out = 77;
     mo_physical h = 77;
     mo_event *e = (mo_event *)77;
+    mo_stream stream = (mo_stream)77;
+    char byte[1];
+    void *pinned = byte;
     uint64_t id = 77;
     size_t free_bytes = 77, total = 77;
     mo_detail detail;
@@ -180,6 +190,13 @@ __attribute__((unused)) static void check_gone(const contract_device *c)
     CHECK_EQ(m->stream_wait(m, c->stream, e, NULL), MO_DRIVER);
     CHECK_EQ(m->capture_id(m, c->stream, NULL, &id), MO_DRIVER);
     CHECK_EQ(m->synchronize(m, NULL), MO_DRIVER);
+    CHECK_OK(m->stream_destroy(m, c->stream, NULL));
+    CHECK_OK(m->pinned_free(m, pinned, NULL));
+    CHECK_EQ(m->stream_create(m, NULL, &stream), MO_DRIVER);
+    CHECK_EQ(m->pinned_alloc(m, 100, NULL, &pinned), MO_DRIVER);
+    CHECK_EQ(m->copy_to_host(m, c->stream, byte, a, 1, NULL), MO_DRIVER);
+    CHECK_EQ(m->copy_to_device(m, c->stream, a, byte, 1, NULL), MO_DRIVER);
+    CHECK(stream == (mo_stream)77 && pinned == byte);
     CHECK_EQ(m->memory_info(m, NULL, &free_bytes, &total), MO_DRIVER);
     CHECK(out == 77 && h == 77 && e == (mo_event *)77 && id == 77 && free_bytes == 77 && total == 77);
     CHECK(m->now(m) > 0);

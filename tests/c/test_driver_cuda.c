@@ -236,6 +236,14 @@ TEST(synchronize_ends_all_work)
 {
     RUN(synchronize_ends_all_work);
 }
+TEST(pinned_memory_is_whole_aligned_and_freed_once)
+{
+    RUN(pinned_memory_is_whole_aligned_and_freed_once);
+}
+TEST(a_copy_is_queued_on_its_stream_and_on_no_other)
+{
+    RUN(a_copy_is_queued_on_its_stream_and_on_no_other);
+}
 TEST(a_capture_has_a_number_while_it_lasts)
 {
     RUN(a_capture_has_a_number_while_it_lasts);

@@ -1,0 +1,167 @@
+"""Copies between a device and pinned memory (memopt._C.copy_out, copy_in), on a device that runs late: what comes back
+is what went, and each wait is needed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from memopt import _C, sim
+from memopt.offloading.transfers import Arrival, pinned_tensor
+
+SIM = {"memory": "1GiB"}
+
+CUDA = torch.device("cuda", 0)
+SIZE = 1 << 20
+values = itertools.count(1, 2)  # none twice: what is left in memory is not what is looked for
+
+
+def full(value: int) -> torch.Tensor:
+    return torch.full((SIZE,), value, dtype=torch.uint8).pin_memory()
+
+
+def run_ahead(which: str) -> None:
+    """One of the streams runs as far as it may."""
+    streams = _C.copy_counts(0)
+    sim.progress(-1, 1 if which == "computation" else streams[f"stream_{which}"])
+
+
+def there_and_back(ahead: str, *, await_out: bool = True, after: bool = True, await_in: bool = True) -> bool:
+    """Whether a tensor that is made, copied out, overwritten, brought back and read is the same. The flags: faults."""
+    value = next(values)
+    source, other, seen = full(value), full(value + 1), full(0)
+    host = pinned_tensor(CUDA, SIZE)
+    reader = torch.cuda.Stream()
+    sim.lazy(True)
+    tensor = torch.empty(SIZE, dtype=torch.uint8, device=CUDA)
+    tensor.copy_(source, non_blocking=True)
+    out = _C.copy_out(tensor, host)
+    run_ahead(ahead)
+    if await_out:
+        _C.copy_await(0, out)
+    tensor.copy_(other, non_blocking=True)
+    run_ahead(ahead)
+    with torch.cuda.stream(reader):
+        arrival = Arrival(host, CUDA, out if after else 0)
+        run_ahead(ahead)
+        if await_in:
+            back = arrival.tensor()
+        else:
+            back, arrival._awaited = arrival._tensor, True
+        seen.copy_(back, non_blocking=True)
+        sim.progress(-1, reader.cuda_stream)
+    run_ahead(ahead)
+    torch.cuda.synchronize()
+    sim.lazy(False)
+    return torch.equal(seen, source)
+
+
+@pytest.mark.parametrize("ahead", ["computation", "out", "in"])
+def test_what_comes_back_is_what_went_whoever_is_ahead(ahead: str) -> None:
+    assert there_and_back(ahead)
+
+
+@pytest.mark.parametrize(
+    ("fault", "ahead"), [("await_out", "computation"), ("after", "in"), ("await_in", "computation")]
+)
+def test_each_wait_is_needed(fault: str, ahead: str) -> None:
+    assert not there_and_back(ahead, **{fault: False})
+
+
+def test_the_memory_of_an_arrival_that_nobody_wanted_is_kept_until_it_is_there() -> None:
+    for fault in (False, True):
+        host, source, seen = pinned_tensor(CUDA, SIZE), full(2), full(0)
+        host.fill_(1)
+        sim.lazy(True)
+        arrival = Arrival(host, CUDA)
+        arrival._awaited = fault
+        del arrival
+        other = torch.empty(SIZE, dtype=torch.uint8, device=CUDA)  # in the same memory
+        other.copy_(source, non_blocking=True)
+        run_ahead("computation")
+        run_ahead("in")
+        seen.copy_(other, non_blocking=True)
+        torch.cuda.synchronize()
+        sim.lazy(False)
+        assert torch.equal(seen, source) != fault
+
+
+def test_a_copy_waits_for_its_tensor_and_the_host_for_nothing() -> None:
+    source, host = full(1), pinned_tensor(CUDA, SIZE)
+    sim.lazy(True)
+    before = sim.stats()
+    tensor = torch.empty(SIZE, dtype=torch.uint8, device=CUDA)
+    tensor.copy_(source, non_blocking=True)
+    ticket = _C.copy_out(tensor, host)
+    assert not _C.copy_over(0, ticket)
+    run_ahead("out")
+    assert not _C.copy_over(0, ticket)
+    run_ahead("computation")
+    run_ahead("out")
+    assert _C.copy_over(0, ticket)
+    assert torch.equal(host, source)
+    assert sim.stats()["syncs"] == before["syncs"]
+
+
+def test_another_streams_reader_keeps_the_memory() -> None:
+    host, source, seen = pinned_tensor(CUDA, SIZE), full(2), full(0)
+    host.fill_(1)
+    sim.lazy(True)
+    arrival = Arrival(host, CUDA)
+    reader = torch.cuda.Stream()
+    with torch.cuda.stream(reader):
+        seen.copy_(arrival.tensor(), non_blocking=True)
+    del arrival
+    other = torch.empty(SIZE, dtype=torch.uint8, device=CUDA)
+    other.copy_(source, non_blocking=True)
+    run_ahead("in")
+    run_ahead("computation")
+    torch.cuda.synchronize()
+    sim.lazy(False)
+    assert bool((seen == 1).all())
+
+
+def test_floating_types_are_copied_as_they_are() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        source = torch.arange(1000).to(dtype).to(CUDA)
+        host = pinned_tensor(CUDA, source.nbytes).view(dtype)
+        _C.copy_await(0, _C.copy_out(source, host))
+        torch.cuda.synchronize()
+        assert torch.equal(host, source.cpu())
+
+
+def test_what_cannot_be_copied_is_refused() -> None:
+    host = pinned_tensor(CUDA, 16)
+    for wrong in (
+        torch.empty(16, dtype=torch.uint8),
+        torch.empty(15, dtype=torch.uint8, device=CUDA),
+        torch.empty(32, dtype=torch.uint8, device=CUDA)[::2],
+        torch.empty(0, dtype=torch.uint8, device=CUDA),
+    ):
+        with pytest.raises(ValueError, match="both dense, of equal and more than 0 bytes"):
+            _C.copy_out(wrong, host)
+    with pytest.raises(ValueError, match="there must be some"):
+        _C.PinnedMemory(0, 0)
+
+
+def test_pinned_memory_is_exact_and_goes_when_its_tensor_does() -> None:
+    before = sim.stats()["host_allocations"]
+    host = pinned_tensor(CUDA, 1000001)
+    assert host.numel() == 1000001
+    assert host.is_pinned()
+    assert sim.stats()["host_allocations"] == before + 1
+    half = host[:10]
+    del host
+    assert sim.stats()["host_allocations"] == before + 1
+    half.fill_(3)
+    del half
+    assert sim.stats()["host_allocations"] == before
+
+
+def test_a_stream_that_is_captured_is_refused() -> None:
+    tensor, host = torch.empty(SIZE, dtype=torch.uint8, device=CUDA), pinned_tensor(CUDA, SIZE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="captured into a graph"):
+        _C.copy_out(tensor, host)
