@@ -37,6 +37,7 @@ environments: build
 	@$(ENVIRONMENT) cpu >build/python-cpu
 	@$(ENVIRONMENT) sim >build/python-sim
 	@$(ENVIRONMENT) notebook >build/python-notebook
+	@$(ENVIRONMENT) extras >build/python-extras
 
 test-c: environments  ## the C tests alone
 	@"$$(cat build/python-cpu)" -m pytest tests/c $(PYTEST)

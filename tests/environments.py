@@ -6,6 +6,7 @@
     python3 tests/environments.py lint             ruff and mypy
     python3 tests/environments.py notebook         what executes the notebooks
     python3 tests/environments.py estimate         transformers, for two of the scripts that bench_estimate.py runs
+    python3 tests/environments.py extras           what memopt uses where it is installed: TensorBoard, NVML's binding
 
 The path of the environment's Python is the last line it prints; what it does meanwhile goes to standard error. An
 environment is made once, and again when what it should hold has changed. Only the standard library is used: this runs
@@ -53,11 +54,9 @@ REPORT = ["plotly==7.1.0"]
 NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
 
 ESTIMATE = ["transformers==5.23.0"]
-WITH_SIM = (
-    "sim",
-    "notebook",
-    "estimate",
-)  # they hold the CUDA build of PyTorch, of whichever version is asked for
+EXTRAS = ["tensorboard==2.21.0", "nvidia-ml-py==13.615.71"]
+# They hold the CUDA build of PyTorch, of whichever version is asked for.
+WITH_SIM = ("sim", "notebook", "estimate", "extras")
 
 
 def say(text: str) -> None:
@@ -167,6 +166,11 @@ def fill_estimate(python: Path, options: argparse.Namespace) -> None:
     pip(python, *ESTIMATE)
 
 
+def fill_extras(python: Path, options: argparse.Namespace) -> None:
+    beside_sim(python, options)
+    pip(python, *EXTRAS)
+
+
 def beside_sim(python: Path, options: argparse.Namespace) -> None:
     """The packages of the simulated device's environment are read from there: one PyTorch is enough."""
     sim = make(argparse.Namespace(name="sim", torch=options.torch))
@@ -180,6 +184,7 @@ FILL = {
     "lint": fill_lint,
     "notebook": fill_notebook,
     "estimate": fill_estimate,
+    "extras": fill_extras,
 }
 RECIPE = {
     "build": BUILD,
@@ -188,6 +193,7 @@ RECIPE = {
     "lint": LINT,
     "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK],
     "estimate": [*BUILD, *PURE, *TESTS, *ESTIMATE],
+    "extras": [*BUILD, *PURE, *TESTS, *EXTRAS],
 }
 
 

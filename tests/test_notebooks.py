@@ -6,10 +6,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from environment_python import python_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,20 +59,11 @@ get_ipython().showtraceback.__func__.__qualname__.partition(".")[0], get_ipython
 }
 
 
-def kernel_python() -> str:
-    """The notebooks' environment, made where it is not."""
-    made = subprocess.run(
-        [sys.executable, str(ROOT / "tests/environments.py"), "notebook"], capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stderr
-    return made.stdout.splitlines()[-1]
-
-
 @pytest.fixture(scope="module")
 def said() -> dict[str, list[dict[str, object]]]:
     """Outputs of each cell."""
     done = subprocess.run(
-        [kernel_python(), str(ROOT / "tests/run_cells.py")],
+        [python_of("notebook"), str(ROOT / "tests/run_cells.py")],
         input=json.dumps([cell.strip() for cell in CELLS.values()]),
         env=os.environ | {"PYTHONPATH": str(ROOT), "JUPYTER_PLATFORM_DIRS": "1"},
         capture_output=True,

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from memopt.profiling import chrome_trace, leaks, recorder, recording_file, summary, torch_snapshot
+from memopt.profiling import (
+    chrome_trace,
+    leaks,
+    recorder,
+    recording_file,
+    summary,
+    tensorboard,
+    torch_snapshot,
+)
 from memopt.profiling.leaks import Leak
 from memopt.profiling.recorder import MAX_EVENTS, Recorder
 from memopt.profiling.recording import Line, Recording
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def profile(
@@ -32,6 +46,17 @@ def profile(
     return Profile(device, modules, max_events)
 
 
+def _unseen(read: Callable[_P, _R]) -> Callable[_P, _R]:
+    """What is worked out on tensors of a recording is none of the memory that is recorded."""
+
+    @functools.wraps(read)
+    def reading(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with _disable_current_modes():
+            return read(*args, **kwargs)
+
+    return reading
+
+
 class Profile:
     """What memopt.profile() gives. Figures can be read within and after it; within, they are those so far."""
 
@@ -42,6 +67,7 @@ class Profile:
         self._since: dict[str, int] = {}
         self._recordings: list[Recording] = []
         self._leaks: list[Leak] | None = None
+        self._boards: list[tensorboard.TensorBoard] = []
 
     def __enter__(self) -> Profile:
         if self._recorder is not None:
@@ -62,7 +88,10 @@ class Profile:
             return
         try:
             self._recordings = self._so_far(running)
+            for board in self._boards:
+                board.close()
         finally:
+            self._boards.clear()
             self._recorder = None
             if self._own:
                 running.stop()
@@ -78,15 +107,43 @@ class Profile:
         """Says that a step ends here, where no optimizer's step says so."""
         if self._recorder is not None:
             self._recorder.mark("step")
+            for board in self._boards:
+                board.count_step()
+
+    def tensorboard(self, target: Any) -> tensorboard.TensorBoard:
+        """Scalars of each step, for TensorBoard: the peak, what it was by category, what was left after the step, what
+        the allocator held. target: a folder for the event file, or a SummaryWriter of the program's own.
+
+            with memopt.profile() as memory, torch.profiler.profile(
+                schedule=torch.profiler.schedule(wait=0, warmup=1, active=10),
+                on_trace_ready=memory.tensorboard("runs/one"),
+            ) as prof:
+                for batch in loader:
+                    train(batch)
+                    prof.step()
+
+        Each call of what it gives writes the steps since the last; the profile's end writes the rest, so that it is of
+        use without torch.profiler, too. Raises RuntimeError outside of `with`, ImportError without TensorBoard
+        (pip install "memopt[tensorboard]")."""
+        if self._recorder is None:
+            raise RuntimeError(
+                "tensorboard() is for a profile that runs: call it within `with memopt.profile()`"
+            )
+        if not hasattr(target, "add_scalar"):
+            tensorboard.summary_writer()
+        self._boards.append(tensorboard.TensorBoard(self._recorder, self._since, target))
+        return self._boards[-1]
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
     @property
+    @_unseen
     def recordings(self) -> list[Recording]:
         """One a device that was used, the current one first."""
         return self._so_far(self._recorder) if self._recorder is not None else self._recordings
 
     @property
+    @_unseen
     def recording(self) -> Recording:
         """Of the device with the highest peak."""
         found = self.recordings
@@ -97,22 +154,27 @@ class Profile:
         return max(found, key=lambda recording: recording.peak()[0])
 
     @property
+    @_unseen
     def peak(self) -> int:
         """Bytes."""
         return self.recording.peak()[0]
 
+    @_unseen
     def by_category(self) -> dict[str, int]:
         """Bytes of each category at the peak; they add up to it."""
         return self.recording.by_category()
 
+    @_unseen
     def by_line(self, top: int | None = None) -> list[Line]:
         """At the peak, by the innermost line of the user's own code; the largest first."""
         return self.recording.by_line()[:top]
 
+    @_unseen
     def by_module(self, top: int | None = None) -> list[Line]:
         """At the peak, by the module whose forward was running; the largest first."""
         return self.recording.by_module()[:top]
 
+    @_unseen
     def leaks(self) -> list[Leak]:
         """What stays without being wanted: lines whose memory grows from step to step, and what is kept from an earlier
         step at the peak, each with the variable that holds it. Needs three steps of an optimizer (or step())."""
@@ -121,6 +183,7 @@ class Profile:
         recording = self.recording
         return leaks.with_holders(recording, leaks.find(recording))
 
+    @_unseen
     def __str__(self) -> str:
         found = sorted(self.recordings, key=lambda recording: -recording.peak()[0])
         if not found:
@@ -133,6 +196,7 @@ class Profile:
             return "<memopt.profile, running>"
         return str(self) if self._recordings else "<memopt.profile>"
 
+    @_unseen
     def _repr_html_(self) -> str:
         found = sorted(self.recordings, key=lambda recording: -recording.peak()[0])
         if not found:
@@ -141,16 +205,19 @@ class Profile:
 
     # ---- giving away --------------------------------------------------------------------------------------------
 
+    @_unseen
     def to_snapshot(self, path: str | Path | None = None) -> dict[str, Any]:
         """As torch.cuda.memory._snapshot() gives it; to a file too, a pickle that memory_viz opens."""
         if path is not None:
             torch_snapshot.write(self.recordings, path)
         return torch_snapshot.as_snapshot(self.recordings)
 
+    @_unseen
     def to_dict(self) -> dict[str, Any]:
         """JSON-able: what print() shows, complete."""
         return summary.as_dict(self.recording, self.leaks())
 
+    @_unseen
     def save(self, path: str | Path) -> None:
         """By the file's name: .html, a page by itself; .mopt, for `python -m memopt report` and `diff`; .pickle, a
         snapshot as torch writes them; .trace.json, for Perfetto; .json, to_dict()."""
