@@ -63,5 +63,6 @@ int mo_py_scaler_init(PyObject *module);
 int mo_py_chain_init(PyObject *module);
 int mo_py_checkpoint_init(PyObject *module);
 int mo_py_transfer_init(PyObject *module);
+int mo_py_module_calls_init(PyObject *module);
 
 #endif

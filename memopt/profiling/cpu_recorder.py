@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from memopt import _C
 from memopt.profiling.blocks import pair
 from memopt.profiling.claims import column
 from memopt.profiling.program import stack_here
@@ -90,7 +91,6 @@ class CpuRecorder(Recorder):
         self._stacks: list[Stack] = [()]
         self._known_stacks: dict[tuple[Any, ...], int] = {}
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
-        self._module = 0
         self._running = True
 
     # ---- starting and stopping ----------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class CpuRecorder(Recorder):
             self._note(0, known[1], known[2], 0)
 
     def _note(self, birth: int, address: int, size: int, stack: int) -> None:
-        self._events.extend((birth, address, size, time.time_ns() // 1000, stack, self._module))
+        self._events.extend((birth, address, size, time.time_ns() // 1000, stack, _C.module_running()))
         if len(self._events) >= 2 * len(_FIELDS) * self._max_events:
             self._cut(self._max_events)
 
@@ -189,9 +189,6 @@ class CpuRecorder(Recorder):
     def position(self, device: str = "cpu") -> int:
         return self._now()
 
-    def module_is(self, index: int) -> None:
-        self._module = index
-
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None:
         addresses = []
         for tensor in tensors:
@@ -235,7 +232,7 @@ class CpuRecorder(Recorder):
                 columns=columns,
                 times_us=times,
                 stacks=list(self._stacks),
-                modules=list(self._program.names),
+                modules=list(self._program.modules.names),
                 marks=marks_of(self._watch, self._first),
                 facts=facts() | self._program.facts() | {"events_lost": self._first},
             )

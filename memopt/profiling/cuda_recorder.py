@@ -33,7 +33,6 @@ class CudaRecorder(Recorder):
             False  # memopt's allocator keeps no metadata: modules are told by the clock of its history
         )
         self._times, self._modules_at = array("q"), array("q")
-        self._texts = [""]  # of modules' indices, as metadata
 
     # ---- starting and stopping ----------------------------------------------------------------------------------
 
@@ -42,13 +41,13 @@ class CudaRecorder(Recorder):
         self._own_history = not (torch.cuda.is_initialized() and _has_history())
         if self._own_history:
             self._switch_on()
+        self._program.start(modules)
         if torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):
                 self._begun[device] = self._count(device)
             self._cuda_begins()
         else:
             torch.cuda._lazy_call(self._cuda_begins)  # type: ignore[no-untyped-call]
-        self._program.start(modules)
 
     def _switch_on(self) -> None:
         record = torch.cuda.memory._record_memory_history
@@ -65,6 +64,7 @@ class CudaRecorder(Recorder):
         self._by_time = _C.allocator_is_current()
         if not _has_history():
             self._switch_on()  # the allocator was changed since
+        self._program.modules.tell(self._module_is if self._by_time else _set_metadata, not self._by_time)
 
     def _stop(self) -> None:
         self._running = False
@@ -98,17 +98,11 @@ class CudaRecorder(Recorder):
 
     # ---- what the program tells ---------------------------------------------------------------------------------
 
-    def module_is(self, index: int) -> None:
-        if self._by_time:
-            self._times.append(time.time_ns() // 1000)
-            self._modules_at.append(index)
-            if len(self._times) > 4 * self._max_events:
-                del self._times[: 2 * self._max_events], self._modules_at[: 2 * self._max_events]
-        else:
-            texts = self._texts
-            while index >= len(texts):
-                texts.append(str(len(texts)))
-            _set_metadata(texts[index])
+    def _module_is(self, index: int) -> None:
+        self._times.append(time.time_ns() // 1000)
+        self._modules_at.append(index)
+        if len(self._times) > 4 * self._max_events:
+            del self._times[: 2 * self._max_events], self._modules_at[: 2 * self._max_events]
 
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None:
         by_device: dict[int, list[int]] = {}
@@ -196,7 +190,7 @@ class CudaRecorder(Recorder):
         return position, snapshot
 
     def _modules_of(self, history: torch_history.History) -> tuple[torch.Tensor, list[str]]:
-        names, module, born = self._program.names, history.columns["module"], history.columns["born"]
+        names, module, born = self._program.modules.names, history.columns["module"], history.columns["born"]
         if not self._by_time:
             numbers = [int(text) if text.isdecimal() else 0 for text in history.labels]
             table = torch.tensor([number if number < len(names) else 0 for number in numbers])

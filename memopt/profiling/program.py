@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim_optimizer
 from torch.utils import _pytree as pytree
 
+from memopt.profiling.module_calls import ModuleCalls
 from memopt.profiling.recording import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS, Frame, Stack
 
 _DEPTH = 64  # frames of a stack
@@ -24,9 +24,6 @@ _OFTEN = 16  # steps between two claims of what seldom changes: parameters and s
 
 class Listener(Protocol):
     """Who wants to know. The position is whatever the listener counts."""
-
-    def module_is(self, index: int) -> None:
-        """From now on this thread runs the forward pass of Program.names[index]; 0 is none."""
 
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None: ...
 
@@ -48,25 +45,14 @@ def stack_here(depth: int) -> Stack:
     return tuple(found)
 
 
-class _Running(threading.local):
-    """Of a thread, the modules whose forward pass runs: their indices, the outermost first."""
-
-    def __init__(self) -> None:
-        self.modules: list[int] = []
-
-
 class Program:
-    """Watches from start() to stop(). `names`: of modules, by index; index 0 is "", for none."""
+    """Watches from start() to stop()."""
 
     def __init__(self, listener: Listener) -> None:
-        self.names: list[str] = [""]
+        self.modules = ModuleCalls(self._enter, self._leave)
         self._listener = listener
-        self._module_is = listener.module_is
-        self._index: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._names_taken: dict[str, int] = {}
-        self._running = _Running()
         self._backward = threading.Lock()
         self._in_graph = False  # since the first forward pass after a backward pass or a step
         self._first = 0  # the module whose it was
@@ -76,12 +62,7 @@ class Program:
 
     def start(self, modules: bool = True) -> None:
         if modules:
-            self._undo += [
-                nn_module.register_module_forward_pre_hook(self._enter).remove,
-                nn_module.register_module_forward_hook(
-                    self._leave, with_kwargs=True, always_call=True
-                ).remove,
-            ]
+            self.modules.start()
         self._undo += [
             optim_optimizer.register_optimizer_step_pre_hook(self._before_step).remove,
             optim_optimizer.register_optimizer_step_post_hook(self._after_step).remove,
@@ -89,60 +70,30 @@ class Program:
         ]
 
     def stop(self) -> None:
+        self.modules.stop()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
 
     # ---- modules ------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        running = self._running.modules
-        known = self._index.get(id(module))  # by id: a module may have an __eq__ of its own
-        if known is None or known[0]() is not module:
-            known = self._name(module, not running)
-        if not running and not self._in_graph:
+    def _enter(self, module: nn.Module) -> None:
+        if not self._in_graph:
             self._in_graph = True
             self._first = id(module)
             self._listener.begins("forward", ())
-        running.append(known[1])
-        self._module_is(known[1])
 
-    def _leave(self, module: nn.Module, args: Any, *kwargs_and_result: Any) -> None:
-        """After a forward pass that failed torch leaves the kwargs out."""
-        if torch.compiler.is_compiling():
-            return
-        running = self._running.modules
-        if not running:  # it was entered before watching began
-            return
-        running.pop()
-        self._module_is(running[-1] if running else 0)
-        if running:
-            return
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module not in self._roots:
             self._roots.add(module)
             self._listener.claim(_state_of([module]), PARAMETERS)
         if self._first == id(module):  # what the others are given may be what this one made
             given = [
                 leaf
-                for leaf in pytree.tree_leaves((args, kwargs_and_result[:-1]))
+                for leaf in pytree.tree_leaves((args, kwargs))
                 if isinstance(leaf, torch.Tensor) and leaf.is_leaf and not isinstance(leaf, nn.Parameter)
             ]
             self._listener.claim(given, INPUTS)
-
-    def _name(self, module: nn.Module, outermost: bool) -> tuple[weakref.ref[nn.Module], int]:
-        """Named by its path from the outermost module that was called, whose own name is its class's."""
-        base = type(module).__name__
-        if outermost:
-            self._names_taken[base] = nth = self._names_taken.get(base, 0) + 1
-            base = base if nth == 1 else f"{base}#{nth}"
-        for path, below in module.named_modules() if outermost else [("", module)]:
-            known = self._index.get(id(below))
-            if known is None or known[0]() is not below:
-                self._index[id(below)] = weakref.ref(below), len(self.names)
-                self.names.append(f"{base}.{path}" if path else base)
-        return self._index[id(module)]
 
     # ---- backward passes and steps ------------------------------------------------------------------------------
 

@@ -157,9 +157,6 @@ class Recorder(ABC):
     # ---- what the program tells (program.Listener) --------------------------------------------------------------
 
     @abstractmethod
-    def module_is(self, index: int) -> None: ...
-
-    @abstractmethod
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None: ...
 
     @abstractmethod
