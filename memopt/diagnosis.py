@@ -19,7 +19,7 @@ VARIABLES = {
     "MEMOPT_ISA": "instruction set of the CPU kernels: generic, avx2, avx512",
     "MEMOPT_LOG": f"what the memopt logger shows: {', '.join(LEVELS)}",
     "MEMOPT_ON_OOM": "what memopt.enable() does on an out of memory: report, raise",
-    "MEMOPT_REPORT": "file to which memopt.enable() adds the report of an out of memory",
+    "MEMOPT_REPORT": "file to which the report of an out of memory is added; a page of it, if its name ends in .html",
     "MEMOPT_NVRTC": "path of the run-time compiler, where it is not the one of torch's wheel",
 }
 

@@ -26,8 +26,8 @@ def enable(
     on each device. on_oom: "report", by default, or "raise", which leaves out of memory alone.
 
     What is not given comes from MEMOPT_BACKEND, MEMOPT_BUDGET and MEMOPT_ON_OOM. MEMOPT_REPORT names a file to which
-    the report is added, too. MEMOPT_DISABLE=1 makes this call do nothing. Without a CUDA device the warnings of growth
-    remain. May be called again; memopt.disable() undoes it.
+    the report is added, too, or, where the name ends in .html, a page to write of it. MEMOPT_DISABLE=1 makes this call
+    do nothing. Without a CUDA device the warnings of growth remain. May be called again; memopt.disable() undoes it.
 
     Raises ValueError for what is none of these, naming where it came from, ImportError without PyTorch >= 2.10, and
     memopt.Error where backend="pool" comes too late; nothing has changed then."""

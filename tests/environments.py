@@ -6,7 +6,7 @@
     python3 tests/environments.py lint             ruff and mypy
     python3 tests/environments.py notebook         what executes the notebooks
     python3 tests/environments.py estimate         transformers, for two of the scripts that bench_estimate.py runs
-    python3 tests/environments.py extras           what memopt uses where it is installed: TensorBoard, NVML's binding
+    python3 tests/environments.py extras           what memopt uses where it is there: TensorBoard, NVML, plotly
 
 The path of the environment's Python is the last line it prints; what it does meanwhile goes to standard error. An
 environment is made once, and again when what it should hold has changed. Only the standard library is used: this runs
@@ -54,7 +54,7 @@ REPORT = ["plotly==7.1.0"]
 NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
 
 ESTIMATE = ["transformers==5.23.0"]
-EXTRAS = ["tensorboard==2.21.0", "nvidia-ml-py==13.615.71"]
+EXTRAS = ["tensorboard==2.21.0", "nvidia-ml-py==13.615.71", *REPORT]
 # They hold the CUDA build of PyTorch, of whichever version is asked for.
 WITH_SIM = ("sim", "notebook", "estimate", "extras")
 

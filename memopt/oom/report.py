@@ -11,12 +11,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt import _C
 from memopt.cuda import torch_names
+from memopt.oom.contents import contents
 from memopt.oom.fixes import Fix, Situation, fixes
 from memopt.oom.fragmentation import Fragmentation, decide
 from memopt.oom.location import Location, location
 from memopt.owners import census
-from memopt.owners.device_bytes import DeviceBytes, blocks_of, split
+from memopt.owners.device_bytes import DeviceBytes, blocks_of, category_of, split
 from memopt.owners.live import LiveGroup, LiveTensors, described
+from memopt.profiling.recording import Recording
 
 LINES = 20  # at most
 _WIDTH = 118
@@ -26,7 +28,8 @@ _SEARCH = 0.3  # seconds that names are searched for, and that graphs are follow
 @dataclass(frozen=True)
 class OomReport:
     """`asked`: bytes of the request; `lines`: bytes by the line that made them, where that is recorded; `holders`: the
-    largest that are neither a model's nor an optimizer's; `limit`: what the process may have, where it set one."""
+    largest that are neither a model's nor an optimizer's; `limit`: what the process may have, where it set one;
+    `contents`: all that lived, for a page."""
 
     device: int
     asked: int
@@ -41,6 +44,7 @@ class OomReport:
     limit: int | None
     seconds: float
     complete: bool
+    contents: Recording
     rank: str = ""
     facts: dict[str, str] = field(default_factory=dict)
 
@@ -167,6 +171,9 @@ def _gathered(device: int, asked: int, where: Location, taken: census.Census, st
         limit=limit,
         seconds=time.perf_counter() - start,
         complete=live.complete,
+        contents=contents(
+            name, blocks.reserved + allowed, blocks, category_of(name, taken, blocks), live.tensors
+        ),
         rank=_rank(),
     )
 

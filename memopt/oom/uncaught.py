@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from memopt.oom import page
 from memopt.oom.observer import report_of
 
 _before: dict[str, Callable[..., Any]] = {}  # what our hooks stand before
@@ -40,9 +41,21 @@ def show(error: BaseException | None) -> None:
     if report is None:
         return
     text = f"{report}\n"
-    path = os.environ.get("MEMOPT_REPORT")
-    if path:
-        text += f"  Report      {_kept(text, path)}\n"
+    wanted = os.environ.get("MEMOPT_REPORT")
+    path = None
+    if wanted and wanted.lower().endswith(page.SUFFIXES):
+        path = page.free_path(wanted, report.rank)
+        text += f"  Page        {path}\n"
+    elif wanted:
+        text += f"  Report      {_kept(text, wanted)}\n"
+    _say(text)
+    if path is not None:
+        failure = page.write(report, path)
+        if failure:
+            _say(f"  The page was not written: MEMOPT_REPORT={wanted}: {failure}\n")
+
+
+def _say(text: str) -> None:
     if sys.stderr is not None:
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -160,13 +160,19 @@ def _named(processes: dict[int, int]) -> dict[str, int]:
     return {f"process {pid}": size for pid, size in sorted(processes.items(), key=lambda item: -item[1])}
 
 
-def by_category(device: str, census: Census, blocks: Blocks) -> torch.Tensor:
-    """Bytes of the live blocks, by CATEGORIES."""
+def category_of(device: str, census: Census, blocks: Blocks) -> torch.Tensor:
+    """Of each block, an index into CATEGORIES."""
     held = [one for one in census.held.values() if one.device == device]
     category = torch.full((len(blocks.size),), OTHER, device="cpu")
     where = blocks.containing(torch.tensor([one.address for one in held], dtype=torch.int64, device="cpu"))
     named = torch.tensor([one.category for one in held], dtype=torch.int64, device="cpu")
     category[where[where >= 0]] = named[where >= 0]
+    return category
+
+
+def by_category(device: str, census: Census, blocks: Blocks) -> torch.Tensor:
+    """Bytes of the live blocks, by CATEGORIES."""
+    category = category_of(device, census, blocks)
     sums = torch.zeros(len(CATEGORIES), dtype=torch.int64, device="cpu")
     return sums.index_add_(0, category[blocks.live], blocks.size[blocks.live])
 

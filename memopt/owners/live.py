@@ -37,6 +37,7 @@ class LiveTensor(NamedTuple):
     nodes: int
     kept: bool  # in a container, an attribute, a closure, a sum: where it may outlive its step
     library: bool  # only a library's function has it, which runs
+    file: str  # of `where`, with its folders
     created: str
     node: str
     address: int
@@ -205,7 +206,8 @@ class _Description:
             return _NOBODY._replace(nodes=nodes)
         binding = self.binding(path)
         where = place(binding.file, binding.line) if binding else ""
-        return _Whose(path.text, path.note, where, nodes, _is_kept(path, binding), path.library)
+        file = binding.file if binding else ""
+        return _Whose(path.text, path.note, where, nodes, _is_kept(path, binding), path.library, file)
 
     def holder(self, one: Held) -> torch.Tensor | None:
         """The tensor with the best name, if one has any."""
@@ -233,9 +235,10 @@ class _Whose(NamedTuple):
     nodes: int
     kept: bool
     library: bool
+    file: str
 
 
-_NOBODY = _Whose("", "", "", 0, False, False)
+_NOBODY = _Whose("", "", "", 0, False, False, "")
 
 
 def _is_kept(path: Path, binding: Binding | None) -> bool:

@@ -43,9 +43,12 @@ def write(
     Path(path).write_text(page, encoding="utf-8")
 
 
-def html(recordings: Sequence[Recording], *, title: str, names: Sequence[str] | None = None) -> str:
+def html(
+    recordings: Sequence[Recording], *, title: str, names: Sequence[str] | None = None, note: str = ""
+) -> str:
     """The page. Several recordings are beside each other on the same scales, two with their differences; `names` are
-    theirs. Raises ImportError where plotly is missing, ValueError for no recordings or numbers beyond 2**53."""
+    theirs; `note` is text that comes first, in lines of its own. Raises ImportError where plotly is missing, ValueError
+    for no recordings or numbers beyond 2**53."""
     if not recordings:
         raise ValueError("recordings is empty: a page needs one at least")
     if names is not None and len(names) != len(recordings):
@@ -66,6 +69,7 @@ def html(recordings: Sequence[Recording], *, title: str, names: Sequence[str] | 
             f"<header><h1>{escape(title)}</h1><p>memory, as memopt recorded it</p></header>",
             f'<main class="{"several" if len(parts) > 1 else "one"}">',
             '<section class="trouble" id="trouble" hidden>This page could not be drawn:</section>',
+            f'<section><pre class="note">{escape(note)}</pre></section>' if note else "",
             _summaries(parts),
             _charts(parts),
             _tables(parts),

@@ -67,7 +67,12 @@ def sentences(recording: Recording, peak: Moment) -> list[str]:
     """HTML, a sentence each."""
     if not recording.blocks or not peak.bytes:
         return ["No block of memory lived while this was recorded."]
-    told = [f"Memory peaked at <strong>{size(peak.bytes)}</strong>, {_when(recording, peak)}."]
+    one_moment = not recording.events
+    told = [
+        f"<strong>{size(peak.bytes)}</strong> were alive."
+        if one_moment
+        else f"Memory peaked at <strong>{size(peak.bytes)}</strong>, {_when(recording, peak)}."
+    ]
     parts = sorted(((n, name) for name, n in peak.by_category.items() if n), reverse=True)
     first, *others = [f"{share(n, peak.bytes)} {name}" for n, name in parts]
     told.append(f"It was {first}" + (f", then {', '.join(others)}." if others else "."))
@@ -79,12 +84,15 @@ def sentences(recording: Recording, peak: Moment) -> list[str]:
         )
     if recording.capacity:
         told.append(
-            f"The peak is {share(peak.bytes, recording.capacity)} of the {size(recording.capacity)} there are."
+            f"{'That' if one_moment else 'The peak'} is {share(peak.bytes, recording.capacity)} of the "
+            f"{size(recording.capacity)} there are."
         )
     for mark in recording.marks:
         if mark.kind == "oom":
             told.append(f'<span class="oom">Out of memory</span>: {escape(mark.text) or "a request failed"}.')
             break
+    if one_moment:
+        return told
     left = int(recording.live_bytes()[-1])
     told.append(f"At the end {size(left)} were alive." if left else "At the end nothing was alive.")
     return told

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.oom import observer, uncaught
+from memopt.oom import observer, page, uncaught
 from memopt.oom.report import LINES, OomReport, shares
+from memopt.profiling.recording import CATEGORIES
 
 SIM = {"memory": "256MiB", "context": "8MiB"}
 MIB = 1 << 20
@@ -288,6 +289,67 @@ def test_the_report_is_added_to_the_file_that_the_environment_names(tmp_path, mo
     monkeypatch.setenv("MEMOPT_REPORT", str(tmp_path / "nowhere" / "report.txt"))
     uncaught.show(error)
     assert "not written: MEMOPT_REPORT=" in capfd.readouterr().err
+
+
+def test_what_lived_is_kept_for_a_page_to_the_byte():
+    outputs = [torch.ones(MIB, device="cuda") for _ in range(3)]
+    line = sys._getframe().f_lineno - 1
+    model = Net().cuda()
+    _, report = out_of_memory()
+    kept = report.contents
+    live = {name: size for name, size in report.bytes.parts.items() if name in CATEGORIES}
+    assert kept.by_category() == live and kept.peak() == (sum(live.values()), -1) and kept.events == 0
+    assert kept.capacity == 248 * MIB and int(kept.reserved_bytes[0]) == torch.cuda.memory_reserved()
+    by_name = {row.name: row.bytes for row in kept.by_module()}
+    assert by_name["outputs[*]"] == 12 * MIB and len(outputs) == 3
+    assert by_name["model.layers.3.0.weight"] == 256 * 256 * 4, by_name
+    rows = {row.name: (row.bytes, row.text) for row in kept.by_line()}
+    assert rows[f"test_oom_report.py:{line}"] == (
+        12 * MIB,
+        'outputs = [torch.ones(MIB, device="cuda") for _ in range(3)]',
+    )
+    assert model
+
+
+@pytest.mark.parametrize("why", ["plotly", "folder", "hangs"])
+def test_a_page_that_cannot_be_written_is_said_and_nothing_hangs(why, tmp_path, monkeypatch, capfd):
+    wanted = tmp_path / ("nowhere" if why == "folder" else ".") / "page.html"
+    monkeypatch.setenv("MEMOPT_REPORT", str(wanted))
+    error, report = out_of_memory()
+    goes_on, began = threading.Event(), threading.Event()
+
+    def html(*_: object, **__: object) -> str:
+        if why == "hangs":
+            began.set()
+            assert goes_on.wait(600)
+        return "the page"
+
+    if why == "plotly":
+        monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    else:
+        monkeypatch.setattr("memopt.pages.report_page.html", html)
+    if why == "hangs":
+        monkeypatch.setattr(page, "_SECONDS", 0.05)
+    capfd.readouterr()
+    uncaught.show(error)
+    said = capfd.readouterr().err
+    assert said.startswith(
+        f"{report}\n  Page        {wanted}\n  The page was not written: MEMOPT_REPORT={wanted}: "
+    )
+    reason = {
+        "plotly": "pip install 'memopt[report]'",
+        "folder": "FileNotFoundError",
+        "hangs": "it was not done after",
+    }
+    assert reason[why] in said
+    assert list(tmp_path.iterdir()) == []
+    if why == "hangs":
+        assert began.wait(600)
+        goes_on.set()
+        for thread in threading.enumerate():
+            if thread.name == "memopt-oom-page":
+                thread.join(600)
+        assert wanted.read_text() == "the page"
 
 
 class Nvml(ModuleType):
