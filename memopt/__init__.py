@@ -23,7 +23,8 @@ except ImportError as error:
     raise ImportError(f"memopt._C cannot be loaded ({error}): {hint}") from error
 
 if TYPE_CHECKING:
-    from memopt import amp, chain, cuda, optim, sim
+    from memopt import amp, batch_sizes, chain, cuda, optim, sim
+    from memopt.batch_sizes import BatchSize, find_batch_size
     from memopt.checkpointing import (
         checkpoint,
         checkpoint_sequential,
@@ -41,10 +42,12 @@ if TYPE_CHECKING:
 Error = _engines.Error
 __version__ = _engines.__version__
 __all__ = [
+    "BatchSize",
     "Error",
     "__version__",
     "amp",
     "auto_checkpoint",
+    "batch_sizes",
     "chain",
     "checkpoint",
     "checkpoint_sequential",
@@ -55,6 +58,7 @@ __all__ = [
     "doctor",
     "enable",
     "estimate",
+    "find_batch_size",
     "live_tensors",
     "optim",
     "patch",
@@ -66,6 +70,8 @@ __all__ = [
 
 # What is imported when it is first asked for: a name here, the module it lives in.
 _LATER = {
+    "BatchSize": "memopt.batch_sizes",
+    "find_batch_size": "memopt.batch_sizes",
     "doctor": "memopt.diagnosis",
     "estimate": "memopt.estimation.model_estimate",
     "disable": "memopt.switches",
@@ -81,6 +87,7 @@ _LATER = {
     "device_bar": "memopt.owners.device_bytes",
     "live_tensors": "memopt.owners.live",
     "amp": None,
+    "batch_sizes": None,
     "chain": None,
     "cuda": None,
     "optim": None,

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import gc
 import sys
-import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from memopt import _C
-from memopt.oom.recognition import followed
-from memopt.owners import census
+from memopt.owners import census, dead_frames
 
 
 @dataclass(frozen=True)
@@ -42,34 +39,13 @@ def release(error: BaseException | None = None) -> Released:
     has the collector run and gives free device memory back. %debug finds no locals afterwards."""
     found = error if error is not None else getattr(sys, "last_value", None)
     before = _live()
-    for frame in {
-        id(frame): frame for one in followed(found, everything=True) for frame in _frames(one)
-    }.values():
-        _empty(frame)
+    dead_frames.empty(found)
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     left = _live()
     freed = {device: size - left.get(device, 0) for device, size in before.items()}
     return Released(freed, left, type(found).__name__ if found is not None else "")
-
-
-def _frames(error: BaseException) -> Iterator[types.FrameType]:
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
-
-
-def _empty(frame: types.FrameType) -> None:
-    try:
-        frame.clear()
-    except RuntimeError:  # it runs still: this very call is below it
-        return
-    if (
-        frame.f_code.co_flags & 1
-    ):  # a function's: the dict of its locals, if somebody asked for one, is made anew
-        _ = frame.f_locals
 
 
 def _live() -> dict[str, int]:

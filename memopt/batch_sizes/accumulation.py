@@ -1,0 +1,109 @@
+"""Gradient accumulation that keeps the effective batch, the ragged end included.
+
+Mean losses of pieces are not to be averaged: a mean over n samples is the sum of n_i / n times the means over its
+pieces of n_i. Weighted so, the gradients are those of one batch of n; where a loss is a mean over something else than
+samples, as over the tokens that are no padding, that is what has to be counted (`count`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+Count = Callable[[Any], int]
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """`effective` samples a step, of which `batch_size` are on a device at once, on each of `ranks`.
+
+        accumulation = Accumulation(effective=512, batch_size=found.batch_size)
+        for group in accumulation.groups(loader):           # the loader's batches are of batch_size
+            for (x, y), weight in group:
+                (loss_fn(model(x.cuda()), y.cuda()) * weight).backward()
+            optimizer.step(); optimizer.zero_grad()
+
+    ValueError for numbers below 1, and where a rank would have no sample."""
+
+    effective: int
+    batch_size: int
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("effective", "batch_size", "ranks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: write 1 or more")
+        if self.effective % self.ranks:
+            raise ValueError(
+                f"effective={self.effective} samples cannot be shared out equally among {self.ranks} ranks: gradients, "
+                "which are averaged over ranks, would be weighted wrongly"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Batches that are accumulated: ceil(effective / ranks / batch_size)."""
+        return math.ceil(self.effective // self.ranks / self.batch_size)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of each of them, as nearly equal as they can be; none is larger than batch_size."""
+        whole, steps = self.effective // self.ranks, self.steps
+        return [whole // steps + (number < whole % steps) for number in range(steps)]
+
+    def pieces(self, *batch: Any) -> Iterator[tuple[Any, float]]:
+        """A batch of any size in pieces of at most batch_size, nearly equal ones, each with its weight, which add up
+        to 1. batch: tensors, or containers of them; those whose first dimension is the first tensor's are cut (views,
+        not copies), the rest goes to every piece. One piece is what there is of one argument, else a tuple.
+
+        ValueError where there is no tensor with a first dimension, or an empty one."""
+        leaves, form = pytree.tree_flatten(batch)
+        size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+        if not size:
+            raise ValueError("there is no tensor with samples in its first dimension")
+        count, first = math.ceil(size / self.batch_size), 0
+        for number in range(count):
+            length = size // count + (number < size % count)
+            cut = [
+                leaf.narrow(0, first, length)
+                if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size
+                else leaf
+                for leaf in leaves
+            ]
+            piece = pytree.tree_unflatten(cut, form)
+            yield (piece[0] if len(batch) == 1 else piece), length / size
+            first += length
+
+    def groups(self, loader: Iterable[Any], count: Count | None = None) -> Iterator[list[tuple[Any, float]]]:
+        """A loader's batches, `steps` at a time, each with its weight, which add up to 1 in every group: in the last
+        one too, where the loader ends in mid-group or with a smaller batch. A group is read before it is given, as
+        its weights hang on all of it: keep the batches on the host until they run.
+
+        count: of what the loss is a mean, in a batch; by default its samples. ValueError where a group has none."""
+        count = count or _samples
+        group: list[Any] = []
+        for batch in loader:
+            group.append(batch)
+            if len(group) == self.steps:
+                yield _weighted(group, count)
+                group = []
+        if group:
+            yield _weighted(group, count)
+
+
+def _weighted(group: list[Any], count: Count) -> list[tuple[Any, float]]:
+    counts = [count(batch) for batch in group]
+    if min(counts) < 0 or not sum(counts):
+        raise ValueError(f"the loss is a mean over {counts}: there is nothing to weigh by")
+    return [(batch, n / sum(counts)) for batch, n in zip(group, counts, strict=True)]
+
+
+def _samples(batch: Any) -> int:
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return int(leaf.shape[0])
+    raise ValueError("there is no tensor with samples in its first dimension: pass count=")
