@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from memopt.estimation.model_estimate import estimate
     from memopt.owners.device_bytes import device_bar
     from memopt.owners.live import live_tensors
+    from memopt.offloading.activations import offload_activations
     from memopt.profiling.session import profile
     from memopt.switches import disable, enable, patch
 
@@ -60,6 +61,7 @@ __all__ = [
     "estimate",
     "find_batch_size",
     "live_tensors",
+    "offload_activations",
     "optim",
     "patch",
     "profile",
@@ -86,6 +88,7 @@ _LATER = {
     "undo_checkpoint": "memopt.checkpointing.auto_checkpoint",
     "device_bar": "memopt.owners.device_bytes",
     "live_tensors": "memopt.owners.live",
+    "offload_activations": "memopt.offloading.activations",
     "amp": None,
     "batch_sizes": None,
     "chain": None,

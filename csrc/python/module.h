@@ -64,5 +64,7 @@ int mo_py_chain_init(PyObject *module);
 int mo_py_checkpoint_init(PyObject *module);
 int mo_py_transfer_init(PyObject *module);
 int mo_py_module_calls_init(PyObject *module);
+int mo_py_ring_init(PyObject *module);
+int mo_py_disk_init(PyObject *module);
 
 #endif

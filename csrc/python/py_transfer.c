@@ -27,16 +27,26 @@ typedef struct both_ends {
     mo_tensor_view device, host;
     size_t nbytes;
     mo_ticket after;
+    void *stream;
 } both_ends;
+
+/* torch's current stream of the device where `address` is None. */
+static int stream_of(PyObject *module, int device, PyObject *address, void **out)
+{
+    if (address == Py_None)
+        return mo_py_tensor_stream(module, device, out);
+    *out = PyLong_AsVoidPtr(address);
+    return PyErr_Occurred() ? -1 : 0;
+}
 
 static int parse(PyObject *module, PyObject *args, mo_way way, both_ends *out)
 {
-    PyObject *from, *to;
+    PyObject *from, *to, *address = Py_None;
     unsigned long long after = 0;
     size_t other = 0;
     int known;
 
-    if (!PyArg_ParseTuple(args, "OO|K", &from, &to, &after))
+    if (!PyArg_ParseTuple(args, "OO|KO", &from, &to, &after, &address))
         return -1;
     known = memory_of(module, way == MO_OUT ? from : to, &out->device, &out->nbytes);
     if (known > 0)
@@ -51,7 +61,7 @@ static int parse(PyObject *module, PyObject *args, mo_way way, both_ends *out)
         return -1;
     }
     out->after = after;
-    return 0;
+    return stream_of(module, out->device.device, address, &out->stream);
 }
 
 static mo_status get(int device, mo_copies **out, mo_detail *detail)
@@ -73,25 +83,25 @@ static PyObject *copy(PyObject *module, PyObject *args, mo_way way)
     mo_ticket ticket = 0;
     mo_detail detail;
     mo_status status;
-    void *stream;
 
-    if (parse(module, args, way, &ends) < 0 || mo_py_tensor_stream(module, ends.device.device, &stream) < 0)
+    if (parse(module, args, way, &ends) < 0)
         return NULL;
     status = get(ends.device.device, &copies, &detail);
     if (!status) {
         Py_BEGIN_ALLOW_THREADS;
-        status = mo_copy(copies, way, stream, ends.device.address, (void *)ends.host.address, ends.nbytes,
-                         ends.after, &detail, &ticket);
+        status = mo_copy(copies, way, ends.stream, ends.device.address, (void *)ends.host.address,
+                         ends.nbytes, ends.after, &detail, &ticket);
         Py_END_ALLOW_THREADS;
     }
     return status ? mo_raise(module, status, &detail) : PyLong_FromUnsignedLongLong(ticket);
 }
 
 PyDoc_STRVAR(out_doc,
-             "copy_out($module, tensor, host, after=0, /)\n--\n\n"
+             "copy_out($module, tensor, host, after=0, stream=None, /)\n--\n\n"
              "Queues a copy to pinned host memory, behind all that torch's current stream of the tensor's\n"
-             "device was given so far, and behind the copy `after`. Returns its ticket. The host does not\n"
-             "wait; both tensors must be kept, and left as they are, until the copy is over.");
+             "device (or the CUDA stream of that address) was given so far, and behind the copy `after`.\n"
+             "Returns its ticket. The host does not wait; both tensors must be kept, and left as they are,\n"
+             "until the copy is over.");
 
 static PyObject *copy_out(PyObject *module, PyObject *args)
 {
@@ -99,7 +109,7 @@ static PyObject *copy_out(PyObject *module, PyObject *args)
 }
 
 PyDoc_STRVAR(
-    in_doc, "copy_in($module, host, tensor, after=0, /)\n--\n\n"
+    in_doc, "copy_in($module, host, tensor, after=0, stream=None, /)\n--\n\n"
             "The same from pinned host memory to a tensor of a device: what had the tensor's memory last on\n"
             "the current stream is over before the copy begins.");
 
@@ -125,8 +135,7 @@ static PyObject *copy_await(PyObject *module, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "iK|O", &device, &ticket, &address))
         return NULL;
-    if (address == Py_None ? mo_py_tensor_stream(module, device, &stream) < 0
-                           : !(stream = PyLong_AsVoidPtr(address)) && PyErr_Occurred())
+    if (stream_of(module, device, address, &stream) < 0)
         return NULL;
     status = get(device, &copies, &detail);
     if (!status) {

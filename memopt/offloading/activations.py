@@ -1,0 +1,148 @@
+"""memopt.offload_activations: what a forward pass saves for its backward pass waits on the host, or on a disk."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from typing import Any
+
+import torch
+
+from memopt import _C
+from memopt.offloading.departures import Departure, ToPinned
+from memopt.offloading.host_memory import host_memory
+from memopt.offloading.saved_storages import SavedStorage, SavedStorages
+
+
+class SavedTensor:
+    """What the graph holds in the place of a tensor: a view of a storage that may be away (`saved`), or the tensor."""
+
+    __slots__ = ("_dtype", "_offset", "_round", "_saved", "_size", "_stride", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, saved: SavedStorage | None) -> None:
+        alias = tensor.detach()  # counts versions with the tensor's own
+        self._version, self._saved = tensor._version, saved
+        if saved is not None:
+            self._round = saved.one_more()
+            self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+            self._offset = tensor.storage_offset()
+            alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # and holds nothing
+        self._tensor = alias
+
+    def unpack(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of {self._tensor.dtype} that was saved is at version {self._tensor._version}; expected "
+                f"version {self._version} instead. Hint: enable anomaly detection to find the operation that failed to "
+                "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+            )
+        if self._saved is None:
+            return self._tensor
+        storage, self._round = self._saved.within.back(self._saved, self._round)
+        empty = torch.empty(0, dtype=self._dtype, device=self._tensor.device)
+        return empty.set_(storage, self._offset, self._size, self._stride)
+
+
+class offload_activations(ContextDecorator):
+    """Around a forward pass: what autograd saves for the backward pass leaves the device, and is back in time.
+
+        with memopt.offload_activations():
+            loss = loss_fn(model(x), y)
+        loss.backward()
+
+    or as a decorator of a forward function. Gradients are bit-equal. A saved storage leaves once, however many tensors
+    of it were saved; parameters, and what lives on elsewhere, stay. So does what the backward pass wants first, at most
+    `in_flight` bytes: with so few saved, nothing is copied. Copies run beside the computation, on streams of their own,
+    and come back in the order of the backward pass; the host waits for no device. Tensors that were changed in place
+    since are refused as autograd refuses them. With memopt.checkpoint and torch's, regions keep what they keep, and
+    their inputs leave. In a CUDA graph's capture nothing leaves.
+
+    min_size: storages of fewer bytes stay (int or "1MiB").
+    to: "cpu", pinned memory beside a CUDA device: taken in the first step, kept for the next ones. Or a directory on a
+    disk, for tensors on a CUDA device or the CPU: in a file without a name, of which nothing is left however the
+    process ends.
+    in_flight: bytes that may be on their way, and as many that stay at the end (int or text). Default: twice the
+    largest storage. More hides copies behind longer stretches of computation; the peak grows by twice as much.
+    host_memory: the most bytes of pinned memory that are taken in all; what finds no room there stays on the device,
+    and a warning says so once.
+
+    Raises ValueError for a size or directory that is none, and OSError, naming the directory, from the next call on
+    when the disk is full or fails."""
+
+    def __init__(
+        self,
+        min_size: int | str = "1MiB",
+        to: str | os.PathLike[str] = "cpu",
+        *,
+        in_flight: int | str | None = None,
+        host_memory: int | str | None = None,
+    ) -> None:
+        self.min_size = _bytes(min_size)
+        self.to = os.fspath(to)
+        self.in_flight = None if in_flight is None else _bytes(in_flight)
+        self.host_memory = None if host_memory is None else _bytes(host_memory)
+        self._passes: list[tuple[SavedStorages, torch.autograd.graph.saved_tensors_hooks]] = []
+        self._warned = False
+        self.last: SavedStorages | None = None  # bytes_out and bytes_in of the pass that ended last
+
+    def __enter__(self) -> offload_activations:
+        saved = SavedStorages(self._depart, self.in_flight)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._packer(saved), SavedTensor.unpack)
+        hooks.__enter__()
+        self._passes.append((saved, hooks))
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.last, hooks = self._passes.pop()
+        hooks.__exit__(*raised)
+        self.last.ended()
+
+    def _packer(self, storages: SavedStorages) -> Callable[[torch.Tensor], SavedTensor]:
+        def pack(tensor: torch.Tensor) -> SavedTensor:
+            if not self._can_go(tensor):
+                return SavedTensor(tensor, None)
+            stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+            packed = SavedTensor(tensor, storages.save(tensor, stream))
+            storages.advance()
+            return packed
+
+        return pack
+
+    def _can_go(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        base = tensor if tensor._base is None else tensor._base
+        if base.is_leaf and base.requires_grad:
+            return False  # a parameter lives on
+        if not tensor.is_cuda and (self.to == "cpu" or tensor.device.type != "cpu"):
+            return False
+        if tensor.is_conj() or tensor.is_neg() or tensor.untyped_storage().nbytes() < max(self.min_size, 1):
+            return False
+        return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def _depart(self, saved: SavedStorage, flat: torch.Tensor) -> Departure | None:
+        room = host_memory(flat.device).take(saved.nbytes, self.host_memory)
+        if room is None:
+            self._warn_full(flat.device)
+            return None
+        return ToPinned(flat, room, saved.stream)
+
+    def _warn_full(self, device: torch.device) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "offload_activations: no more pinned memory than "
+                f"{_C.format_size(host_memory(device).nbytes)} can be had (host_memory=, or the machine's); what does "
+                "not fit in it stays on the device",
+                stacklevel=2,
+            )
+
+
+def _bytes(size: int | str) -> int:
+    nbytes = _C.parse_size(size) if isinstance(size, str) else int(size)
+    if nbytes < 0:
+        raise ValueError(f"{size} bytes: a size cannot be negative")
+    return nbytes
