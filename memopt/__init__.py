@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from memopt.checkpointing.auto_checkpoint import auto_checkpoint, undo_checkpoint
     from memopt.diagnosis import doctor
     from memopt.estimation.model_estimate import estimate
+    from memopt.offloading.activations import offload_activations
     from memopt.owners.device_bytes import device_bar
     from memopt.owners.live import live_tensors
-    from memopt.offloading.activations import offload_activations
     from memopt.profiling.session import profile
     from memopt.switches import disable, enable, patch
 
