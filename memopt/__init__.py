@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from memopt.offloading.activations import offload_activations
     from memopt.owners.device_bytes import device_bar
     from memopt.owners.live import live_tensors
+    from memopt.pieces.step import backward
     from memopt.profiling.session import profile
     from memopt.switches import disable, enable, patch
 
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "amp",
     "auto_checkpoint",
+    "backward",
     "batch_sizes",
     "chain",
     "checkpoint",
@@ -86,6 +88,7 @@ _LATER = {
     "set_checkpoint_early_stop": "memopt.checkpointing",
     "auto_checkpoint": "memopt.checkpointing.auto_checkpoint",
     "undo_checkpoint": "memopt.checkpointing.auto_checkpoint",
+    "backward": "memopt.pieces.step",
     "device_bar": "memopt.owners.device_bytes",
     "live_tensors": "memopt.owners.live",
     "offload_activations": "memopt.offloading.activations",

@@ -1,0 +1,57 @@
+"""A call that may run out of memory, and nothing left of it if it does."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from memopt.log import logger
+from memopt.oom.recognition import bytes_asked, out_of_memory_in
+from memopt.owners import dead_frames
+from memopt.pieces import room
+
+
+class Failure(NamedTuple):
+    """What is known of an out of memory when the exception is gone.
+
+    kind: the exception's class; asked: bytes of the request, where it is said; least: the bytes that would have let
+    it pass, and of what."""
+
+    kind: type[BaseException]
+    text: str
+    asked: int | None
+    least: str
+
+    def error(self, begin: str) -> BaseException:
+        """To raise, of the same class, so that who expects one knows it."""
+        kind = self.kind if self.kind in (torch.OutOfMemoryError, MemoryError) else RuntimeError
+        return kind(f"{begin}{self.least}. The last failure was: {self.text}")
+
+
+def run(call: Callable[[], object], devices: Iterable[torch.device]) -> Failure | None:
+    """Calls it. An out of memory is returned as what it said, after everything it held is free: the exception, whose
+    traceback holds each frame of the call, and those their tensors, is gone by then, cycles are collected, and the
+    allocator has given back what it had cached in the sizes of the call. Any other exception is raised."""
+    try:
+        call()
+        return None
+    except Exception as error:
+        cause = out_of_memory_in(error)
+        if cause is None:
+            raise
+        failure = Failure(
+            type(cause), str(cause) or type(cause).__name__, bytes_asked(cause), room.least(cause, devices)
+        )
+        dead_frames.empty(error)
+        del cause
+    # Only here is the exception gone: within the handler the interpreter itself holds it.
+    torch.clear_autocast_cache()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    logger.log(logging.INFO, "out of memory in a step: %s", failure.text.partition("\n")[0])
+    return failure

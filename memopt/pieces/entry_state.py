@@ -1,0 +1,247 @@
+"""What an attempt changes, as it was before: gradients, random states, buffers, a scaler's first scale."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.checkpointing.devices import generators
+
+_MOST = 64 << 20  # bytes of buffers that are copied before it is known which of them a step changes
+
+
+def version(tensor: Tensor) -> int:
+    """Counts changes in place; tensors of inference mode count none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class RandomState:
+    """Of the CPU, of accelerators, of Python's random and, where NumPy is loaded, of its global state. Generators that
+    a program made for itself are its own."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        indices: dict[str, list[int]] = {}
+        for device in devices:
+            if device.type not in ("cpu", "meta"):
+                indices.setdefault(device.type, []).append(device.index or 0)
+        self._generators: list[Any] = [torch.default_generator]
+        for kind, found in indices.items():
+            self._generators += generators(getattr(torch, kind), found)
+        self._states = [generator.get_state() for generator in self._generators]
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = numpy.random.get_state() if numpy is not None else None
+
+    def restore(self) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    def was_drawn_from(self) -> bool:
+        """Of torch's: since then, or since the last restore()."""
+        pairs = zip(self._generators, self._states, strict=True)
+        return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
+
+
+class Buffers:
+    """Copies of the buffers that a step of these modules changes: all small ones until a step has shown which."""
+
+    def __init__(self) -> None:
+        self._changing: dict[str, bool] = {}  # by name: what a step was seen to do, True once is for ever
+
+    def copies(self, modules: Sequence[nn.Module]) -> SavedBuffers:
+        saved, left = [], _MOST
+        for name, module, key, buffer in _buffers_of(modules):
+            if not self._changing.get(name, True):
+                saved.append((name, module, key, buffer, version(buffer), None))
+                continue
+            # One that is known to change has to be copied; the others are as long as it is cheap.
+            copied = name in self._changing or buffer.nbytes <= left
+            if copied and name not in self._changing:
+                left -= buffer.nbytes
+            copy = buffer.detach().clone() if copied else None
+            saved.append((name, module, key, buffer, version(buffer), copy))
+        return SavedBuffers(saved)
+
+    def learn(self, saved: SavedBuffers) -> None:
+        """After a step that went through."""
+        for name, changed in saved.changed().items():
+            self._changing[name] = changed or self._changing.get(name, False)
+
+
+def _buffers_of(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
+    seen: set[nn.Module] = set()
+    for number, root in enumerate(modules):
+        for prefix, module in root.named_modules(memo=seen):
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield f"{number}.{prefix}.{key}", module, key, buffer
+
+
+class SavedBuffers:
+    def __init__(self, saved: list[tuple[str, nn.Module, str, Tensor, int, Tensor | None]]) -> None:
+        self._saved = saved
+
+    def changed(self) -> dict[str, bool]:
+        return {
+            name: module._buffers.get(key) is not buffer or version(buffer) != before
+            for name, module, key, buffer, before, _ in self._saved
+        }
+
+    def restore(self) -> None:
+        """In place: the tensors are the ones that were there. ValueError for one that cannot be."""
+        changed = self.changed()
+        with torch.no_grad():
+            for name, module, key, buffer, before, copy in self._saved:
+                if not changed[name]:
+                    continue
+                if copy is not None:
+                    buffer.copy_(copy)
+                elif version(buffer) != before:
+                    raise ValueError(
+                        f"buffer {name.partition('.')[2]} ({buffer.nbytes} bytes) was changed in place by a step that "
+                        "ran out of memory, and no step before has shown that it would: run the first one with a "
+                        "smaller batch"
+                    )
+                module._buffers[key] = buffer
+
+
+class Gradients:
+    """The gradients of parameters at entry, put aside while attempts accumulate into None.
+
+    Where all are None nothing is put aside. Else the attempt's gradients are apart from those until add(), which takes
+    as many bytes as the gradients at entry that the step adds to (`nbytes`); it is at the end of a backward pass,
+    when its activations are gone. to_host() moves them away meanwhile."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._entry = [parameter.grad for parameter in parameters]
+        self._host: list[Tensor | None] | None = None
+        self.nbytes = sum(grad.nbytes for grad in self._entry if grad is not None)
+        if self.nbytes:
+            self.clear()
+
+    def clear(self) -> None:
+        """Of what an attempt has accumulated."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def marks(self) -> list[tuple[Tensor | None, int]]:
+        """By which untouched() tells that nothing has been accumulated since."""
+        grads = (parameter.grad for parameter in self._parameters)
+        return [(grad, -1 if grad is None else version(grad)) for grad in grads]
+
+    def untouched(self, marks: list[tuple[Tensor | None, int]]) -> bool:
+        pairs = zip(self.marks(), marks, strict=True)
+        return all(now is before and count == was for (now, count), (before, was) in pairs)
+
+    def to_host(self) -> bool:
+        """Whether there is something on a device that now is not: its storage is freed, the tensors stay who they
+        are. Views of a storage that others see are left where they are."""
+        if self._host is not None or not self.nbytes:
+            return False
+        host = self._host = [None] * len(self._entry)
+        for k, grad in enumerate(self._entry):
+            if (
+                grad is None
+                or grad.device.type != "cuda"
+                or type(grad) is not Tensor
+                or grad.layout != torch.strided
+            ):
+                continue
+            if _has_its_memory_alone(grad):
+                host[k] = grad.detach().cpu()
+                grad.untyped_storage().resize_(0)
+        return any(one is not None for one in host)
+
+    def _back(self) -> None:
+        for k, kept in enumerate(self._host or ()):
+            grad = self._entry[k]
+            if kept is not None and grad is not None:
+                grad.untyped_storage().resize_(grad.numel() * grad.element_size())
+                with torch.no_grad():
+                    grad.copy_(kept)
+                assert self._host is not None
+                self._host[k] = None
+        self._host = None
+
+    def restore(self) -> None:
+        """What an attempt has left is gone; the gradients at entry are in their place."""
+        self.clear()
+        self._back()
+        for parameter, grad in zip(self._parameters, self._entry, strict=True):
+            parameter.grad = grad
+
+    def add(self) -> None:
+        """The gradients at entry plus those of the attempt, in the tensors at entry."""
+        if not self.nbytes:
+            return
+        new = [parameter.grad for parameter in self._parameters]
+        if self._host is not None:
+            self._add_from_host(new)
+            return
+        olds, news = [], []
+        for parameter, old, grad in zip(self._parameters, self._entry, new, strict=True):
+            if old is None:
+                continue
+            parameter.grad = old
+            if grad is not None:
+                olds.append(old)
+                news.append(grad)
+        with torch.no_grad():
+            if olds:
+                torch._foreach_add_(olds, news)
+
+    def _add_from_host(self, new: list[Tensor | None]) -> None:
+        """One after another, each one's new gradient gone before the next is brought."""
+        assert self._host is not None
+        with torch.no_grad():
+            for k, parameter in enumerate(self._parameters):
+                old, kept = self._entry[k], self._host[k]
+                grad, new[k] = new[k], None
+                if old is None:
+                    continue
+                parameter.grad = None
+                if kept is not None:
+                    if grad is not None:
+                        kept += grad.cpu()
+                        grad = None
+                    old.untyped_storage().resize_(old.numel() * old.element_size())
+                    old.copy_(kept)
+                    self._host[k] = None
+                elif grad is not None:
+                    old += grad
+                parameter.grad = old
+        self._host = None
+
+
+def _has_its_memory_alone(tensor: Tensor) -> bool:
+    """No other tensor looks at it."""
+    storage = tensor.untyped_storage()
+    fresh = torch.empty(1).untyped_storage()
+    return (
+        storage.nbytes() == tensor.nbytes and _users(storage) == _users(fresh) + 1
+    )  # fresh has no tensor any more
+
+
+def _users(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+
+
+class Scale:
+    """A gradient scaler's first scale() makes it, in two allocations, and torch's cannot go on from half."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self._absent = scaler is not None and getattr(scaler, "_scale", True) is None
+
+    def restore(self) -> None:
+        if self._absent:
+            self._scaler._scale = self._scaler._growth_tracker = None

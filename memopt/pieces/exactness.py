@@ -1,0 +1,139 @@
+"""Where pieces of a batch cannot have the gradients of the whole: what is known before anything runs, and what a run
+shows.
+
+Decidable beforehand: modules that mix samples (batch norm), gradients that are changed on their way (hooks). By the
+graph of a loss: torch's cross entropy says how many targets it has averaged over. By values: the loss of a batch must
+be the weighted sum of the losses of two unequal parts of it. What holds for the batches that were tried by chance (each
+with as many targets that count as the next) cannot be told from what holds always; so it is tried again, at the first,
+second, fourth, eighth … step that is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+_DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reductions are there
+
+# By the loss's dtype: what a sum over other tiles may differ by, of the largest loss. TF32 and autocast inside fn do
+# not show in the dtype, so fp32's is wide; a mean over tokens instead of samples is off by more as soon as lengths do.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+_TOLD = "pass exact=False to have it run in pieces all the same"
+
+
+def suspects(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Modules that mix samples when they are in train mode, by name: the list is kept, the mode is asked each time."""
+    found = []
+    for root in modules:
+        for name, module in root.named_modules():
+            by_name = "BatchNorm" in type(module).__name__ and hasattr(module, "running_mean")
+            if isinstance(module, _BatchNorm | _InstanceNorm) or by_name:
+                found.append((name, module))
+    return found
+
+
+def mixing(found: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+    """What those do that pieces would do otherwise, as they are now."""
+    for name, module in found:
+        keeps = getattr(module, "running_mean", None) is not None
+        if isinstance(module, _InstanceNorm):
+            if module.training and keeps:
+                yield f"{_module(name, module)} averages the statistics it keeps over the batch"
+        elif module.training or not keeps:
+            yield f"{_module(name, module)} normalises by the batch's own statistics"
+
+
+def refuse_mixing(found: Iterable[tuple[str, nn.Module]]) -> None:
+    reasons = list(mixing(found))
+    if reasons:
+        more = f" (and {len(reasons) - 1} more modules)" if len(reasons) > 1 else ""
+        raise ValueError(
+            f"memopt.backward: a batch in pieces would have other gradients than the whole: {reasons[0]}{more}. Put "
+            f"such modules into eval mode, use a norm of single samples (GroupNorm, LayerNorm), or {_TOLD}: each piece "
+            "is normalised by itself then, and running statistics move once a piece"
+        )
+
+
+def refuse_hooks(modules: Sequence[nn.Module]) -> None:
+    """Those of parameters see the gradient of a piece for that of the batch."""
+    for root in modules:
+        for name, parameter in root.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"memopt.backward: parameter {name} has a hook on its gradient, which would be called for each "
+                    f"piece, with the gradient of that alone. Do its work after backward(), or {_TOLD}"
+                )
+
+
+def refuse_graph(loss: Tensor) -> None:
+    """A cross entropy that has averaged over other numbers than those of samples. Waits for the device."""
+    for node in _nodes(loss):
+        counted = _counted(node)
+        if counted is not None and counted[0] != counted[1]:
+            raise ValueError(
+                f"memopt.backward: the loss is a mean over {counted[0]:g} of {counted[1]} targets ({counted[2]}), and "
+                "its pieces would have other means than the whole. Give what each piece is to count for, "
+                "reduction=lambda *piece: (piece[1] != -100).sum() for one, or return the losses unreduced "
+                f"(reduction='none'), or {_TOLD}"
+            )
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    left, seen = [loss.grad_fn], 0
+    while left and seen < _DEPTH:
+        node = left.pop(0)
+        if node is None:
+            continue
+        seen += 1
+        yield node
+        left += [following for following, _ in node.next_functions]
+
+
+def _counted(node: Any) -> tuple[float, int, str] | None:
+    """Of a mean of negative log likelihoods: its divisor, its targets, and why the two may differ."""
+    if not type(node).__name__.startswith("NllLoss") or getattr(node, "_saved_reduction", 0) != 1:
+        return None
+    total, target = node._saved_total_weight, node._saved_target
+    if total.device.type == "meta" or total.numel() != 1:
+        return None
+    why = "class weights" if node._saved_weight is not None else f"ignore_index={node._saved_ignore_index}"
+    return float(total), target.numel(), why
+
+
+def refuse_values(whole: Tensor, parts: Sequence[Tensor], reduction: object) -> None:
+    """parts: the weighted losses of pieces of `whole`. Waits for the device."""
+    values = [float(part) for part in parts]
+    expected, total = float(whole), sum(values)
+    scale = max(abs(expected), *map(abs, values))
+    tolerance = _TOLERANCE.get(whole.dtype, 2e-3)
+    if not all(map(_is_finite, (expected, *values))) or abs(total - expected) <= tolerance * scale:
+        return
+    how = repr(reduction) if isinstance(reduction, str) else "of those counts"
+    raise ValueError(
+        f"memopt.backward: the loss is no {how} of samples: {expected:.6g} of a batch, of whose parts the weighted "
+        f"losses add up to {total:.6g}. A mean over something else (tokens, pairs)? Give what each piece is to count "
+        f"for, reduction=lambda *piece: number, or return a loss for each sample, or {_TOLD}"
+    )
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0
+
+
+def refuse_randomness(modules: Sequence[nn.Module]) -> None:
+    for root in modules:
+        for name, module in root.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+                raise ValueError(
+                    f"memopt.backward: exact=True, and {_module(name, module)} draws another mask for each piece. "
+                    "Without exact=True the gradients of pieces are equal in distribution"
+                )
+
+
+def _module(name: str, module: nn.Module) -> str:
+    return f"{type(module).__name__} {name!r}" if name else type(module).__name__

@@ -1,0 +1,123 @@
+"""Whether a loss is the reduction that it is said to be, by its values on a batch and on two parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.log import logger
+from memopt.pieces import attempt, exactness
+from memopt.pieces.entry_state import Buffers, RandomState
+from memopt.pieces.split_batch import SplitBatch
+from memopt.pieces.weights import Weights
+
+
+def is_due(steps: int) -> bool:
+    """Of a step, by how many came before: the first, second, fourth, eighth …"""
+    return (steps + 1) & steps == 0
+
+
+def is_compiled(modules: Sequence[nn.Module], fn: Any) -> bool:
+    """Then another batch size is compiled for anew, and for good in another way."""
+    found = [fn, *(module for root in modules for module in root.modules())]
+    return any(
+        hasattr(one, "_torchdynamo_orig_callable")
+        or hasattr(one, "_orig_mod")
+        or getattr(one, "_compiled_call_impl", None) is not None
+        for one in found
+    )
+
+
+def check(
+    fn: Callable[..., Tensor],
+    split: SplitBatch,
+    weights: Weights,
+    modules: Sequence[nn.Module],
+    devices: Sequence[torch.device],
+    buffers: Buffers,
+    most: int,
+) -> int:
+    """Runs fn without gradients, on `most` samples of the batch or as many as fit, and on two unequal parts of those.
+    Where it draws random numbers, it runs in eval mode, in which dropout draws none. Random states, buffers and modes
+    are put back. Returns how many samples it was, 0 if none could be. ValueError where the parts do not add up."""
+    values = _Values(fn, split, weights, devices)
+    random, saved = values.random, buffers.copies(modules)
+    modes = [(module, module.training) for root in modules for module in root.modules()]
+    try:
+        samples = values.of_most(most)
+        if samples and random.was_drawn_from():
+            # By the attribute, and not by eval(), at which some libraries merge weights.
+            for module, _ in modes:
+                module.training = False
+            random.restore()
+            samples = values.of_most(samples, in_eval_mode=True)
+            if random.was_drawn_from():
+                samples = 0
+        if not samples:
+            logger.info(
+                "memopt.backward could not check the loss: it is random, or nothing fits beside the gradients"
+            )
+            return 0
+        whole, *parts = values.values
+        exactness.refuse_values(whole, parts, weights.reduction)
+        return samples
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        random.restore()
+        saved.restore()
+        torch.clear_autocast_cache()  # a weight that was cast without gradients would stay without
+
+
+class _Values:
+    """Losses of the first samples of a batch, and of two parts of those, weighted so that they should add up."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Tensor],
+        split: SplitBatch,
+        weights: Weights,
+        devices: Sequence[torch.device],
+    ) -> None:
+        self.fn, self.split, self.weights, self.devices = fn, split, weights, devices
+        self.random = RandomState(devices)
+        self.values: list[Tensor] = []  # of all, of one part, of the other
+
+    def of_most(self, samples: int, in_eval_mode: bool = False) -> int:
+        """How many samples they are of; 0 where there is no memory for two, or fn is none for eval mode."""
+        while samples > 1:
+            try:
+                if attempt.run(lambda: self._compute(samples), self.devices) is None:  # noqa: B023
+                    return samples
+            except Exception as error:
+                if in_eval_mode:
+                    logger.info("memopt.backward could not check the loss: in eval mode fn raises %r", error)
+                    return 0
+                raise ValueError(
+                    f"memopt.backward: fn runs on {self.split.samples} samples and not on a part of them ({error}): is "
+                    "there an argument that every piece needs whole (unbatched=), or whose samples are elsewhere "
+                    "(batch_dim=)?"
+                ) from error
+            samples //= 2
+        return 0
+
+    def _compute(self, samples: int) -> None:
+        cut = max(1, samples // 3)
+        with torch.no_grad():
+            bounds = ((0, samples), (0, cut), (cut, samples))
+            self.values = [self._weighted(*pair, samples) for pair in bounds]
+
+    def _weighted(self, start: int, stop: int, samples: int) -> Tensor:
+        weight = 1.0 if self.weights.reduction == "sum" else self.weights.count(start, stop)
+        if not weight:
+            return torch.zeros(())
+        args, named = self.split.piece(start, stop)
+        loss = self.fn(*args, **named)
+        if loss.dim():  # for each sample: their sum is what adds up
+            return loss.detach().sum()
+        return loss.detach() * (
+            1.0 if self.weights.reduction == "sum" else weight / self.weights.count(0, samples)
+        )

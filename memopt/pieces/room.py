@@ -1,0 +1,123 @@
+"""How much memory there is for a step, and how much there would have to be."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from memopt import _C
+from memopt.oom.recognition import bytes_asked
+
+
+def of(devices: Iterable[torch.device]) -> int:
+    """Bytes that a step can have: of the device that has least, or of the host where there is no other."""
+    cuda = [device for device in devices if device.type == "cuda"]
+    return min(_of_device(device) for device in cuda) if cuda else _of_host()
+
+
+class Taken(NamedTuple):
+    """Of the CUDA devices together, since before(). live: bytes in tensors then; retries: how often the allocator had
+    had to empty its cache to serve a request, which precedes an out of memory and makes a step slow."""
+
+    live: int
+    retries: int
+
+
+def before(devices: Iterable[torch.device]) -> Taken | None:
+    """None where no allocator counts: without CUDA, or under one that keeps no statistics."""
+    stats = _statistics(devices)
+    if not stats:
+        return None
+    live = sum(one.get("allocated_bytes.all.current", 0) for one in stats)
+    return Taken(live, sum(one.get("num_alloc_retries", 0) for one in stats))
+
+
+def after(devices: Iterable[torch.device], then: Taken) -> Taken:
+    """What is held beyond the live bytes of before(), which is what the steps in between have taken if nothing was
+    cached then; and the retries in between."""
+    stats = _statistics(devices)
+    held = sum(one.get("reserved_bytes.all.current", 0) for one in stats)
+    return Taken(held - then.live, sum(one.get("num_alloc_retries", 0) for one in stats) - then.retries)
+
+
+def _statistics(devices: Iterable[torch.device]) -> list[dict[str, int]]:
+    found = []
+    for device in devices:
+        if device.type == "cuda" and _has_statistics():
+            found.append(torch.cuda.memory_stats(device))
+    return found
+
+
+def _has_statistics() -> bool:
+    """A pluggable allocator that is not memopt's has none."""
+    return torch.cuda.memory.get_allocator_backend() != "pluggable" or _C.allocator_is_current()
+
+
+def _of_device(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    if not _has_statistics():
+        return int(free)
+    reserved, live = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    limit = _limit(device, total)
+    return int(min(free, limit - reserved) + reserved - live)
+
+
+def _limit(device: torch.device, total: int) -> int:
+    """What this process may have of the device."""
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # young
+    if fraction is None or torch.cuda.memory.get_allocator_backend() == "pluggable":
+        return total
+    return int(fraction(device) * total)
+
+
+def _of_host() -> int:
+    fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    available = next(int(value) << 10 for name, value, *_ in fields if name == "MemAvailable:")
+    limit = _address_limit()
+    return available if limit is None else min(available, limit - _address_space())
+
+
+def _address_limit() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+def least(error: BaseException, devices: Iterable[torch.device]) -> str:
+    """Called while the failed call's tensors are alive: the bytes that would have let the request pass."""
+    asked = bytes_asked(error) or 0
+    for device in devices:
+        if device.type == "cuda":
+            return _least_of_device(device, asked)
+    if (limit := _address_limit()) is not None:
+        needed = _address_space() + asked
+        return (
+            f"at least {_C.format_size(max(needed, limit + 1))} of address space ({max(needed, limit + 1)} bytes; the "
+            f"limit, ulimit -v, is {_C.format_size(limit)})"
+        )
+    return f"at least {_C.format_size(_of_host() + asked)} of host memory beyond what is in use"
+
+
+def _least_of_device(device: torch.device, asked: int) -> str:
+    free, total = torch.cuda.mem_get_info(device)
+    needed = total - free + asked
+    if needed > total:
+        return (
+            f"at least {_C.format_size(needed)} of device memory ({needed} bytes: {total - free} in use, of all "
+            f"processes, and {asked} for the request that failed), and {device} has {_C.format_size(total)}"
+        )
+    if not _has_statistics():
+        return f"more of {device} than this process may have, by {_C.format_size(asked)}"
+    held = torch.cuda.memory_reserved(device)
+    return (
+        f"at least {_C.format_size(held + asked)} for this process alone ({held + asked} bytes: {held} held and "
+        f"{asked} for the request that failed); a limit below the {_C.format_size(total)} of {device} is set"
+    )

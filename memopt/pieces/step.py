@@ -1,0 +1,390 @@
+"""memopt.backward: a forward and a backward pass that an out of memory does not end."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from memopt.log import logger
+from memopt.pieces import ALONE, Agreement, attempt, exactness, loss_check, room
+from memopt.pieces.entry_state import Buffers, Gradients, RandomState, Scale, version
+from memopt.pieces.known_sizes import KnownSizes
+from memopt.pieces.split_batch import Cutting, Lists, SplitBatch
+from memopt.pieces.weights import Reduction, Weights
+
+Model: TypeAlias = nn.Module | Iterable[nn.Module]
+
+
+def backward(
+    fn: Callable[..., Tensor],
+    *batch: Any,
+    model: Model,
+    scaler: torch.amp.GradScaler | None = None,
+    reduction: Reduction = "mean",
+    exact: bool | None = None,
+    unbatched: Collection[int | str] = (),
+    batch_dim: int | Mapping[int | str, int] = 0,
+    lists: Lists | None = None,
+    agreement: Agreement | None = None,
+    **named: Any,
+) -> Tensor:
+    """fn(*batch, **named).backward(), which an out of memory does not end: the batch then runs again in pieces, whose
+    losses are weighted so that the gradients are the whole batch's. Returns the whole batch's loss, detached.
+
+        def compute_loss(inputs, targets):
+            with torch.autocast("cuda", torch.float16):
+                return F.cross_entropy(model(inputs), targets)
+
+        for inputs, targets in loader:
+            loss = memopt.backward(compute_loss, inputs, targets, model=model, scaler=scaler)
+            scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+
+    fn: returns the loss, of no dimension, or a loss for each sample, (n, …), which is reduced here. It is run again
+        after an out of memory, and in a model's first step and now and then in one that is cut also without gradients,
+        on two parts of the batch: what it does besides (counters, logging) is done again.
+    batch, named: n samples, in dimension 0 of every tensor, whatever tuples, dicts and dataclasses they are in; pieces
+        are views. Numbers, strings, None and functions are passed whole.
+    model: whose gradients, buffers and modes count, or several such modules. Gradients at entry are added to.
+    scaler: torch's or memopt's GradScaler; what runs backward is scaler.scale(loss).
+    reduction: what the loss is over its samples: "mean", "sum", or a function that is given a piece's arguments and
+        returns the number it counts for: lambda x, y: (y != -100).sum() for a mean over tokens.
+    exact: True refuses what draws random numbers as well: pieces have other dropout masks than the whole, and gradients
+        that are equal in distribution only. False refuses nothing, checks nothing.
+    unbatched: arguments that each piece is given whole, by position, keyword, key or field.
+    batch_dim: where the samples are, if not in dimension 0; of some arguments by a dict of such names.
+    lists: "samples" or "tensors": what a list is where it might be either.
+    agreement: between the ranks of a model in several processes (memopt.pieces.Agreement).
+
+    Sizes are remembered by the shape of the input, as long as the model lives: the next such batch is cut at once, and
+    whole again when there is more room. Between attempts random states (torch's, Python's, NumPy's global one), buffers
+    and gradients are what they were at entry. Where gradients were there at entry, those of the step are kept apart
+    until it has succeeded, which takes their size once more, at the end of the backward pass; where even one sample
+    does not fit beside them, those of a CUDA device go to the host meanwhile.
+
+    Raises ValueError before anything ran where samples cannot be told, or pieces would have other gradients (batch norm
+    in train mode, hooks on gradients), and after the first step, gradients restored, where the loss turns out to be no
+    such reduction; TypeError for an argument that cannot be cut. Where one sample alone does not fit, an error of the
+    class of the last out of memory, which names the least capacity that it would have taken. Everything is then as at
+    entry. Any other exception of fn is passed on, gradients as at entry.
+
+    An out of memory that an earlier kernel would have raised later (asynchronously) is none that can be told; an
+    optimizer's step outside runs out of memory as ever. Inside a CUDA graph's capture it is a plain backward."""
+    modules = (model,) if isinstance(model, nn.Module) else tuple(model)
+    if not modules:
+        raise ValueError("memopt.backward: model= names no module whose gradients the step is for")
+    split = SplitBatch(batch, named, Cutting(unbatched, batch_dim, lists))
+    step = _Step(
+        fn, split, modules, scaler, Weights(reduction, split), exact, agreement or _agreement(modules)
+    )
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return step.plain()
+    return step.run()
+
+
+class _History:
+    """What is known of a model from earlier steps."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.sizes = KnownSizes()
+        self.buffers = Buffers()
+        self.suspects = exactness.suspects(modules)
+        self.seen: set[Hashable] = set()  # what has gone through once
+        self.cut: dict[Hashable, int] = {}  # steps in pieces, of each
+
+
+_histories: weakref.WeakKeyDictionary[nn.Module, _History] = weakref.WeakKeyDictionary()
+
+
+def _history(modules: Sequence[nn.Module]) -> _History:
+    found = _histories.get(modules[0])
+    if found is None:
+        found = _histories[modules[0]] = _History(modules)
+    return found
+
+
+def _agreement(modules: Sequence[nn.Module]) -> Agreement:
+    kinds = {kind.__name__ for root in modules for module in root.modules() for kind in type(module).__mro__}
+    distributed = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+    if distributed:
+        raise ValueError(
+            f"memopt.backward: the model is {distributed.pop()}'s, whose ranks have to agree on the pieces: pass "
+            "agreement="
+        )
+    return ALONE
+
+
+class _Step:
+    """One call of backward()."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Tensor],
+        split: SplitBatch,
+        modules: Sequence[nn.Module],
+        scaler: Any,
+        weights: Weights,
+        exact: bool | None,
+        agreement: Agreement,
+    ) -> None:
+        self.fn, self.split, self.modules, self.scaler, self.weights = fn, split, modules, scaler, weights
+        self.exact, self.agreement = exact, agreement
+        self.history = _history(modules)
+        self.what = (_what(fn), tuple(module.training for module in modules), repr(weights.reduction))
+        self.parameters = _leaves(modules, split)
+        self.devices = tuple({tensor.device for tensor in (*self.parameters, *split.tensors())})
+        if exact is not False:
+            self._refuse()
+        self.done = 0  # samples whose gradients are accumulated
+        self.total: Tensor | None = None  # their weighted losses
+        self.room: int | None = None  # bytes at entry, as soon as somebody asks
+        self.in_forward = True  # where the piece is
+        self.was_emptied = False  # the allocator's cache, in this step
+        self.is_cut = False
+        self.failure: attempt.Failure | None = None  # of one sample, where there are other ranks
+
+    def _refuse(self) -> None:
+        exactness.refuse_mixing(self.history.suspects)
+        if not self._was_seen():
+            exactness.refuse_hooks(self.modules)
+            if self.exact:
+                exactness.refuse_randomness(self.modules)
+        for tensor in self.split.tensors():
+            if tensor.grad_fn is not None:
+                raise ValueError(
+                    "memopt.backward: a tensor of the batch has a graph of its own, whose backward pass can run once: "
+                    "compute it within fn, or pass it detached"
+                )
+
+    def plain(self) -> Tensor:
+        loss = self.weights.reduced(self.fn(*self.split.args, **self.split.named), 0, self.split.samples)
+        self._scaled(loss).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Tensor:
+        self.scale = Scale(self.scaler)
+        self.versions = [version(tensor) for tensor in self.split.tensors()]
+        if attempt.run(self._enter, self.devices) is not None:
+            self._enter()  # now that nothing is cached and no garbage is left
+        self.gradients = Gradients(self.parameters)
+        try:
+            self._run()
+            self.agreement.reduce(self.parameters)
+            self._check()
+        except BaseException:
+            self.gradients.restore()
+            raise
+        self.gradients.add()
+        if self.total is None:  # no piece counted for anything: the mean of nothing
+            return torch.full((), float("nan"), device=self.devices[0])
+        return self.total
+
+    def _enter(self) -> None:
+        self.random = RandomState(self.devices)
+        self.saved = self.history.buffers.copies(self.modules)
+
+    def _run(self) -> None:
+        samples = self.split.samples
+        size, before = self._chosen(), None
+        while True:
+            left = samples - self.done
+            count = self._agreed(left, size)
+            size = -(-left // count) if left else 1
+            if self.done == 0:
+                before = None if count == 1 else room.before(self.devices)
+            self.is_cut = self.done > 0 or count > 1
+            failed = self._pieces(count)
+            if self.agreement.succeeded(failed is None):
+                self._learn(size, before)
+                return
+            if failed is None:  # another rank's did not
+                self._begin_again()
+                size = max(1, size // 2)
+            else:
+                size = self._smaller(*failed)
+                if self.agreement is not ALONE:
+                    self._begin_again()
+
+    def _agreed(self, left: int, size: int) -> int:
+        """How many pieces. size 0: not even one sample fits this rank; the others hear of it by a number that none can
+        have, and raise as this one does."""
+        wanted = 1 if not left else -(-left // size) if size else 2 * self.split.samples
+        try:
+            return self.agreement.pieces(wanted, self.split.samples)
+        except Exception as error:
+            if self.failure is None:
+                raise
+            raise self._final(self.failure) from error
+
+    def _chosen(self) -> int:
+        """How many samples a piece is to have at first."""
+        samples, sizes = self.split.samples, self.history.sizes
+        if sizes.is_unlimited(self.what) or samples < 2:
+            return max(samples, 1)
+        self.room = room.of(self.devices)
+        return sizes.choose(self.what, self.split.shapes, samples, self.room)
+
+    def _pieces(self, count: int) -> tuple[attempt.Failure, int] | None:
+        """What is left of the batch in `count` pieces; the failure and the size of the one that ran out of memory."""
+        begin, left = self.done, self.split.samples - self.done
+        ends = [begin + left * (k + 1) // count for k in range(count)]
+        for index, (start, stop) in enumerate(zip([begin, *ends], ends, strict=False)):
+            with self.agreement.piece(index, count):
+                failure = self._piece(start, stop)
+            if failure is not None:
+                return failure, stop - start
+            self.done = stop
+        return None
+
+    def _piece(self, start: int, stop: int) -> attempt.Failure | None:
+        """After a failure the state is that at the piece's begin where nothing was accumulated, else that at entry."""
+        first = start == 0
+        marks = None if first else self.gradients.marks()
+        random, saved = self.random, self.saved
+
+        def call() -> None:
+            nonlocal random, saved
+            self.in_forward = True
+            if not first:
+                random, saved = RandomState(self.devices), self.history.buffers.copies(self.modules)
+            self._forward_and_backward(start, stop)
+
+        failure = attempt.run(call, self.devices)
+        if failure is None:
+            return None
+        self.was_emptied = True
+        if self.versions != [version(tensor) for tensor in self.split.tensors()]:
+            raise ValueError(
+                "memopt.backward: fn has changed a tensor of its batch in place and then run out of memory, so it "
+                "cannot run again: have it change a copy"
+            )
+        self.scale.restore()
+        if first or not (self.in_forward or (marks is not None and self.gradients.untouched(marks))):
+            self._begin_again()
+        elif random is not self.random:  # else it had not even begun
+            random.restore()
+            saved.restore()
+        return failure
+
+    def _begin_again(self) -> None:
+        self.gradients.clear()
+        self.random.restore()
+        self.saved.restore()
+        self.done, self.total = 0, None
+
+    def _forward_and_backward(self, start: int, stop: int) -> None:
+        if self.weights.is_nothing(start, stop):
+            return
+        args, named = self.split.piece(start, stop)
+        loss = self.weights.reduced(self.fn(*args, **named), start, stop)
+        if self.exact is not False:
+            self._refuse_loss(loss)
+        scaled = self._scaled(loss)
+        self.in_forward = False
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self.total = loss.detach() if self.total is None else self.total + loss.detach()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def _was_seen(self) -> bool:
+        return self.what in self.history.seen
+
+    # ---- what is learned ---------------------------------------------------------------------------------------------
+
+    def _smaller(self, failure: attempt.Failure, size: int) -> int:
+        """The size to go on with. Raises where there is none."""
+        if self.room is None:
+            self.room = room.of(self.devices)
+        self.history.sizes.record(self.what, self.split.shapes).has_failed(size, self.room, failure.asked)
+        if size > 1:
+            logger.info("%d samples ran out of memory: pieces of %d", size, size // 2)
+            return size // 2
+        if self.gradients.to_host():
+            logger.info("one sample ran out of memory: the gradients at entry wait on the host")
+            self._begin_again()
+            return 1
+        self._begin_again()
+        if self.agreement is not ALONE:
+            self.failure = failure
+            return 0
+        raise self._final(failure)
+
+    def _final(self, failure: attempt.Failure) -> BaseException:
+        begin = "CUDA out of memory. " if failure.kind is torch.OutOfMemoryError else ""
+        return failure.error(
+            f"{begin}memopt.backward: one sample alone does not fit (of {self.split.samples}): it needs "
+        )
+
+    def _learn(self, size: int, before: room.Taken | None) -> None:
+        self.history.buffers.learn(self.saved)
+        if self.room is None:
+            return
+        taken = None if before is None else room.after(self.devices, before)
+        record = self.history.sizes.record(self.what, self.split.shapes)
+        record.has_fitted(size, self.room, taken, self.was_emptied)
+
+    # ---- what is checked ---------------------------------------------------------------------------------------------
+
+    def _refuse_loss(self, loss: Tensor) -> None:
+        """Between forward and backward."""
+        if self.exact and self.random.was_drawn_from():
+            raise ValueError(
+                "memopt.backward: exact=True, and fn draws random numbers, of which pieces would draw others. Without "
+                "exact=True the gradients of pieces are equal in distribution"
+            )
+        is_due = (
+            loss_check.is_due(self.history.cut.get(self.what, 0)) if self.is_cut else not self._was_seen()
+        )
+        if self.weights.by_samples and is_due:
+            exactness.refuse_graph(loss)
+
+    def _check(self) -> None:
+        """By values: the first step, and of those in pieces ever fewer."""
+        is_new = not self._was_seen()
+        self.history.seen.add(self.what)
+        cut = self.history.cut.get(self.what, 0)
+        if self.is_cut:
+            self.history.cut[self.what] = cut + 1
+        if self.exact is False or self.agreement is not ALONE or self.split.samples < 2:
+            return
+        if (
+            loss_check.is_due(cut)
+            if self.is_cut
+            else is_new and not loss_check.is_compiled(self.modules, self.fn)
+        ):
+            attempt.run(self._check_values, self.devices)  # what does not fit is not checked
+
+    def _check_values(self) -> None:
+        """An out of memory here is no failure, but takes time: only a step that had one already tries the most."""
+        samples, record = self.split.samples, None
+        if self.is_cut:
+            record = self.history.sizes.record(self.what, self.split.shapes)
+            if not self.was_emptied:
+                samples = min(samples, record.checked or 0)
+        if samples > 1:
+            surroundings = (self.modules, self.devices, self.history.buffers)
+            checked = loss_check.check(self.fn, self.split, self.weights, *surroundings, samples)
+            if record is not None:
+                record.checked = checked
+
+
+def _what(fn: Any) -> Hashable:
+    """A function made anew for each step is the same one: its code is."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = getattr(fn, "__func__", fn)
+    return cast(Hashable, getattr(fn, "__code__", None) or type(fn))
+
+
+def _leaves(modules: Sequence[nn.Module], split: SplitBatch) -> list[Tensor]:
+    """Whatever the step accumulates gradients into, once each."""
+    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    found |= {id(t): t for t in split.tensors() if t.requires_grad and t.is_leaf}
+    return list(found.values())

@@ -1,0 +1,12 @@
+"""memopt.backward where each allocation is one call of the driver, each of which fails once."""
+
+from __future__ import annotations
+
+from tests.backward_steps import SOAK, Trial, fails_at_every, trial  # noqa: F401
+
+SIM = {"memory": "1GiB"}
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def test_every_allocation_may_fail(trial: Trial) -> None:  # noqa: F811
+    assert fails_at_every(trial, "cudaMalloc", 1, stride=1 if SOAK else 3) > 40
