@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from memopt.diagnosis import doctor
     from memopt.estimation.model_estimate import estimate
     from memopt.offloading.activations import offload_activations
+    from memopt.offloading.layers import offload_layers
     from memopt.owners.device_bytes import device_bar
     from memopt.owners.live import live_tensors
     from memopt.pieces.step import backward
@@ -64,6 +65,7 @@ __all__ = [
     "find_batch_size",
     "live_tensors",
     "offload_activations",
+    "offload_layers",
     "optim",
     "patch",
     "profile",
@@ -92,6 +94,7 @@ _LATER = {
     "device_bar": "memopt.owners.device_bytes",
     "live_tensors": "memopt.owners.live",
     "offload_activations": "memopt.offloading.activations",
+    "offload_layers": "memopt.offloading.layers",
     "amp": None,
     "batch_sizes": None,
     "chain": None,
