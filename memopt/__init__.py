@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from memopt.checkpointing.auto_checkpoint import auto_checkpoint, undo_checkpoint
     from memopt.diagnosis import doctor
     from memopt.estimation.model_estimate import estimate
+    from memopt.lower_precision import to_dtype_
     from memopt.offloading.activations import offload_activations
     from memopt.offloading.layers import offload_layers
     from memopt.owners.device_bytes import device_bar
     from memopt.owners.live import live_tensors
     from memopt.pieces.step import backward
     from memopt.profiling.session import profile
+    from memopt.releasing import release
     from memopt.switches import disable, enable, patch
 
 Error = _engines.Error
@@ -69,8 +71,10 @@ __all__ = [
     "optim",
     "patch",
     "profile",
+    "release",
     "set_checkpoint_early_stop",
     "sim",
+    "to_dtype_",
     "undo_checkpoint",
 ]
 
@@ -84,6 +88,8 @@ _LATER = {
     "enable": "memopt.switches",
     "patch": "memopt.switches",
     "profile": "memopt.profiling.session",
+    "release": "memopt.releasing",
+    "to_dtype_": "memopt.lower_precision",
     "checkpoint": "memopt.checkpointing",
     "checkpoint_sequential": "memopt.checkpointing",
     "create_selective_checkpoint_contexts": "memopt.checkpointing",

@@ -7,6 +7,8 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from memopt.log import logger
 from memopt.oom.recognition import is_out_of_memory
 from memopt.owners import dead_frames
@@ -193,18 +195,11 @@ class Attempt:
             of.failed(self.size)
             # `with` holds the exception until this returns; and with it all that the step's frames have.
             dead_frames.empty(error)
-            give_back()
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
         elif error is None:
             of.worked()
         for sampler in of._samplers:
             sampler.ended(self.failed)
         return self.failed
-
-
-def give_back() -> None:
-    """What cycles hold goes, and the memory that lies in the allocator's cache in pieces."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

@@ -5,14 +5,12 @@ the tensors of the call that failed. The frames are emptied; the exception, its 
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import dataclass
 
-import torch
-
 from memopt import _C
 from memopt.owners import census, dead_frames
+from memopt.releasing import give_back
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,7 @@ def release(error: BaseException | None = None) -> Released:
     found = error if error is not None else getattr(sys, "last_value", None)
     before = _live()
     dead_frames.empty(found)
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    give_back()
     left = _live()
     freed = {device: size - left.get(device, 0) for device, size in before.items()}
     return Released(freed, left, type(found).__name__ if found is not None else "")

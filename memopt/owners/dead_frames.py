@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from memopt.oom.recognition import followed
 
+_RESUMABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
-def frames(error: BaseException) -> Iterator[types.FrameType]:
-    traceback = error.__traceback__
+
+def empty(error: BaseException | None) -> int:
+    """Lets go what the frames of an exception hold, and those of all that it followed. Its text and its lines stay; a
+    debugger finds no locals any more. Frames of what runs still, or may go on (generators), are left as they are.
+    Returns how many were emptied."""
+    return empty_tracebacks(
+        one.__traceback__ for one in followed(error, everything=True) if one.__traceback__ is not None
+    )
+
+
+def empty_tracebacks(tracebacks: Iterable[types.TracebackType]) -> int:
+    """The same, of all the frames that these have."""
+    found = {id(frame): frame for traceback in tracebacks for frame in _frames(traceback)}
+    if any(frame.f_code.co_flags & _RESUMABLE for frame in found.values()):
+        for suspended in _suspended():
+            found.pop(suspended, None)
+    return sum(map(_empty, found.values()))
+
+
+def _frames(traceback: types.TracebackType | None) -> Iterator[types.FrameType]:
     while traceback is not None:
         yield traceback.tb_frame
         traceback = traceback.tb_next
 
 
-def empty(error: BaseException | None) -> None:
-    """Lets go what the frames of an exception hold, and those of all that it followed. Its text and its lines stay; a
-    debugger finds no locals any more. Frames that run still are left as they are."""
-    for frame in {
-        id(frame): frame for one in followed(error, everything=True) for frame in frames(one)
-    }.values():
-        _empty(frame)
+def _suspended() -> Iterator[int]:
+    """Frames of generators and coroutines that have not ended. Emptying one would end it, up to Python 3.12."""
+    for thing in gc.get_objects():
+        for kind, name in _FRAME_OF.items():
+            if type(thing) is kind:
+                yield id(getattr(thing, name))
 
 
-def _empty(frame: types.FrameType) -> None:
+_FRAME_OF = {
+    types.GeneratorType: "gi_frame",
+    types.CoroutineType: "cr_frame",
+    types.AsyncGeneratorType: "ag_frame",
+}
+
+
+def _empty(frame: types.FrameType) -> bool:
     try:
         frame.clear()
     except RuntimeError:  # it runs still: this very call is below it
-        return
+        return False
     if (
-        frame.f_code.co_flags & 1
+        frame.f_code.co_flags & inspect.CO_OPTIMIZED
     ):  # a function's: the dict of its locals, if somebody asked for one, is made anew
         _ = frame.f_locals
+    return True
