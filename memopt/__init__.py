@@ -23,7 +23,7 @@ except ImportError as error:
     raise ImportError(f"memopt._C cannot be loaded ({error}): {hint}") from error
 
 if TYPE_CHECKING:
-    from memopt import amp, batch_sizes, chain, cuda, optim, sim
+    from memopt import amp, batch_sizes, chain, cuda, data, optim, sim
     from memopt.batch_sizes import BatchSize, find_batch_size
     from memopt.checkpointing import (
         checkpoint,
@@ -59,6 +59,7 @@ __all__ = [
     "checkpoint_sequential",
     "create_selective_checkpoint_contexts",
     "cuda",
+    "data",
     "device_bar",
     "disable",
     "doctor",
@@ -105,6 +106,7 @@ _LATER = {
     "batch_sizes": None,
     "chain": None,
     "cuda": None,
+    "data": None,
     "optim": None,
     "sim": None,
 }

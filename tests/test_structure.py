@@ -17,7 +17,19 @@ LAYERS = {  # a folder, and those that it may include from
     "optim": {"base", "driver", "optim", "kernels"},
     "checkpoint": {"base", "driver", "checkpoint"},
     "transfer": {"base", "driver", "transfer"},
-    "python": {"base", "driver", "alloc", "scaler", "optim", "checkpoint", "transfer", "python", "kernels"},
+    "data": {"base", "data"},
+    "python": {
+        "base",
+        "driver",
+        "alloc",
+        "scaler",
+        "optim",
+        "checkpoint",
+        "transfer",
+        "data",
+        "python",
+        "kernels",
+    },
     "simcuda": {"simcuda", "driver/cuda_types.h", "kernels"},
 }
 SOURCES = [path for layer in LAYERS for path in sorted((CSRC / layer).glob("*.[ch]"))]
@@ -27,7 +39,9 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("layer", ["base", "driver", "alloc", "scaler", "optim", "checkpoint", "transfer"])
+@pytest.mark.parametrize(
+    "layer", ["base", "driver", "alloc", "scaler", "optim", "checkpoint", "transfer", "data"]
+)
 def test_every_module_has_a_c_test_of_the_same_name(layer):
     missing = [
         name(source)

@@ -88,7 +88,8 @@ static int module_exec(PyObject *module)
         mo_py_trace_init(module) < 0 || mo_py_pool_init(module) < 0 || mo_py_tensor_init(module) < 0 ||
         mo_py_optim_init(module) < 0 || mo_py_adam8_init(module) < 0 || mo_py_scaler_init(module) < 0 ||
         mo_py_chain_init(module) < 0 || mo_py_checkpoint_init(module) < 0 ||
-        mo_py_transfer_init(module) < 0 || mo_py_ring_init(module) < 0 || mo_py_module_calls_init(module) < 0)
+        mo_py_transfer_init(module) < 0 || mo_py_ring_init(module) < 0 || mo_py_module_calls_init(module) < 0 ||
+        mo_py_shared_init(module) < 0)
         return -1;
     return 0;
 }
@@ -99,6 +100,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 
     Py_VISIT(mo_state(module)->error);
     Py_VISIT(mo_state(module)->gradients);
+    Py_VISIT(mo_state(module)->shared_memory);
     Py_VISIT(torch->tensor);
     Py_VISIT(torch->parameter);
     Py_VISIT(torch->is_neg);
@@ -116,6 +118,7 @@ static int module_clear(PyObject *module)
 
     Py_CLEAR(mo_state(module)->error);
     Py_CLEAR(mo_state(module)->gradients);
+    Py_CLEAR(mo_state(module)->shared_memory);
     Py_CLEAR(torch->tensor);
     Py_CLEAR(torch->parameter);
     Py_CLEAR(torch->is_neg);

@@ -37,6 +37,7 @@ typedef struct mo_module_state {
     PyObject *gradients; /* the type memopt._C.Gradients */
     mo_torch torch;
     PyObject *checkpoint_types[MO_CHECKPOINT_TYPES];
+    PyObject *shared_memory; /* the type memopt._C.SharedMemory */
 } mo_module_state;
 
 static inline mo_module_state *mo_state(PyObject *module)
@@ -66,5 +67,6 @@ int mo_py_transfer_init(PyObject *module);
 int mo_py_module_calls_init(PyObject *module);
 int mo_py_ring_init(PyObject *module);
 int mo_py_disk_init(PyObject *module);
+int mo_py_shared_init(PyObject *module);
 
 #endif

@@ -32,6 +32,31 @@ def limit_of(pid: int | str = "self", proc: str = "/proc", cgroups: str = "/sys/
     return Limit(tightest.size, tightest.where, kills) if tightest else Limit(None, "unknown", kills)
 
 
+def available(pid: int | str = "self", proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes that can still be taken without meeting a limit, page cache and swap counted as free; None where nothing is
+    known."""
+    machine = {
+        name: int(size.split()[0]) << 10
+        for name, _, size in (line.partition(":") for line in _lines(Path(proc) / "meminfo"))
+    }
+    found = [machine["MemAvailable"] + machine.get("SwapFree", 0)] if "MemAvailable" in machine else []
+    for folder in _groups(Path(proc) / str(pid) / "cgroup", Path(cgroups)):
+        for most, now in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, used = _number(folder / most), _number(folder / now)
+            if limit is not None and used is not None:
+                found.append(max(0, limit - used + _page_cache(folder / "memory.stat")))
+    return min(found, default=None)
+
+
+def _page_cache(file: Path) -> int:
+    """Bytes of a cgroup's files that the kernel drops when it needs them."""
+    stat = dict(line.split(" ", 1) for line in _lines(file) if " " in line)
+    return sum(int(stat.get(name, 0)) for name in ("inactive_file", "active_file"))
+
+
 def _machine(proc: Path) -> Limit:
     for line in _lines(proc / "meminfo"):
         if line.startswith("MemTotal:"):

@@ -1,0 +1,299 @@
+/* memopt._C.SharedItems: strings or a list, or a slice of one, in shared memory. Each read makes the value anew. */
+#include "python/py_shared.h"
+
+#include <string.h>
+
+/* Item i is the memory's item start + i * step. */
+typedef struct items {
+    PyObject_HEAD PyObject *module; /* borrowed: the memory's type holds it */
+    PyObject *memory;               /* NULL: closed */
+    PyObject *leaf;                 /* decode */
+    mo_shared_view view;
+    Py_ssize_t start, step, length;
+} items;
+
+static PyTypeObject *defining_type(PyTypeObject *type);
+
+static PyObject *items_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    PyTypeObject *base = defining_type(type);
+    PyObject *memory, *leaf, *module = base ? PyType_GetModule(base) : NULL;
+    mo_shared_view view;
+    items *self;
+
+    if (!module)
+        return NULL;
+    if (keywords && PyDict_Size(keywords))
+        return PyErr_Format(PyExc_TypeError, "SharedItems() takes no keyword arguments");
+    if (!PyArg_ParseTuple(args, "OO:SharedItems", &memory, &leaf) ||
+        mo_shared_view_of(module, memory, &view) < 0)
+        return NULL;
+    if (view.kind == MO_SHARED_DICT)
+        return PyErr_Format(PyExc_TypeError, "this shared container is a dict, no list");
+    self = (items *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self)
+        return NULL;
+    self->module = module;
+    self->memory = Py_NewRef(memory);
+    self->leaf = Py_NewRef(leaf);
+    self->view = view;
+    self->step = 1;
+    self->length = (Py_ssize_t)view.count;
+    return (PyObject *)self;
+}
+
+static void items_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+
+    Py_XDECREF(((items *)self)->memory);
+    Py_XDECREF(((items *)self)->leaf);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* False with an exception: it is closed. */
+static bool is_open(const items *self)
+{
+    if (!self->memory)
+        PyErr_SetString(PyExc_ValueError, "this shared container is closed");
+    return self->memory != NULL;
+}
+
+static Py_ssize_t items_length(PyObject *self)
+{
+    return is_open((items *)self) ? ((items *)self)->length : -1;
+}
+
+/* 0 <= i < length. */
+static PyObject *value_at(items *self, Py_ssize_t i)
+{
+    const mo_shared_view *v = &self->view;
+    PyObject *memory, *value;
+    mo_shared_cursor cursor;
+    mo_shared_span span;
+
+    if (!mo_shared_item(v, (uint64_t)(self->start + i * self->step), &span))
+        return mo_shared_damaged(self->module);
+    if (v->kind == MO_SHARED_STRINGS)
+        return mo_shared_decode_str(self->module, v->base + span.begin, span.end - span.begin);
+    cursor = (mo_shared_cursor){v->base, span.begin, span.end};
+    memory = Py_NewRef(self->memory); /* a leaf's function may close this */
+    value = mo_shared_decode(self->module, memory, self->leaf, &cursor);
+    Py_DECREF(memory);
+    return value;
+}
+
+static PyObject *items_item(PyObject *self, Py_ssize_t i)
+{
+    if (!is_open((items *)self))
+        return NULL;
+    if (i < 0 || i >= ((items *)self)->length) {
+        PyErr_SetString(PyExc_IndexError, "index out of range");
+        return NULL;
+    }
+    return value_at((items *)self, i);
+}
+
+static PyObject *slice_of(items *self, PyObject *slice)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    Py_ssize_t start, stop, step, length;
+    items *part;
+
+    if (PySlice_Unpack(slice, &start, &stop, &step) < 0 || !is_open(self)) /* an __index__ may close it */
+        return NULL;
+    length = PySlice_AdjustIndices(self->length, &start, &stop, step);
+    part = (items *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!part)
+        return NULL;
+    part->module = self->module;
+    part->memory = Py_NewRef(self->memory);
+    part->leaf = Py_NewRef(self->leaf);
+    part->view = self->view;
+    part->length = length;
+    /* Of none or one the step means nothing, and its product need not fit. */
+    part->start = length ? self->start + start * self->step : 0;
+    part->step = length > 1 ? self->step * step : 1;
+    return (PyObject *)part;
+}
+
+static PyObject *items_subscript(PyObject *self, PyObject *key)
+{
+    items *it = (items *)self;
+    Py_ssize_t i;
+
+    if (!is_open(it))
+        return NULL;
+    if (PyLong_CheckExact(key) || PyIndex_Check(key)) {
+        i = PyNumber_AsSsize_t(key, PyExc_IndexError);
+        if (i == -1 && PyErr_Occurred())
+            return NULL;
+        return items_item(self, i < 0 ? i + it->length : i);
+    }
+    if (PySlice_Check(key))
+        return slice_of(it, key);
+    return PyErr_Format(PyExc_TypeError, "indices must be integers or slices, not %R", Py_TYPE(key));
+}
+
+/* The place of the first item from `from` that is this str, -1 if there is none, -2 with an exception. By its bytes:
+ * nothing is decoded. */
+static Py_ssize_t find_str(const items *self, PyObject *wanted, Py_ssize_t from)
+{
+    PyObject *bytes = PyUnicode_AsEncodedString(wanted, "utf-8", "surrogatepass");
+    const char *text = bytes ? PyBytes_AsString(bytes) : NULL;
+    const uint64_t size = bytes ? (uint64_t)PyBytes_Size(bytes) : 0;
+    Py_ssize_t found = text ? -1 : -2;
+    mo_shared_span span;
+
+    for (Py_ssize_t i = from; found == -1 && i < self->length; i++) {
+        if (!mo_shared_item(&self->view, (uint64_t)(self->start + i * self->step), &span)) {
+            mo_shared_damaged(self->module);
+            found = -2;
+        } else if (span.end - span.begin == size && memcmp(self->view.base + span.begin, text, size) == 0) {
+            found = i;
+        }
+    }
+    Py_XDECREF(bytes);
+    return found;
+}
+
+/* As find_str, for any value, by ==. */
+static Py_ssize_t find(items *self, PyObject *wanted, Py_ssize_t from)
+{
+    if (self->view.kind == MO_SHARED_STRINGS && PyUnicode_CheckExact(wanted))
+        return find_str(self, wanted, from);
+    for (Py_ssize_t i = from; i < self->length; i++) {
+        PyObject *value = value_at(self, i);
+        int equal = value ? PyObject_RichCompareBool(value, wanted, Py_EQ) : -1;
+        Py_XDECREF(value);
+        if (equal)
+            return equal < 0 ? -2 : i;
+        if (!is_open(self))
+            return -2;
+    }
+    return -1;
+}
+
+static int items_contains(PyObject *self, PyObject *wanted)
+{
+    const Py_ssize_t found = is_open((items *)self) ? find((items *)self, wanted, 0) : -2;
+
+    return found == -2 ? -1 : found >= 0;
+}
+
+PyDoc_STRVAR(index_doc, "index($self, value, start=0, stop=9223372036854775807, /)\n--\n\n"
+                        "The first place of a value in [start, stop). Raises ValueError if it is not there.");
+
+static PyObject *items_index(PyObject *self, PyObject *args)
+{
+    items *it = (items *)self;
+    Py_ssize_t start = 0, stop = PY_SSIZE_T_MAX, found;
+    PyObject *wanted;
+
+    if (!PyArg_ParseTuple(args, "O|nn:index", &wanted, &start, &stop) || !is_open(it))
+        return NULL;
+    start += start < 0 ? it->length : 0;
+    stop += stop < 0 ? it->length : 0;
+    found = find(it, wanted, start < 0 ? 0 : start);
+    if (found == -2)
+        return NULL;
+    if (found < 0 || found >= stop)
+        return PyErr_Format(PyExc_ValueError, "%R is not in it", wanted);
+    return PyLong_FromSsize_t(found);
+}
+
+PyDoc_STRVAR(count_doc, "count($self, value, /)\n--\n\nHow many items equal a value.");
+
+static PyObject *items_count(PyObject *self, PyObject *wanted)
+{
+    items *it = (items *)self;
+    Py_ssize_t count = 0, at;
+
+    if (!is_open(it))
+        return NULL;
+    for (at = find(it, wanted, 0); at >= 0; at = find(it, wanted, at + 1))
+        count++;
+    return at == -2 ? NULL : PyLong_FromSsize_t(count);
+}
+
+PyDoc_STRVAR(
+    close_doc,
+    "close($self, /)\n--\n\n"
+    "Lets go of the memory, which goes when its other slices, arrays and tensors are gone too. Using it\n"
+    "afterwards raises ValueError.");
+
+static PyObject *items_close(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    Py_CLEAR(((items *)self)->memory);
+    Py_RETURN_NONE;
+}
+
+static PyObject *items_memory(PyObject *self, void *unused)
+{
+    (void)unused;
+    return is_open((items *)self) ? Py_NewRef(((items *)self)->memory) : NULL;
+}
+
+static PyObject *items_range(PyObject *self, void *unused)
+{
+    const items *it = (items *)self;
+
+    (void)unused;
+    return is_open(it) ? Py_BuildValue("(nnn)", it->start, it->step, it->length) : NULL;
+}
+
+PyDoc_STRVAR(
+    items_doc,
+    "SharedItems(memory, decode, /)\n--\n\n"
+    "Strings or a list in a SharedMemory. decode(kind, description, memory, begin, length): a leaf.");
+
+static PyMethodDef items_methods[] = {
+    {"index", items_index, METH_VARARGS, index_doc},
+    {"count", items_count, METH_O, count_doc},
+    {"close", items_close, METH_NOARGS, close_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef items_attributes[] = {
+    {"_memory", items_memory, NULL, "The SharedMemory that it is in.", NULL},
+    {"_range", items_range, NULL, "(start, step, length) of it in the memory.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)items_doc},   {Py_tp_new, items_new},
+    {Py_tp_dealloc, items_dealloc},   {Py_tp_iter, PySeqIter_New},
+    {Py_tp_methods, items_methods},   {Py_tp_getset, items_attributes},
+    {Py_mp_length, items_length},     {Py_mp_subscript, items_subscript},
+    {Py_sq_length, items_length},     {Py_sq_item, items_item},
+    {Py_sq_contains, items_contains}, {0, NULL},
+};
+
+static PyType_Spec spec = {
+    .name = "memopt._C.SharedItems",
+    .basicsize = sizeof(items),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};
+
+/* SharedItems itself, of one of its subclasses: the module is known to it alone. NULL with an exception. */
+static PyTypeObject *defining_type(PyTypeObject *type)
+{
+    PyTypeObject *found = NULL;
+
+    for (; type; type = (PyTypeObject *)PyType_GetSlot(type, Py_tp_base))
+        if (PyType_GetSlot(type, Py_tp_new) == (void *)items_new)
+            found = type; /* a subclass without a __new__ of its own has it too: the last one is it */
+    return found;
+}
+
+int mo_py_shared_items_init(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
+    const int failed = !type || PyModule_AddObjectRef(module, "SharedItems", type) < 0;
+
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
