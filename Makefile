@@ -38,6 +38,7 @@ environments: build
 	@$(ENVIRONMENT) sim >build/python-sim
 	@$(ENVIRONMENT) notebook >build/python-notebook
 	@$(ENVIRONMENT) extras >build/python-extras
+	@$(ENVIRONMENT) data >build/python-data
 
 test-c: environments  ## the C tests alone
 	@"$$(cat build/python-cpu)" -m pytest tests/c $(PYTEST)

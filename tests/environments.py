@@ -7,6 +7,7 @@
     python3 tests/environments.py notebook         what executes the notebooks
     python3 tests/environments.py estimate         transformers, for two of the scripts that bench_estimate.py runs
     python3 tests/environments.py extras           what memopt uses where it is there: TensorBoard, NVML, plotly
+    python3 tests/environments.py data             what memopt.data is held against: safetensors, Arrow, Pillow
 
 The path of the environment's Python is the last line it prints; what it does meanwhile goes to standard error. An
 environment is made once, and again when what it should hold has changed. Only the standard library is used: this runs
@@ -55,6 +56,7 @@ NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
 
 ESTIMATE = ["transformers==5.23.0"]
 EXTRAS = ["tensorboard==2.21.0", "nvidia-ml-py==13.615.71", *REPORT]
+DATA = ["safetensors==0.8.0", "zstandard==0.25.0", "pyarrow==26.0.1", "pillow==13.0.0"]
 # They hold the CUDA build of PyTorch, of whichever version is asked for.
 WITH_SIM = ("sim", "notebook", "estimate", "extras")
 
@@ -171,6 +173,17 @@ def fill_extras(python: Path, options: argparse.Namespace) -> None:
     pip(python, *EXTRAS)
 
 
+def fill_data(python: Path, options: argparse.Namespace) -> None:
+    """Beside the CPU's environment: what that can import, this can."""
+    cpu = HOME / "cpu" / "bin" / "python"
+    if not cpu.exists():
+        make(argparse.Namespace(name="cpu", torch=options.torch))
+    code = "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\\n')"
+    paths = subprocess.run([str(cpu), "-c", code], capture_output=True, text=True, check=True).stdout
+    (site_packages(python) / "memopt-cpu.pth").write_text(paths)
+    pip(python, "--no-deps", *DATA)
+
+
 def beside_sim(python: Path, options: argparse.Namespace) -> None:
     """The packages of the simulated device's environment are read from there: one PyTorch is enough."""
     sim = make(argparse.Namespace(name="sim", torch=options.torch))
@@ -185,6 +198,7 @@ FILL = {
     "notebook": fill_notebook,
     "estimate": fill_estimate,
     "extras": fill_extras,
+    "data": fill_data,
 }
 RECIPE = {
     "build": BUILD,
@@ -194,6 +208,7 @@ RECIPE = {
     "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK],
     "estimate": [*BUILD, *PURE, *TESTS, *ESTIMATE],
     "extras": [*BUILD, *PURE, *TESTS, *EXTRAS],
+    "data": [TORCH, *BUILD, *PURE, *TESTS, *DATA],
 }
 
 

@@ -1,8 +1,37 @@
-"""What feeds the model: containers that worker processes share instead of copying."""
+"""What feeds the model: containers that worker processes share instead of copying, preprocessing kept on disk, and rows
+that stay in a file."""
 
 from __future__ import annotations
 
-from memopt.data.shared_list import SharedList
-from memopt.data.shared_strings import SharedStrings
+import importlib
 
-__all__ = ["SharedList", "SharedStrings"]
+TYPE_CHECKING = False  # type checkers take it for typing's
+
+if TYPE_CHECKING:
+    from memopt.data.caching import cached
+    from memopt.data.mapped_dataset import MmapDataset
+    from memopt.data.mapped_writer import MmapWriter
+    from memopt.data.shared_list import SharedList
+    from memopt.data.shared_strings import SharedStrings
+
+__all__ = ["MmapDataset", "MmapWriter", "SharedList", "SharedStrings", "cached"]
+
+_LATER = {
+    "MmapDataset": "memopt.data.mapped_dataset",
+    "MmapWriter": "memopt.data.mapped_writer",
+    "SharedList": "memopt.data.shared_list",
+    "SharedStrings": "memopt.data.shared_strings",
+    "cached": "memopt.data.caching",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module 'memopt.data' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

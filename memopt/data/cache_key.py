@@ -1,0 +1,271 @@
+"""What a cached call is keyed by: a digest of values by their content.
+
+Every value is written down with its type and its length before it, so that no two different values read the same, and
+never by pickle, whose bytes change with an object's history. What has no content that can be written down (a lock, a
+file, a generator) is refused by name: a key that left it out would find wrong values."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import os
+import pathlib
+import struct
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from memopt.data import function_key
+
+KEY_BYTES = 20
+"""160 bits: among 10^12 entries the chance of any two alike is below 10^-24."""
+
+
+class Unkeyable(TypeError):
+    """A value that no key can be made of: its path from what is cached, and why."""
+
+    def __init__(self, path: str, value: object, reason: str = "") -> None:
+        self.path = path
+        self.kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        super().__init__(
+            f"{path} ({self.kind}) cannot be part of a cache key{': ' if reason else ''}{reason}"
+        )
+
+
+class KeyDigest:
+    """A running digest. `add` takes a value and the name under which an error would speak of it."""
+
+    def __init__(self, ignore: Iterable[str] = ()) -> None:
+        self._hash = hashlib.sha256()
+        self._seen: dict[int, int] = {}
+        self._kept: list[object] = []  # so that no id is used twice while this runs
+        self.inside: list[int] = []  # the containers that are being written down
+        self.ignore = frozenset(ignore)
+
+    def digest(self) -> bytes:
+        return self._hash.digest()[:KEY_BYTES]
+
+    def mark(self, tag: str, *sizes: int) -> None:
+        """The beginning of a value: its kind and its sizes."""
+        self._hash.update(struct.pack(f"<B{len(sizes)}q", len(tag), *sizes) + tag.encode())
+
+    def data(self, tag: str, raw: bytes | bytearray | memoryview) -> None:
+        self.mark(tag, len(raw))
+        self._hash.update(raw)
+
+    def met_before(self, value: object) -> bool:
+        """Whether an object, function or class was written down already: then its number stands for it."""
+        number = self._seen.setdefault(id(value), len(self._seen))
+        if number == len(self._kept):
+            self._kept.append(value)
+            return False
+        self.mark("met", number)
+        return True
+
+    def add(self, value: Any, path: str) -> None:
+        kind = type(value)
+        writer = _WRITERS.get(kind)
+        if writer is not None:
+            writer(self, value, path)
+        else:
+            self._other(value, kind, path)
+
+    def items(self, tag: str, values: Iterable[Any], count: int, path: str) -> None:
+        self.mark(tag, count)
+        for number, value in enumerate(values):
+            self.add(value, f"{path}[{number}]")
+
+    def pairs(self, tag: str, values: Mapping[Any, Any], path: str) -> None:
+        """In the order they have: a function may go through them in it."""
+        self.mark(tag, len(values))
+        for name, value in values.items():
+            self.add(name, f"a key of {path}")
+            self.add(value, f"{path}[{name!r}]")
+
+    def _other(self, value: Any, kind: type, path: str) -> None:
+        if _is_of(kind, "torch", "Tensor") or _is_of(kind, "torch.nn.parameter", "Parameter"):
+            self._tensor(value, path)
+        elif _is_of(kind, "numpy", "ndarray") or _is_of(kind, "numpy", "memmap"):
+            self._array(value, path)
+        elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
+            self.data(f"numpy {value.dtype.str}", value.tobytes())
+        elif kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "layout", "memory_format"):
+            self.data(f"torch.{kind.__name__}", str(value).encode())
+        elif _is_of(kind, "torch", "Size"):
+            self.items("torch.Size", value, len(value), path)
+        elif isinstance(value, enum.Enum):
+            self.data("enum", f"{kind.__module__}.{kind.__qualname__}.{value.name}".encode())
+            self.add(value.value, f"{path}.value")
+        elif isinstance(value, pathlib.PurePath):
+            self._path(value)
+        elif isinstance(value, types.ModuleType):
+            self.data("module", function_key.version_named(value.__name__).encode())
+        elif isinstance(value, type):
+            function_key.add_class(self, value, path)
+        elif isinstance(value, tuple) and hasattr(value, "_fields"):
+            self.data("named tuple", f"{kind.__module__}.{kind.__qualname__}".encode())
+            self.items("tuple", value, len(value), path)
+        elif function_key.is_callable_with_code(value):
+            function_key.add_callable(self, value, path)
+        else:
+            self._object(value, kind, path)
+
+    def _path(self, value: pathlib.PurePath) -> None:
+        """Of a file that is there, also its size and the time it was last written: a changed file is another value."""
+        self.data("path", os.fsencode(value))
+        try:
+            there = os.stat(value)
+        except OSError:
+            self.mark("no file")
+        else:
+            self.mark("file", there.st_size, there.st_mtime_ns)
+
+    def _array(self, value: Any, path: str) -> None:
+        if value.dtype.hasobject:
+            raise Unkeyable(path, value, "it holds Python objects")
+        self.mark("array", *value.shape)
+        self.data("dtype", repr(value.dtype.descr).encode())
+        contiguous = sys.modules["numpy"].ascontiguousarray(value)
+        self.data("elements", contiguous.reshape(-1).view("u1"))
+
+    def _tensor(self, value: Any, path: str) -> None:
+        from memopt.data.tensor_bytes import bytes_of
+
+        torch = sys.modules["torch"]
+        if value.layout is not torch.strided or value.is_quantized:
+            raise Unkeyable(path, value, f"its layout is {value.layout}; give value.to_dense()")
+        if value.is_meta:
+            raise Unkeyable(path, value, "a meta tensor has no content")
+        self.mark("tensor", *value.shape)
+        self.data("dtype", str(value.dtype).encode())
+        self.data("elements", bytes_of(value))
+
+    def _object(self, value: Any, kind: type, path: str) -> None:
+        """An object of a class written in Python: its class, and its attributes."""
+        if not _plain_object(kind):
+            raise Unkeyable(path, value, _why_not(kind))
+        if self.met_before(value):
+            return
+        function_key.add_class(self, kind, path)
+        state = dict(getattr(value, "__dict__", {}))
+        for parent in kind.__mro__:
+            slots = parent.__dict__.get("__slots__", ())
+            for slot in (slots,) if isinstance(slots, str) else slots:
+                if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
+                    state[slot] = getattr(value, slot)
+        if dataclasses.is_dataclass(value):
+            self.mark("dataclass")
+        named = {name: one for name, one in sorted(state.items()) if name not in self.ignore}
+        self.mark("object", len(named))
+        for name, one in named.items():
+            self.data("name", name.encode())
+            self.add(one, f"{path}.{name}")
+
+
+def _is_of(kind: type, module: str, name: str) -> bool:
+    return kind.__name__ == name and kind.__module__ == module
+
+
+def _plain_object(kind: type) -> bool:
+    """Whether attributes are all its state: every class it comes from is written in Python, or `object`."""
+    in_c = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
+    for parent in kind.__mro__[:-1]:
+        if parent.__module__ in ("typing", "abc", "collections.abc"):
+            continue
+        if not parent.__flags__ & _HEAP_TYPE or parent.__module__ in _REFUSED:
+            return False
+        # Types in C may be heap types too; their own methods are descriptors of kinds that the compiler never makes.
+        for name, one in vars(parent).items():
+            own = isinstance(one, in_c) and getattr(one, "__objclass__", None) is parent
+            if own and name not in ("__dict__", "__weakref__"):
+                return False
+    return True
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_REFUSED = (
+    "_thread",
+    "threading",
+    "_io",
+    "io",
+    "socket",
+    "_socket",
+    "multiprocessing.pool",
+    "random",
+    "sqlite3",
+)
+
+
+def _why_not(kind: type) -> str:
+    if kind.__module__ in _REFUSED:
+        return "it has no content that stays the same"
+    return "memopt does not know what its content is"
+
+
+def _number(digest: KeyDigest, value: int, _: str) -> None:
+    digest.data("int", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _set(digest: KeyDigest, values: Any, path: str) -> None:
+    """In the order of their elements' own digests: a set has none of its own that stays."""
+    each = []
+    for value in values:
+        one = KeyDigest(digest.ignore)
+        one.add(value, f"an element of {path}")
+        each.append(one.digest())
+    digest.mark(type(values).__name__, len(each))
+    digest.data("elements", b"".join(sorted(each)))
+
+
+def _container(write: Callable[[KeyDigest, Any, str], None]) -> Callable[[KeyDigest, Any, str], None]:
+    def add(digest: KeyDigest, value: Any, path: str) -> None:
+        if id(value) in digest.inside:  # it contains itself: how far up stands for it
+            digest.mark("itself", len(digest.inside) - digest.inside.index(id(value)))
+            return
+        digest.inside.append(id(value))
+        write(digest, value, path)
+        digest.inside.pop()
+
+    return add
+
+
+def _listed(tag: str) -> Callable[[KeyDigest, Any, str], None]:
+    return _container(lambda digest, value, path: digest.items(tag, value, len(value), path))
+
+
+def _paired(tag: str) -> Callable[[KeyDigest, Any, str], None]:
+    return _container(lambda digest, value, path: digest.pairs(tag, value, path))
+
+
+def _default_dict(digest: KeyDigest, value: Any, path: str) -> None:
+    digest.add(value.default_factory, f"{path}.default_factory")
+    digest.pairs("defaultdict", value, path)
+
+
+_WRITERS: dict[type, Callable[[KeyDigest, Any, str], None]] = {
+    type(None): lambda digest, _, __: digest.mark("None"),
+    type(Ellipsis): lambda digest, _, __: digest.mark("Ellipsis"),
+    type(NotImplemented): lambda digest, _, __: digest.mark("NotImplemented"),
+    bool: lambda digest, value, _: digest.mark("bool", int(value)),
+    int: _number,
+    float: lambda digest, value, _: digest.data("float", struct.pack("<d", value)),
+    complex: lambda digest, value, _: digest.data("complex", struct.pack("<2d", value.real, value.imag)),
+    str: lambda digest, value, _: digest.data("str", value.encode("utf-8", "surrogatepass")),
+    bytes: lambda digest, value, _: digest.data("bytes", value),
+    bytearray: lambda digest, value, _: digest.data("bytearray", value),
+    tuple: lambda digest, value, path: digest.items("tuple", value, len(value), path),
+    list: _listed("list"),
+    deque: _listed("deque"),
+    dict: _paired("dict"),
+    OrderedDict: _paired("OrderedDict"),
+    defaultdict: _container(_default_dict),
+    types.MappingProxyType: _paired("mappingproxy"),
+    set: _set,
+    frozenset: _set,
+    range: lambda digest, value, _: digest.mark("range", value.start, value.stop, value.step),
+    slice: lambda digest, value, path: digest.items("slice", (value.start, value.stop, value.step), 3, path),
+    types.CodeType: lambda digest, value, path: function_key.add_code(digest, value, path),
+}

@@ -1,0 +1,117 @@
+"""A file of tensors in memory by mapping, copy-on-write: what is read comes from the page cache and counts as that;
+what is written stays in this process and never reaches the file.
+
+The mapping reserves nothing (MAP_NORESERVE), so that a file may be larger than the machine's memory."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from memopt.data import safetensors_layout
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's number for it, on every processor torch runs on
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a field where they lie in a file: what a worker needs to map them again."""
+
+    path: str
+    dtype: str
+    """torch's name, as "bfloat16"."""
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+    """Of the whole file, in bytes."""
+
+
+def map_file(path: str, size: int) -> mmap.mmap:
+    """The whole of a file, which has to have this size. ValueError where it has not."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        there = os.fstat(descriptor).st_size
+        if there != size:
+            raise safetensors_layout.Malformed(
+                f"{path} has {there} bytes where {size} were: it was cut short or written anew since it was opened; "
+                "open it again"
+            )
+        return mmap.mmap(
+            descriptor, size, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+    finally:
+        os.close(descriptor)
+
+
+def view(part: Part, mapping: mmap.mmap | None) -> Any:
+    """The tensor of a part, on the mapping of its file."""
+    import torch
+
+    dtype = getattr(torch, part.dtype)
+    count = math.prod(part.shape)
+    if count == 0 or mapping is None:
+        return torch.empty(part.shape, dtype=dtype)
+    if part.begin % dtype.itemsize:  # torch would read between its own elements
+        raw = torch.frombuffer(mapping, dtype=torch.uint8, count=count * dtype.itemsize, offset=part.begin)
+        warnings.warn(
+            f"memopt.data.MmapDataset: {part.path} has {part.dtype} at byte {part.begin}, which is no multiple of "
+            f"{dtype.itemsize}: that tensor was copied into memory; write the file anew to map it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return raw.clone().view(dtype).reshape(part.shape)
+    return torch.frombuffer(mapping, dtype=dtype, count=count, offset=part.begin).reshape(part.shape)
+
+
+def safetensors_parts(path: str) -> tuple[dict[str, Part], dict[str, str]]:
+    """(fields, metadata) of a safetensors file; Malformed, naming the file, unless it is whole."""
+    size = os.stat(path).st_size
+    try:
+        with open(path, "rb") as file:
+            length = safetensors_layout.header_length(file.read(8), size)
+            file.seek(0)
+            extents, metadata = safetensors_layout.parse(file.read(length), size)
+    except safetensors_layout.Malformed as error:
+        raise safetensors_layout.Malformed(f"{path}: {error}") from None
+    parts = {
+        name: Part(path, safetensors_layout.TORCH[one.dtype], one.shape, one.begin, size)
+        for name, one in extents.items()
+    }
+    return parts, metadata
+
+
+def npy_part(path: str) -> Part:
+    """The array of a .npy file."""
+    import numpy
+
+    array = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    return memmap_part(array)
+
+
+def memmap_part(array: Any) -> Part:
+    """Where a numpy.memmap lies in its file."""
+    if not array.flags.c_contiguous:
+        raise ValueError(
+            f"memopt.data.MmapDataset: the memmap of {array.filename} is not contiguous in rows (strides "
+            f"{array.strides}): give the whole array, or write it in C order"
+        )
+    base = array
+    while getattr(base.base, "filename", None) is not None and not isinstance(base.base, mmap.mmap):
+        base = base.base
+    begin = base.offset + (array.ctypes.data - base.ctypes.data)
+    path = os.path.abspath(os.fspath(array.filename))
+    return Part(path, torch_name(array.dtype), tuple(array.shape), int(begin), os.stat(path).st_size)
+
+
+def torch_name(dtype: Any) -> str:
+    """torch's name of a NumPy dtype; TypeError for one that it lacks."""
+    import torch
+
+    name = {"bool": "bool"}.get(dtype.name, dtype.name)
+    if not dtype.isnative or not isinstance(getattr(torch, name, None), torch.dtype):
+        raise TypeError(f"memopt.data.MmapDataset: torch has no dtype for NumPy's {dtype.str!r} ({dtype})")
+    return str(name)
