@@ -9,7 +9,8 @@ second, fourth, eighth … step that is cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,20 +27,26 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 3e-2, to
 _TOLD = "pass exact=False to have it run in pieces all the same"
 
 
-def suspects(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+Suspects = list[tuple[str, weakref.ref[nn.Module]]]
+
+
+def suspects(modules: Sequence[nn.Module]) -> Suspects:
     """Modules that mix samples when they are in train mode, by name: the list is kept, the mode is asked each time."""
     found = []
     for root in modules:
         for name, module in root.named_modules():
             by_name = "BatchNorm" in type(module).__name__ and hasattr(module, "running_mean")
             if isinstance(module, _BatchNorm | _InstanceNorm) or by_name:
-                found.append((name, module))
+                found.append((name, weakref.ref(module)))
     return found
 
 
-def mixing(found: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+def _mixing(found: Suspects) -> Iterator[str]:
     """What those do that pieces would do otherwise, as they are now."""
-    for name, module in found:
+    for name, reference in found:
+        module = reference()
+        if module is None:  # it is part of the model no more
+            continue
         keeps = getattr(module, "running_mean", None) is not None
         if isinstance(module, _InstanceNorm):
             if module.training and keeps:
@@ -48,8 +55,8 @@ def mixing(found: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
             yield f"{_module(name, module)} normalises by the batch's own statistics"
 
 
-def refuse_mixing(found: Iterable[tuple[str, nn.Module]]) -> None:
-    reasons = list(mixing(found))
+def refuse_mixing(found: Suspects) -> None:
+    reasons = list(_mixing(found))
     if reasons:
         more = f" (and {len(reasons) - 1} more modules)" if len(reasons) > 1 else ""
         raise ValueError(

@@ -56,7 +56,9 @@ class Record:
 
     def has_fitted(self, size: int, room: int, taken: rooms.Taken | None, was_empty: bool) -> None:
         """taken: by all its pieces, as far as it is known. was_empty: nothing was cached before them."""
-        self.failed = {failed: most for failed, most in self.failed.items() if failed > size}
+        for failed, most in self.failed.items():
+            if failed <= size:
+                self.failed[failed] = min(most, room - 1)
         self.fits[size] = min(room, self.fits.get(size, room))
         if taken is None:
             return
@@ -100,28 +102,28 @@ class KnownSizes:
         for _, record in self._of_smaller(known, shapes):
             for size, most in record.failed.items():
                 failed[size] = max(most, failed.get(size, 0))
-        blocked = min(
-            (size for size, most in failed.items() if size <= samples and most >= room), default=None
-        )
+        blocked = min((size for size, most in failed.items() if most >= room), default=None)
         if blocked is None:
-            return (
-                min(samples, self._by_larger(known, shapes, samples, room))
-                if shapes not in known
-                else samples
-            )
+            proven = any(size >= samples and least <= room for size, least in own.fits.items())
+            return samples if proven else min(samples, self._by_larger(known, shapes, samples, room))
         if own.is_expected(samples, room):
             return samples
         fits = [size for size, least in own.fits.items() if size < blocked and least <= room]
         limit = max(fits, default=max(1, blocked // 2))
         while limit + 1 < blocked and own.is_expected(limit + 1, room):
             limit += 1
-        return limit
+        return min(samples, limit)
 
     def _by_larger(self, known: dict[Shapes, Record], shapes: Shapes, samples: int, room: int) -> int:
         """Of a shape that is new, beside larger ones that had to be cut: a part of what they took, in proportion."""
         limit = samples
         for larger, record in known.items():
-            if record.taken is None or not record.failed or not _is_within(shapes, larger):
+            if (
+                larger == shapes
+                or record.taken is None
+                or not record.failed
+                or not _is_within(shapes, larger)
+            ):
                 continue
             size, taken = record.taken
             a_sample = taken / size * _elements(shapes) / max(1, _elements(larger))

@@ -134,7 +134,7 @@ class _Step:
         self.fn, self.split, self.modules, self.scaler, self.weights = fn, split, modules, scaler, weights
         self.exact, self.agreement = exact, agreement
         self.history = _history(modules)
-        self.what = (_what(fn), tuple(module.training for module in modules), repr(weights.reduction))
+        self.what = (_what(fn), tuple(module.training for module in modules), _what(weights.reduction))
         self.parameters = _leaves(modules, split)
         self.devices = tuple({tensor.device for tensor in (*self.parameters, *split.tensors())})
         if exact is not False:
@@ -145,6 +145,7 @@ class _Step:
         self.in_forward = True  # where the piece is
         self.was_emptied = False  # the allocator's cache, in this step
         self.is_cut = False
+        self.tried_again = False  # one sample
         self.failure: attempt.Failure | None = None  # of one sample, where there are other ranks
 
     def _refuse(self) -> None:
@@ -306,6 +307,9 @@ class _Step:
         if size > 1:
             logger.info("%d samples ran out of memory: pieces of %d", size, size // 2)
             return size // 2
+        if not self.tried_again:  # what was garbage or cached is gone, and a failure need not last
+            self.tried_again = True
+            return 1
         if self.gradients.to_host():
             logger.info("one sample ran out of memory: the gradients at entry wait on the host")
             self._begin_again()
@@ -376,7 +380,9 @@ class _Step:
 
 
 def _what(fn: Any) -> Hashable:
-    """A function made anew for each step is the same one: its code is."""
+    """A function that is made anew for each step is the same one: its code is."""
+    if isinstance(fn, str):
+        return fn
     while isinstance(fn, functools.partial):
         fn = fn.func
     fn = getattr(fn, "__func__", fn)
