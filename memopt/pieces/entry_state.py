@@ -95,8 +95,8 @@ class SavedBuffers:
             for name, module, key, buffer, before, _ in self._saved
         }
 
-    def restore(self) -> None:
-        """In place: the tensors are the ones that were there. ValueError for one that cannot be."""
+    def restore(self, all_of_them: bool = True) -> None:
+        """In place: the tensors are the ones that were there. ValueError for one that cannot be, if it must."""
         changed = self.changed()
         with torch.no_grad():
             for name, module, key, buffer, before, copy in self._saved:
@@ -104,7 +104,7 @@ class SavedBuffers:
                     continue
                 if copy is not None:
                     buffer.copy_(copy)
-                elif version(buffer) != before:
+                elif all_of_them and version(buffer) != before:
                     raise ValueError(
                         f"buffer {name.partition('.')[2]} ({buffer.nbytes} bytes) was changed in place by a step that "
                         "ran out of memory, and no step before has shown that it would: run the first one with a "

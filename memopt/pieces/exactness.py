@@ -3,12 +3,13 @@ shows.
 
 Decidable beforehand: modules that mix samples (batch norm), gradients that are changed on their way (hooks). By the
 graph of a loss: torch's cross entropy says how many targets it has averaged over. By values: the loss of a batch must
-be the weighted sum of the losses of two unequal parts of it. What holds for the batches that were tried by chance (each
+be the weighted sum of the losses of unequal parts of it. What holds for the batches that were tried by chance (each
 with as many targets that count as the next) cannot be told from what holds always; so it is tried again, at the first,
 second, fourth, eighth … step that is cut."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -118,7 +119,8 @@ def refuse_values(whole: Tensor, parts: Sequence[Tensor], reduction: object) -> 
     expected, total = float(whole), sum(values)
     scale = max(abs(expected), *map(abs, values))
     tolerance = _TOLERANCE.get(whole.dtype, 2e-3)
-    if not all(map(_is_finite, (expected, *values))) or abs(total - expected) <= tolerance * scale:
+    # A part without a mean of its own (nothing of it counts) is none of a mean over samples either.
+    if not math.isfinite(expected) or abs(total - expected) <= tolerance * scale:
         return
     how = repr(reduction) if isinstance(reduction, str) else "of those counts"
     raise ValueError(
@@ -126,10 +128,6 @@ def refuse_values(whole: Tensor, parts: Sequence[Tensor], reduction: object) -> 
         f"losses add up to {total:.6g}. A mean over something else (tokens, pairs)? Give what each piece is to count "
         f"for, reduction=lambda *piece: number, or return a loss for each sample, or {_TOLD}"
     )
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0
 
 
 def refuse_randomness(modules: Sequence[nn.Module]) -> None:

@@ -104,8 +104,10 @@ class KnownSizes:
                 failed[size] = max(most, failed.get(size, 0))
         blocked = min((size for size, most in failed.items() if most >= room), default=None)
         if blocked is None:
-            proven = any(size >= samples and least <= room for size, least in own.fits.items())
-            return samples if proven else min(samples, self._by_larger(known, shapes, samples, room))
+            held = [size for size, least in own.fits.items() if least <= room <= least * (1 + HEADROOM)]
+            if held and not own.is_expected(samples, room):
+                return min(samples, max(held))  # in this room: what was not tried may be too much
+            return min(samples, self._by_larger(known, shapes, samples, room))
         if own.is_expected(samples, room):
             return samples
         fits = [size for size, least in own.fits.items() if size < blocked and least <= room]

@@ -1,4 +1,4 @@
-"""Whether a loss is the reduction that it is said to be, by its values on a batch and on two parts of it."""
+"""Whether a loss is the reduction that it is said to be, by its values on a batch and on parts of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(
     buffers: Buffers,
     most: int,
 ) -> int:
-    """Runs fn without gradients, on `most` samples of the batch or as many as fit, and on two unequal parts of those.
+    """Runs fn without gradients, on `most` samples of the batch or as many as fit, and on unequal parts of those.
     Where it draws random numbers, it runs in eval mode, in which dropout draws none. Random states, buffers and modes
     are put back. Returns how many samples it was, 0 if none could be. ValueError where the parts do not add up."""
     values = _Values(fn, split, weights, devices)
@@ -73,7 +73,7 @@ def check(
 
 
 class _Values:
-    """Losses of the first samples of a batch, and of two parts of those, weighted so that they should add up."""
+    """Losses of the first samples of a batch, and of parts of those, weighted so that they should add up."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class _Values:
     ) -> None:
         self.fn, self.split, self.weights, self.devices = fn, split, weights, devices
         self.random = RandomState(devices)
-        self.values: list[Tensor] = []  # of all, of one part, of the other
+        self.values: list[Tensor] = []  # of all, and of each part
 
     def of_most(self, samples: int, in_eval_mode: bool = False) -> int:
         """How many samples they are of; 0 where there is no memory for two, or fn is none for eval mode."""
@@ -105,9 +105,11 @@ class _Values:
         return 0
 
     def _compute(self, samples: int) -> None:
-        cut = max(1, samples // 3)
+        ends = sorted(
+            {max(1, samples // 4), samples - samples // 3, samples}
+        )  # unequal, so that weights matter
         with torch.no_grad():
-            bounds = ((0, samples), (0, cut), (cut, samples))
+            bounds = [(0, samples), *zip([0, *ends], ends, strict=False)]
             self.values = [self._weighted(*pair, samples) for pair in bounds]
 
     def _weighted(self, start: int, stop: int, samples: int) -> Tensor:

@@ -46,7 +46,7 @@ def backward(
 
     fn: returns the loss, of no dimension, or a loss for each sample, (n, …), which is reduced here. It is run again
         after an out of memory, and in a model's first step and now and then in one that is cut also without gradients,
-        on two parts of the batch: what it does besides (counters, logging) is done again.
+        on parts of the batch: what it does besides (counters, logging) is done again.
     batch, named: n samples, in dimension 0 of every tensor, whatever tuples, dicts and dataclasses they are in; pieces
         are views. Numbers, strings, None and functions are passed whole.
     model: whose gradients, buffers and modes count, or several such modules. Gradients at entry are added to.
@@ -69,8 +69,8 @@ def backward(
     Raises ValueError before anything ran where samples cannot be told, or pieces would have other gradients (batch norm
     in train mode, hooks on gradients), and after the first step, gradients restored, where the loss turns out to be no
     such reduction; TypeError for an argument that cannot be cut. Where one sample alone does not fit, an error of the
-    class of the last out of memory, which names the least capacity that it would have taken. Everything is then as at
-    entry. Any other exception of fn is passed on, gradients as at entry.
+    class of the last out of memory, which names the least capacity that it would have taken. Any other exception of fn
+    is passed on. Gradients, random states and buffers are then as at entry.
 
     An out of memory that an earlier kernel would have raised later (asynchronously) is none that can be told; an
     optimizer's step outside runs out of memory as ever. Inside a CUDA graph's capture it is a plain backward."""
@@ -180,6 +180,8 @@ class _Step:
             self._check()
         except BaseException:
             self.gradients.restore()
+            self.random.restore()
+            self.saved.restore(all_of_them=False)
             raise
         self.gradients.add()
         if self.total is None:  # no piece counted for anything: the mean of nothing
