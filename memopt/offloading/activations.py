@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 
 from memopt import _C
-from memopt.offloading.departures import Departure, ToPinned
+from memopt.offloading.departures import Backlog, Departure, ToDisk, ToDiskByHost, ToPinned
+from memopt.offloading.disk_space import DiskSpace, disk_space, give_up
 from memopt.offloading.host_memory import host_memory
 from memopt.offloading.saved_storages import SavedStorage, SavedStorages
 
@@ -69,8 +71,8 @@ class offload_activations(ContextDecorator):
     host_memory: the most bytes of pinned memory that are taken in all; what finds no room there stays on the device,
     and a warning says so once.
 
-    Raises ValueError for a size or directory that is none, and OSError, naming the directory, from the next call on
-    when the disk is full or fails."""
+    Raises ValueError for a size that is none, and OSError, naming the directory, where that is none, or at the next
+    call when the disk is full or fails. Tensors on the CPU stay there under to="cpu", which a warning says once."""
 
     def __init__(
         self,
@@ -86,9 +88,17 @@ class offload_activations(ContextDecorator):
         self.host_memory = None if host_memory is None else _bytes(host_memory)
         self._passes: list[tuple[SavedStorages, torch.autograd.graph.saved_tensors_hooks]] = []
         self._warned = False
+        self._space: DiskSpace | None = None
+        self._backlog = Backlog()
+        if self.to != "cpu" and not os.path.isdir(self.to):
+            raise NotADirectoryError(
+                errno.ENOTDIR, 'offload_activations: to= is "cpu" or a directory on a disk', self.to
+            )
         self.last: SavedStorages | None = None  # bytes_out and bytes_in of the pass that ended last
 
     def __enter__(self) -> offload_activations:
+        if self.to != "cpu":
+            self._space = disk_space(self.to)
         saved = SavedStorages(self._depart, self.in_flight)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._packer(saved), SavedTensor.unpack)
         hooks.__enter__()
@@ -98,7 +108,15 @@ class offload_activations(ContextDecorator):
     def __exit__(self, *raised: Any) -> None:
         self.last, hooks = self._passes.pop()
         hooks.__exit__(*raised)
-        self.last.ended()
+        try:
+            self.last.ended()
+        except OSError:
+            if self._space is not None:
+                give_up(self._space)
+            if raised[0] is None:
+                raise
+        if not self._passes:
+            self._space = None  # the graph holds what it needs of it
 
     def _packer(self, storages: SavedStorages) -> Callable[[torch.Tensor], SavedTensor]:
         def pack(tensor: torch.Tensor) -> SavedTensor:
@@ -117,18 +135,53 @@ class offload_activations(ContextDecorator):
         base = tensor if tensor._base is None else tensor._base
         if base.is_leaf and base.requires_grad:
             return False  # a parameter lives on
-        if not tensor.is_cuda and (self.to == "cpu" or tensor.device.type != "cpu"):
-            return False
         if tensor.is_conj() or tensor.is_neg() or tensor.untyped_storage().nbytes() < max(self.min_size, 1):
+            return False
+        if not tensor.is_cuda and (self.to == "cpu" or tensor.device.type != "cpu"):
+            self._warn_host(tensor)
             return False
         return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def _depart(self, saved: SavedStorage, flat: torch.Tensor) -> Departure | None:
+        if self._space is None:
+            return self._depart_to_host(saved, flat)
+        try:
+            return self._depart_to_disk(saved, flat, self._space)
+        except OSError:
+            give_up(self._space)
+            raise
+
+    def _depart_to_host(self, saved: SavedStorage, flat: torch.Tensor) -> Departure | None:
         room = host_memory(flat.device).take(saved.nbytes, self.host_memory)
         if room is None:
             self._warn_full(flat.device)
             return None
         return ToPinned(flat, room, saved.stream)
+
+    def _depart_to_disk(self, saved: SavedStorage, flat: torch.Tensor, space: DiskSpace) -> Departure | None:
+        if not flat.is_cuda:
+            return ToDisk(flat, space.take(saved.nbytes))
+        self._backlog.make_room(max(2 * saved.within.in_flight, saved.nbytes))
+        memory = host_memory(flat.device)
+        staging = memory.take(saved.nbytes, self.host_memory)
+        if staging is None:
+            self._backlog.make_room(0)
+            staging = memory.take(saved.nbytes, self.host_memory)
+        if staging is None:
+            self._warn_full(flat.device)
+            return None
+        departure = ToDiskByHost(flat, space.take(saved.nbytes), memory, staging, saved.stream)
+        self._backlog.add(departure, saved.nbytes)
+        return departure
+
+    def _warn_host(self, tensor: torch.Tensor) -> None:
+        if not self._warned and tensor.device.type == "cpu" and not torch.cuda.is_initialized():
+            self._warned = True
+            warnings.warn(
+                'offload_activations(to="cpu"): what is saved is in the host\'s memory already, so that nothing '
+                "leaves; give the model a CUDA device, or to= a directory on a disk",
+                stacklevel=2,
+            )
 
     def _warn_full(self, device: torch.device) -> None:
         if not self._warned:

@@ -127,6 +127,10 @@ class SavedStorage:
         self._departure.fetch()
         self._ahead = True
 
+    def go_on(self) -> None:
+        assert self._departure is not None
+        self._departure.go_on()
+
     def back(self, wanted_in: int) -> tuple[torch.UntypedStorage, int]:
         """The storage, and the round in which the tensor is wanted next. wanted_in: that in which it is wanted now."""
         storage = self._storage()
@@ -169,6 +173,7 @@ class SavedStorages:
         self._elsewhere: deque[SavedStorage] = deque()  # held by others when it was their turn
         self._leaving: deque[SavedStorage] = deque()
         self._here_bytes = self._leaving_bytes = self._coming_bytes = 0
+        self._coming: deque[weakref.ref[SavedStorage]] = deque()
         self._order: list[weakref.ref[SavedStorage] | None] = []
         self._next = -1  # what is fetched next
         self._lock = threading.RLock()  # backward passes run on threads of their own, one a device
@@ -230,13 +235,19 @@ class SavedStorages:
         saved.settle()
 
     def ended(self) -> None:
-        """The forward pass is over: what has not begun to leave stays."""
+        """The forward pass is over: what has not begun to leave stays. The first error, once all is settled."""
+        failure = None
         with self._lock:
-            while self._leaving:
-                self._settle()
             self._known.clear()
             self._here.clear()
             self._elsewhere.clear()
+            while self._leaving:
+                try:
+                    self._settle()
+                except OSError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
 
     # ---- the backward pass -------------------------------------------------------------------------------------------
 
@@ -254,6 +265,10 @@ class SavedStorages:
             return storage, wanted_in
 
     def _fetch_ahead(self) -> None:
+        for fetched in self._coming:
+            coming = fetched()
+            if coming is not None and coming.coming:
+                coming.go_on()
         while self._next >= 0:
             reference = self._order[self._next]
             saved = None if reference is None else reference()
@@ -262,8 +277,9 @@ class SavedStorages:
                     return
                 try:
                     saved.fetch_ahead()
-                except torch.OutOfMemoryError:
+                except (torch.OutOfMemoryError, MemoryError):
                     return  # not wanted yet: then there may be room
+                self._coming.append(weakref.ref(saved))
                 self._coming_bytes += saved.nbytes
                 self.bytes_in += saved.nbytes
             self._next -= 1
@@ -272,3 +288,5 @@ class SavedStorages:
         """One that was fetched ahead is wanted now, or nobody will want it."""
         with self._lock:
             self._coming_bytes -= saved.nbytes
+            while self._coming and ((oldest := self._coming[0]()) is None or not oldest.coming):
+                self._coming.popleft()
