@@ -33,19 +33,11 @@ static int complain(const mo_shared_encoder *e, PyObject *kind, PyObject *compla
     return -1;
 }
 
-static PyObject *type_name(PyObject *value)
+/* The same of a key as a whole. */
+static int complain_of_key(const mo_shared_encoder *e, PyObject *kind, const char *complaint)
 {
-    return PyObject_GetAttrString((PyObject *)Py_TYPE(value), "__qualname__");
-}
-
-static int wrong_type(const mo_shared_encoder *e, PyObject *value, const char *mend)
-{
-    PyObject *name = type_name(value);
-    int result = complain(e, PyExc_TypeError,
-                          name ? PyUnicode_FromFormat(" has a part of type %U: %s", name, mend) : NULL);
-
-    Py_XDECREF(name);
-    return result;
+    PyErr_Format(kind, "%s: key %R: %s", e->name, e->item, complaint);
+    return -1;
 }
 
 static int status_of(const mo_shared_encoder *e, mo_status status, const mo_detail *detail)
@@ -359,7 +351,7 @@ static int encode_key(mo_shared_encoder *e, PyObject *key, bool any, int depth, 
     mo_detail detail;
 
     if (depth > MO_SHARED_MOST_DEPTH)
-        return any ? 2 : complain(e, PyExc_ValueError, PyUnicode_FromString(": its key is too deep"));
+        return any ? 2 : complain_of_key(e, PyExc_ValueError, "more than 200 tuples in each other");
     if (any ? PyUnicode_Check(key) : PyUnicode_CheckExact(key))
         return encode_str(e, key, w);
     if (PyBool_Check(key)) {
@@ -380,8 +372,8 @@ static int encode_key(mo_shared_encoder *e, PyObject *key, bool any, int depth, 
         return encode_key_like(e, key, w);
     return PyObject_Hash(key) == -1
                ? -1
-               : wrong_type(e, key,
-                            "a shared dict's keys are str, int, bytes, float, bool, None and tuples of them");
+               : complain_of_key(e, PyExc_TypeError,
+                                 "keys are str, int, float, bytes, bool, None and tuples of them");
 }
 
 int mo_shared_encode_key(mo_shared_encoder *e, PyObject *key, bool any, mo_shared_writer *w)
@@ -389,8 +381,7 @@ int mo_shared_encode_key(mo_shared_encoder *e, PyObject *key, bool any, mo_share
     const int result = encode_key(e, key, any, 0, w);
 
     if (result == 2 && !any)
-        return complain(e, PyExc_ValueError,
-                        PyUnicode_FromString(": nan, which equals nothing, is in its key"));
+        return complain_of_key(e, PyExc_ValueError, "nan equals nothing, so nobody could look it up");
     return result;
 }
 

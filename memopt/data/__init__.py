@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from memopt.data.caching import cached
     from memopt.data.mapped_dataset import MmapDataset
     from memopt.data.mapped_writer import MmapWriter
+    from memopt.data.shared_dict import SharedDict
     from memopt.data.shared_list import SharedList
     from memopt.data.shared_strings import SharedStrings
 
-__all__ = ["MmapDataset", "MmapWriter", "SharedList", "SharedStrings", "cached"]
+__all__ = ["MmapDataset", "MmapWriter", "SharedDict", "SharedList", "SharedStrings", "cached"]
 
 _LATER = {
     "MmapDataset": "memopt.data.mapped_dataset",
     "MmapWriter": "memopt.data.mapped_writer",
+    "SharedDict": "memopt.data.shared_dict",
     "SharedList": "memopt.data.shared_list",
     "SharedStrings": "memopt.data.shared_strings",
     "cached": "memopt.data.caching",
