@@ -8,6 +8,7 @@
     python3 tests/environments.py estimate         transformers, for two of the scripts that bench_estimate.py runs
     python3 tests/environments.py extras           what memopt uses where it is there: TensorBoard, NVML, plotly
     python3 tests/environments.py data             what memopt.data is held against: safetensors, Arrow, Pillow
+    python3 tests/environments.py libraries        Triton, accelerate, bitsandbytes: for the long form of the estimates
 
 The path of the environment's Python is the last line it prints; what it does meanwhile goes to standard error. An
 environment is made once, and again when what it should hold has changed. Only the standard library is used: this runs
@@ -57,8 +58,11 @@ NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
 ESTIMATE = ["transformers==5.23.0"]
 EXTRAS = ["tensorboard==2.21.0", "nvidia-ml-py==13.615.71", *REPORT]
 DATA = ["safetensors==0.8.0", "zstandard==0.25.0", "pyarrow==26.0.1", "pillow==13.0.0"]
+# What imports torch, and would ask for more of it: installed as they are.
+ABOVE_TORCH = ["triton==3.7.1", "accelerate==1.15.0", "bitsandbytes==0.50.2"]
+LIBRARIES = [*ESTIMATE, "psutil==7.2.2"]
 # They hold the CUDA build of PyTorch, of whichever version is asked for.
-WITH_SIM = ("sim", "notebook", "estimate", "extras")
+WITH_SIM = ("sim", "notebook", "estimate", "extras", "libraries")
 
 
 def say(text: str) -> None:
@@ -184,6 +188,13 @@ def fill_data(python: Path, options: argparse.Namespace) -> None:
     pip(python, "--no-deps", *DATA)
 
 
+def fill_libraries(python: Path, options: argparse.Namespace) -> None:
+    beside_sim(python, options)
+    say("  Triton and bitsandbytes: about 270 MB to download, 900 MB on disk")
+    pip(python, *LIBRARIES)
+    pip(python, "--no-deps", *ABOVE_TORCH)
+
+
 def beside_sim(python: Path, options: argparse.Namespace) -> None:
     """The packages of the simulated device's environment are read from there: one PyTorch is enough."""
     sim = make(argparse.Namespace(name="sim", torch=options.torch))
@@ -199,6 +210,7 @@ FILL = {
     "estimate": fill_estimate,
     "extras": fill_extras,
     "data": fill_data,
+    "libraries": fill_libraries,
 }
 RECIPE = {
     "build": BUILD,
@@ -209,6 +221,7 @@ RECIPE = {
     "estimate": [*BUILD, *PURE, *TESTS, *ESTIMATE],
     "extras": [*BUILD, *PURE, *TESTS, *EXTRAS],
     "data": [TORCH, *BUILD, *PURE, *TESTS, *DATA],
+    "libraries": [*BUILD, *PURE, *TESTS, *LIBRARIES, *ABOVE_TORCH],
 }
 
 

@@ -11,7 +11,9 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
+from memopt.estimation import kernel_compilers
 from memopt.estimation.request import Request, read
 
 
@@ -32,6 +34,8 @@ def main(arguments: list[str]) -> int:
         context=request.context,
         cudnn_workspace=request.cudnn_workspace,
     )
+    driver = memopt.sim.libraries() / "sim_cuda.so"
+    os.environ.update(kernel_compilers.environment(driver, Path(request.answer).resolve().parent))
     from memopt.estimation.run import Run  # imports torch, which links the simulated libraries now
 
     return Run(request, started).execute()
@@ -44,8 +48,6 @@ def _environment(request: Request) -> None:
         name = next((name for name in names if name in os.environ), names[0])
         options = re.sub(r"expandable_segments:\w+,?", "", os.environ.get(name, ""))
         os.environ[name] = ",".join(["expandable_segments:True", *filter(None, options.split(","))])
-    # Workers of the compiler would be processes of their own, which have no simulated device.
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python\d+(\.
 _HERE = tuple(
     f"{Path(path)}/" for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")} if path
 )
+# What torch.compile writes for itself: named by a hash, wherever its cache is.
+_COMPILED = re.compile(r"[/\\]c[a-z2-7]{51}\.py$")
 _MEMOPT = f"{Path(__file__).resolve().parents[1]}/"
 
 
@@ -25,7 +27,8 @@ def is_user_file(file: str) -> bool:
     """Whether a file is the user's. A notebook's cell is, whatever its kernel calls it."""
     if file.startswith("<"):
         return file.startswith("<ipython-input")
-    return not (_INSTALLED.search(file) or file.startswith(_HERE) or file.startswith(_MEMOPT))
+    ours = file.startswith(_HERE) or file.startswith(_MEMOPT)
+    return not (ours or _INSTALLED.search(file) or _COMPILED.search(file))
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -9,7 +9,7 @@ Kernels compute nothing, unless an op runs under Compute or its kernel has a hos
 how far it is trusted, is said in csrc/simcuda/. It never loads where a real driver does; see activate().
 """
 
-from memopt.sim.activation import activate, is_active, readiness
+from memopt.sim.activation import activate, is_active, libraries, readiness
 from memopt.sim.control import (
     calls,
     emulate,
@@ -35,6 +35,7 @@ __all__ = [
     "fail_clear",
     "is_active",
     "lazy",
+    "libraries",
     "missing_calls",
     "progress",
     "readiness",

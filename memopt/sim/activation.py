@@ -68,11 +68,19 @@ def activate(
     device = _activated(folder, settings)
     control.attach(device)
     interpreter_exit.install(device)
-    global _active
-    _active = True
+    global _active, _libraries
+    _active, _libraries = True, folder
 
 
 _active = False
+_libraries: Path | None = None
+
+
+def libraries() -> Path:
+    """The folder of the simulated libraries that activate() has loaded. RuntimeError before it has."""
+    if _libraries is None:
+        raise RuntimeError("no simulated library is loaded: memopt.sim.activate() comes first")
+    return _libraries
 
 
 def is_active() -> bool:
