@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from memopt import _C
-from memopt.profiling import long_graphs
+from memopt.profiling import in_place, long_graphs
 from memopt.profiling.recording import (
     ACTIVATIONS,
     CATEGORIES,
@@ -28,7 +28,8 @@ _FEWEST_STEPS = 3
 class Leak:
     """`bytes` in `blocks`, asked for at `line`. `kind`: "grows", by `per_step` bytes a step; "kept", from a step before
     the one with the peak; "graph", a tensor behind which are the graphs of many steps. `holder`: the variable that
-    leads there, bound at the line `bound`, where they are known; `graph`: nodes of the autograd graph that it holds."""
+    leads there, bound at the line `bound`, where they are known; `graph`: nodes of the autograd graph that it holds;
+    `saves`: of what is kept, the bytes by which the peak would be lower had it gone at the end of its step."""
 
     kind: str
     line: str
@@ -40,6 +41,7 @@ class Leak:
     holder: str = ""
     bound: str = ""
     graph: int = 0
+    saves: int = 0
 
     def __str__(self) -> str:
         line = self.line or "an unknown line"
@@ -53,6 +55,10 @@ class Leak:
             said += f", held by `{self.holder}`" + (f" ({self.bound})" if self.bound else "")
         if self.graph > 1:
             said += f", with a graph of {self.graph} nodes: use .item() or .detach()"
+        if self.saves:
+            delete = f"`del {self.holder}`" if self.holder else "a `del`"
+            size = _C.format_size(self.saves)
+            said += f"; {delete} at the end of its step, if nothing needs it later: -{size} at the peak"
         return said
 
 
@@ -95,7 +101,13 @@ def find(recording: Recording) -> list[tuple[Leak, torch.Tensor]]:
     if peak >= 0:
         now = int(torch.searchsorted(steps, torch.tensor(peak)))
         kept = unclaimed & (born <= peak) & (died > peak) & (period >= 0) & (period < now) & ~grows[line]
-        found += _of_lines(recording, kept.nonzero().flatten(), line, list(frames), None)
+        over = unclaimed & (period >= 0) & (period <= last + 1)  # of a step that has ended
+        over[over.clone()] = died[over] > steps[period[over]] + 1
+        for leak, blocks in _of_lines(recording, kept.nonzero().flatten(), line, list(frames), None):
+            # Another step's peak may be as high, with what that one has kept.
+            same = (over & (line == line[blocks[0]])).nonzero().flatten()
+            saves = in_place.lowered(recording, same, steps[period[same]] + 1)
+            found.append((replace(leak, saves=saves), blocks))
     return sorted(found, key=lambda pair: (pair[0].kind != "grows", -pair[0].bytes))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memopt import _C
+from memopt.profiling import in_place
 from memopt.profiling.leaks import Leak
 from memopt.profiling.recording import Line, Recording
 
@@ -42,6 +43,7 @@ def text(recording: Recording, leaks: Sequence[Leak] = (), top: int = _TOP) -> s
         if mark.kind == "oom":
             lines.append(f"  out of memory after {mark.event + 1} events: {mark.text}")
     lines += [f"  {leak}" for leak in leaks]
+    lines += [f"  {one}" for one in in_place.find(recording)[:top]]
     return "\n".join(lines)
 
 
@@ -82,8 +84,9 @@ def as_html(recording: Recording, leaks: Sequence[Leak] = (), top: int = 2 * _TO
         if cells:
             heads = f"<th>at the peak</th><th>category</th><th>{title}</th><th></th>"
             parts.append(f"<table><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>")
-    if leaks:
-        parts.append("<ul>" + "".join(f"<li>{escape(str(leak))}</li>" for leak in leaks) + "</ul>")
+    advice = [*map(str, leaks), *map(str, in_place.find(recording)[:top])]
+    if advice:
+        parts.append("<ul>" + "".join(f"<li>{escape(one)}</li>" for one in advice) + "</ul>")
     return "".join(parts)
 
 
@@ -108,6 +111,7 @@ def as_dict(recording: Recording, leaks: Sequence[Leak] = ()) -> dict[str, Any]:
         "by_line": [row._asdict() for row in recording.by_line()],
         "by_module": [row._asdict() for row in recording.by_module()],
         "leaks": [vars(leak) for leak in leaks],
+        "in_place": [vars(one) for one in in_place.find(recording)],
         "marks": [mark._asdict() for mark in recording.marks],
         "facts": recording.facts,
     }
