@@ -61,9 +61,12 @@ def find_batch_size(
     Returns a FoundBatchSize: .batch_size, .tried (each size with its bytes, and why it does not fit), .stopped; what
     it has cost is .samples and .seconds. Print it.
 
+    In a run of several ranks, search before the model is wrapped in DDP or sharded: one that is, is refused.
+
     Raises NoBatchSizeFits, with the least bytes, where not even `minimum` fits; ValueError for arguments that make no
     sense, and for a fn that does not use its argument; what fn raises, other than an out of memory, after all is put
     back."""
+    _refuse_ranks(_several(model))
     within = headroom / 10 if within is None else within
     _check(fn, start, maximum, minimum, multiple_of, headroom, within, steps)
     budget = None if memory_budget is None else _C.parse_size(memory_budget)
@@ -236,6 +239,19 @@ def _check(
         raise ValueError(f"headroom={headroom!r} is no part of a device: write 0.05 for a twentieth of it")
     if not 0 <= within < 1:
         raise ValueError(f"within={within!r} is no part of a batch size: write 0 for the very largest")
+
+
+def _refuse_ranks(models: list[torch.nn.Module]) -> None:
+    """A try that runs out of memory on one rank leaves the others in a collective."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    kinds = {kind.__name__ for model in models for part in model.modules() for kind in type(part).__mro__}
+    found = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+    if found and torch.distributed.get_world_size() > 1:
+        raise ValueError(
+            f"model is {found.pop()}'s, and a try that runs out of memory on one rank would leave the others waiting: "
+            "search with the module before it is wrapped, in a step without collectives, or use memopt.estimate"
+        )
 
 
 def _several(found: Many) -> list[Any]:

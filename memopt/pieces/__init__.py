@@ -11,7 +11,7 @@ to each other is an Agreement; memopt.backward calls it, on every rank, in this 
     for index in range(count):
         with agreement.piece(index, count):         around the forward and the backward of a piece
             …                                       an out of memory of this rank ends the loop, on this rank alone
-    if agreement.succeeded(ok): break               all ranks did; else each gives back what it has, and all begin again
+    if agreement.succeeded(ok, why): break          all ranks did; else each gives back what it has; all begin again
     agreement.reduce(parameters)                    once, after the attempt that succeeded
 
 So a rank that runs out of memory is heard of in succeeded(), and nothing in the loop may be a collective unless
@@ -38,8 +38,8 @@ class Agreement(Protocol):
     def piece(self, index: int, count: int) -> AbstractContextManager[object]:
         """What piece `index` of `count` runs in: DDP's no_sync, for one."""
 
-    def succeeded(self, ok: bool) -> bool:
-        """Whether every rank's attempt did."""
+    def succeeded(self, ok: bool, why: str = "") -> bool:
+        """Whether every rank's attempt did. why: what this one's failed with. Raises where all have to end."""
 
     def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
         """The gradients of all pieces, in .grad, become those of all ranks where they are not yet."""
@@ -54,7 +54,7 @@ class Alone:
     def piece(self, index: int, count: int) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def succeeded(self, ok: bool) -> bool:
+    def succeeded(self, ok: bool, why: str = "") -> bool:
         return ok
 
     def reduce(self, parameters: Sequence[torch.Tensor]) -> None:

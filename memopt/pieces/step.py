@@ -108,14 +108,12 @@ def _history(modules: Sequence[nn.Module]) -> _History:
 
 
 def _agreement(modules: Sequence[nn.Module]) -> Agreement:
-    kinds = {kind.__name__ for root in modules for module in root.modules() for kind in type(module).__mro__}
-    distributed = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-    if distributed:
-        raise ValueError(
-            f"memopt.backward: the model is {distributed.pop()}'s, whose ranks have to agree on the pieces: pass "
-            "agreement="
-        )
-    return ALONE
+    """That of models in several processes is imported only where there are such: torch.distributed is large."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ALONE
+    from memopt.pieces.agreement import of_model
+
+    return of_model(modules)
 
 
 class _Step:
@@ -203,7 +201,7 @@ class _Step:
                 before = None if count == 1 else room.before(self.devices)
             self.is_cut = self.done > 0 or count > 1
             failed = self._pieces(count)
-            if self.agreement.succeeded(failed is None):
+            if self.agreement.succeeded(failed is None, failed[0].text if failed else ""):
                 self._learn(size, before)
                 return
             if failed is None:  # another rank's did not
