@@ -15,6 +15,8 @@ class DeviceCarrier:
     """typical: a layer's bytes; of copies there are two such at once, where there is no budget. most: the largest
     layer's. budget: of live bytes on the device, whatever they are."""
 
+    copies = True
+
     def __init__(self, device: torch.device, typical: int, most: int, budget: int | None) -> None:
         self.device, self.typical, self.budget = device, typical, budget
         self.inward, self.outward = Inward(device), Outward(device, most)

@@ -1,8 +1,7 @@
 """Host memory for parameters and gradients, in exact sizes: page-locked for a CUDA device, or pages of a file.
 
 torch's own page-locked memory comes in powers of two, which for a model may be twice what it needs. The memory goes
-when the last tensor in it does. It is shared with processes forked from this one, so that a fork never leaves the
-device with the pages of before and this process with copies of them."""
+when the last tensor in it does."""
 
 from __future__ import annotations
 
@@ -10,12 +9,14 @@ import ctypes
 import functools
 import mmap
 import os
-import sys
 import tempfile
 import weakref
 from typing import Any
 
 import torch
+
+from memopt import _C
+from memopt.offloading.transfers import index_of
 
 PAGE = mmap.PAGESIZE
 ALIGNMENT = 64  # bytes: a cache line, and what torch's own CPU tensors have
@@ -24,7 +25,7 @@ ALIGNMENT = 64  # bytes: a cache line, and what torch's own CPU tensors have
 class Block:
     """Bytes from which tensors are cut, one after another."""
 
-    def __init__(self, nbytes: int, pages: mmap.mmap) -> None:
+    def __init__(self, nbytes: int, pages: mmap.mmap | _C.PinnedMemory) -> None:
         self.nbytes, self.pages, self.used = nbytes, pages, 0
         self.address = torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr()
 
@@ -34,12 +35,17 @@ class Block:
         return flat
 
     def advise(self, tensor: torch.Tensor, advice: int) -> None:
-        """madvise on the pages that the tensor has to itself."""
+        """madvise on the pages, of a file, that the tensor has to itself."""
+        assert isinstance(self.pages, mmap.mmap)
         begin = tensor.data_ptr() - self.address
         first = -(-begin // PAGE) * PAGE
         last = (begin + tensor.nbytes) // PAGE * PAGE
         if last > first:
             self.pages.madvise(advice, first, last - first)
+
+    def advise_all(self, advice: int) -> None:
+        assert isinstance(self.pages, mmap.mmap)
+        self.pages.madvise(advice)
 
 
 def room(tensor: torch.Tensor) -> int:
@@ -59,40 +65,24 @@ def cut(buffer: object, like: torch.Tensor, offset: int) -> torch.Tensor:
 # ---- page-locked -----------------------------------------------------------------------------------------------------
 
 
-class _Locked(mmap.mmap):
-    """Pages that CUDA has registered, until nothing is in them any more."""
-
-    address = 0
-
-    def __del__(self) -> None:
-        if self.address and not sys.is_finalizing():
-            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[attr-defined]
-
-
-def locked_block(nbytes: int) -> Block:
+def locked_block(device: torch.device, nbytes: int) -> Block:
     """Raises MemoryError where the host has no such memory, or does not let it be locked."""
     size = max(-(-nbytes // PAGE) * PAGE, PAGE)
     try:
-        pages = _Locked(-1, size)
-    except OSError as error:
-        raise MemoryError(f"the host has no {size} bytes for the parameters: {error.strerror}") from error
-    block = Block(size, pages)
-    status = torch.cuda.cudart().cudaHostRegister(block.address, size, 1)  # type: ignore[attr-defined]
-    if int(status) != 0:
+        return Block(size, _C.PinnedMemory(index_of(device), size))
+    except (_C.Error, MemoryError, RuntimeError) as error:
         raise MemoryError(
-            f"the host does not lock {size} bytes of memory for the parameters "
-            f"({torch.cuda.cudart().cudaGetErrorString(status)}): "  # type: ignore[attr-defined]
-            "raise `ulimit -l`, or the memory limit of the container, or give offload_layers(to=) a directory"
-        )
-    pages.address = block.address
-    return block
+            f"the host does not lock {size} bytes of memory for the parameters ({error}): raise `ulimit -l`, or the "
+            "memory limit of the container, or give offload_layers(to=) a directory"
+        ) from error
 
 
 class LockedMemory:
     """Page-locked memory that is lent to tensors and comes back when the last one in it has gone: a step's gradients
     take what the last step's had."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._free: dict[int, list[Block]] = {}
         self.taken = 0  # bytes
 
@@ -102,7 +92,7 @@ class LockedMemory:
         if free:
             block = free.pop()
         else:
-            block = locked_block(size)
+            block = locked_block(self.device, size)
             self.taken += size
         loan = _loan_type(size).from_buffer(block.pages)
         weakref.finalize(loan, free.append, block).atexit = False

@@ -5,8 +5,8 @@ Inward. Memory for a copy is taken from the present stream, which had it last; s
 this stream was given before, and what the stream is given after `tensor()` comes after the copy. Freed, the memory is
 the present stream's at once: it has been given all that reads it.
 Outward. The copy begins once all is done that the present stream was given before: the gradient is whole. It is held
-until the present stream waits for the copy, which is when another layer's worth has gone after it; so of gradients
-there are two layers' at most, and the stream waits for a copy that had a layer's time to be made.
+until the present stream waits for the copy, which is when a layer's worth is on its way; so of gradients there are two
+layers' at most, those that leave and those that are being made, and the copy had a layer's time to be made in.
 
 The host waits in three places: `Departure.wait`, of the thread that is about to read the gradient; `Inward.settle`,
 behind which the program may write to the parameters; and nowhere else."""
@@ -97,13 +97,13 @@ class DeviceCopy:
 
 
 class Outward:
-    """The way from the device. most: bytes of gradients that are kept for their copies' sake, beside the last.
+    """The way from the device. most: bytes of gradients that are kept for their copies' sake, the last at least.
     copied: bytes, so far."""
 
     def __init__(self, device: torch.device, most: int) -> None:
         self.device, self.most = device, most
         self.stream = torch.cuda.Stream(device)
-        self.memory = LockedMemory()
+        self.memory = LockedMemory(device)
         self.copied = 0
         self._leaving: deque[tuple[torch.Tensor, torch.cuda.Stream, torch.cuda.Event]] = deque()
         self._held = 0
@@ -124,7 +124,7 @@ class Outward:
             self._leaving.append((gradient, home, copied))
             self._held += gradient.nbytes
         self.copied += gradient.nbytes
-        while self._held - gradient.nbytes > self.most:
+        while self._held > self.most and len(self._leaving) > 1:
             self._release()
         return host, copied
 

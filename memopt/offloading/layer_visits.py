@@ -43,7 +43,9 @@ class Copy(Protocol):
 
 
 class Carrier(Protocol):
-    """The way to the device and back: layer_copies.py, mapped_pages.py."""
+    """The way to the device and back: device_carrier.py, mapped_pages.py. copies: what is fetched is a copy."""
+
+    copies: bool
 
     def travels(self, parameter: torch.Tensor) -> bool: ...
 
@@ -256,7 +258,8 @@ class LayerVisits:
             copy = self._fetch(layer, [parameter])[0]
             tensor = copy.tensor()
             visit.left[key] -= 1
-            if visit.left[key] <= 0 and self._alive[layer] <= 1 and layer not in self._active:
+            over = visit.left[key] <= 0 and self._alive[layer] <= 1 and layer not in self._active
+            if over and self.carrier.copies:  # the asker holds the copy; pages would come again
                 self._forget(layer, key)
             return tensor
 

@@ -220,7 +220,7 @@ def offload_layers(
         return OffloadedLayers(model, LayerPlan(where, "cpu", sizes, 0, buffers, 0, budget, note), None, None)
 
     def make_block(size: int) -> Any:
-        return locked_block(size) if where == "cpu" else file_block(where, size)
+        return locked_block(on, size) if where == "cpu" else file_block(where, size)
 
     homes = ParameterHomes(model, found, make_block)
     carrier: DeviceCarrier | PageCarrier

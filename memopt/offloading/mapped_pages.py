@@ -43,7 +43,7 @@ class PageCarrier:
     """blocks: the pages, by the address of the parameter's values in them. typical: a layer's bytes, of which two are
     kept in memory where there is no budget. budget: of the process's memory."""
 
-    device = torch.device("cpu")
+    device, copies = torch.device("cpu"), False
 
     def __init__(self, blocks: dict[int, Block], typical: int, budget: int | None) -> None:
         self.blocks, self.typical, self.budget = blocks, typical, budget
@@ -78,7 +78,7 @@ class PageCarrier:
     def passed(self, grad_mode: bool) -> None:
         """What an optimizer has changed is in memory: its pages go."""
         for block in {id(block): block for block in self.blocks.values()}.values():
-            block.pages.madvise(mmap.MADV_DONTNEED)
+            block.advise_all(mmap.MADV_DONTNEED)
 
 
 def resident_bytes() -> int:
