@@ -2,7 +2,8 @@
 
 Its script is a JSON file: bytes `fixed`, `each` (of one of a batch), `masks` (where all of them are selected); `kept`,
 the allocator's share beyond the tensors, by backend; `option`, the script's option for its batch, if it has one;
-`batch`, that of its own; `data`, the most that there are; `ends`: how it ends by itself."""
+`batch`, that of its own; `data`, the most that there are; `loaders`, DataLoaders that it makes; `ends`: how it ends by
+itself."""
 
 from __future__ import annotations
 
@@ -85,6 +86,7 @@ def main() -> None:
         "steps": 0 if status else request["steps"],
         "stopped": stopped,
         "exit_status": status,
+        "loaders_of_batch_size": script.get("loaders", 1) if request["batch_size"] else None,
         "error": error,
         "seconds": 0.5,
         "versions": {"torch": "2.13.0"},

@@ -239,7 +239,7 @@ def test_what_does_not_fit_says_where_it_ends_and_what_would(script, capfd):
     assert what["batch 5 instead of 8"]["tried"] is True
     assert "a card of 7.63 GiB, as rtx4060" in what
     eight_bits = what["memopt.optim.AdamW(..., state_bits=8)"]
-    assert eight_bits["saves"] == int(60 * MIB * (1 - 2.03 / 8)) and not eight_bits["enough"]
+    assert eight_bits["saves"] == 60 * MIB * (256 - 65) // 256 and not eight_bits["enough"]
     assert main(["estimate", "--gpu", str(card), path, "--batch-size", "8"]) == 1
     said = " ".join(capfd.readouterr().out.split())
     assert f"CUDA out of memory at {path}:7 (loss.backward()), asked 4.00 MiB" in said
@@ -373,8 +373,23 @@ def test_a_batch_option_that_the_script_does_not_have_is_said(script, capfd):
     said = refused(capfd, "--quick", "--max-batch", "--gpu", "24GiB", "--batch-option", "n", path)
     assert "unrecognized arguments: --n" in said
     path = script(option="--other")
-    said = refused(capfd, "--quick", "--max-batch", "--gpu", "24GiB", "--batch-option", "n", path)
-    assert "--n does not change what the script needs" in said
+    assert main(["estimate", "--quick", "--max-batch", "--gpu", "24GiB", "--batch-option", "n", path]) == 2
+    said = capfd.readouterr()
+    assert "memopt estimate: --max-batch: --n does not change what the script needs" in said.err
+    assert "640 MiB allocated" in said.out, "what was found stays"
+
+
+def test_without_a_dataloader_the_batch_is_not_searched(script, capfd):
+    path = script(option=None, loaders=0)
+    for gpu, words in (
+        ("24GiB", "makes no DataLoader, so"),
+        ("600MiB", "makes no DataLoader, or none before it runs"),
+    ):
+        assert main(["estimate", "--quick", "--max-batch", "--gpu", gpu, path]) == 2
+        said = capfd.readouterr()
+        assert words in said.err and "--batch-option" in said.err and said.out.startswith(f"{path} on ")
+        assert "not even 1 fits" not in said.out
+    assert sum(one["batch_size"] is not None for one in requests(path)) == 2, "one try each"
 
 
 def test_a_child_that_dies_says_how(script, capfd):

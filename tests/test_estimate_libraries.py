@@ -152,5 +152,6 @@ def test_a_shard_of_two_ranks_is_half_of_the_states(estimated):
     eight, _ = estimated(SHARDED.replace("WORLD", "8"))
     weights = 4 * 8 * (2 * 2048 * 8192 + 8192 + 2048)
     sizes = [found["by_category"]["optimizer"] for found in (two, eight)]
-    assert sizes[0] >= 2 * weights / 2 and sizes[1] == pytest.approx(sizes[0] / 4, rel=0.02)
+    assert sizes[0] >= 2 * weights / 2, "with what a step makes meanwhile: there the peak of two is"
+    assert sizes[1] == pytest.approx(2 * weights / 8, rel=0.01)
     assert eight["peak_allocated"] < 0.5 * two["peak_allocated"]

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     if options.record:
         check_writable(options.record, options.force)
     try:
-        found, status = _answer(options)
+        found, status, complaint = _answer(options)
     except (ValueError, interpreters.NoInterpreter, ChildFailed) as error:
         print(f"memopt estimate: {error}", file=sys.stderr)
         return 2
@@ -102,10 +102,14 @@ def run(options: argparse.Namespace) -> int:
         )
         return 2
     write(json.dumps(found.as_dict(), indent=2) if options.json else str(found), options.output)
+    if complaint:
+        print(f"memopt estimate: --max-batch: {complaint}", file=sys.stderr)
+        return 2
     return status
 
 
-def _answer(options: argparse.Namespace) -> tuple[Estimate, int]:
+def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
+    """With the exit status, and what of it could not be answered."""
     argv, module = _script(options.script, options.module)
     context = cards.CONTEXT if options.context is None else options.context
     card = None
@@ -149,16 +153,20 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int]:
         full = not options.quick
         found = survey.estimate(ranges=full, compare=full, mend=full and not options.max_batch)
         found.recording = options.record
+        complaint = ""
         if options.max_batch and card is not None:
-            survey.largest_batch(found, card)
+            try:
+                survey.largest_batch(found, card)
+            except ValueError as error:
+                complaint = str(error)
         if options.smallest_card:
             survey.smallest_card(found)
-    return found, 0 if found.verdict in ("", "fits") else 1
+    return found, 0 if found.verdict in ("", "fits") else 1, complaint
 
 
 def _on_fake_tensors(
     options: argparse.Namespace, argv: list[str], module: bool, card: cards.Card | None, reason: str
-) -> tuple[Estimate, int]:
+) -> tuple[Estimate, int, str]:
     """In a fork of this process: what torch is here has no CUDA code that could run."""
     from memopt.torch_version import require
 
@@ -168,7 +176,7 @@ def _on_fake_tensors(
 
     answer = fake_run.run(FakeScript(argv=argv, module=module, count=options.steps), options.seconds)
     found = fake_estimate.made_of(answer, " ".join(argv), card, reason)
-    return found, 0 if found.verdict in ("", "fits") else 1
+    return found, 0 if found.verdict in ("", "fits") else 1, ""
 
 
 def _script(said: list[str], module: bool) -> tuple[list[str], bool]:

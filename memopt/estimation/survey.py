@@ -227,6 +227,12 @@ class Survey:
         def measure(size: int) -> int | None:
             request = self._on(card, batch.request(self.request, size))
             answer = self._ask(request, f"batch {size} on {card}")
+            if answer.more.get("loaders_of_batch_size") == 0:
+                before = "" if answer.completed else ", or none before it runs out of memory"
+                raise ValueError(
+                    f"the script makes no DataLoader{before}, so its batch is not known: name the option that sets it "
+                    "with --batch-option"
+                )
             if answer.completed and high and found.unknowns:
                 request = replace(request, cudnn_workspace=CUDNN_WORKSPACE)
                 answer = self._ask(request, f"batch {size} on {card}, with workspaces")
