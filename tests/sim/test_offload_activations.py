@@ -11,6 +11,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ COUNT = MIB // 8
 values = itertools.count(1)  # none twice: what is left in memory is not what is looked for
 
 
-# ---- order -----------------------------------------------------------------------------------------------------------
+# ---- order ----------------------------------------------------------------------------------------------------------
 
 
 class Moves(torch.autograd.Function):
@@ -71,14 +72,14 @@ def ahead_by(which: str, choose: random.Random) -> Callable[[], object]:
     }[which]
 
 
-def wrong_after(steps: int, which: str, seed: int = 0, count: int = 6) -> int:
+def wrong_after(steps: int, which: str, seed: int = 0, count: int = 6, to: str | Path = "cpu") -> int:
     """How many tensors came back as something else than they were."""
     run_ahead, pairs = ahead_by(which, random.Random(seed)), []
     torch.cuda.empty_cache()  # memory that is given again at once
     sim.lazy(True)
     for _ in range(steps):
         x = torch.empty(4, device=CUDA, requires_grad=True)
-        with offload_activations(in_flight=MIB) as offload:
+        with offload_activations(to=to, in_flight=MIB) as offload:
             for _ in range(count):
                 source = torch.full((COUNT,), next(values)).pin_memory()
                 seen = torch.full((COUNT,), -1).pin_memory()
@@ -117,7 +118,7 @@ def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, owner: type, name:
     assert wrong_after(3, which) > 0
 
 
-# ---- values ----------------------------------------------------------------------------------------------------------
+# ---- values ---------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -247,7 +248,7 @@ def test_what_changed_in_place_is_refused_as_autograd_does(when: str) -> None:
         z.backward()
 
 
-# ---- what is copied --------------------------------------------------------------------------------------------------
+# ---- what is copied -------------------------------------------------------------------------------------------------
 
 
 class Saves(torch.autograd.Function):
@@ -324,7 +325,7 @@ def test_what_is_wanted_first_is_never_copied() -> None:
     assert saved_by(*[lambda: (megabyte(),)] * 9, in_flight="10MiB").last.bytes_out == 0
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 def test_memory_is_free_while_the_device_has_not_done_anything() -> None:
@@ -465,3 +466,47 @@ def test_a_size_that_is_none_is_refused() -> None:
     for wrong in ({"min_size": "much"}, {"min_size": -1}, {"in_flight": "-1"}, {"host_memory": -5}):
         with pytest.raises(ValueError, match=r"size|negative"):
             offload_activations(**wrong)
+
+
+# ---- to a disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["computation", "out", "in", "neither", "either"])
+def test_through_pinned_memory_to_a_disk(tmp_path: Path, which: str) -> None:
+    for n in range((100 if SOAK else 2) if which == "either" else 1):
+        assert wrong_after(2, which, SEED + n, to=tmp_path) == 0, f"seed {SEED + n}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradients_through_a_disk_are_the_plain_runs(tmp_path: Path) -> None:
+    model, x = Blocks(64, 3).to(CUDA), torch.randn(4, 32, 64, device=CUDA)
+    with sim.Compute():
+        expected = step(model, x, contextlib.nullcontext(), 2)
+        for in_flight in (0, "64KiB"):
+            offload = offload_activations(1024, tmp_path, in_flight=in_flight)
+            got = step(model, x, offload, 2)
+            assert all(map(torch.equal, got, expected))
+            assert offload.last.bytes_in == 2 * offload.last.bytes_out > 0
+    gc.collect()
+    assert in_use() == 0
+
+
+def test_little_pinned_memory_is_used_again_and_again_on_the_way_to_a_disk(tmp_path: Path) -> None:
+    host_memory(CUDA).trim()
+    offload = saved_by(*[lambda: (megabyte(),)] * 64, to=tmp_path, in_flight=MIB)
+    assert offload.last.bytes_out == offload.last.bytes_in == 64 * MIB
+    assert host_memory(CUDA).peak <= 8 * MIB
+    assert host_memory(CUDA).nbytes == 32 * MIB
+
+
+def test_a_graph_that_goes_before_it_was_written_leaves_nothing(tmp_path: Path) -> None:
+    sim.lazy(True)
+    x = torch.ones(4, device=CUDA, requires_grad=True)
+    with offload_activations(to=tmp_path, in_flight="2MiB"):
+        for _ in range(8):
+            x = Saves.apply(x, megabyte())
+    del x
+    gc.collect()
+    torch.cuda.synchronize()
+    assert in_use() == 0
+    assert list(tmp_path.iterdir()) == []
