@@ -342,6 +342,26 @@ def test_checkpointed_layers_and_parts_of_them(checkpoint: Any, reentrant: bool,
     assert handle._visits.here() == 0
 
 
+def test_activations_may_leave_too() -> None:
+    plain, other, handle = pair()
+    leaving = memopt.offload_activations(min_size=1, in_flight=1 << 14)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        if model is plain:
+            return next_word()(model)
+        with leaving:
+            return next_word()(model)
+
+    same(plain, other, loss)
+    needed = handle.bytes_in
+    assert (
+        leaving.last.bytes_out == leaving.last.bytes_in > 0
+    )  # of activations: parameters are not among them
+    other.zero_grad()
+    run(other, next_word())
+    assert handle.bytes_in == 2 * needed
+
+
 # ---- state dicts -----------------------------------------------------------------------------------------------------
 
 
