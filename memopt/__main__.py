@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"memopt {options.command}: {error}", file=sys.stderr)
+        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
+        print(f"memopt {options.command}: {said}", file=sys.stderr)
         return 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from memopt.commands import write
 
@@ -33,6 +34,8 @@ def run(options: argparse.Namespace) -> int:
             report_page.write([before, after], options.output, title=" and ".join(names), names=names)
         except (ValueError, ImportError) as error:
             raise OSError(error) from error
+        if not options.quiet:
+            print(f"written: {options.output}", file=sys.stderr)
         return 0
     found = comparison.compare(before, after)
     write(json.dumps(found.as_dict(), indent=2) if options.json else str(found), options.output)
