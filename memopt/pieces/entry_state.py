@@ -50,67 +50,65 @@ class RandomState:
         return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
 
 
+_Buffer = tuple[nn.Module, str, Tensor]
+
+
 class Buffers:
-    """Copies of the buffers that a step of these modules changes: all small ones until a step has shown which."""
+    """Copies of the buffers that a step changes: all small ones until a step has shown which."""
 
     def __init__(self) -> None:
-        self._changing: dict[str, bool] = {}  # by name: what a step was seen to do, True once is for ever
+        # By module (its id: one that is gone leaves at worst a copy too many) and name: what a step was seen to do.
+        self._changing: dict[tuple[int, str], bool] = {}
 
-    def copies(self, modules: Sequence[nn.Module]) -> SavedBuffers:
+    def copies(self, buffers: Sequence[_Buffer]) -> SavedBuffers:
         saved, left = [], _MOST
-        for name, module, key, buffer in _buffers_of(modules):
-            if not self._changing.get(name, True):
-                saved.append((name, module, key, buffer, version(buffer), None))
-                continue
-            # One that is known to change has to be copied; the others are as long as it is cheap.
-            copied = name in self._changing or buffer.nbytes <= left
-            if copied and name not in self._changing:
+        for one in buffers:
+            module, key, buffer = one
+            changing = self._changing.get((id(module), key))
+            copy = None
+            if changing is None:
                 left -= buffer.nbytes
-            copy = buffer.detach().clone() if copied else None
-            saved.append((name, module, key, buffer, version(buffer), copy))
+            if changing or (changing is None and left >= 0):
+                copy = buffer.detach().clone()
+            saved.append((one, version(buffer), copy))
         return SavedBuffers(saved)
 
     def learn(self, saved: SavedBuffers) -> None:
         """After a step that went through."""
-        for name, changed in saved.changed().items():
+        for (module, key, _), changed in saved.changed():
+            name = (id(module), key)
             self._changing[name] = changed or self._changing.get(name, False)
 
 
-def _buffers_of(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
-    seen: set[nn.Module] = set()
-    for number, root in enumerate(modules):
-        for prefix, module in root.named_modules(memo=seen):
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield f"{number}.{prefix}.{key}", module, key, buffer
-
-
 class SavedBuffers:
-    def __init__(self, saved: list[tuple[str, nn.Module, str, Tensor, int, Tensor | None]]) -> None:
+    """Buffers, their versions, and the copies there are."""
+
+    def __init__(self, saved: list[tuple[_Buffer, int, Tensor | None]]) -> None:
         self._saved = saved
 
-    def changed(self) -> dict[str, bool]:
-        return {
-            name: module._buffers.get(key) is not buffer or version(buffer) != before
-            for name, module, key, buffer, before, _ in self._saved
-        }
+    def changed(self) -> list[tuple[_Buffer, bool]]:
+        return [(one, _is_changed(one, before)) for one, before, _ in self._saved]
 
     def restore(self, all_of_them: bool = True) -> None:
         """In place: the tensors are the ones that were there. ValueError for one that cannot be, if it must."""
-        changed = self.changed()
         with torch.no_grad():
-            for name, module, key, buffer, before, copy in self._saved:
-                if not changed[name]:
+            for (module, key, buffer), before, copy in self._saved:
+                if not _is_changed((module, key, buffer), before):
                     continue
                 if copy is not None:
                     buffer.copy_(copy)
                 elif all_of_them and version(buffer) != before:
                     raise ValueError(
-                        f"buffer {name.partition('.')[2]} ({buffer.nbytes} bytes) was changed in place by a step that "
-                        "ran out of memory, and no step before has shown that it would: run the first one with a "
-                        "smaller batch"
+                        f"buffer {key} of {type(module).__name__} ({buffer.nbytes} bytes) was changed in place by a "
+                        "step that ran out of memory, and no step before has shown that it would: run the first one "
+                        "with a smaller batch"
                     )
                 module._buffers[key] = buffer
+
+
+def _is_changed(one: _Buffer, before: int) -> bool:
+    module, key, buffer = one
+    return module._buffers.get(key) is not buffer or version(buffer) != before
 
 
 class Gradients:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memopt.log import logger
 from memopt.pieces import attempt, exactness
-from memopt.pieces.entry_state import Buffers, RandomState
+from memopt.pieces.entry_state import RandomState, SavedBuffers
 from memopt.pieces.split_batch import SplitBatch
 from memopt.pieces.weights import Weights
 
@@ -37,14 +37,14 @@ def check(
     weights: Weights,
     modules: Sequence[nn.Module],
     devices: Sequence[torch.device],
-    buffers: Buffers,
+    saved: SavedBuffers,
     most: int,
 ) -> int:
     """Runs fn without gradients, on `most` samples of the batch or as many as fit, and on unequal parts of those.
     Where it draws random numbers, it runs in eval mode, in which dropout draws none. Random states, buffers and modes
     are put back. Returns how many samples it was, 0 if none could be. ValueError where the parts do not add up."""
     values = _Values(fn, split, weights, devices)
-    random, saved = values.random, buffers.copies(modules)
+    random = values.random
     modes = [(module, module.training) for root in modules for module in root.modules()]
     try:
         samples = values.of_most(most)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.log import logger
-from memopt.pieces import ALONE, Agreement, attempt, exactness, loss_check, room
+from memopt.pieces import ALONE, Agreement, attempt, contents, exactness, loss_check, room
 from memopt.pieces.entry_state import Buffers, Gradients, RandomState, Scale, version
 from memopt.pieces.known_sizes import KnownSizes
 from memopt.pieces.split_batch import Cutting, Lists, SplitBatch
@@ -130,10 +130,11 @@ class _Step:
         agreement: Agreement,
     ) -> None:
         self.fn, self.split, self.modules, self.scaler, self.weights = fn, split, modules, scaler, weights
-        self.exact, self.agreement = exact, agreement
         self.history = _history(modules)
+        self.exact, self.agreement = exact, agreement
         self.what = (_what(fn), tuple(module.training for module in modules), _what(weights.reduction))
-        self.parameters = _leaves(modules, split)
+        parameters, self.buffers = contents.of(modules)
+        self.parameters = _leaves(parameters, split)
         self.devices = tuple({tensor.device for tensor in (*self.parameters, *split.tensors())})
         if exact is not False:
             self._refuse()
@@ -188,7 +189,7 @@ class _Step:
 
     def _enter(self) -> None:
         self.random = RandomState(self.devices)
-        self.saved = self.history.buffers.copies(self.modules)
+        self.saved = self.history.buffers.copies(self.buffers)
 
     def _run(self) -> None:
         samples = self.split.samples
@@ -253,7 +254,7 @@ class _Step:
             nonlocal random, saved
             self.in_forward = True
             if not first:
-                random, saved = RandomState(self.devices), self.history.buffers.copies(self.modules)
+                random, saved = RandomState(self.devices), self.history.buffers.copies(self.buffers)
             self._forward_and_backward(start, stop)
 
         failure = attempt.run(call, self.devices)
@@ -373,7 +374,7 @@ class _Step:
             if not self.was_emptied:
                 samples = min(samples, record.checked or 0)
         if samples > 1:
-            surroundings = (self.modules, self.devices, self.history.buffers)
+            surroundings = (self.modules, self.devices, self.history.buffers.copies(self.buffers))
             checked = loss_check.check(self.fn, self.split, self.weights, *surroundings, samples)
             if record is not None:
                 record.checked = checked
@@ -389,8 +390,8 @@ def _what(fn: Any) -> Hashable:
     return cast(Hashable, getattr(fn, "__code__", None) or type(fn))
 
 
-def _leaves(modules: Sequence[nn.Module], split: SplitBatch) -> list[Tensor]:
+def _leaves(parameters: Sequence[Tensor], split: SplitBatch) -> list[Tensor]:
     """Whatever the step accumulates gradients into, once each."""
-    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-    found |= {id(t): t for t in split.tensors() if t.requires_grad and t.is_leaf}
-    return list(found.values())
+    found = [parameter for parameter in parameters if parameter.requires_grad]
+    leaves = [tensor for tensor in split.tensors() if tensor.requires_grad and tensor.is_leaf]
+    return list({id(tensor): tensor for tensor in (*found, *leaves)}.values()) if leaves else found
