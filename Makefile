@@ -73,7 +73,8 @@ BENCH_SIM = benchmarks/bench_alloc_core.py benchmarks/bench_alloc_train.py bench
 	benchmarks/bench_offload_activations.py
 BENCH_GPU = benchmarks/bench_alloc_gpu.py
 BENCH_ESTIMATE = benchmarks/bench_estimate.py
-BENCH_CPU = $(filter-out $(BENCH_SIM) $(BENCH_GPU) $(BENCH_ESTIMATE),$(wildcard benchmarks/bench_*.py))
+BENCH_LIBRARIES = benchmarks/bench_find_batch_size.py
+BENCH_CPU = $(filter-out $(BENCH_SIM) $(BENCH_GPU) $(BENCH_ESTIMATE) $(BENCH_LIBRARIES),$(wildcard benchmarks/bench_*.py))
 
 bench: environments  ## every benchmark (benchmarks/bench_*.py), side by side with its peer
 	@failed=0; \
@@ -81,6 +82,8 @@ bench: environments  ## every benchmark (benchmarks/bench_*.py), side by side wi
 	for b in $(BENCH_SIM); do "$$(cat build/python-sim)" $$b $(BENCH_OPTIONS) || failed=1; done; \
 	$(ENVIRONMENT) estimate >build/python-estimate && \
 	    "$$(cat build/python-estimate)" $(BENCH_ESTIMATE) $(BENCH_OPTIONS) || failed=1; \
+	$(ENVIRONMENT) libraries >build/python-libraries && \
+	    "$$(cat build/python-libraries)" $(BENCH_LIBRARIES) $(BENCH_OPTIONS) || failed=1; \
 	if [ -e /dev/nvidiactl ]; then for b in $(BENCH_GPU); do $(PYTHON) $$b $(BENCH_OPTIONS) || failed=1; done; \
 	else echo "$(BENCH_GPU): not run, there is no GPU here" >&2; fi; \
 	exit $$failed

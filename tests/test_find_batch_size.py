@@ -29,7 +29,7 @@ def small_heap():
 # ---- where to look next: numbers alone -------------------------------------------------------------------------------
 
 
-def search(start: int, least: int, most: int, room: int, taken) -> tuple[int | None, int]:
+def search(start: int, least: int, most: int, room: int, taken, left=None) -> tuple[int | None, int]:
     """Runs a bracket against a function of the size; the answer, and the tries."""
     bracket, tries = Bracket(start, least, most, room), 0
     tried: set[int] = set()
@@ -38,7 +38,7 @@ def search(start: int, least: int, most: int, room: int, taken) -> tuple[int | N
         tried.add(size)
         tries += 1
         if taken(size) <= room:
-            bracket.fits(size, taken(size))
+            bracket.fits(size, taken(size), left)
         else:
             bracket.fails(size)
         assert tries < 200
@@ -64,7 +64,8 @@ def test_the_bracket_ends_at_the_largest_that_fits(seed: int):
             return fixed + (room - fixed) * n * n // answer**2 if n <= answer else room + n
         return fixed if n <= answer else room + n
 
-    found, tries = search(2 ** chance.randrange(12), least, most, room, taken)
+    left = chance.choice([None, 0, fixed])
+    found, tries = search(2 ** chance.randrange(12), least, most, room, taken, left)
     assert found == (answer if answer >= least else None)
     # Doubling up, or halving down, and then at most three tries a halving of the gap.
     assert tries <= 21 + 3 * 21, (shape, tries)
@@ -334,3 +335,27 @@ def test_recompilations_are_told():
     found = memopt.find_batch_size(step, maximum=4, memory_budget="64MiB")
     assert any("torch.compile compiled 2 times" in note for note in found.notes)
     torch.compiler.reset()
+
+
+def test_a_card_that_is_not_here():
+    model = nn.Linear(64, 64)
+    before = bits(dict(model.named_parameters()))
+    found = memopt.find_batch_size(
+        model, 512, maximum=512, sample=torch.zeros(2, 64), card="1GiB", optimizer=torch.optim.SGD, steps=1
+    )
+    assert found.batch_size == 512 and found.tried[0].peak > 512 * 64 * 4 and found.total == 1 << 30
+    assert "memopt.estimate" in str(found) and bits(dict(model.named_parameters())) == before
+    with pytest.raises(ValueError, match="whose first dimension"):
+        memopt.find_batch_size(model, card="1GiB")
+    with pytest.raises(ValueError, match="is for card="):
+        memopt.find_batch_size(three_batches, sample=torch.zeros(2))
+
+
+def test_a_model_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch):
+    class DistributedDataParallel(nn.Linear):
+        pass
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="before it is wrapped"):
+        memopt.find_batch_size(three_batches, model=DistributedDataParallel(2, 2))

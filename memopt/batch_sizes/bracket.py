@@ -18,6 +18,7 @@ class Bracket:
         self._within = within
         self.low, self.high, self.least, self.most, self.room = least - 1, most + 1, least, most, room
         self._points: dict[int, int] = {}
+        self._base: int | None = None
         self._next: int | None = min(max(start, least), most)
         self._poor = 0  # guesses in a row that did not halve the gap
         self._gap = self.high
@@ -40,7 +41,10 @@ class Bracket:
             return min(8 * self.low if guess is not None and guess > self.most else 2 * self.low, self.most)
         return (self.low + self.high) // 2
 
-    def fits(self, size: int, taken: int) -> None:
+    def fits(self, size: int, taken: int, left: int | None = None) -> None:
+        """taken: bytes of the room; left: those of it that stay when the step is over, as if it had no samples."""
+        if left is not None and left < taken:
+            self._base = left
         self._next = None
         self._points[size] = taken
         self.low = max(self.low, size)
@@ -58,11 +62,14 @@ class Bracket:
         return max(self._points, default=None)
 
     def _meets(self) -> int | None:
-        """Where the line through the two largest sizes that fit meets the room."""
-        if len(self._points) < 2:
+        """Where the line through the two largest sizes that fit, or through one and what it left, meets the room."""
+        points = dict(self._points)
+        if len(points) == 1 and self._base is not None:
+            points[0] = self._base
+        if len(points) < 2:
             return None
-        first, last = sorted(self._points)[-2:]
-        slope = self._points[last] - self._points[first]
+        first, last = sorted(points)[-2:]
+        slope = points[last] - points[first]
         if slope <= 0:
             return None
-        return first + (self.room - self._points[first]) * (last - first) // slope
+        return first + (self.room - points[first]) * (last - first) // slope

@@ -38,6 +38,8 @@ def find_batch_size(
     stateful: Iterable[Any] = (),
     steps: int = 2,
     device: torch.device | str | int | None = None,
+    card: str | int | None = None,
+    sample: Any = None,
 ) -> FoundBatchSize:
     """The largest batch size that fits, found by running fn(batch_size), one whole training step (data, forward,
     backward, optimizer.step, zero_grad) with a batch of that many samples.
@@ -61,14 +63,25 @@ def find_batch_size(
     Returns a FoundBatchSize: .batch_size, .tried (each size with its bytes, and why it does not fit), .stopped; what
     it has cost is .samples and .seconds. Print it.
 
+    card ("4090", "24GiB"): an answer for a GPU that is not here, from memopt.estimate's simulated device: fn is then a
+    module, or a function of a sample that returns a loss, `sample` a batch of any size (first dimension), `optimizer`
+    one or a class. Each try is a run of `steps` steps in a child process, and nothing here is touched.
+
     In a run of several ranks, search before the model is wrapped in DDP or sharded: one that is, is refused.
 
     Raises NoBatchSizeFits, with the least bytes, where not even `minimum` fits; ValueError for arguments that make no
     sense, and for a fn that does not use its argument; what fn raises, other than an out of memory, after all is put
     back."""
-    _refuse_ranks(_several(model))
     within = headroom / 10 if within is None else within
     _check(fn, start, maximum, minimum, multiple_of, headroom, within, steps)
+    if card is not None:
+        from memopt.batch_sizes.simulated import on_card
+
+        bounds = (start // multiple_of, -(-minimum // multiple_of), maximum // multiple_of)
+        return on_card(fn, sample, card, optimizer, bounds, multiple_of, headroom, within, steps)
+    if sample is not None:
+        raise ValueError("sample= is for card=: a step that runs here makes its own batch")
+    _refuse_ranks(_several(model))
     budget = None if memory_budget is None else _C.parse_size(memory_budget)
     models, optimizers, scalers = _several(model), _several(optimizer), _several(scaler)
     where = _device(device, models)
@@ -85,7 +98,8 @@ def find_batch_size(
             if taken is None:
                 bracket.fails(probe)
             else:
-                bracket.fits(probe, memory.of_room(taken))
+                room = memory.of_room(taken)
+                bracket.fits(probe, room, room - taken.peak + taken.left)
     finally:
         kept.put_back()
         memory.begin()  # what the last try left in the cache goes too
