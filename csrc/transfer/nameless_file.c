@@ -70,7 +70,7 @@ mo_status mo_file_open(const char *directory, const mo_file_calls *calls, mo_fil
     if (strlen(directory) >= sizeof file.directory)
         return mo_fail(detail, MO_INVALID, 0, "a directory's name of %zu bytes: at most %zu",
                        strlen(directory), sizeof file.directory - 1);
-    strcpy(file.directory, directory);
+    memcpy(file.directory, directory, strlen(directory) + 1);
     do
         file.descriptor = calls->open(directory);
     while (file.descriptor < 0 && errno == EINTR);
