@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from memopt.data.shared_dict import SharedDict
     from memopt.data.shared_list import SharedList
     from memopt.data.shared_strings import SharedStrings
+    from memopt.data.worker_watch import watch
 
-__all__ = ["MmapDataset", "MmapWriter", "SharedDict", "SharedList", "SharedStrings", "cached"]
+__all__ = ["MmapDataset", "MmapWriter", "SharedDict", "SharedList", "SharedStrings", "cached", "watch"]
 
 _LATER = {
     "MmapDataset": "memopt.data.mapped_dataset",
@@ -24,6 +25,7 @@ _LATER = {
     "SharedList": "memopt.data.shared_list",
     "SharedStrings": "memopt.data.shared_strings",
     "cached": "memopt.data.caching",
+    "watch": "memopt.data.worker_watch",
 }
 
 
