@@ -90,8 +90,10 @@ def entries(folder: str) -> Iterator[tuple[str, os.stat_result]]:
                 with contextlib.suppress(FileNotFoundError):
                     if ENTRY.fullmatch(one.name):
                         yield one.path, one.stat()
-                    elif LEFTOVER.fullmatch(one.name) and time.time() - one.stat().st_mtime > LEFT_SECONDS:
-                        os.unlink(one.path)
+                    elif LEFTOVER.fullmatch(one.name):
+                        written = one.stat(follow_symlinks=False).st_mtime
+                        if time.time() - written > LEFT_SECONDS:
+                            os.unlink(one.path)
 
 
 def total_size(folder: str) -> int:

@@ -1,6 +1,7 @@
 """Who is making an entry at the moment, so that others wait instead of making it too.
 
-A lease is a file beside the entry. Nothing hangs on it being right: who ignores it, or breaks it, does the work twice
+A lease is a symbolic link beside the entry that names its holder: it is there with its name or not at all, so that one
+taken by a process that is killed the moment after can be told, too. Nothing hangs on it being right: who ignores it, or breaks it, does the work twice
 and no more. It cannot be stuck. Of a holder on this machine the kernel says whether it lives; of any other only time
 does, by the folder's own clock: a lease older than `SECONDS` is nobody's."""
 
@@ -10,6 +11,7 @@ import contextlib
 import functools
 import os
 import time
+import uuid
 from collections.abc import Callable
 
 SECONDS = 60.0
@@ -25,7 +27,7 @@ def _machine() -> str:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        return f"unknown {os.uname().nodename}"
+        return f"{os.uname().nodename} {uuid.getnode()}"
 
 
 def _started(pid: int) -> str | None:
@@ -39,24 +41,24 @@ def _started(pid: int) -> str | None:
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
-def _myself() -> str:
-    return f"{_machine()}\n{os.getpid()} {_started(os.getpid())}\n"
+@functools.lru_cache(1)
+def _holder(pid: int) -> str:
+    return f"{_machine()} {pid} {_started(pid)}"
 
 
 def take(path: str) -> bool:
     """True: the caller holds the lease now, or no lease can be had here, and is to make the entry."""
+    holder = _holder(os.getpid())
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            os.symlink(holder, path)
+        except FileNotFoundError:  # the first of its folder
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.symlink(holder, path)
     except FileExistsError:
         return False
     except OSError:
         return True  # a folder in which nothing can be written has no leases either
-    try:
-        os.write(descriptor, _myself().encode())
-    except OSError:
-        pass  # an empty lease is one by time alone
-    finally:
-        os.close(descriptor)
     return True
 
 
@@ -68,13 +70,11 @@ def release(path: str) -> None:
 def is_held(path: str, now: Callable[[], float]) -> bool:
     """Whether somebody alive still seems to be at it. now: seconds by the clock of the folder's file system."""
     try:
-        with open(path) as file:
-            text, written = file.read(), os.fstat(file.fileno()).st_mtime
-    except (OSError, UnicodeDecodeError):
+        holder, written = os.readlink(path), os.lstat(path).st_mtime
+    except OSError:
         return False
-    machine, _, holder = text.partition("\n")
-    pid, _, started = holder.strip().partition(" ")
-    if machine == _machine() and pid.isdigit() and _machine().partition(" ")[0] != "unknown":
+    *machine, pid, started = ["", "", *holder.split(" ")]
+    if " ".join(machine).strip() == _machine() and pid.isdigit():
         return _started(int(pid)) == started
     return now() - written < SECONDS
 
