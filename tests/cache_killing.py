@@ -1,7 +1,7 @@
 """Processes that write and read one cache's folder and are killed at random: what memopt.data.cached promises of it.
 
-As a program it is one of those processes: `cache_killing.py FOLDER SEED`. It compares every value with one that it makes
-itself, counts in FOLDER.counts, and stops when FOLDER.stop is there. It needs no torch, so that it starts in a moment."""
+As a program it is one of those processes: `cache_killing.py FOLDER SEED`. It compares every value with one that it
+makes itself, counts in FOLDER.counts, and stops when FOLDER.stop is there. It needs no torch: it starts in a moment."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """Who is making an entry at the moment, so that others wait instead of making it too.
 
 A lease is a symbolic link beside the entry that names its holder: it is there with its name or not at all, so that one
-taken by a process that is killed the moment after can be told, too. Nothing hangs on it being right: who ignores it, or breaks it, does the work twice
-and no more. It cannot be stuck. Of a holder on this machine the kernel says whether it lives; of any other only time
-does, by the folder's own clock: a lease older than `SECONDS` is nobody's."""
+taken by a process that is killed the moment after can be told, too. Nothing hangs on it being right: who ignores it, or
+breaks it, does the work twice and no more.
+
+It cannot be stuck. Of a holder on this machine the kernel says whether it lives; of any other only time does, by the
+folder's own clock: a lease older than `SECONDS` is nobody's."""
 
 from __future__ import annotations
 

@@ -85,15 +85,18 @@ class _Field:
         """Rows at indices, none of them negative, in one copy."""
         import torch
 
-        if len(self.tensors) == 1:
-            return torch.index_select(self.tensors[0], 0, indices)
-        found = torch.empty((len(indices), *self.row_shape), dtype=self.dtype)
+        # As integers of the same width: torch selects from those alone of every width that there is.
+        plain = getattr(torch, ("uint8", "int16", "int32", "int64")[self.dtype.itemsize.bit_length() - 1])
+        tensors = [one.view(plain) for one in self.tensors]
+        if len(tensors) == 1:
+            return torch.index_select(tensors[0], 0, indices).view(self.dtype)
+        found = torch.empty((len(indices), *self.row_shape), dtype=plain)
         homes = torch.bucketize(indices, torch.tensor(self.ends), right=True)
         for at in homes.unique().tolist():
             here = (homes == at).nonzero().flatten()
             begin = self.ends[at - 1] if at else 0
-            found[here] = torch.index_select(self.tensors[at], 0, indices[here] - begin)
-        return found
+            found[here] = torch.index_select(tensors[at], 0, indices[here] - begin)
+        return found.view(self.dtype)
 
     def will_need(self, runs: Iterable[tuple[int, int]]) -> None:
         """Asks for runs of rows (first, one behind the last) in the disk's order, before anything waits for one."""
