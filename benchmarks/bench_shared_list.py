@@ -3,10 +3,10 @@ arrays, memopt.data.SharedList and SharedStrings.
 
 Memory: under fork, spawn and forkserver 4 workers read 2 million names (some 55 characters each), all of them, in
 random order. Every case is a process of its own. Growth is what the PSS of parent and workers (a page that n
-processes share counts an nth in each) is after the epoch more than it was before the workers read anything, when
-the parent had read all once; what the same workers with names made up on the fly grow by, batches and Python's own
-memory, is taken off. "In all" is PSS after the epoch, less that of the same run with made-up names: what the names
-cost, parent and workers together.
+processes share counts an nth in each; files left out) is after the epoch more than it was before the workers read
+anything, when the parent had read all once; what the same workers with names made up on the fly grow by, batches
+and Python's own memory, is taken off. "In all" is PSS after the epoch, less that of the same run with made-up
+names: what the names cost, parent and workers together.
 
 Time: one access after the other in one process, in random order and from front to back. What a worker does with a
 name is not in it.
@@ -102,11 +102,13 @@ class Names:
 
 
 def pss(pids: list[int]) -> int:
-    """Bytes; private memory in full, what is shared in parts."""
+    """Bytes; private memory in full, what is shared in parts. Files are left out: libraries' pages are shared with
+    whatever else runs on the machine."""
     total = 0
     for pid in pids:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        total += int(next(line for line in lines if line.startswith("Pss:")).split()[1]) << 10
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                total += int(line.split()[1]) << 10
     return total
 
 
@@ -121,7 +123,8 @@ def epoch(kind: str, method: str, count: int) -> dict[str, int]:
     torch.set_num_threads(1)
     names = build(kind, count)
     gc.collect()
-    expected = sum(map(len, names))  # the parent has read all: what is shared is in its PSS from here on
+    # The parent reads all: what is shared is in its PSS from here on.
+    expected = sum(len(names[i]) for i in range(count))
     started = multiprocessing.get_context(method).Semaphore(0)
     go = multiprocessing.get_context(method).Event()
     sampler = BatchSampler(SubsetRandomSampler(range(count)), BATCH, drop_last=False)
