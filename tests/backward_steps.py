@@ -4,9 +4,11 @@ for each allocator."""
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +181,14 @@ def sweep(trial: Trial) -> dict[str, Any]:
         "one sample": trial.needed(1),
         "all": trial.needed(SAMPLES),
     }
+
+
+def kept(name: str, found: dict[str, Any]) -> None:
+    """The long form's figures."""
+    if SOAK:
+        figures = {"torch": torch.__version__, "samples": SAMPLES, **found}
+        file = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / f"backward_{name}.json"
+        file.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def assert_swept(found: dict[str, Any]) -> None:

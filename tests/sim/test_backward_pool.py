@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memopt
-from tests.backward_steps import Trial, assert_swept, fails_at_every, sweep, trial  # noqa: F401
+from tests.backward_steps import Trial, assert_swept, fails_at_every, kept, sweep, trial  # noqa: F401
 
 SIM = {"memory": "1GiB"}
 
@@ -17,7 +17,9 @@ def installed() -> None:
 
 
 def test_every_capacity_completes_or_names_the_least(trial: Trial) -> None:  # noqa: F811
-    assert_swept(sweep(trial))
+    found = sweep(trial)
+    kept("capacities_pool", found)
+    assert_swept(found)
 
 
 def test_every_request_to_the_driver_may_fail(trial: Trial) -> None:  # noqa: F811

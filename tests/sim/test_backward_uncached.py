@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from tests.backward_steps import SOAK, Trial, fails_at_every, trial  # noqa: F401
+from tests.backward_steps import SOAK, Trial, fails_at_every, kept, trial  # noqa: F401
 
 SIM = {"memory": "1GiB"}
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def test_every_allocation_may_fail(trial: Trial) -> None:  # noqa: F811
-    assert fails_at_every(trial, "cudaMalloc", 1, stride=1 if SOAK else 3) > 40
+    allocations = fails_at_every(trial, "cudaMalloc", 1, stride=1 if SOAK else 3)
+    kept("every_allocation", {"allocations, each failed once": allocations})
+    assert allocations > 40
