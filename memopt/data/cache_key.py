@@ -172,6 +172,8 @@ def _is_of(kind: type, module: str, name: str) -> bool:
 def _plain_object(kind: type) -> bool:
     """Whether attributes are all its state: every class it comes from is written in Python, or `object`."""
     in_c = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
+    if kind is object:
+        return False  # a mark that is told from others by being itself
     for parent in kind.__mro__[:-1]:
         if parent.__module__ in ("typing", "abc", "collections.abc"):
             continue

@@ -27,7 +27,7 @@ def is_own(module_name: str | None) -> bool:
     """Whether a module is the program's: not built in, of the standard library or of an installed package."""
     module = sys.modules.get(module_name or "")
     if module is None:
-        return module_name in (None, "__main__", "__mp_main__")
+        return True  # made at run time: no package has it
     path = getattr(module, "__file__", None)
     if path is None:
         return module_name in ("__main__", "__mp_main__") or not _built_in(module)
