@@ -39,11 +39,12 @@ FLAGS = [
     *WARNINGS,
 ]
 
-# Only these files are left by a C++ exception (torch.OutOfMemoryError, a copy of a std::function).
+# Only these files are left by a C++ exception (torch.OutOfMemoryError, a copy of a std::function, torch's allocator).
 FLAGS_OF = {
     "torch_hooks.c": ["-fexceptions"],
     "torch_throw.c": ["-fexceptions"],
     "stream_filter.c": ["-fexceptions"],
+    "torch_cpu.c": ["-fexceptions"],
 }
 
 # Small functions that call each other on the way of every request: linked as one they take a sixth less time.

@@ -6,12 +6,15 @@ import gc
 import inspect
 import os
 import random
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+import memopt
+from memopt import _C
 from memopt.checkpointing.stage_costs import Meter
 from memopt.profiling import recorder
 from memopt.profiling.blocks import pair
@@ -22,9 +25,16 @@ from memopt.profiling.user_code import is_user_file, short_name, user_frame
 SEED = int(os.environ.get("MEMOPT_SEED", "0")) or random.randrange(1 << 30)
 
 
-@pytest.fixture
-def recording():
+@pytest.fixture(params=["allocator", "operations"])
+def recording(request, monkeypatch):
+    """Both ways of recording a CPU: by torch's allocator, and by operations where that is not as it is known."""
     running = []
+    if request.param == "operations":
+
+        def refuses(_):
+            raise memopt.Error("as planned")
+
+        monkeypatch.setattr(_C, "cpu_log_start", refuses)
     gc.collect()
     gc.disable()  # what other tests have left dies before, and nothing of it meanwhile
 
@@ -272,6 +282,135 @@ def test_stopping_leaves_torch_as_it_was():
     assert torch.autograd._engine_run_backward is engine
     assert nn.modules.module._global_forward_hooks == hooks
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.fixture
+def allocator():
+    running = recorder.start("cpu")
+    yield running
+    running.stop()
+
+
+def sizes(seen) -> list[int]:
+    return seen.columns["size"].tolist()
+
+
+def test_other_threads_memory_is_seen_and_has_their_lines_and_modules(allocator):
+    kept = []
+
+    class Keeps(nn.Module):
+        def forward(self, x):
+            kept.append(torch.empty(54321, dtype=torch.uint8))
+            return x
+
+    def work():
+        Keeps()(torch.ones(1))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    seen = allocator.recording()
+    block = sizes(seen).index(54321)
+    assert seen.modules[int(seen.columns["module"][block])] == "Keeps"
+    names = [frame.function for frame in seen.stacks[int(seen.columns["stack"][block])]]
+    assert names[0] == "forward" and "work" in names
+
+
+def test_what_a_kernel_takes_to_work_in_is_seen(allocator):
+    x = torch.randn(64, 64)
+    position = allocator.position()
+    torch.linalg.svd(x)
+    seen = allocator.recording(since=position)
+    gone = seen.columns["died"] < seen.events
+    assert len(seen.columns["size"]) > 3 and bool(gone.any())
+
+
+def test_no_operation_goes_another_way_while_a_recorder_runs(allocator):
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    x = torch.ones(3, requires_grad=True)
+    model = nn.Linear(3, 3)
+    gradient = torch.ones(3)
+    model(x).backward(gradient)
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+
+
+def test_memory_of_an_earlier_recording_is_there_before_a_later_one_and_dies_once():
+    first = recorder.start("cpu")
+    kept = torch.empty(77777, dtype=torch.uint8)
+    first.stop()
+    second = recorder.start("cpu")
+    try:
+        there = second.recording()
+        assert int(there.columns["born"][sizes(there).index(77777)]) == -1
+        del kept
+        seen = second.recording()
+        died = seen.columns["died"][seen.columns["size"] == 77777].tolist()
+        assert died == [died[0]] and died[0] < seen.events
+    finally:
+        second.stop()
+
+
+def test_memory_that_is_not_the_allocators_is_seen_once_it_is_for_something(allocator):
+    shared = torch.ones(1 << 16).share_memory_()
+    assert shared.untyped_storage().nbytes() == 1 << 18
+    model = nn.Identity()
+    model(shared)
+    seen = allocator.recording()
+    at = shared.data_ptr()
+    mine = (seen.columns["address"] == at) & (seen.columns["died"] == seen.events)
+    assert seen.columns["category"][mine].tolist() == [INPUTS]
+    del shared
+    gc.collect()
+    seen = allocator.recording()
+    assert not bool(((seen.columns["address"] == at) & (seen.columns["died"] == seen.events)).any())
+
+
+def test_a_forked_child_can_record_for_itself(allocator):
+    kept = torch.ones(1000)
+    pid = os.fork()
+    if pid == 0:
+        good = False
+        try:
+            own = recorder.start("cpu")
+            made = torch.empty(4321, dtype=torch.uint8)
+            good = made.nbytes in sizes(own.recording())
+            own.stop()
+        finally:
+            os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert kept.nbytes in sizes(allocator.recording())
+
+
+def test_memory_that_outlives_the_recorder_goes_back_as_ever():
+    running = recorder.start("cpu")
+    kept = [torch.empty(1 << 16) for _ in range(10)]
+    grows = torch.empty(10)
+    running.stop()
+    del kept
+    grows.resize_(1 << 16).fill_(1)
+    assert float(grows.sum()) == 1 << 16
+
+
+@pytest.mark.parametrize("way", ["function", "in place"])
+def test_torch_compile_makes_the_same_graphs_under_a_recorder(way):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counts = []
+    for recorded in (False, True):
+        torch._dynamo.reset()
+        model, counter = Net(), CompileCounterWithBackend("eager")
+        running = recorder.start("cpu") if recorded else None
+        try:
+            if way == "in place":
+                model.compile(backend=counter, fullgraph=True)
+            call = model if way == "in place" else torch.compile(model, backend=counter, fullgraph=True)
+            for _ in range(3):
+                call(torch.ones(2, 64)).sum().backward()
+        finally:
+            if running is not None:
+                running.stop()
+        counts.append((counter.frame_count, counter.op_count))
+    assert counts[0] == counts[1]
 
 
 def test_what_the_module_made_itself_is_no_input(recording):

@@ -68,5 +68,6 @@ int mo_py_module_calls_init(PyObject *module);
 int mo_py_ring_init(PyObject *module);
 int mo_py_disk_init(PyObject *module);
 int mo_py_shared_init(PyObject *module);
+int mo_py_cpu_log_init(PyObject *module);
 
 #endif

@@ -33,7 +33,7 @@ from memopt.estimation.child_process import ChildFailed
 from memopt.estimation.guesses import Guesses
 from memopt.estimation.like_cuda import LikeCuda
 from memopt.estimation.training import Training
-from memopt.profiling.cpu_recorder import CpuRecorder, _Operations
+from memopt.profiling.operations_recorder import OperationsRecorder, _Operations
 
 _BLOCK = 512  # an allocator's least unit
 
@@ -45,7 +45,7 @@ _TRUE = {torch.ops.aten.mul, torch.ops.aten.isfinite, torch.ops.aten.all}
 class _Reads(_Operations):
     """Answers what the program reads from tensors that have no values, and counts these answers."""
 
-    def __init__(self, recorder: CpuRecorder) -> None:
+    def __init__(self, recorder: OperationsRecorder) -> None:
         super().__init__(recorder)
         self.guesses = Guesses()
         self._true: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that say all is well
@@ -72,7 +72,7 @@ class _Reads(_Operations):
             return 1.0
 
 
-class _FakeRecorder(CpuRecorder):
+class _FakeRecorder(OperationsRecorder):
     """Of the fake storages of one mode, which have no address: each gets one that no other had, and the size a block
     would have. What torch.compile has left in this process is of modes of its own, and may have no size in bytes."""
 

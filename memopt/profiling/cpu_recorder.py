@@ -1,215 +1,128 @@
-"""The CPU, by the operations that run on one thread: what storages they make, and when those die. What a kernel takes
-to work in, and what other threads make, is not seen."""
+"""The CPU, by torch's allocator: what it gives to whatever thread, and when that goes back; what kernels take to work
+in, too. Memory that is not the allocator's (of files, shared, NumPy's) is seen once it is found to be for something."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import gc
-import sys
-import time
 import weakref
-from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memopt import _C
 from memopt.profiling.blocks import pair
-from memopt.profiling.claims import column
-from memopt.profiling.program import stack_here
 from memopt.profiling.recorder import Recorder, Watch, categories_of, facts, marks_of
-from memopt.profiling.recording import Recording, Stack
+from memopt.profiling.recording import Frame, Recording, Stack
 
-_aten = torch.ops.aten
-_SHOW_NEW_MEMORY = {
-    _aten.resize_.default,
-    _aten.set_.source_Storage,
-    _aten.set_.source_Storage_storage_offset,
-    _aten.lift.default,
-    _aten.lift_fresh.default,
-}
-_DEPTH = 64
-_FIELDS = ("birth", "address", "size", "time", "stack", "module")  # of an event
-_BLOCK = ("address", "size", "stack", "module")
-
-
-class _Operations(TorchDispatchMode):
-    """Sees what operations give back."""
-
-    def __init__(self, recorder: CpuRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self._makes: dict[Any, bool] = {}  # by operation: whether what it gives back can be new memory
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that this spares would cost as much again as the mode
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return (
-            True  # torch.compile goes on as if the mode were not there; what it compiled is seen when it runs
-        )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        makes = self._makes.get(func)
-        if makes is None:
-            makes = self._makes[func] = _makes_memory(func)
-        if makes:
-            if type(out) is torch.Tensor:
-                self._recorder.see(out)
-            elif isinstance(out, list | tuple):
-                for item in out:
-                    if isinstance(item, torch.Tensor):
-                        self._recorder.see(item)
-            elif isinstance(out, torch.Tensor):
-                self._recorder.see(out)
-        return out
-
-
-def _makes_memory(func: Any) -> bool:
-    """An operation whose results are all views of its arguments, or arguments themselves, makes none; but for those
-    that give an argument another memory, and those by which torch.tensor() shows what it made."""
-    if func in _SHOW_NEW_MEMORY:
-        return True
-    returns = func._schema.returns
-    return not returns or any(result.alias_info is None for result in returns)
+_EVENT = ("birth", "address", "size", "time", "stack", "module")  # as _C.cpu_log_read() gives them
+_BLOCK = ("address", "size", "stack", "module", "serial")
+_OF_BLOCK = ("address", "size", "stack", "module")
 
 
 class CpuRecorder(Recorder):
-    """One thread's. Events are cut to what is asked for where they are twice as many."""
+    """Counts, stacks and modules are noted in C; here is what the program says of them."""
 
     def __init__(self, max_events: int) -> None:
         super().__init__(max_events)
-        self._mode = _Operations(self)
         self._watch = Watch()
-        self._first = 0  # the position of the first event that is kept
-        self._kept = {name: torch.empty(0, dtype=torch.int64) for name in _BLOCK}  # blocks from before it
-        self._events = array("q")  # _FIELDS of each; one array, so that threads' events do not mix
         self._stacks: list[Stack] = [()]
-        self._known_stacks: dict[tuple[Any, ...], int] = {}
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        # By storage, what is not the allocator's: its address and the block's serial number.
+        self._others: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        self._most_others = 1000
         self._running = True
 
     # ---- starting and stopping ----------------------------------------------------------------------------------
 
     def _start(self, modules: bool) -> None:
-        for tensor in [
-            thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)
-        ]:
-            self.see(tensor, here=False)
-        self._cut(len(self._events) // len(_FIELDS))
-        self._first = 0
+        _C.cpu_log_start(self._max_events)
+        atexit.unregister(_C.cpu_log_no_stacks)
+        atexit.register(_C.cpu_log_no_stacks)
+        with _paused():
+            for thing in gc.get_objects():
+                if type(thing) in (torch.Tensor, torch.nn.Parameter):
+                    self._see(thing, before=True)
         self._program.start(modules)
-        self._mode.__enter__()
 
     def _stop(self) -> None:
         self._running = False
-        self._mode.__exit__(None, None, None)
-        self._live.clear()
+        _C.cpu_log_stop()
+        self._others.clear()
 
-    # ---- births and deaths --------------------------------------------------------------------------------------
+    # ---- memory that is not the allocator's ---------------------------------------------------------------------
 
-    def see(self, tensor: torch.Tensor, here: bool = True) -> None:
-        """Notes the tensor's memory if it is new. here: the line that runs asked for it."""
+    def _see(self, tensor: torch.Tensor, before: bool = False) -> int:
+        """The address of the tensor's memory, which is noted if it is new; 0 where there is none."""
         if not self._running or not tensor.is_cpu or tensor.layout is not torch.strided:
-            return
+            return 0
         storage = tensor.untyped_storage()
-        identity = storage._cdata
-        known = self._live.get(identity)
         size = storage.nbytes()
-        if known is not None:
-            if known[2] == size:
-                return
-            self._died(identity)  # it has got another size
         address = storage.data_ptr() if size else 0
-        if not address:
-            return
+        if not address or _C.cpu_log_size(address) == size:
+            return address
+        identity = storage._cdata
+        known = self._others.pop(identity, None)
+        if known is not None:
+            _C.cpu_log_died(*known[1:])  # it has got another size, or another storage its place
+        serial = _C.cpu_log_born(address, size, before)
         # torch keeps the Python object of a storage for as long as C++ uses it: the reference dies with the storage.
-        ref = weakref.ref(storage, lambda _: self._died(identity))
-        self._live[identity] = ref, address, size
-        self._note(1, address, size, self._stack() if here else 0)
+        ref = weakref.ref(storage, functools.partial(_C.cpu_log_died, address, serial))
+        self._others[identity] = ref, address, serial
+        if len(self._others) > self._most_others:
+            self._others = {n: other for n, other in self._others.items() if other[0]() is not None}
+            self._most_others = 2 * len(self._others) + 1000
+        return address
 
-    def _died(self, identity: int) -> None:
-        known = self._live.pop(identity, None)
-        if known is not None and self._running:
-            self._note(0, known[1], known[2], 0)
-
-    def _note(self, birth: int, address: int, size: int, stack: int) -> None:
-        self._events.extend((birth, address, size, time.time_ns() // 1000, stack, _C.module_running()))
-        if len(self._events) >= 2 * len(_FIELDS) * self._max_events:
-            self._cut(self._max_events)
-
-    def _stack(self) -> int:
-        """The number of the stack that runs: by code and instruction, whose lines are looked up once."""
-        key: list[Any] = []
-        frame = sys._getframe(3)
-        while frame is not None and len(key) < 2 * _DEPTH:
-            key.append(frame.f_code)
-            key.append(frame.f_lasti)
-            frame = frame.f_back  # type: ignore[assignment]
-        number = self._known_stacks.get(found := tuple(key))
-        if number is None:
-            number = self._known_stacks[found] = len(self._stacks)
-            self._stacks.append(stack_here(3))
-        return number
-
-    def _columns(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """All that is kept, as a recording's columns, and the times of the events."""
-        told = dict(zip(_FIELDS, column(self._events).view(-1, len(_FIELDS)).t().contiguous(), strict=True))
+    def _columns(self) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
+        """All that is kept, as a recording's columns, the times of the events, and the position of the first."""
+        first, events, blocks = _C.cpu_log_read()
+        told, kept = _by_name(events, _EVENT), _by_name(blocks, _BLOCK)
         times = told["time"]
         # What was there before is born before the first event: put in its front, then taken back.
-        before = len(self._kept["address"])
-        told |= {name: torch.cat((self._kept[name], told[name])) for name in _BLOCK}
+        before = len(kept["address"])
+        told |= {name: torch.cat((kept[name], told[name])) for name in _OF_BLOCK}
         births = torch.cat((torch.ones(before, dtype=torch.bool), told["birth"].bool()))
         born, died, event = pair(births, told["address"])
-        columns = {name: told[name][event] for name in _BLOCK}
+        columns = {name: told[name][event] for name in _OF_BLOCK}
         columns["born"] = (born - before).clamp(min=-1)
         columns["died"] = died - before
         columns["stream"] = torch.zeros_like(born)
-        return columns, times
+        return columns, times, first
 
-    def _cut(self, gone: int) -> None:
-        """Forgets that many events, the first ones, and keeps the blocks that outlive them."""
-        with _disable_current_modes():
-            columns, _ = self._columns()
-            lived = (columns["born"] < gone) & (columns["died"] >= gone)
-            self._kept = {name: columns[name][lived] for name in _BLOCK}
-            del self._events[: gone * len(_FIELDS)]
-            self._first += gone
-            self._watch.forget(self._first)
+    def _all_stacks(self) -> list[Stack]:
+        for told in _C.cpu_log_stacks(len(self._stacks)):
+            self._stacks.append(
+                tuple(
+                    Frame(code.co_filename, line, code.co_name)
+                    for code, line in zip(told[::2], told[1::2], strict=True)
+                )
+            )
+        return list(self._stacks)
 
     # ---- what the program tells ---------------------------------------------------------------------------------
 
-    def _now(self) -> int:
-        return self._first + len(self._events) // len(_FIELDS)
-
     def position(self, device: str = "cpu") -> int:
-        return self._now()
+        return _C.cpu_log_position()
 
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None:
-        addresses = []
-        for tensor in tensors:
-            self.see(tensor, here=False)
-            known = (
-                self._live.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-            )
-            if known is not None:
-                addresses.append(known[1])
-        self._watch.claims.add(self._now(), addresses, category)
+        addresses = [address for tensor in tensors if (address := self._see(tensor))]
+        self._watch.claims.add(self.position(), addresses, category)
+        if len(self._watch.claims) > 4 * self._max_events:
+            self._watch.forget(self.position() - self._max_events)
 
     def begins(self, phase: str, stack: Stack) -> None:
-        self._watch.phases.begin(phase, self._now(), stack)
+        self._watch.phases.begin(phase, self.position(), stack)
 
     def ends(self, phase: str) -> None:
-        self._watch.phases.end(phase, self._now())
+        self._watch.phases.end(phase, self.position())
         if phase == "step":
             self.mark("step")
 
     def mark(self, kind: str, text: str = "") -> None:
-        self._watch.marks.append((self._now(), kind, text))
+        self._watch.marks.append((self.position(), kind, text))
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -221,19 +134,36 @@ class CpuRecorder(Recorder):
     ) -> Recording:
         if device is not None and (isinstance(device, int) or torch.device(device).type != "cpu"):
             raise ValueError(f"device={device!r}: only the CPU is recorded here")
-        with _disable_current_modes():
+        with _paused():
             self._program.claim_all()
-            columns, times = self._columns()
-            position = self._first + len(times)
-            columns["category"] = categories_of(columns, self._watch, self._first, position, len(times))
+            columns, times, first = self._columns()
+            position = first + len(times)
+            columns["category"] = categories_of(columns, self._watch, first, position, len(times))
             made = Recording(
                 device="cpu",
-                source="operations on the CPU (what a kernel takes to work in is not seen)",
+                source="torch's CPU allocator",
                 columns=columns,
                 times_us=times,
-                stacks=list(self._stacks),
+                stacks=self._all_stacks(),
                 modules=list(self._program.modules.names),
-                marks=marks_of(self._watch, self._first),
-                facts=facts() | self._program.facts() | {"events_lost": self._first},
+                marks=marks_of(self._watch, first),
+                facts=facts() | self._program.facts() | {"events_lost": first},
             )
-            return made if since is None else made.since(since - self._first - 1)
+            return made if since is None else made.since(since - first - 1)
+
+
+@contextlib.contextmanager
+def _paused() -> Iterator[None]:
+    """What is asked for within is the recorder's own."""
+    _C.cpu_log_pause()
+    try:
+        yield
+    finally:
+        _C.cpu_log_resume()
+
+
+def _by_name(table: bytearray, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    if not table:
+        return {name: torch.empty(0, dtype=torch.int64) for name in names}
+    rows: Any = torch.frombuffer(table, dtype=torch.int64).view(-1, len(names))
+    return dict(zip(names, rows.t().contiguous(), strict=True))

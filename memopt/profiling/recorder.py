@@ -1,5 +1,5 @@
-"""The recorder of this process: one at a time, of CUDA devices by their allocator's own history, of the CPU by the
-operations that run."""
+"""The recorder of this process: one at a time, of CUDA devices by their allocator's own history, of the CPU by torch's
+allocator."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def active() -> Recorder | None:
 def start(
     device: torch.device | str | int | None = None, *, modules: bool = True, max_events: int = MAX_EVENTS
 ) -> Recorder:
-    """Begins to record. device: a CUDA device records all CUDA devices, "cpu" the operations of this thread; by default
+    """Begins to record. device: a CUDA device records all CUDA devices, "cpu" torch's memory of the host; by default
     CUDA where there is a device, else the CPU. modules: note which module's forward runs. max_events: births and deaths
     of blocks that are kept, the last ones.
 
     Raises RuntimeError where a recorder runs already, or where there is no such device."""
     global _active
-    from memopt.profiling import cpu_recorder, cuda_recorder
+    from memopt.profiling import cuda_recorder
 
     if max_events < 1:
         raise ValueError(f"max_events={max_events}: keep at least one event")
@@ -53,11 +53,24 @@ def start(
     with _lock:
         if _active is not None:
             raise RuntimeError("memory is being recorded already in this process: stop that recorder first")
-        recorder: Recorder = (
-            cuda_recorder.CudaRecorder(max_events) if kind == "cuda" else cpu_recorder.CpuRecorder(max_events)
-        )
-        recorder._start(modules)
+        if kind == "cuda":
+            recorder: Recorder = cuda_recorder.CudaRecorder(max_events)
+            recorder._start(modules)
+        else:
+            recorder = _start_cpu(max_events, modules)
         _active = recorder
+    return recorder
+
+
+def _start_cpu(max_events: int, modules: bool) -> Recorder:
+    from memopt.profiling import cpu_recorder, operations_recorder
+
+    recorder: Recorder = cpu_recorder.CpuRecorder(max_events)
+    try:
+        recorder._start(modules)
+    except memopt.Error:  # this torch's allocator is not as it is known, or the program has its own
+        recorder = operations_recorder.OperationsRecorder(max_events)
+        recorder._start(modules)
     return recorder
 
 
@@ -210,6 +223,8 @@ def facts() -> dict[str, Any]:
 
 def _forget_in_child() -> None:
     global _active, _lock
+    if _active is not None:
+        _active._program.stop()
     _active, _lock = None, threading.Lock()
 
 

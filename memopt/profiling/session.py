@@ -38,7 +38,7 @@ def profile(
         print(prof)                         # the peak by category, line and module, and what leaks
         prof.save("report.html")            # or .mopt, .pickle (memory_viz), .json, .trace.json (Perfetto)
 
-    device: all CUDA devices, or "cpu": the operations of this thread; by default CUDA where there is a device, else the
+    device: all CUDA devices, or "cpu": torch's memory of the host; by default CUDA where there is a device, else the
     CPU. modules: attribute memory to modules. max_events: births and deaths of blocks that are kept, the last ones.
     Where a recorder runs already (`python -m memopt run`) it is used, and goes on.
 

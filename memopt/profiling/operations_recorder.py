@@ -1,0 +1,240 @@
+"""The CPU, by the operations that run on one thread: what storages they make, and when those die. What a kernel takes
+to work in, and what other threads make, is not seen. For tensors that no allocator gives (fake ones), and for a torch
+whose CPU allocator is not as it is known; a dispatch mode costs a step of small operations a tenth."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import weakref
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from memopt import _C
+from memopt.profiling.blocks import pair
+from memopt.profiling.claims import column
+from memopt.profiling.program import stack_here
+from memopt.profiling.recorder import Recorder, Watch, categories_of, facts, marks_of
+from memopt.profiling.recording import Recording, Stack
+
+_aten = torch.ops.aten
+_SHOW_NEW_MEMORY = {
+    _aten.resize_.default,
+    _aten.set_.source_Storage,
+    _aten.set_.source_Storage_storage_offset,
+    _aten.lift.default,
+    _aten.lift_fresh.default,
+}
+_DEPTH = 64
+_FIELDS = ("birth", "address", "size", "time", "stack", "module")  # of an event
+_BLOCK = ("address", "size", "stack", "module")
+
+
+class _Operations(TorchDispatchMode):
+    """Sees what operations give back."""
+
+    def __init__(self, recorder: OperationsRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._makes: dict[Any, bool] = {}  # by operation: whether what it gives back can be new memory
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that this spares would cost as much again as the mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return (
+            True  # torch.compile goes on as if the mode were not there; what it compiled is seen when it runs
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        makes = self._makes.get(func)
+        if makes is None:
+            makes = self._makes[func] = _makes_memory(func)
+        if makes:
+            if type(out) is torch.Tensor:
+                self._recorder.see(out)
+            elif isinstance(out, list | tuple):
+                for item in out:
+                    if isinstance(item, torch.Tensor):
+                        self._recorder.see(item)
+            elif isinstance(out, torch.Tensor):
+                self._recorder.see(out)
+        return out
+
+
+def _makes_memory(func: Any) -> bool:
+    """An operation whose results are all views of its arguments, or arguments themselves, makes none; but for those
+    that give an argument another memory, and those by which torch.tensor() shows what it made."""
+    if func in _SHOW_NEW_MEMORY:
+        return True
+    returns = func._schema.returns
+    return not returns or any(result.alias_info is None for result in returns)
+
+
+class OperationsRecorder(Recorder):
+    """One thread's. Events are cut to what is asked for where they are twice as many."""
+
+    def __init__(self, max_events: int) -> None:
+        super().__init__(max_events)
+        self._mode = _Operations(self)
+        self._watch = Watch()
+        self._first = 0  # the position of the first event that is kept
+        self._kept = {name: torch.empty(0, dtype=torch.int64) for name in _BLOCK}  # blocks from before it
+        self._events = array("q")  # _FIELDS of each; one array, so that threads' events do not mix
+        self._stacks: list[Stack] = [()]
+        self._known_stacks: dict[tuple[Any, ...], int] = {}
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        self._running = True
+
+    # ---- starting and stopping ----------------------------------------------------------------------------------
+
+    def _start(self, modules: bool) -> None:
+        for tensor in [
+            thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)
+        ]:
+            self.see(tensor, here=False)
+        self._cut(len(self._events) // len(_FIELDS))
+        self._first = 0
+        self._program.start(modules)
+        self._mode.__enter__()
+
+    def _stop(self) -> None:
+        self._running = False
+        self._mode.__exit__(None, None, None)
+        self._live.clear()
+
+    # ---- births and deaths --------------------------------------------------------------------------------------
+
+    def see(self, tensor: torch.Tensor, here: bool = True) -> None:
+        """Notes the tensor's memory if it is new. here: the line that runs asked for it."""
+        if not self._running or not tensor.is_cpu or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        identity = storage._cdata
+        known = self._live.get(identity)
+        size = storage.nbytes()
+        if known is not None:
+            if known[2] == size:
+                return
+            self._died(identity)  # it has got another size
+        address = storage.data_ptr() if size else 0
+        if not address:
+            return
+        # torch keeps the Python object of a storage for as long as C++ uses it: the reference dies with the storage.
+        ref = weakref.ref(storage, lambda _: self._died(identity))
+        self._live[identity] = ref, address, size
+        self._note(1, address, size, self._stack() if here else 0)
+
+    def _died(self, identity: int) -> None:
+        known = self._live.pop(identity, None)
+        if known is not None and self._running:
+            self._note(0, known[1], known[2], 0)
+
+    def _note(self, birth: int, address: int, size: int, stack: int) -> None:
+        self._events.extend((birth, address, size, time.time_ns() // 1000, stack, _C.module_running()))
+        if len(self._events) >= 2 * len(_FIELDS) * self._max_events:
+            self._cut(self._max_events)
+
+    def _stack(self) -> int:
+        """The number of the stack that runs: by code and instruction, whose lines are looked up once."""
+        key: list[Any] = []
+        frame = sys._getframe(3)
+        while frame is not None and len(key) < 2 * _DEPTH:
+            key.append(frame.f_code)
+            key.append(frame.f_lasti)
+            frame = frame.f_back  # type: ignore[assignment]
+        number = self._known_stacks.get(found := tuple(key))
+        if number is None:
+            number = self._known_stacks[found] = len(self._stacks)
+            self._stacks.append(stack_here(3))
+        return number
+
+    def _columns(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """All that is kept, as a recording's columns, and the times of the events."""
+        told = dict(zip(_FIELDS, column(self._events).view(-1, len(_FIELDS)).t().contiguous(), strict=True))
+        times = told["time"]
+        # What was there before is born before the first event: put in its front, then taken back.
+        before = len(self._kept["address"])
+        told |= {name: torch.cat((self._kept[name], told[name])) for name in _BLOCK}
+        births = torch.cat((torch.ones(before, dtype=torch.bool), told["birth"].bool()))
+        born, died, event = pair(births, told["address"])
+        columns = {name: told[name][event] for name in _BLOCK}
+        columns["born"] = (born - before).clamp(min=-1)
+        columns["died"] = died - before
+        columns["stream"] = torch.zeros_like(born)
+        return columns, times
+
+    def _cut(self, gone: int) -> None:
+        """Forgets that many events, the first ones, and keeps the blocks that outlive them."""
+        with _disable_current_modes():
+            columns, _ = self._columns()
+            lived = (columns["born"] < gone) & (columns["died"] >= gone)
+            self._kept = {name: columns[name][lived] for name in _BLOCK}
+            del self._events[: gone * len(_FIELDS)]
+            self._first += gone
+            self._watch.forget(self._first)
+
+    # ---- what the program tells ---------------------------------------------------------------------------------
+
+    def _now(self) -> int:
+        return self._first + len(self._events) // len(_FIELDS)
+
+    def position(self, device: str = "cpu") -> int:
+        return self._now()
+
+    def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None:
+        addresses = []
+        for tensor in tensors:
+            self.see(tensor, here=False)
+            known = (
+                self._live.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+            )
+            if known is not None:
+                addresses.append(known[1])
+        self._watch.claims.add(self._now(), addresses, category)
+
+    def begins(self, phase: str, stack: Stack) -> None:
+        self._watch.phases.begin(phase, self._now(), stack)
+
+    def ends(self, phase: str) -> None:
+        self._watch.phases.end(phase, self._now())
+        if phase == "step":
+            self.mark("step")
+
+    def mark(self, kind: str, text: str = "") -> None:
+        self._watch.marks.append((self._now(), kind, text))
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def devices(self) -> list[str]:
+        return ["cpu"]
+
+    def recording(
+        self, device: torch.device | str | int | None = None, *, since: int | None = None
+    ) -> Recording:
+        if device is not None and (isinstance(device, int) or torch.device(device).type != "cpu"):
+            raise ValueError(f"device={device!r}: only the CPU is recorded here")
+        with _disable_current_modes():
+            self._program.claim_all()
+            columns, times = self._columns()
+            position = self._first + len(times)
+            columns["category"] = categories_of(columns, self._watch, self._first, position, len(times))
+            made = Recording(
+                device="cpu",
+                source="operations on the CPU (what a kernel takes to work in is not seen)",
+                columns=columns,
+                times_us=times,
+                stacks=list(self._stacks),
+                modules=list(self._program.modules.names),
+                marks=marks_of(self._watch, self._first),
+                facts=facts() | self._program.facts() | {"events_lost": self._first},
+            )
+            return made if since is None else made.since(since - self._first - 1)
