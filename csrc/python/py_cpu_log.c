@@ -110,6 +110,8 @@ static PyObject *cpu_log_pause(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(resume_doc, "cpu_log_resume($module, /)\n--\n\nEnds the last cpu_log_pause() of this thread.");
+
 static PyObject *cpu_log_resume(PyObject *module, PyObject *unused)
 {
     (void)module;
@@ -141,8 +143,9 @@ static PyObject *cpu_log_born(PyObject *module, PyObject *args)
     return PyLong_FromLongLong(serial);
 }
 
-PyDoc_STRVAR(died_doc, "cpu_log_died($module, address, serial, /, *rest)\n--\n\n"
-                       "The block with this serial number is dead, unless it is already.");
+PyDoc_STRVAR(died_doc, "cpu_log_died($module, address, serial, reference=None, /)\n--\n\n"
+                       "The block with this serial number is dead, unless it is already.\n"
+                       "reference: not looked at: a weak reference calls with itself.");
 
 static PyObject *cpu_log_died(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -262,7 +265,7 @@ static PyMethodDef methods[] = {
     {"cpu_log_stop", cpu_log_stop, METH_NOARGS, stop_doc},
     {"cpu_log_no_stacks", cpu_log_no_stacks, METH_NOARGS, no_stacks_doc},
     {"cpu_log_pause", cpu_log_pause, METH_NOARGS, pause_doc},
-    {"cpu_log_resume", cpu_log_resume, METH_NOARGS, pause_doc},
+    {"cpu_log_resume", cpu_log_resume, METH_NOARGS, resume_doc},
     {"cpu_log_born", cpu_log_born, METH_VARARGS, born_doc},
     {"cpu_log_died", (PyCFunction)(void (*)(void))cpu_log_died, METH_FASTCALL, died_doc},
     {"cpu_log_size", cpu_log_size, METH_O, size_doc},

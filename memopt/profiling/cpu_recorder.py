@@ -4,11 +4,10 @@ in, too. Memory that is not the allocator's (of files, shared, NumPy's) is seen 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from memopt import _C
 from memopt.profiling.blocks import pair
 from memopt.profiling.recorder import Recorder, Watch, categories_of, facts, marks_of
 from memopt.profiling.recording import Frame, Recording, Stack
+from memopt.profiling.unrecorded import unrecorded
 
 _EVENT = ("birth", "address", "size", "time", "stack", "module")  # as _C.cpu_log_read() gives them
 _BLOCK = ("address", "size", "stack", "module", "serial")
@@ -41,7 +41,7 @@ class CpuRecorder(Recorder):
         _C.cpu_log_start(self._max_events)
         atexit.unregister(_C.cpu_log_no_stacks)
         atexit.register(_C.cpu_log_no_stacks)
-        with _paused():
+        with unrecorded():
             for thing in gc.get_objects():
                 if type(thing) in (torch.Tensor, torch.nn.Parameter):
                     self._see(thing, before=True)
@@ -134,7 +134,7 @@ class CpuRecorder(Recorder):
     ) -> Recording:
         if device is not None and (isinstance(device, int) or torch.device(device).type != "cpu"):
             raise ValueError(f"device={device!r}: only the CPU is recorded here")
-        with _paused():
+        with unrecorded():
             self._program.claim_all()
             columns, times, first = self._columns()
             position = first + len(times)
@@ -150,16 +150,6 @@ class CpuRecorder(Recorder):
                 facts=facts() | self._program.facts() | {"events_lost": first},
             )
             return made if since is None else made.since(since - first - 1)
-
-
-@contextlib.contextmanager
-def _paused() -> Iterator[None]:
-    """What is asked for within is the recorder's own."""
-    _C.cpu_log_pause()
-    try:
-        yield
-    finally:
-        _C.cpu_log_resume()
 
 
 def _by_name(table: bytearray, names: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt import _C
 from memopt.profiling.blocks import pair
@@ -21,6 +21,7 @@ from memopt.profiling.claims import column
 from memopt.profiling.program import stack_here
 from memopt.profiling.recorder import Recorder, Watch, categories_of, facts, marks_of
 from memopt.profiling.recording import Recording, Stack
+from memopt.profiling.unrecorded import unrecorded
 
 _aten = torch.ops.aten
 _SHOW_NEW_MEMORY = {
@@ -174,7 +175,7 @@ class OperationsRecorder(Recorder):
 
     def _cut(self, gone: int) -> None:
         """Forgets that many events, the first ones, and keeps the blocks that outlive them."""
-        with _disable_current_modes():
+        with unrecorded():
             columns, _ = self._columns()
             lived = (columns["born"] < gone) & (columns["died"] >= gone)
             self._kept = {name: columns[name][lived] for name in _BLOCK}
@@ -222,7 +223,7 @@ class OperationsRecorder(Recorder):
     ) -> Recording:
         if device is not None and (isinstance(device, int) or torch.device(device).type != "cpu"):
             raise ValueError(f"device={device!r}: only the CPU is recorded here")
-        with _disable_current_modes():
+        with unrecorded():
             self._program.claim_all()
             columns, times = self._columns()
             position = self._first + len(times)

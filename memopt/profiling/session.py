@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt.profiling import (
     chrome_trace,
@@ -23,6 +22,7 @@ from memopt.profiling import (
 from memopt.profiling.leaks import Leak
 from memopt.profiling.recorder import MAX_EVENTS, Recorder
 from memopt.profiling.recording import Line, Recording
+from memopt.profiling.unrecorded import unrecorded
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -51,7 +51,7 @@ def _unseen(read: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(read)
     def reading(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with _disable_current_modes():
+        with unrecorded():
             return read(*args, **kwargs)
 
     return reading

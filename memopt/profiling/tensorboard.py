@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt.profiling.step_scalars import StepScalars, step_scalars
+from memopt.profiling.unrecorded import unrecorded
 
 if TYPE_CHECKING:
     from memopt.profiling.recorder import Recorder
@@ -42,7 +42,7 @@ class TensorBoard:
         with self._lock:
             if self._recorder is None:
                 raise RuntimeError("its memopt.profile() has ended: what it recorded is written already")
-            with _disable_current_modes():  # a recorder of the CPU would see what is worked out here
+            with unrecorded():  # a recorder of the CPU would see what is worked out here
                 for device in self._recorder.devices():
                     self._write(self._recorder, device)
             if self._writer is not None:
