@@ -215,12 +215,13 @@ mo_status mo_torch_cpu_watch(const mo_torch_cpu *torch, mo_life_log *log, mo_tor
             return mo_fail(detail, MO_UNSUPPORTED, 0, "this torch's CPU allocator is not as it is known");
         if (torchs && (torchs != there || torchs_deleter != its_deleter))
             return mo_fail(detail, MO_UNSUPPORTED, 0, "torch has another CPU allocator than before");
-        torchs = there;
-        torchs_deleter = its_deleter;
-        /* What the compiler knows of its class holds of ours. */
-        our_table.offset_to_top = 0;
-        memcpy(&our_table.type_info, (const char *)there->functions - sizeof our_table.type_info,
-               sizeof our_table.type_info);
+        if (!torchs) {
+            torchs = there;
+            torchs_deleter = its_deleter;
+            /* What the compiler knows of its class holds of ours. */
+            memcpy(&our_table.type_info, (const char *)there->functions - sizeof our_table.type_info,
+                   sizeof our_table.type_info);
+        }
         if (!replace(torch, &ours))
             return mo_fail(detail, MO_UNSUPPORTED, 0, "torch keeps its own CPU allocator");
     }

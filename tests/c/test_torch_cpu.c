@@ -74,7 +74,7 @@ static struct {
 static struct allocator {
     const functions *f;
 } theirs = {&table.f}, others = {&table.f};
-static struct allocator *there = &theirs;
+static _Atomic(struct allocator *) there = &theirs;
 static uint8_t there_priority = 3;
 
 static void *get(const int8_t *type)
@@ -95,9 +95,10 @@ static const mo_torch_cpu torch = {get, set};
 
 static pointer ask(size_t size)
 {
+    struct allocator *from = there;
     pointer p;
 
-    there->f->allocate(&p, there, size);
+    from->f->allocate(&p, from, size);
     return p;
 }
 
