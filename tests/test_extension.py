@@ -342,6 +342,29 @@ CALLS: dict[str, list[tuple]] = {
     "trace_stack": [(0,), (2**31,), (-1,), ("x",), ()],
     "trace_text": [(0,), (64,), (-1,), ("x",), ()],
     "trace_step": [(), (1,)],
+    "module_running": [(), (1,)],
+    "cpu_log_start": [("x",), (-1,), ()],
+    "cpu_log_stop": [(), (1,)],
+    "cpu_log_no_stacks": [(), (1,)],
+    "cpu_log_pause": [(1,)],  # it nests: each would have to be resumed
+    "cpu_log_resume": [(1,)],
+    "cpu_log_born": [(4096, 512, False), ("x", 1, True), ()],
+    "cpu_log_died": [(4096, 1), (4096,), ("x", 1), ()],
+    "cpu_log_size": [(4096,), ("x",), ()],
+    "cpu_log_position": [(), (1,)],
+    "cpu_log_read": [(), (1,)],
+    "cpu_log_stacks": [(1,), ("x",), ()],
+    "copy_out": [(1, 2), (b"x", b"y", 1), (), (1,)],
+    "copy_in": [(1, 2), (b"x", b"y", 1), (), (1,)],
+    "copy_await": [(64, 2), (-1, 0), ("x", 1), ()],
+    "copy_over": [(64, 2), (-1, 0), ("x", 1), ()],
+    "copy_counts": [(64,), (-1,), ("x",), ()],
+    "shared_build": [
+        (1, "names", ["a", "b"], len, 0), (1, "names", ["a", 1], len, 0), (2, "x", [(1, {"a": 2.0})], len, 0),
+        (3, "x", [("a", 1), ("a", 2)], len, 0), (3, "x", [1], len, 0), (2, "x", [len], lambda _: "no", 0),
+        (2, "x", ["a" * 5000], len, 4096), (0, "x", [], len, 0), (1, "x", 1, len, 0), (),
+    ],
+    "shared_copy": [(b"",), (b"x" * 100,), (1,), ()],
 }  # fmt: skip
 
 

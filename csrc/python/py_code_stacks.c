@@ -4,7 +4,7 @@
 
 #include "base/hostmem.h"
 
-enum { DEPTH = 64, FIRST_PLACES = 1024 };
+enum { FIRST_PLACES = 1024 };
 
 /* Where a frame stands: the code, held once it is kept, and the instruction. */
 typedef struct where {
@@ -24,15 +24,18 @@ struct mo_code_stacks {
     size_t count, room;
     uint32_t *places; /* numbers by hash: open addressing, at most half full; 0: empty */
     size_t capacity;  /* a power of two */
+    size_t depth;
     PyObject *back, *instruction;
 };
 
-mo_code_stacks *mo_code_stacks_open(void)
+mo_code_stacks *mo_code_stacks_open(size_t depth)
 {
     mo_code_stacks *s = mo_host_calloc(1, sizeof *s);
 
-    if (s)
+    if (s) {
+        s->depth = depth < MO_CODE_STACKS_MOST ? depth : MO_CODE_STACKS_MOST;
         s->places = mo_host_calloc(s->capacity = FIRST_PLACES, sizeof *s->places);
+    }
     if (!s || !s->places) {
         mo_host_free(s);
         PyErr_NoMemory();
@@ -128,16 +131,15 @@ static uint32_t keep(mo_code_stacks *s, const where *frames, PyObject *const *ob
 
 static uint32_t number_of(mo_code_stacks *s)
 {
-    where frames[DEPTH];
-    PyObject *objects[DEPTH];
+    where frames[MO_CODE_STACKS_MOST];
+    PyObject *objects[MO_CODE_STACKS_MOST];
     size_t count = 0;
     uint64_t hash = 0;
     uint32_t number = 0;
     PyObject *frame = (PyObject *)PyEval_GetFrame();
 
-    memset(frames, 0, sizeof frames);
     Py_XINCREF(frame);
-    while (frame && frame != Py_None && count < DEPTH) {
+    while (frame && frame != Py_None && count < s->depth) {
         PyObject *instruction = PyObject_GetAttr(frame, s->instruction);
         where *at = &frames[count];
 
@@ -176,6 +178,17 @@ uint32_t mo_code_stacks_here(mo_code_stacks *s)
     if (collects)
         PyGC_Enable();
     return number;
+}
+
+bool mo_code_stacks_frame(const mo_code_stacks *s, uint32_t number, size_t k, PyObject **code, int *line)
+{
+    const stack *of = &s->stacks[number - 1];
+
+    if (k >= of->count)
+        return false;
+    *code = of->frames[k].code;
+    *line = of->lines[k];
+    return true;
 }
 
 PyObject *mo_code_stacks_list(const mo_code_stacks *s, size_t from)

@@ -3,6 +3,7 @@
 #ifndef MO_PY_CODE_STACKS_H
 #define MO_PY_CODE_STACKS_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -10,13 +11,18 @@
 
 typedef struct mo_code_stacks mo_code_stacks;
 
-/* NULL with an exception. */
-mo_code_stacks *mo_code_stacks_open(void);
+/* Frames of a stack that can be kept. */
+#define MO_CODE_STACKS_MOST 128
+
+/* Of each stack the `depth` innermost frames are kept, MO_CODE_STACKS_MOST at most. NULL with an exception. */
+mo_code_stacks *mo_code_stacks_open(size_t depth);
 void mo_code_stacks_close(mo_code_stacks *stacks);
 
-/* The number of what this thread runs, its 64 innermost frames: 0 for nothing, or without host memory. An exception that is
- * under way stays. */
+/* The number of what this thread runs: 0 for nothing, or without host memory. An exception that is under way stays. */
 uint32_t mo_code_stacks_here(mo_code_stacks *stacks);
+
+/* Frame k of a stack, 0 the innermost; the code is borrowed. False past the outermost. */
+bool mo_code_stacks_frame(const mo_code_stacks *stacks, uint32_t number, size_t k, PyObject **code, int *line);
 
 /* Of stack number `from` (1 at least) and all after it: a list of tuples (code, line, code, line, …), innermost first. NULL
  * with an exception. */

@@ -10,6 +10,8 @@
 #include "python/py_code_stacks.h"
 #include "python/py_module_calls.h"
 
+enum { DEPTH = 64 }; /* frames of a stack */
+
 static mo_life_log *opened;    /* from start to stop; with the GIL, and the watch's lock for what is in it */
 static mo_code_stacks *stacks; /* with the GIL */
 static atomic_bool noting_stacks;
@@ -62,7 +64,7 @@ static PyObject *cpu_log_start(PyObject *module, PyObject *count)
         status = mo_life_open(capacity, &detail, &opened);
     if (status)
         return mo_raise(module, status, &detail);
-    stacks = mo_code_stacks_open();
+    stacks = mo_code_stacks_open(DEPTH);
     if (!stacks) {
         drop();
         return NULL;

@@ -11,22 +11,28 @@
 #include <dlfcn.h>
 #include <stdbool.h>
 #include <string.h>
+#include <time.h>
 
 #include "base/hostmem.h"
 
-/* In the limited API from 3.12 on; 3.11 has the same. */
+/* The limited API has these from 3.12 on; 3.11 has them too, so they are looked up. */
 #if Py_LIMITED_API + 0 < 0x030C0000
 typedef PyObject *(*vectorcallfunc)(PyObject *callable, PyObject *const *args, size_t flagged_count,
                                     PyObject *names);
-PyAPI_FUNC(PyObject *) PyObject_Vectorcall(PyObject *, PyObject *const *, size_t, PyObject *);
-PyAPI_FUNC(vectorcallfunc) PyVectorcall_Function(PyObject *);
 #endif
+static vectorcallfunc vectorcall;                     /* PyObject_Vectorcall */
+static vectorcallfunc (*vectorcall_of)(PyObject *);   /* PyVectorcall_Function */
 #define COUNT_OF(flagged_count) ((size_t)(flagged_count) & ~((size_t)1 << (8 * sizeof(size_t) - 1)))
 
 typedef struct known_module {
     PyObject *module; /* borrowed: forget() comes before it is gone; NULL: empty */
     uint32_t index;
 } known_module;
+
+typedef struct moment {
+    int64_t time; /* microseconds since 1970 */
+    int64_t index;
+} moment;
 
 typedef struct module_calls {
     PyObject_HEAD PyObject *function; /* nn.Module._call_impl */
@@ -36,6 +42,8 @@ typedef struct module_calls {
     PyObject *arguments;              /* a list of what `told` is given, by index */
     known_module *known;              /* open addressing, at most half full */
     size_t capacity, count;
+    moment *moments; /* a ring: when another one ran; NULL: not asked for */
+    size_t most, noted;
 } module_calls;
 
 static module_calls *active; /* held; NULL: nothing is noted */
@@ -140,13 +148,13 @@ static PyObject *forget(PyObject *self, PyObject *id)
 static PyObject *call_untraced(const module_calls *m, PyObject *callable, PyObject *const *args, size_t count)
 {
     PyObject *none = Py_None, *type, *value, *traceback, *result, *back;
-    PyObject *before = PyObject_Vectorcall(m->set_eval_frame, &none, 1, NULL);
+    PyObject *before = vectorcall(m->set_eval_frame, &none, 1, NULL);
 
     if (!before)
         return NULL;
-    result = PyObject_Vectorcall(callable, args, count, NULL);
+    result = vectorcall(callable, args, count, NULL);
     PyErr_Fetch(&type, &value, &traceback);
-    back = PyObject_Vectorcall(m->set_eval_frame, &before, 1, NULL);
+    back = vectorcall(m->set_eval_frame, &before, 1, NULL);
     if (!back)
         PyErr_WriteUnraisable(m->set_eval_frame);
     PyErr_Restore(type, value, traceback);
@@ -155,17 +163,27 @@ static PyObject *call_untraced(const module_calls *m, PyObject *callable, PyObje
     return result;
 }
 
-/* The listener hears which one runs. 0, or -1 with an exception. */
-static int tell(const module_calls *m, uint32_t index)
+static int64_t now(void)
+{
+    struct timespec t;
+
+    clock_gettime(CLOCK_REALTIME, &t);
+    return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
+/* Another one runs: it is noted, or the listener hears of it. 0, or -1 with an exception. */
+static int tell(module_calls *m, uint32_t index)
 {
     PyObject *argument, *answer;
 
+    if (m->moments)
+        m->moments[m->noted++ % m->most] = (moment){now(), index};
     if (!m->told)
         return 0;
     argument = PyList_GetItem(m->arguments, index); /* borrowed; the list only grows */
     if (!argument)
         return -1;
-    answer = PyCFunction_Check(m->told) ? PyObject_Vectorcall(m->told, &argument, 1, NULL)
+    answer = PyCFunction_Check(m->told) ? vectorcall(m->told, &argument, 1, NULL)
                                         : call_untraced(m, m->told, &argument, 1);
     Py_XDECREF(answer);
     return answer ? 0 : -1;
@@ -226,15 +244,15 @@ static int entering(module_calls *m, PyObject *module, int64_t *index)
 }
 
 /* The error that the pass may have ended with stays. 0, or -1 with an exception. */
-static int leaving(const module_calls *m, PyObject *const *args, size_t count, PyObject *names,
+static int leaving(module_calls *m, PyObject *const *args, size_t count, PyObject *names,
                    uint32_t before)
 {
     PyObject *type, *value, *traceback;
 
-    if (m->told) {
+    if (m->told || m->moments) {
         PyErr_Fetch(&type, &value, &traceback);
         if (tell(m, before) < 0)
-            PyErr_WriteUnraisable(m->told);
+            PyErr_WriteUnraisable(m->function);
         PyErr_Restore(type, value, traceback);
     }
     return before ? 0 : left(m, args, count, names);
@@ -270,6 +288,24 @@ static PyObject *call(PyObject *function, PyObject *const *args, size_t flagged_
 
 /* ---- the function's vectorcall ------------------------------------------------------------------------------- */
 
+static void find(const char *name, void *function, size_t size)
+{
+    void *known = dlsym(RTLD_DEFAULT, name);
+
+    memcpy(function, &known, size);
+}
+
+/* 0, or -1 with an exception. */
+static int find_all(void)
+{
+    find("PyObject_Vectorcall", &vectorcall, sizeof vectorcall);
+    find("PyVectorcall_Function", &vectorcall_of, sizeof vectorcall_of);
+    if (vectorcall && vectorcall_of)
+        return 0;
+    PyErr_SetString(PyExc_RuntimeError, "this Python has no vectorcall: calls of modules cannot be noted");
+    return -1;
+}
+
 /* The word of the function in which its vectorcall is: where CPython has no call to set it. NULL: not known. */
 static void *word_of(PyObject *function, vectorcallfunc holds)
 {
@@ -293,10 +329,10 @@ static void *word_of(PyObject *function, vectorcallfunc holds)
 static int set_vectorcall(PyObject *function, vectorcallfunc from, vectorcallfunc to)
 {
     void (*set)(PyObject *, vectorcallfunc);
-    void *known = dlsym(RTLD_DEFAULT, "PyFunction_SetVectorcall"), *word;
+    void *word;
 
-    if (known) { /* CPython 3.12 and later */
-        memcpy(&set, &known, sizeof set);
+    find("PyFunction_SetVectorcall", &set, sizeof set);
+    if (set) { /* CPython 3.12 and later */
         set(function, to);
         return 0;
     }
@@ -316,7 +352,7 @@ static PyObject *start(PyObject *self, PyObject *unused)
     (void)unused;
     if (active)
         return PyErr_Format(PyExc_RuntimeError, "calls of modules are noted already");
-    plain = PyVectorcall_Function(m->function);
+    plain = vectorcall_of(m->function);
     if (!plain || set_vectorcall(m->function, plain, call) < 0)
         return PyErr_Format(PyExc_RuntimeError,
                             "where this CPython keeps a function's vectorcall is not known");
@@ -357,6 +393,47 @@ static PyObject *tell_to(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(note_doc, "note($self, most, /)\n--\n\n"
+                       "From now on it is noted when another module runs; the last `most` times are kept.");
+
+static PyObject *note(PyObject *self, PyObject *count)
+{
+    module_calls *m = (module_calls *)self;
+    const size_t most = PyLong_AsSize_t(count);
+    moment *moments;
+
+    if (most == (size_t)-1 && PyErr_Occurred())
+        return NULL;
+    moments = mo_host_calloc(most ? most : 1, sizeof *moments);
+    if (!moments)
+        return PyErr_NoMemory();
+    mo_host_free(m->moments);
+    m->moments = moments;
+    m->most = most ? most : 1;
+    m->noted = 0;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(moments_doc, "moments($self, /)\n--\n\n"
+                          "What was noted, the oldest first: int64 pairs of microseconds since 1970 and the "
+                          "index of\nthe module that runs from then on.");
+
+static PyObject *moments(PyObject *self, PyObject *unused)
+{
+    const module_calls *m = (module_calls *)self;
+    const size_t count = m->noted < m->most ? m->noted : m->most;
+    const size_t first = m->noted > m->most ? m->noted % m->most : 0;
+    PyObject *result = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(moment)));
+    char *out = result ? PyByteArray_AsString(result) : NULL;
+
+    (void)unused;
+    if (out && count) {
+        memcpy(out, m->moments + first, (count - first) * sizeof(moment));
+        memcpy(out + (count - first) * sizeof(moment), m->moments, first * sizeof(moment));
+    }
+    return result;
+}
+
 /* ---- the type ------------------------------------------------------------------------------------------------- */
 
 static int clear(PyObject *self)
@@ -393,6 +470,7 @@ static void dealloc(PyObject *self)
     PyObject_GC_UnTrack(self);
     clear(self);
     mo_host_free(((module_calls *)self)->known);
+    mo_host_free(((module_calls *)self)->moments);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -404,7 +482,8 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
     if (kwargs && PyDict_Size(kwargs))
         return PyErr_Format(PyExc_TypeError, "ModuleCalls: takes no keywords");
-    if (!PyArg_ParseTuple(args, "OOOO:ModuleCalls", &function, &enter, &leave, &set_eval_frame))
+    if (!PyArg_ParseTuple(args, "OOOO:ModuleCalls", &function, &enter, &leave, &set_eval_frame) ||
+        find_all() < 0)
         return NULL;
     m = (module_calls *)PyType_GenericAlloc(type, 0);
     if (!m)
@@ -428,7 +507,8 @@ PyDoc_STRVAR(
 static PyMethodDef methods[] = {
     {"start", start, METH_NOARGS, start_doc},  {"stop", stop, METH_NOARGS, stop_doc},
     {"know", know, METH_VARARGS, know_doc},    {"forget", forget, METH_O, forget_doc},
-    {"tell", tell_to, METH_VARARGS, tell_doc}, {NULL, NULL, 0, NULL},
+    {"tell", tell_to, METH_VARARGS, tell_doc}, {"note", note, METH_O, note_doc},
+    {"moments", moments, METH_NOARGS, moments_doc}, {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot slots[] = {

@@ -1,6 +1,11 @@
 #include "python/py_stack.h"
 
+#include <stdbool.h>
+#include <string.h>
+
 #include "alloc/trace_stacks.h"
+#include "base/hostmem.h"
+#include "python/py_code_stacks.h"
 
 /* A text's number by its UTF-8, 0 for what has none. */
 static uint32_t text_number(PyObject *object, const char *attribute)
@@ -15,45 +20,87 @@ static uint32_t text_number(PyObject *object, const char *attribute)
     return number;
 }
 
-static uint32_t frame_number(PyFrameObject *frame)
+static uint32_t frame_number(PyObject *code, int line)
 {
-    PyObject *code = (PyObject *)PyFrame_GetCode(frame);
-    const int line = PyFrame_GetLineNumber(frame);
-    const uint32_t number = mo_trace_frame_number(
-        text_number(code, "co_filename"), text_number(code, "co_name"), line > 0 ? (uint32_t)line : 0);
+    return mo_trace_frame_number(text_number(code, "co_filename"), text_number(code, "co_name"),
+                                 line > 0 ? (uint32_t)line : 0);
+}
 
-    Py_DECREF(code);
+/* ---- stacks, as code and as text ------------------------------------------------------------------------------ */
+
+/* With the GIL. The texts of a stack are asked for once: numbers[n] is the trace's number of stack n of `known`, 0 where
+ * that was not asked for yet. */
+static mo_code_stacks *known;
+static uint32_t *numbers;
+static size_t room;
+static bool wanted; /* somebody has begun since who did not end */
+
+static bool make_room(uint32_t stack)
+{
+    size_t larger = room ? room : 256;
+    uint32_t *fresh;
+
+    if (stack < room)
+        return true;
+    while (larger <= stack)
+        larger *= 2;
+    fresh = mo_host_realloc(numbers, larger * sizeof *fresh);
+    if (!fresh)
+        return false;
+    memset(fresh + room, 0, (larger - room) * sizeof *fresh);
+    numbers = fresh;
+    room = larger;
+    return true;
+}
+
+/* Of a stack that was not seen before; an exception that is under way stays. */
+static uint32_t trace_number(uint32_t stack)
+{
+    uint32_t frames[MO_TRACE_MAX_FRAMES];
+    PyObject *type, *value, *traceback, *code;
+    size_t count = 0;
+    int line;
+
+    PyErr_Fetch(&type, &value, &traceback);
+    while (count < MO_TRACE_MAX_FRAMES && mo_code_stacks_frame(known, stack, count, &code, &line))
+        frames[count++] = frame_number(code, line);
+    PyErr_Restore(type, value, traceback);
+    return mo_trace_stack_number(frames, count);
+}
+
+/* The calling thread's stack. */
+static uint32_t collect(void)
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    const uint32_t stack = known ? mo_code_stacks_here(known) : 0;
+    uint32_t number = 0;
+
+    if (stack && make_room(stack)) {
+        number = numbers[stack];
+        if (!number)
+            number = numbers[stack] = trace_number(stack);
+    }
+    PyGILState_Release(gil);
     return number;
 }
 
-/* The calling thread's stack, which may be in the midst of an exception. */
-static uint32_t collect(void)
+static void forget(void)
 {
-    uint32_t frames[MO_TRACE_MAX_FRAMES];
-    size_t count = 0;
-    PyObject *type, *value, *traceback;
-    const PyGILState_STATE gil = PyGILState_Ensure();
-
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *frame = (PyObject *)PyEval_GetFrame();
-    Py_XINCREF(frame);
-    while (frame && frame != Py_None && count < MO_TRACE_MAX_FRAMES) {
-        frames[count++] = frame_number((PyFrameObject *)frame);
-        PyObject *back = PyObject_GetAttrString(frame, "f_back");
-        Py_DECREF(frame);
-        frame = back;
-    }
-    Py_XDECREF(frame);
-    PyErr_Restore(type, value, traceback);
-    PyGILState_Release(gil);
-    return mo_trace_stack_number(frames, count);
+    mo_code_stacks_close(known);
+    mo_host_free(numbers);
+    known = NULL;
+    numbers = NULL;
+    room = 0;
 }
 
 void mo_py_stack_stop(void)
 {
+    wanted = false;
     Py_BEGIN_ALLOW_THREADS;
     mo_trace_collect_by(NULL); /* waits for those that are collecting, who need the GIL */
     Py_END_ALLOW_THREADS;
+    if (!wanted)
+        forget();
 }
 
 static PyObject *stop_at_exit(PyObject *unused, PyObject *arguments)
@@ -88,6 +135,9 @@ int mo_py_stack_collect(void)
 {
     if (stop_before_the_end() < 0)
         return -1;
+    if (!known && !(known = mo_code_stacks_open(MO_TRACE_MAX_FRAMES)))
+        return -1;
+    wanted = true;
     mo_trace_collect_by(collect);
     return 0;
 }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import time
-from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 
 from memopt import _C
 from memopt.profiling import torch_history
-from memopt.profiling.claims import column
 from memopt.profiling.recorder import Recorder, Watch, categories_of, facts, marks_of
 from memopt.profiling.recording import OTHER, WORKSPACES, Recording, Stack
 
@@ -32,7 +29,6 @@ class CudaRecorder(Recorder):
         self._by_time = (
             False  # memopt's allocator keeps no metadata: modules are told by the clock of its history
         )
-        self._times, self._modules_at = array("q"), array("q")
 
     # ---- starting and stopping ----------------------------------------------------------------------------------
 
@@ -64,7 +60,10 @@ class CudaRecorder(Recorder):
         self._by_time = _C.allocator_is_current()
         if not _has_history():
             self._switch_on()  # the allocator was changed since
-        self._program.modules.tell(self._module_is if self._by_time else _set_metadata, not self._by_time)
+        if self._by_time:
+            self._program.modules.note(4 * self._max_events)
+        else:
+            self._program.modules.tell(_set_metadata, as_text=True)
 
     def _stop(self) -> None:
         self._running = False
@@ -97,12 +96,6 @@ class CudaRecorder(Recorder):
         return self._watches.setdefault(device, Watch())
 
     # ---- what the program tells ---------------------------------------------------------------------------------
-
-    def _module_is(self, index: int) -> None:
-        self._times.append(time.time_ns() // 1000)
-        self._modules_at.append(index)
-        if len(self._times) > 4 * self._max_events:
-            del self._times[: 2 * self._max_events], self._modules_at[: 2 * self._max_events]
 
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None:
         by_device: dict[int, list[int]] = {}
@@ -196,10 +189,11 @@ class CudaRecorder(Recorder):
             table = torch.tensor([number if number < len(names) else 0 for number in numbers])
             return table[module], list(names)
         found = torch.zeros_like(module)
-        if len(self._times):
+        times, indices = self._program.modules.moments()
+        if len(times):
             seen = born >= 0
-            at = torch.searchsorted(column(self._times), history.times_us[born[seen]], right=True) - 1
-            found[seen] = torch.where(at >= 0, column(self._modules_at)[at.clamp(min=0)], 0)
+            at = torch.searchsorted(times, history.times_us[born[seen]], right=True) - 1
+            found[seen] = torch.where(at >= 0, indices[at.clamp(min=0)], 0)
         return found, list(names)
 
     def _backward_stacks(

@@ -42,6 +42,17 @@ class ModuleCalls:
         """From now on `told` hears whenever another module runs, by its index, or by that as a text."""
         self._calls.tell(told, self._texts if as_text else self._indices)
 
+    def note(self, most: int) -> None:
+        """From now on the times are kept at which another module runs, the last `most` of them."""
+        self._calls.note(most)
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those times, in microseconds since 1970, in order, and the index of the module that runs from then on: int64."""
+        noted = self._calls.moments()
+        pairs = torch.frombuffer(noted, dtype=torch.int64) if noted else torch.empty(0, dtype=torch.int64)
+        times, indices = pairs.view(-1, 2).unbind(1)
+        return times.contiguous(), indices.contiguous()
+
     # ---- called by ModuleCalls ----------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, outermost: bool) -> int:
