@@ -43,24 +43,17 @@ class LayerPlan:
             return self.note
         where = "pinned memory of the host" if self.to == "cpu" else f"a file in {self.to}"
         lines = [
-            f"{len(self.layers)} layers' parameters, {_size(self.bytes_at_home)}, live in {where} and visit "
-            f"{self.device}, the next while one runs: at most {_size(self.bytes_visiting)} there at once"
-            + (f", more within {_size(self.memory_budget)} in all" if self.memory_budget else ""),
-            f"{_size(self.bytes_on_device)} of buffers stay on {self.device}",
+            f"{len(self.layers)} layers' parameters, {_C.format_size(self.bytes_at_home)}, live in {where} and visit "
+            f"{self.device}, the next while one runs: at most {_C.format_size(self.bytes_visiting)} there at once"
+            + (f", more within {_C.format_size(self.memory_budget)} in all" if self.memory_budget else ""),
+            f"{_C.format_size(self.bytes_on_device)} of buffers stay on {self.device}",
         ]
         width = max(len(name) for name, _ in self.layers) if self.layers else 0
         lines += [
-            f"  {name or '(the model itself)':{width}}  {_size(size):>12}" for name, size in self.layers
+            f"  {name or '(the model itself)':{width}}  {_C.format_size(size):>12}"
+            for name, size in self.layers
         ]
         return "\n".join(lines)
-
-
-def _size(size: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024  # type: ignore[assignment]
-    return f"{size:.4g} GiB"
 
 
 class OffloadedLayers:

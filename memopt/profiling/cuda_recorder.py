@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memopt import _C
+from memopt.owners.census import memory_of
 from memopt.profiling import torch_history
 from memopt.profiling.recorder import Recorder, Watch, categories_of, facts, marks_of
 from memopt.profiling.recording import OTHER, WORKSPACES, Recording, Stack
@@ -101,9 +102,10 @@ class CudaRecorder(Recorder):
         by_device: dict[int, list[int]] = {}
         for tensor in tensors:
             if tensor.is_cuda:
-                address = _address(tensor)
-                if address:
-                    by_device.setdefault(tensor.get_device(), []).append(address)
+                for part in (tensor,) if type(tensor) in _PLAIN else _parts(tensor):
+                    address = _address(part)
+                    if address:
+                        by_device.setdefault(part.get_device(), []).append(address)
         for device, addresses in by_device.items():
             watch, position = self._watch(device), self._position(device)
             watch.claims.add(position, addresses, category)
@@ -248,6 +250,14 @@ def _index(device: torch.device | str | int | None) -> int:
     if isinstance(device, str | torch.device) and torch.device(device).type != "cuda":
         raise ValueError(f"device={device!r}: CUDA devices are recorded here")
     return _index(None) if index is None else index
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Of a wrapper (a DTensor, say) the device's tensors that it wraps."""
+    return [part for *_, part in memory_of(tensor) if part.is_cuda]
 
 
 def _address(tensor: torch.Tensor) -> int:

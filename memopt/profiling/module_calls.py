@@ -47,7 +47,7 @@ class ModuleCalls:
         self._calls.note(most)
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those times, in microseconds since 1970, in order, and the index of the module that runs from then on: int64."""
+        """Those times, in microseconds since 1970, in order, and the index of the module that runs from then on."""
         noted = self._calls.moments()
         pairs = torch.frombuffer(noted, dtype=torch.int64) if noted else torch.empty(0, dtype=torch.int64)
         times, indices = pairs.view(-1, 2).unbind(1)

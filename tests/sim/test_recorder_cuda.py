@@ -155,3 +155,14 @@ def test_a_history_that_is_not_as_torch_writes_it_is_refused():
     for trace in ([{"action": "alloc"}], [{"action": "alloc", "addr": "x", "size": 1, "stream": 0}], 7):
         with pytest.raises(ValueError, match="not as torch writes it"):
             torch_history.read({"device_traces": [trace], "segments": []}, 0)
+
+
+def test_what_a_wrapper_wraps_is_for_what_the_wrapper_is(running):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Linear(512, 512, bias=False, device="cuda")
+    halves = [torch.randn(512, 512, device="cuda") for _ in range(2)]
+    model.weight = nn.Parameter(TwoTensor(*halves))
+    model(torch.randn(4, 512, device="cuda"))
+    seen = running.recording("cuda")
+    assert seen.by_category(seen.events - 1)["parameters"] == 2 * halves[0].nbytes
