@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from memopt.data import SharedStrings, small_objects, watch
 from memopt.data.worker_memory import memory_of
+from memopt.log import logger
 
 
 class Inner:
@@ -63,7 +65,10 @@ def test_a_process_is_measured_by_kind_and_a_dead_one_is_none(tmp_path):
     assert memory_of(7, str(tmp_path)) == (100 << 10, 50 << 10, 16 << 10, 8 << 10, 4 << 10)
 
 
-def test_the_list_that_workers_copy_is_named_and_the_shared_one_is_not(caplog):
+def test_the_list_that_workers_copy_is_named_and_the_shared_one_is_not(caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)  # a command's -v, in this process, would take it
+    caplog.set_level(logging.WARNING, "memopt")
+
     def watched(names):
         loader = DataLoader(
             Names(names),
