@@ -59,8 +59,9 @@ def cpu_clock(run: Callable[[], object], calls: int) -> float:
 class Switch:
     """What looks at memory while a contender is timed: nothing, or one of these."""
 
-    def __init__(self, device: str) -> None:
-        self.device, self.enabled = device, False
+    def __init__(self, device: str, first: Callable[[], object]) -> None:
+        """first: what is run once with it on before anything is timed: modules are named, tables grow."""
+        self.device, self.first, self.enabled = device, first, False
 
     def to(self, state: str) -> Callable[[], None]:
         def before() -> None:
@@ -83,6 +84,7 @@ class Switch:
                 torch.cuda.memory._record_memory_history(
                     "all", context="alloc", stacks="python", max_entries=ENTRIES, **skip
                 )
+            self.first()
 
         return before
 
@@ -98,7 +100,7 @@ def cpu_step(report: harness.Report) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    switch = Switch("cpu")
+    switch = Switch("cpu", step)
     found = report.compare(
         "a CPU step of the demo task",
         {name: harness.Contender(step, switch.to(name)) for name in ("plain", ENABLED, RECORDED)},
@@ -125,11 +127,15 @@ def deep(run: Callable[[], object], frames: int) -> object:
 
 def allocations(report: harness.Report) -> None:
     model, x = nn.Sequential(*(Asks() for _ in range(MODULES))), torch.ones(1, device="cuda")
-    switch = Switch("cuda")
     names = ("no history", TORCHS, LEAN, RECORDED)
+
+    def step() -> object:
+        return deep(lambda: model(x), 12)
+
+    switch = Switch("cuda", step)
     found = report.compare(
         f"{MODULES * REQUESTS} allocations and frees of {MODULES} modules",
-        {name: harness.Contender(lambda: deep(lambda: model(x), 12), switch.to(name)) for name in names},
+        {name: harness.Contender(step, switch.to(name)) for name in names},
         peer="no history",
         warmup=2,
         clock=cpu_clock,
