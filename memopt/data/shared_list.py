@@ -32,7 +32,8 @@ class SharedList(SharedSequence[T]):
     process that uses it, however that ends. It does not count in /dev/shm, but in a container's memory.
 
     Raises TypeError or ValueError, naming item and place, for what cannot be shared; OSError where the memory for it is
-    not there. For str alone SharedStrings is smaller and faster."""
+    not there. For str alone SharedStrings is smaller and faster. Take one from nobody you would not take a pickle from:
+    what lies in it may say that it is one."""
 
     __slots__ = ()
 
