@@ -1,5 +1,5 @@
-"""memopt.data beside the libraries of its formats: safetensors reads what it writes and it reads what safetensors writes;
-Arrow's files are rows; zstandard's entries come back as they were."""
+"""memopt.data beside the libraries of its formats: safetensors and it read what the other has written; Arrow's files are
+rows; zstandard's entries come back as they were."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from memopt.data import MmapDataset, MmapWriter
 
 folder = Path(sys.argv[1])
 torch.manual_seed(0)
-dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
-          torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
+dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int16]
+dtypes += [torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
 rows = {str(d).split(".")[1]: (torch.randn(7, 3, 5) * 3).to(d) for d in dtypes}
 same = lambda a, b: a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
