@@ -1,5 +1,5 @@
-"""memopt.data beside the libraries of its formats: safetensors and it read what the other has written; Arrow's files are
-rows; zstandard's entries come back as they were."""
+"""memopt.data beside the libraries of its formats: safetensors and it read what the other has written; Arrow's files
+are rows; zstandard's entries come back as they were."""
 
 from __future__ import annotations
 
