@@ -22,7 +22,8 @@ void mo_code_stacks_close(mo_code_stacks *stacks);
 uint32_t mo_code_stacks_here(mo_code_stacks *stacks);
 
 /* Frame k of a stack, 0 the innermost; the code is borrowed. False past the outermost. */
-bool mo_code_stacks_frame(const mo_code_stacks *stacks, uint32_t number, size_t k, PyObject **code, int *line);
+bool mo_code_stacks_frame(const mo_code_stacks *stacks, uint32_t number, size_t k, PyObject **code,
+                          int *line);
 
 /* Of stack number `from` (1 at least) and all after it: a list of tuples (code, line, code, line, …), innermost first. NULL
  * with an exception. */

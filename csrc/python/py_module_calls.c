@@ -20,8 +20,8 @@
 typedef PyObject *(*vectorcallfunc)(PyObject *callable, PyObject *const *args, size_t flagged_count,
                                     PyObject *names);
 #endif
-static vectorcallfunc vectorcall;                     /* PyObject_Vectorcall */
-static vectorcallfunc (*vectorcall_of)(PyObject *);   /* PyVectorcall_Function */
+static vectorcallfunc vectorcall;                   /* PyObject_Vectorcall */
+static vectorcallfunc (*vectorcall_of)(PyObject *); /* PyVectorcall_Function */
 #define COUNT_OF(flagged_count) ((size_t)(flagged_count) & ~((size_t)1 << (8 * sizeof(size_t) - 1)))
 
 typedef struct known_module {
@@ -244,8 +244,7 @@ static int entering(module_calls *m, PyObject *module, int64_t *index)
 }
 
 /* The error that the pass may have ended with stays. 0, or -1 with an exception. */
-static int leaving(module_calls *m, PyObject *const *args, size_t count, PyObject *names,
-                   uint32_t before)
+static int leaving(module_calls *m, PyObject *const *args, size_t count, PyObject *names, uint32_t before)
 {
     PyObject *type, *value, *traceback;
 
@@ -505,9 +504,9 @@ PyDoc_STRVAR(
     "set_eval_frame: torch.compile's, which leaves what is called here alone.");
 
 static PyMethodDef methods[] = {
-    {"start", start, METH_NOARGS, start_doc},  {"stop", stop, METH_NOARGS, stop_doc},
-    {"know", know, METH_VARARGS, know_doc},    {"forget", forget, METH_O, forget_doc},
-    {"tell", tell_to, METH_VARARGS, tell_doc}, {"note", note, METH_O, note_doc},
+    {"start", start, METH_NOARGS, start_doc},       {"stop", stop, METH_NOARGS, stop_doc},
+    {"know", know, METH_VARARGS, know_doc},         {"forget", forget, METH_O, forget_doc},
+    {"tell", tell_to, METH_VARARGS, tell_doc},      {"note", note, METH_O, note_doc},
     {"moments", moments, METH_NOARGS, moments_doc}, {NULL, NULL, 0, NULL},
 };
 

@@ -305,9 +305,12 @@ static PyMethodDef memory_methods[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, (void *)memory_doc}, {Py_tp_new, memory_new},
-    {Py_tp_dealloc, memory_dealloc}, {Py_tp_methods, memory_methods},
-    {Py_sq_length, memory_length},   {Py_bf_getbuffer, memory_get_buffer},
+    {Py_tp_doc, (void *)memory_doc},
+    {Py_tp_new, memory_new},
+    {Py_tp_dealloc, memory_dealloc},
+    {Py_tp_methods, memory_methods},
+    {Py_sq_length, memory_length},
+    {Py_bf_getbuffer, memory_get_buffer},
     {0, NULL},
 };
 

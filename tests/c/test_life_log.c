@@ -113,7 +113,8 @@ TEST(events_and_what_was_before_them_are_those_of_a_list)
             if (test_random(&seed) % 2)
                 born(log, address, 1 + (int64_t)(test_random(&seed) % 1000));
             else
-                died(log, address, test_random(&seed) % 2 && there ? there->serial + (test_random(&seed) % 4 == 0) : 0);
+                died(log, address,
+                     test_random(&seed) % 2 && there ? there->serial + (test_random(&seed) % 4 == 0) : 0);
             if (n % 37 == 0)
                 check_all(log, capacity);
         }
