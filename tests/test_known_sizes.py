@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import torch
+
+from memopt.pieces import room
 from memopt.pieces.known_sizes import KnownSizes
 from memopt.pieces.room import Taken
 
@@ -103,3 +106,8 @@ def test_the_second_epoch_has_no_failure_whatever_the_first_was_like() -> None:
                     continue
                 tried = step(sizes, samples, room, need, shapes, counted=choose.random() < 0.7)
                 assert epoch == 0 or len(tried) == 1, seed
+
+
+def test_the_hosts_room_is_what_its_cgroup_has_left(monkeypatch):
+    monkeypatch.setattr(room, "available", lambda swap: None if swap else 5 << 20)
+    assert room.of([torch.device("cpu")]) == 5 << 20

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from memopt.profiling import recording_file
-from memopt.running.host_memory_limits import limit_of
+from memopt.running.host_memory_limits import available, limit_of
 from memopt.running.memory_curve import MemoryCurve, Sample
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -232,6 +232,22 @@ def test_the_tightest_limit_of_the_groups_around_a_process_holds(tmp_path):
     (inner.parent / "memory.max").write_text("max\n")
     found = limit_of(7, str(tmp_path / "proc"), str(tmp_path / "cg"))
     assert (found.size, found.where) == (16 << 30, "the machine's")
+
+
+def test_what_is_free_is_what_the_tightest_group_has_left_with_its_page_cache(tmp_path):
+    inner = tmp_path / "cg" / "job"
+    inner.mkdir(parents=True)
+    (tmp_path / "proc" / "7").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(f"MemAvailable: {8 << 20} kB\nSwapFree: {1 << 20} kB\n")
+    (tmp_path / "proc" / "7" / "cgroup").write_text("0::/job\n")
+    (inner / "memory.max").write_text("max\n")
+    (inner / "memory.current").write_text(f"{3 << 30}\n")
+    where = (7, str(tmp_path / "proc"), str(tmp_path / "cg"))
+    assert available(*where) == 9 << 30 and available(*where, swap=False) == 8 << 30
+    (inner / "memory.max").write_text(f"{4 << 30}\n")
+    (inner / "memory.stat").write_text(f"anon 5\ninactive_file {1 << 20}\nactive_file {1 << 20}\n")
+    assert available(*where) == (1 << 30) + (2 << 20)
+    assert available(8, str(tmp_path / "none")) is None
 
 
 def test_limits_of_version_1_are_read_and_none_is_said_to_be_none(tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from memopt import _C
 from memopt.checkpointing.stage_costs import Meter
-from memopt.running.host_memory_limits import limit_of
+from memopt.running.host_memory_limits import available
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,8 @@ class _Limited(Meter):
 
 
 def _available() -> int:
-    """Bytes of the host that are free for this process: by the kernel's own guess, and within its cgroup."""
-    with open("/proc/meminfo") as file:
-        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in file)}
-    free = kib["MemAvailable"] << 10
-    limit = limit_of()
-    if limit.size is None:
-        return free
-    with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * 4096
-    return max(0, min(free, limit.size - resident))
+    """Bytes of the host that are free for this process, within its cgroup."""
+    found = available(swap=False)
+    if found is None:
+        raise RuntimeError("what the host has free is not known here: give memory_budget=")
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import torch
 
 from memopt import _C
 from memopt.oom.recognition import bytes_asked
+from memopt.running.host_memory_limits import available
 
 
 def of(devices: Iterable[torch.device]) -> int:
@@ -75,10 +77,14 @@ def _limit(device: torch.device, total: int) -> int:
 
 
 def _of_host() -> int:
-    fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    available = next(int(value) << 10 for name, value, *_ in fields if name == "MemAvailable:")
+    """What is free for this process, within its cgroup and its limit of address space."""
+    found = [size for size in (available(swap=False), _address_room()) if size is not None]
+    return min(found, default=sys.maxsize)
+
+
+def _address_room() -> int | None:
     limit = _address_limit()
-    return available if limit is None else min(available, limit - _address_space())
+    return None if limit is None else limit - _address_space()
 
 
 def _address_limit() -> int | None:

@@ -13,27 +13,21 @@ from typing import Any
 import torch
 
 from memopt import _C
-from memopt.profiling.blocks import pair
-from memopt.profiling.recorder import Recorder, Watch, categories_of, facts, marks_of
-from memopt.profiling.recording import Frame, Recording, Stack
+from memopt.profiling.host_recorder import BLOCK, EVENT, Columns, HostRecorder
+from memopt.profiling.recording import Frame, Stack
 from memopt.profiling.unrecorded import unrecorded
 
-_EVENT = ("birth", "address", "size", "time", "stack", "module")  # as _C.cpu_log_read() gives them
-_BLOCK = ("address", "size", "stack", "module", "serial")
-_OF_BLOCK = ("address", "size", "stack", "module")
 
-
-class CpuRecorder(Recorder):
+class CpuRecorder(HostRecorder):
     """Counts, stacks and modules are noted in C; here is what the program says of them."""
+
+    source = "torch's CPU allocator"
 
     def __init__(self, max_events: int) -> None:
         super().__init__(max_events)
-        self._watch = Watch()
-        self._stacks: list[Stack] = [()]
         # By storage, what is not the allocator's: its address and the block's serial number.
         self._others: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._most_others = 1000
-        self._running = True
 
     # ---- starting and stopping ----------------------------------------------------------------------------------
 
@@ -76,21 +70,9 @@ class CpuRecorder(Recorder):
             self._most_others = 2 * len(self._others) + 1000
         return address
 
-    def _columns(self) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
-        """All that is kept, as a recording's columns, the times of the events, and the position of the first."""
+    def _seen(self) -> tuple[Columns, Columns, int]:
         first, events, blocks = _C.cpu_log_read()
-        told, kept = _by_name(events, _EVENT), _by_name(blocks, _BLOCK)
-        times = told["time"]
-        # What was there before is born before the first event: put in its front, then taken back.
-        before = len(kept["address"])
-        told |= {name: torch.cat((kept[name], told[name])) for name in _OF_BLOCK}
-        births = torch.cat((torch.ones(before, dtype=torch.bool), told["birth"].bool()))
-        born, died, event = pair(births, told["address"])
-        columns = {name: told[name][event] for name in _OF_BLOCK}
-        columns["born"] = (born - before).clamp(min=-1)
-        columns["died"] = died - before
-        columns["stream"] = torch.zeros_like(born)
-        return columns, times, first
+        return _by_name(events, EVENT), _by_name(blocks, (*BLOCK, "serial")), first
 
     def _all_stacks(self) -> list[Stack]:
         for told in _C.cpu_log_stacks(len(self._stacks)):
@@ -112,44 +94,6 @@ class CpuRecorder(Recorder):
         self._watch.claims.add(self.position(), addresses, category)
         if len(self._watch.claims) > 4 * self._max_events:
             self._watch.forget(self.position() - self._max_events)
-
-    def begins(self, phase: str, stack: Stack) -> None:
-        self._watch.phases.begin(phase, self.position(), stack)
-
-    def ends(self, phase: str) -> None:
-        self._watch.phases.end(phase, self.position())
-        if phase == "step":
-            self.mark("step")
-
-    def mark(self, kind: str, text: str = "") -> None:
-        self._watch.marks.append((self.position(), kind, text))
-
-    # ---- reading ------------------------------------------------------------------------------------------------
-
-    def devices(self) -> list[str]:
-        return ["cpu"]
-
-    def recording(
-        self, device: torch.device | str | int | None = None, *, since: int | None = None
-    ) -> Recording:
-        if device is not None and (isinstance(device, int) or torch.device(device).type != "cpu"):
-            raise ValueError(f"device={device!r}: only the CPU is recorded here")
-        with unrecorded():
-            self._program.claim_all()
-            columns, times, first = self._columns()
-            position = first + len(times)
-            columns["category"] = categories_of(columns, self._watch, first, position, len(times))
-            made = Recording(
-                device="cpu",
-                source="torch's CPU allocator",
-                columns=columns,
-                times_us=times,
-                stacks=self._all_stacks(),
-                modules=list(self._program.modules.names),
-                marks=marks_of(self._watch, first),
-                facts=facts() | self._program.facts() | {"events_lost": first},
-            )
-            return made if since is None else made.since(since - first - 1)
 
 
 def _by_name(table: bytearray, names: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -16,11 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt import _C
-from memopt.profiling.blocks import pair
 from memopt.profiling.claims import column
+from memopt.profiling.host_recorder import BLOCK, EVENT, Columns, HostRecorder
 from memopt.profiling.program import stack_here
-from memopt.profiling.recorder import Recorder, Watch, categories_of, facts, marks_of
-from memopt.profiling.recording import Recording, Stack
 from memopt.profiling.unrecorded import unrecorded
 
 _aten = torch.ops.aten
@@ -32,8 +30,6 @@ _SHOW_NEW_MEMORY = {
     _aten.lift_fresh.default,
 }
 _DEPTH = 64
-_FIELDS = ("birth", "address", "size", "time", "stack", "module")  # of an event
-_BLOCK = ("address", "size", "stack", "module")
 
 
 class _Operations(TorchDispatchMode):
@@ -80,20 +76,19 @@ def _makes_memory(func: Any) -> bool:
     return not returns or any(result.alias_info is None for result in returns)
 
 
-class OperationsRecorder(Recorder):
+class OperationsRecorder(HostRecorder):
     """One thread's. Events are cut to what is asked for where they are twice as many."""
+
+    source = "operations on the CPU (what a kernel takes to work in is not seen)"
 
     def __init__(self, max_events: int) -> None:
         super().__init__(max_events)
         self._mode = _Operations(self)
-        self._watch = Watch()
         self._first = 0  # the position of the first event that is kept
-        self._kept = {name: torch.empty(0, dtype=torch.int64) for name in _BLOCK}  # blocks from before it
-        self._events = array("q")  # _FIELDS of each; one array, so that threads' events do not mix
-        self._stacks: list[Stack] = [()]
+        self._kept = {name: torch.empty(0, dtype=torch.int64) for name in BLOCK}  # blocks from before it
+        self._events = array("q")  # EVENT of each; one array, so that threads' events do not mix
         self._known_stacks: dict[tuple[Any, ...], int] = {}
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
-        self._running = True
 
     # ---- starting and stopping ----------------------------------------------------------------------------------
 
@@ -102,7 +97,7 @@ class OperationsRecorder(Recorder):
             thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)
         ]:
             self.see(tensor, here=False)
-        self._cut(len(self._events) // len(_FIELDS))
+        self._cut(len(self._events) // len(EVENT))
         self._first = 0
         self._program.start(modules)
         self._mode.__enter__()
@@ -141,7 +136,7 @@ class OperationsRecorder(Recorder):
 
     def _note(self, birth: int, address: int, size: int, stack: int) -> None:
         self._events.extend((birth, address, size, time.time_ns() // 1000, stack, _C.module_running()))
-        if len(self._events) >= 2 * len(_FIELDS) * self._max_events:
+        if len(self._events) >= 2 * len(EVENT) * self._max_events:
             self._cut(self._max_events)
 
     def _stack(self) -> int:
@@ -158,38 +153,24 @@ class OperationsRecorder(Recorder):
             self._stacks.append(stack_here(3))
         return number
 
-    def _columns(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """All that is kept, as a recording's columns, and the times of the events."""
-        told = dict(zip(_FIELDS, column(self._events).view(-1, len(_FIELDS)).t().contiguous(), strict=True))
-        times = told["time"]
-        # What was there before is born before the first event: put in its front, then taken back.
-        before = len(self._kept["address"])
-        told |= {name: torch.cat((self._kept[name], told[name])) for name in _BLOCK}
-        births = torch.cat((torch.ones(before, dtype=torch.bool), told["birth"].bool()))
-        born, died, event = pair(births, told["address"])
-        columns = {name: told[name][event] for name in _BLOCK}
-        columns["born"] = (born - before).clamp(min=-1)
-        columns["died"] = died - before
-        columns["stream"] = torch.zeros_like(born)
-        return columns, times
+    def _seen(self) -> tuple[Columns, Columns, int]:
+        told = dict(zip(EVENT, column(self._events).view(-1, len(EVENT)).t().contiguous(), strict=True))
+        return told, self._kept, self._first
 
     def _cut(self, gone: int) -> None:
         """Forgets that many events, the first ones, and keeps the blocks that outlive them."""
         with unrecorded():
-            columns, _ = self._columns()
+            columns, _, _ = self._columns()
             lived = (columns["born"] < gone) & (columns["died"] >= gone)
-            self._kept = {name: columns[name][lived] for name in _BLOCK}
-            del self._events[: gone * len(_FIELDS)]
+            self._kept = {name: columns[name][lived] for name in BLOCK}
+            del self._events[: gone * len(EVENT)]
             self._first += gone
             self._watch.forget(self._first)
 
     # ---- what the program tells ---------------------------------------------------------------------------------
 
-    def _now(self) -> int:
-        return self._first + len(self._events) // len(_FIELDS)
-
     def position(self, device: str = "cpu") -> int:
-        return self._now()
+        return self._first + len(self._events) // len(EVENT)
 
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None:
         addresses = []
@@ -200,42 +181,4 @@ class OperationsRecorder(Recorder):
             )
             if known is not None:
                 addresses.append(known[1])
-        self._watch.claims.add(self._now(), addresses, category)
-
-    def begins(self, phase: str, stack: Stack) -> None:
-        self._watch.phases.begin(phase, self._now(), stack)
-
-    def ends(self, phase: str) -> None:
-        self._watch.phases.end(phase, self._now())
-        if phase == "step":
-            self.mark("step")
-
-    def mark(self, kind: str, text: str = "") -> None:
-        self._watch.marks.append((self._now(), kind, text))
-
-    # ---- reading ------------------------------------------------------------------------------------------------
-
-    def devices(self) -> list[str]:
-        return ["cpu"]
-
-    def recording(
-        self, device: torch.device | str | int | None = None, *, since: int | None = None
-    ) -> Recording:
-        if device is not None and (isinstance(device, int) or torch.device(device).type != "cpu"):
-            raise ValueError(f"device={device!r}: only the CPU is recorded here")
-        with unrecorded():
-            self._program.claim_all()
-            columns, times = self._columns()
-            position = self._first + len(times)
-            columns["category"] = categories_of(columns, self._watch, self._first, position, len(times))
-            made = Recording(
-                device="cpu",
-                source="operations on the CPU (what a kernel takes to work in is not seen)",
-                columns=columns,
-                times_us=times,
-                stacks=list(self._stacks),
-                modules=list(self._program.modules.names),
-                marks=marks_of(self._watch, self._first),
-                facts=facts() | self._program.facts() | {"events_lost": self._first},
-            )
-            return made if since is None else made.since(since - self._first - 1)
+        self._watch.claims.add(self.position(), addresses, category)

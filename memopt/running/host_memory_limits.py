@@ -32,14 +32,20 @@ def limit_of(pid: int | str = "self", proc: str = "/proc", cgroups: str = "/sys/
     return Limit(tightest.size, tightest.where, kills) if tightest else Limit(None, "unknown", kills)
 
 
-def available(pid: int | str = "self", proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that can still be taken without meeting a limit, page cache and swap counted as free; None where nothing is
-    known."""
+def available(
+    pid: int | str = "self", proc: str = "/proc", cgroups: str = "/sys/fs/cgroup", *, swap: bool = True
+) -> int | None:
+    """Bytes that can still be taken without meeting a limit, page cache counted as free, and swap if it is wanted; None
+    where nothing is known."""
     machine = {
         name: int(size.split()[0]) << 10
         for name, _, size in (line.partition(":") for line in _lines(Path(proc) / "meminfo"))
     }
-    found = [machine["MemAvailable"] + machine.get("SwapFree", 0)] if "MemAvailable" in machine else []
+    found = (
+        [machine["MemAvailable"] + (machine.get("SwapFree", 0) if swap else 0)]
+        if "MemAvailable" in machine
+        else []
+    )
     for folder in _groups(Path(proc) / str(pid) / "cgroup", Path(cgroups)):
         for most, now in (
             ("memory.max", "memory.current"),
