@@ -99,12 +99,12 @@ def test_the_second_epoch_has_no_failure_whatever_the_first_was_like() -> None:
         batches = [(choose.randrange(1, 65), length, choose.choice([600, 1000, 1000])) for length in lengths]
         sizes = KnownSizes()
         for epoch in range(3):
-            for samples, length, room in batches:
+            for samples, length, space in batches:
                 shapes = (((length,), "float32"),)
                 need = lambda n, k=length, f=fixed, e=each: int(f + e * n * k / 64)  # noqa: E731
-                if need(1) > room:
+                if need(1) > space:
                     continue
-                tried = step(sizes, samples, room, need, shapes, counted=choose.random() < 0.7)
+                tried = step(sizes, samples, space, need, shapes, counted=choose.random() < 0.7)
                 assert epoch == 0 or len(tried) == 1, seed
 
 
