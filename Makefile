@@ -39,6 +39,7 @@ environments: build
 	@$(ENVIRONMENT) notebook >build/python-notebook
 	@$(ENVIRONMENT) extras >build/python-extras
 	@$(ENVIRONMENT) data >build/python-data
+	@$(ENVIRONMENT) techniques >build/python-techniques
 
 test-c: environments  ## the C tests alone
 	@"$$(cat build/python-cpu)" -m pytest tests/c $(PYTEST)

@@ -7,8 +7,9 @@
     python3 tests/environments.py notebook         what executes the notebooks
     python3 tests/environments.py estimate         transformers, for two of the scripts that bench_estimate.py runs
     python3 tests/environments.py extras           what memopt uses where it is there: TensorBoard, NVML, plotly
-    python3 tests/environments.py data             what memopt.data is held against: safetensors, Arrow, Pillow
-    python3 tests/environments.py libraries        Triton, accelerate, bitsandbytes: for the long form of the estimates
+    python3 tests/environments.py data             what memopt.data is held against: safetensors, Arrow, datasets
+    python3 tests/environments.py techniques       torchao, Torch-Pruning, ONNX, timm: what memopt.compress calls
+    python3 tests/environments.py libraries        Triton, accelerate, Lightning: for long forms of the tests
 
 The path of the environment's Python is the last line it prints; what it does meanwhile goes to standard error. An
 environment is made once, and again when what it should hold has changed. Only the standard library is used: this runs
@@ -57,9 +58,27 @@ NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
 
 ESTIMATE = ["transformers==5.23.0"]
 EXTRAS = ["tensorboard==2.21.0", "nvidia-ml-py==13.615.71", *REPORT]
-DATA = ["safetensors==0.8.0", "zstandard==0.25.0", "pyarrow==26.0.1", "pillow==13.0.0"]
+DATA = ["safetensors==0.8.0", "zstandard==0.25.0", "pyarrow==26.0.1", "pillow==13.0.0", "datasets==5.2.0"]
+DATA_ABOVE_TORCH = ["torchdata==0.11.0"]
+TECHNIQUES = [
+    "onnx==1.23.2",
+    "onnxruntime==1.31.1",
+    "onnxscript==0.7.2",
+    "huggingface_hub==2.4.0",
+    "safetensors==0.8.0",
+    "pillow==13.0.0",
+    "tqdm==4.70.1",
+]
+TECHNIQUES_ABOVE_TORCH = ["torchao==0.18.0", "torch-pruning==1.6.1", "torchvision==0.28.0", "timm==1.0.31"]
 # What imports torch, and would ask for more of it: installed as they are.
-ABOVE_TORCH = ["triton==3.7.1", "accelerate==1.15.0", "bitsandbytes==0.50.2"]
+ABOVE_TORCH = [
+    "triton==3.7.1",
+    "accelerate==1.15.0",
+    "bitsandbytes==0.50.2",
+    "pytorch-lightning==2.6.6",
+    "torchmetrics==1.9.0",
+    "lightning-utilities==0.15.3",
+]
 LIBRARIES = [*ESTIMATE, "psutil==7.2.2"]
 # They hold the CUDA build of PyTorch, of whichever version is asked for.
 WITH_SIM = ("sim", "notebook", "estimate", "extras", "libraries")
@@ -164,7 +183,8 @@ def fill_lint(python: Path, _: argparse.Namespace) -> None:
 
 def fill_notebook(python: Path, options: argparse.Namespace) -> None:
     beside_sim(python, options)
-    pip(python, *NOTEBOOK)
+    pip(python, *NOTEBOOK, *TECHNIQUES, *EXTRAS)
+    pip(python, "--no-deps", *TECHNIQUES_ABOVE_TORCH)
 
 
 def fill_estimate(python: Path, options: argparse.Namespace) -> None:
@@ -178,14 +198,25 @@ def fill_extras(python: Path, options: argparse.Namespace) -> None:
 
 
 def fill_data(python: Path, options: argparse.Namespace) -> None:
-    """Beside the CPU's environment: what that can import, this can."""
+    beside_cpu(python, options)
+    pip(python, *DATA)
+    pip(python, "--no-deps", *DATA_ABOVE_TORCH)
+
+
+def fill_techniques(python: Path, options: argparse.Namespace) -> None:
+    beside_cpu(python, options)
+    pip(python, *TECHNIQUES)
+    pip(python, "--no-deps", *TECHNIQUES_ABOVE_TORCH)
+
+
+def beside_cpu(python: Path, options: argparse.Namespace) -> None:
+    """What the CPU's environment can import, this can."""
     cpu = HOME / "cpu" / "bin" / "python"
     if not cpu.exists():
         make(argparse.Namespace(name="cpu", torch=options.torch))
     code = "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\\n')"
     paths = subprocess.run([str(cpu), "-c", code], capture_output=True, text=True, check=True).stdout
     (site_packages(python) / "memopt-cpu.pth").write_text(paths)
-    pip(python, "--no-deps", *DATA)
 
 
 def fill_libraries(python: Path, options: argparse.Namespace) -> None:
@@ -210,6 +241,7 @@ FILL = {
     "estimate": fill_estimate,
     "extras": fill_extras,
     "data": fill_data,
+    "techniques": fill_techniques,
     "libraries": fill_libraries,
 }
 RECIPE = {
@@ -217,10 +249,11 @@ RECIPE = {
     "cpu": [TORCH, *BUILD, *PURE, *TESTS, *REPORT],
     "sim": [*BUILD, *PURE, *TESTS],
     "lint": LINT,
-    "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK],
+    "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK, *EXTRAS, *TECHNIQUES, *TECHNIQUES_ABOVE_TORCH],
     "estimate": [*BUILD, *PURE, *TESTS, *ESTIMATE],
     "extras": [*BUILD, *PURE, *TESTS, *EXTRAS],
-    "data": [TORCH, *BUILD, *PURE, *TESTS, *DATA],
+    "data": [TORCH, *BUILD, *PURE, *TESTS, *DATA, *DATA_ABOVE_TORCH],
+    "techniques": [TORCH, *BUILD, *PURE, *TESTS, *TECHNIQUES, *TECHNIQUES_ABOVE_TORCH],
     "libraries": [*BUILD, *PURE, *TESTS, *LIBRARIES, *ABOVE_TORCH],
 }
 
