@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from memopt.pieces.step import backward
     from memopt.profiling.session import profile
     from memopt.releasing import release
+    from memopt.step_comparison import compare_steps
     from memopt.switches import disable, enable, patch
 
 Error = _engines.Error
@@ -57,6 +58,7 @@ __all__ = [
     "chain",
     "checkpoint",
     "checkpoint_sequential",
+    "compare_steps",
     "create_selective_checkpoint_contexts",
     "cuda",
     "data",
@@ -90,6 +92,7 @@ _LATER = {
     "patch": "memopt.switches",
     "profile": "memopt.profiling.session",
     "release": "memopt.releasing",
+    "compare_steps": "memopt.step_comparison",
     "to_dtype_": "memopt.lower_precision",
     "checkpoint": "memopt.checkpointing",
     "checkpoint_sequential": "memopt.checkpointing",

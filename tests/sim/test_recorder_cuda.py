@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import memopt
 from memopt.profiling import recorder, torch_history
 from memopt.sim.interpreter_exit import wait_for_workers
 
@@ -166,3 +167,25 @@ def test_what_a_wrapper_wraps_is_for_what_the_wrapper_is(running):
     model(torch.randn(4, 512, device="cuda"))
     seen = running.recording("cuda")
     assert seen.by_category(seen.events - 1)["parameters"] == 2 * halves[0].nbytes
+
+
+def test_steps_are_compared_by_what_each_takes_of_the_device():
+    def holding(mebibytes: int):
+        def build():
+            kept = torch.zeros(mebibytes << 20, dtype=torch.uint8, device="cuda")
+
+            def step() -> None:
+                torch.zeros(len(kept), dtype=torch.uint8, device="cuda")
+
+            return step
+
+        return build
+
+    there_before = torch.zeros(8 << 20, dtype=torch.uint8, device="cuda")
+    found = memopt.compare_steps({"32": holding(32), "16": holding(16), "200": holding(200)}, steps=3)
+    assert [one.peak >> 20 for one in found.measured.values()] == [64, 32, 200]
+    assert [bool(one.failed) for one in found.measured.values()] == [False, False, True]
+    assert found["32"].held - found["16"].held == 32 << 20 and found["16"].held >= 40 << 20
+    assert found.saved("16") == 0.5 and not found["16"].seconds
+    assert recorder.active() is None
+    del there_before
