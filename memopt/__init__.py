@@ -23,7 +23,7 @@ except ImportError as error:
     raise ImportError(f"memopt._C cannot be loaded ({error}): {hint}") from error
 
 if TYPE_CHECKING:
-    from memopt import amp, batch_sizes, chain, cuda, data, optim, sim
+    from memopt import amp, batch_sizes, chain, cuda, data, deploy, optim, sim
     from memopt.batch_sizes import BatchSize, find_batch_size
     from memopt.checkpointing import (
         checkpoint,
@@ -62,6 +62,7 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "cuda",
     "data",
+    "deploy",
     "device_bar",
     "disable",
     "doctor",
@@ -110,6 +111,7 @@ _LATER = {
     "chain": None,
     "cuda": None,
     "data": None,
+    "deploy": None,
     "optim": None,
     "sim": None,
 }

@@ -93,6 +93,8 @@ def checkpoint(
             batch_norm_once=batch_norm_once,
         )
     if torch.compiler.is_compiling() or is_tracing():
+        if function is not None and not _is_grad_enabled() and torch.compiler.is_exporting():
+            return function(*args, **kwargs)  # what is exported has no backward pass
         # torch.compile knows a context_fn by its being passed.
         options: dict[str, Any] = {} if context_fn is torchs.noop_context_fn else {"context_fn": context_fn}
         if IS_CURRIED:
@@ -118,6 +120,8 @@ def checkpoint(
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
         if context_fn is not torchs.noop_context_fn or debug or respect_saved_tensors_hooks is not None:
             raise ValueError(_NOT_REENTRANT)
+        if not _is_grad_enabled() and torch.jit.is_tracing():
+            return function(*args)  # the tracer knows nothing of autograd's own functions
         with batch_norm.inside() if once else nullcontext():
             return CheckpointFunction.apply(function, preserve_rng_state, *args)
 

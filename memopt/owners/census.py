@@ -199,7 +199,7 @@ def memory_of(tensor: torch.Tensor) -> list[Memory]:
     """The storages that a tensor consists of: its own, as a rule; of a sparse one those of indices and values; of a
     wrapper those of what it wraps; of one that only pretends (a fake tensor) none."""
     found = []
-    parts = (tensor,) if type(tensor) in _PLAIN and tensor.layout is torch.strided else _parts(tensor)
+    parts = (tensor,) if type(tensor) in _PLAIN and tensor.layout is torch.strided else parts_of(tensor)
     for part in parts:
         try:
             storage = part.untyped_storage()
@@ -214,12 +214,13 @@ def memory_of(tensor: torch.Tensor) -> list[Memory]:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """Of which it consists: itself, as a rule."""
     if type(tensor) not in _PLAIN:
         names = getattr(type(tensor), "__tensor_flatten__", None)
         if names is not None:
             inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
-            return [part for one in inner for part in _parts(one)]
+            return [part for one in inner for part in parts_of(one)]
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

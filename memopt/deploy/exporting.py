@@ -1,0 +1,372 @@
+"""memopt.deploy.export: a trained model as a file that is known to do what the model does."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memopt.checkpointing.measure_chain import nothing_changes
+from memopt.deploy import batch, formats, inference_memory, new_file, output_check
+from memopt.deploy.batch import Call
+from memopt.deploy.export_report import Export
+from memopt.deploy.formats import Asked, Format
+from memopt.deploy.output_check import Check, Tolerance, tensors_of
+from memopt.deploy.plain_model import PlainModel, plain_model
+from memopt.estimation.model_estimate import batch_of
+from memopt.estimation.training import as_arguments
+from memopt.storage_bytes import module_bytes
+from memopt.torch_version import require
+
+_NORMS = nn.modules.batchnorm._NormBase
+
+
+def export(
+    model: nn.Module,
+    sample: Any,
+    path: str | os.PathLike[str] | None = None,
+    format: str | None = None,
+    *,
+    dynamic_batch: bool = False,
+    dynamic_shapes: Any = None,
+    samples: Iterable[Any] = (),
+    tolerance: Tolerance = None,
+    verify: bool = True,
+    measure: bool = True,
+    options: Mapping[str, Any] | None = None,
+) -> Export:
+    """Writes a model, in evaluation mode, as a file that runs without the program that made it, and checks that it
+    gives what the model gives.
+
+    sample: what forward gets: one argument, a tuple of them, or a dict by name. path: the file; none: everything is
+    done and measured, and nothing is kept but the exporter's program. format: "pt2" (torch.export), "onnx" (torch.onnx
+    on torch.export, run by onnxruntime) or "torchscript" (torch.jit.trace, deprecated by torch); by default as the path
+    ends (.pt2, .onnx, .pt), else "pt2". dynamic_batch: the first dimension of the sample's tensors, as long as the
+    first one's, may have any size. dynamic_shapes: as torch.export.export takes it. samples: more of them, of other
+    shapes where these may vary, to compare outputs on. tolerance: the largest difference of an output, as a share of
+    its largest value, or by dtype; by default 1e-10 for float64, 1e-4 for float32, 1e-2 for float16, 6e-2 for bfloat16,
+    and none for integers. verify: compares outputs with the live model's: on the sample, on the others, and, with a
+    dynamic batch, on batches of another size and of 1. measure: runs the file in a process of its own and tells what
+    that takes. options: more for the exporter itself (opset_version=, strict=).
+
+    The file is of the plain model: what auto_checkpoint(), offload_layers(), memopt.checkpoint, DDP and torch.compile
+    have put on it is not in it, and masks of torch.nn.utils.prune have become part of the weights. The model itself,
+    its mode, buffers, gradients and the random states are as before. An offloaded model is exported where its
+    parameters live. An old file stays as it is until the new one is written and has passed.
+
+    Returns an Export: print it. Raises, and has changed nothing then: TypeError or ValueError for what cannot be
+    exported (in training mode with dropout or batch norm, sharded, without values, a sample that the model does not run
+    on), ImportError where a package is missing, FileNotFoundError for a folder that there is not, OutputsDiffer (a
+    RuntimeError) where outputs are not the model's, RuntimeError with the exporter's error where that fails."""
+    require("memopt.deploy.export()")
+    begun = time.monotonic()
+    target = None if path is None else _target(path)
+    name = formats.of(format, target)
+    writer = formats.module_of(name)
+    writer.require(run=verify or measure)
+    if name == "torchscript" and dynamic_shapes is not None:
+        raise ValueError(
+            "deploy.export: a trace has no dynamic shapes: what of it holds for others is checked on samples="
+        )
+    if dynamic_batch and dynamic_shapes is not None:
+        raise ValueError("deploy.export: dynamic_shapes says which dimensions vary: leave dynamic_batch out")
+    plain = plain_model(model)
+    _check_mode(model)
+    call = as_arguments(sample)
+    _check_devices(plain, model, call)
+    size = _batch_size(call) if dynamic_batch else None
+    others = [_named(as_arguments(other)) for other in samples]
+    asked = Asked(dynamic_shapes, dict(options or {}))
+    with new_file.folder_beside(target) as folder:
+        made = folder / (target.name if target is not None else f"model{writer.SUFFIX}")
+        with _nothing_changes(model, plain) as said:
+            calls = [(f"the sample, {_shapes(call)}", call), *others]
+            if size is not None:
+                calls += [_named(batch.of_size(call, size, count)) for count in _other_sizes(size)]
+            expected = [_live(model, one, what) for what, one in calls[: None if verify else 1]]
+            said.clear()  # what the model warns of when it runs is no news of the exporter's
+            home = _home(plain)
+            traced = _moved(call, home)
+            plain.module.eval()
+            if size is not None and name != "torchscript":
+                traced = batch.of_size(traced, size, max(size, 2))  # torch.export takes 1 for a constant
+                asked = Asked(batch.dynamic(plain.module, traced, max(size, 2)), asked.options)
+            program = _written(writer, plain, traced, made, asked, name)
+            checks = _checks(writer, made, calls, expected, home, tolerance, name) if verify else []
+            memory, why = None, ""
+            if measure:
+                try:
+                    memory = inference_memory.measure(
+                        made, name, _moved(call, home), _classes_from(plain.module)
+                    )
+                except inference_memory.NotMeasured as error:
+                    why = str(error)
+        _say(said)
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+        files = [] if target is None else new_file.put(made, target)
+    parameters, buffers = module_bytes(plain.module)
+    return Export(
+        model=type(model).__name__ if not plain.taken_off else type(plain.module).__name__,
+        format=name,
+        files=[(file, sizes[file.name]) for file in files],
+        size=sum(sizes.values()),
+        parameters=parameters,
+        buffers=buffers,
+        checks=checks,
+        memory=memory,
+        not_measured=why,
+        taken_off=plain.taken_off,
+        warnings=list(dict.fromkeys(text for one in said if (text := _text(one)))),
+        dynamic=_dynamic(size, dynamic_shapes, name),
+        versions=_versions(name),
+        seconds=time.monotonic() - begun,
+        program=program if target is None else None,
+    )
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(
+            f"deploy.export: there is no folder {target.parent} to write {target.name} to"
+        )
+    if target.is_dir():
+        raise IsADirectoryError(f"deploy.export: {target} is a folder: name a file in it")
+    if not os.access(target.parent, os.W_OK):
+        raise PermissionError(f"deploy.export: the folder {target.parent} cannot be written to")
+    return target
+
+
+def _check_mode(model: nn.Module) -> None:
+    """What evaluation mode changes must not be in training mode: whoever exports it then may have meant it so."""
+    found = [
+        f"{name or 'the model'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if module.training and _differs_in_training(module)
+    ]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ValueError(
+            f"deploy.export: in training mode {', '.join(found[:3])}{more} would do something else than when it is "
+            "deployed: model.eval() first"
+        )
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return bool(module.p > 0)
+    if isinstance(module, _NORMS):
+        return bool(module.track_running_stats)
+    if isinstance(module, nn.RReLU):
+        return True
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return float(module.dropout) > 0
+    return False
+
+
+def _check_devices(plain: PlainModel, model: nn.Module, call: Call) -> None:
+    there = {p.device for p in plain.module.parameters()}
+    if plain.moved:
+        there = {b.device for b in model.buffers()} or {leaf.device for leaf in _tensors(call)}
+    for leaf in _tensors(call):
+        if leaf.is_meta:
+            raise ValueError(
+                "deploy.export: the sample is on meta and has no values: the model has to run on it"
+            )
+        if len(there) == 1 and leaf.device not in there:
+            raise ValueError(
+                f"deploy.export: the sample is on {leaf.device} and the model on {next(iter(there))}: bring it there"
+            )
+
+
+def _batch_size(call: Call) -> int:
+    size = batch_of(call)
+    if size is None:
+        raise ValueError("deploy.export: dynamic_batch, but no tensor of the sample has a first dimension")
+    return size
+
+
+# ---- running both ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _nothing_changes(model: nn.Module, plain: PlainModel) -> Iterator[list[warnings.WarningMessage]]:
+    """The live model, which is in evaluation mode for as long as this lasts, and the random states are afterwards what
+    they were. Gives the warnings, as they come."""
+    training = [(module, module.training) for module in model.modules()]
+    state = random.getstate()
+    devices = {t.device.type for t in (*plain.module.parameters(), *model.buffers())} | {"cpu"}
+    with ExitStack() as stack:
+        said = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        stack.callback(random.setstate, state)
+        stack.enter_context(nothing_changes(list(model.parameters()), list(model.buffers())))
+        stack.enter_context(torch.no_grad())
+        for device in sorted(devices):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        for module, was in training:
+            stack.callback(module.__dict__.__setitem__, "training", was)
+        for module, _ in training:
+            module.__dict__["training"] = False
+        yield said
+
+
+def _live(model: nn.Module, call: Call, what: str) -> list[torch.Tensor]:
+    args, kwargs = _copied(call)
+    try:
+        outputs = model(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"deploy.export: the model does not run on {what}: {error}") from error
+    return [tensor.detach().cpu().clone() for tensor in tensors_of(outputs)]
+
+
+def _written(writer: Format, plain: PlainModel, call: Call, made: Path, asked: Asked, name: str) -> Any:
+    try:
+        return writer.write(plain.module, _copied(call), made, asked)
+    except torch.OutOfMemoryError:
+        raise
+    except OSError:
+        raise
+    except Exception as error:  # whatever the exporters raise, which have classes of their own
+        inner = error.__cause__ or error  # torch.onnx wraps what has happened
+        first = next((line for line in str(inner).splitlines() if line.strip()), "")
+        other = "" if name == "pt2" else "; torch.export ('pt2') exports more"
+        raise RuntimeError(
+            f"deploy.export: {name} cannot be made of a {type(plain.module).__name__}: {type(inner).__name__}: "
+            f"{first}{other}"
+        ) from error
+
+
+def _checks(
+    writer: Format,
+    made: Path,
+    calls: list[tuple[str, Call]],
+    expected: list[list[torch.Tensor]],
+    home: torch.device | None,
+    tolerance: Tolerance,
+    name: str,
+) -> list[Check]:
+    run = writer.load(made)
+    checks = []
+    for (what, call), live in zip(calls, expected, strict=True):
+        try:
+            found = [tensor.detach().cpu() for tensor in run(_copied(_moved(call, home)))]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"deploy.export: the {name} file does not run on {what}, on which the model does: {error}"
+            ) from error
+        try:
+            checks.append(output_check.compare(what, live, found, tolerance))
+        except output_check.OutputsDiffer as error:
+            raise output_check.OutputsDiffer(f"deploy.export: {name}, {error}") from None
+    return checks
+
+
+def _classes_from(module: nn.Module) -> list[str]:
+    """The modules of the classes of its tensors, where these are not torch's own: quantised ones."""
+    kinds = {type(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return sorted({kind.__module__ for kind in kinds if not kind.__module__.startswith("torch.")} - {"torch"})
+
+
+def _home(plain: PlainModel) -> torch.device | None:
+    """Where an offloaded model's parameters live, None where a model computes where it is."""
+    return next(plain.module.parameters()).device if plain.moved else None
+
+
+def _moved(call: Call, home: torch.device | None) -> Call:
+    if home is None:
+        return call
+    return _mapped(call, lambda leaf: leaf.to(home))
+
+
+def _copied(call: Call) -> Call:
+    """A model may write into what it is given."""
+    return _mapped(call, lambda leaf: leaf.detach().clone())
+
+
+def _mapped(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    changed: Call = pytree.tree_map(
+        lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, call
+    )
+    return changed
+
+
+def _tensors(call: Call) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+
+
+def _other_sizes(size: int) -> list[int]:
+    """One more, and a batch of 1, which exporters treat apart."""
+    return [count for count in (size + 1, 1) if count != size]
+
+
+def _named(call: Call) -> tuple[str, Call]:
+    return _shapes(call), call
+
+
+def _shapes(call: Call) -> str:
+    shown = [str(list(leaf.shape)) for leaf in _tensors(call)]
+    return ", ".join(shown[:3]) + (", …" if len(shown) > 3 else "")
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def _say(said: list[warnings.WarningMessage]) -> None:
+    """The exporter's warnings again, where they are seen: those that something is deprecated at the line that asked
+    for it."""
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("memopt."):
+        frame, level = frame.f_back, level + 1
+    for one in {(str(one.message), one.category): one for one in said}.values():
+        if issubclass(one.category, DeprecationWarning):
+            warnings.warn(one.message, stacklevel=level)
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+
+def _text(one: warnings.WarningMessage) -> str:
+    """Those that concern whoever exports: FutureWarnings are torch's with itself."""
+    if issubclass(one.category, FutureWarning):
+        return ""
+    return " ".join(str(one.message).split())
+
+
+def _dynamic(size: int | None, shapes: Any, name: str) -> str:
+    if name == "torchscript":
+        return "" if size is None else "a trace: it holds for the batch sizes that were compared"
+    if size is not None:
+        return "the batch may have any size"
+    return "" if shapes is None else f"as dynamic_shapes says: {shapes}"
+
+
+def _versions(name: str) -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    import memopt
+
+    found = {"memopt": memopt.__version__, "torch": str(torch.__version__)}
+    for package in ("onnx", "onnxscript", "onnxruntime") if name == "onnx" else ():
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
