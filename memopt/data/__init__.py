@@ -14,9 +14,19 @@ if TYPE_CHECKING:
     from memopt.data.shared_dict import SharedDict
     from memopt.data.shared_list import SharedList
     from memopt.data.shared_strings import SharedStrings
+    from memopt.data.tuning import tune
     from memopt.data.worker_watch import watch
 
-__all__ = ["MmapDataset", "MmapWriter", "SharedDict", "SharedList", "SharedStrings", "cached", "watch"]
+__all__ = [
+    "MmapDataset",
+    "MmapWriter",
+    "SharedDict",
+    "SharedList",
+    "SharedStrings",
+    "cached",
+    "tune",
+    "watch",
+]
 
 _LATER = {
     "MmapDataset": "memopt.data.mapped_dataset",
@@ -25,6 +35,7 @@ _LATER = {
     "SharedList": "memopt.data.shared_list",
     "SharedStrings": "memopt.data.shared_strings",
     "cached": "memopt.data.caching",
+    "tune": "memopt.data.tuning",
     "watch": "memopt.data.worker_watch",
 }
 

@@ -9,13 +9,15 @@ from typing import NamedTuple
 class WorkerMemory(NamedTuple):
     """Bytes. resident: as `top` shows it; pss: with what n processes share counted an nth; dirty: written to, and in
     no other process, copies of a parent's pages among it; file: pss of files, page cache that the kernel takes back
-    when it wants it; shared: pss of shared memory, SharedList's among it."""
+    when it wants it; shared: pss of shared memory, SharedList's among it; anonymous: pss of the rest, in no
+    file."""
 
     resident: int
     pss: int
     dirty: int
     file: int
     shared: int
+    anonymous: int
 
 
 def memory_of(pid: int, proc: str = "/proc") -> WorkerMemory | None:
@@ -34,4 +36,5 @@ def memory_of(pid: int, proc: str = "/proc") -> WorkerMemory | None:
         fields.get("Private_Dirty", 0),
         fields.get("Pss_File", 0),
         fields.get("Pss_Shmem", 0),
+        fields.get("Pss_Anon", 0),
     )
