@@ -23,7 +23,7 @@ except ImportError as error:
     raise ImportError(f"memopt._C cannot be loaded ({error}): {hint}") from error
 
 if TYPE_CHECKING:
-    from memopt import amp, batch_sizes, chain, cuda, data, deploy, optim, sim
+    from memopt import amp, batch_sizes, chain, compress, cuda, data, deploy, optim, sim
     from memopt.batch_sizes import BatchSize, find_batch_size
     from memopt.checkpointing import (
         checkpoint,
@@ -59,6 +59,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "compare_steps",
+    "compress",
     "create_selective_checkpoint_contexts",
     "cuda",
     "data",
@@ -109,6 +110,7 @@ _LATER = {
     "amp": None,
     "batch_sizes": None,
     "chain": None,
+    "compress": None,
     "cuda": None,
     "data": None,
     "deploy": None,

@@ -1,0 +1,78 @@
+"""What tensors really take: the memory of their storages, each byte once, and the bytes that torch.save() writes."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from memopt.owners.census import memory_of
+
+
+def memory_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all memory that the tensors keep alive, on all devices: whole storages, also where a tensor shows a part
+    of one; of sparse tensors and subclasses (quantised ones) those of the tensors within. Memory that several storages
+    share is counted once: what is added up is the union of their address ranges."""
+    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for tensor in tensors:
+        for device, address, nbytes, _ in memory_of(tensor):
+            spans[device].append((address, address + nbytes))
+    return sum(_length(sorted(found)) for found in spans.values())
+
+
+def _length(spans: list[tuple[int, int]]) -> int:
+    total = reached = 0
+    for begin, end in spans:
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def standing(model: nn.Module) -> list[torch.Tensor]:
+    """A model's parameters and buffers."""
+    return [*model.parameters(), *model.buffers()]
+
+
+class _Counter(io.RawIOBase):
+    """A file that nothing is kept of but its length."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        size = memoryview(data).nbytes  # type: ignore[arg-type]
+        self.nbytes += size
+        return size
+
+
+def disk_bytes(state: object) -> int:
+    """The length of the file that torch.save(state, file) makes, byte for byte: it is written in full, to nowhere.
+    Given a path instead of an open file, torch.save() names its records after the file, a few bytes a tensor more or
+    less."""
+    counter = _Counter()
+    with _without_checksums():
+        torch.save(state, counter)
+    return counter.nbytes
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Checksums are most of the time that it takes to write a model, and nobody will read these."""
+    with _lock:
+        wanted = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            yield
+        finally:
+            torch.serialization.set_crc32_options(wanted)

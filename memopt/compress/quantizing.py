@@ -1,0 +1,226 @@
+"""memopt.compress.quantize_(): linear layers' weights in fewer bits, by torchao."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.compress.all_or_nothing import Outcome, carry_out
+from memopt.compress.chosen_layers import Layers, choose, shown
+from memopt.compress.libraries import library
+from memopt.compress.model_checks import check_model, weight_of
+from memopt.compress.report import Evaluate, Report
+
+METHODS = ("int8_dynamic", "int8_weight_only", "int4")
+GROUP_SIZES = (32, 64, 128)
+"""Of int4: those that torchao takes on every device."""
+
+_TRIED_ROWS = 64
+"""A multiple of what every kernel wants of a layer's outputs."""
+
+_NO_GRADIENTS = {
+    "int8_dynamic": "no gradient passes through these layers: it is for inference",
+    "int4": "no gradient passes through these layers: it is for inference",
+}
+
+
+def quantize_(
+    model: nn.Module,
+    method: Any = "int8_weight_only",
+    *,
+    layers: Layers = None,
+    group_size: int | None = None,
+    evaluate: Evaluate = None,
+) -> Report:
+    """Quantises the weights of a model's linear layers in place, by torchao.
+
+    method "int8_weight_only": weights of 8 bits with a scale a row, made whole again where they are used; any device.
+    method "int8_dynamic": weights of 8 bits; inputs are quantised too as they come, a scale a row, and products are of
+        integers; any device.
+    method "int4": weights of 4 bits with a scale and a zero point for each `group_size` elements (32, 64 or 128, the
+        default) of a row: on CUDA devices of compute capability 8.0 and later, in bfloat16, and on the CPU, where a
+        layer's outputs must be a multiple of 16.
+    Or a config of torchao.quantization, which is handed on as it is; those above are Int8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig, Int4WeightOnlyConfig (CUDA) and PrototypeInt4WeightOnlyConfig (CPU), without
+    their set_inductor_config, which changes settings of the whole process.
+
+    layers: names or modules of the model, with all that is within, or a function of name and module; by default all
+    linear layers but those within attention modules that read their weights themselves. evaluate: a function of the
+    model that returns its accuracy; it is called before and after, in eval mode and without gradients.
+
+    The quantised weights are new parameters that take no gradient; state_dict(), pickle and copies know them where
+    torchao is imported, and load_state_dict() with assign=True brings them into a plain model. Until all is done the
+    old weights live beside them. Some rows of the first layer of each type and device are tried on a copy, before
+    anything changes.
+
+    Returns a Report. Raises, with nothing changed: ImportError without torchao; NotImplementedError where the device
+    has no kernels for the method; TypeError or ValueError that name the layer and the mend: an unknown method, unknown
+    layers, none that fit, weights that are quantised already, masked, sparse, sharded or on meta."""
+    function = f"quantize_ {method}" if isinstance(method, str) else f"quantize_ {type(method).__name__}"
+    if isinstance(method, str) and method not in METHODS:
+        raise ValueError(
+            f"method={method!r}: expected one of {', '.join(map(repr, METHODS))}, or a config of torchao"
+        )
+    size = _group_size(method, group_size)
+    check_model(model, function, replaces=True)
+    chosen = choose(model, layers, _is_linear, "linear layer that can be quantised")
+    weights = {name: weight_of(name, module, "weight", function) for name, module in chosen.items()}
+    devices = {weight.device.type for weight in weights.values()}
+    if len(devices) > 1 and method == "int4":
+        raise ValueError(
+            f"{function}: the layers are on {' and '.join(sorted(devices))}: name those of one in layers="
+        )
+    config = _config(method, size, devices.pop(), function)
+    skipped = {} if method != "int4" else _not_fitting(weights, size)
+    if len(skipped) == len(weights):
+        name, why = next(iter(skipped.items()))
+        raise ValueError(f"{function}: no layer can be quantised: {shown(name)}: {why}")
+    if layers is not None and skipped and not callable(layers):
+        name, why = next(iter(skipped.items()))
+        raise ValueError(f"{function}: {shown(name)} cannot be quantised: {why}")
+    todo = {name: module for name, module in chosen.items() if name not in skipped}
+    _try(todo, config, function)
+    note = _NO_GRADIENTS.get(method) if isinstance(method, str) else None
+    return carry_out(model, function, partial(_quantize, model, todo, config, skipped, note), evaluate)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """What torchao's own filter takes, and torch.ao's quantised twins, which are refused rather than passed over."""
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False
+    return isinstance(module, nn.Linear) or (
+        type(module).__module__.startswith("torch.ao.nn.") and type(module).__name__ == "Linear"
+    )
+
+
+def _group_size(method: Any, group_size: Any) -> int:
+    if group_size is None:
+        return 128
+    if method != "int4":
+        raise ValueError(f"group_size={group_size!r} is of method='int4' alone")
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise TypeError(f"group_size={group_size!r}: expected one of {', '.join(map(str, GROUP_SIZES))}")
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size={group_size}: expected one of {', '.join(map(str, GROUP_SIZES))}")
+    return group_size
+
+
+def _config(method: Any, size: int, device: str, function: str) -> Any:
+    torchao = library("torchao.quantization", "torchao", function)
+    if method == "int8_weight_only":
+        return torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+    if method == "int8_dynamic":
+        return torchao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+    if method == "int4" and device == "cpu":
+        prototype = library("torchao.prototype.quantization.int4", "torchao", function)
+        return prototype.PrototypeInt4WeightOnlyConfig(group_size=size, set_inductor_config=False)
+    if method == "int4":
+        if device != "cuda" or torch.cuda.get_device_capability() < (8, 0):
+            what = (
+                device
+                if device != "cuda"
+                else "CUDA of compute capability {}.{}".format(*torch.cuda.get_device_capability())
+            )
+            raise NotImplementedError(
+                f"{function}: there are no kernels for {what}: it takes a CUDA device of compute capability 8.0 or "
+                "later, or the CPU"
+            )
+        return torchao.Int4WeightOnlyConfig(
+            group_size=size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+        )
+    core = library("torchao.core.config", "torchao", function)
+    if not isinstance(method, core.AOBaseConfig) or isinstance(method, torchao.FqnToConfig):
+        raise TypeError(
+            f"method: {type(method).__name__} is neither one of {', '.join(map(repr, METHODS))} nor a config of "
+            "torchao for layers of one kind"
+        )
+    return method
+
+
+def _not_fitting(weights: Mapping[str, torch.Tensor], size: int) -> dict[str, str]:
+    """Why int4 leaves a layer alone."""
+    found = {}
+    for name, weight in weights.items():
+        outputs, inputs = weight.shape
+        if inputs % size:
+            smaller = [str(one) for one in GROUP_SIZES if inputs % one == 0]
+            found[name] = f"its {inputs} inputs are no multiple of group_size={size}" + (
+                f": group_size={smaller[-1]} would do" if smaller else ""
+            )
+        elif weight.device.type == "cpu" and outputs % 16:
+            found[name] = f"its {outputs} outputs are no multiple of 16, which the CPU's kernel wants"
+    return found
+
+
+def _try(chosen: Mapping[str, nn.Module], config: Any, function: str) -> None:
+    """Quantises and runs a copy of some rows of the first layer of each kind: NotImplementedError where that fails."""
+    from torchao.quantization import quantize_ as quantize
+
+    seen: set[tuple[torch.device, torch.dtype]] = set()
+    for name, module in chosen.items():
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        if (weight.device, weight.dtype) in seen:
+            continue
+        seen.add((weight.device, weight.dtype))
+        rows = weight.detach()[:_TRIED_ROWS]
+        copy = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        copy.weight = nn.Parameter(rows, requires_grad=False)
+        try:
+            with torch.no_grad():
+                quantize(copy, config, filter_fn=_everything)
+                copy(torch.zeros(2, weight.shape[1], dtype=weight.dtype, device=weight.device))
+        except Exception as error:
+            raise NotImplementedError(
+                f"{function}: {weight.device} has no kernels for it in {str(weight.dtype).removeprefix('torch.')}, as "
+                f"tried on a copy of {shown(name)}: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _everything(module: nn.Module, name: str) -> bool:
+    return True
+
+
+def _untied(model: nn.Module, chosen: Mapping[str, nn.Module]) -> list[str]:
+    """What is said of weights that other modules have too, an embedding for one."""
+    weights = {id(module._parameters["weight"]): name for name, module in chosen.items()}
+    here = {f"{name}.weight" if name else "weight" for name in chosen}
+    return [
+        f"{name} was one with the weight of {shown(weights[id(p)])}, and stays beside it"
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if id(p) in weights and name not in here
+    ]
+
+
+def _quantize(
+    model: nn.Module,
+    chosen: Mapping[str, nn.Module],
+    config: Any,
+    skipped: Mapping[str, str],
+    note: str | None,
+    outcome: Outcome,
+) -> None:
+    from torchao.quantization import quantize_ as quantize
+
+    outcome.skipped.update(skipped)
+    outcome.notes.extend(_untied(model, chosen))
+    tied: dict[int, nn.Parameter] = {}
+    for name, module in chosen.items():
+        weight = module._parameters["weight"]
+        if id(weight) in tied:
+            module.weight = tied[id(weight)]
+        else:
+            said: Callable[[], str] | None = module.__dict__.get("extra_repr")
+            quantize(module, config, filter_fn=_everything)
+            # What torchao prints of the module is a function that cannot be pickled: a model could not be saved whole.
+            module.__dict__.pop("extra_repr", None)
+            if said is not None:
+                module.__dict__["extra_repr"] = said
+            tied[id(weight)] = module.weight  # type: ignore[assignment]
+        outcome.changed.append(name or "the model itself")
+    if note:
+        outcome.notes.append(note)

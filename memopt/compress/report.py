@@ -1,0 +1,139 @@
+"""What a technique saved: bytes in memory and on disk, before and after, and what it did to the accuracy."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from memopt import _C
+from memopt.compress.byte_counts import disk_bytes, memory_bytes, standing
+
+Evaluate: TypeAlias = Callable[[Any], float] | None
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """`memory`: of the storages of parameters and buffers, each counted once. `disk`: of the file that
+    torch.save(model.state_dict(), file) makes, None where the model cannot be saved."""
+
+    memory: int
+    disk: int | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done, and what it saved. Print it.
+
+    technique: what was done. before, after: Bytes. changed: names of the layers or tensors that are others now.
+    skipped: by name, why it stayed as it was. notes: what else there is to know. accuracy_before, accuracy_after: what
+    `evaluate` said of the model, None without one."""
+
+    technique: str
+    before: Bytes
+    after: Bytes
+    changed: tuple[str, ...]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+
+    @property
+    def saved(self) -> int:
+        """Bytes of memory; negative where it takes more than before."""
+        return self.before.memory - self.after.memory
+
+    @property
+    def saved_on_disk(self) -> int | None:
+        """Bytes of the saved model; negative where it takes more than before."""
+        if self.before.disk is None or self.after.disk is None:
+            return None
+        return self.before.disk - self.after.disk
+
+    @property
+    def accuracy_change(self) -> float | None:
+        if self.accuracy_before is None or self.accuracy_after is None:
+            return None
+        return self.accuracy_after - self.accuracy_before
+
+    def __str__(self) -> str:
+        lines = [f"{self.technique}: {_shortened(self.changed)}"]
+        lines.append(_line("memory", self.before.memory, self.after.memory))
+        if self.before.disk is not None and self.after.disk is not None:
+            lines.append(_line("on disk", self.before.disk, self.after.disk))
+        if self.accuracy_change is not None:
+            lines.append(
+                f"  accuracy {self.accuracy_before:.6g} -> {self.accuracy_after:.6g} ({self.accuracy_change:+.3g})"
+            )
+        lines += [f"  {name} stays: {why}" for name, why in self.skipped.items()]
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _shortened(names: tuple[str, ...]) -> str:
+    more = ", …" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more} ({len(names)})" if names else "nothing changed"
+
+
+def _line(what: str, before: int, after: int) -> str:
+    share = f" ({(before - after) / before:.1%})" if before else ""
+    return (
+        f"  {what} {_C.format_size(before)} -> {_C.format_size(after)}, saved {signed(before - after)}{share}"
+    )
+
+
+def signed(nbytes: int) -> str:
+    """Bytes as they are shown, also below zero."""
+    return f"-{_C.format_size(-nbytes)}" if nbytes < 0 else str(_C.format_size(nbytes))
+
+
+def measure(model: nn.Module, notes: list[str] | None = None) -> Bytes:
+    """A model's bytes as it stands. Why it cannot be saved, where it cannot, is added to the notes."""
+    return bytes_of(standing(model), model.state_dict, notes)
+
+
+def bytes_of(
+    tensors: Iterable[torch.Tensor], state: Callable[[], Any], notes: list[str] | None = None
+) -> Bytes:
+    """Of tensors, and of the file that torch.save() makes of a state."""
+    memory = memory_bytes(tensors)
+    try:
+        return Bytes(memory, disk_bytes(state()))
+    except Exception as error:  # whatever the state's own classes raise: saving is not what was asked for
+        if notes is not None:
+            notes.append(f"bytes on disk are not known, torch.save() fails: {type(error).__name__}: {error}")
+        return Bytes(memory, None)
+
+
+def check_evaluate(evaluate: Any) -> None:
+    if evaluate is not None and not callable(evaluate):
+        raise TypeError(
+            f"evaluate={evaluate!r}: expected a function that is given the model and returns a number"
+        )
+
+
+def score(model: nn.Module, evaluate: Evaluate) -> float | None:
+    """What evaluate says of the model, which is in eval mode meanwhile, and without gradients."""
+    if evaluate is None:
+        return None
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            value = evaluate(model)
+    finally:
+        for module, training in modes:
+            module.training = training
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"evaluate(model) returned {type(value).__name__}, and not a number") from error

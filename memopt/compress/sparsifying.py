@@ -1,0 +1,238 @@
+"""memopt.compress.sparsify_(): tensors with many zeros in a layout that leaves them out, where that saves memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from memopt import _C
+from memopt.compress.all_or_nothing import Outcome, carry_out
+from memopt.compress.byte_counts import memory_bytes, standing
+from memopt.compress.chosen_layers import Layers, choose, shown
+from memopt.compress.model_checks import check_model, weight_of
+from memopt.compress.report import Evaluate, Report, bytes_of, signed
+from memopt.compress.sparse_layouts import (
+    LAYOUTS,
+    SparseChoice,
+    break_even,
+    convert,
+    index_type,
+    sparse_bytes,
+)
+from memopt.compress.sparse_linear import SparseLinear, SparseWeight
+from memopt.owners.census import memory_of
+
+
+@dataclass(frozen=True, repr=False)
+class SparseReport(Report):
+    """choices: of each tensor that was looked at, its density and the break-even, converted or not. tensor: of a tensor
+    that was given, the sparse one, or itself where it was not converted."""
+
+    choices: tuple[SparseChoice, ...] = ()
+    tensor: torch.Tensor | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        converted = [one for one in self.choices if one.converted]
+        lines = [super().__str__(), *(f"  {one.name}: {one}" for one in converted[:4])]
+        return "\n".join(lines)
+
+
+def sparsify_(
+    model_or_tensor: nn.Module | torch.Tensor,
+    layout: str = "csr",
+    *,
+    layers: Layers = None,
+    index_dtype: torch.dtype | None = None,
+    evaluate: Evaluate = None,
+) -> SparseReport:
+    """Puts the weights of a model's linear layers, or a tensor, into a sparse layout where that takes less memory.
+
+    layout "csr": matrices; indices are int32 where they fit, unless index_dtype=torch.int64. "coo": any shape; indices
+        are int64. "2:4": matrices in which two of each four neighbours are zero (prune_(method="2:4") makes them so),
+        on CUDA devices of compute capability 8.0 and later.
+    layers: names or modules of the model, with all that is within, or a function of name and module; by default all
+    linear layers. evaluate: a function of the model that returns its accuracy, before and after.
+
+    A tensor is converted only if it takes less memory than its storage does now and nothing else of the model holds
+    that storage; the report says of each its density and the break-even, which follow from the types of its elements
+    and indices (sources: memopt/compress/sparse_layouts.py). float32 breaks even at a density of 1/2 in csr with int32
+    indices, 1/3 with int64, and 1/5 in coo; below that it is memory that is saved, hardly ever time.
+
+    A layer's sparse weight is a new parameter that takes no gradient; gradients still pass to the layer's input. It can
+    be saved, pickled and deep-copied; load_state_dict() needs assign=True in a dense model. In "coo" a layer becomes a
+    memopt.compress.sparse_linear.SparseLinear, an nn.Linear in all else. A tensor cannot change its layout in place:
+    the sparse one is the report's `tensor`.
+
+    Returns a SparseReport. Raises, with nothing changed: NotImplementedError where the device has no kernels for the
+    layout; TypeError or ValueError that name the tensor and the mend: an unknown layout or layer, a tensor that
+    requires a gradient, is sparse already, quantised or on meta."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
+    if index_dtype not in (None, torch.int32, torch.int64):
+        raise ValueError(f"index_dtype={index_dtype!r}: expected torch.int32 or torch.int64")
+    if index_dtype == torch.int32 and layout != "csr":
+        raise ValueError(f"index_dtype: indices of {layout} are always int64")
+    if isinstance(model_or_tensor, torch.Tensor):
+        if layers is not None or evaluate is not None:
+            raise ValueError("layers= and evaluate= are for models; a tensor has none")
+        return _sparsify_tensor(model_or_tensor, layout, index_dtype)
+    return _sparsify_model(model_or_tensor, layout, layers, index_dtype, evaluate)
+
+
+# ---- models
+
+
+def _sparsify_model(
+    model: nn.Module, layout: str, layers: Layers, index_dtype: torch.dtype | None, evaluate: Evaluate
+) -> SparseReport:
+    function = f"sparsify_ {layout}"
+    check_model(model, function, replaces=True)
+    chosen = choose(model, layers, _is_linear, "linear layer that can be sparse")
+    weights = {name: weight_of(name, module, "weight", function) for name, module in chosen.items()}
+    for name, weight in weights.items():
+        _check_kernels(name, weight, layout, function)
+    uses = Counter((device, address) for t in standing(model) for device, address, *_ in memory_of(t))
+    choices: list[SparseChoice] = []
+
+    def change(outcome: Outcome) -> None:
+        made: dict[int, nn.Parameter] = {}
+        for name, weight in weights.items():
+            path = f"{name}.weight" if name else "weight"
+            if id(weight) not in made:
+                choice, index, why = _choice(path, weight, layout, index_dtype)
+                shared = any(uses[device, address] > 1 for device, address, *_ in memory_of(weight))
+                others = _other_places(model, weight, weights)
+                if choice.converted and (shared or others):
+                    why = (
+                        f"its memory stays with {others[0]}"
+                        if others
+                        else "other tensors of the model lie in its storage"
+                    )
+                if not choice.converted or shared or others:
+                    choices.append(replace(choice, converted=False))
+                    outcome.skipped[path] = why
+                    continue
+                choices.append(choice)
+                made[id(weight)] = SparseWeight(convert(weight, layout, index), requires_grad=False)
+            module = chosen[name]
+            module._parameters["weight"] = made[id(weight)]
+            if layout == "coo":
+                module.__class__ = SparseLinear
+            outcome.changed.append(path)
+        if outcome.changed:
+            outcome.notes.append("the sparse weights take no gradients")
+
+    report = carry_out(model, function, change, evaluate, SparseReport, lambda: {"choices": tuple(choices)})
+    assert isinstance(report, SparseReport)
+    return report
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Subclasses may read the weight in ways of their own."""
+    return type(module) in (nn.Linear, SparseLinear) or (
+        type(module).__module__.startswith("torch.ao.nn.") and type(module).__name__ == "Linear"
+    )
+
+
+def _other_places(model: nn.Module, weight: nn.Parameter, weights: Mapping[str, nn.Parameter]) -> list[str]:
+    """Where else the model has this parameter, beside the layers that are converted."""
+    here = {f"{name}.weight" if name else "weight" for name, one in weights.items() if one is weight}
+    return [
+        name for name, p in model.named_parameters(remove_duplicate=False) if p is weight and name not in here
+    ]
+
+
+def _check_kernels(name: str, weight: torch.Tensor, layout: str, function: str) -> None:
+    """Runs the product with a few rows of the weight in the layout, as the layer will."""
+    whose = f"{function}: {shown(name)}"
+    if layout == "2:4" and (
+        weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device) < (8, 0)
+    ):
+        raise NotImplementedError(
+            f"{whose} is on {weight.device}, which has no kernels for 2:4: it takes a CUDA device of compute "
+            "capability 8.0 or later"
+        )
+    rows = weight.detach()[: 64 if layout == "2:4" else 2]
+    if layout == "2:4":
+        rows = torch.zeros_like(rows)
+    try:
+        with torch.no_grad():
+            some = convert(rows, layout, torch.int32)
+            nn.functional.linear(torch.zeros(64, rows.shape[1], dtype=rows.dtype, device=rows.device), some)
+    except Exception as error:
+        raise NotImplementedError(
+            f"{whose}: {weight.device} has no kernels for {layout} in {str(weight.dtype).removeprefix('torch.')} and "
+            f"{tuple(weight.shape)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+# ---- tensors
+
+
+def _sparsify_tensor(tensor: torch.Tensor, layout: str, index_dtype: torch.dtype | None) -> SparseReport:
+    function = f"sparsify_ {layout}"
+    if why := _unusable(tensor, layout):
+        raise ValueError(f"{function}: the tensor {why}")
+    if layout == "2:4":
+        _check_kernels("the tensor", tensor, layout, function)
+    before = bytes_of([tensor], lambda: tensor)
+    choice, index, why = _choice("the tensor", tensor, layout, index_dtype)
+    sparse = convert(tensor, layout, index) if choice.converted else tensor
+    return SparseReport(
+        technique=function,
+        before=before,
+        after=bytes_of([sparse], lambda: sparse),
+        changed=(choice.name,) if choice.converted else (),
+        skipped={} if choice.converted else {choice.name: why},
+        choices=(choice,),
+        tensor=sparse,
+    )
+
+
+def _unusable(tensor: torch.Tensor, layout: str) -> str | None:
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return f"is a {type(tensor).__name__}: only plain tensors are converted"
+    if tensor.layout is not torch.strided:
+        return f"is sparse already ({tensor.layout})"
+    if tensor.is_quantized:
+        return "is quantised"
+    if tensor.is_meta:
+        return "is on the meta device, without values"
+    if tensor.requires_grad:
+        return (
+            "requires a gradient, which its sparse copy would not pass on: give it .detach()ed, and "
+            "requires_grad_() what comes back"
+        )
+    if tensor.dim() == 0 or (layout != "coo" and tensor.dim() != 2):
+        return f"has {tensor.dim()} dimensions: {layout} takes {'at least one' if layout == 'coo' else 'two'}"
+    return None
+
+
+# ---- either
+
+
+def _choice(
+    name: str, tensor: torch.Tensor, layout: str, index_dtype: torch.dtype | None
+) -> tuple[SparseChoice, torch.dtype, str]:
+    """Whether it pays, by the tensor's own memory; the type of the indices; and why not."""
+    tensor = tensor.detach()
+    nnz = int(tensor.count_nonzero())
+    index = index_type(tensor.shape, nnz, layout, index_dtype)
+    dense = memory_bytes([tensor])
+    item = tensor.element_size()
+    sparse = sparse_bytes(tensor.shape, nnz, item, layout, index.itemsize)
+    even = break_even(tensor.shape, dense, item, layout, index.itemsize)
+    share = nnz / tensor.numel() if tensor.numel() else 0.0
+    why = ""
+    if layout == "2:4" and (tensor.shape[1] % 4 or int((tensor.reshape(-1, 4) != 0).sum(1).max()) > 2):
+        why = "more than two of some four neighbours are not zero: prune_(method='2:4') first"
+    elif sparse >= dense:
+        why = (
+            f"{layout} would take {_C.format_size(sparse)} of {_C.format_size(dense)}, saving "
+            f"{signed(dense - sparse)}: its density is {share:.4g}, and {layout} breaks even at {even:.4g}"
+        )
+    return SparseChoice(name, share, even, dense, sparse, not why), index, why

@@ -1,0 +1,151 @@
+"""memopt.compress.tie_(): parameters that become one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.compress.all_or_nothing import Outcome, carry_out
+from memopt.compress.duplicate_storages import duplicates, same_bytes
+from memopt.compress.model_checks import check_model, unusable
+from memopt.compress.report import Evaluate, Report
+
+_FUNCTION = "tie_"
+
+
+def tie_(
+    model: nn.Module, pairs: Iterable[tuple[str, str]] | None = None, *, evaluate: Evaluate = None
+) -> Report:
+    """Makes parameters of a model one, so that they are kept once, saved once and trained together.
+
+    pairs: names (kept, tied): the second becomes the first, whose values stay. Both are parameters ("embed.weight",
+        "head.weight"), or both modules with parameters of the same names and shapes ("layers.0", "layers.1"), each of
+        which is tied. None: all parameters that duplicates(model) finds equal byte for byte in storages of their own.
+    evaluate: a function of the model that returns its accuracy; it is called before and after, in eval mode and without
+    gradients.
+
+    The values of the second are gone; the report says where they differed. Its gradient goes too, and an optimizer that
+    was made before still steps the old parameter: make it afterwards. To untie, give a module a parameter of its own.
+
+    Returns a Report. Raises, with nothing changed, TypeError or ValueError for names that the model does not have,
+    parameters of other shapes, types, devices or requires_grad, one that would be tied to itself or to two others, and
+    where there is nothing to tie."""
+    check_model(model, _FUNCTION, replaces=True)
+    wanted = _equal_pairs(model) if pairs is None else list(_parameter_pairs(model, pairs))
+    for kept, tied in wanted:
+        _check(model, kept, tied)
+    _check_chains(model, wanted)
+
+    def change(outcome: Outcome) -> None:
+        for kept, tied in wanted:
+            first, second = model.get_parameter(kept), model.get_parameter(tied)
+            if not same_bytes(first, second):
+                outcome.notes.append(f"{tied} had other values than {kept}: they are gone")
+            for owner, name in _places(model, second):
+                owner._parameters[name] = first
+            outcome.changed.append(tied)
+        outcome.notes.append("an optimizer that was made before steps the old parameters: make it anew")
+
+    return carry_out(model, _FUNCTION, change, evaluate)
+
+
+def _equal_pairs(model: nn.Module) -> list[tuple[str, str]]:
+    parameters = dict(model.named_parameters())
+    found = [
+        (group[0], other)
+        for group in duplicates(model).equal
+        for other in group[1:]
+        if group[0] in parameters and other in parameters
+        and parameters[group[0]].requires_grad == parameters[other].requires_grad
+    ]  # fmt: skip
+    if not found:
+        raise ValueError(
+            f"{_FUNCTION}: no two parameters of the model are equal: name pairs= to tie what is not"
+        )
+    return found
+
+
+def _parameter_pairs(model: nn.Module, pairs: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(pairs, str) or not isinstance(pairs, Iterable):
+        raise TypeError(f"{_FUNCTION}: pairs={pairs!r}: expected a list of (name, name)")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules())
+    count = 0
+    for pair in pairs:
+        if isinstance(pair, str) or not isinstance(pair, Iterable):
+            raise TypeError(f"{_FUNCTION}: {pair!r} is no pair of names")
+        names = list(pair)
+        if len(names) != 2 or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"{_FUNCTION}: {pair!r} is no pair of names")
+        for name in names:
+            if name not in parameters and name not in modules:
+                raise ValueError(f"{_FUNCTION}: the model has no parameter or module {name!r}")
+        kept, tied = names
+        count += 1
+        if kept in parameters and tied in parameters:
+            yield kept, tied
+        elif kept in modules and tied in modules:
+            yield from _of_modules(kept, modules[kept], tied, modules[tied])
+        else:
+            raise ValueError(
+                f"{_FUNCTION}: of {kept!r} and {tied!r} one is a parameter and the other a module"
+            )
+    if not count:
+        raise ValueError(f"{_FUNCTION}: pairs is empty: None ties what is equal")
+
+
+def _of_modules(kept: str, first: nn.Module, tied: str, second: nn.Module) -> Iterator[tuple[str, str]]:
+    one, other = dict(first.named_parameters()), dict(second.named_parameters())
+    if set(one) != set(other) or not one:
+        apart = sorted(set(one) ^ set(other))
+        raise ValueError(
+            f"{_FUNCTION}: {kept!r} and {tied!r} have not the same parameters"
+            + (f": {', '.join(apart[:4])} is in one of them" if apart else ", but none")
+        )
+    for name in one:
+        yield f"{kept}.{name}", f"{tied}.{name}"
+
+
+def _check(model: nn.Module, kept: str, tied: str) -> None:
+    first, second = model.get_parameter(kept), model.get_parameter(tied)
+    if first is second:
+        raise ValueError(f"{_FUNCTION}: {kept} and {tied} are one parameter already")
+    for what in ("shape", "dtype", "device", "layout", "requires_grad"):
+        one, other = getattr(first, what), getattr(second, what)
+        if one != other:
+            raise ValueError(f"{_FUNCTION}: {kept} and {tied} differ in {what}: {one} and {other}")
+    for name, one in ((kept, first), (tied, second)):
+        if why := unusable(one):
+            raise ValueError(f"{_FUNCTION}: {name} {why}")
+    if type(first) is not type(second):
+        raise ValueError(
+            f"{_FUNCTION}: {kept} is a {type(first).__name__} and {tied} a {type(second).__name__}"
+        )
+
+
+def _check_chains(model: nn.Module, wanted: list[tuple[str, str]]) -> None:
+    """What is given away cannot be what another is tied to."""
+    gone: dict[int, str] = {}
+    for kept, tied in wanted:
+        second = id(model.get_parameter(tied))
+        if second in gone:
+            raise ValueError(f"{_FUNCTION}: {tied} is tied twice, with {gone[second]} and with {kept}")
+        gone[second] = kept
+    for kept, tied in wanted:
+        if id(model.get_parameter(kept)) in gone:
+            raise ValueError(
+                f"{_FUNCTION}: {tied} is to be tied to {kept}, which is tied to {gone[id(model.get_parameter(kept))]}: "
+                "name that one"
+            )
+
+
+def _places(model: nn.Module, parameter: torch.Tensor) -> list[tuple[nn.Module, str]]:
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, found in module._parameters.items()
+        if found is parameter
+    ]
