@@ -171,12 +171,16 @@ def test_batch_norm_is_let_through_in_eval_mode_or_by_request() -> None:
             lambda out, y: F.cross_entropy(out, y, ignore_index=1),
             r"a mean over \d of \d targets \(ignore_index=1\)",
         ),
+        (
+            lambda out, y: F.cross_entropy(out, y.where(y < 3, -100)),
+            r"a mean over \d of \d targets \(ignore_index=-100\)",
+        ),
         (lambda out, y: F.cross_entropy(out, y, weight=torch.tensor([1.0, 2, 3, 4])), "class weights"),
         (lambda out, y: F.cross_entropy(out, y, reduction="sum"), "no 'mean' of samples"),
         (lambda out, y: out.logsumexp(0).mean(), "no 'mean' of samples"),
         (lambda out, y: (out * (y < 1)[:, None]).sum() / (y < 1).sum(), "no 'mean' of samples"),
     ],
-    ids=["ignored", "weighted", "sum", "mixed", "masked"],
+    ids=["ignored", "ignored by default", "weighted", "sum", "mixed", "masked"],
 )
 def test_losses_that_are_no_mean_over_samples_are_refused(loss: Callable, words: str, samples: int) -> None:
     model = Net()

@@ -16,7 +16,7 @@ from memopt.checkpointing.measure_chain import ChainMeasurement, Loss, default_l
 from memopt.checkpointing.model_chain import Member, ModelChain
 from memopt.checkpointing.plan import Plan
 from memopt.checkpointing.planning import budget_bytes, plan_for
-from memopt.checkpointing.stage_costs import tensors_in
+from memopt.checkpointing.stage_costs import device_of, tensors_in
 from memopt.optim.state_bytes import state_bytes
 
 
@@ -65,16 +65,18 @@ def auto_checkpoint(
     the CPU the path of a directory on a disk; how fast that is is measured first.
 
     The chain is found by watching one forward pass, then each stage is measured: two passes and a few runs of every
-    stage, which leave the model as it was. Returns the same module: parameters, names, state_dict, hooks, train() and
-    eval() are as before, `.plan` says what was decided, gradients are bit-equal to the plain run's, and without a graph
-    nothing is different. A batch of another shape than the sample's is right too, with another peak. Calling it again
-    makes a new plan, or leaves the one there is where that fails; undo_checkpoint() takes it off.
+    stage, which leave the model as it was. What is saved depends on autocast: where the training uses it, call this
+    under it too. Returns the same module: parameters, names, state_dict, hooks, train() and eval() are as before,
+    `.plan` says what was decided, gradients are bit-equal to the plain run's, and without a graph nothing is different.
+    A batch of another shape than the sample's is right too, with another peak. Calling it again makes a new plan, or
+    leaves the one there is where that fails; undo_checkpoint() takes it off. On a CUDA device the peaks in torch's
+    statistics are reset.
 
     Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, ValueError where memory_budget, optimizer or
     offload cannot be read or the model has no chain, and OSError where a disk cannot be written to."""
     args, kwargs = sample_arguments(sample)
     standing = tensors_in((list(model.parameters()), list(model.buffers()), args, kwargs))
-    device = next((t.device for t in standing), torch.device("cpu"))
+    device = device_of(standing)
     budget = budget_bytes(memory_budget, device)
     to = destination(offload, device)
     with nothing_changes(model.parameters(), model.buffers()):

@@ -21,12 +21,14 @@ from memopt.checkpointing.stage_costs import (
     StageBytes,
     StageSeconds,
     bytes_of,
+    device_of,
     stage_bytes,
     stage_seconds,
     synchronize,
     tensors_in,
 )
 from memopt.checkpointing.stage_groups import group_bytes, group_seconds
+from memopt.checkpointing.workspaces import workspace_bytes
 
 Loss = Callable[[Any], torch.Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -118,13 +120,13 @@ class ChainMeasurement:
     loss. standing_bytes: parameters, buffers, the sample. input_bytes: of the first stage. held_bytes: what else lives
     from before the last stage to the backward pass, however the stages are run: saved around them, or an argument of
     one that is not the output of the stage before. result_bytes: of what the model returns, the loss and its gradient,
-    beside the last stage's output."""
+    beside the last stage's output. workspace_bytes: cuBLAS's own."""
 
     def __init__(self, chain: Measurable, loss: Loss) -> None:
         self.chain, self.loss = chain, loss
         self.functions = chain.functions
         self.trainable, self.standing = list(chain.trainable), list(chain.standing)
-        self.device = next((t.device for t in self.standing), torch.device("cpu"))
+        self.device = device_of(self.standing)
         self.standing_bytes = bytes_of(self.standing)
         self.input_bytes = self.held_bytes = self.result_bytes = 0
         self.state_bytes = 0  # random states, which live beside the stages on a CPU
@@ -137,6 +139,7 @@ class ChainMeasurement:
         self.last_outputs: list[torch.Tensor] = []
         self.measure_bytes()
         self.measure_seconds()
+        self.workspace_bytes = workspace_bytes(self.device)
 
     def forward(self, stage: Callable[[int, StageCall, list[Held]], None], ended: Callable[[], None]) -> Any:
         """One forward pass: each stage is stage(), then gives its output on without a graph; after the last ended()."""
@@ -173,7 +176,7 @@ class ChainMeasurement:
 
     def measure_bytes(self) -> None:
         saved: list[torch.Tensor] = []  # around the stages
-        meter = Meter()
+        meter = Meter(self.device)
         meter.ignore(self.standing)
         before_last = live = 0
 

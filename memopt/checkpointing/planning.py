@@ -96,7 +96,7 @@ def plan_for(
     groups = group(measured.stage_bytes[:-1])
     sizes, times = measured.of_groups(groups)
     joined = [*(", ".join(names[k] for k in members) for members in groups), REST]
-    fixed = beside + measured.standing_bytes + measured.held_bytes
+    fixed = beside + measured.standing_bytes + measured.held_bytes + measured.workspace_bytes
     gradients = [size.parameter_grad for size in sizes]
     if accumulate:  # what a backward makes is added to them, and goes
         fixed += sum(gradients)

@@ -1,8 +1,9 @@
 """What each stage of a chain costs, measured where it stands: bytes by storages, seconds by the clock.
 
 Bytes are those of storages, each counted once, from a dispatch mode that sees every operation's outputs and from the
-storages' deaths: a kernel's own workspace is not seen. Seconds are the least of several runs, on a device that runs
-behind the host with that device synchronised around each."""
+storages' deaths; on a CUDA device what an operation takes for itself while it runs (cuDNN's workspaces, temporaries)
+comes from the allocator's statistics, on a CPU it is not seen. Seconds are the least of several runs, on a device that
+runs behind the host with that device synchronised around each."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ from memopt.checkpointing.chain_offload import aligned, can_go
 
 
 class Meter(TorchDispatchMode):
-    """Bytes of the storages that operations make while the mode is on and that live: now, and at the most."""
+    """Bytes of the storages that operations make while the mode is on and that live: now, and at the most. device: a
+    CUDA device, whose allocator is asked what each operation takes besides; the peak in its statistics is reset."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
+        self.device = device if device is not None and device.type == "cuda" else None
         self.live = self.peak = 0
         self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.ignored: set[int] = set()
@@ -50,10 +53,16 @@ class Meter(TorchDispatchMode):
         self.live -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.device is not None:
+            torch.cuda.reset_peak_memory_stats(self.device)
         out = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 self.see(leaf.untyped_storage())
+        if self.device is not None:
+            statistics = torch.cuda.memory_stats(self.device)
+            passing = statistics["requested_bytes.all.peak"] - statistics["requested_bytes.all.current"]
+            self.peak = max(self.peak, self.live + passing)
         return out
 
 
@@ -118,6 +127,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    return next((t.device for t in tensors), torch.device("cpu"))
+
+
 class Seed(torch.autograd.Function):
     """A scalar whose backward makes the gradients of these tensors: only the engine holds them, as within a model."""
 
@@ -174,7 +187,8 @@ def stage_bytes(
         return saved[-1]
 
     movable = Movable()
-    meter = Meter()
+    device = device_of([*standing, *given])
+    meter = Meter(device)
     meter.ignore([*standing, *given])
     with meter, torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(note, no_backward):
@@ -186,7 +200,7 @@ def stage_bytes(
     args, kwargs = arguments()
     given, inputs = tensors_in((args, kwargs)), linked(args, kwargs)
     before = [t._version for t in given]
-    meter = Meter()
+    meter = Meter(device)
     meter.ignore([*standing, *given])
     with meter, torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
@@ -255,8 +269,9 @@ def bytes_to_remake(
             raise Enough
         return saved[-1]
 
-    meter = Meter()
-    meter.ignore([*standing, *tensors_in((args, kwargs))])
+    given = tensors_in((args, kwargs))
+    meter = Meter(device_of([*standing, *given]))
+    meter.ignore([*standing, *given])
     with meter, torch.enable_grad():
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, no_backward):
@@ -270,7 +285,7 @@ def stage_seconds(
     function: Callable[..., Any], arguments: Any, trainable: list[torch.Tensor], count: int
 ) -> StageSeconds:
     args, kwargs = arguments()
-    device = next((t.device for t in tensors_in((args, kwargs))), torch.device("cpu"))
+    device = device_of(tensors_in((args, kwargs)))
 
     @contextmanager
     def timed(into: list[float]) -> Iterator[None]:

@@ -109,7 +109,9 @@ def _counted(node: Any) -> tuple[float, int, str] | None:
     total, target = node._saved_total_weight, node._saved_target
     if total.device.type == "meta" or total.numel() != 1:
         return None
-    why = "class weights" if node._saved_weight is not None else f"ignore_index={node._saved_ignore_index}"
+    ignored = node._saved_ignore_index  # autograd's attribute is unsigned
+    ignored -= 1 << 64 if ignored >= 1 << 63 else 0
+    why = "class weights" if node._saved_weight is not None else f"ignore_index={ignored}"
     return float(total), target.numel(), why
 
 

@@ -22,6 +22,7 @@ from memopt.checkpointing.bandwidth import Bandwidth, bandwidth
 from memopt.checkpointing.chain_offload import ChainOffload, Pinned
 from memopt.checkpointing.chain_runner import ChainRunner
 from memopt.checkpointing.stage_costs import Meter, bytes_of
+from memopt.checkpointing.workspaces import workspace_bytes
 from tests.residual import Residual
 
 SIM = {"memory": "1GiB"}
@@ -284,15 +285,17 @@ def test_auto_checkpoint_on_a_device_offloads_within_its_budget(monkeypatch: pyt
         return bytes_of(standing) + meter.peak
 
     most = peak(plain)
+    workspaces = workspace_bytes(sample.device)  # cuBLAS's, which the meter of storages does not see
+    assert workspaces and workspace_bytes(sample.device) == 0
     overlapped = 0
     for share in (0.75, 0.9):
-        budget = int(most * share)
+        budget = int(most * share) + workspaces
         memopt.auto_checkpoint(model, sample, memory_budget=budget, offload="cpu")
         assert model.plan.offloaded, str(model.plan)
         assert "offloaded to pinned memory of the host" in str(model.plan)
         overlapped += sum(op in ("sent", "fetch") for op, *_ in model.plan.operations)
         for _ in range(2):
-            assert peak(model) <= model.plan.peak_bytes <= budget
+            assert peak(model) + workspaces <= model.plan.peak_bytes <= budget
         for lazy in (False, True):
             sim.lazy(lazy)
             grads = []
