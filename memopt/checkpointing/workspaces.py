@@ -11,6 +11,7 @@ def workspace_bytes(device: torch.device) -> int:
     the backward pass too: 8 MiB each where CUBLAS_WORKSPACE_CONFIG says nothing, 32 MiB on Hopper."""
     if device.type != "cuda":
         return 0
-    before = torch.cuda.memory_allocated(device)
+    before: int = torch.cuda.memory_allocated(device)
     torch._C._cuda_clearCublasWorkspaces()
-    return before - torch.cuda.memory_allocated(device)
+    after: int = torch.cuda.memory_allocated(device)
+    return before - after
