@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from memopt.diagnosis import doctor
     from memopt.estimation.model_estimate import estimate
     from memopt.lower_precision import to_dtype_
+    from memopt.model_comparison.comparing import compare_models
     from memopt.offloading.activations import offload_activations
     from memopt.offloading.layers import offload_layers
     from memopt.owners.device_bytes import device_bar
@@ -58,6 +59,7 @@ __all__ = [
     "chain",
     "checkpoint",
     "checkpoint_sequential",
+    "compare_models",
     "compare_steps",
     "compress",
     "create_selective_checkpoint_contexts",
@@ -94,6 +96,7 @@ _LATER = {
     "patch": "memopt.switches",
     "profile": "memopt.profiling.session",
     "release": "memopt.releasing",
+    "compare_models": "memopt.model_comparison.comparing",
     "compare_steps": "memopt.step_comparison",
     "to_dtype_": "memopt.lower_precision",
     "checkpoint": "memopt.checkpointing",

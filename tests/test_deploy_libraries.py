@@ -152,10 +152,9 @@ def test_quantized_and_pruned_models(told):
 
 
 TIMM = (
-    BEGINNING
+    "import memopt.sim; memopt.sim.activate()"
+    + BEGINNING
     + """
-import memopt.sim
-memopt.sim.activate()
 import timm
 from memopt.deploy import export
 

@@ -1,0 +1,1 @@
+"""Architectures side by side: what each takes and costs, before one is chosen."""
