@@ -25,9 +25,12 @@ clean:  ## removes what was built; the environments in .venv stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # ---- the main job -------------------------------------------------------------------------------------------------
-demo: build  ## trains a small transformer on a simulated GPU through memopt's allocator
+QUICK ?=
+
+demo: build  ## trains two real models in half the memory, and writes memopt-demo.html; QUICK=1: smaller, under 40 s
+	@$(ENVIRONMENT) cpu >build/python-cpu
 	@$(ENVIRONMENT) sim >build/python-sim
-	@"$$(cat build/python-sim)" benchmarks/first_light.py
+	@"$$(cat build/python-cpu)" -m memopt demo --sim-python "$$(cat build/python-sim)" $(if $(QUICK),--quick)
 
 # ---- tests ----------------------------------------------------------------------------------------------------------
 test: environments  ## everything: C, Python and the simulated device; one closing line

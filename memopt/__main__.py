@@ -9,9 +9,9 @@ import sys
 
 import memopt
 from memopt import log
-from memopt.commands import check_writable, diff, doctor, estimate, replay, report, run
+from memopt.commands import check_writable, demo, diff, doctor, estimate, replay, report, run
 
-COMMANDS = [run, estimate, report, diff, replay, doctor]
+COMMANDS = [demo, run, estimate, report, diff, replay, doctor]
 
 
 def parser() -> argparse.ArgumentParser:

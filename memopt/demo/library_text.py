@@ -57,10 +57,23 @@ def text_digest() -> str:
 @functools.cache
 def text_tokens(split: str) -> torch.Tensor:
     """A split of the text as a uint8 tensor of token numbers."""
-    table = bytes(VOCABULARY.find(bytes([byte])) % len(VOCABULARY) for byte in range(256))
-    return torch.frombuffer(bytearray(standard_library_text()[split].translate(table)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_token_bytes(split)), dtype=torch.uint8)
 
 
 def decode(tokens: torch.Tensor) -> str:
     """Text of a 1-d tensor of token numbers."""
     return bytes(VOCABULARY[i] for i in tokens.tolist()).replace(b"\0", b"?").decode("ascii")
+
+
+@functools.cache
+def _token_bytes(split: str) -> bytes:
+    table = bytes(VOCABULARY.find(bytes([byte])) % len(VOCABULARY) for byte in range(256))
+    return standard_library_text()[split].translate(table)
+
+
+def windows(split: str, starts: list[int], length: int) -> torch.Tensor:
+    """(len(starts), length) int64: the tokens that follow each place. The text itself is no tensor: a training's memory
+    is its own."""
+    tokens = _token_bytes(split)
+    joined = bytearray(b"".join(tokens[start : start + length] for start in starts))
+    return torch.frombuffer(joined, dtype=torch.uint8).view(len(starts), length).long()

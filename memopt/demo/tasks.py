@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memopt.demo.library_text import VOCABULARY, text_tokens
+from memopt.demo.library_text import VOCABULARY, standard_library_text, windows
 from memopt.demo.models import GPT, make_cnn
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -83,11 +84,10 @@ class Task:
         """
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         if self.kind == "gpt":
-            tokens, length = text_tokens(split), dict(self.shape)["length"]
-            offsets = torch.arange(length + 1)
+            characters, length = len(standard_library_text()[split]), dict(self.shape)["length"]
             for _ in range(steps):
-                starts = torch.randint(len(tokens) - length, (self.batch_size, 1), generator=generator)
-                window = tokens[starts + offsets].long()
+                starts = torch.randint(characters - length, (self.batch_size, 1), generator=generator)
+                window = windows(split, starts.flatten().tolist(), length + 1)
                 yield window[:, :-1].contiguous().to(device), window[:, 1:].contiguous().to(device)
             return
         images, labels = digits(split)
@@ -105,7 +105,11 @@ class Task:
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Mean cross entropy over all samples (and characters) of the batch, in nats, in float32."""
         inputs, targets = batch
-        return F.cross_entropy(model(inputs).flatten(0, -2).float(), targets.flatten())
+        return self.loss_of(model(inputs), targets)
+
+    def loss_of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """loss() of what the model returned."""
+        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def evaluate(self, model: nn.Module, steps: int = 4) -> dict[str, float]:
@@ -122,6 +126,16 @@ class Task:
             seen += targets.numel()
         model.train(was_training)
         return {"loss": loss, "accuracy": right / seen}
+
+
+class TaskData(torch.utils.data.IterableDataset[Batch]):
+    """A task's batches, for a DataLoader with batch_size=None."""
+
+    def __init__(self, task: Task, steps: int) -> None:
+        self.task, self.steps = task, steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.task.batches(self.steps)
 
 
 def _gpt(size: str, batch_size: int, learning_rate: float, **shape: int) -> Task:
@@ -153,3 +167,8 @@ def get(kind: str, size: str = "small") -> Task:
     if name not in TASKS:
         raise KeyError(f"no task {name!r}; there are {', '.join(TASKS)}")
     return TASKS[name]
+
+
+def task_of(fields: dict[str, Any]) -> Task:
+    """What dataclasses.asdict() has taken apart, by way of JSON."""
+    return Task(**{**fields, "shape": tuple((name, size) for name, size in fields["shape"])})

@@ -1,0 +1,103 @@
+"""The demo's answer on the screen."""
+
+from __future__ import annotations
+
+import textwrap
+
+from memopt import _C
+from memopt.demo.results import DemoResult, TaskResult
+
+_WIDTH = 100
+_NEXT = """\
+next:  python -m memopt estimate --gpu 24GiB train.py    will your script fit a card? (no GPU needed)
+       python -m memopt run train.py                     your script as it is, and where its memory went
+       memopt.auto_checkpoint(model, batch, memory_budget="8GiB", optimizer=optimizer)
+                                                         what this demo did, in your script
+       python -m memopt doctor                           what works on this machine"""
+
+
+def text(result: DemoResult, page: str | None) -> str:
+    lines = [
+        f"memopt demo: trained on {result.device} (torch {result.torch}), in half the memory",
+        "",
+        f"  {'':<22}{'peak memory':>13}{'predicted':>13}{'budget kept':>13}{'a step':>11}{'final loss':>12}",
+    ]
+    for task in result.tasks:
+        lines += _rows(task)
+    lines += ["", *_words(result), ""]
+    wrong = result.wrong()
+    if wrong:
+        lines += ["NOT AS IT MUST BE:", *(f"  {line}" for line in wrong)]
+    else:
+        lines.append(f"every budget kept, every loss as without one ({result.seconds:.0f} s)")
+    if page:
+        lines.append(f"what lived in memory when, and whose it was: {page}")
+    return "\n".join([*lines, "", _NEXT])
+
+
+def _rows(task: TaskResult) -> list[str]:
+    size, plain, within = _C.format_size, task.plain, task.within
+    rows = [
+        f"  {task.about}",
+        f"    {'plain':<20}{size(plain['peak']):>13}{'':>26}{_time(plain['seconds']):>11}{plain['loss']:>12.4f}",
+    ]
+    label = f"{'within ' + size(task.budget):<20}"
+    if "infeasible" in within:
+        return [*rows, f"    {label}{'no':>39}"]
+    kept = "yes" if task.kept else "NO"
+    rows.append(
+        f"    {label}{size(within['peak']):>13}{size(within['plan']['peak_bytes']):>13}{kept:>13}"
+        f"{_time(within['seconds']):>11}{within['loss']:>12.4f}"
+    )
+    ratio, more = within["peak"] / plain["peak"], within["loss"] - plain["loss"]
+    rows.append(f"    {'':<20}{f'x {ratio:.2f}':>13}{'':>26}{f'{task.slower:+.0%}':>11}{f'{more:+.4f}':>12}")
+    return rows
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"
+
+
+def _words(result: DemoResult) -> list[str]:
+    """What else was found, folded."""
+    size = _C.format_size
+    told = []
+    planned = [task for task in result.tasks if "plan" in task.within]
+    if planned:
+        slower = ", ".join(f"{task.name} {task.slower_predicted:+.0%}" for task in planned)
+        told.append(
+            "how: memopt.auto_checkpoint's schedule (it foretold the time of forward and backward: "
+            f"{slower}), AdamW's states in 8 bits, memopt's GradScaler, prefetched batches; memory is the most that "
+            "lived at once in any step, each training in a process of its own"
+        )
+    device = result.simulated
+    if "difference" in device:
+        same = "bit for bit" if device["difference"] == 0 else f"within {device['difference']:.1g}"
+        told.append(
+            f"on a simulated GPU with {size(device['capacity'])}, under memopt's allocator: plain training: "
+            f'"{device["plain"]}"; within {size(device["budget"])}: {len(device["losses"])} steps, the losses are the '
+            f"CPU's {same}; it held {size(device['held'])} at the most"
+        )
+    elif "missing" in device:
+        told.append(f"no simulated GPU: {device['missing']}")
+    replays = [
+        f"{size(replay['held'])} for the {size(replay['live'])} of {name}"
+        for name, replay in result.replays.items()
+    ]
+    if replays:
+        told.append(
+            f"given the requests of these trainings, memopt's allocator holds {', '.join(replays)} (it takes memory in "
+            "pieces of 2 MiB)"
+        )
+    if result.load > 2 * result.cores:
+        told.append(
+            f"this machine is busy (a load of {result.load:.1f} on {result.cores} cores): times mean little here"
+        )
+    told += result.notes
+    return [
+        line
+        for words in told
+        for line in textwrap.wrap(
+            words, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False
+        )
+    ]
