@@ -25,6 +25,16 @@ typedef struct mo_lock {
         PTHREAD_MUTEX_INITIALIZER, 0                                                                         \
     }
 
+/* For mo_lock_held(). */
+static inline void mo_lock_note(mo_lock *lock, uintptr_t holder)
+{
+#if MO_LEVEL > 0
+    atomic_store_explicit(&lock->holder, holder, memory_order_relaxed);
+#else
+    (void)lock, (void)holder;
+#endif
+}
+
 static inline bool mo_lock_held(mo_lock *lock)
 {
     return atomic_load_explicit(&lock->holder, memory_order_relaxed) == (uintptr_t)pthread_self();
@@ -34,18 +44,23 @@ static inline void mo_lock_take(mo_lock *lock)
 {
     MO_ASSERT(!mo_lock_held(lock));
     pthread_mutex_lock(&lock->mutex);
-#if MO_LEVEL > 0
-    atomic_store_explicit(&lock->holder, (uintptr_t)pthread_self(), memory_order_relaxed);
-#endif
+    mo_lock_note(lock, (uintptr_t)pthread_self());
 }
 
 static inline void mo_lock_give(mo_lock *lock)
 {
     MO_ASSERT(mo_lock_held(lock));
-#if MO_LEVEL > 0
-    atomic_store_explicit(&lock->holder, 0, memory_order_relaxed);
-#endif
+    mo_lock_note(lock, 0);
     pthread_mutex_unlock(&lock->mutex);
+}
+
+/* As pthread_cond_wait(): the lock is free while this waits, held again when it returns, which may be for no reason. */
+static inline void mo_lock_wait(mo_lock *lock, pthread_cond_t *changed)
+{
+    MO_ASSERT(mo_lock_held(lock));
+    mo_lock_note(lock, 0);
+    pthread_cond_wait(changed, &lock->mutex);
+    mo_lock_note(lock, (uintptr_t)pthread_self());
 }
 
 #endif

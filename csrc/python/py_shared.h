@@ -1,5 +1,5 @@
 /* Shared containers for Python: objects to values and back (py_shared_values.c), the memory (py_shared.c), and what reads
- * it (py_shared_items.c, py_shared_mapping.c).
+ * it (py_shared_reader.c, py_shared_items.c, py_shared_mapping.c).
  *
  * What is no plain value is a leaf, of which C knows nothing. Python's side of it are two functions:
  *
@@ -51,6 +51,41 @@ PyObject *mo_shared_damaged(PyObject *module);
 
 /* The view of a memopt._C.SharedMemory; -1 with an exception for another object, or for memory that is none. */
 int mo_shared_view_of(PyObject *module, PyObject *memory, mo_shared_view *out);
+
+/* ---- what reads it ----------------------------------------------------------------------------------------------- */
+
+/* What objects of both types begin with. */
+typedef struct mo_shared_reader {
+    PyObject_HEAD PyObject *module; /* borrowed: the memory's type holds it */
+    PyObject *memory;               /* NULL: closed */
+    PyObject *leaf;                 /* decode */
+    mo_shared_view view;
+} mo_shared_reader;
+
+/* What tp_new has: `made_by`, which tells the type that is ours from its subclasses, and its arguments. */
+typedef struct mo_shared_making {
+    const char *name; /* for messages */
+    newfunc made_by;
+    PyObject *args, *keywords;
+} mo_shared_making;
+
+/* Reads (memory, decode). The reader's view says what is in the memory; NULL with an exception. */
+mo_shared_reader *mo_shared_reader_new(PyTypeObject *type, const mo_shared_making *making);
+
+/* Another on the same memory, of the same type. */
+mo_shared_reader *mo_shared_reader_again(const mo_shared_reader *reader);
+
+void mo_shared_reader_dealloc(PyObject *self);
+
+/* False with an exception: it is closed. */
+bool mo_shared_reader_is_open(const mo_shared_reader *reader);
+
+/* The value that begins there. It stays readable whatever a leaf's function does, closing the reader included. */
+PyObject *mo_shared_reader_decode(const mo_shared_reader *reader, mo_shared_cursor *cursor);
+
+/* Methods and attributes of both: close(), _memory. */
+PyObject *mo_shared_reader_close(PyObject *self, PyObject *unused);
+PyObject *mo_shared_reader_memory(PyObject *self, void *unused);
 
 int mo_py_shared_items_init(PyObject *module);
 int mo_py_shared_mapping_init(PyObject *module);

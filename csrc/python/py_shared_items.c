@@ -5,59 +5,29 @@
 
 /* Item i is the memory's item start + i * step. */
 typedef struct items {
-    PyObject_HEAD PyObject *module; /* borrowed: the memory's type holds it */
-    PyObject *memory;               /* NULL: closed */
-    PyObject *leaf;                 /* decode */
-    mo_shared_view view;
+    mo_shared_reader reader;
     Py_ssize_t start, step, length;
 } items;
 
-static PyTypeObject *defining_type(PyTypeObject *type);
-
 static PyObject *items_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    PyTypeObject *base = defining_type(type);
-    PyObject *memory, *leaf, *module = base ? PyType_GetModule(base) : NULL;
-    mo_shared_view view;
-    items *self;
+    items *self =
+        (items *)mo_shared_reader_new(type, &(mo_shared_making){"SharedItems", items_new, args, keywords});
 
-    if (!module)
-        return NULL;
-    if (keywords && PyDict_Size(keywords))
-        return PyErr_Format(PyExc_TypeError, "SharedItems() takes no keyword arguments");
-    if (!PyArg_ParseTuple(args, "OO:SharedItems", &memory, &leaf) ||
-        mo_shared_view_of(module, memory, &view) < 0)
-        return NULL;
-    if (view.kind == MO_SHARED_DICT)
-        return PyErr_Format(PyExc_TypeError, "this shared container is a dict, no list");
-    self = (items *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!self)
         return NULL;
-    self->module = module;
-    self->memory = Py_NewRef(memory);
-    self->leaf = Py_NewRef(leaf);
-    self->view = view;
+    if (self->reader.view.kind == MO_SHARED_DICT) {
+        Py_DECREF((PyObject *)self);
+        return PyErr_Format(PyExc_TypeError, "this shared container is a dict, no list");
+    }
     self->step = 1;
-    self->length = (Py_ssize_t)view.count;
+    self->length = (Py_ssize_t)self->reader.view.count;
     return (PyObject *)self;
 }
 
-static void items_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-
-    Py_XDECREF(((items *)self)->memory);
-    Py_XDECREF(((items *)self)->leaf);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
-
-/* False with an exception: it is closed. */
 static bool is_open(const items *self)
 {
-    if (!self->memory)
-        PyErr_SetString(PyExc_ValueError, "this shared container is closed");
-    return self->memory != NULL;
+    return mo_shared_reader_is_open(&self->reader);
 }
 
 static Py_ssize_t items_length(PyObject *self)
@@ -68,20 +38,14 @@ static Py_ssize_t items_length(PyObject *self)
 /* 0 <= i < length. */
 static PyObject *value_at(items *self, Py_ssize_t i)
 {
-    const mo_shared_view *v = &self->view;
-    PyObject *memory, *value;
-    mo_shared_cursor cursor;
+    const mo_shared_view *v = &self->reader.view;
     mo_shared_span span;
 
     if (!mo_shared_item(v, (uint64_t)(self->start + i * self->step), &span))
-        return mo_shared_damaged(self->module);
+        return mo_shared_damaged(self->reader.module);
     if (v->kind == MO_SHARED_STRINGS)
-        return mo_shared_decode_str(self->module, v->base + span.begin, span.end - span.begin);
-    cursor = (mo_shared_cursor){v->base, span.begin, span.end};
-    memory = Py_NewRef(self->memory); /* a leaf's function may close this */
-    value = mo_shared_decode(self->module, memory, self->leaf, &cursor);
-    Py_DECREF(memory);
-    return value;
+        return mo_shared_decode_str(self->reader.module, v->base + span.begin, span.end - span.begin);
+    return mo_shared_reader_decode(&self->reader, &(mo_shared_cursor){v->base, span.begin, span.end});
 }
 
 static PyObject *items_item(PyObject *self, Py_ssize_t i)
@@ -97,20 +61,15 @@ static PyObject *items_item(PyObject *self, Py_ssize_t i)
 
 static PyObject *slice_of(items *self, PyObject *slice)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     Py_ssize_t start, stop, step, length;
     items *part;
 
     if (PySlice_Unpack(slice, &start, &stop, &step) < 0 || !is_open(self)) /* an __index__ may close it */
         return NULL;
     length = PySlice_AdjustIndices(self->length, &start, &stop, step);
-    part = (items *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    part = (items *)mo_shared_reader_again(&self->reader);
     if (!part)
         return NULL;
-    part->module = self->module;
-    part->memory = Py_NewRef(self->memory);
-    part->leaf = Py_NewRef(self->leaf);
-    part->view = self->view;
     part->length = length;
     /* Of none or one the step means nothing, and its product need not fit. */
     part->start = length ? self->start + start * self->step : 0;
@@ -147,10 +106,11 @@ static Py_ssize_t find_str(const items *self, PyObject *wanted, Py_ssize_t from)
     mo_shared_span span;
 
     for (Py_ssize_t i = from; found == -1 && i < self->length; i++) {
-        if (!mo_shared_item(&self->view, (uint64_t)(self->start + i * self->step), &span)) {
-            mo_shared_damaged(self->module);
+        if (!mo_shared_item(&self->reader.view, (uint64_t)(self->start + i * self->step), &span)) {
+            mo_shared_damaged(self->reader.module);
             found = -2;
-        } else if (span.end - span.begin == size && memcmp(self->view.base + span.begin, text, size) == 0) {
+        } else if (span.end - span.begin == size &&
+                   memcmp(self->reader.view.base + span.begin, text, size) == 0) {
             found = i;
         }
     }
@@ -161,7 +121,7 @@ static Py_ssize_t find_str(const items *self, PyObject *wanted, Py_ssize_t from)
 /* As find_str, for any value, by ==. */
 static Py_ssize_t find(items *self, PyObject *wanted, Py_ssize_t from)
 {
-    if (self->view.kind == MO_SHARED_STRINGS && PyUnicode_CheckExact(wanted))
+    if (self->reader.view.kind == MO_SHARED_STRINGS && PyUnicode_CheckExact(wanted))
         return find_str(self, wanted, from);
     for (Py_ssize_t i = from; i < self->length; i++) {
         PyObject *value = value_at(self, i);
@@ -223,19 +183,6 @@ PyDoc_STRVAR(
     "Lets go of the memory, which goes when its other slices, arrays and tensors are gone too. Using it\n"
     "afterwards raises ValueError.");
 
-static PyObject *items_close(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    Py_CLEAR(((items *)self)->memory);
-    Py_RETURN_NONE;
-}
-
-static PyObject *items_memory(PyObject *self, void *unused)
-{
-    (void)unused;
-    return is_open((items *)self) ? Py_NewRef(((items *)self)->memory) : NULL;
-}
-
 static PyObject *items_range(PyObject *self, void *unused)
 {
     const items *it = (items *)self;
@@ -252,23 +199,29 @@ PyDoc_STRVAR(
 static PyMethodDef items_methods[] = {
     {"index", items_index, METH_VARARGS, index_doc},
     {"count", items_count, METH_O, count_doc},
-    {"close", items_close, METH_NOARGS, close_doc},
+    {"close", mo_shared_reader_close, METH_NOARGS, close_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef items_attributes[] = {
-    {"_memory", items_memory, NULL, "The SharedMemory that it is in.", NULL},
+    {"_memory", mo_shared_reader_memory, NULL, "The SharedMemory that it is in.", NULL},
     {"_range", items_range, NULL, "(start, step, length) of it in the memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, (void *)items_doc},   {Py_tp_new, items_new},
-    {Py_tp_dealloc, items_dealloc},   {Py_tp_iter, PySeqIter_New},
-    {Py_tp_methods, items_methods},   {Py_tp_getset, items_attributes},
-    {Py_mp_length, items_length},     {Py_mp_subscript, items_subscript},
-    {Py_sq_length, items_length},     {Py_sq_item, items_item},
-    {Py_sq_contains, items_contains}, {0, NULL},
+    {Py_tp_doc, (void *)items_doc},
+    {Py_tp_new, items_new},
+    {Py_tp_dealloc, mo_shared_reader_dealloc},
+    {Py_tp_iter, PySeqIter_New},
+    {Py_tp_methods, items_methods},
+    {Py_tp_getset, items_attributes},
+    {Py_mp_length, items_length},
+    {Py_mp_subscript, items_subscript},
+    {Py_sq_length, items_length},
+    {Py_sq_item, items_item},
+    {Py_sq_contains, items_contains},
+    {0, NULL},
 };
 
 static PyType_Spec spec = {
@@ -277,17 +230,6 @@ static PyType_Spec spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = slots,
 };
-
-/* SharedItems itself, of one of its subclasses: the module is known to it alone. NULL with an exception. */
-static PyTypeObject *defining_type(PyTypeObject *type)
-{
-    PyTypeObject *found = NULL;
-
-    for (; type; type = (PyTypeObject *)PyType_GetSlot(type, Py_tp_base))
-        if (PyType_GetSlot(type, Py_tp_new) == (void *)items_new)
-            found = type; /* a subclass without a __new__ of its own has it too: the last one is it */
-    return found;
-}
 
 int mo_py_shared_items_init(PyObject *module)
 {

@@ -201,18 +201,6 @@ static void take_first_locked(mo_disk *disk, mo_disk_job *job)
     disk->queued--;
 }
 
-static void wait_locked(mo_disk *disk)
-{
-    MO_ASSERT(mo_lock_held(&disk->lock));
-#if MO_LEVEL > 0
-    atomic_store_explicit(&disk->lock.holder, 0, memory_order_relaxed);
-#endif
-    pthread_cond_wait(&disk->changed, &disk->lock.mutex);
-#if MO_LEVEL > 0
-    atomic_store_explicit(&disk->lock.holder, (uintptr_t)pthread_self(), memory_order_relaxed);
-#endif
-}
-
 static void *serve(void *argument)
 {
     mo_disk *disk = argument;
@@ -224,7 +212,7 @@ static void *serve(void *argument)
         if (disk->closing)
             break;
         if (!job) {
-            wait_locked(disk);
+            mo_lock_wait(&disk->lock, &disk->changed);
             continue;
         }
         take_first_locked(disk, job);
@@ -338,7 +326,7 @@ mo_status mo_disk_begin(mo_disk *disk, mo_disk_job *job, mo_detail *detail)
     status = disk->started ? MO_OK : start_locked(disk, detail);
     disk->waits += !status && disk->queued == MO_DISK_JOBS;
     while (!status && disk->queued == MO_DISK_JOBS && !disk->closing)
-        wait_locked(disk);
+        mo_lock_wait(&disk->lock, &disk->changed);
     if (!status && disk->closing)
         status = mo_fail(detail, MO_UNSUPPORTED, 0, "the file in %s was closed", disk->file.directory);
     if (!status && job->writes && disk->failed) {
@@ -379,7 +367,7 @@ mo_status mo_disk_finish(mo_disk *disk, mo_disk_job *job, mo_detail *detail)
     mo_lock_take(&disk->lock);
     MO_ASSERT(job->state != MO_JOB_IDLE);
     while (job->state != MO_JOB_OVER)
-        wait_locked(disk);
+        mo_lock_wait(&disk->lock, &disk->changed);
     status = job->status;
     if (status && detail)
         *detail = job->detail;
@@ -404,6 +392,6 @@ void mo_disk_cancel(mo_disk *disk, mo_disk_job *job)
         pthread_cond_broadcast(&disk->changed);
     }
     while (job->state == MO_JOB_RUNNING)
-        wait_locked(disk);
+        mo_lock_wait(&disk->lock, &disk->changed);
     mo_lock_give(&disk->lock);
 }

@@ -91,13 +91,13 @@ class BatchSize:
         """fn(n) with the size now; after an out of memory again, with the next smaller one, as often as it takes,
         from the same random states. Returns what fn does. Raises what fn raises, an out of memory too at the least
         size."""
-        from memopt.batch_sizes.kept_state import RandomStates
+        from memopt.random_state import RandomState
 
-        states = RandomStates()
+        random_state = RandomState()
         while True:
             with self.attempt():
                 return fn(self.value)
-            states.put_back()  # it ran out of memory
+            random_state.restore()  # it ran out of memory
 
     def attempt(self) -> Attempt:
         """Around one step, for `with`. An out of memory ends with the block: the size shrinks, `.failed` of what

@@ -6,33 +6,13 @@ Costs as many bytes of host memory as parameters, buffers, gradients and optimiz
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from memopt.owners.census import memory_of
-
-
-class RandomStates:
-    """Those of Python, NumPy (if it is loaded), torch's CPU, and every CUDA device that is in use."""
-
-    def __init__(self) -> None:
-        numpy = sys.modules.get("numpy")
-        self._python = random.getstate()
-        self._numpy = numpy.random.get_state() if numpy is not None else None
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def put_back(self) -> None:
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+from memopt.random_state import RandomState
 
 
 class KeptState:
@@ -79,7 +59,7 @@ class KeptState:
         for scaler in scalers:
             self._note(vars(scaler))
         self._stateful = [(one, _state_of(one)) for one in stateful]
-        self._random = RandomStates()
+        self._random = RandomState()
 
     def put_values_back(self) -> None:
         """Between tries: values and random states. What a step has made beside them (optimizer states, gradients)
@@ -88,7 +68,7 @@ class KeptState:
             if storage.nbytes() != values.nbytes():
                 storage.resize_(values.nbytes())
             storage.copy_(values)
-        self._random.put_back()
+        self._random.restore()
 
     def put_back(self) -> None:
         for container, content in self._containers.values():

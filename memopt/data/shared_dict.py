@@ -5,15 +5,15 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from memopt import _C
-from memopt.data import leaves, passing
-from memopt.data.shared_items import build
+from memopt.data import passing
+from memopt.data.shared_container import SharedContainer, build
 
 K = TypeVar("K")
 V = TypeVar("V", covariant=True)
 _SHOWN = 3  # entries of a repr
 
 
-class SharedDict(_C.SharedMapping, Mapping[K, V]):
+class SharedDict(SharedContainer, _C.SharedMapping, Mapping[K, V]):
     """A dict in memory that worker processes share: `dataset.boxes = memopt.data.SharedDict(dataset.boxes)`.
 
     It reads as the dict does (`d[key]`, get(), `in`, keys(), values(), items(), iteration in the order of insertion,
@@ -31,26 +31,11 @@ class SharedDict(_C.SharedMapping, Mapping[K, V]):
     there, TypeError for one that is not hashable; OSError where the memory is not there."""
 
     __slots__ = ()
+    _reader = _C.SharedMapping
 
     def __new__(cls, items: Mapping[K, V] | Iterable[tuple[K, V]] = (), /, *, pickle: bool = False) -> Self:
         pairs = items.items() if isinstance(items, Mapping) else items
         return cls._of(build(3, cls.__name__, pairs, pickle=pickle))
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        passing.register(cls)
-
-    @classmethod
-    def _of(cls, memory: _C.SharedMemory) -> Self:
-        return _C.SharedMapping.__new__(cls, memory, leaves.decode)
-
-    def _whole(self) -> Self:
-        return self
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory that this is in."""
-        return len(self._memory)
 
     if TYPE_CHECKING:  # C's own are faster than a call of Python's
 
@@ -84,15 +69,6 @@ class SharedDict(_C.SharedMapping, Mapping[K, V]):
         return len(self) == len(other) and all(a is b or a == b for a, b in found)
 
     __hash__ = None  # type: ignore[assignment]  # as a dict's
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self  # nobody can change it
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return passing.by_content(self)
 
     def __repr__(self) -> str:
         name = type(self).__name__

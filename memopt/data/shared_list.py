@@ -3,9 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Self, TypeVar
 
-from memopt import _C
-from memopt.data import leaves
-from memopt.data.shared_items import SharedSequence, build
+from memopt.data.shared_container import build
+from memopt.data.shared_sequence import SharedSequence
 
 T = TypeVar("T", covariant=True)
 
@@ -36,15 +35,7 @@ class SharedList(SharedSequence[T]):
     what lies in it may say that it is one."""
 
     __slots__ = ()
+    _kind = 2
 
     def __new__(cls, items: Iterable[T] = (), /, *, pickle: bool = False) -> Self:
-        return cls._of(build(2, cls.__name__, items, pickle=pickle))
-
-    def _whole(self) -> Self:
-        memory = self._memory
-        whole = _C.SharedItems(memory, leaves.decode)
-        return (
-            self
-            if self._range == whole._range
-            else type(self)._of(build(2, type(self).__name__, self, pickle=True))
-        )
+        return cls._of(build(cls._kind, cls.__name__, items, pickle=pickle))

@@ -3,9 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Self
 
-from memopt import _C
-from memopt.data import leaves
-from memopt.data.shared_items import SharedSequence, build
+from memopt.data.shared_container import build
+from memopt.data.shared_sequence import SharedSequence
 
 
 class SharedStrings(SharedSequence[str]):
@@ -26,15 +25,7 @@ class SharedStrings(SharedSequence[str]):
     Raises TypeError, naming the item, for what is no str; OSError where the memory for it is not there."""
 
     __slots__ = ()
+    _kind = 1
 
     def __new__(cls, strings: Iterable[str] = (), /) -> Self:
-        return cls._of(build(1, cls.__name__, strings, pickle=False))
-
-    def _whole(self) -> Self:
-        memory = self._memory
-        whole = _C.SharedItems(memory, leaves.decode)
-        return (
-            self
-            if self._range == whole._range
-            else type(self)._of(build(1, type(self).__name__, self, pickle=False))
-        )
+        return cls._of(build(cls._kind, cls.__name__, strings, pickle=False))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from memopt.checkpointing.devices import generators
 
 _MOST = 64 << 20  # bytes of buffers that are copied before it is known which of them a step changes
 
@@ -18,36 +14,6 @@ _MOST = 64 << 20  # bytes of buffers that are copied before it is known which of
 def version(tensor: Tensor) -> int:
     """Counts changes in place; tensors of inference mode count none."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-class RandomState:
-    """Of the CPU, of accelerators, of Python's random and, where NumPy is loaded, of its global state. Generators that
-    a program made for itself are its own."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        indices: dict[str, list[int]] = {}
-        for device in devices:
-            if device.type not in ("cpu", "meta"):
-                indices.setdefault(device.type, []).append(device.index or 0)
-        self._generators: list[Any] = [torch.default_generator]
-        for kind, found in indices.items():
-            self._generators += generators(getattr(torch, kind), found)
-        self._states = [generator.get_state() for generator in self._generators]
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state() if numpy is not None else None
-
-    def restore(self) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-    def was_drawn_from(self) -> bool:
-        """Of torch's: since then, or since the last restore()."""
-        pairs = zip(self._generators, self._states, strict=True)
-        return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
 
 
 _Buffer = tuple[nn.Module, str, Tensor]

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from memopt.log import logger
 from memopt.pieces import attempt, exactness
-from memopt.pieces.entry_state import RandomState, SavedBuffers
+from memopt.pieces.entry_state import SavedBuffers
 from memopt.pieces.split_batch import SplitBatch
 from memopt.pieces.weights import Weights
+from memopt.random_state import RandomState
 
 
 def is_due(steps: int) -> bool:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from memopt.log import logger
 from memopt.pieces import ALONE, Agreement, attempt, contents, exactness, loss_check, room
-from memopt.pieces.entry_state import Buffers, Gradients, RandomState, Scale, version
+from memopt.pieces.entry_state import Buffers, Gradients, Scale, version
 from memopt.pieces.known_sizes import KnownSizes
 from memopt.pieces.split_batch import Cutting, Lists, SplitBatch
 from memopt.pieces.weights import Reduction, Weights
+from memopt.random_state import RandomState
 
 Model: TypeAlias = nn.Module | Iterable[nn.Module]
 

@@ -58,6 +58,39 @@ TEST(only_one_thread_at_a_time_holds_it)
     CHECK_EQ(shared, 4L * rounds);
 }
 
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+
+static void *add_and_tell(void *held_here)
+{
+    mo_lock_take(&lock);
+    *(bool *)held_here = mo_lock_held(&lock);
+    shared++;
+    pthread_cond_broadcast(&changed);
+    mo_lock_give(&lock);
+    return NULL;
+}
+
+TEST(while_one_waits_another_takes_it_and_afterwards_it_is_held_again)
+{
+    bool held_there = false;
+    pthread_t other;
+    shared = 0;
+    mo_lock_take(&lock);
+    CHECK_EQ(pthread_create(&other, NULL, add_and_tell, &held_there), 0);
+    while (!shared) /* it cannot have changed before: the lock was held here */
+        mo_lock_wait(&lock, &changed);
+    CHECK(mo_lock_held(&lock));
+    CHECK(held_there);
+    mo_lock_give(&lock);
+    CHECK(!mo_lock_held(&lock));
+    pthread_join(other, NULL);
+}
+
+static void wait_without_taking(void)
+{
+    mo_lock_wait(&lock, &changed);
+}
+
 static void take_twice(void)
 {
     mo_lock_take(&lock);
@@ -85,8 +118,9 @@ static void give_what_another_took(void)
 
 TEST(misuse_is_caught_where_assertions_are_on)
 {
-    void (*const misuses[])(void) = {take_twice, give_without_taking, give_what_another_took};
-    for (int i = 0; i < 3; i++) {
+    void (*const misuses[])(void) = {take_twice, give_without_taking, give_what_another_took,
+                                     wait_without_taking};
+    for (int i = 0; i < 4; i++) {
         child_end end = in_child(misuses[i]);
         CHECK(child_aborted(&end));
         CHECK_SAID(&end, "mo_lock_held(lock)");

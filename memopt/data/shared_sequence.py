@@ -7,39 +7,24 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from memopt import _C
-from memopt.data import leaves, passing
-from memopt.running.host_memory_limits import available
+from memopt.data import leaves
+from memopt.data.shared_container import SharedContainer, build
 
 T = TypeVar("T", covariant=True)
 _SHOWN = 3  # items of a repr
 
 
-def build(kind: int, name: str, items: Iterable[Any], *, pickle: bool) -> _C.SharedMemory:
-    encode = leaves.encode_or_pickle if pickle else leaves.encode
-    return _C.shared_build(kind, name, items, encode, available() or 0)
-
-
-class SharedSequence(_C.SharedItems, Sequence[T]):
+class SharedSequence(SharedContainer, _C.SharedItems, Sequence[T]):
     """A sequence in shared memory; its classes say of what."""
 
     __slots__ = ()
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        passing.register(cls)
-
-    @classmethod
-    def _of(cls, memory: _C.SharedMemory) -> Self:
-        return _C.SharedItems.__new__(cls, memory, leaves.decode)
+    _reader = _C.SharedItems
+    _kind: int  # of the memory: 1 strings, 2 values
 
     def _whole(self) -> Self:
-        """The same with a memory of just these items."""
-        raise NotImplementedError
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole memory that this is in, or a slice of."""
-        return len(self._memory)
+        if self._range == _C.SharedItems(self._memory, leaves.decode)._range:
+            return self
+        return self._of(build(self._kind, type(self).__name__, self, pickle=True))
 
     if TYPE_CHECKING:  # C's own are faster than a call of Python's
 
@@ -65,15 +50,6 @@ class SharedSequence(_C.SharedItems, Sequence[T]):
 
     def __radd__(self, other: Iterable[Any]) -> list[Any]:
         return [*other, *self] if isinstance(other, list) else NotImplemented
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self  # nobody can change it
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return passing.by_content(self)
 
     def __repr__(self) -> str:
         name = type(self).__name__
