@@ -4,6 +4,8 @@ CC ?= gcc
 ENVIRONMENT = $(PYTHON) tests/environments.py
 TORCH ?= 2.13.0
 PYTEST ?=
+# A worker a core, each file whole in one of them, files in the order of tests/longest_first.txt.
+TESTS = -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
@@ -34,7 +36,7 @@ demo: build  ## trains two real models in half the memory, and writes memopt-dem
 
 # ---- tests ----------------------------------------------------------------------------------------------------------
 test: environments  ## everything: C, Python and the simulated device; one closing line
-	@"$$(cat build/python-cpu)" -m pytest $(PYTEST)
+	@"$$(cat build/python-cpu)" $(TESTS) $(PYTEST)
 
 environments: build
 	@$(ENVIRONMENT) cpu >build/python-cpu
@@ -45,22 +47,22 @@ environments: build
 	@$(ENVIRONMENT) techniques >build/python-techniques
 
 test-c: environments  ## the C tests alone
-	@"$$(cat build/python-cpu)" -m pytest tests/c $(PYTEST)
+	@"$$(cat build/python-cpu)" $(TESTS) tests/c $(PYTEST)
 
 test-sim: build  ## the simulated device's tests alone, on any torch: make test-sim TORCH=2.11.0
 	@$(ENVIRONMENT) cpu >build/python-cpu
 	@$(ENVIRONMENT) sim --torch $(TORCH) >build/python-sim-$(TORCH)
-	@"$$(cat build/python-cpu)" -m pytest tests/sim --sim-python "$$(cat build/python-sim-$(TORCH))" $(PYTEST)
+	@"$$(cat build/python-cpu)" $(TESTS) tests/sim --sim-python "$$(cat build/python-sim-$(TORCH))" $(PYTEST)
 
 test-asan test-ubsan test-tsan: test-%: environments  ## the C tests under a sanitizer
-	@"$$(cat build/python-cpu)" -m pytest tests/c --c-variant $* $(PYTEST)
+	@"$$(cat build/python-cpu)" $(TESTS) tests/c --c-variant $* $(PYTEST)
 
 test-asan:  ## the C tests under AddressSanitizer and LeakSanitizer
 test-ubsan:  ## the C tests under UndefinedBehaviorSanitizer
 test-tsan:  ## the C tests under ThreadSanitizer
 
 valgrind: environments  ## the C tests under valgrind's memcheck
-	@"$$(cat build/python-cpu)" -m pytest tests/c --c-variant valgrind $(PYTEST)
+	@"$$(cat build/python-cpu)" $(TESTS) tests/c --c-variant valgrind $(PYTEST)
 
 # Goes on where it was cut off. What misses its goal fails the whole, but only once all has run.
 soak: environments  ## the long form of everything that has one; figures go to benchmarks/results
@@ -68,7 +70,7 @@ soak: environments  ## the long form of everything that has one; figures go to b
 	$(MAKE) --no-print-directory bench BENCH_OPTIONS=--resume || failed=1; \
 	"$$(cat build/python-cpu)" benchmarks/torch_versions.py || failed=1; \
 	"$$(cat build/python-cpu)" benchmarks/convergence_8bit.py --resume || failed=1; \
-	MEMOPT_SOAK=1 "$$(cat build/python-cpu)" -m pytest $(PYTEST) || failed=1; \
+	MEMOPT_SOAK=1 "$$(cat build/python-cpu)" $(TESTS) $(PYTEST) || failed=1; \
 	MEMOPT_SOAK=1 "$$(cat build/python-cpu)" -m pytest tests/c/test_pool_churn.c --c-variant bench || failed=1; \
 	exit $$failed
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -55,6 +56,23 @@ LINKED_AS_ONE = "-flto=auto"
 ARITHMETIC = ("_generic", "_avx2", "_avx512")
 
 
+def noted(command: list[str]) -> str:
+    """The same in every copy of the tree, whatever environment it is built in."""
+    kept = (argument for argument in command if not argument.startswith(f"-I{sys.prefix}"))
+    return " ".join(kept).replace(str(ROOT), ".")
+
+
+def is_current(obj: str, command: list[str]) -> bool:
+    """Whether it was compiled in the same way from the same files, as the compiler listed them beside it."""
+    path = Path(obj)
+    listed, said = path.with_suffix(".d"), path.with_suffix(".command")
+    if not (path.exists() and listed.exists() and said.exists()) or said.read_text() != noted(command):
+        return False
+    files = listed.read_text().partition(":")[2].replace("\\\n", " ").split()
+    built = path.stat().st_mtime
+    return all(os.path.exists(file) and os.path.getmtime(file) <= built for file in files)
+
+
 class BuildExtension(build_ext):
     """build_ext with flags by file, the kernels, and the simulated device's libraries."""
 
@@ -85,6 +103,7 @@ class BuildExtension(build_ext):
         extension.extra_compile_args = FLAGS
         extension.define_macros += build_kernels.define_macros(Path(self.build_temp).resolve() / "kernels")
         compile_one = self.compiler._compile
+        link = self.compiler.link_shared_object
         as_one = [LINKED_AS_ONE] if self.links_as_one() else []
         extension.extra_link_args += ["-O2", *as_one]
 
@@ -94,10 +113,25 @@ class BuildExtension(build_ext):
                 own = [*own, "-O3"]
             if Path(src).parent.name in HOT_LAYERS:
                 own = [*own, *as_one]
-            return compile_one(obj, src, ext, cc_args, [*extra, *own], pp_opts)
+            if not is_current(obj, command := [*cc_args, *extra, *own, *pp_opts]):
+                compiled.append(
+                    pool.submit(compile_and_note, obj, src, ext, cc_args, [*extra, *own], pp_opts, command)
+                )
 
+        def compile_and_note(obj, src, ext, cc_args, extra, pp_opts, command):
+            compile_one(obj, src, ext, cc_args, [*extra, "-MMD"], pp_opts)
+            Path(obj).with_suffix(".command").write_text(noted(command))
+
+        def link_when_compiled(*arguments, **named):
+            for one in compiled:
+                one.result()
+            link(*arguments, **named)
+
+        compiled: list[Future[None]] = []
         self.compiler._compile = with_own_flags
-        super().build_extensions()
+        self.compiler.link_shared_object = link_when_compiled
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            super().build_extensions()
 
     def run(self) -> None:
         super().run()

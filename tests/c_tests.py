@@ -1,8 +1,11 @@
-"""C tests as pytest items: a file's names are its TEST(name)s, its binary is built by `make` and started once for
-all that were selected, and each line it prints ("ok name", "not ok name: why") is an outcome."""
+"""C tests as pytest items: a file's names are its TEST(name)s, its binary is started once for all that were selected,
+and each line it prints ("ok name", "not ok name: why") is an outcome. `make` builds the binaries of all selected files
+at once, on all cores, when the first of them is wanted."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import subprocess
 from functools import cached_property
@@ -13,7 +16,38 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def make(*arguments: str) -> str | None:
+    """What it says where it fails. Of two at once, the second waits and then finds it done."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with open(ROOT / "build/c.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = subprocess.run(["make", "-s", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return None if made.returncode == 0 else f"make failed:\n{made.stdout}{made.stderr}"
+
+
+def build_failures(session: pytest.Session) -> dict[str, str | None]:
+    """Of each selected file's binary."""
+    found = session.stash.get(_FAILURES, None)
+    if found is None:
+        binaries = {item.parent.binary: None for item in session.items if isinstance(item, CItem)}
+        if make("-k", f"-j{os.cpu_count()}", *binaries):
+            found = {binary: make(binary) for binary in binaries}
+        else:
+            found = binaries
+        session.stash[_FAILURES] = found
+    return found
+
+
+_FAILURES: pytest.StashKey[dict[str, str | None]] = pytest.StashKey()
+
+
 class CFile(pytest.File):
+    @property
+    def binary(self) -> str:
+        variant = self.config.getoption("--c-variant")
+        kind = "plain" if variant == "valgrind" else variant
+        return f"build/c/{kind}/{self.path.relative_to(ROOT / 'tests/c').with_suffix('')}"
+
     def collect(self):
         for name in re.findall(r"^TEST\((\w+)\)", self.path.read_text(), re.M):
             yield CItem.from_parent(self, name=name)
@@ -22,12 +56,10 @@ class CFile(pytest.File):
     def outcomes(self) -> dict[str, str | None]:
         """A name's failure, None where it passed. Asked for by the first test of the file that runs."""
         variant = self.config.getoption("--c-variant")
-        kind = "plain" if variant == "valgrind" else variant
-        binary = f"build/c/{kind}/{self.path.relative_to(ROOT / 'tests/c').with_suffix('')}"
-        made = subprocess.run(["make", "-s", binary], cwd=ROOT, capture_output=True, text=True)
+        binary = self.binary
         names = [item.name for item in self.session.items if item.parent is self]
-        if made.returncode != 0:
-            return dict.fromkeys(names, f"make {binary} failed:\n{made.stdout}{made.stderr}")
+        if failure := build_failures(self.session)[binary]:
+            return dict.fromkeys(names, failure)
         memcheck = ["valgrind", "-q", "--error-exitcode=99", "--leak-check=full", "--fair-sched=yes"]
         command = [*(memcheck if variant == "valgrind" else []), str(ROOT / binary), *names]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)

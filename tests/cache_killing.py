@@ -109,7 +109,7 @@ def kill_at_random(folder, processes, kills, seed):
             failed_by_itself(running)
             time.sleep(0.01)
         Path(f"{folder}.stop").touch()
-        said = [process.communicate(timeout=300) for process in running]
+        said = [process.communicate(timeout=600) for process in running]
     finally:
         for process in running:
             process.kill()

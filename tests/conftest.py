@@ -5,12 +5,16 @@
 * `tests/sim/test_*.py` need PyTorch's CUDA build on the simulated device, which has to be activated before torch is
   imported: each file runs in a process of its own under `.venv/sim` (sim_tests.py).
 
+`make test` runs them under pytest-xdist, a worker a core, each file whole in one worker: tests of one file never run
+at the same time, those of two files may.
+
 Which environment this process is in, its own file `memopt-environment` says."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +25,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from c_tests import CFile  # noqa: E402
-from sim_tests import Background, SimFile, in_sim_environment  # noqa: E402
+from sim_tests import SimFile, in_sim_environment  # noqa: E402
+
+# The files that take longest, longest first: what comes last should be short, so that all cores are busy to the end.
+LONGEST_FIRST = (HERE / "longest_first.txt").read_text().split()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,7 +80,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 @pytest.hookimpl
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """The other half of sim_tests.py: this process is the one that was started there."""
-    if target := _config.getoption("--report-to"):
+    target = _config.getoption("--report-to")
+    if target and not hasattr(
+        _config, "workerinput"
+    ):  # a worker's reports come here by way of the first process
         line = {
             "id": report.nodeid,
             "when": report.when,
@@ -94,9 +104,23 @@ _config: pytest.Config
 def pytest_configure(config: pytest.Config) -> None:
     global _config
     _config = config
-    if not in_sim_environment():
-        config.pluginmanager.register(Background(), "memopt-sim-background")
+    # Threads that wait for others while those have no core would keep it from them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("MEMOPT_SEED", str(int.from_bytes(os.urandom(4), "big") | 1))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Workers agree on what there is by name."""
+    if re.search(r" at 0x[0-9a-f]{6}", item.nodeid):
+        raise pytest.UsageError(
+            f"{item.nodeid}: an address, another in each process; give the parameters ids="
+        )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {str(HERE / file): place for place, file in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(str(item.path), len(places)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -41,6 +41,8 @@ TORCH = "2.13.0"
 OLDEST_TORCH = (2, 10)
 BUILD = ["setuptools==84.2.1", "wheel==0.48.0"]
 TESTS = ["pytest==9.2.0", "hypothesis==6.170.15", "numpy==2.4.6", "scikit-learn==1.9.1"]
+# What `make test` runs them with: a worker a core.
+RUNNER = ["pytest-xdist==3.8.0", "execnet==2.1.2"]
 # What torch imports beside NVIDIA's libraries.
 PURE = [
     "typing_extensions==4.16.0",
@@ -150,9 +152,9 @@ def fill_build(python: Path, _: argparse.Namespace) -> None:
 def fill_cpu(python: Path, _: argparse.Namespace) -> None:
     if torch_of(str(python)):
         say("  using the PyTorch of the Python at hand")
-        pip(python, *BUILD, *TESTS, *REPORT)
+        pip(python, *BUILD, *TESTS, *RUNNER, *REPORT)
         return
-    pip(python, *BUILD, *PURE, *TESTS, *REPORT)
+    pip(python, *BUILD, *PURE, *TESTS, *RUNNER, *REPORT)
     if cpu_build_is_offered(python):
         say(f"  PyTorch {TORCH}, CPU build: about 200 MB")
         pip(python, f"torch=={TORCH}+cpu")
@@ -246,7 +248,7 @@ FILL = {
 }
 RECIPE = {
     "build": BUILD,
-    "cpu": [TORCH, *BUILD, *PURE, *TESTS, *REPORT],
+    "cpu": [TORCH, *BUILD, *PURE, *TESTS, *RUNNER, *REPORT],
     "sim": [*BUILD, *PURE, *TESTS],
     "lint": LINT,
     "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK, *EXTRAS, *TECHNIQUES, *TECHNIQUES_ABOVE_TORCH],

@@ -1,8 +1,5 @@
 """Tests of the simulated device, seen from outside its environment: the names come from one `--collect-only` there,
-each file then runs in a process of its own there, and what that process reports of a test is its outcome here.
-
-Those processes run one after another in the background, from the beginning of the session on, while the other tests
-run here; their items come last. A second core is then of use, and a first is enough."""
+each file then runs in a process of its own there, and what that process reports of a test is its outcome here."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -28,17 +25,7 @@ def pytest_there(config: pytest.Config, *arguments: str) -> subprocess.Completed
     if not Path(python).exists():
         raise RuntimeError(f"there is no {python}: `make test` makes it, `make environments` makes it alone")
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    _running["process"] = process
-    try:
-        out, errors = process.communicate()
-    finally:
-        del _running["process"]
-    return subprocess.CompletedProcess(command, process.returncode, out, errors)
-
-
-# The process that is running now, for whoever has to end it.
-_running: dict[str, subprocess.Popen[str]] = {}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def names_there(config: pytest.Config) -> dict[Path, list[str]]:
@@ -63,14 +50,14 @@ _NAMES: pytest.StashKey[dict[Path, list[str]]] = pytest.StashKey()
 
 
 class SimFile(pytest.File):
-    reports: Future[dict[str, list[dict]]]
-
     def collect(self):
         for name in names_there(self.config).get(self.path, []):
             yield SimItem.from_parent(self, name=name)
 
-    def run(self, wanted: list[str]) -> dict[str, list[dict]]:
-        """What the process said of each test, phase by phase."""
+    @cached_property
+    def reports(self) -> dict[str, list[dict]]:
+        """What the process said of each test, phase by phase. Asked for by the first test of the file that runs."""
+        wanted = [item.id_there for item in self.session.items if item.parent is self]
         with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as results:
             done = pytest_there(self.config, "-q", "--report-to", results.name, *wanted)
             lines = [json.loads(line) for line in results]
@@ -92,40 +79,13 @@ class SimFile(pytest.File):
         return reports
 
 
-class Background:
-    """The plugin that starts the processes; the session's end does not wait for those that nobody asks for any more."""
-
-    def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(1)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: isinstance(item, SimItem))
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
-        if session.config.option.collectonly or session.testsfailed:
-            return
-        files: dict[SimFile, list[str]] = {}
-        for item in session.items:
-            if isinstance(item, SimItem):
-                files.setdefault(item.parent, []).append(item.id_there)
-        for file, wanted in files.items():
-            file.reports = self.pool.submit(file.run, wanted)
-
-    def pytest_sessionfinish(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
-        if running := _running.get("process"):
-            running.terminate()
-
-
 class SimItem(pytest.Item):
     @property
     def id_there(self) -> str:
         return f"{self.path.relative_to(ROOT)}::{self.name}"
 
     def runtest(self) -> None:
-        reports = self.parent.reports.result()[self.id_there]
+        reports = self.parent.reports[self.id_there]
         for report in reports:
             if report["outcome"] == "failed":
                 raise AssertionError(report["text"] + "\n" + report.get("output", ""))

@@ -32,7 +32,7 @@ def test_ranks(ranks: int, tmp_path: Path):
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=300) for process in started]
+        said = [process.communicate(timeout=600) for process in started]
     finally:
         for process in started:
             process.kill()

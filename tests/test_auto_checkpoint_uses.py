@@ -48,7 +48,7 @@ def test_in_distributed_data_parallel(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=300) for process in started]
+        said = [process.communicate(timeout=600) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -79,7 +79,9 @@ def test_the_same_content_in_another_place_is_the_same():
 
 
 @pytest.mark.parametrize(
-    "value", [threading.Lock(), io.BytesIO(), (n for n in "ab"), memoryview(b"a"), object()], ids=repr
+    "value",
+    [threading.Lock(), io.BytesIO(), (n for n in "ab"), memoryview(b"a"), object()],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_has_no_content_is_refused_by_its_path(value):
     with pytest.raises(Unkeyable, match=r"it\['a'\]\[1\] \("):

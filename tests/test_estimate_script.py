@@ -44,7 +44,7 @@ def estimate(request, tmp_path):
         path.write_text(script)
         line = [sys.executable, "-m", "memopt", "estimate", "--json", "--python", python, *options, str(path)]
         done = subprocess.run(
-            [*line, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
+            [*line, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=600
         )
         return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
 
@@ -90,7 +90,7 @@ def test_without_a_cuda_build_fake_tensors_answer_and_say_that_they_are_the_weak
     )
     line = [sys.executable, "-m", "memopt", "estimate", "--gpu", "24GiB"]
     done = subprocess.run(
-        [*line, "--json", str(tmp_path / "train.py")], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [*line, "--json", str(tmp_path / "train.py")], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -101,6 +101,6 @@ def test_without_a_cuda_build_fake_tensors_answer_and_say_that_they_are_the_weak
     assert any("CPU build of torch" in text for text in found["unmodelled"])
     (tmp_path / "train.py").write_text("raise KeyError('no data')\n")
     done = subprocess.run(
-        [*line, str(tmp_path / "train.py")], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [*line, str(tmp_path / "train.py")], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 2 and "KeyError: 'no data'" in done.stderr

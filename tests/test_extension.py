@@ -108,18 +108,17 @@ def finish(process: subprocess.Popen[str], pattern: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(checkout: Path, tools: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Built at once: from the checkout, with whatever this machine has, and from its sdist, with gcc alone."""
+    """Built at once: from the checkout, with whatever this machine has and has built, and from its sdist, with
+    gcc alone."""
     folder = tmp_path_factory.mktemp("sdist")
     sdist = finish(setup(checkout, "sdist", "-d", str(folder)), folder / "*.tar.gz")
     shutil.unpack_archive(sdist, folder)
     (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
     from_sdist = setup(unpacked, "bdist_wheel", "-d", str(folder / "dist"), path=str(tools))
-    # What this checkout's own build made of the simulated device and the kernels is as good for the copy.
-    for built in ("simcuda", "kernels"):
-        if (ROOT / "build" / built).is_dir():
-            shutil.copytree(ROOT / "build" / built, checkout / "build" / built)
-    for kernels in (ROOT / "build").glob("temp.*/kernels"):
-        shutil.copytree(kernels, checkout / kernels.relative_to(ROOT))
+    # What this checkout's own build has compiled is as good for the copy.
+    for built in (ROOT / "build" / "simcuda", *(ROOT / "build").glob("temp.*")):
+        if built.is_dir():
+            shutil.copytree(built, checkout / built.relative_to(ROOT))
     from_checkout = setup(checkout, "bdist_wheel", "-d", str(checkout / "dist"))
     return {
         "checkout": finish(from_checkout, checkout / "dist" / "*.whl"),

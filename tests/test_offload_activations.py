@@ -222,7 +222,7 @@ path = Path({str(tmp_path)!r})
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         **options,
     )

@@ -248,7 +248,7 @@ def test_a_models_memory_falls_to_that_of_two_layers(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert out.returncode == 0, out.stderr
     assert float(out.stdout) > 48, out.stdout
@@ -308,7 +308,7 @@ def test_a_killed_process_leaves_its_checkpoint_and_nothing_else(tmp_path: Path)
         env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert out.returncode == -9, out.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]

@@ -41,7 +41,7 @@ def run(ranks: int, cases: list[str], folder: Path, **environment: str) -> list[
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=500) for process in started]
+        said = [process.communicate(timeout=600) for process in started]
     finally:
         for process in started:
             process.kill()

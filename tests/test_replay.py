@@ -117,7 +117,7 @@ def test_a_file_that_is_not_there_and_options_that_make_no_sense_are_refused(cap
 
 def test_the_module_is_a_command(trace):
     command = [sys.executable, "-m", "memopt", "replay", str(trace), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and json.loads(done.stdout)["live_peak"] == 40 * MIB
 
 

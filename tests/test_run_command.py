@@ -48,7 +48,7 @@ def memopt(*arguments: str, cwd: Path, **options):
 
 def done(*arguments: str, cwd: Path):
     process = memopt(*arguments, cwd=cwd)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=600)
     return process.returncode, out, err
 
 
@@ -124,7 +124,7 @@ def test_an_interrupt_reaches_the_script_which_decides(tmp_path, after, status):
     process = memopt("run", script(tmp_path, WAITING.format(after=after)), cwd=tmp_path, **heard)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)  # to the parent alone, which passes it on
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (status, "interrupted\n"), err
     assert "memopt run: train.py" in err
 
@@ -154,7 +154,7 @@ print(count)
     )
     assert process.stdout.readline() == "ready\n"
     os.write(leader, b"\x03")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     os.close(leader)
     os.close(follower)
     assert (process.returncode, out) == (0, "1\n"), err
@@ -170,7 +170,7 @@ def test_termination_keeps_the_data(tmp_path):
     while process.stdout.readline() != "ready\n":
         assert process.poll() is None
     process.terminate()
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert len(list(tmp_path.glob("*.mopt"))) == 1 and "SIGTERM" in err
 
@@ -277,7 +277,7 @@ def test_the_curve_counts_processes_below_and_stays_bounded():
             curve.sample()
         assert 100 < len(curve.samples) <= 513 and 1 <= len(curve.bars()) <= 32
     finally:
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
     gone = MemoryCurve(process.pid)
     gone.sample()
     assert gone.samples == [] and gone.growth() == [] and gone.bars() == ""

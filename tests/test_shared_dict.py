@@ -135,7 +135,7 @@ def test_a_process_gets_it_by_descriptor(method):
     queue = context.Queue()
     process = context.Process(target=look_up, args=(SharedDict({"a": 1, 2: 3}), queue))
     process.start()
-    assert queue.get(timeout=60) == (1, ["a", 2])
+    assert queue.get(timeout=600) == (1, ["a", 2])
     process.join()
     from multiprocessing.reduction import ForkingPickler
 

@@ -312,7 +312,7 @@ def child(
 
 
 def outcome(process: subprocess.Popen[str]) -> dict:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return json.loads(out)
 
@@ -450,6 +450,6 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         "XDG_CACHE_HOME": str(tmp_path),
     }
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr

@@ -170,7 +170,7 @@ def told(tmp_path_factory) -> dict[str, dict[str, Any]]:
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
         found[allocator] = json.loads(done.stdout)

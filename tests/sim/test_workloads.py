@@ -97,7 +97,7 @@ def record(tmp_path: Path, *arguments: str) -> tuple[str, list[list[str]]]:
     """What the script prints, and the events it writes."""
     output = tmp_path / "trace.txt"
     command = [sys.executable, str(ROOT / "benchmarks/record_trace.py"), *arguments, "-o", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout, events(output)
 
