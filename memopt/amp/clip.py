@@ -6,12 +6,13 @@ import math
 import types
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memopt import _C, kernels, torch_version
 
 if TYPE_CHECKING:
     from torch import Tensor, device
+    from torch.distributed import ProcessGroup
 
 __all__ = ["clip_grad_norm_"]
 
@@ -22,9 +23,15 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """A drop-in for torch.nn.utils.clip_grad_norm_: scales gradients in place so that their norm, taken as one
     vector, is at most max_norm, and returns the norm they had.
+
+    DTensors may lie on several meshes, and beside plain tensors, which torch's refuses; a plain one is then what every
+    rank has. process_group: ranks that hold different parameters of one model, as pipeline stages do: the norm is that
+    of all of theirs together, and each of them calls this.
 
     Dense fp32, fp16 and bf16 gradients on one device, with norm_type 2 or inf, go through memopt's kernels: one pass
     to read them, one to scale them, which touches nothing where the norm is within max_norm already. The norm is
@@ -44,6 +51,8 @@ def clip_grad_norm_(
                 "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2
             )
     norm_type = float(norm_type)
+    if process_group is not None or _lie_apart(parameters):
+        return _clip_apart(parameters, max_norm, norm_type, error_if_nonfinite, foreach, process_group)
     gradients = None if foreach is False else _C.Gradients(parameters, of_parameters=True)
     if gradients is None or len(gradients.devices) != 1 or not has_fast_norm(gradients, norm_type):
         norm: Tensor = torch.nn.utils.clip_grad_norm_(
@@ -60,6 +69,59 @@ def clip_grad_norm_(
     gradients.multiply(number, clip)
     count_as_written(gradients, number)
     return norm
+
+
+def _mesh_of(parameter: Tensor) -> object:
+    """Where the gradient lies: a DTensor's mesh, None of a plain tensor."""
+    return getattr(parameter.grad, "device_mesh", None)
+
+
+def _lie_apart(parameters: list[Tensor]) -> bool:
+    """Whether gradients are DTensors of one mesh and others that are not."""
+    there = [p for p in parameters if p.grad is not None]
+    first = _mesh_of(there[0]) if there else None
+    return any(_mesh_of(p) != first for p in there)
+
+
+def _clip_apart(
+    parameters: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+    process_group: ProcessGroup | None,
+) -> Tensor:
+    """Each mesh's norm by torch's, and the norm of these."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+    by_mesh: dict[object, list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            by_mesh.setdefault(_mesh_of(p), []).append(p)
+    norms = []
+    for members in by_mesh.values():
+        norm: Any = get_total_norm(
+            [p.grad for p in members if p.grad is not None], norm_type, foreach=foreach
+        )
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    device = norms[0].device if norms else parameters[0].device if parameters else torch.device("cpu")
+    total = torch.zeros((), device=device)
+    if norms:
+        total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]).float(), norm_type)
+    if process_group is not None:
+        if math.isinf(norm_type):
+            dist.all_reduce(total, dist.ReduceOp.MAX, process_group)
+        else:
+            total = total**norm_type
+            dist.all_reduce(total, dist.ReduceOp.SUM, process_group)
+            total = total ** (1.0 / norm_type)
+    if error_if_nonfinite:
+        refuse_nonfinite(total, norm_type)
+    for members in by_mesh.values():
+        clip_grads_with_norm_(members, max_norm, total, foreach)
+    return total
 
 
 def device_of(number: int) -> device:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memopt import _C
+from memopt.checkpointing import stages_on_ranks
 from memopt.checkpointing.bandwidth import bandwidth, destination
 from memopt.checkpointing.chain_offload import ChainOffload
 from memopt.checkpointing.chain_runner import ChainRunner
@@ -23,12 +24,21 @@ from memopt.optim.state_bytes import state_bytes
 class StageForward:
     """Stands in a module of the chain as its `forward`; the module's own is the member's."""
 
-    def __init__(self, runner: ChainRunner, member: Member) -> None:
+    def __init__(self, runner: ChainRunner, member: Member, spread: bool) -> None:
+        """spread: over ranks, when the plan was made."""
         self.runner, self.member = runner, member
+        self._checked = spread
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.member.forward(*args, **kwargs)
+        if not self._checked:
+            if stages_on_ranks.is_spread(self.member.module):
+                raise RuntimeError(
+                    f"{self.member.name} was spread over ranks after auto_checkpoint(), whose plan is this rank's "
+                    "alone: call auto_checkpoint() after fully_shard() and parallelize_module(), on every rank"
+                )
+            self._checked = True
         return self.member.call(self.runner.run, args, kwargs)
 
 
@@ -72,6 +82,10 @@ def auto_checkpoint(
     leaves the one there is where that fails; undo_checkpoint() takes it off. On a CUDA device the peaks in torch's
     statistics are reset.
 
+    A model in several processes: before DistributedDataParallel, each rank for itself; after fully_shard() and
+    parallelize_module(), on every rank, which then agree on one plan, by the most that any of them has measured and the
+    least budget. Bytes are those of a rank's own shards, and of what is gathered while a stage runs.
+
     Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, ValueError where memory_budget, optimizer or
     offload cannot be read or the model has no chain, and OSError where a disk cannot be written to."""
     args, kwargs = sample_arguments(sample)
@@ -96,8 +110,9 @@ def auto_checkpoint(
             module.__dict__[name] = value
         raise
     if plan.runner is not None:
+        spread = stages_on_ranks.is_spread(model)
         for member in members:
-            member.module.__dict__["forward"] = StageForward(plan.runner, member)
+            member.module.__dict__["forward"] = StageForward(plan.runner, member, spread)
     model.__dict__["plan"] = plan
     return model
 
@@ -120,13 +135,17 @@ def make_plan(
         found = ModelChain(model, args, kwargs)
         measured = ChainMeasurement(found, loss)
         speed = None if to is None else bandwidth(to, measured.device)
+        if stages_on_ranks.is_spread(model):
+            budget, speed = stages_on_ranks.agree(measured, budget, speed)
     whose = type(model).__name__
     plan, operations, passing = plan_for(
         measured, budget, slots, beside=beside, accumulate=accumulate, whose=whose, speed=speed
     )
     if not plan.keeps_all:
         offload = None if to is None else ChainOffload(to, plan.offload_slots)
-        plan.runner = ChainRunner(found.functions, operations, passing, found.changing, offload)
+        modules = [member.module for member in found.members for _ in member.names()]
+        gathers = stages_on_ranks.gathers(model, modules)
+        plan.runner = ChainRunner(found.functions, operations, passing, found.changing, offload, gathers)
     plan.offload = to
     return found.members, plan
 

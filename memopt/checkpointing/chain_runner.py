@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ class ChainRunner:
     `memopt.chain.Schedule.ops`.
     passing: stages whose input goes once they have run, as no saved set needs it, not even as the output of the stage
     before. changing: those of them that change it in place.
-    offload: where the option's sets go.
+    offload: where the option's sets go. gathers: of each stage what it runs in when it runs again.
     Raises ValueError where the operations do not begin with one forward pass through all stages in their order."""
 
     def __init__(
@@ -63,6 +63,7 @@ class ChainRunner:
         passing: Collection[int] = (),
         changing: Collection[int] = (),
         offload: ChainOffload | None = None,
+        gathers: Sequence[Callable[[], AbstractContextManager[None]]] | None = None,
     ) -> None:
         self.functions = tuple(functions)
         self.count = len(self.functions)
@@ -70,6 +71,7 @@ class ChainRunner:
         self.passing = frozenset(passing)
         self.changing = frozenset(changing)
         self.offload = offload
+        self.gathers = gathers
         modules = [getattr(f, "__self__", f) for f in self.functions]
         self.modules = [module if isinstance(module, torch.nn.Module) else None for module in modules]
         self.norms = [batch_norm.of_function(function) for function in self.functions]
@@ -479,6 +481,7 @@ class ChainPass:
         out = None
         taken = None if away is None else self.runner.begin_offload(k, pytree.tree_leaves((args, kwargs)))
         with (
+            self.runner.gathers[k]() if self.runner.gathers else nullcontext(),
             call.state.again(),
             batch_norm.kept(self.runner.norms[k]) as copies,
             torch.set_grad_enabled(catch),

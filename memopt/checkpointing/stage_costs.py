@@ -34,7 +34,7 @@ class Meter(TorchDispatchMode):
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """These do not count, from now on."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
+            storage = local(tensor).untyped_storage()
             self.ignored.add(storage._cdata)
             self.see(storage)
 
@@ -58,7 +58,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                self.see(leaf.untyped_storage())
+                self.see(local(leaf).untyped_storage())
         if self.device is not None:
             statistics = torch.cuda.memory_stats(self.device)
             passing = statistics["requested_bytes.all.peak"] - statistics["requested_bytes.all.current"]
@@ -66,13 +66,19 @@ class Meter(TorchDispatchMode):
         return out
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor this rank's part: its own storage is none, and has the whole's bytes."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def bytes_of(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = ()) -> int:
     """Bytes of the storages of these, each counted once, but for the storages of `beside`."""
-    counted = {t.untyped_storage()._cdata for t in beside if t.layout is torch.strided}
+    counted = {local(t).untyped_storage()._cdata for t in beside if t.layout is torch.strided}
     total = 0
     for tensor in tensors:
         if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
+            storage = local(tensor).untyped_storage()
             if storage._cdata not in counted:
                 counted.add(storage._cdata)
                 total += storage.nbytes()

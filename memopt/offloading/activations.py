@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -46,6 +47,25 @@ class SavedTensor:
         storage, self._round = self._saved.within.back(self._saved, self._round)
         empty = torch.empty(0, dtype=self._dtype, device=self._tensor.device)
         return empty.set_(storage, self._offset, self._size, self._stride)
+
+
+class SavedWrapper:
+    """What the graph holds in the place of a DTensor: what is in it, of which the tensors are saved by themselves."""
+
+    __slots__ = ("_inside", "_kind", "_meaning", "_size", "_stride")
+
+    def __init__(self, tensor: Any, pack: Callable[[torch.Tensor], SavedTensor]) -> None:
+        names, self._meaning = tensor.__tensor_flatten__()
+        self._kind, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
+        values = ((name, getattr(tensor, name)) for name in names)
+        self._inside = {name: pack(v) if isinstance(v, torch.Tensor) else v for name, v in values}
+
+    def unpack(self) -> torch.Tensor:
+        inside = {name: v.unpack() if isinstance(v, SavedTensor) else v for name, v in self._inside.items()}
+        rebuilt: torch.Tensor = self._kind.__tensor_unflatten__(
+            inside, self._meaning, self._size, self._stride
+        )
+        return rebuilt
 
 
 class offload_activations(ContextDecorator):
@@ -100,7 +120,7 @@ class offload_activations(ContextDecorator):
         if self.to != "cpu":
             self._space = disk_space(self.to)
         saved = SavedStorages(self._depart, self.in_flight)
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._packer(saved), SavedTensor.unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._packer(saved), methodcaller("unpack"))
         hooks.__enter__()
         self._passes.append((saved, hooks))
         return self
@@ -118,8 +138,13 @@ class offload_activations(ContextDecorator):
         if not self._passes:
             self._space = None  # the graph holds what it needs of it
 
-    def _packer(self, storages: SavedStorages) -> Callable[[torch.Tensor], SavedTensor]:
-        def pack(tensor: torch.Tensor) -> SavedTensor:
+    def _packer(self, storages: SavedStorages) -> Callable[[torch.Tensor], SavedTensor | SavedWrapper]:
+        def pack(tensor: torch.Tensor) -> SavedTensor | SavedWrapper:
+            if hasattr(tensor, "device_mesh") and not _is_a_parameters(tensor):
+                return SavedWrapper(tensor, pack_plain)
+            return pack_plain(tensor)
+
+        def pack_plain(tensor: torch.Tensor) -> SavedTensor:
             if not self._can_go(tensor):
                 return SavedTensor(tensor, None)
             stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
@@ -132,9 +157,8 @@ class offload_activations(ContextDecorator):
     def _can_go(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
-        base = tensor if tensor._base is None else tensor._base
-        if base.is_leaf and base.requires_grad:
-            return False  # a parameter lives on
+        if _is_a_parameters(tensor):
+            return False
         if tensor.is_conj() or tensor.is_neg() or tensor.untyped_storage().nbytes() < max(self.min_size, 1):
             return False
         if not tensor.is_cuda and (self.to == "cpu" or tensor.device.type != "cpu"):
@@ -192,6 +216,12 @@ class offload_activations(ContextDecorator):
                 "not fit in it stays on the device",
                 stacklevel=2,
             )
+
+
+def _is_a_parameters(tensor: torch.Tensor) -> bool:
+    """Memory that lives on."""
+    base = tensor if tensor._base is None else tensor._base
+    return bool(base.is_leaf and base.requires_grad)
 
 
 def _bytes(size: int | str) -> int:

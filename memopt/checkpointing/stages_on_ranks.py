@@ -1,0 +1,120 @@
+"""A chain whose parameters are spread over ranks, by fully_shard or parallelize_module: its stages are full of
+collectives, so every rank has to run the same ones in the same order.
+
+The ranks agree on what the stages cost, the most that any of them has measured, and so all find the same schedule. A
+stage that runs again in the backward pass, ahead of its own, finds the parameters of its FSDP2 unit sharded: they are
+gathered for it, and sharded again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from memopt.checkpointing.bandwidth import Bandwidth
+    from memopt.checkpointing.measure_chain import ChainMeasurement
+
+Gather = Callable[[], AbstractContextManager[None]]
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether fully_shard is to gather its parameters or those of a module in it."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # large, and loaded where there is such a model
+    return fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in module.modules())
+
+
+def is_spread(module: torch.nn.Module) -> bool:
+    """Whether a rank has only a part of some parameter."""
+    return is_sharded(module) or any(hasattr(p, "device_mesh") for p in module.parameters())
+
+
+def agree(measured: ChainMeasurement, budget: int, speed: Bandwidth | None) -> tuple[int, Bandwidth | None]:
+    """The ranks' costs become one, in `measured`; gives back what all have to keep within and to offload with.
+    ValueError, on every rank, where the chains differ."""
+    meshes = {p.device_mesh: None for p in measured.chain.standing if hasattr(p, "device_mesh")}  # type: ignore[attr-defined]
+    names = ("standing_bytes", "input_bytes", "held_bytes", "result_bytes")
+    mine = [float(getattr(measured, name)) for name in names]
+    mine += [float(measured.returns_last), -float(budget)]
+    mine += [0.0, 0.0] if speed is None else [-speed.out, -speed.back]
+    for row in (*measured.stage_bytes, *measured.stage_seconds):
+        mine += map(float, row)
+    length = len(mine)
+    if _most([length, -length], meshes) != [length, -length]:
+        raise ValueError(
+            f"auto_checkpoint: the model has {len(measured.chain.names)} stages on this rank and another number on "
+            "another one: give every rank the same model, and samples of one kind"
+        )
+    most = iter(_most(mine, meshes))
+    for name in names:
+        setattr(measured, name, int(next(most)))
+    measured.returns_last = bool(next(most))
+    budget = int(-next(most))
+    out, back = -next(most), -next(most)
+    measured.stage_bytes = [
+        size._replace(**{name: type(was)(next(most)) for name, was in size._asdict().items()})
+        for size in measured.stage_bytes
+    ]
+    measured.stage_seconds = [
+        seconds._replace(**{name: next(most) for name in seconds._fields})
+        for seconds in measured.stage_seconds
+    ]
+    return budget, None if speed is None else speed._replace(out=out, back=back)
+
+
+def _most(numbers: Sequence[float], meshes: Sequence[Any] | dict[Any, None]) -> list[float]:
+    """Of each number the greatest on any rank of the meshes."""
+    import torch.distributed as dist
+
+    for mesh in meshes:
+        told = torch.tensor(numbers, dtype=torch.float64, device=mesh.device_type)
+        for group in mesh.get_all_groups():
+            dist.all_reduce(told, dist.ReduceOp.MAX, group)
+        numbers = told.tolist()
+    return list(numbers)
+
+
+def gathers(model: torch.nn.Module, stages: Sequence[torch.nn.Module]) -> list[Gather] | None:
+    """What each of these modules runs in when it runs again; None where nothing is gathered. Right after fully_shard,
+    or between steps: every parameter is in its shard."""
+    if not is_sharded(model):
+        return None
+    fsdp: Any = sys.modules["torch.distributed.fsdp"]
+    units = {name: module for name, module in model.named_modules() if isinstance(module, fsdp.FSDPModule)}
+    names = {module: name for name, module in model.named_modules()}
+    found: list[Gather] = []
+    for stage in stages:
+        name = names[stage]
+        while name and name not in units:
+            name = name.rpartition(".")[0]
+        unit = units.get(name)
+        found.append(nullcontext if unit is None else partial(_gathered, unit, _own_parameters(unit)))
+    return found
+
+
+def _own_parameters(unit: Any) -> dict[str, torch.nn.Parameter]:
+    """Those that the unit gathers: not those of a unit in it."""
+    fsdp: Any = sys.modules["torch.distributed.fsdp"]
+    inner = [
+        f"{name}." for name, module in unit.named_modules() if name and isinstance(module, fsdp.FSDPModule)
+    ]
+    return {
+        name: p for name, p in unit.named_parameters() if not any(name.startswith(prefix) for prefix in inner)
+    }
+
+
+@contextmanager
+def _gathered(unit: Any, shards: dict[str, torch.nn.Parameter]) -> Iterator[None]:
+    name = next(iter(shards), None)
+    if name is None or unit.get_parameter(name) is not shards[name]:
+        yield  # nothing of its own, or it is gathered already
+        return
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
