@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     elif options.verbose:
         log.show(logging.INFO if options.verbose == 1 else logging.DEBUG)
     try:
-        if options.output:
+        if options.output and not (options.command == run.NAME and run.is_one_of_several()):
             check_writable(options.output, options.force)
         status = options.run(options)
         sys.stdout.flush()

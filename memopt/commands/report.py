@@ -1,7 +1,7 @@
 """Tells what is in a recording: a .mopt file of `memopt run` or memopt.profile(), or a snapshot of
 torch.cuda.memory._dump_snapshot(), of which nothing is executed. By default one page of HTML that needs no network,
 beside FILE; with -o in the form that its name asks for: .html, .mopt, .pickle (memory_viz), .trace.json (Perfetto),
-.json."""
+.json. FILE may be the folder of a job's ranks under `memopt run`: then it tells of all of them together."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if Path(options.file).is_dir():
+        return _of_ranks(options)
     from memopt.profiling import leaks, recording_file, session, summary
 
     try:
@@ -46,4 +48,23 @@ def run(options: argparse.Namespace) -> int:
         raise OSError(error) from error
     if not options.quiet:
         print(f"written: {path}", file=sys.stderr)
+    return 0
+
+
+def _of_ranks(options: argparse.Namespace) -> int:
+    from memopt.running import merged_report
+
+    try:
+        if options.json:
+            write(json.dumps(merged_report.as_dict(options.file), indent=2), options.output)
+        elif options.text:
+            write(merged_report.text(options.file), options.output)
+        else:
+            path = Path(options.output or Path(options.file) / "report.html")
+            check_writable(path, options.force or options.output is None)
+            merged_report.write_page(options.file, path)
+            if not options.quiet:
+                print(f"written: {path}", file=sys.stderr)
+    except (ValueError, ImportError) as error:
+        raise OSError(error) from error
     return 0

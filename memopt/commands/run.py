@@ -1,14 +1,18 @@
 """Runs a script, unmodified, under memopt: what lived in memory when is recorded, an out of memory is explained, and at
 the end one screen says where the memory went. The script's exit code is kept. The recording is written to
-memopt-<script>.<pid>.mopt, for `memopt report` and `memopt diff`."""
+memopt-<script>.<pid>.mopt, for `memopt report` and `memopt diff`. Under torchrun, as `torchrun --nproc-per-node 4 -m
+memopt run script.py`, each rank writes its recording to the folder memopt-<script>.<job> (or that which -o names, on
+several nodes one that all of them see), and the one that ends last tells of all, with a page."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from memopt.commands import arguments
 from memopt.running import parent
+from memopt.running.ranks_folder import Place
 from memopt.running.request import Request
 
 NAME = "run"
@@ -44,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module and its arguments")
     add("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a script and its arguments")
+
+
+def is_one_of_several() -> bool:
+    """Whether -o names the folder that the ranks of a job share."""
+    return Place.of(os.environ) is not None
 
 
 def run(options: argparse.Namespace) -> int:

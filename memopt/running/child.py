@@ -4,6 +4,7 @@ ends, however it ends, but for a signal that cannot be caught: then the parent t
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
 import signal
@@ -15,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from memopt.running.after_torch import call_after_torch
 from memopt.running.as_main import run_as_main
+from memopt.running.ranks_folder import Place
 from memopt.running.request import Request
 
 if TYPE_CHECKING:
     from memopt.profiling.recorder import Recorder
+    from memopt.profiling.recording import Recording
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _PROGRESS_SECONDS = 0.5
+_MOST_ROWS = 100  # of lines, and of modules
 
 
 def main() -> None:
@@ -76,6 +80,10 @@ class _Run:
         os._exit = finish_and_leave
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
+            if Place.of(os.environ) is not None:
+                # Of a rank that waits for another one in a collective: no handler of Python's runs there.
+                self._stack = open(self._folder / "stack.txt", "w")  # noqa: SIM115
+                faulthandler.register(signal.SIGTERM, self._stack, all_threads=False, chain=True)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -151,6 +159,23 @@ class _Run:
         texts = [summary.text(recordings[0], found), *map(summary.text, recordings[1:])]
         texts.append(f"  recorded in {path}: python -m memopt report {path}")
         (self._folder / "summary.txt").write_text("\n".join(texts) + "\n")
+        (self._folder / "figures.json").write_text(json.dumps(_figures(recordings[0])))
 
     def _failed(self, text: str) -> None:
         (self._folder / "failure.txt").write_text(text + "\n")
+
+
+def _figures(recording: Recording) -> dict[str, Any]:
+    """What the ranks of a job are compared by, for whoever has no torch to read recordings with."""
+    from memopt.profiling import summary
+
+    told = summary.as_dict(recording)
+    event = told["peak_event"]
+    steps = [mark.event for mark in recording.marks if mark.kind == "step"]
+    names = ("device", "peak", "peak_reserved", "oom", "steps", "by_category")
+    return {
+        **{name: told[name] for name in names},
+        "peak_step": 1 + sum(step < event for step in steps),
+        "by_line": told["by_line"][:_MOST_ROWS],
+        "by_module": told["by_module"][:_MOST_ROWS],
+    }

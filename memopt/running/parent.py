@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,20 +13,31 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from memopt import _C
+from memopt.running import merged_report
 from memopt.running.host_memory_limits import Limit, limit_of
 from memopt.running.memory_curve import MemoryCurve
+from memopt.running.ranks_folder import Place, RanksFolder
 from memopt.running.request import Request
 
 _WATCHED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
 _FROM_THE_TERMINAL = 0x80  # si_code SI_KERNEL: the child, in the same group, has had it too
+# Of the time that torchrun gives its ranks, 30 s, so that there is some left to tell.
+_PATIENCE = 20.0
 _START = "from memopt.running.child import main; main()"
 
 
 def run(request: Request, quiet: bool) -> int:
     """Runs it to its end, says on standard error what was seen, and returns the script's exit code; of one that a
     signal ended, 128 and the signal's number, as a shell gives it."""
+    place = Place.of(os.environ)
+    ranks = None
+    if place is not None:
+        ranks = RanksFolder(request.output or f"memopt-{request.name}.{place.job}", place)
+        ranks.begin()
+        request = replace(request, output=ranks.recording)
     with tempfile.TemporaryDirectory(prefix="memopt-run-") as folder:
         request = replace(request, folder=folder)
         before = limit_of()
@@ -34,12 +47,24 @@ def run(request: Request, quiet: bool) -> int:
             begun = time.monotonic()
             child = subprocess.Popen(_command(request))
             curve = MemoryCurve(child.pid)
-            _watch(child, curve)
+            ended_from_outside = _watch(child, curve, None if ranks is None else _PATIENCE)
             seconds = time.monotonic() - begun
+            if ranks is not None:
+                outcome = _outcome(
+                    request, child.pid, child.returncode, seconds, curve, before, ended_from_outside
+                )
+                if ranks.end(outcome, wait=ended_from_outside):
+                    if not quiet:
+                        merged_report.tell(ranks.path, _say)
+                elif child.returncode != 0 and not ended_from_outside:
+                    _say(merged_report.first_words(outcome, ranks.place))
+                # torchrun ends ranks when one fails: this one has ended, and its status stays what it was.
+                while signal.sigtimedwait({signal.SIGTERM}, 0) is not None:
+                    pass
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         status = child.returncode
-        if not quiet or status < 0:
+        if ranks is None and (not quiet or status < 0):
             sys.stdout.flush()
             print(
                 _said(request, child.pid, status, seconds, curve, before, quiet),
@@ -55,14 +80,20 @@ def _command(request: Request) -> list[str]:
     return [sys.executable, *flags, "-c", _START, request.to_json()]
 
 
-def _watch(child: subprocess.Popen[bytes], curve: MemoryCurve) -> None:
+def _watch(child: subprocess.Popen[bytes], curve: MemoryCurve, patience: float | None) -> bool:
+    """Whether it was told from outside to end. patience: seconds that it may take then."""
+    until = math.inf
     while True:
         curve.sample()
         told = signal.sigtimedwait(_WATCHED, curve.interval)
         if told is not None and told.si_signo != signal.SIGCHLD and told.si_code != _FROM_THE_TERMINAL:
             child.send_signal(told.si_signo)
+            if patience is not None:
+                until = min(until, time.monotonic() + patience)
         if child.poll() is not None:
-            return
+            return until < math.inf
+        if time.monotonic() > until:
+            child.kill()
 
 
 def _said(
@@ -84,6 +115,43 @@ def _said(
     return "\n".join(lines) + "\n"
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _outcome(
+    request: Request, pid: int, status: int, seconds: float, curve: MemoryCurve, before: Limit, asked: bool
+) -> dict[str, Any]:
+    """Of one rank among several. asked: from outside, to end."""
+    folder = Path(request.folder)
+    figures, progress = _read(folder / "figures.json"), _read(folder / "progress.json")
+    return {
+        "program": " ".join((["-m"] if request.module else []) + request.argv),
+        "pid": pid,
+        "status": status,
+        "ended": _ended(status),
+        "seconds": round(seconds, 3),
+        "host_peak": curve.peak,
+        "of_a_signal": _of_a_signal(-status, curve, before, folder, asked) if status < 0 else [],
+        "failure": _read(folder / "failure.txt").strip(),
+        "was_at": _was_at(_read(folder / "stack.txt")),
+        "figures": json.loads(figures) if figures else None,
+        "progress": json.loads(progress) if progress else None,
+    }
+
+
+def _was_at(stack: str) -> list[str]:
+    """The lines that were running when the end came from outside, the innermost first, without memopt's and torch's."""
+    first, _, _ = stack[1:].partition("Current thread")  # each time that it was asked there is one
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', first)
+    ours = str(Path(__file__).resolve().parents[1])
+    return [
+        f"{Path(file).name}:{line} in {function}"
+        for file, line, function in frames
+        if not file.startswith((ours, "<")) and f"{os.sep}site-packages{os.sep}" not in file
+    ]
+
+
 def _ended(status: int) -> str:
     if status >= 0:
         return f"ended with {status}"
@@ -93,10 +161,14 @@ def _ended(status: int) -> str:
         return f"was ended by signal {-status}"
 
 
-def _of_a_signal(number: int, curve: MemoryCurve, before: Limit, folder: Path) -> list[str]:
+def _of_a_signal(
+    number: int, curve: MemoryCurve, before: Limit, folder: Path, asked: bool = False
+) -> list[str]:
     lines = []
     size = _C.format_size
-    if number == signal.SIGKILL:
+    if number == signal.SIGKILL and asked:
+        lines.append(f"  it did not end within {_PATIENCE:g} s of being asked to, and was killed then")
+    elif number == signal.SIGKILL:
         now = limit_of()
         of = f"{size(now.size)}, {now.where}" if now.size else "not known"
         killed = (now.kills or 0) - (before.kills or 0)
