@@ -15,6 +15,11 @@
 #define MO_OPERATION(device, host) return host
 #endif
 
+MO_BODY float mo_subf(float a, float b)
+{
+    MO_OPERATION(__fsub_rn(a, b), a - b);
+}
+
 MO_BODY float mo_mulf(float a, float b)
 {
     MO_OPERATION(__fmul_rn(a, b), a * b);

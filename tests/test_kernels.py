@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "kernels"))
 import build_kernels  # noqa: E402
 
-KERNELS = {"memopt_gradients", "memopt_update"}
+KERNELS = {"memopt_gradients", "memopt_update", "memopt_widen"}
 
 
 # ---- NVRTC -------------------------------------------------------------------------------------------------

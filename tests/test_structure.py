@@ -17,7 +17,7 @@ LAYERS = {  # a folder, and those that it may include from
     "optim": {"base", "driver", "optim", "kernels"},
     "checkpoint": {"base", "driver", "checkpoint"},
     "transfer": {"base", "driver", "transfer"},
-    "data": {"base", "data"},
+    "data": {"base", "driver", "data", "kernels"},
     "python": {
         "base",
         "driver",

@@ -24,7 +24,8 @@
 /* Every kernel: X(identifier, name in the image). */
 #define MO_KERNELS(X)                                                                                        \
     X(MO_KERNEL_GRADIENTS, "memopt_gradients")                                                               \
-    X(MO_KERNEL_UPDATE, "memopt_update")
+    X(MO_KERNEL_UPDATE, "memopt_update")                                                                     \
+    X(MO_KERNEL_WIDEN, "memopt_widen")
 
 #define MO_KERNEL_ENUM(identifier, name) identifier,
 typedef enum mo_kernel { MO_KERNELS(MO_KERNEL_ENUM) MO_KERNEL_COUNT } mo_kernel;

@@ -18,7 +18,7 @@ typedef struct mo_torch {
     PyObject *is_neg;             /* torch.Tensor.is_neg */
     PyCFunction is_neg_function;  /* what is behind it, to be called without an argument; or NULL */
     PyObject *grad;               /* "grad" */
-    PyObject *dtypes[5];          /* of each mo_float, then torch.uint8 */
+    PyObject *dtypes[8];          /* of each mo_float, then torch.uint8, int8, uint16, int16 */
     const void *exchange;         /* DLPack's table; NULL where this torch has none */
 } mo_torch;
 
@@ -69,5 +69,6 @@ int mo_py_ring_init(PyObject *module);
 int mo_py_disk_init(PyObject *module);
 int mo_py_shared_init(PyObject *module);
 int mo_py_cpu_log_init(PyObject *module);
+int mo_py_widen_init(PyObject *module);
 
 #endif

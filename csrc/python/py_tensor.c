@@ -41,12 +41,18 @@ typedef struct dl_exchange {
 } dl_exchange;
 
 enum { DL_CPU = 1, DL_CUDA = 2 };
-enum { DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4 };
+enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4 };
 #define DL_MAJOR       1
 #define DIMENSIONS_MAX 64 /* torch's own limit */
 
-static const char *const dtype_names[] = {
-    [MO_F32] = "float32", [MO_F16] = "float16", [MO_BF16] = "bfloat16", [MO_F64] = "float64", "uint8"};
+static const char *const dtype_names[] = {[MO_F32] = "float32",
+                                          [MO_F16] = "float16",
+                                          [MO_BF16] = "bfloat16",
+                                          [MO_F64] = "float64",
+                                          "uint8",
+                                          "int8",
+                                          "uint16",
+                                          "int16"};
 
 /* ---- torch ----------------------------------------------------------------------------------------------------------- */
 
@@ -173,7 +179,10 @@ static int read_by_methods(const mo_torch *torch, PyObject *tensor, int64_t *sha
                  [MO_F16] = {DL_FLOAT, 16},
                  [MO_BF16] = {DL_BFLOAT, 16},
                  [MO_F64] = {DL_FLOAT, 64},
-                 {DL_UINT, 8}};
+                 {DL_UINT, 8},
+                 {DL_INT, 8},
+                 {DL_UINT, 16},
+                 {DL_INT, 16}};
     PyObject *dtype = PyObject_GetAttrString(tensor, "dtype");
     long long address = 0;
     int known = dtype ? 0 : -1;
@@ -248,6 +257,23 @@ static int kind_of(const dl_tensor *t, mo_float *out)
     return 1;
 }
 
+static int number_of(const dl_tensor *t, mo_number *out)
+{
+    static const struct {
+        uint8_t code, bits;
+    } types[] = {
+        [MO_NUMBER_U8] = {DL_UINT, 8},   [MO_NUMBER_I8] = {DL_INT, 8},     [MO_NUMBER_U16] = {DL_UINT, 16},
+        [MO_NUMBER_I16] = {DL_INT, 16},  [MO_NUMBER_F16] = {DL_FLOAT, 16}, [MO_NUMBER_BF16] = {DL_BFLOAT, 16},
+        [MO_NUMBER_F32] = {DL_FLOAT, 32}};
+
+    for (int i = 0; i < MO_NUMBER_COUNT; i++)
+        if (t->dtype.lanes == 1 && t->dtype.code == types[i].code && t->dtype.bits == types[i].bits) {
+            *out = (mo_number)i;
+            return 1;
+        }
+    return 0;
+}
+
 static int is_negative(const mo_torch *torch, PyObject *tensor)
 {
     PyObject *answer = torch->is_neg_function ? torch->is_neg_function(tensor, NULL)
@@ -274,8 +300,21 @@ static int read_tensor(const mo_torch *torch, PyObject *tensor, int64_t *shape, 
     return 1;
 }
 
-/* bytes: of torch.uint8, else of a type in mo_float. negated: a negation may be pending. */
-static int view(PyObject *module, PyObject *tensor, bool bytes, bool negated, mo_tensor_view *out)
+/* Which types are asked for: those of mo_float; torch.uint8; those of mo_number, written to *number. */
+typedef enum wanted { FLOATS, BYTES, NUMBERS } wanted;
+
+static bool is_wanted(const dl_tensor *t, wanted types, mo_tensor_view *out, mo_number *number)
+{
+    if (types == NUMBERS)
+        return number_of(t, number);
+    if (types == BYTES)
+        return t->dtype.code == DL_UINT && t->dtype.bits == 8 && t->dtype.lanes == 1;
+    return kind_of(t, &out->kind);
+}
+
+/* negated: a negation may be pending. */
+static int view(PyObject *module, PyObject *tensor, wanted types, bool negated, mo_tensor_view *out,
+                mo_number *number)
 {
     const mo_torch *torch = mo_py_torch(module);
     int64_t shape[DIMENSIONS_MAX], strides[DIMENSIONS_MAX];
@@ -286,7 +325,7 @@ static int view(PyObject *module, PyObject *tensor, bool bytes, bool negated, mo
         return known;
     if (t.device.type != DL_CPU && t.device.type != DL_CUDA)
         return 0;
-    if (bytes ? t.dtype.code != DL_UINT || t.dtype.bits != 8 || t.dtype.lanes != 1 : !kind_of(&t, &out->kind))
+    if (!is_wanted(&t, types, out, number))
         return 0;
     if (!dense(&t, &out->count, &out->contiguous))
         return 0;
@@ -300,17 +339,22 @@ static int view(PyObject *module, PyObject *tensor, bool bytes, bool negated, mo
 
 int mo_py_tensor_view(PyObject *module, PyObject *tensor, mo_tensor_view *out)
 {
-    return view(module, tensor, false, false, out);
+    return view(module, tensor, FLOATS, false, out, NULL);
 }
 
 int mo_py_tensor_unsigned(PyObject *module, PyObject *tensor, mo_tensor_view *out)
 {
-    return view(module, tensor, false, true, out);
+    return view(module, tensor, FLOATS, true, out, NULL);
 }
 
 int mo_py_tensor_bytes(PyObject *module, PyObject *tensor, mo_tensor_view *out)
 {
-    return view(module, tensor, true, false, out);
+    return view(module, tensor, BYTES, false, out, NULL);
+}
+
+int mo_py_tensor_numbers(PyObject *module, PyObject *tensor, mo_tensor_view *out, mo_number *number)
+{
+    return view(module, tensor, NUMBERS, false, out, number);
 }
 
 void mo_py_tensor_hold(PyObject *module, PyObject *tensor, uintptr_t address, mo_tensor_hold *hold)
@@ -418,7 +462,7 @@ static PyObject *tensor_view(PyObject *module, PyObject *args)
     exchange = torch->exchange;
     if (by_methods)
         mo_state(module)->torch.exchange = NULL;
-    known = view(module, tensor, false, false, &v);
+    known = view(module, tensor, FLOATS, false, &v, NULL);
     mo_state(module)->torch.exchange = exchange;
     if (known < 0)
         return NULL;

@@ -16,7 +16,7 @@
 
 #include <stdbool.h>
 
-#include "../kernels/chunk.cuh"
+#include "../kernels/widen.cuh"
 #include "checkpoint/saved_list.h"
 
 #define MO_CPU (-1)
@@ -60,6 +60,9 @@ int mo_py_tensor_same_order(PyObject *module, PyObject *one, PyObject *other);
 
 /* The same for memory of one byte an element (torch.uint8); kind is not set. */
 int mo_py_tensor_bytes(PyObject *module, PyObject *tensor, mo_tensor_view *out);
+
+/* The same for numbers that can be widened; the view's kind is not set. */
+int mo_py_tensor_numbers(PyObject *module, PyObject *tensor, mo_tensor_view *out, mo_number *number);
 
 /* Shape, type and device of any tensor of the two types that DLPack's table can describe, gaps and negations or not; the sizes are
  * the tensor's own. 0, too, where there is no table. */

@@ -168,6 +168,34 @@ static PyObject *copy_over(PyObject *module, PyObject *args)
     return status ? mo_raise(module, status, &detail) : PyBool_FromLong(over);
 }
 
+PyDoc_STRVAR(wait_doc,
+             "copy_wait($module, device, ticket, seconds, /)\n--\n\n"
+             "Waits until the copy is over, for about so many seconds at most; whether it is. Other\n"
+             "threads run meanwhile.");
+
+static PyObject *copy_wait(PyObject *module, PyObject *args)
+{
+    unsigned long long ticket;
+    mo_copies *copies;
+    mo_detail detail;
+    mo_status status;
+    bool over = false;
+    double seconds;
+    int device;
+
+    if (!PyArg_ParseTuple(args, "iKd", &device, &ticket, &seconds))
+        return NULL;
+    if (!(seconds >= 0 && seconds < 1e9)) /* NaN is not */
+        return PyErr_Format(PyExc_ValueError, "seconds: expected at least 0, and less than 1e9");
+    status = get(device, &copies, &detail);
+    if (!status) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = mo_copies_wait(copies, ticket, (uint64_t)(seconds * 1e9), &detail, &over);
+        Py_END_ALLOW_THREADS;
+    }
+    return status ? mo_raise(module, status, &detail) : PyBool_FromLong(over);
+}
+
 PyDoc_STRVAR(counts_doc, "copy_counts($module, device, /)\n--\n\n"
                          "What was copied so far, the addresses of the two streams.");
 
@@ -277,9 +305,13 @@ static PyType_Spec spec = {
 };
 
 static PyMethodDef methods[] = {
-    {"copy_out", copy_out, METH_VARARGS, out_doc},          {"copy_in", copy_in, METH_VARARGS, in_doc},
-    {"copy_await", copy_await, METH_VARARGS, await_doc},    {"copy_over", copy_over, METH_VARARGS, over_doc},
-    {"copy_counts", copy_counts, METH_VARARGS, counts_doc}, {NULL, NULL, 0, NULL},
+    {"copy_out", copy_out, METH_VARARGS, out_doc},
+    {"copy_in", copy_in, METH_VARARGS, in_doc},
+    {"copy_await", copy_await, METH_VARARGS, await_doc},
+    {"copy_over", copy_over, METH_VARARGS, over_doc},
+    {"copy_counts", copy_counts, METH_VARARGS, counts_doc},
+    {"copy_wait", copy_wait, METH_VARARGS, wait_doc},
+    {NULL, NULL, 0, NULL},
 };
 
 int mo_py_transfer_init(PyObject *module)

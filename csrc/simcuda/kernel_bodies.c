@@ -3,6 +3,7 @@
  * kernel; what threads do at the same time is not simulated, and a fault that needs it does not show here. */
 #include "../kernels/gradients.cuh"
 #include "../kernels/update.cuh"
+#include "../kernels/widen.cuh"
 
 #include "simcuda/kernels.h"
 
@@ -77,9 +78,20 @@ static void update(void **arguments, const unsigned grid[3], const unsigned bloc
     }
 }
 
+/* As kernels/widen.cu. */
+static void widen(void **arguments, const unsigned grid[3], const unsigned block[3])
+{
+    const mo_widen_launch launch = *(const mo_widen_launch *)arguments[0];
+
+    for (unsigned b = 0; b < grid[0]; b++)
+        for (unsigned thread = 0; thread < block[0]; thread++)
+            mo_widen_thread(&launch, b, thread, block[0]);
+}
+
 void sim_kernel_bodies_register(void)
 {
     /* One that finds no memory leaves its kernel doing nothing, which the first test of its values shows. */
     sim_kernel_emulate("memopt_gradients", gradients, 1, (const size_t[]){sizeof(mo_gradients_launch)});
     sim_kernel_emulate("memopt_update", update, 1, (const size_t[]){sizeof(mo_update_launch)});
+    sim_kernel_emulate("memopt_widen", widen, 1, (const size_t[]){sizeof(mo_widen_launch)});
 }

@@ -3,6 +3,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "base/size.h"
 #include "driver/driver_cuda.h"
 #include "driver/forked.h"
 
@@ -118,7 +119,7 @@ static mo_status order(mo_copies *copies, mo_way way, mo_stream user, mo_ticket 
     if (capture)
         return mo_fail(detail, MO_UNSUPPORTED, 0,
                        "a stream that is being captured into a graph cannot hand over tensors to be copied: "
-                       "leave offloading out of the captured region");
+                       "leave offloading and prefetching out of the captured region");
     status = driver->event_record(driver, copies->begin, user, detail);
     if (!status)
         status = driver->stream_wait(driver, line->stream, copies->begin, detail);
@@ -188,5 +189,26 @@ mo_status mo_copies_over(mo_copies *copies, mo_ticket ticket, mo_detail *detail,
     if (status && status != MO_NOT_READY)
         return status;
     *out = !status;
+    return MO_OK;
+}
+
+mo_status mo_copies_wait(mo_copies *copies, mo_ticket ticket, uint64_t nanoseconds, mo_detail *detail,
+                         bool *out)
+{
+    const uint64_t shortest = 20000, longest = 1000000;
+    mo_driver *driver = copies->driver;
+    const uint64_t begin = driver->now(driver);
+    bool over = false;
+
+    for (uint64_t pause = shortest;; pause = mo_size_min(2 * pause, longest)) {
+        mo_status status = mo_copies_over(copies, ticket, detail, &over);
+        if (status)
+            return status;
+        const uint64_t passed = driver->now(driver) - begin;
+        if (over || passed >= nanoseconds)
+            break;
+        driver->pause(driver, mo_size_min(pause, nanoseconds - passed));
+    }
+    *out = over;
     return MO_OK;
 }

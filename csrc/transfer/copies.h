@@ -1,5 +1,5 @@
 /* Copies between one device and pinned host memory, beside the computation: a stream of their own each way, so that
- * neither way waits for the other. No function here waits for the device.
+ * neither way waits for the other. No function here but mo_copies_wait waits for the device.
  *
  *     mo_copy      the copy begins once all is done that `user` was given before: a tensor that goes out is whole, memory
  *                  that is filled is no longer used by what had it last
@@ -59,5 +59,10 @@ mo_status mo_copy(mo_copies *copies, mo_way way, mo_stream user, mo_address devi
 mo_status mo_copies_await(mo_copies *copies, mo_stream stream, mo_ticket ticket, mo_detail *detail);
 
 mo_status mo_copies_over(mo_copies *copies, mo_ticket ticket, mo_detail *detail, bool *out);
+
+/* WAITS until the copy is over, for about `nanoseconds` at most; *out: whether it is. Polled, in pauses that grow from 20 us to
+ * 1 ms: no lock is held meanwhile, and other threads' copies go on. Call without the GIL. */
+mo_status mo_copies_wait(mo_copies *copies, mo_ticket ticket, uint64_t nanoseconds, mo_detail *detail,
+                         bool *out);
 
 #endif

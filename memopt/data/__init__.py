@@ -1,5 +1,5 @@
-"""What feeds the model: containers that worker processes share instead of copying, preprocessing kept on disk, and rows
-that stay in a file."""
+"""What feeds the model: containers that worker processes share instead of copying, preprocessing kept on disk, rows
+that stay in a file, and batches that are on the device when they are asked for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from memopt.data.caching import cached
     from memopt.data.mapped_dataset import MmapDataset
     from memopt.data.mapped_writer import MmapWriter
+    from memopt.data.prefetching import Prefetcher
     from memopt.data.shared_dict import SharedDict
     from memopt.data.shared_list import SharedList
     from memopt.data.shared_strings import SharedStrings
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MmapDataset",
     "MmapWriter",
+    "Prefetcher",
     "SharedDict",
     "SharedList",
     "SharedStrings",
@@ -31,6 +33,7 @@ __all__ = [
 _LATER = {
     "MmapDataset": "memopt.data.mapped_dataset",
     "MmapWriter": "memopt.data.mapped_writer",
+    "Prefetcher": "memopt.data.prefetching",
     "SharedDict": "memopt.data.shared_dict",
     "SharedList": "memopt.data.shared_list",
     "SharedStrings": "memopt.data.shared_strings",

@@ -183,6 +183,43 @@ TEST(nothing_here_waits_for_the_device)
     finish();
 }
 
+TEST(a_wait_ends_when_the_copy_is_over_or_its_time_is_up)
+{
+    start();
+    bool over = true;
+    mo_double_submit(&device, USER);
+    const mo_ticket ticket = copy(MO_IN, 0);
+    const uint64_t begin = device.table.now(&device.table);
+    CHECK_EQ(mo_copies_wait(&copies, ticket, 5000000, NULL, &over), MO_OK);
+    CHECK(!over);
+    const uint64_t passed = device.table.now(&device.table) - begin; /* asking takes time, too */
+    CHECK(passed >= 5000000 && passed < 5001000);
+    CHECK_EQ(mo_copies_wait(&copies, ticket, 0, NULL, &over), MO_OK);
+    CHECK(!over);
+    mo_double_complete(&device, USER, SIZE_MAX);
+    mo_double_complete(&device, copies.lines[MO_IN].stream, SIZE_MAX);
+    CHECK_EQ(mo_copies_wait(&copies, ticket, 0, NULL, &over), MO_OK);
+    CHECK(over);
+    CHECK_EQ(mo_copies_wait(&copies, 0, 1000, NULL, &over), MO_OK);
+    CHECK(over);
+    CHECK_EQ(device.calls[MO_DOUBLE_synchronize], 0);
+    finish();
+}
+
+TEST(a_wait_that_fails_says_so)
+{
+    start();
+    mo_detail detail = {.text = ""};
+    bool over = false;
+    mo_double_submit(&device, USER);
+    const mo_ticket ticket = copy(MO_IN, 0);
+    mo_double_fail(&device, MO_DOUBLE_event_query, 2, 1, MO_DRIVER);
+    CHECK_EQ(mo_copies_wait(&copies, ticket, UINT64_MAX, &detail, &over), MO_DRIVER);
+    CHECK(detail.text[0] && !over);
+    mo_double_fail_never(&device);
+    finish();
+}
+
 TEST(a_captured_stream_is_refused_and_not_touched)
 {
     start();
