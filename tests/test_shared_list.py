@@ -145,6 +145,27 @@ def test_tensors_are_views_whose_changes_stay_here(dtype):
             )
 
 
+@pytest.mark.parametrize("kind", [SharedList, SharedStrings])
+def test_an_iterator_ends_once_and_notices_a_close(kind):
+    class Mine(kind):
+        def __getitem__(self, index):  # as of a list's subclass, iterating does not ask it
+            raise AssertionError(index)
+
+    names = [f"é{n}" for n in range(5)]
+    for shared in (kind(names), kind(names)[::-1][::-1], Mine(names)):
+        each = iter(shared)
+        assert [next(each), next(each), each.__length_hint__()] == ["é0", "é1", 3]
+        assert list(each) == names[2:] and list(each) == [] and each.__length_hint__() == 0
+        assert iter(each) is each
+        other = iter(shared)
+        shared.close()
+        with pytest.raises(ValueError, match="closed"):
+            next(other)
+        assert list(each) == []  # at its end it holds nothing any more
+    with pytest.raises(TypeError):
+        type(each)()
+
+
 def test_views_keep_the_memory_when_the_list_is_gone():
     shared = SharedList([np.arange(100000), torch.arange(100000)])
     array, tensor, part = shared[0], shared[1], shared[:1]

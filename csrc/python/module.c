@@ -102,6 +102,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(mo_state(module)->error);
     Py_VISIT(mo_state(module)->gradients);
     Py_VISIT(mo_state(module)->shared_memory);
+    Py_VISIT(mo_state(module)->shared_iterator);
     Py_VISIT(torch->tensor);
     Py_VISIT(torch->parameter);
     Py_VISIT(torch->is_neg);
@@ -120,6 +121,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(mo_state(module)->error);
     Py_CLEAR(mo_state(module)->gradients);
     Py_CLEAR(mo_state(module)->shared_memory);
+    Py_CLEAR(mo_state(module)->shared_iterator);
     Py_CLEAR(torch->tensor);
     Py_CLEAR(torch->parameter);
     Py_CLEAR(torch->is_neg);

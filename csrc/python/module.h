@@ -37,7 +37,8 @@ typedef struct mo_module_state {
     PyObject *gradients; /* the type memopt._C.Gradients */
     mo_torch torch;
     PyObject *checkpoint_types[MO_CHECKPOINT_TYPES];
-    PyObject *shared_memory; /* the type memopt._C.SharedMemory */
+    PyObject *shared_memory;   /* the type memopt._C.SharedMemory */
+    PyObject *shared_iterator; /* of SharedItems */
 } mo_module_state;
 
 static inline mo_module_state *mo_state(PyObject *module)

@@ -183,6 +183,77 @@ PyDoc_STRVAR(
     "Lets go of the memory, which goes when its other slices, arrays and tensors are gone too. Using it\n"
     "afterwards raises ValueError.");
 
+/* ---- front to back: one's own iterator, since a sequence's asks by index, of a subclass through Python -------------- */
+
+typedef struct iterator {
+    PyObject_HEAD PyObject *of; /* NULL: it is at its end */
+    Py_ssize_t next;
+} iterator;
+
+static PyObject *items_iter(PyObject *self)
+{
+    PyTypeObject *type = (PyTypeObject *)mo_state(((items *)self)->reader.module)->shared_iterator;
+    iterator *it = is_open((items *)self) ? (iterator *)PyType_GenericAlloc(type, 0) : NULL;
+
+    if (it)
+        it->of = Py_NewRef(self);
+    return (PyObject *)it;
+}
+
+static void iterator_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+
+    Py_XDECREF(((iterator *)self)->of);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *iterator_next(PyObject *self)
+{
+    iterator *it = (iterator *)self;
+    items *of = (items *)it->of;
+
+    if (!of || !is_open(of))
+        return NULL;
+    if (it->next < of->length)
+        return value_at(of, it->next++);
+    Py_CLEAR(it->of);
+    return NULL;
+}
+
+PyDoc_STRVAR(length_hint_doc, "__length_hint__($self, /)\n--\n\nHow many are still to come.");
+
+static PyObject *iterator_length_hint(PyObject *self, PyObject *unused)
+{
+    const iterator *it = (iterator *)self;
+
+    (void)unused;
+    return PyLong_FromSsize_t(it->of ? ((items *)it->of)->length - it->next : 0);
+}
+
+static PyMethodDef iterator_methods[] = {
+    {"__length_hint__", iterator_length_hint, METH_NOARGS, length_hint_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot iterator_slots[] = {
+    {Py_tp_dealloc, iterator_dealloc},
+    {Py_tp_iter, PyObject_SelfIter},
+    {Py_tp_iternext, iterator_next},
+    {Py_tp_methods, iterator_methods},
+    {0, NULL},
+};
+
+static PyType_Spec iterator_spec = {
+    .name = "memopt._C.SharedIterator",
+    .basicsize = sizeof(iterator),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = iterator_slots,
+};
+
+/* ---- the type --------------------------------------------------------------------------------------------------- */
+
 static PyObject *items_range(PyObject *self, void *unused)
 {
     const items *it = (items *)self;
@@ -213,7 +284,7 @@ static PyType_Slot slots[] = {
     {Py_tp_doc, (void *)items_doc},
     {Py_tp_new, items_new},
     {Py_tp_dealloc, mo_shared_reader_dealloc},
-    {Py_tp_iter, PySeqIter_New},
+    {Py_tp_iter, items_iter},
     {Py_tp_methods, items_methods},
     {Py_tp_getset, items_attributes},
     {Py_mp_length, items_length},
@@ -237,5 +308,6 @@ int mo_py_shared_items_init(PyObject *module)
     const int failed = !type || PyModule_AddObjectRef(module, "SharedItems", type) < 0;
 
     Py_XDECREF(type);
-    return failed ? -1 : 0;
+    mo_state(module)->shared_iterator = PyType_FromModuleAndSpec(module, &iterator_spec, NULL);
+    return failed || !mo_state(module)->shared_iterator ? -1 : 0;
 }
