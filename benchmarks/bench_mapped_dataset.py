@@ -1,7 +1,8 @@
 """Batches of 64 rows in random order from a file of images (uint8, 3 x 224 x 224), in the page cache.
 
 memopt.data.MmapDataset by batches of indices and by DataLoader's rows, against the same by numpy.memmap, by joblib's
-dump and load, and by a tensor that is in memory, all through torch's DataLoader. Above 1 is faster than the memmap."""
+dump and load, and by a tensor that is in memory, all through torch's DataLoader. Above 1 is faster than the memmap.
+torch has one thread, as it has in DataLoader's workers."""
 
 from __future__ import annotations
 
@@ -52,6 +53,7 @@ def main() -> int:
     options = harness.parser(__doc__).parse_args()
     report = harness.Report("bench_mapped_dataset", options)
     count = 512 if options.quick else 4096
+    torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
     try:
         with MmapWriter(folder / "rows.safetensors") as out:
