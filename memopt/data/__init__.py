@@ -9,6 +9,7 @@ TYPE_CHECKING = False  # type checkers take it for typing's
 
 if TYPE_CHECKING:
     from memopt.data.caching import cached
+    from memopt.data.folder_stream import FolderStream
     from memopt.data.mapped_dataset import MmapDataset
     from memopt.data.mapped_writer import MmapWriter
     from memopt.data.prefetching import Prefetcher
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from memopt.data.worker_watch import watch
 
 __all__ = [
+    "FolderStream",
     "MmapDataset",
     "MmapWriter",
     "Prefetcher",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "FolderStream": "memopt.data.folder_stream",
     "MmapDataset": "memopt.data.mapped_dataset",
     "MmapWriter": "memopt.data.mapped_writer",
     "Prefetcher": "memopt.data.prefetching",
