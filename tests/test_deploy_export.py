@@ -247,6 +247,55 @@ def test_without_a_path_nothing_is_kept(tmp_path, monkeypatch):
     assert "not kept" in str(made)
 
 
+class Counting(nn.Module):
+    """Its buffer counts the calls, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor([3.0]))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x * self.calls
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_that_counts_its_calls_begins_where_it_was(format, tmp_path):
+    model = Counting()
+    before = state_of(model)[1]
+    made = quietly(model, torch.ones(2, 2), tmp_path / "model", format, samples=[torch.ones(2, 2)] * 2)
+    assert [one.difference for one in made.checks] == [0, 0, 0]
+    assert float(model.calls) == 3 and state_of(model)[1].keys() == before.keys()
+    run = load(format, tmp_path / "model")
+    assert [float(run(torch.ones(2, 2))[0, 0]) for _ in range(2)] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+    ],
+)
+def test_weights_that_are_made_at_each_call(norm, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(norm(nn.Linear(8, 8)), nn.ReLU()).eval()
+    made = quietly(model, torch.randn(2, 8), tmp_path / "model.pt")
+    assert made.checks[0].difference == 0
+    model(torch.randn(2, 8)).sum().backward()  # what it is made of is still there
+    assert any(p.grad is not None for p in model.parameters())
+
+
+def test_within_inference_mode(tmp_path):
+    model = nn.Linear(4, 4)
+    with torch.inference_mode():
+        made = quietly(model, torch.ones(1, 4), tmp_path / "model.pt")
+    assert made.checks[0].difference == 0
+
+
 # ---- the figures -----------------------------------------------------------------------------------------------------
 
 

@@ -93,7 +93,9 @@ def export(
             calls = [(f"the sample, {_shapes(call)}", call), *others]
             if size is not None:
                 calls += [_named(batch.of_size(call, size, count)) for count in _other_sizes(size)]
-            expected = [_live(model, one, what) for what, one in calls[: None if verify else 1]]
+            with nothing_changes(list(model.parameters()), list(model.buffers())):
+                # One after the other, as the file's are run: a model may count its calls.
+                expected = [_live(model, one, what) for what, one in calls[: None if verify else 1]]
             said.clear()  # what the model warns of when it runs is no news of the exporter's
             home = _home(plain)
             traced = _moved(call, home)
@@ -214,6 +216,7 @@ def _nothing_changes(model: nn.Module, plain: PlainModel) -> Iterator[list[warni
         warnings.simplefilter("always")
         stack.callback(random.setstate, state)
         stack.enter_context(nothing_changes(list(model.parameters()), list(model.buffers())))
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         for device in sorted(devices):
             stack.enter_context(torch.autocast(device, enabled=False))

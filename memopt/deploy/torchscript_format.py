@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memopt.checkpointing.measure_chain import nothing_changes
 from memopt.deploy.batch import Call
 from memopt.deploy.formats import Asked, Runner
 from memopt.deploy.output_check import tensors_of
@@ -27,7 +28,8 @@ def write(module: torch.nn.Module, call: Call, path: Path, asked: Asked) -> Any:
     named: dict[str, Any] = {"example_kwarg_inputs": _all_named(module, call)} if kwargs else {}
     # What check_trace would run is run afterwards, on the file.
     options = {"strict": False, "check_trace": False} | asked.options
-    program = torch.jit.trace(module, None if kwargs else args, **named, **options)
+    with nothing_changes((), module.buffers()):  # it is run for that, and what it counts would go to the file
+        program = torch.jit.trace(module, None if kwargs else args, **named, **options)
     torch.jit.save(program, path)
     return program
 
