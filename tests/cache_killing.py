@@ -1,15 +1,17 @@
 """Processes that write and read one cache's folder and are killed at random: what memopt.data.cached promises of it.
 
-As a program it is one of those processes: `cache_killing.py FOLDER SEED`. It compares every value with one that it
-makes itself, counts in FOLDER.counts, and stops when FOLDER.stop is there. It needs no torch: it starts in a moment."""
+As a program, `cache_killing.py FOLDER PROCESSES KILLS VALUES SEED`, it starts them, kills them and says as JSON what
+happened. They are forks of it, so that one is there at once: an interpreter takes a hundred times as long. Each
+compares every value with one that it makes itself, counts in FOLDER.counts, and stops when FOLDER.stop is there."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import mmap
+import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,9 +23,8 @@ import numpy as np  # noqa: E402
 
 from memopt.data import cache_eviction, cached  # noqa: E402
 
-VALUES = 300
-MAX_SIZE = 12 << 20
-"""About half of all values: entries are evicted all the time."""
+EACH = 40 << 10
+"""Bytes of max_size a value: about half of all values fit, and entries are evicted all the time."""
 
 
 def make(index):
@@ -47,25 +48,26 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-def work(folder, seed):
+def work(folder, seed, values):
     choose = random.Random(seed)
-    call = cached(make, folder, max_size=MAX_SIZE)
+    call = cached(make, folder, max_size=values * EACH)
     with open(f"{folder}.counts", "r+b") as file:
         counts = mmap.mmap(file.fileno(), 0)
-    at = 8 * (int(seed) % (len(counts) // 8))
+    at = 8 * (seed % (len(counts) // 8))  # the seed tells the slot too
     for turn in itertools.count():
         if turn % 8 == 0 and os.path.exists(f"{folder}.stop"):
             break
-        index = choose.randrange(VALUES)
+        index = choose.randrange(values)
         if not same(call(index), make(index)):
             with open(f"{folder}.wrong", "a") as file:
                 file.write(f"{index} in process {os.getpid()}\n")
-            sys.exit("a wrong value")
+            raise SystemExit("a wrong value")
         counts[at : at + 8] = (int.from_bytes(counts[at : at + 8], "little") + 1).to_bytes(8, "little")
-    print(call.cache.statistics())
+    with open(f"{folder}.said", "a") as file:
+        file.write(f"{call.cache.statistics()}\n")
 
 
-def kill_at_random(folder, processes, kills, seed):
+def kill_at_random(folder, processes, kills, values, seed):
     """Starts the processes, kills one of them at a time at random, each replaced at once, and lets all go on until
     each has asked for 20 more values. What happened, as a dict; RuntimeError for a process that failed by itself."""
     choose = random.Random(seed)
@@ -73,14 +75,10 @@ def kill_at_random(folder, processes, kills, seed):
     numbers = itertools.count()
 
     def start(slot):
-        # The seed tells its slot of the counts too.
-        number = str(processes * next(numbers) + slot)
-        return subprocess.Popen(
-            [sys.executable, __file__, str(folder), number],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        number = processes * next(numbers) + slot
+        process = multiprocessing.get_context("fork").Process(target=work, args=(folder, number, values))
+        process.start()
+        return process
 
     def counts():
         raw = Path(f"{folder}.counts").read_bytes()
@@ -99,8 +97,8 @@ def kill_at_random(folder, processes, kills, seed):
                 time.sleep(0.002)
             time.sleep(choose.uniform(0, 0.02))
             running[slot].kill()
-            assert running[slot].wait() == -9
-            running[slot].communicate()
+            running[slot].join()
+            assert running[slot].exitcode == -9
             running[slot] = start(slot)
         parts = len(list(Path(folder).rglob("*.part")))
         leases = len(list(Path(folder).rglob("*.lease")))
@@ -109,14 +107,15 @@ def kill_at_random(folder, processes, kills, seed):
             failed_by_itself(running)
             time.sleep(0.01)
         Path(f"{folder}.stop").touch()
-        said = [process.communicate(timeout=600) for process in running]
+        for process in running:
+            process.join(600)
     finally:
         for process in running:
             process.kill()
-            process.wait()
-    failures = [error for process, (_, error) in zip(running, said, strict=True) if process.returncode]
-    if failures or Path(f"{folder}.wrong").exists():
-        raise RuntimeError(f"wrong values or failures: {failures}")
+            process.join()
+    codes = [process.exitcode for process in running]
+    if any(codes) or Path(f"{folder}.wrong").exists():
+        raise RuntimeError(f"wrong values or failures: {codes}")
     return {
         "processes": processes,
         "kills": kills,
@@ -125,16 +124,16 @@ def kill_at_random(folder, processes, kills, seed):
         "half-written files that kills left": parts,
         "leases that were there at the end of the kills": leases,
         "bytes at the end": cache_eviction.total_size(str(folder)),
-        "max_size": MAX_SIZE,
-        "last processes": [out.strip() for out, _ in said],
+        "max_size": values * EACH,
+        "last processes": Path(f"{folder}.said").read_text().splitlines(),
     }
 
 
 def failed_by_itself(running):
     for process in running:
-        if process.poll() is not None:
-            raise RuntimeError(f"a process ended by itself: {process.communicate()}")
+        if process.exitcode is not None:
+            raise RuntimeError(f"a process ended by itself with status {process.exitcode}")
 
 
 if __name__ == "__main__":
-    work(*sys.argv[1:])
+    print(json.dumps(kill_at_random(sys.argv[1], *map(int, sys.argv[2:]))))

@@ -22,12 +22,19 @@ SOAK = os.environ.get("MEMOPT_SOAK") == "1"
 
 def test_processes_that_are_killed_at_random_leave_no_wrong_value_and_no_lock(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
-    happened = cache_killing.kill_at_random(folder, *((10, 200) if SOAK else (3, 8)), seed=1)
-    assert happened["bytes at the end"] <= 1.1 * cache_killing.MAX_SIZE
+    processes, kills, values = (10, 200, 300) if SOAK else (3, 8, 80)
+    arguments = [str(folder), *map(str, (processes, kills, values, 1))]
+    done = subprocess.run(
+        [sys.executable, cache_killing.__file__, *arguments], capture_output=True, text=True, timeout=3000
+    )
+    assert done.returncode == 0, done.stderr
+    happened = json.loads(done.stdout)
+    assert happened["kills"] == kills and len(happened["last processes"]) == processes
+    assert happened["bytes at the end"] <= 1.1 * happened["max_size"]
     # Whoever comes after them waits for none of the dead, however long a lease is believed of those not known.
     monkeypatch.setattr(cache_lease, "SECONDS", 1e9)
-    call = cached(cache_killing.make, folder, max_size=cache_killing.MAX_SIZE)
-    for index in range(cache_killing.VALUES):
+    call = cached(cache_killing.make, folder, max_size=happened["max_size"])
+    for index in range(values):
         assert cache_killing.same(call(index), cache_killing.make(index))
     if SOAK:
         report = ROOT / "benchmarks/results/soak_cache_kills.json"

@@ -294,6 +294,27 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(tmp_path):
     assert count == "1" and "give another dir=" in said
 
 
+def test_a_read_only_mount_is_still_read(tmp_path):
+    filled = cached(Squares(3), tmp_path)
+    _ = [filled[index] for index in range(3)]
+    bind = subprocess.run(["mount", "--bind", str(tmp_path), str(tmp_path)], capture_output=True, text=True)
+    if bind.returncode != 0:
+        pytest.skip(
+            f"nothing can be mounted here: {bind.stderr.strip()}; the next test says the same without"
+        )
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(tmp_path)], check=True)
+        with pytest.warns(RuntimeWarning, match="mounted read-only: give another dir=") as said:
+            dataset = cached(Squares(4), tmp_path, version=1)
+            kept = cached(Squares(3), tmp_path)
+            assert [dataset[index]["index"] for index in range(4)] == [0, 1, 2, 3]
+            assert [kept[index]["index"] for index in range(3)] == [0, 1, 2]
+        assert (dataset.cache.statistics().hits, kept.cache.statistics().hits) == (0, 3)
+        assert len(said) == 2  # one for each cache
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
 def test_a_folder_that_cannot_be_written_is_still_read(tmp_path, monkeypatch):
     filled = cached(Squares(3), tmp_path)
     items = [filled[index] for index in range(3)]

@@ -20,6 +20,7 @@ from memopt.data import SharedList, SharedStrings
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = ["fork", "spawn", "forkserver"]
+SOAK = os.environ.get("MEMOPT_SOAK") == "1"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -63,7 +64,8 @@ class Items(Dataset):
         return self.items[index]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+# A spawned worker imports torch, as the server of forks does once: one of the two is enough for every day.
+@pytest.mark.parametrize("method", METHODS if SOAK else ["fork", "forkserver"])
 def test_a_loaders_batches_are_those_of_the_list(method):
     plain = [
         {"path": f"é{i}", "box": np.full(3, i), "image": torch.full((2,), i), "label": i} for i in range(12)
