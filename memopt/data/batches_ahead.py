@@ -89,33 +89,37 @@ class BatchesAhead(Iterator[Any]):
         self._places.clear()
 
     def _next(self) -> Any:
+        # What the loader raises ahead of its turn is kept, and with it each frame that runs now: those hold no batch.
         if not self._begun:
             if self._position_of is not None:
                 self._position.set(self._position_of())
             self._begun = True
         if not self._places and not self._load():
             raise StopIteration
-        place = self._places[0]
-        self._send(place, its_turn=True)
-        self._fill()
-        batch = None
+        self._send(self._places[0], its_turn=True)
+        if self._send_waiting():
+            while len(self._places) <= self._depth and self._load() and self._send(self._places[-1]):
+                pass
+        return self._give_out()
+
+    def _give_out(self) -> Any:
+        place, batch = self._places[0], None
         if place.sent is not None:
             batch = self._arrived(place)
         self._places.popleft()
         if self._position_of is not None:
             self._position.set(place.state)
-        if place.error is not None:
-            raise place.error
+        error, place.error = place.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # it holds this frame, which is not to hold it
         return batch
 
-    def _fill(self) -> None:
-        """Up to `depth` batches on their way behind the one whose turn it is."""
-        for place in list(self._places)[1:]:
-            if not self._send(place):
-                return
-        while len(self._places) <= self._depth and self._load():
-            if not self._send(self._places[-1]):
-                return
+    def _send_waiting(self) -> bool:
+        """Those behind the first that found no room before; whether there is now."""
+        return all(self._send(place) for place in list(self._places)[1:])
 
     def _load(self) -> bool:
         """One more place; none behind an exception that is still to be raised."""
@@ -124,8 +128,8 @@ class BatchesAhead(Iterator[Any]):
         place = _Place()
         try:
             place.batch = next(self.source)
-        except StopIteration as end:
-            place.error, self.source = end, None
+        except StopIteration:
+            place.error, self.source = StopIteration(), None
         except Exception as error:
             place.error = error
         if self._position_of is not None:
