@@ -335,7 +335,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.skipif(not SOAK, reason="a long form: MEMOPT_SOAK=1")
+@pytest.mark.skipif(not SOAK, reason="the long form")
 def test_architectures_of_timm():
     told = json.loads(run_there("notebook", TIMM, *PUBLISHED).splitlines()[-1])
     assert told["labels"] == sorted(PUBLISHED) == sorted(told["fits"])

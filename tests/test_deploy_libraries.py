@@ -169,7 +169,7 @@ print(json.dumps(told))
 )
 
 
-@pytest.mark.skipif(not SOAK, reason="a long form: MEMOPT_SOAK=1")
+@pytest.mark.skipif(not SOAK, reason="the long form")
 @pytest.mark.parametrize(
     "name", ["mobilenetv3_small_100", "efficientnet_b0", "resnet18", "vit_tiny_patch16_224"]
 )
