@@ -27,7 +27,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
         self.device = device if device is not None and device.type == "cuda" else None
-        self.live = self.peak = 0
+        self.live = self.peak = self.made = 0
         self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.ignored: set[int] = set()
 
@@ -45,6 +45,7 @@ class Meter(TorchDispatchMode):
         size = 0 if identity in self.ignored else storage.nbytes()
         self.known[identity] = (ref, size)
         self.live += size - before
+        self.made += max(0, size - before)
         self.peak = max(self.peak, self.live)
 
     def died(self, identity: int) -> None:
@@ -53,16 +54,19 @@ class Meter(TorchDispatchMode):
         self.live -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = self.made
         if self.device is not None:
             torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
         out = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 self.see(local(leaf).untyped_storage())
         if self.device is not None:
             statistics = torch.cuda.memory_stats(self.device)
-            passing = statistics["requested_bytes.all.peak"] - statistics["requested_bytes.all.current"]
-            self.peak = max(self.peak, self.live + passing)
+            # What stays is no passing memory (cuBLAS's workspace), garbage that was collected meanwhile not its own.
+            after = max(statistics["requested_bytes.all.current"], before + self.made - made)
+            self.peak = max(self.peak, self.live + statistics["requested_bytes.all.peak"] - after)
         return out
 
 

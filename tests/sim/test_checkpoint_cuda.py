@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from memopt import checkpoint, sim
 from memopt.chain import InfeasibleBudget
 from memopt.checkpointing import devices
 from memopt.checkpointing.offload import Offload
+from memopt.checkpointing.stage_costs import Meter
 from tests import split_models
 
 SIM = {"memory": "1GiB", "devices": 2}
@@ -265,3 +267,23 @@ def test_within_a_budget_on_the_device():
     least = error.value.least_budget
     run = functools.partial(memopt.checkpoint_sequential, functions, None, x, memory_budget=least)
     assert all(map(torch.equal, gradients_of(run, functions, 2), expected))
+
+
+def test_garbage_that_is_collected_within_an_operation_is_not_counted_as_the_operations():
+    def makes_garbage() -> None:
+        cycle: list[object] = [torch.empty(4 << 20, dtype=torch.uint8, device="cuda")]
+        cycle.append(cycle)
+
+    def collects() -> torch.Tensor:
+        gc.collect()
+        return torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+
+    def works() -> torch.Tensor:
+        torch.empty(2 << 20, dtype=torch.uint8, device="cuda")
+        return torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+
+    for operation, most in ((collects, 1), (works, 2)):
+        makes_garbage()
+        meter = Meter(torch.device("cuda"))
+        out = meter.__torch_dispatch__(operation, ())
+        assert (meter.live, meter.peak) == (out.nbytes, most << 20)
