@@ -358,7 +358,9 @@ POSITIONS = """
 import json
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
-from memopt.data import Prefetcher
+from memopt.data import Prefetcher, batch_transport
+
+batch_transport.ToCpu.ahead = True  # as on a CUDA device: two batches are fetched that were not given out
 
 class Counts(torch.utils.data.IterableDataset):
     def __init__(self):
@@ -382,7 +384,7 @@ def counting(workers):
 found = {}
 for make in (plain, counting):
     for workers in (0, 1):
-        for stop in (range(8) if workers == 0 else (0, 3, 7)):
+        for stop in ((0, 1, 4, 6, 7) if workers == 0 else (3,)):
             first = Prefetcher(make(workers), "cpu")
             it = iter(first)
             given = [int(next(it)) for _ in range(stop)]
@@ -397,6 +399,6 @@ print(json.dumps(found))
 
 
 def test_the_position_is_behind_what_was_given_out() -> None:
-    """On the CPU nothing is fetched ahead; where it is: sim/test_prefetcher.py."""
+    """By torchdata's own loader; a dataset whose state is one object for ever too."""
     found = json.loads(run_there("data", POSITIONS))
-    assert len(found) == 22 and all(found.values()), found
+    assert len(found) == 12 and all(found.values()), found
