@@ -152,7 +152,7 @@ def test_states_of_8_bits_with_layers_and_activations_elsewhere_give_the_cpus_lo
         {"schedule": True},
         {"schedule": True, "offload": True},
         {"schedule": True, "activations": True},
-        {"schedule": True, "layers": True},
+        {"layers": True, "activations": True},
         {"activations": True},
         {"layers": True},
     ],
