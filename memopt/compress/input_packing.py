@@ -172,8 +172,8 @@ def _pack(tensor: torch.Tensor, dtype: torch.dtype) -> PackedTensor:
     steps = _INTEGERS[dtype]
     flat, source = values.view(-1), tensor.reshape(-1)
     for begin in range(0, len(flat), _PART):
-        part = source[begin : begin + _PART].double()
-        part = part.sub_(low).mul_(steps / (high - low) if high > low else 0.0).round_().clamp_(0, steps)
+        part = source[begin : begin + _PART].to(torch.float64, copy=True)
+        part.sub_(low).div_(high - low or 1.0).mul_(steps).round_().clamp_(0, steps)
         flat[begin : begin + _PART] = part.sub_(_shift(dtype))
     return _with_error(tensor, values, low, high)
 
@@ -218,5 +218,5 @@ def _with_error(tensor: torch.Tensor, values: torch.Tensor, low: float, high: fl
     error = 0.0
     for source, part in zip(tensor.reshape(-1).split(_PART), values.reshape(-1).split(_PART), strict=True):
         back = _restored(part, tensor.dtype, low, high)
-        error = max(error, float((back.double() - source.double()).abs().max()))
+        error = max(float((back.double() - source.double()).abs().max()), error)  # NaN would stay
     return PackedTensor(values, tensor.dtype, low, high, error)
