@@ -46,7 +46,7 @@ def test_what_comes_back_is_within_the_bound_that_is_measured_and_promised(value
     if not tensor.numel():
         return
     error = float((back.double() - tensor.double()).abs().max())
-    assert error == packed.max_error == packed.batch.max_error
+    assert error <= packed.max_error == packed.batch.max_error <= error * 1.000001
     low, high = (float(one) for one in tensor.double().aminmax())
     largest = max(-low, high)
     rounding = 4 * torch.finfo(source).eps * largest + 1e-300

@@ -76,7 +76,7 @@ def test_it_is_in_place_and_says_that_nothing_is_saved():
         0,
         256,
     )
-    assert report.accuracy_change == 256 and "saved 0 B" in str(report) and "zero" in str(report)
+    assert report.accuracy_change == 256 and "saved 0 B" in str(report) and "a zero takes" in str(report)
     assert "<pre>" in report._repr_html_()
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*invariant che
 
 def sparse_tensor(rows: int, columns: int, nnz: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     values = torch.zeros(rows * columns, dtype=dtype)
-    values[torch.randperm(rows * columns)[:nnz]] = 1 + torch.rand(nnz).to(dtype)
+    values[torch.randperm(rows * columns)[:nnz]] = (1 + torch.rand(nnz)).to(dtype)
     return values.view(rows, columns)
 
 

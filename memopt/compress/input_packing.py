@@ -13,8 +13,10 @@ from memopt.compress.report import Report, bytes_of
 
 _INTEGERS = {torch.uint8: 255, torch.int16: 65535}
 """Steps between the smallest and the largest value."""
-_PART = 1 << 20
-"""Elements that are worked on at once, so that what is made on the way stays small."""
+_PART = 1 << 17
+"""Elements that are worked on at once, so that what is made on the way stays in a core's cache."""
+_FAR = 2.0**100
+"""Ranges beyond it, and below its inverse, are worked on in double precision."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if not tensor.numel():
         return
     low, high = (float(bound) for bound in tensor.aminmax())
-    if not (math.isfinite(low) and math.isfinite(high) and bool(tensor.isfinite().all())):
+    if not (math.isfinite(low) and math.isfinite(high)):  # one NaN makes both NaN
         raise ValueError(f"{whose} has values that are infinite or NaN, which few bits cannot tell apart")
     if not dtype.is_floating_point:
         if not math.isfinite(high - low):
@@ -166,16 +168,32 @@ def _pack(tensor: torch.Tensor, dtype: torch.dtype) -> PackedTensor:
     if not tensor.numel():
         return PackedTensor(tensor.to(dtype), tensor.dtype, 0.0, 0.0, 0.0)
     if dtype.is_floating_point:
-        return _with_error(tensor, tensor.to(dtype), 0.0, 0.0)
+        return _rounded(tensor, dtype)
     low, high = _range(tensor, dtype)
     values = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     steps = _INTEGERS[dtype]
-    flat, source = values.view(-1), tensor.reshape(-1)
-    for begin in range(0, len(flat), _PART):
-        part = source[begin : begin + _PART].to(torch.float64, copy=True)
-        part.sub_(low).div_(high - low or 1.0).mul_(steps).round_().clamp_(0, steps)
-        flat[begin : begin + _PART] = part.sub_(_shift(dtype))
-    return _with_error(tensor, values, low, high)
+    wide = _counting(tensor.dtype, low, high)
+    error = torch.zeros((), dtype=wide, device=tensor.device)
+    for part, source in zip(values.view(-1).split(_PART), tensor.reshape(-1).split(_PART), strict=True):
+        whole = source.to(wide)
+        part.copy_(torch.sub(whole, low).mul_(steps / (high - low or 1.0)).round_().sub_(_shift(dtype)))
+        error = torch.maximum(
+            error, _restored(part, tensor.dtype, low, high).to(wide).sub_(whole).abs_().max()
+        )
+    return PackedTensor(values, tensor.dtype, low, high, _rounded_up(error))
+
+
+def _counting(dtype: torch.dtype, low: float, high: float) -> torch.dtype:
+    """The type that steps are counted in: half types are too coarse."""
+    if high > low and not 1 / _FAR < high - low < _FAR:
+        return torch.float64
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _rounded_up(error: torch.Tensor) -> float:
+    """A difference in float32 may be too small by its last bit."""
+    found = float(error)
+    return found if error.dtype == torch.float64 else found * (1 + 2.0**-23)
 
 
 def _range(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[float, float]:
@@ -203,20 +221,19 @@ def _shift(dtype: torch.dtype) -> int:
 def _restored(values: torch.Tensor, dtype: torch.dtype, low: float, high: float) -> torch.Tensor:
     if values.dtype.is_floating_point:
         return values.to(dtype)
-    # The quotient is rounded once: 7 / 255 is what ToTensor makes of a 7. Half types are too coarse to count in.
-    far = high - low > torch.finfo(torch.float32).max
-    counting = torch.float64 if far else torch.promote_types(dtype, torch.float32)
     steps, shift = _INTEGERS[values.dtype], _shift(values.dtype)
     if high - low == steps and low == -shift:
         return values.to(dtype)
-    wide = values.to(counting)
+    # Divided first: 7 / 255, rounded once, is what ToTensor makes of a 7.
+    wide = values.to(_counting(dtype, low, high))
     wide = wide.add_(shift).div_(steps) if shift else wide.div_(steps)
-    return wide.mul_(high - low).add_(low).to(dtype) if (low, high) != (0.0, 1.0) else wide.to(dtype)
+    return wide.to(dtype) if (low, high) == (0.0, 1.0) else wide.mul_(high - low).add_(low).to(dtype)
 
 
-def _with_error(tensor: torch.Tensor, values: torch.Tensor, low: float, high: float) -> PackedTensor:
-    error = 0.0
-    for source, part in zip(tensor.reshape(-1).split(_PART), values.reshape(-1).split(_PART), strict=True):
-        back = _restored(part, tensor.dtype, low, high)
-        error = max(float((back.double() - source.double()).abs().max()), error)  # NaN would stay
-    return PackedTensor(values, tensor.dtype, low, high, error)
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> PackedTensor:
+    values = tensor.to(dtype)
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    error = torch.zeros((), dtype=wide, device=tensor.device)
+    for part, source in zip(values.reshape(-1).split(_PART), tensor.reshape(-1).split(_PART), strict=True):
+        error = torch.maximum(error, part.to(wide).sub_(source).abs_().max())
+    return PackedTensor(values, tensor.dtype, 0.0, 0.0, _rounded_up(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -53,8 +52,8 @@ def prune_(
     gradients.
 
     Where only values change ("l1_unstructured", "2:4") parameters stay the objects they are, with their ties, views,
-    hooks and optimizers, also of models whose layers memopt offloads or checkpoints. All is found out before the first
-    value changes; beside the weights it takes a byte an element, and the zeroed values while evaluate runs.
+    hooks and optimizers, also of models whose layers memopt offloads or checkpoints. Until all is done the old values
+    live beside the new ones.
 
     Returns a Report. Raises, with nothing changed, TypeError or ValueError that name the layer and the mend: an amount
     outside 0…1, unknown layers, none that fit, weights that are masked, parametrized, quantised, sparse, sharded or on
@@ -130,32 +129,15 @@ def _zero(
     pruning: prune.BasePruningMethod,
     outcome: Outcome,
 ) -> None:
-    """All masks first: what can fail is over when the first value changes."""
     outcome.skipped.update(skipped)
     with torch.no_grad():
-        zeros = {name: ~_mask(pruning, weight) for name, weight in weights.items()}
-        for name, weight in weights.items():
-            outcome.undo.append(_values_back(weight, zeros[name]))
-            weight.masked_fill_(zeros[name], 0)
+        for weight in weights.values():
+            # The library's views refuse channels_last.
+            values = weight.detach().contiguous()
+            mask = pruning.compute_mask(values, torch.ones_like(values, dtype=torch.bool))
+            outcome.undo.append(partial(weight.detach().copy_, weight.detach().clone()))
+            weight.mul_(mask)
     outcome.changed.extend(weights)
-    total = sum(weight.numel() for weight in weights.values())
-    count = total - sum(int(weight.count_nonzero()) for weight in weights.values())
     outcome.notes.append(
-        f"{count} of {total} elements are zero, and a zero takes as much memory as any other number: sparsify_() says "
-        "where they can be left out"
+        "a zero takes as much memory as any other number: sparsify_() says where zeros can be left out"
     )
-
-
-def _mask(pruning: prune.BasePruningMethod, weight: torch.Tensor) -> torch.Tensor:
-    """True where a value stays."""
-    values = weight.detach().contiguous()  # the library's views refuse channels_last
-    return pruning.compute_mask(values, torch.ones_like(values, dtype=torch.bool))
-
-
-def _values_back(weight: torch.Tensor, zeros: torch.Tensor) -> Callable[[], None]:
-    values = weight.detach()[zeros]
-
-    def bring() -> None:
-        weight.detach()[zeros] = values
-
-    return bring

@@ -13,7 +13,8 @@ class TwoOfFour(prune.BasePruningMethod):
     PRUNING_TYPE = "unstructured"
 
     def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
-        fours = (t.abs() * default_mask).reshape(-1, 4)
-        smallest = torch.topk(fours, k=2, dim=1, largest=False, sorted=False).indices
-        mask = torch.ones_like(fours, dtype=default_mask.dtype).scatter_(1, smallest, 0)
-        return mask.reshape(t.shape)
+        a, b, c, d = t.abs().mul_(default_mask).reshape(-1, 4).unbind(1)
+        # Each pair is compared once; who wins twice stays. Of equals the first wins, on every device.
+        ab, ac, ad, bc, bd, cd = (one.byte() for one in (a >= b, a >= c, a >= d, b >= c, b >= d, c >= d))
+        wins = torch.stack([ab + ac + ad, 1 - ab + bc + bd, 2 - ac - bc + cd, 3 - ad - bd - cd], dim=1)
+        return (wins >= 2).to(default_mask.dtype).reshape(t.shape)
