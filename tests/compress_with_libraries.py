@@ -100,6 +100,40 @@ def test_a_config_is_handed_on():
     assert torch.equal(model(x), expected(x))
 
 
+def test_what_torchao_leaves_alone_is_not_said_to_be_changed():
+    config = PrototypeInt4WeightOnlyConfig(group_size=64, set_inductor_config=False)
+    model = perceptron(128, 32, 16)
+    weight = model[2].weight
+    report = quantize_(model, config)
+    assert report.changed == ("0",) and "torchao leaves it" in report.skipped["2"]
+    assert model[2].weight is weight and weight.requires_grad
+    model = perceptron(32, 32)
+    before = kept(model)
+    with pytest.raises(ValueError, match="torchao leaves all layers"):
+        quantize_(model, config)
+    assert not differences(before, model)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    widths=st.lists(st.integers(2, 40), min_size=2, max_size=4),
+    method=st.sampled_from(["int8_weight_only", "int8_dynamic"]),
+    bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_small_perceptron_is_quantised_as_the_library_does(widths, method, bias, seed):
+    torch.manual_seed(seed)
+    model = perceptron(*widths, bias=bias)
+    expected = copy.deepcopy(model)
+    ao.quantize_(expected, CONFIGS[method]())
+    report = quantize_(model, method)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert type(ours) is type(theirs), name
+        for part in ours.__tensor_flatten__()[0] if hasattr(ours, "__tensor_flatten__") else []:
+            assert torch.equal(getattr(ours, part), getattr(theirs, part))
+    assert report.after.memory == inner_bytes(model) == report.before.memory - report.saved
+
+
 @pytest.mark.parametrize("method", CONFIGS)
 def test_a_quantised_model_is_pickled_copied_saved_and_loaded(method):
     model = perceptron(128, 256, 32)
@@ -388,6 +422,26 @@ def test_random_state_and_buffers_are_not_touched():
     prune_(model, 0.5, "structured", sample=torch.ones(2, 3, 8, 8))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(model.norm.running_mean, mean[:8]) and int(model.norm.num_batches_tracked) == 0
+
+
+def test_a_forward_that_counts_its_calls_counts_none_of_these():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.b(self.a(x))
+
+    model = Counting()
+    prune_(model, 0.5, "structured", sample=torch.ones(1, 8))
+    assert float(model.calls) == 0
+    before = kept(model)
+    with pytest.raises(ValueError, match="nothing can be taken out"):
+        prune_(model, 0.5, "structured", sample=torch.ones(1, 8), layers="b")
+    assert not differences(before, model)
 
 
 def test_samples_are_an_argument_a_tuple_or_keywords():

@@ -68,7 +68,8 @@ _lock = threading.Lock()
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Checksums are most of the time that it takes to write a model, and nobody will read these."""
+    """Checksums are most of the time that it takes to write a model, and nobody will read these. A file that another
+    thread writes meanwhile has none either, and is read all the same."""
     with _lock:
         wanted = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)

@@ -208,19 +208,35 @@ def _quantize(
 
     outcome.skipped.update(skipped)
     outcome.notes.extend(_untied(model, chosen))
-    tied: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter | None] = {}
     for name, module in chosen.items():
         weight = module._parameters["weight"]
-        if id(weight) in tied:
-            module.weight = tied[id(weight)]
+        if id(weight) not in made:
+            made[id(weight)] = _quantized(module, config, quantize)
+        new = made[id(weight)]
+        if new is None:
+            outcome.skipped[name or "the model itself"] = "torchao leaves it as it is with this config"
         else:
-            said: Callable[[], str] | None = module.__dict__.get("extra_repr")
-            quantize(module, config, filter_fn=_everything)
-            # What torchao prints of the module is a function that cannot be pickled: a model could not be saved whole.
-            module.__dict__.pop("extra_repr", None)
-            if said is not None:
-                module.__dict__["extra_repr"] = said
-            tied[id(weight)] = module.weight  # type: ignore[assignment]
-        outcome.changed.append(name or "the model itself")
+            module._parameters["weight"] = new
+            outcome.changed.append(name or "the model itself")
+    if not outcome.changed:
+        raise ValueError(f"quantize_: torchao leaves all layers as they are with {config}")
     if note:
         outcome.notes.append(note)
+
+
+def _quantized(module: nn.Module, config: Any, quantize: Callable[..., None]) -> nn.Parameter | None:
+    """The module's new weight; None where there is none, and the module is as it was."""
+    standing = dict(module.__dict__), dict(module._parameters)
+    quantize(module, config, filter_fn=_everything)
+    new = module._parameters["weight"]
+    assert new is not None
+    # What torchao prints of the module is a function that cannot be pickled: a model could not be saved whole.
+    module.__dict__.pop("extra_repr", None)
+    if "extra_repr" in standing[0]:
+        module.__dict__["extra_repr"] = standing[0]["extra_repr"]
+    if type(new.data) is not torch.Tensor:
+        return new
+    module.__dict__.update(standing[0])
+    module._parameters.update(standing[1])
+    return None

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memopt.checkpointing.auto_checkpoint import sample_arguments
+from memopt.checkpointing.measure_chain import nothing_changes
 from memopt.compress.all_or_nothing import Outcome, carry_out
 from memopt.compress.chosen_layers import Layers, choose, shown
 from memopt.compress.libraries import library
@@ -56,8 +57,7 @@ def take_channels(model: nn.Module, share: float, layers: Layers, sample: Any, e
             if layers is None
             else [m for m in model.modules() if _may_lose(m) and m not in chosen.values()]
         )
-        with _traceable(model):
-            at_end = _prune(model, share, fixed, args, kwargs)
+        at_end = _prune(model, share, fixed, args, kwargs)
         for name, p in model.named_parameters(remove_duplicate=False):
             p.requires_grad_(trainable[name])
         _tie_again(model, ties)
@@ -127,19 +127,20 @@ def _prune(
         made.extend(t.grad_fn for t in found)
         return found
 
-    pruner = tp.pruner.BasePruner(
-        model,
-        (args, dict(kwargs)),
-        importance=tp.importance.GroupMagnitudeImportance(p=2),
-        pruning_ratio=share,
-        ignored_layers=list(fixed),
-        forward_fn=lambda traced, sample: traced(*sample[0], **sample[1]),
-        output_transform=outputs,
-        num_heads={m: m.num_heads for m in model.modules() if isinstance(m, nn.MultiheadAttention)},
-        # The library's defaults are dicts that all calls share, and that keep the models of all calls.
-        in_channel_groups={},
-        out_channel_groups={},
-    )
+    with _only_looking(model, training_graph=True):
+        pruner = tp.pruner.BasePruner(
+            model,
+            (args, dict(kwargs)),
+            importance=tp.importance.GroupMagnitudeImportance(p=2),
+            pruning_ratio=share,
+            ignored_layers=list(fixed),
+            forward_fn=lambda traced, sample: traced(*sample[0], **sample[1]),
+            output_transform=outputs,
+            num_heads={m: m.num_heads for m in model.modules() if isinstance(m, nn.MultiheadAttention)},
+            # The library's defaults are dicts that all calls share, and that keep the models of all calls.
+            in_channel_groups={},
+            out_channel_groups={},
+        )
     at_end = _making_outputs(pruner, set(made))
     pruner.ignored_layers.extend(at_end)
     pruner.step()
@@ -161,16 +162,17 @@ def _making_outputs(pruner: Any, made: set[Any]) -> set[nn.Module]:
 
 
 @contextmanager
-def _traceable(model: nn.Module) -> Iterator[None]:
-    """With a graph through all parameters, frozen ones too, and the modes that modules were in afterwards: the library
-    puts all into eval mode."""
+def _only_looking(model: nn.Module, *, training_graph: bool = False) -> Iterator[None]:
+    """In eval mode; modes, buffers, gradients and random states are afterwards what they were. training_graph: with a
+    graph through all parameters, frozen ones too."""
     modes = [(module, module.training) for module in model.modules()]
     parameters = [(p, p.requires_grad) for p in model.parameters()]
-    devices = {p.device for p, _ in parameters if p.device.type == "cuda"}
     try:
-        for p, _ in parameters:
-            p.requires_grad_(True)
-        with torch.enable_grad(), torch.random.fork_rng([device.index or 0 for device in devices]):
+        model.eval()
+        if training_graph:
+            for p, _ in parameters:
+                p.requires_grad_(True)
+        with torch.set_grad_enabled(training_graph), nothing_changes(model.parameters(), model.buffers()):
             yield
     finally:
         for module, training in modes:
@@ -183,22 +185,14 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
-def _outputs(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and types of what the model makes of the sample, in eval mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad(), torch.random.fork_rng([]):
-            return [(tuple(t.shape), t.dtype) for t in _tensors(model(*args, **kwargs))]
-    finally:
-        for module, training in modes:
-            module.training = training
+def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Shapes of what the model makes of the sample."""
+    with _only_looking(model):
+        return [tuple(t.shape) for t in _tensors(model(*args, **kwargs))]
 
 
 def _check_outputs(before: Sequence[Any], after: Sequence[Any]) -> None:
-    for (old, _), (new, _) in itertools.zip_longest(before, after, fillvalue=(None, None)):
+    for old, new in itertools.zip_longest(before, after):
         if old != new:
             raise ValueError(
                 f"{_FUNCTION}: the model's output would be {new} instead of {old}: leave the layer that makes it out "
