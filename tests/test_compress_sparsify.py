@@ -60,11 +60,11 @@ def test_values_and_results_are_the_librarys(layout, index):
     assert isinstance(model[0], nn.Linear) and (type(model[0]) is SparseLinear) is (layout == "coo")
 
 
-@pytest.mark.parametrize("layout", ["csr", "coo"])
-def test_bytes_are_those_of_indices_and_values_and_not_of_elements(layout):
+@pytest.mark.parametrize(("layout", "index"), [("csr", torch.int32), ("csr", torch.int64), ("coo", None)])
+def test_bytes_are_those_of_indices_and_values_and_not_of_elements(layout, index):
     model = pruned(64, 32, bias=False)
     by_elements = model[0].weight.numel() * 4
-    report = sparsify_(model, layout)
+    report = sparsify_(model, layout, index_dtype=index)
     by_hand = sum(part.untyped_storage().nbytes() for part in parts(model[0].weight))
     assert report.before.memory == by_elements
     assert report.after.memory == by_hand == report.choices[0].sparse_bytes < by_elements
@@ -145,6 +145,14 @@ def test_a_storage_that_others_hold_is_not_given_up():
     flat = torch.zeros(5000)
     flat[:1024] = 1.0  # its dense bytes are the storage's, whole
     assert sparsify_(flat[:1024].view(32, 32), "csr").saved == 20_000 - 33 * 4 - 1024 * 8
+
+
+def test_a_tensor_that_only_looks_sparse_is_not_converted():
+    """The rows that are looked at are zero; the others are not."""
+    tensor = torch.ones(1280, 16)
+    tensor[::20] = 0.0
+    report = sparsify_(tensor, "csr")
+    assert report.tensor is tensor and report.saved == 0 and report.choices[0].density == pytest.approx(0.95)
 
 
 def test_tied_layers_stay_tied():

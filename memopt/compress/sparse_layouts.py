@@ -65,10 +65,14 @@ def convert(tensor: torch.Tensor, layout: str, index_dtype: torch.dtype) -> torc
 
         return to_sparse_semi_structured(tensor)  # type: ignore[no-any-return]
     csr = tensor.to_sparse_csr()
-    if index_dtype == torch.int64:
-        return csr
-    indices = csr.crow_indices().to(index_dtype), csr.col_indices().to(index_dtype)
-    return torch.sparse_csr_tensor(*indices, csr.values(), csr.shape, check_invariants=False)
+    # torch's column indices show every other element of a storage of twice their size.
+    found = [_alone(part.to(index_dtype)) for part in (csr.crow_indices(), csr.col_indices())]
+    return torch.sparse_csr_tensor(*found, _alone(csr.values()), csr.shape, check_invariants=False)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """In a storage of its own size."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def index_type(shape: torch.Size, nnz: int, layout: str, index_dtype: torch.dtype | None) -> torch.dtype:

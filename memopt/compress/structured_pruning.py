@@ -148,14 +148,31 @@ def _prune(
 
 
 def _making_outputs(pruner: Any, made: set[Any]) -> set[nn.Module]:
+    """By what depends on what, whichever channels: the library's groups of all channels take as long as the pruning."""
     graph = pruner.DG
     ends = {node for node in graph.module2node.values() if node.grad_fn in made or not node.outputs}
     found: set[nn.Module] = set()
-    for group in graph.get_all_groups(ignored_layers=[], root_module_types=pruner.root_module_types):
-        targets = [dep.target for dep, _ in group if graph.is_out_channel_pruning_fn(dep.handler)]
+    for module, root in graph.module2node.items():
+        if not isinstance(module, tuple(pruner.root_module_types)):
+            continue
+        targets = _losing_outputs(graph, root, graph.get_pruner_of_module(module).prune_out_channels)
         if ends.intersection(targets):
             found.update(node.module for node in targets if isinstance(node.module, nn.Module))
     return found
+
+
+def _losing_outputs(graph: Any, root: Any, function: Any) -> set[Any]:
+    """The nodes whose output channels go with the root's."""
+    seen = {(root, function)}
+    waiting = [(root, function)]
+    while waiting:
+        node, trigger = waiting.pop()
+        for dependency in node.dependencies:
+            step = (dependency.target, dependency.handler)
+            if dependency.is_triggered_by(trigger) and step not in seen:
+                seen.add(step)
+                waiting.append(step)
+    return {node for node, handler in seen if graph.is_out_channel_pruning_fn(handler)}
 
 
 # ---- around it
