@@ -71,8 +71,9 @@ def convert(tensor: torch.Tensor, layout: str, index_dtype: torch.dtype) -> torc
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """In a storage of its own size."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    """In a storage of its own size, and no view: a view of a part keeps the whole it is a part of."""
+    alone = tensor._base is None and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone()
 
 
 def index_type(shape: torch.Size, nnz: int, layout: str, index_dtype: torch.dtype | None) -> torch.dtype:

@@ -153,9 +153,11 @@ def _check_kernels(name: str, weight: torch.Tensor, layout: str, function: str) 
             f"{whose} is on {weight.device}, which has no kernels for 2:4: it takes a CUDA device of compute "
             "capability 8.0 or later"
         )
-    rows = weight.detach()[: 64 if layout == "2:4" else 2]
+    rows = torch.ones_like(
+        weight.detach()[: 64 if layout == "2:4" else 2]
+    )  # of zeros alone nothing is computed
     if layout == "2:4":
-        rows = torch.zeros_like(rows)
+        rows[:, 2::4] = rows[:, 3::4] = 0
     try:
         with torch.no_grad():
             some = convert(rows, layout, torch.int32)
