@@ -81,12 +81,15 @@ BENCH_GPU = benchmarks/bench_alloc_gpu.py
 BENCH_ESTIMATE = benchmarks/bench_estimate.py
 BENCH_LIBRARIES = benchmarks/bench_find_batch_size.py
 BENCH_DATA = benchmarks/bench_cached.py benchmarks/bench_mapped_dataset.py
-BENCH_CPU = $(filter-out $(BENCH_SIM) $(BENCH_GPU) $(BENCH_ESTIMATE) $(BENCH_LIBRARIES) $(BENCH_DATA),$(wildcard benchmarks/bench_*.py))
+BENCH_TECHNIQUES = benchmarks/bench_compress.py
+BENCH_CPU = $(filter-out $(BENCH_SIM) $(BENCH_GPU) $(BENCH_ESTIMATE) $(BENCH_LIBRARIES) $(BENCH_DATA) \
+	$(BENCH_TECHNIQUES),$(wildcard benchmarks/bench_*.py))
 
 bench: environments  ## every benchmark (benchmarks/bench_*.py), side by side with its peer
 	@failed=0; \
 	for b in $(BENCH_CPU); do "$$(cat build/python-cpu)" $$b $(BENCH_OPTIONS) || failed=1; done; \
 	for b in $(BENCH_DATA); do "$$(cat build/python-data)" $$b $(BENCH_OPTIONS) || failed=1; done; \
+	for b in $(BENCH_TECHNIQUES); do "$$(cat build/python-techniques)" $$b $(BENCH_OPTIONS) || failed=1; done; \
 	for b in $(BENCH_SIM); do "$$(cat build/python-sim)" $$b $(BENCH_OPTIONS) || failed=1; done; \
 	$(ENVIRONMENT) estimate >build/python-estimate && \
 	    "$$(cat build/python-estimate)" $(BENCH_ESTIMATE) $(BENCH_OPTIONS) || failed=1; \
