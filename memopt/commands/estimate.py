@@ -48,6 +48,9 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+_SPREAD = "with --nproc: a script for one device, its model spread by torch's {}"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.usage = "memopt estimate [options] SCRIPT [its arguments]"
@@ -76,6 +79,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick",
         action="store_true",
         help="one run: no ranges, no other allocators, no search for what fits",
+    )
+    add(
+        "--nproc",
+        type=arguments.count(2),
+        metavar="N",
+        help="as one of N ranks, whose others are pretended: of a script that is made for torchrun, each one's peak",
+    )
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--ddp", dest="spread", action="store_const", const="ddp", help=_SPREAD.format("DDP"))
+    ways.add_argument(
+        "--fsdp", dest="spread", action="store_const", const="fsdp", help=_SPREAD.format("fully_shard")
+    )
+    ways.add_argument(
+        "--tp", dest="spread", action="store_const", const="tp", help=_SPREAD.format("parallelize_module")
     )
     add("--python", metavar="PATH", help="the Python that has PyTorch's CUDA build (this one)")
     add("--keep-files", action="store_true", help="let the script write where it wants to")
@@ -117,6 +134,8 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
         card = cards.card(options.gpu, options.compute_capability, options.context)
     if options.max_batch and card is None:
         raise ValueError("--max-batch searches for a card: name it with --gpu")
+    if options.spread and not options.nproc:
+        raise ValueError(f"--{options.spread} spreads a model over ranks: say how many with --nproc")
     batch = batch_option.find(argv, options.batch_option)
     plain = cards.card(cards.NO_LIMIT, options.compute_capability, context)
     like = card or plain
@@ -132,11 +151,13 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
         seconds=options.seconds,
         backend=options.backend,
         keep_files=options.keep_files,
+        ranks=options.nproc or 0,
+        spread=options.spread,
     )
     try:
         python = interpreters.find(options.python)
     except interpreters.NoInterpreter as error:
-        if options.python is not None or options.max_batch or options.smallest_card:
+        if options.python is not None or options.max_batch or options.smallest_card or options.nproc:
             raise
         return _on_fake_tensors(options, argv, module, card, str(error))
     with Progress(not options.quiet) as progress, Children(python) as children:
@@ -150,9 +171,10 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
             jobs=options.jobs or max(1, min(4, (os.cpu_count() or 2) // 2)),
             say=progress.say,
         )
+        ranks = survey.highest_rank() if options.nproc else None
         full = not options.quick
         found = survey.estimate(ranges=full, compare=full, mend=full and not options.max_batch)
-        found.recording = options.record
+        found.recording, found.ranks = options.record, ranks
         complaint = ""
         if options.max_batch and card is not None:
             try:

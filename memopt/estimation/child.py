@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from memopt.estimation import kernel_compilers
+from memopt.estimation import kernel_compilers, pretended_ranks
 from memopt.estimation.request import Request, read
 
 
@@ -43,6 +43,8 @@ def main(arguments: list[str]) -> int:
 
 def _environment(request: Request) -> None:
     """What torch reads when it is imported or first used."""
+    if request.ranks:
+        os.environ.update(pretended_ranks.environment(request.rank, request.ranks))
     if request.backend == "expandable":
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         name = next((name for name in names if name in os.environ), names[0])

@@ -58,6 +58,7 @@ class Estimate:
     unmodelled: list[Any] = field(default_factory=list)
     backends: list[Backend] = field(default_factory=list)
     advice: list[Advice] = field(default_factory=list)
+    ranks: dict[str, Any] | None = None
     largest_batch: dict[str, Any] | None = None
     smallest_card: dict[str, Any] | None = None
     steps: int = 0
@@ -123,6 +124,7 @@ class Estimate:
             "unmodelled": self.unmodelled,
             "backends": [asdict(backend) for backend in self.backends],
             "would_fit": [asdict(one) for one in self.advice],
+            "ranks": self.ranks,
             "largest_batch": self.largest_batch,
             "smallest_card": self.smallest_card,
             "steps": self.steps,

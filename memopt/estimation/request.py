@@ -16,7 +16,8 @@ class Request:
     holds (guesses.py). steps: of an optimizer, after which the script ends; seconds: after which it does. backend:
     which allocator. batch_size: of each DataLoader, instead of the script's. keep_files: what the script writes goes
     where it says, not to a folder that is removed. compute: every operation is computed, so nothing is guessed: for
-    sizes that the host can hold. answer, recording: files to write."""
+    sizes that the host can hold. ranks: of a job in which it is number `rank`, 0 for none; spread: how a script that
+    knows of one device is spread over them ("ddp", "fsdp", "tp"). answer, recording: files to write."""
 
     argv: list[str]
     answer: str
@@ -36,6 +37,9 @@ class Request:
     recording: str | None = None
     keep_files: bool = False
     compute: bool = False
+    ranks: int = 0
+    rank: int = 0
+    spread: str | None = None
 
 
 def read(path: str) -> Request:

@@ -19,7 +19,7 @@ import torch
 
 import memopt
 import memopt.sim
-from memopt.estimation import script
+from memopt.estimation import pretended_ranks, script, spread_model
 from memopt.estimation.guesses import Guesses
 from memopt.estimation.limits import BatchSize, TimeLimit
 from memopt.estimation.request import Request
@@ -39,6 +39,10 @@ class Run:
         self._started = started
         self._pid = os.getpid()
         self._answered = False
+        if request.ranks:
+            pretended_ranks.install(request.rank, request.ranks)
+        if request.spread is not None:
+            spread_model.install(request.spread, request.ranks)
         if request.backend == "pool":
             torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
         self._guesses = Guesses(request.fraction)

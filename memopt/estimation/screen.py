@@ -55,6 +55,17 @@ def _headline(found: Estimate) -> str:
     return f"{found.title} on {found.card.name}: {span(low, high)} of {usable} usable: {verdict}"
 
 
+def _ranks(ranks: dict[str, Any]) -> str:
+    """Of several, of which this estimate is the one with the highest peak."""
+    peaks: dict[int, int] = ranks["peaks"]
+    how = {"ddp": ", replicated", "fsdp": ", sharded by fully_shard", "tp": ", layers split"}
+    this = f"this is rank {ranks['rank']} of {ranks['count']}{how.get(ranks['spread'] or '', '')}"
+    if len(peaks) < 2:
+        return this
+    each = ", ".join(f"{rank}: {_C.format_size(peak)}" for rank, peak in peaks.items())
+    return f"{this}; allocated at the peaks: {each}"
+
+
 def rows(found: Estimate) -> list[tuple[str, str]]:
     """What the table says, a name and a text each."""
     said: list[tuple[str, str]] = []
@@ -74,6 +85,8 @@ def rows(found: Estimate) -> list[tuple[str, str]]:
             f"{_C.format_size(found.context)} context",
         )
     )
+    if found.ranks:
+        said.append(("ranks", _ranks(found.ranks)))
     if found.by_category:
         said.append(("", f"= {parts(found.by_category)}"))
     said += [("lines" if n == 0 else "", _row(row)) for n, row in enumerate(found.by_line[:_ROWS])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memopt import _C
 from memopt.estimation import advice, cards, search
@@ -23,6 +24,7 @@ CUDNN_WORKSPACE = 256 << 20
 MOST_BATCH = 1 << 20
 # Fractions of a mask that stand for "nearly nothing": a script may fail where it is none at all.
 _FEW = (0.0, 1 / 64)
+_RANKS = 8  # of which each is run
 
 Run = Callable[[Request], Answer]
 
@@ -83,6 +85,19 @@ class Survey:
         workspace = self.request.cudnn_workspace or CUDNN_WORKSPACE
         asked = [self.request, replace(self.request, cudnn_workspace=workspace)]
         return all(self._ask(self._on(card, one), f"on {card}").completed for one in asked)
+
+    def highest_rank(self) -> dict[str, Any]:
+        """The request becomes that of the rank with the highest peak. A model that is spread here is alike on all ranks
+        but for what does not divide, of which rank 0 has the most; of more than eight ranks a few are asked."""
+        count = self.request.ranks
+        several = range(count) if count <= _RANKS else sorted({0, 1, count // 2, count - 1})
+        ranks = [0] if self.request.spread else list(several)
+        asked = [(replace(self.request, rank=rank), f"rank {rank} of {count}") for rank in ranks]
+        answers = self._several(asked) if len(asked) > 1 else []
+        peaks = {rank: answer.peak_allocated for rank, answer in zip(ranks, answers, strict=False)}
+        rank = max(peaks, key=lambda rank: peaks[rank], default=0)
+        self.request = replace(self.request, rank=rank)
+        return {"count": count, "rank": rank, "spread": self.request.spread, "peaks": peaks}
 
     # ---- the answer ------------------------------------------------------------------------------------------------
 
