@@ -55,7 +55,7 @@ def clip_grad_norm_(
         return _clip_apart(parameters, max_norm, norm_type, error_if_nonfinite, foreach, process_group)
     gradients = None if foreach is False else _C.Gradients(parameters, of_parameters=True)
     if gradients is None or len(gradients.devices) != 1 or not has_fast_norm(gradients, norm_type):
-        norm: Tensor = torch.nn.utils.clip_grad_norm_(
+        norm: Tensor = torch.nn.utils.clip_grad.clip_grad_norm_(  # where nobody puts ours
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
         return norm
