@@ -303,3 +303,38 @@ mo_status mo_gather(mo_pool *pool, const mo_request *request, const mo_site *sit
     }
     return MO_OK;
 }
+
+/* ---- for devices that came later ---------------------------------------------------------------------------- */
+
+static mo_status grant_zone(mo_pool *pool, mo_zone *zone, mo_detail *detail)
+{
+    mo_status status = MO_OK;
+
+    for (mo_span *span = zone->spans; span; span = span->next)
+        for (size_t i = 0, end; i < span->fresh && !status; i = end + 1) {
+            for (end = i; end < span->fresh && span->slots[end].granule && span->slots[end].granule->handle &&
+                          span->slots[end].granted;)
+                end++;
+            if (end > i)
+                status = mo_granules_grant(&pool->granules, &span->slots[i], mo_slot_address(span, i),
+                                           end - i, detail);
+        }
+    return status;
+}
+
+mo_status mo_pool_grant_again(mo_pool *pool, mo_detail *detail)
+{
+    mo_arena *lists[2];
+    mo_status status = MO_OK;
+
+    mo_lock_take(&pool->lock);
+    lists[0] = pool->arenas;
+    lists[1] = pool->retired;
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++)
+        for (mo_arena *arena = lists[i]; arena; arena = arena->next)
+            MO_EACH_ZONE (zone, arena)
+                if (!status)
+                    status = grant_zone(pool, zone, detail);
+    mo_lock_give(&pool->lock);
+    return status;
+}

@@ -67,6 +67,13 @@ mo_status mo_pool_of_device(int device, mo_pool **out, mo_detail *detail)
         pool = atomic_load_explicit(&of_device[device], memory_order_relaxed);
         if (!pool) {
             status = mo_pool_open(driver, &defaults, detail, &pool);
+            for (int other = 0; other < MO_MAX_DEVICES && !status; other++)
+                if (mo_pool_if_open(other))
+                    status = mo_pool_grant_again(mo_pool_if_open(other), detail);
+            if (status && pool) {
+                mo_pool_close(pool, NULL);
+                pool = NULL;
+            }
             if (!status)
                 atomic_store_explicit(&of_device[device], pool, memory_order_release);
             if (!status && on_open)

@@ -61,6 +61,10 @@ mo_status mo_pool_close(mo_pool *pool, mo_detail *detail);
 /* The process's pool of a device, opened at first use with the defaults and kept for ever. */
 mo_status mo_pool_of_device(int device, mo_pool **out, mo_detail *detail);
 
+/* Grants what is mapped once more, for devices that have come since (mo_driver.grant). mo_pool_of_device does so with all
+ * pools when it opens one: each device's memory is then within the other's reach. */
+mo_status mo_pool_grant_again(mo_pool *pool, mo_detail *detail);
+
 /* The same where it is open already, else NULL. */
 mo_pool *mo_pool_if_open(int device);
 

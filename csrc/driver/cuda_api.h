@@ -68,6 +68,7 @@
     X(unmap, cuMemUnmap, (CUdeviceptr address, size_t size))                                                 \
     X(grant, cuMemSetAccess,                                                                                 \
       (CUdeviceptr address, size_t size, const CUmemAccessDesc *access, size_t count))                       \
+    X(can_access_peer, cuDeviceCanAccessPeer, (int *out, CUdevice device, CUdevice peer))                    \
     X(granularity, cuMemGetAllocationGranularity,                                                            \
       (size_t *out, const CUmemAllocationProp *properties, CUmemAllocationGranularity_flags option))         \
     /* CUDA 11.3 to 12.x, and its successor with edge data, the only one a CUDA 13 driver need keep. */      \

@@ -56,7 +56,8 @@ struct mo_driver {
     mo_status (*map)(mo_driver *, mo_address address, size_t size, mo_physical handle, mo_detail *);
     /* Whole mappings only, one or several in a row. Work that uses them must be over: the caller's duty. */
     mo_status (*unmap)(mo_driver *, mo_address address, size_t size, mo_detail *);
-    /* Read and write from this device over whole mappings in a row. */
+    /* Read and write, from this device and from those of the process that can reach it (peers.h), over whole mappings
+     * in a row. Again: for those that have come since. */
     mo_status (*grant)(mo_driver *, mo_address address, size_t size, mo_detail *);
 
     /* ---- segments: memory and address in one, where there is no virtual memory ---------------------------- */

@@ -9,6 +9,7 @@
 #include "driver/capture.h"
 #include "driver/context.h"
 #include "driver/forked.h"
+#include "driver/peers.h"
 
 /* ---- a call and its outcome ---------------------------------------------------------------------------------- */
 
@@ -125,12 +126,10 @@ static mo_status cuda_unmap(mo_driver *driver, mo_address address, size_t size, 
 
 static mo_status cuda_grant(mo_driver *driver, mo_address address, size_t size, mo_detail *detail)
 {
-    CUmemAccessDesc access = {
-        .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = self(driver)->handle},
-        .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-    };
+    CUmemAccessDesc access[MO_MAX_DEVICES];
+    const size_t count = mo_peers_access(self(driver), access);
     CUresult code;
-    CALL(driver, code, api->grant(address, size, &access, 1));
+    CALL(driver, code, api->grant(address, size, access, count));
     return CHECKED(driver, code, detail, "cuMemSetAccess(%#zx, %zu)", (size_t)address, size);
 }
 
@@ -414,6 +413,7 @@ mo_status mo_driver_cuda_get(int ordinal, mo_driver **out, mo_detail *detail)
             status = mo_driver_cuda_open(api, ordinal, &drivers[ordinal], detail);
             if (!status) {
                 found = &drivers[ordinal].table;
+                mo_peers_join(ordinal, drivers[ordinal].handle);
                 atomic_store_explicit(&ready[ordinal], found, memory_order_release);
             }
         }

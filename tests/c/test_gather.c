@@ -498,4 +498,35 @@ TEST(a_budget_is_never_exceeded_by_creation)
     close_pool();
 }
 
+/* What a device that comes later is granted by: every mapping once, in as few calls as there are rows of them. */
+TEST(all_that_is_mapped_is_granted_again_and_a_call_that_fails_changes_nothing)
+{
+    mo_address block;
+
+    open_pool(1024 * MIB, UNIT, (mo_pool_settings){.double_map = true});
+    CHECK_OK(mo_pool_grant_again(pool, &said)); /* nothing is mapped */
+    CHECK_EQ(device.calls[MO_DOUBLE_grant], 0);
+    block = get(8 * UNIT, A);
+    get(4 * KIB, A);
+    for (uint64_t failing = 0;; failing++) {
+        uint64_t before = device.calls[MO_DOUBLE_grant];
+        mo_status status;
+
+        mo_double_fail(&device, MO_DOUBLE_grant, failing, 1, MO_DRIVER);
+        status = mo_pool_grant_again(pool, &said);
+        mo_double_fail_never(&device);
+        CHECK_POOL();
+        if (!status) {
+            CHECK_EQ(failing, 2); /* a row a zone */
+            CHECK_EQ(device.calls[MO_DOUBLE_grant] - before, 2);
+            break;
+        }
+        CHECK_EQ(status, MO_DRIVER);
+    }
+    CHECK(mo_double_usable(&device, block, 8 * UNIT));
+    put(block);
+    CHECK_OK(mo_pool_grant_again(pool, &said)); /* free memory too: it will be wanted */
+    close_pool();
+}
+
 TEST_MAIN
