@@ -64,9 +64,6 @@ def _peaks(axes: Axes, comparison: StepComparison) -> None:
         if one.failed:
             axes.text(0, n, " out of memory", va="center", color="#b00020")
     axes.set_xlabel("MiB live at the peak")
-    axes.legend(
-        frameon=False, fontsize="small", ncols=6, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0
-    )
 
 
 def _times(axes: Axes, comparison: StepComparison) -> None:

@@ -60,6 +60,7 @@ def compare_steps(
     if kind == "cuda" and not cuda_is_here():
         raise RuntimeError(f"device={device!r}: there is no CUDA device here: leave device out")
     run = _in_fresh_process if fresh_process else measuring.measure
+    measuring.settle()
     return StepComparison({name: run(build, steps, kind) for name, build in variants.items()}, steps, kind)
 
 

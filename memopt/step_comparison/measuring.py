@@ -69,10 +69,9 @@ class MeasuredStep:
 
 
 def measure(build: Build, steps: int, device: str) -> MeasuredStep:
-    """Builds, takes `steps` steps, and forgets it all. device: "cpu" or "cuda".
+    """Builds, takes `steps` steps, and forgets it all: settle() comes before the first. device: "cpu" or "cuda".
 
     Raises what build and the steps raise, but for an out of memory, which is a result."""
-    settle()
     seconds: list[float] = []
     losses: list[float] = []
     watched = _Watched(device)

@@ -149,7 +149,7 @@ class StepComparison:
 
     def _saved(self, name: str) -> str:
         share = self.saved(name)
-        return "" if share is None or name == self.base else f"{share:.0%}"
+        return "" if share is None or name == self.base else f"{round(share, 2) + 0.0:.0%}"  # + 0.0: no "-0%"
 
     def _time(self, name: str) -> str:
         if name == self.base or not self.measured[name].seconds or not self.measured[self.base].seconds:
