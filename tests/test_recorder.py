@@ -428,3 +428,36 @@ def test_what_the_module_made_itself_is_no_input(recording):
     assert category[given.data_ptr()] == INPUTS and category[made.data_ptr()] == ACTIVATIONS
     assert category[inner.weight.data_ptr()] == PARAMETERS
     assert OPTIMIZER not in category.values()
+
+
+class Wrapped(torch.Tensor):
+    """As torchao's and DTensor are: no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(one.inner if isinstance(one, Wrapped) else one for one in args), **(kwargs or {}))
+
+
+def test_a_wrappers_memory_is_what_it_wraps(recording):
+    class Wrapping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", Wrapped(torch.ones(1 << 18)))
+
+        def forward(self, x):
+            return x * self.weight.inner
+
+    running = recording()
+    model = Wrapping()
+    model(torch.ones(1))
+    assert running.recording().by_category()["parameters"] == 1 << 20

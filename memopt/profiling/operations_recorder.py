@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt import _C
 from memopt.profiling.claims import column
-from memopt.profiling.host_recorder import BLOCK, EVENT, Columns, HostRecorder
+from memopt.profiling.host_recorder import BLOCK, EVENT, Columns, HostRecorder, parts
 from memopt.profiling.program import stack_here
 from memopt.profiling.unrecorded import unrecorded
 
@@ -174,7 +174,7 @@ class OperationsRecorder(HostRecorder):
 
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None:
         addresses = []
-        for tensor in tensors:
+        for tensor in [part for one in tensors for part in parts(one)]:
             self.see(tensor, here=False)
             known = (
                 self._live.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None

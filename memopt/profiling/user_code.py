@@ -19,7 +19,8 @@ _HERE = tuple(
 )
 # What torch.compile writes for itself: named by a hash, wherever its cache is.
 _COMPILED = re.compile(r"[/\\]c[a-z2-7]{51}\.py$")
-_MEMOPT = f"{Path(__file__).resolve().parents[1]}/"
+# As it is, and as it was found: by a sys.path of "..", say.
+_MEMOPT = tuple(f"{path.parents[1]}/" for path in (Path(__file__).resolve(), Path(__file__)))
 
 
 @functools.lru_cache(maxsize=1 << 16)
