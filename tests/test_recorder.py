@@ -140,6 +140,14 @@ def test_the_users_line_is_the_innermost_that_is_no_packages():
 # ---- a CPU's recording -----------------------------------------------------------------------------------------------
 
 
+def test_a_notebooks_cell_is_named_by_its_number(monkeypatch):
+    from memopt.owners import user_files
+
+    monkeypatch.setattr(user_files, "cells", lambda: {"/tmp/ipykernel_7/123.py": 3})
+    assert short_name(Frame("/tmp/ipykernel_7/123.py", 2, "f")) == "In[3]:2"
+    assert short_name(Frame("/home/me/train.py", 41, "f")) == "train.py:41"
+
+
 def test_bytes_are_those_of_the_storages_that_operations_make(recording):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -438,10 +446,10 @@ class Wrapped(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     def __init__(self, inner):
-        self.inner = inner
+        self.inner, self.mesh = inner, "no tensor"
 
     def __tensor_flatten__(self):
-        return ["inner"], None
+        return ["inner", "mesh"], None
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -220,8 +220,8 @@ def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
         names = getattr(type(tensor), "__tensor_flatten__", None)
         if names is not None:
             inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
-            # A DTensor has its mesh there too.
-        return [part for one in inner if isinstance(one, torch.Tensor) for part in parts_of(one)]
+            # A DTensor names its mesh, too.
+            return [part for one in inner if isinstance(one, torch.Tensor) for part in parts_of(one)]
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

@@ -50,7 +50,12 @@ def user_frame(stack: Stack) -> Frame | None:
 
 
 def short_name(frame: Frame) -> str:
-    """ "train.py:41"."""
+    """ "train.py:41"; of a cell of the notebook that runs here "In[3]:2"."""
+    from memopt.owners.user_files import cells
+
+    number = cells().get(frame.file)
+    if number is not None:
+        return f"In[{number}]:{frame.line}"
     name = frame.file.replace("\\", "/").rsplit("/", 1)[-1]
     return f"{name}:{frame.line}"
 
