@@ -61,8 +61,10 @@ def test_it_says_what_it_saved_in_a_table_of_the_reporter(notebook):
     if notebook.stem.startswith("01_"):
         pytest.skip("the first look saves nothing")
     cells = json.loads(notebook.read_text())["cells"]
-    titles = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    assert "\n## What it saved\n" in titles and "\n## When not to\n" in titles
+    titles = "\n".join(
+        "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+    ).splitlines()
+    assert "## What it saved" in titles and "## When not to" in titles
     tables = [
         "".join(output["data"]["text/html"])
         for cell in cells
