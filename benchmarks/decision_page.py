@@ -65,9 +65,9 @@ def cost(row: dict[str, Any]) -> str:
     if row["time_ratio"] is not None:
         said.append(f"{row['time_ratio']:.2f} x the time")
     elif row["timed"]:
-        said.append("no time beyond the noise")
+        said.append("time within the noise")
     if row["loss_difference"] is not None:
-        said.append(f"a loss of {row['loss_difference']:+.2g}" if row["loss_difference"] else "the same loss")
+        said.append(f"loss {row['loss_difference']:+.2g}" if row["loss_difference"] else "the same loss")
     if row["timed"] is False:
         said.append("simulated")
     return ", ".join(said) or "nothing measured"
