@@ -2,8 +2,9 @@
 memopt.data.cached, all by torch's DataLoader in one process, the caches filled.
 
 torch has one thread, as it has in DataLoader's workers: on a busy machine the threads of a collated batch wait for one
-another longer than an epoch takes. The images are made here: noise over gradients, 640 x 480, so that they compress as photographs do. Goal: an epoch from
-memopt's cache at least 5 times as fast as one that decodes (which is what the first epoch is)."""
+another longer than an epoch takes. The images are made here: noise over gradients, 640 x 480, so that they compress as
+photographs do. Goal: an epoch from memopt's cache at least 5 times as fast as one that decodes (which is what the first
+epoch is)."""
 
 from __future__ import annotations
 

@@ -60,9 +60,11 @@ def test_a_process_is_measured_by_kind_and_a_dead_one_is_none(tmp_path):
     assert memory_of(2**22 + 1) is None
     (tmp_path / "7").mkdir()
     (tmp_path / "7/smaps_rollup").write_text(
-        "0-1 ---p 0 00:00 0 [rollup]\nRss: 100 kB\nPss: 50 kB\nPss_File: 8 kB\nPss_Shmem: 4 kB\nPss_Anon: 38 kB\nPrivate_Dirty: 16 kB\n"
+        "0-1 ---p 0 00:00 0 [rollup]\nRss: 100 kB\nPss: 50 kB\nPss_File: 8 kB\nPss_Shmem: 4 kB\n"
+        "Pss_Anon: 38 kB\nPrivate_Dirty: 16 kB\n"
     )
-    assert memory_of(7, str(tmp_path)) == (*(100 << 10, 50 << 10, 16 << 10, 8 << 10, 4 << 10, 38 << 10),)
+    expected = tuple(kib << 10 for kib in (100, 50, 16, 8, 4, 38))
+    assert memory_of(7, str(tmp_path)) == expected
 
 
 def test_the_list_that_workers_copy_is_named_and_the_shared_one_is_not(caplog, monkeypatch):
