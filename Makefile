@@ -85,7 +85,7 @@ BENCH_TECHNIQUES = benchmarks/bench_compress.py
 BENCH_CPU = $(filter-out $(BENCH_SIM) $(BENCH_GPU) $(BENCH_ESTIMATE) $(BENCH_LIBRARIES) $(BENCH_DATA) \
 	$(BENCH_TECHNIQUES),$(wildcard benchmarks/bench_*.py))
 
-bench: environments  ## every benchmark (benchmarks/bench_*.py), side by side with its peer
+bench: environments  ## every benchmark (benchmarks/bench_*.py) beside its peer; README's figures from their JSON
 	@failed=0; \
 	for b in $(BENCH_CPU); do "$$(cat build/python-cpu)" $$b $(BENCH_OPTIONS) || failed=1; done; \
 	for b in $(BENCH_DATA); do "$$(cat build/python-data)" $$b $(BENCH_OPTIONS) || failed=1; done; \
@@ -97,6 +97,7 @@ bench: environments  ## every benchmark (benchmarks/bench_*.py), side by side wi
 	    "$$(cat build/python-libraries)" $(BENCH_LIBRARIES) $(BENCH_OPTIONS) || failed=1; \
 	if [ -e /dev/nvidiactl ]; then for b in $(BENCH_GPU); do $(PYTHON) $$b $(BENCH_OPTIONS) || failed=1; done; \
 	else echo "$(BENCH_GPU): not run, there is no GPU here" >&2; fi; \
+	$(PYTHON) benchmarks/readme_figures.py || failed=1; \
 	exit $$failed
 
 notebooks: build  ## executes the notebooks, in full, in place

@@ -1,0 +1,316 @@
+"""The table of figures in README.md, written from the JSON in benchmarks/results between two markers.
+
+    python benchmarks/readme_figures.py            rewrites the table (`make bench` ends with it)
+    python benchmarks/readme_figures.py --check    exits with 1 if README says anything else than the JSON
+
+A row names a benchmark, a case in its JSON and the contenders; nothing here is a number. A benchmark whose JSON is not
+there is said not to have been run in full."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks/results"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A contender of a figure, as it is shown."""
+
+    case: str
+    contender: str
+    show: Callable[[float], str]
+    file: str | None = None  # another than the row's
+
+    def text(self, file: str) -> str:
+        (found,) = (f for f in result(self.file or file)["figures"] if f["case"] == self.case)
+        return self.show(found["values"][self.contender])
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast as the peer a contender is: median, least and greatest of the rounds."""
+
+    case: str
+    contender: str
+
+    def text(self, file: str) -> str:
+        (found,) = (c for c in result(file)["comparisons"] if c["case"] == self.case)
+        ratio = found["summary"][self.contender]["ratio"]
+        text = f"{ratio['median']:.2f}× ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        return text if ratio["min"] > 1 or ratio["max"] < 1 else f"{text}, within the noise"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is claimed, what stands beside it, and memopt. A text holds {} for each of its values."""
+
+    claim: str
+    file: str
+    beside: str
+    ours: str
+    values: tuple[Value | Ratio, ...]  # of beside, then of ours
+
+    def cells(self) -> tuple[str, str, str]:
+        missing = [name for name in (self.file, *self._others()) if not path(name).exists()]
+        if missing:
+            return self.claim, "", "not run in full yet"
+        texts = [value.text(self.file) for value in self.values]
+        count = self.beside.count("{}")
+        return self.claim, self.beside.format(*texts[:count]), self.ours.format(*texts[count:])
+
+    def _others(self) -> list[str]:
+        return [value.file for value in self.values if isinstance(value, Value) and value.file]
+
+
+def path(file: str) -> Path:
+    return RESULTS / f"{file}.json"
+
+
+def result(file: str) -> dict:
+    return json.loads(path(file).read_text())
+
+
+def number(digits: int, unit: str = "") -> Callable[[float], str]:
+    return lambda value: f"{value:.{digits}f}{unit}"
+
+
+PEERS = "bench_alloc_train.peers"
+NINE = "frontier, mean"
+HELD = "held with no limit, mean"
+BIG = "98.4M parameters in 148 tensors"
+MANY = "50.0M parameters in 5000 tensors"
+CHAIN = "a step of a conv chain in 100% of the memory of torch's fastest way"
+GPT = "a step of a GPT in 100% of the memory of torch's fastest way"
+SEQUENTIAL = "memopt, as much as checkpoint_sequential, {} segments"
+HISTORY = "share of a step of 50 ms with 2000 allocations"
+DIGITS3, MIB, PERCENT = number(3), number(0, " MiB"), number(1, " %")
+
+ROWS = [
+    Row(
+        "device that nine training loops need, live peak = 1, mean",
+        "bench_alloc_train",
+        "torch {}, expandable segments {}",
+        "{}",
+        (
+            Value(NINE, "native", DIGITS3, PEERS),
+            Value(NINE, "expandable", DIGITS3, PEERS),
+            Value(NINE, "memopt", DIGITS3),
+        ),
+    ),
+    Row(
+        "… memory held where there is plenty",
+        "bench_alloc_train",
+        "torch {}, expandable segments {}",
+        "{}",
+        (
+            Value(HELD, "native", DIGITS3, PEERS),
+            Value(HELD, "expandable", DIGITS3, PEERS),
+            Value(HELD, "memopt", DIGITS3),
+        ),
+    ),
+    Row(
+        "gradients unscaled and clipped, 98 million, CPU",
+        "bench_scaler",
+        "torch 1",
+        "{}",
+        (Ratio(f"unscale and clip, {BIG}", "memopt"),),
+    ),
+    Row(
+        "… and AdamW's step",
+        "bench_optim",
+        "torch, fused 1",
+        "{}",
+        (Ratio(f"unscale, clip and AdamW, {BIG}", "memopt"),),
+    ),
+    Row(
+        "… 50 million in 5000 tensors",
+        "bench_optim",
+        "torch, fused 1",
+        "{}",
+        (Ratio(f"unscale, clip and AdamW, {MANY}", "memopt"),),
+    ),
+    Row(
+        "AdamW's states, bytes a parameter",
+        "bench_optim",
+        "torch 8",
+        "{}",
+        (
+            Value(
+                "goal: bytes of state a parameter, in tensors of 4096 and more, avx2",
+                "memopt, 8-bit states",
+                number(2),
+            ),
+        ),
+    ),
+    Row(
+        "… loss with them, held out, mean of 3 seeds",
+        "convergence_8bit",
+        "fp32 states {}",
+        "{}",
+        (
+            Value("held-out loss, mean of 3 seeds", "fp32 states", number(4)),
+            Value("held-out loss, mean of 3 seeds", "memopt, 8-bit states", number(4)),
+        ),
+    ),
+    Row(
+        "what a checkpointed region of four operations costs",
+        "bench_checkpoint",
+        "torch {}",
+        "{}",
+        (
+            Value("over the plain region: a region of four operations", "torch", number(0, " µs")),
+            Value("over the plain region: a region of four operations", "memopt", number(0, " µs")),
+        ),
+    ),
+    Row(
+        "step of a chain of convolutions in the memory of torch's fastest way of checkpointing",
+        "bench_checkpoint",
+        "torch 1",
+        "{}",
+        (Ratio(CHAIN, SEQUENTIAL.format(12)),),
+    ),
+    Row("… of a GPT", "bench_checkpoint", "torch 1", "{}", (Ratio(GPT, SEQUENTIAL.format(8)),)),
+    Row(
+        "`auto_checkpoint`: live bytes, of 30 runs the one nearest its budget",
+        "bench_auto_checkpoint",
+        "budget 1",
+        "{}",
+        (Value("live bytes, the row nearest its budget", "measured", DIGITS3),),
+    ),
+    Row(
+        "… its predicted peak, off by, the median and the worst run",
+        "bench_auto_checkpoint",
+        "",
+        "{}, {}",
+        (
+            Value("predicted peak, furthest from the measured one: the median row", "measured", PERCENT),
+            Value("predicted peak, furthest from the measured one", "measured", PERCENT),
+        ),
+    ),
+    Row(
+        "… its predicted seconds, the same",
+        "bench_auto_checkpoint",
+        "",
+        "{}, {}",
+        (
+            Value("predicted seconds, furthest from the measured ones: the median row", "measured", PERCENT),
+            Value("predicted seconds, furthest from the measured ones", "measured", PERCENT),
+        ),
+    ),
+    Row(
+        "schedule of 100 stages; of 200",
+        "bench_solver",
+        "",
+        "{}; {}",
+        (
+            Value("best of 100 stages, 500 slots, and the limit", "memopt", number(0, " ms")),
+            Value("best of 200 stages, 500 slots, and the limit", "memopt", number(0, " ms")),
+        ),
+    ),
+    Row(
+        "`memopt estimate`: peak, of ten scripts the one furthest off",
+        "bench_estimate",
+        "",
+        "{}",
+        (Value("peak allocated, the script furthest from its computed run", "estimate", number(2, " %")),),
+    ),
+    Row(
+        "… at full size, the slowest",
+        "bench_estimate",
+        "",
+        "{}",
+        (Value("seconds at full size, the slowest", "estimate", number(1, " s")),),
+    ),
+    Row(
+        "`memopt.backward` in a step that fits",
+        "bench_backward",
+        "`loss.backward()` 1",
+        "{}",
+        (Ratio("a step of gpt-small, nothing fails", "memopt.backward"),),
+    ),
+    Row(
+        "`offload_activations`: peak, 12 blocks of width 1024, simulated device",
+        "bench_offload_activations",
+        "plain {}",
+        "{}",
+        (
+            Value("peak, native allocator", "plain", MIB),
+            Value("peak, native allocator", "offload", MIB),
+        ),
+    ),
+    Row(
+        "`offload_layers`: the same",
+        "bench_offload_layers",
+        "plain {}",
+        "{}",
+        (
+            Value("peak live bytes of a plain step", "plain", MIB),
+            Value("peak live bytes of a step", "memopt", MIB),
+        ),
+    ),
+    Row(
+        "a recording, of a step of 50 ms with 2000 allocations",
+        "bench_profile",
+        "torch's own history {}",
+        "{}, under memopt's allocator {}",
+        (
+            Value(HISTORY, "torch's history", PERCENT),
+            Value(HISTORY, "recorded", PERCENT),
+            Value(HISTORY, "recorded", PERCENT, "bench_profile.pool"),
+        ),
+    ),
+    Row(
+        "the report page of a million events, drawn",
+        "bench_report_page",
+        "",
+        "{}",
+        (Value("a million events drawn, the best round, and the limit", "memopt", number(2, " s")),),
+    ),
+    Row(
+        "`import memopt`",
+        "bench_import",
+        "",
+        "{}",
+        (Value("added by import memopt, best against best, and the limit", "memopt", number(1, " ms")),),
+    ),
+]
+
+
+def table() -> str:
+    """Without a GPU: whatever has a time in it was taken on a CPU."""
+    lines = ["| | beside | memopt | benchmark |", "| --- | --- | --- | --- |"]
+    for row in ROWS:
+        script = row.file.partition(".")[0]
+        lines.append(f"| {' | '.join(row.cells())} | `{script}.py` |")
+    return "\n".join(lines)
+
+
+def rewritten(readme: str) -> str:
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"README.md has no {BEGIN} … {END}")
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def main() -> int:
+    readme = README.read_text()
+    wanted = rewritten(readme)
+    if sys.argv[1:] == ["--check"]:
+        if readme != wanted:
+            print("README.md's figures are not those of benchmarks/results: run benchmarks/readme_figures.py")
+        return int(readme != wanted)
+    README.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
