@@ -105,6 +105,9 @@ notebooks: build  ## executes the notebooks, in full, in place
 	@cd notebooks && for n in *.ipynb; do echo "executing $$n" >&2; \
 	    "$$(cat ../build/python-notebook)" ../tests/execute_notebook.py $$n || exit 1; done
 
+docs: build  ## the API's pages, from its docstrings: build/docs/memopt.html
+	@"$$($(ENVIRONMENT) docs)" tests/make_docs.py
+
 # ---- fuzzing ----------------------------------------------------------------------------------------------------------
 FUZZ_SECONDS ?= 60
 FUZZERS = $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
@@ -179,4 +182,4 @@ format: build  ## rewrites Python and C in the project's style
 	@clang-format -i $(C_FILES)
 
 .PHONY: help build wheel clean demo test environments test-c test-sim test-asan test-ubsan test-tsan valgrind soak bench \
-	notebooks fuzz lint format
+	notebooks docs fuzz lint format

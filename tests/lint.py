@@ -47,13 +47,16 @@ def checks() -> dict[str, list[list[str]]]:
         "ruff": [[PYTHON, "-m", "ruff", "check", "--quiet", "."]],
         "ruff format": [[PYTHON, "-m", "ruff", "format", "--quiet", "--check", "."]],
         "mypy": [[PYTHON, "-m", "mypy", "--no-error-summary"]],
+        "stubtest": [["env", f"PYTHONPATH={ROOT}", PYTHON, "-m", "mypy.stubtest", "memopt._C", "--concise",
+                      "--mypy-config-file", "pyproject.toml", "--ignore-disjoint-bases", "--ignore-unused-allowlist",
+                      "--allowlist", "tests/stubtest_allowlist.txt"]],
         "gcc": compile_all("gcc"),
         "clang": compile_all("clang"),
         "clang-format": [["clang-format", "--dry-run", "-Werror", *c_files]],
         "clang-tidy": [["clang-tidy", "--quiet", "--warnings-as-errors=*", s, "--", *WARNINGS, *flags_of(s)]
                        for s in tracked("csrc/base/*.c", "csrc/driver/*.c", "csrc/alloc/*.c", "csrc/scaler/*.c",
                                        "csrc/optim/*.c", "csrc/checkpoint/*.c",
-                                       "csrc/transfer/*.c")
+                                       "csrc/transfer/*.c", "csrc/data/*.c")
                        if not s.endswith("kernel_image.c")],
     }  # fmt: skip
     return found

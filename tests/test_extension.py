@@ -100,7 +100,7 @@ def setup(tree: Path, *arguments: str, path: str | None = None) -> subprocess.Po
 
 
 def finish(process: subprocess.Popen[str], pattern: Path) -> Path:
-    said, _ = process.communicate(timeout=600)
+    said, _ = process.communicate(timeout=3600)
     assert process.returncode == 0, said
     (made,) = pattern.parent.glob(pattern.name)
     return made

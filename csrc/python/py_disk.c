@@ -93,7 +93,7 @@ static PyType_Spec job_spec = {
 /* ---- a disk ------------------------------------------------------------------------------------------------------------ */
 
 PyDoc_STRVAR(disk_doc,
-             "Disk(directory)\n--\n\n"
+             "Disk(directory, /)\n--\n\n"
              "A file without a name in the directory, and a thread that writes it and reads it back.");
 
 static PyObject *disk_new(PyTypeObject *type, PyObject *args, PyObject *keywords)

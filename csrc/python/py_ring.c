@@ -9,7 +9,7 @@ typedef struct ring {
 } ring;
 
 PyDoc_STRVAR(ring_doc,
-             "Ring(capacity, alignment)\n--\n\n"
+             "Ring(capacity, alignment, /)\n--\n\n"
              "Slots in a row of bytes, given in order, given back in any; those at either end are free at\n"
              "once. The bytes themselves are the caller's.");
 

@@ -232,7 +232,7 @@ typedef struct pinned {
 } pinned;
 
 PyDoc_STRVAR(pinned_doc,
-             "PinnedMemory(device, nbytes)\n--\n\n"
+             "PinnedMemory(device, nbytes, /)\n--\n\n"
              "Page-locked host memory, exactly nbytes, that torch.frombuffer makes a tensor of. It is given\n"
              "back when nothing refers to it any more; the driver then waits for all devices, so keep it.");
 

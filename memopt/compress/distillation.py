@@ -100,6 +100,7 @@ class DistillationLoss(nn.Module):
 
     @property
     def teacher(self) -> nn.Module | None:
+        """The model whose outputs are learnt from; None where they are given."""
         found: nn.Module | None = self._models[0]
         return found
 

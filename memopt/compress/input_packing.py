@@ -47,6 +47,7 @@ class PackedInputs:
 
     @property
     def max_error(self) -> float:
+        """Of all packed tensors, the largest difference between a value and what comes back."""
         return max(
             (leaf.max_error for leaf in _leaves(self.batch) if isinstance(leaf, PackedTensor)), default=0.0
         )

@@ -56,6 +56,7 @@ class Report:
 
     @property
     def accuracy_change(self) -> float | None:
+        """Accuracy after less before; None where either was not measured."""
         if self.accuracy_before is None or self.accuracy_after is None:
             return None
         return self.accuracy_after - self.accuracy_before

@@ -83,6 +83,7 @@ class CudaPool:
 
     @property
     def device(self) -> torch.device:
+        """Where its memory is."""
         return self._device
 
     @property
@@ -92,10 +93,12 @@ class CudaPool:
 
     @property
     def paused(self) -> bool:
+        """Between pause() and resume(): its addresses are kept, its memory is given back."""
         return self._paused
 
     @property
     def closed(self) -> bool:
+        """Whether close() was called."""
         return self._closed
 
     def stats(self) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Export:
 
     @property
     def path(self) -> Path | None:
+        """The first of the files that were written; None where there is none."""
         return self.files[0][0] if self.files else None
 
     @property
