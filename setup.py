@@ -57,8 +57,8 @@ ARITHMETIC = ("_generic", "_avx2", "_avx512")
 
 
 def noted(command: list[str]) -> str:
-    """The same in every copy of the tree, whatever environment it is built in."""
-    kept = (argument for argument in command if not argument.startswith(f"-I{sys.prefix}"))
+    """The same in every copy of the tree, with the limited API of whichever Python."""
+    kept = (argument for argument in command if not argument.startswith("-I/"))
     return " ".join(kept).replace(str(ROOT), ".")
 
 

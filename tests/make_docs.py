@@ -1,4 +1,4 @@
-"""The API's documentation from its docstrings, by pdoc: `make docs` writes build/docs/memopt.html and a page a package."""
+"""The API's documentation from its docstrings, by pdoc: `make docs` writes build/docs/memopt.html and others."""
 
 from __future__ import annotations
 
