@@ -175,9 +175,9 @@ def main() -> int:
     report = harness.Report(
         "bench_compress", options, claim="the plain calls' results, no slower, with bytes measured"
     )
-    width, depth = (256, 3) if options.quick else (2048, 12)
-    model = perceptron(width, depth)
-    report.note("linear layers", f"{depth} of {width} x {width}")
+    width, depth, more = (256, 3, 3) if options.quick else (2048, 3, 12)
+    model, large = perceptron(width, depth), perceptron(width, more)
+    report.note("linear layers", f"{depth} of {width} x {width}; to quantise {more}")
 
     compare(
         report,
@@ -204,7 +204,7 @@ def main() -> int:
         compare(
             report,
             f"quantize_ {method}",
-            model,
+            large,
             lambda m, config=config: ao.quantize_(m, config),
             lambda m, method=method: compress.quantize_(m, method),
             "torchao",

@@ -122,10 +122,12 @@ def test_the_teacher_is_halved_frozen_in_eval_mode_and_no_part_of_the_loss():
 
 
 def test_bytes_of_the_teacher_are_storages_and_not_elements():
-    teacher = perceptron(8, 8, 8, bias=False)
-    teacher[2].weight = teacher[0].weight
+    """Its weights lie in one large storage, of which they show a part."""
+    teacher, flat = perceptron(8, 8, 8, bias=False), torch.randn(1000)
+    teacher[0].weight = nn.Parameter(flat[:64].view(8, 8))
+    teacher[2].weight = nn.Parameter(flat[64:128].view(8, 8))
     distil = DistillationLoss(teacher)
-    assert (distil.report.before.memory, distil.report.after.memory) == (256, 128)
+    assert (distil.report.before.memory, distil.report.after.memory) == (4000, 2000)
     kept_whole = DistillationLoss(perceptron(8, 8), teacher_dtype=None)
     assert kept_whole.report.saved == 0 and kept_whole.teacher[0].weight.dtype == torch.float32
 
