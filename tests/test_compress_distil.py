@@ -48,7 +48,8 @@ def test_the_loss_and_its_gradient_are_the_formulas(temperature, hard_weight, cl
     expected = hinton(student, taught, target, temperature, hard_weight)
     (wanted,) = torch.autograd.grad(expected, student)
     assert got.shape == () and got.dtype == torch.float32
-    assert torch.allclose(got.double(), expected, rtol=1e-4, atol=1e-5)
+    # T² makes more of what float32 rounds of a divergence that is almost nothing.
+    assert torch.allclose(got.double(), expected, rtol=1e-4, atol=1e-5 + 1e-6 * temperature**2)
     assert torch.allclose(gradient, wanted, rtol=1e-3, atol=1e-5)
 
 
