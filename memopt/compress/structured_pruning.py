@@ -46,7 +46,6 @@ def take_channels(model: nn.Module, share: float, layers: Layers, sample: Any, e
         if why := unusable(parameter):
             raise ValueError(f"{_FUNCTION}: {name} {why}")
     args, kwargs = sample_arguments(sample)
-    before = _outputs(model, args, kwargs)
 
     def change(outcome: Outcome) -> None:
         ties = _ties(model)
@@ -57,7 +56,8 @@ def take_channels(model: nn.Module, share: float, layers: Layers, sample: Any, e
             if layers is None
             else [m for m in model.modules() if _may_lose(m) and m not in chosen.values()]
         )
-        at_end = _prune(model, share, fixed, args, kwargs)
+        before: list[tuple[int, ...]] = []
+        at_end = _prune(model, share, fixed, args, kwargs, before)
         for name, p in model.named_parameters(remove_duplicate=False):
             p.requires_grad_(trainable[name])
         _tie_again(model, ties)
@@ -111,13 +111,15 @@ def _prune(
     fixed: Sequence[nn.Module],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    shapes: list[tuple[int, ...]],
 ) -> set[nn.Module]:
-    """Returns the modules whose channels are those of the model's outputs."""
+    """Returns the modules whose channels are those of the model's outputs, whose shapes it writes down."""
     import torch_pruning as tp
 
     made: list[Any] = []
 
     def outputs(result: Any) -> list[torch.Tensor]:
+        shapes.extend(tuple(t.shape) for t in _tensors(result))
         found = [t for t in _tensors(result) if t.grad_fn is not None]
         if not found:
             raise ValueError(
