@@ -358,6 +358,8 @@ CALLS: dict[str, list[tuple]] = {
     "copy_await": [(64, 2), (-1, 0), ("x", 1), ()],
     "copy_over": [(64, 2), (-1, 0), ("x", 1), ()],
     "copy_counts": [(64,), (-1,), ("x",), ()],
+    "copy_wait": [(64, 2, 0.0), (-1, 0, 0.0), ("x", 1, 0.0), ()],
+    "widen": [(1, 2, None, None, 1, 1.0, False), (1, 2, None, None, "x", 1.0, False), (1, 2), ()],
     "shared_build": [
         (1, "names", ["a", "b"], len, 0), (1, "names", ["a", 1], len, 0), (2, "x", [(1, {"a": 2.0})], len, 0),
         (3, "x", [("a", 1), ("a", 2)], len, 0), (3, "x", [1], len, 0), (2, "x", [len], lambda _: "no", 0),
