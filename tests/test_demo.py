@@ -166,6 +166,8 @@ def test_ctrl_c_ends_it_at_once_and_leaves_nothing_running(tmp_path: Path) -> No
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what runs in its background deaf to interrupts, and so the suite.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not (started := children.read_text().split()) and process.poll() is None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from memopt import _C
-from memopt.profiling.host_recorder import BLOCK, EVENT, Columns, HostRecorder, parts
+from memopt.owners.census import parts_of
+from memopt.profiling.host_recorder import BLOCK, EVENT, Columns, HostRecorder
 from memopt.profiling.recording import Frame, Stack
 from memopt.profiling.unrecorded import unrecorded
 
@@ -90,7 +91,7 @@ class CpuRecorder(HostRecorder):
         return _C.cpu_log_position()
 
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None:
-        addresses = [address for tensor in tensors for part in parts(tensor) if (address := self._see(part))]
+        addresses = [address for tensor in tensors for part in parts_of(tensor) if (address := self._see(part))]
         self._watch.claims.add(self.position(), addresses, category)
         if len(self._watch.claims) > 4 * self._max_events:
             self._watch.forget(self.position() - self._max_events)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
 
-from memopt.owners.census import memory_of
 from memopt.profiling.blocks import pair
 from memopt.profiling.recorder import Recorder, Watch, categories_of, facts, marks_of
 from memopt.profiling.recording import Recording, Stack
@@ -17,13 +15,6 @@ from memopt.profiling.unrecorded import unrecorded
 Columns = dict[str, torch.Tensor]
 EVENT = ("birth", "address", "size", "time", "stack", "module")
 BLOCK = ("address", "size", "stack", "module")
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Of which the tensor's memory is: itself, as a rule; of a wrapper (a DTensor, a quantised one) what it wraps."""
-    return (tensor,) if type(tensor) in _PLAIN else [part for *_, part in memory_of(tensor)]
 
 
 class HostRecorder(Recorder):

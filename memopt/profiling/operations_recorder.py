@@ -16,8 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt import _C
+from memopt.owners.census import parts_of
 from memopt.profiling.claims import column
-from memopt.profiling.host_recorder import BLOCK, EVENT, Columns, HostRecorder, parts
+from memopt.profiling.host_recorder import BLOCK, EVENT, Columns, HostRecorder
 from memopt.profiling.program import stack_here
 from memopt.profiling.unrecorded import unrecorded
 
@@ -174,7 +175,7 @@ class OperationsRecorder(HostRecorder):
 
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None:
         addresses = []
-        for tensor in [part for one in tensors for part in parts(one)]:
+        for tensor in [part for one in tensors for part in parts_of(one)]:
             self.see(tensor, here=False)
             known = (
                 self._live.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
