@@ -91,7 +91,9 @@ class CpuRecorder(HostRecorder):
         return _C.cpu_log_position()
 
     def claim(self, tensors: Iterable[torch.Tensor], category: int) -> None:
-        addresses = [address for tensor in tensors for part in parts_of(tensor) if (address := self._see(part))]
+        addresses = [
+            address for tensor in tensors for part in parts_of(tensor) if (address := self._see(part))
+        ]
         self._watch.claims.add(self.position(), addresses, category)
         if len(self._watch.claims) > 4 * self._max_events:
             self._watch.forget(self.position() - self._max_events)
