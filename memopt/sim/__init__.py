@@ -50,5 +50,6 @@ def __getattr__(name: str) -> object:
     if name == "Compute":  # needs torch, which activate() must precede
         from memopt.sim.compute import Compute
 
+        globals()[name] = Compute
         return Compute
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
