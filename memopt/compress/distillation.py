@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from memopt.compress.byte_counts import standing
 from memopt.compress.feature_capture import FeatureCapture
 from memopt.compress.fractions import fraction
 from memopt.compress.report import Report, measure
+from memopt.compress.saved_bytes import standing
 from memopt.lower_precision import to_dtype_
 from memopt.offloading.layers import OffloadedLayers, offload_layers
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from memopt import _C
-from memopt.compress.byte_counts import memory_bytes
 from memopt.owners.census import memory_of
+from memopt.storage_bytes import storage_bytes
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def duplicates(model: nn.Module) -> Duplicates:
     everything = [tensor for _, tensor in named]
     merged = {name for group in equal for name in group[1:]}
     kept = [tensor for name, tensor in named if not any(tensor is tensors[gone] for gone in merged)]
-    could_save = memory_bytes(everything) - memory_bytes(kept)
+    could_save = storage_bytes(everything) - storage_bytes(kept)
     return Duplicates(tuple(groups), tuple(equal), could_save)
 
 

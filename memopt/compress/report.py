@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from memopt import _C
-from memopt.compress.byte_counts import disk_bytes, memory_bytes, standing
+from memopt.compress.saved_bytes import disk_bytes, standing
+from memopt.storage_bytes import storage_bytes
 
 Evaluate: TypeAlias = Callable[[Any], float] | None
 
@@ -106,7 +107,7 @@ def bytes_of(
     tensors: Iterable[torch.Tensor], state: Callable[[], Any], notes: list[str] | None = None
 ) -> Bytes:
     """Of tensors, and of the file that torch.save() makes of a state."""
-    memory = memory_bytes(tensors)
+    memory = storage_bytes(tensors)
     try:
         return Bytes(memory, disk_bytes(state()))
     except Exception as error:  # whatever the state's own classes raise: saving is not what was asked for

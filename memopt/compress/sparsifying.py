@@ -11,10 +11,10 @@ from torch import nn
 
 from memopt import _C
 from memopt.compress.all_or_nothing import Outcome, carry_out
-from memopt.compress.byte_counts import memory_bytes, standing
 from memopt.compress.chosen_layers import Layers, choose, shown
 from memopt.compress.model_checks import check_model, weight_of
 from memopt.compress.report import Evaluate, Report, bytes_of, signed
+from memopt.compress.saved_bytes import standing
 from memopt.compress.sparse_layouts import (
     LAYOUTS,
     SparseChoice,
@@ -25,6 +25,7 @@ from memopt.compress.sparse_layouts import (
 )
 from memopt.compress.sparse_linear import SparseLinear, SparseWeight
 from memopt.owners.census import memory_of
+from memopt.storage_bytes import storage_bytes
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,7 +228,7 @@ def _find(name: str, tensor: torch.Tensor, layout: str, index_dtype: torch.dtype
     """Whether it pays, by the tensor's own memory. What looks as if it did is converted and counted then, as counting
     takes a quarter of that; what does not is counted only, as converted it would take several times its memory."""
     tensor = tensor.detach()
-    dense, item, count = memory_bytes([tensor]), tensor.element_size(), tensor.numel()
+    dense, item, count = storage_bytes([tensor]), tensor.element_size(), tensor.numel()
     index = index_type(tensor.shape, count, layout, None) if index_dtype is None else index_dtype
     even = break_even(tensor.shape, dense, item, layout, index.itemsize)
     sparse = None

@@ -1,36 +1,14 @@
-"""What tensors really take: the memory of their storages, each byte once, and the bytes that torch.save() writes."""
+"""What of a model is kept, and the bytes that torch.save() writes of it."""
 
 from __future__ import annotations
 
 import io
 import threading
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-
-from memopt.owners.census import memory_of
-
-
-def memory_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of all memory that the tensors keep alive, on all devices: whole storages, also where a tensor shows a part
-    of one; of sparse tensors and subclasses (quantised ones) those of the tensors within. Memory that several storages
-    share is counted once: what is added up is the union of their address ranges."""
-    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for tensor in tensors:
-        for device, address, nbytes, _ in memory_of(tensor):
-            spans[device].append((address, address + nbytes))
-    return sum(_length(sorted(found)) for found in spans.values())
-
-
-def _length(spans: list[tuple[int, int]]) -> int:
-    total = reached = 0
-    for begin, end in spans:
-        total += max(0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
 
 
 def standing(model: nn.Module) -> list[torch.Tensor]:
