@@ -146,6 +146,24 @@ def test_what_cannot_be_offloaded_is_refused_before_anything_changes(tmp_path: P
     handle.remove()
 
 
+def test_with_auto_checkpoint_it_is_refused_in_either_order(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
+    x = torch.randn(256, 32)
+    standing = sum(p.nbytes for p in model.parameters()) * 2 + x.nbytes
+    budget = standing + 8 * x.nbytes  # of the 12 outputs that a plain step keeps
+    memopt.auto_checkpoint(model, x, memory_budget=budget)
+    assert not model.plan.keeps_all
+    with pytest.raises(ValueError, match="undo_checkpoint"):
+        memopt.offload_layers(model, tmp_path)
+    memopt.undo_checkpoint(model)
+    handle = memopt.offload_layers(model, tmp_path)
+    with pytest.raises(ValueError, match=r"\.remove\(\) its handle"):
+        memopt.auto_checkpoint(model, x, memory_budget=budget)
+    assert not hasattr(model, "plan")
+    handle.remove()
+    model(x).sum().backward()
+
+
 def test_on_the_cpu_pinned_memory_is_no_gain_and_that_is_said() -> None:
     model = nn.Linear(2, 2)
     if torch.cuda.is_available():

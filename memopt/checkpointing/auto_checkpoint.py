@@ -87,7 +87,9 @@ def auto_checkpoint(
     least budget. Bytes are those of a rank's own shards, and of what is gathered while a stage runs.
 
     Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, ValueError where memory_budget, optimizer or
-    offload cannot be read or the model has no chain, and OSError where a disk cannot be written to."""
+    offload cannot be read, the model has no chain or its layers are offloaded, and OSError where a disk cannot be
+    written to."""
+    refuse_offloaded(model)
     args, kwargs = sample_arguments(sample)
     standing = tensors_in((list(model.parameters()), list(model.buffers()), args, kwargs))
     device = device_of(standing)
@@ -115,6 +117,17 @@ def auto_checkpoint(
             member.module.__dict__["forward"] = StageForward(plan.runner, member, spread)
     model.__dict__["plan"] = plan
     return model
+
+
+def refuse_offloaded(model: torch.nn.Module) -> None:
+    """A plan measures parameters where they are, and runs stages when their layers are not visiting."""
+    from memopt.offloading.layers import offloaded  # which asks this file for plans
+
+    if (name := offloaded(model)) is not None:
+        raise ValueError(
+            f"auto_checkpoint: {name or 'the model'} is offloaded by offload_layers(), whose visits no plan knows of: "
+            ".remove() its handle first, or let activations leave by memopt.offload_activations()"
+        )
 
 
 def make_plan(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memopt import _C
+from memopt.checkpointing.auto_checkpoint import StageForward
 from memopt.offloading import refusals
 from memopt.offloading.device_carrier import DeviceCarrier, beside
 from memopt.offloading.home_memory import file_block, locked_block
@@ -228,11 +229,22 @@ def offload_layers(
     return OffloadedLayers(model, plan, homes, visits)
 
 
+def offloaded(model: nn.Module) -> str | None:
+    """The name of the first module of it whose parameters visit; None where there is none."""
+    found = (name for name, one in model.named_modules() if isinstance(one.__dict__.get(NAME), LayerCall))
+    return next(found, None)
+
+
 def _check_new(model: nn.Module) -> None:
+    if (name := offloaded(model)) is not None:
+        whose = f"{name!r} in it" if name else "the model"
+        raise ValueError(f"offload_layers: {whose} is offloaded already: .remove() its handle first")
     for name, module in model.named_modules():
-        if isinstance(module.__dict__.get(NAME), LayerCall):
-            whose = f"{name!r} in it" if name else "the model"
-            raise ValueError(f"offload_layers: {whose} is offloaded already: .remove() its handle first")
+        if isinstance(module.__dict__.get("forward"), StageForward):
+            raise ValueError(
+                f"offload_layers: {name or 'the model'} runs by auto_checkpoint's plan, which knows of no visits: "
+                "memopt.undo_checkpoint(model) first, and let activations leave by memopt.offload_activations()"
+            )
 
 
 def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
