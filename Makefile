@@ -97,6 +97,8 @@ bench: environments  ## every benchmark (benchmarks/bench_*.py) beside its peer;
 	    "$$(cat build/python-libraries)" $(BENCH_LIBRARIES) $(BENCH_OPTIONS) || failed=1; \
 	if [ -e /dev/nvidiactl ]; then for b in $(BENCH_GPU); do $(PYTHON) $$b $(BENCH_OPTIONS) || failed=1; done; \
 	else echo "$(BENCH_GPU): not run, there is no GPU here" >&2; fi; \
+	"$$(cat build/python-cpu)" -m memopt demo --sim-python "$$(cat build/python-sim)" --json --no-page --force \
+	    --output benchmarks/results/demo.json || failed=1; \
 	$(PYTHON) benchmarks/readme_figures.py || failed=1; \
 	exit $$failed
 

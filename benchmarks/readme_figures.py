@@ -1,6 +1,6 @@
-"""The table of figures in README.md, written from the JSON in benchmarks/results between two markers.
+"""The tables of figures in README.md, written from the JSON in benchmarks/results between markers.
 
-    python benchmarks/readme_figures.py            rewrites the table (`make bench` ends with it)
+    python benchmarks/readme_figures.py            rewrites them (`make bench` ends with it)
     python benchmarks/readme_figures.py --check    exits with 1 if README says anything else than the JSON
 
 A row names a benchmark, a case in its JSON and the contenders; nothing here is a number. A benchmark whose JSON is not
@@ -17,7 +17,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks/results"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,19 @@ CHAIN = "a step of a conv chain in 100% of the memory of torch's fastest way"
 GPT = "a step of a GPT in 100% of the memory of torch's fastest way"
 SEQUENTIAL = "memopt, as much as checkpoint_sequential, {} segments"
 HISTORY = "share of a step of 50 ms with 2000 allocations"
-DIGITS3, MIB, PERCENT = number(3), number(0, " MiB"), number(1, " %")
+DIGITS3, COUNT, MIB, PERCENT = number(3), number(0), number(0, " MiB"), number(1, " %")
+
+
+NEAR = "near: 512MiB, starting at 49152"
+
+
+def mib_of_bytes(nbytes: float, digits: int = 0) -> str:
+    return number(digits, " MiB")(nbytes / 2**20)
+
+
+def inverse(value: float) -> str:
+    return COUNT(1 / value)
+
 
 ROWS = [
     Row(
@@ -257,6 +268,97 @@ ROWS = [
         ),
     ),
     Row(
+        "largest batch found on a card of 512 MiB; samples run in vain meanwhile",
+        "bench_find_batch_size",
+        "accelerate {}; {}",
+        "{}; {}",
+        (
+            Value(f"time a sample if steps take the same, {NEAR}", "accelerate", inverse),
+            Value(f"samples computed for nothing, {NEAR}", "accelerate", COUNT),
+            Value(f"time a sample if steps take the same, {NEAR}", "memopt", inverse),
+            Value(f"samples computed for nothing, {NEAR}", "memopt", COUNT),
+        ),
+    ),
+    Row(
+        "`Prefetcher`: an epoch of uint8 images, normalised on the device, simulated device",
+        "bench_prefetcher",
+        "DataLoader, pinned 1",
+        "{}",
+        (Ratio("images, 8 of 64 x 3 x 224 x 224", "memopt"),),
+    ),
+    Row(
+        "… of small token tensors",
+        "bench_prefetcher",
+        "DataLoader, pinned 1",
+        "{}",
+        (Ratio("as they come: 50 of tokens", "memopt"),),
+    ),
+    Row(
+        "… pinned host memory for it",
+        "bench_prefetcher",
+        "by hand {}",
+        "{}",
+        (
+            Value("pinned bytes, images: 64 x 3 x 224 x 224", "by hand", mib_of_bytes),
+            Value("pinned bytes, images: 64 x 3 x 224 x 224", "memopt", mib_of_bytes),
+        ),
+    ),
+    Row(
+        "2 million strings and four workers, in all",
+        "bench_shared_list",
+        "list {}",
+        "{}",
+        (
+            Value("fork: the names in all, parent and 4 workers", "list", MIB),
+            Value("fork: the names in all, parent and 4 workers", "SharedStrings", MIB),
+        ),
+    ),
+    Row(
+        "… read in random order",
+        "bench_shared_list",
+        "list 1",
+        "{}",
+        (Ratio("500000 names of 2000000, in random order", "SharedStrings"),),
+    ),
+    Row(
+        "a second epoch of decoded JPEGs",
+        "bench_cached",
+        "DataLoader alone 1",
+        "{}",
+        (Ratio("an epoch of 256 JPEGs of 640 x 480", "memopt.data.cached"),),
+    ),
+    Row(
+        "a shuffled epoch of rows in a file",
+        "bench_mapped_dataset",
+        "numpy.memmap 1",
+        "{}",
+        (Ratio("a shuffled epoch of 4096 images", "MmapDataset, batches"),),
+    ),
+    Row(
+        "`quantize_` to int8 weights, bytes a parameter",
+        "bench_compress",
+        "fp32 {}",
+        "{}",
+        (
+            Value("bytes of memory a parameter: quantize_ int8_weight_only", "before", number(2)),
+            Value("bytes of memory a parameter: quantize_ int8_weight_only", "after", number(2)),
+        ),
+    ),
+    Row(
+        "… its time, checked and measured",
+        "bench_compress",
+        "torchao 1",
+        "{}",
+        (Ratio("quantize_ int8_weight_only", "memopt"),),
+    ),
+    Row(
+        "`prune_` whole channels, the same",
+        "bench_compress",
+        "torch-pruning 1",
+        "{}",
+        (Ratio("prune_ structured", "memopt"),),
+    ),
+    Row(
         "a recording, of a step of 50 ms with 2000 allocations",
         "bench_profile",
         "torch's own history {}",
@@ -293,12 +395,42 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def demo() -> str:
+    """What `make demo` found, of the JSON that `make bench` has it write."""
+    if not path("demo").exists():
+        return "`make demo` has not been run for this table yet."
+    found = result("demo")
+    lines = [
+        "| | peak | predicted | a step | final loss |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for task in found["tasks"]:
+        plain, within = task["plain"], task["within"]
+        kept = f"within {mib_of_bytes(task['budget'], 1)}: {'kept' if task['kept'] else 'NOT kept'}"
+        for name, run, predicted in (
+            (task["about"], plain, ""),
+            (kept, within, mib_of_bytes(within["plan"]["peak_bytes"], 1)),
+        ):
+            lines.append(
+                f"| {name} | {mib_of_bytes(run['peak'], 1)} | {predicted} | {run['seconds'] * 1e3:.0f} ms "
+                f"| {run['loss']:.4f} |"
+            )
+    lines += ["", f"`make demo` on {found['cores']} cores of a machine without a GPU: {found['seconds']:.0f} s."]
+    return "\n".join(lines)
+
+
+BLOCKS = {"demo": demo, "figures": table}
+
+
 def rewritten(readme: str) -> str:
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"README.md has no {BEGIN} … {END}")
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    for name, write in BLOCKS.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, begins, rest = readme.partition(begin)
+        _, ends, after = rest.partition(end)
+        if not begins or not ends:
+            raise SystemExit(f"README.md has no {begin} … {end}")
+        readme = f"{before}{begin}\n{write()}\n{end}{after}"
+    return readme
 
 
 def main() -> int:

@@ -22,6 +22,8 @@ except ImportError as error:
         hint = "the installed package is damaged: reinstall it with `pip install --force-reinstall memopt`"
     raise ImportError(f"memopt._C cannot be loaded ({error}): {hint}") from error
 
+from memopt.lazy_names import lazy_names
+
 if TYPE_CHECKING:
     from memopt import amp, batch_sizes, chain, compress, cuda, data, deploy, optim, sim
     from memopt.batch_sizes import BatchSize, find_batch_size
@@ -85,8 +87,9 @@ __all__ = [
     "undo_checkpoint",
 ]
 
-# What is imported when it is first asked for: a name here, the module it lives in.
-_LATER = {
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
     "BatchSize": "memopt.batch_sizes",
     "find_batch_size": "memopt.batch_sizes",
     "doctor": "memopt.diagnosis",
@@ -119,20 +122,8 @@ _LATER = {
     "deploy": None,
     "optim": None,
     "sim": None,
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LATER:
-        raise AttributeError(f"module 'memopt' has no attribute {name!r}")
-    home = _LATER[name]
-    value = (
-        importlib.import_module(f"memopt.{name}")
-        if home is None
-        else getattr(importlib.import_module(home), name)
-    )
-    globals()[name] = value
-    return value
+},
+)
 
 
 def load_ipython_extension(ipython: object) -> None:
@@ -143,7 +134,3 @@ def load_ipython_extension(ipython: object) -> None:
 def unload_ipython_extension(ipython: object) -> None:
     """%unload_ext memopt: memopt.disable(), and the magics are gone."""
     importlib.import_module("memopt.notebooks.extension").unload(ipython)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})

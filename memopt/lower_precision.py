@@ -16,14 +16,9 @@ from memopt import _C
 
 Keep: TypeAlias = str | Iterable[Any] | Callable[[str, torch.Tensor], bool] | None
 
-# Sums over a batch or a feature lose too much in 8 or 11 bits of mantissa, and their few parameters weigh nothing.
-_NORMS = (
-    torch.nn.modules.batchnorm._NormBase,
-    torch.nn.LayerNorm,
-    torch.nn.GroupNorm,
-    torch.nn.RMSNorm,
-    torch.nn.LocalResponseNorm,
-)
+# Statistics that are summed up step by step lose too much in 8 or 11 bits of mantissa. Of the other norms CUDA's kernels
+# take no parameters of another type than their input's; they sum in float32 whatever that is.
+_NORMS = (torch.nn.modules.batchnorm._NormBase,)
 
 
 @dataclass(frozen=True)
@@ -76,8 +71,9 @@ def to_dtype_(
     integers, truths and complex numbers stay.
 
     dtype: float32, float64, float16, bfloat16, or one of the float8 types, which are for keeping and not for computing.
-    keep: what stays as it is: "norms" (batch, layer, group and RMS norms of a module), None for nothing, names or
-        beginnings of names ("head", "layers.0"), modules, tensors, or a function of name and tensor.
+    keep: what stays as it is: "norms" (batch and instance norms, whose running statistics need float32; layer, group
+        and RMS norms have none, and outside autocast CUDA wants their parameters in the type of their input), None for
+        nothing, names or beginnings of names ("head", "layers.0"), modules, tensors, or a function of name and tensor.
     allow_overflow: values that the type cannot represent become infinite (in float8 types NaN or the largest, as torch
         converts them), and are counted; without it they are an error.
 
@@ -116,8 +112,7 @@ def to_dtype_(
     )
 
 
-# ---- what is given
-# ---------------------------------------------------------------------------------------------------
+# ---- what is given --------------------------------------------------------------------------------------------------
 
 
 def _named_tensors(given: Any) -> dict[str, torch.Tensor]:
@@ -197,8 +192,7 @@ def _by_storage(
     return found
 
 
-# ---- what is refused
-# -------------------------------------------------------------------------------------------------
+# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 def _check(
@@ -248,8 +242,7 @@ def _overflowing(name: str, tensor: torch.Tensor, dtype: torch.dtype, allowed: b
     return count
 
 
-# ---- converting
-# ------------------------------------------------------------------------------------------------------
+# ---- converting -----------------------------------------------------------------------------------------------------
 
 
 def _convert(members: dict[str, torch.Tensor], dtype: torch.dtype) -> None:

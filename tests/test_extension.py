@@ -351,6 +351,7 @@ CALLS: dict[str, list[tuple]] = {
     "cpu_log_died": [(4096, 1), (4096,), ("x", 1), ()],
     "cpu_log_size": [(4096,), ("x",), ()],
     "cpu_log_position": [(), (1,)],
+    "cpu_log_live": [(False,), (True,), ()],
     "cpu_log_read": [(), (1,)],
     "cpu_log_stacks": [(1,), ("x",), ()],
     "copy_out": [(1, 2), (b"x", b"y", 1), (), (1,)],

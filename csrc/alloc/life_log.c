@@ -18,6 +18,7 @@ struct mo_life_log {
     mo_life_event *events; /* event n lies at n % room, once room is all there will be */
     size_t room, capacity;
     int64_t written, serials;
+    int64_t live, peak; /* bytes */
     blocks living, before;
 };
 
@@ -135,11 +136,24 @@ static int64_t now_us(void)
     return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
 }
 
+/* 0 where there is no host memory. */
+static int add(mo_life_log *log, const mo_life_block *block)
+{
+    const int64_t ended = mo_life_size(log, block->address);
+
+    if (!put(&log->living, block))
+        return 0;
+    log->live += block->size - ended;
+    if (log->live > log->peak)
+        log->peak = log->live;
+    return 1;
+}
+
 int64_t mo_life_born(mo_life_log *log, int64_t address, int64_t size, int64_t stack, int64_t module)
 {
     const mo_life_block block = {address, size, stack, module, log->serials + 1};
 
-    if (!put(&log->living, &block))
+    if (!add(log, &block))
         return 0;
     *next(log) = (mo_life_event){1, address, size, now_us(), stack, module};
     return ++log->serials;
@@ -149,7 +163,7 @@ int64_t mo_life_adopt(mo_life_log *log, int64_t address, int64_t size)
 {
     const mo_life_block block = {address, size, 0, 0, log->serials + 1};
 
-    if (log->written || !put(&log->living, &block))
+    if (log->written || !add(log, &block))
         return 0;
     put(&log->before, &block);
     return ++log->serials;
@@ -163,6 +177,7 @@ int mo_life_died(mo_life_log *log, int64_t address, int64_t serial)
     if (!place || !place->address || (serial && place->serial != serial))
         return 0;
     size = place->size;
+    log->live -= size;
     empty(&log->living, place);
     *next(log) = (mo_life_event){0, address, size, now_us(), 0, 0};
     return 1;
@@ -206,6 +221,21 @@ void mo_life_close(mo_life_log *log)
     mo_host_free(log->before.places);
     mo_host_free(log->events);
     mo_host_free(log);
+}
+
+int64_t mo_life_live(const mo_life_log *log)
+{
+    return log->live;
+}
+
+int64_t mo_life_peak(const mo_life_log *log)
+{
+    return log->peak;
+}
+
+void mo_life_reset_peak(mo_life_log *log)
+{
+    log->peak = log->live;
 }
 
 int64_t mo_life_written(const mo_life_log *log)

@@ -3,6 +3,7 @@
  *     written = events so far             kept = the last min(written, capacity) of them
  *     before  = blocks that were born before the first kept event and had not died by then
  *     living  = blocks that are born and not dead
+ *     live    = their bytes                peak    = the most that live has been since the peak was last reset
  *
  * So nothing that lives is ever forgotten, however many events are. An address has one living block: a birth there ends
  * the block before. The ring grows as it fills; where there is no host memory for that, it stays as large as it is. No
@@ -46,6 +47,12 @@ int mo_life_died(mo_life_log *log, int64_t address, int64_t serial);
 
 /* Bytes of the living block that begins at an address, 0 for none. */
 int64_t mo_life_size(const mo_life_log *log, int64_t address);
+
+/* Bytes. */
+int64_t mo_life_live(const mo_life_log *log);
+int64_t mo_life_peak(const mo_life_log *log);
+/* The peak is what lives now. */
+void mo_life_reset_peak(mo_life_log *log);
 
 int64_t mo_life_written(const mo_life_log *log);
 size_t mo_life_kept(const mo_life_log *log);

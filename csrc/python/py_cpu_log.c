@@ -205,6 +205,30 @@ static PyObject *cpu_log_position(PyObject *module, PyObject *unused)
     return PyLong_FromLongLong(written);
 }
 
+PyDoc_STRVAR(live_doc, "cpu_log_live($module, reset_peak, /)\n--\n\n"
+                       "(bytes that live, the most that did since the peak was last reset); then, if asked to, resets\n"
+                       "it. Zeros where nobody watches.");
+
+static PyObject *cpu_log_live(PyObject *module, PyObject *reset_peak)
+{
+    const int reset = PyObject_IsTrue(reset_peak);
+    int64_t live = 0, peak = 0;
+    mo_life_log *log;
+
+    (void)module;
+    if (reset < 0)
+        return NULL;
+    log = mo_torch_cpu_lock_log();
+    if (log) {
+        live = mo_life_live(log);
+        peak = mo_life_peak(log);
+        if (reset)
+            mo_life_reset_peak(log);
+        mo_torch_cpu_unlock_log();
+    }
+    return Py_BuildValue("LL", (long long)live, (long long)peak);
+}
+
 PyDoc_STRVAR(
     read_doc,
     "cpu_log_read($module, /)\n--\n\n"
@@ -272,6 +296,7 @@ static PyMethodDef methods[] = {
     {"cpu_log_died", (PyCFunction)(void (*)(void))cpu_log_died, METH_FASTCALL, died_doc},
     {"cpu_log_size", cpu_log_size, METH_O, size_doc},
     {"cpu_log_position", cpu_log_position, METH_NOARGS, position_doc},
+    {"cpu_log_live", cpu_log_live, METH_O, live_doc},
     {"cpu_log_read", cpu_log_read, METH_NOARGS, read_doc},
     {"cpu_log_stacks", cpu_log_stacks, METH_O, stacks_doc},
     {NULL, NULL, 0, NULL},

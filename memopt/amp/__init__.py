@@ -6,6 +6,7 @@ from __future__ import annotations
 from memopt.amp.clip import clip_grad_norm_
 from memopt.amp.foreach_unscale import foreach_unscale_
 from memopt.amp.update_scale import update_scale_
+from memopt.lazy_names import lazy_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -13,18 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GradScaler", "clip_grad_norm_", "foreach_unscale_", "update_scale_"]
 
-
-def __getattr__(name: str) -> object:
-    if name == "GradScaler":  # a subclass of torch's, which importing memopt.amp must not need
-        from memopt import torch_version
-
-        torch_version.require("memopt.amp.GradScaler")
-        from memopt.amp.grad_scaler import GradScaler
-
-        globals()[name] = GradScaler
-        return GradScaler
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# A subclass of torch's, which importing memopt.amp must not need.
+__getattr__, __dir__ = lazy_names(
+    globals(), {"GradScaler": "memopt.amp.grad_scaler"}, torch_for="memopt.amp"
+)

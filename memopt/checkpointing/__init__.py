@@ -3,6 +3,8 @@ for torch.utils.checkpoint: the same signatures, results and errors."""
 
 from __future__ import annotations
 
+from memopt.lazy_names import lazy_names
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -18,26 +20,13 @@ __all__ = [
     "set_checkpoint_early_stop",
 ]
 
-_HOMES = {
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
     "checkpoint": "memopt.checkpointing.regions",
     "checkpoint_sequential": "memopt.checkpointing.sequential",
     "create_selective_checkpoint_contexts": "memopt.checkpointing.selective",
     "set_checkpoint_early_stop": "torch.utils.checkpoint",  # one setting for torch's regions and memopt's
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    from memopt.torch_version import require
-
-    require(f"memopt.{name}")
-    value: object = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+},
+    torch_for="memopt",
+)

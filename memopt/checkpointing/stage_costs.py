@@ -1,8 +1,8 @@
 """What each stage of a chain costs, measured where it stands: bytes by storages, seconds by the clock.
 
 Bytes are those of storages, each counted once, from a dispatch mode that sees every operation's outputs and from the
-storages' deaths; on a CUDA device what an operation takes for itself while it runs (cuDNN's workspaces, temporaries)
-comes from the allocator's statistics, on a CPU it is not seen. Seconds are the least of several runs, on a device that
+storages' deaths; what an operation takes for itself while it runs (cuDNN's workspaces, temporaries) comes from the
+device's allocator: of CUDA by its statistics, of the CPU by watching it (csrc/alloc/torch_cpu.h). Seconds are the least of several runs, on a device that
 runs behind the host with that device synchronised around each."""
 
 from __future__ import annotations
@@ -17,19 +17,29 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.checkpointing.allocator_bytes import allocator_bytes
 from memopt.checkpointing.chain_offload import aligned, can_go
 
 
 class Meter(TorchDispatchMode):
-    """Bytes of the storages that operations make while the mode is on and that live: now, and at the most. device: a
-    CUDA device, whose allocator is asked what each operation takes besides; the peak in its statistics is reset."""
+    """Bytes of the storages that operations make while the mode is on and that live: now, and at the most. device: the
+    one whose allocator is asked what each operation takes besides, whose peak is reset for that; None: none."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
-        self.device = device if device is not None and device.type == "cuda" else None
+        self.allocator = allocator_bytes(device)
         self.live = self.peak = self.made = 0
         self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.ignored: set[int] = set()
+
+    def __enter__(self) -> Meter:
+        self.allocator.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.allocator.stop()
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """These do not count, from now on."""
@@ -55,18 +65,14 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = self.made
-        if self.device is not None:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
+        before, _ = self.allocator.restart()
         out = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 self.see(local(leaf).untyped_storage())
-        if self.device is not None:
-            statistics = torch.cuda.memory_stats(self.device)
-            # What stays is no passing memory (cuBLAS's workspace), garbage that was collected meanwhile not its own.
-            after = max(statistics["requested_bytes.all.current"], before + self.made - made)
-            self.peak = max(self.peak, self.live + statistics["requested_bytes.all.peak"] - after)
+        now, peak = self.allocator.now_and_peak()
+        # What stays is no passing memory (cuBLAS's workspace), garbage that was collected meanwhile not its own.
+        self.peak = max(self.peak, self.live + peak - max(now, before + self.made - made))
         return out
 
 

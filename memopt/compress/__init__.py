@@ -6,7 +6,7 @@ the model is as it was."""
 
 from __future__ import annotations
 
-import importlib
+from memopt.lazy_names import lazy_names
 
 TYPE_CHECKING = False  # type checkers take it for typing's
 
@@ -35,7 +35,9 @@ __all__ = [
     "tie_",
 ]
 
-_LATER = {
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
     "Bytes": "memopt.compress.report",
     "DistillationLoss": "memopt.compress.distillation",
     "Duplicates": "memopt.compress.duplicate_storages",
@@ -48,16 +50,5 @@ _LATER = {
     "quantize_": "memopt.compress.quantizing",
     "sparsify_": "memopt.compress.sparsifying",
     "tie_": "memopt.compress.tying",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LATER:
-        raise AttributeError(f"module 'memopt.compress' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LATER[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+},
+)

@@ -3,7 +3,7 @@ that stay in a file, and batches that are on the device when they are asked for.
 
 from __future__ import annotations
 
-import importlib
+from memopt.lazy_names import lazy_names
 
 TYPE_CHECKING = False  # type checkers take it for typing's
 
@@ -32,7 +32,9 @@ __all__ = [
     "watch",
 ]
 
-_LATER = {
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
     "FolderStream": "memopt.data.folder_stream",
     "MmapDataset": "memopt.data.mapped_dataset",
     "MmapWriter": "memopt.data.mapped_writer",
@@ -43,16 +45,5 @@ _LATER = {
     "cached": "memopt.data.caching",
     "tune": "memopt.data.tuning",
     "watch": "memopt.data.worker_watch",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LATER:
-        raise AttributeError(f"module 'memopt.data' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LATER[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+},
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from memopt.lazy_names import lazy_names
 
 TYPE_CHECKING = False  # type checkers take it for typing's
 
@@ -12,16 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Export", "export"]
 
-_LATER = {"Export": "memopt.deploy.export_report", "export": "memopt.deploy.exporting"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LATER:
-        raise AttributeError(f"module 'memopt.deploy' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LATER[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {"Export": "memopt.deploy.export_report", "export": "memopt.deploy.exporting"},
+)

@@ -3,6 +3,8 @@ flag of a gradient scaler read where the update happens, and with optimizer stat
 
 from __future__ import annotations
 
+from memopt.lazy_names import lazy_names
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from memopt.optim.adam import Adam
@@ -11,19 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # They are subclasses of torch's, which importing memopt.optim must not need.
-    from importlib import import_module
-
-    from memopt import torch_version
-
-    torch_version.require(f"memopt.optim.{name}")
-    globals()[name] = made = getattr(import_module(f"memopt.optim.{name.lower()}"), name)
-    return made
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# They are subclasses of torch's, which importing memopt.optim must not need.
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {"SGD": "memopt.optim.sgd", "Adam": "memopt.optim.adam", "AdamW": "memopt.optim.adamw"},
+    torch_for="memopt.optim",
+)

@@ -23,6 +23,7 @@ from memopt.sim.control import (
     stats,
     workspace_reads,
 )
+from memopt.lazy_names import lazy_names
 from memopt.sim.coverage import coverage
 
 __all__ = [
@@ -45,11 +46,5 @@ __all__ = [
     "workspace_reads",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name == "Compute":  # needs torch, which activate() must precede
-        from memopt.sim.compute import Compute
-
-        globals()[name] = Compute
-        return Compute
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# It needs torch, which activate() must precede.
+__getattr__, __dir__ = lazy_names(globals(), {"Compute": "memopt.sim.compute"})

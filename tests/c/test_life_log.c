@@ -14,6 +14,7 @@ typedef struct block {
 static block blocks[4 * MOST];
 static size_t count;
 static int64_t now;
+static int64_t most; /* bytes that lived at once since start_over() or the last reset */
 static uint64_t seed;
 
 static block *living_at(int64_t address)
@@ -22,6 +23,15 @@ static block *living_at(int64_t address)
         if (blocks[i].address == address && !blocks[i].died)
             return &blocks[i];
     return NULL;
+}
+
+static int64_t bytes_alive(void)
+{
+    int64_t sum = 0;
+
+    for (size_t i = 0; i < count; i++)
+        sum += blocks[i].died ? 0 : blocks[i].size;
+    return sum;
 }
 
 static void born(mo_life_log *log, int64_t address, int64_t size)
@@ -35,6 +45,8 @@ static void born(mo_life_log *log, int64_t address, int64_t size)
     blocks[count].serial = mo_life_born(log, address, size, now, 0);
     CHECK(blocks[count].serial > 0);
     count++;
+    if (bytes_alive() > most)
+        most = bytes_alive();
 }
 
 static void died(mo_life_log *log, int64_t address, int64_t serial)
@@ -57,6 +69,8 @@ static void check_all(const mo_life_log *log, size_t capacity)
     size_t wanted = 0;
 
     CHECK_EQ(mo_life_written(log), now);
+    CHECK_EQ(mo_life_live(log), bytes_alive());
+    CHECK_EQ(mo_life_peak(log), most);
     CHECK_EQ(kept, (size_t)now < capacity ? (size_t)now : capacity);
     mo_life_events(log, events);
     mo_life_before(log, before);
@@ -93,6 +107,7 @@ static void start_over(void)
 {
     count = 0;
     now = 0;
+    most = 0;
 }
 
 TEST(events_and_what_was_before_them_are_those_of_a_list)
@@ -117,6 +132,10 @@ TEST(events_and_what_was_before_them_are_those_of_a_list)
                      test_random(&seed) % 2 && there ? there->serial + (test_random(&seed) % 4 == 0) : 0);
             if (n % 37 == 0)
                 check_all(log, capacity);
+            if (n % 50 == 0) {
+                mo_life_reset_peak(log);
+                most = bytes_alive();
+            }
         }
         check_all(log, capacity);
         mo_life_close(log);
@@ -134,6 +153,7 @@ TEST(what_was_there_before_is_known_and_is_no_event)
     CHECK_EQ(mo_life_written(log), 0);
     CHECK_EQ(mo_life_before_count(log), 1);
     CHECK_EQ(mo_life_size(log, 640), 10);
+    CHECK_EQ(mo_life_live(log), 10);
     CHECK_EQ(mo_life_died(log, 640, serial + 1), 0);
     CHECK_EQ(mo_life_died(log, 640, serial), 1);
     CHECK_EQ(mo_life_died(log, 640, serial), 0);

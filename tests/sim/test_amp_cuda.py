@@ -9,6 +9,7 @@ import pytest
 import torch
 from amp_sequences import bits
 
+import memopt
 from memopt import _C, optim, sim
 from memopt.amp import GradScaler, clip_grad_norm_
 
@@ -273,3 +274,17 @@ def test_a_captured_pass_is_replayed_with_another_scale_and_an_inf():
     set_to(grad, 6.0, math.inf)
     found_inf, infinite, zero, *_ = replayed()
     assert (found_inf, infinite, zero) == (1, math.inf, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_converted_model_runs_without_autocast(dtype):
+    """CUDA's host code refuses a norm whose parameters are of another type than its input, where it cannot take it."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.InstanceNorm2d(8, True, True),
+        torch.nn.GroupNorm(2, 8), torch.nn.Flatten(2), torch.nn.LayerNorm(36), torch.nn.RMSNorm(36),
+        torch.nn.BatchNorm1d(8), torch.nn.Linear(36, 4),
+    ).cuda()  # fmt: skip
+    report = memopt.to_dtype_(model, dtype)
+    assert "1.running_mean" in report.kept and "5.weight" in report.converted
+    model(torch.zeros(2, 3, 8, 8, dtype=dtype, device="cuda")).float().sum().backward()
+    assert all(p.grad.dtype == p.dtype for p in model.parameters())
