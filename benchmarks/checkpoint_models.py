@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import tasks
-from benchmarks.live_bytes import LiveBytes
+from memopt.checkpointing.allocator_bytes import CpuBytes
+from memopt.checkpointing.stage_costs import bytes_of
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -40,19 +41,19 @@ class Work:
         return [*self.model.parameters(), *self.model.buffers(), *sample]
 
     def live_peak(self) -> int:
-        """Bytes of storages that live at once in a step, at the most."""
+        """Bytes that live at once in a step, at the most: as torch's CPU allocator gives them, what kernels take to work
+        in among them, beside what was there before."""
         self.model.zero_grad(set_to_none=True)
-        live = LiveBytes()
-        for tensor in self.standing():
-            live.see(tensor)
-        with live:
+        allocator = CpuBytes()
+        allocator.start()
+        try:
+            allocator.restart()
             self.step()
-            self.model.zero_grad(set_to_none=True)
-        now = most = 0
-        for _, change in live.log:
-            now += change
-            most = max(most, now)
-        return most
+            _, most = allocator.now_and_peak()
+        finally:
+            allocator.stop()
+        self.model.zero_grad(set_to_none=True)
+        return bytes_of(self.standing()) + most
 
 
 class Blocks(nn.Module):

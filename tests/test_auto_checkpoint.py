@@ -138,11 +138,11 @@ def step(model: nn.Module, sample: object, loss: Callable) -> torch.Tensor:
 
 
 def live_peak(model: nn.Module, sample: object, loss: Callable) -> int:
-    """Live storage bytes at the most in a step: everything that memory_budget counts."""
+    """Live bytes at the most in a step, what kernels take among them: everything that memory_budget counts."""
     model.zero_grad()
     standing = [*model.parameters(), *model.buffers()]
     standing += list(sample.values()) if isinstance(sample, dict) else [sample]
-    meter = Meter()
+    meter = Meter(torch.device("cpu"))
     meter.ignore(standing)
     with meter:
         step(model, sample, loss)

@@ -234,7 +234,9 @@ class ChainMeasurement:
                 self.returns_last = beside < bytes_of(result, self.standing)
                 del out, result
             held = [*self.standing, *saved[:before_last], *self.externals]
-            self.held_bytes = bytes_of(held, self.standing) + self.state_bytes
+            # A stage's numbers are there for as long as any graph of it: as if always.
+            numbers = sum(size.numbers for size in self.stage_bytes)
+            self.held_bytes = bytes_of(held, self.standing) + self.state_bytes + numbers
             kept = bytes_of([*saved[before_last:], value], [*held, *self.last_outputs])
             forward_overhead = max(0, meter.peak - live - kept)
             saved.clear()

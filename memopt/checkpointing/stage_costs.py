@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.checkpointing.allocator_bytes import allocator_bytes
+from memopt.checkpointing.allocator_bytes import CpuBytes, allocator_bytes
 from memopt.checkpointing.chain_offload import aligned, can_go
 
 
@@ -29,16 +29,21 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.allocator = allocator_bytes(device)
         self.live = self.peak = self.made = 0
-        self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.on = False
+        self.given = self.given_before = 0  # bytes of its allocator's: of storages first seen while on; in all, before
+        self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self.ignored: set[int] = set()
 
     def __enter__(self) -> Meter:
         self.allocator.start()
+        self.given_before, _ = self.allocator.restart()
+        self.on = True
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self.on = False
         self.allocator.stop()
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -51,17 +56,29 @@ class Meter(TorchDispatchMode):
     def see(self, storage: torch.UntypedStorage) -> None:
         identity = storage._cdata
         # torch keeps the Python object of a storage for as long as C++ uses it: the reference dies with the storage.
-        ref, before = self.known.get(identity) or (weakref.ref(storage, lambda _: self.died(identity)), 0)
+        known = self.known.get(identity)
+        ref, before, given = known or (weakref.ref(storage, lambda _: self.died(identity)), 0, 0)
         size = 0 if identity in self.ignored else storage.nbytes()
-        self.known[identity] = (ref, size)
+        more = storage.nbytes() - given if given or (self.on and known is None) else 0
+        self.known[identity] = (ref, size, given + more)
+        self.given += more
         self.live += size - before
         self.made += max(0, size - before)
         self.peak = max(self.peak, self.live)
 
     def died(self, identity: int) -> None:
-        _, size = self.known.pop(identity)
+        _, size, given = self.known.pop(identity)
         self.ignored.discard(identity)
         self.live -= size
+        self.given -= given
+
+    def unseen(self) -> int:
+        """Bytes that live and that no operation put out: a number of Python's that a graph keeps is a tensor of 8 bytes,
+        which no hook is shown. On a CPU; on another device they are the host's."""
+        if not isinstance(self.allocator, CpuBytes):
+            return 0
+        now, _ = self.allocator.now_and_peak()
+        return max(0, now - self.given_before - self.given)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = self.made
@@ -72,7 +89,8 @@ class Meter(TorchDispatchMode):
                 self.see(local(leaf).untyped_storage())
         now, peak = self.allocator.now_and_peak()
         # What stays is no passing memory (cuBLAS's workspace), garbage that was collected meanwhile not its own.
-        self.peak = max(self.peak, self.live + peak - max(now, before + self.made - made))
+        passing = max(0, peak - max(now, before + self.made - made))
+        self.peak = max(self.peak, self.live + passing)
         return out
 
 
@@ -119,6 +137,7 @@ class StageBytes(NamedTuple):
     changes_input: bool = False
     movable: int = 0  # bytes of the saved set that the stage alone holds: they can be kept elsewhere
     movable_room: int = 0  # that they take there
+    numbers: int = 0  # bytes of numbers of Python's that its graph keeps, in none of the others
 
 
 class StageSeconds(NamedTuple):
@@ -232,6 +251,7 @@ def stage_bytes(
         # An output that is a view of an input holds as many bytes as one of its own would: while it lives, they do.
         output = bytes_of(outputs, standing)
         own = bytes_of([*saved, *outputs], [*standing, *given])
+        numbers = meter.unseen()
         kept = max(own, output)
         count = len(saved)
         saves_input = bytes_of(saved, standing) > bytes_of(saved, [*standing, *inputs])
@@ -269,6 +289,7 @@ def stage_bytes(
         changes_input=changes_input,
         movable=sum(gone),
         movable_room=sum(map(aligned, gone)),
+        numbers=numbers,
     )
 
 

@@ -102,6 +102,10 @@ class Task:
             chosen, order = order[: self.batch_size], order[self.batch_size :]
             yield images[chosen].to(device), labels[chosen].to(device)
 
+    def data_bytes(self) -> int:
+        """Of the training data, as tensors on the CPU that batches are taken from."""
+        return 0 if self.kind == "gpt" else sum(tensor.nbytes for tensor in digits("train"))
+
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Mean cross entropy over all samples (and characters) of the batch, in nats, in float32."""
         inputs, targets = batch

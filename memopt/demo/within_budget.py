@@ -12,7 +12,6 @@ from memopt.checkpointing.plan import Plan
 from memopt.demo.tasks import Batch, Task, TaskData
 
 AHEAD = 2  # batches that are on their way while one is used
-_ON_CPU = 7 / 8  # of the budget is planned with: there no plan sees what kernels take to work in
 
 
 class TrainingWithinBudget:
@@ -26,13 +25,14 @@ class TrainingWithinBudget:
         self.optimizer = memopt.optim.AdamW(self.model.parameters(), lr=task.learning_rate, state_bits=8)
         self.scaler = memopt.amp.GradScaler(device.type)
         inputs, targets = next(task.batches(1, device))
-        planned = int(memory_budget * _ON_CPU) if device.type == "cpu" else memory_budget
         self.beside = AHEAD * (inputs.nbytes + targets.nbytes)
+        if device.type == "cpu":
+            self.beside += task.data_bytes()
         with torch.autocast(device.type, torch.float16, enabled=half):
             memopt.auto_checkpoint(
                 self.model,
                 inputs,
-                memory_budget=planned - self.beside,
+                memory_budget=memory_budget - self.beside,
                 optimizer=self.optimizer,
                 loss=lambda logits: task.loss_of(logits, targets),
             )
