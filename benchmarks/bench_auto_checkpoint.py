@@ -2,9 +2,10 @@
 
 Six models, five budgets each, from just feasible to just below the plain step; a fresh process for each row. Live bytes
 are measured in a step at torch's allocator, what kernels take to work in among them; peak RSS is the kernel's highest
-mark (VmHWM) of the first step, less RSS before it. glibc keeps freed memory and its threshold for what it maps by itself
-grows with what is freed; so that RSS is what is used, the rows run with MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ at 64 KiB. Planning has run the model before:
-what libraries allocate once is there before the step.
+mark (VmHWM) of the first step, less RSS before it. glibc keeps freed memory and its threshold for what it maps by
+itself grows with what is freed; so that RSS is what is used, the rows run with MALLOC_MMAP_THRESHOLD_ and
+MALLOC_TRIM_THRESHOLD_ at 64 KiB. Planning has run the model before: what libraries allocate once is there before the
+step.
 """
 
 from __future__ import annotations

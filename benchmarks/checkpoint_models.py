@@ -41,8 +41,8 @@ class Work:
         return [*self.model.parameters(), *self.model.buffers(), *sample]
 
     def live_peak(self) -> int:
-        """Bytes that live at once in a step, at the most: as torch's CPU allocator gives them, what kernels take to work
-        in among them, beside what was there before."""
+        """Bytes that live at once in a step, at the most: as torch's CPU allocator gives them, what kernels take to
+        work in among them, beside what was there before."""
         self.model.zero_grad(set_to_none=True)
         allocator = CpuBytes()
         allocator.start()

@@ -415,7 +415,10 @@ def demo() -> str:
                 f"| {name} | {mib_of_bytes(run['peak'], 1)} | {predicted} | {run['seconds'] * 1e3:.0f} ms "
                 f"| {run['loss']:.4f} |"
             )
-    lines += ["", f"`make demo` on {found['cores']} cores of a machine without a GPU: {found['seconds']:.0f} s."]
+    lines += [
+        "",
+        f"`make demo` on {found['cores']} cores of a machine without a GPU: {found['seconds']:.0f} s.",
+    ]
     return "\n".join(lines)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 
+from memopt.lazy_names import lazy_names
+
 TYPE_CHECKING = (
     False  # type checkers take it for typing's; importing typing would double what this import costs
 )
@@ -21,8 +23,6 @@ except ImportError as error:
     else:
         hint = "the installed package is damaged: reinstall it with `pip install --force-reinstall memopt`"
     raise ImportError(f"memopt._C cannot be loaded ({error}): {hint}") from error
-
-from memopt.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from memopt import amp, batch_sizes, chain, compress, cuda, data, deploy, optim, sim
@@ -90,39 +90,39 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     globals(),
     {
-    "BatchSize": "memopt.batch_sizes",
-    "find_batch_size": "memopt.batch_sizes",
-    "doctor": "memopt.diagnosis",
-    "estimate": "memopt.estimation.model_estimate",
-    "disable": "memopt.switches",
-    "enable": "memopt.switches",
-    "patch": "memopt.switches",
-    "profile": "memopt.profiling.session",
-    "release": "memopt.releasing",
-    "compare_models": "memopt.model_comparison.comparing",
-    "compare_steps": "memopt.step_comparison",
-    "to_dtype_": "memopt.lower_precision",
-    "checkpoint": "memopt.checkpointing",
-    "checkpoint_sequential": "memopt.checkpointing",
-    "create_selective_checkpoint_contexts": "memopt.checkpointing",
-    "set_checkpoint_early_stop": "memopt.checkpointing",
-    "auto_checkpoint": "memopt.checkpointing.auto_checkpoint",
-    "undo_checkpoint": "memopt.checkpointing.auto_checkpoint",
-    "backward": "memopt.pieces.step",
-    "device_bar": "memopt.owners.device_bytes",
-    "live_tensors": "memopt.owners.live",
-    "offload_activations": "memopt.offloading.activations",
-    "offload_layers": "memopt.offloading.layers",
-    "amp": None,
-    "batch_sizes": None,
-    "chain": None,
-    "compress": None,
-    "cuda": None,
-    "data": None,
-    "deploy": None,
-    "optim": None,
-    "sim": None,
-},
+        "BatchSize": "memopt.batch_sizes",
+        "find_batch_size": "memopt.batch_sizes",
+        "doctor": "memopt.diagnosis",
+        "estimate": "memopt.estimation.model_estimate",
+        "disable": "memopt.switches",
+        "enable": "memopt.switches",
+        "patch": "memopt.switches",
+        "profile": "memopt.profiling.session",
+        "release": "memopt.releasing",
+        "compare_models": "memopt.model_comparison.comparing",
+        "compare_steps": "memopt.step_comparison",
+        "to_dtype_": "memopt.lower_precision",
+        "checkpoint": "memopt.checkpointing",
+        "checkpoint_sequential": "memopt.checkpointing",
+        "create_selective_checkpoint_contexts": "memopt.checkpointing",
+        "set_checkpoint_early_stop": "memopt.checkpointing",
+        "auto_checkpoint": "memopt.checkpointing.auto_checkpoint",
+        "undo_checkpoint": "memopt.checkpointing.auto_checkpoint",
+        "backward": "memopt.pieces.step",
+        "device_bar": "memopt.owners.device_bytes",
+        "live_tensors": "memopt.owners.live",
+        "offload_activations": "memopt.offloading.activations",
+        "offload_layers": "memopt.offloading.layers",
+        "amp": None,
+        "batch_sizes": None,
+        "chain": None,
+        "compress": None,
+        "cuda": None,
+        "data": None,
+        "deploy": None,
+        "optim": None,
+        "sim": None,
+    },
 )
 
 

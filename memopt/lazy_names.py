@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # type checkers take it for typing's; importing typing would double what `import memopt` costs
+TYPE_CHECKING = (
+    False  # type checkers take it for typing's; importing typing would double what `import memopt` costs
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

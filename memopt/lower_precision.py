@@ -16,8 +16,8 @@ from memopt import _C
 
 Keep: TypeAlias = str | Iterable[Any] | Callable[[str, torch.Tensor], bool] | None
 
-# Statistics that are summed up step by step lose too much in 8 or 11 bits of mantissa. Of the other norms CUDA's kernels
-# take no parameters of another type than their input's; they sum in float32 whatever that is.
+# Statistics that are summed up step by step lose too much in 8 or 11 bits of mantissa. Of the other norms CUDA's
+# kernels take no parameters of another type than their input's; they sum in float32 whatever that is.
 _NORMS = (torch.nn.modules.batchnorm._NormBase,)
 
 

@@ -15,6 +15,4 @@ if TYPE_CHECKING:
 __all__ = ["GradScaler", "clip_grad_norm_", "foreach_unscale_", "update_scale_"]
 
 # A subclass of torch's, which importing memopt.amp must not need.
-__getattr__, __dir__ = lazy_names(
-    globals(), {"GradScaler": "memopt.amp.grad_scaler"}, torch_for="memopt.amp"
-)
+__getattr__, __dir__ = lazy_names(globals(), {"GradScaler": "memopt.amp.grad_scaler"}, torch_for="memopt.amp")

@@ -23,10 +23,10 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     globals(),
     {
-    "checkpoint": "memopt.checkpointing.regions",
-    "checkpoint_sequential": "memopt.checkpointing.sequential",
-    "create_selective_checkpoint_contexts": "memopt.checkpointing.selective",
-    "set_checkpoint_early_stop": "torch.utils.checkpoint",  # one setting for torch's regions and memopt's
-},
+        "checkpoint": "memopt.checkpointing.regions",
+        "checkpoint_sequential": "memopt.checkpointing.sequential",
+        "create_selective_checkpoint_contexts": "memopt.checkpointing.selective",
+        "set_checkpoint_early_stop": "torch.utils.checkpoint",  # one setting for torch's regions and memopt's
+    },
     torch_for="memopt",
 )

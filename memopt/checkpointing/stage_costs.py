@@ -2,8 +2,8 @@
 
 Bytes are those of storages, each counted once, from a dispatch mode that sees every operation's outputs and from the
 storages' deaths; what an operation takes for itself while it runs (cuDNN's workspaces, temporaries) comes from the
-device's allocator: of CUDA by its statistics, of the CPU by watching it (csrc/alloc/torch_cpu.h). Seconds are the least of several runs, on a device that
-runs behind the host with that device synchronised around each."""
+device's allocator: of CUDA by its statistics, of the CPU by watching it (csrc/alloc/torch_cpu.h). Seconds are the least
+of several runs, on a device that runs behind the host with that device synchronised around each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Meter(TorchDispatchMode):
         self.allocator = allocator_bytes(device)
         self.live = self.peak = self.made = 0
         self.on = False
-        self.given = self.given_before = 0  # bytes of its allocator's: of storages first seen while on; in all, before
+        self.given = self.given_before = (
+            0  # bytes of its allocator's: of storages first seen while on; in all, before
+        )
         self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self.ignored: set[int] = set()
 
@@ -73,8 +75,8 @@ class Meter(TorchDispatchMode):
         self.given -= given
 
     def unseen(self) -> int:
-        """Bytes that live and that no operation put out: a number of Python's that a graph keeps is a tensor of 8 bytes,
-        which no hook is shown. On a CPU; on another device they are the host's."""
+        """Bytes that live and that no operation put out: a number of Python's that a graph keeps is a tensor of 8
+        bytes, which no hook is shown. On a CPU; on another device they are the host's."""
         if not isinstance(self.allocator, CpuBytes):
             return 0
         now, _ = self.allocator.now_and_peak()

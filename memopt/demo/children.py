@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import IO, Any, NamedTuple
 
 from memopt.estimation.child_process import command
@@ -25,6 +27,25 @@ class Event(NamedTuple):
     name: str
     kind: str
     what: dict[str, Any]
+
+
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Ctrl-C and a request to end take effect when the block is over. In the main thread, where Python hears them."""
+    came: list[tuple[int, FrameType | None]] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *heard: came.append(heard)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        for heard, frame in came:
+            handler = before[signal.Signals(heard)]
+            if callable(handler):
+                handler(heard, frame)
+            elif handler == signal.SIG_DFL:
+                signal.raise_signal(heard)
 
 
 class Children:
@@ -53,16 +74,17 @@ class Children:
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (the hearing thread's)
-        process = subprocess.Popen(
-            command(python or sys.executable, module, request),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        self._processes[name] = process
+        with _interrupted_later():  # between its start and the next line nobody would end it
+            process = subprocess.Popen(
+                command(python or sys.executable, module, request),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
+            self._processes[name] = process
         threading.Thread(target=self._hear, args=(name, process, errors), daemon=True).start()
 
     def _hear(self, name: str, process: subprocess.Popen[str], errors: IO[str]) -> None:

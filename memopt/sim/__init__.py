@@ -9,6 +9,7 @@ Kernels compute nothing, unless an op runs under Compute or its kernel has a hos
 how far it is trusted, is said in csrc/simcuda/. It never loads where a real driver does; see activate().
 """
 
+from memopt.lazy_names import lazy_names
 from memopt.sim.activation import activate, is_active, libraries, readiness
 from memopt.sim.control import (
     calls,
@@ -23,7 +24,6 @@ from memopt.sim.control import (
     stats,
     workspace_reads,
 )
-from memopt.lazy_names import lazy_names
 from memopt.sim.coverage import coverage
 
 __all__ = [
