@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import sys
 import threading
 import types
 
@@ -12,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.data import cached
+from memopt.data import cached, code_reads
 from memopt.data.cache_key import KeyDigest, Unkeyable
 
 
@@ -88,6 +90,46 @@ def test_what_has_no_content_is_refused_by_its_path(value):
         key({"a": [0, value]})
 
 
+class Slots:
+    __slots__ = ("__x", "members", "open")
+
+    def __init__(self, x=0):
+        self.__x, self.members = x, {0}
+
+
+class MoreSlots(Slots):
+    __slots__ = ("__x", "open")
+
+
+def test_slots_count_private_ones_and_hidden_ones_too():
+    assert key(Slots(1)) == key(Slots(1)) != key(Slots(2))
+    assert key(MoreSlots(1)) != key(MoreSlots(2))
+    one, other = MoreSlots(), MoreSlots()
+    Slots.open.__set__(one, 1)
+    Slots.open.__set__(other, 2)
+    assert key(one) != key(other)
+    for name in ("__x", "_Slots__x"):
+        digests = [KeyDigest((name,)), KeyDigest((name,))]
+        for digest, x in zip(digests, (1, 2), strict=True):
+            digest.add(Slots(x), "it")
+        assert digests[0].digest() == digests[1].digest()
+
+
+def test_a_loop_through_a_set_has_an_end_and_what_is_too_deep_is_named():
+    def looped(members):
+        made = Slots()
+        made.members = {made, *members}
+        return made
+
+    assert key(looped({1, 2})) == key(looped({2, 1})) != key(looped({1}))
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(Unkeyable, match=r"^it\['a'\]\[0\].*… \(list\) .*nested too deeply"):
+        key({"a": deep})
+    assert key(range(0, 2**70)) == key(range(0, 2**70)) != key(range(0, 2**71))
+
+
 def test_a_path_stands_for_its_file_too(tmp_path):
     file = tmp_path / "a"
     keys = [key(file)]
@@ -159,3 +201,96 @@ def test_a_version_takes_the_place_of_code_and_not_of_values(tmp_path):
     old, new = module(), module(step=9)
     assert cached(old.f, tmp_path, version=1)(1) == cached(new.f, tmp_path, version=1)(1)
     assert cached(old.f, tmp_path, version=1)(1) != cached(new.f, tmp_path, version=2)(1)
+
+
+# ---- what is reached by way of a module -------------------------------------------------------------------------
+
+USES = {
+    "by two attributes": "import prog_pkg.ops\ndef f(x): return prog_pkg.ops.f(x)",
+    "in a comprehension": "import prog_pkg.ops\ndef f(x): return [prog_pkg.ops.f(y) for y in x]",
+    "beside an assignment": "from prog_pkg import ops\ndef f(x):\n ops.seen = x\n return ops.f(x)",
+    "imported from": "def f(x):\n from prog_pkg.ops import f\n return f(x)",
+    "imported whole": "def f(x):\n import prog_pkg.ops\n return prog_pkg.ops.f(x)",
+    "imported as": "def f(x):\n import prog_pkg.ops as o\n return [o.f(y) for y in x], o.f(x)",
+    "a submodule": "def f(x):\n from prog_pkg import ops as a, user as b\n return (lambda: a.f(x))()",
+    "relative": "from prog_pkg.user import f",
+    "closed over": "def g():\n import prog_pkg.ops as o\n return lambda x: [o.f(y) for y in x]\nf = g()",
+    "or not there": "def f(x):\n try: import no_such as a\n except ImportError: import prog_pkg.ops as a\n a.f(x)",
+}
+
+
+def program(monkeypatch, folder, source, step=1, unread=0):
+    """The function f of a source, beside a package whose f adds `step`."""
+    package = folder / f"{step} {unread}" / "prog_pkg"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").touch()
+    (package / "ops.py").write_text(f"def f(x): return x + {step}\nUNREAD = {unread}")
+    (package / "user.py").write_text("def f(x):\n from .ops import f\n return f(x)")
+    for name in ("prog_pkg", "prog_pkg.ops", "prog_pkg.user"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(package.parent)
+    made = {"__name__": "program_of_a_test"}
+    exec(source, made)
+    return made["f"]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_code_counts_by_whichever_way_it_is_reached(monkeypatch, tmp_path, use):
+    keys = [
+        key(program(monkeypatch, tmp_path, USES[use], **changed))
+        for changed in ({}, {"unread": 1}, {"step": 2})
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["def f(x):\n o = ops\n return o.f(x)", "def f(x, o=ops): return o.f(x)", "held = [ops]\ndef f(x): held"],
+)
+def test_a_module_in_a_variable_is_refused_with_its_mend(monkeypatch, tmp_path, source):
+    f = program(monkeypatch, tmp_path, f"import prog_pkg.ops as ops\n{source}")
+    with pytest.raises(TypeError, match=r"(?s)\(module\) .* import what is used from it by name.*give version="):
+        cached(f, tmp_path)(1)
+    cached(f, tmp_path, version=1)(1)
+
+
+def test_the_instructions_of_later_versions_of_python_are_read_too(monkeypatch):
+    """As 3.13 and 3.14 write `import a.b; return a.b.f(x)`, with more than 255 names."""
+    written = [
+        ("LOAD_SMALL_INT", 0, 0), ("LOAD_CONST", None, 1), ("IMPORT_NAME", "a.b", 0),
+        ("STORE_FAST_LOAD_FAST", ("a", "a"), 17), ("EXTENDED_ARG", 1, 1), ("LOAD_ATTR", "b", 258),
+        ("NOT_TAKEN", None, None), ("LOAD_ATTR", "f", 5), ("LOAD_FAST_BORROW_LOAD_FAST_BORROW", ("x", "a"), 1),
+    ]  # fmt: skip
+    steps = [types.SimpleNamespace(opname=name, argval=value, arg=arg) for name, value, arg in written]
+    monkeypatch.setattr(code_reads.dis, "get_instructions", lambda code: steps)
+    found = {(read.root, read.chain) for read in code_reads.reads_of((lambda: 0).__code__) if read.used}
+    assert found == {("a.b", ("b", "f")), ("a.b", ())}
+
+
+# ---- callables that are objects ----------------------------------------------------------------------------------
+
+
+class Times:
+    def __init__(self, f, k):
+        functools.update_wrapper(self, f)
+        self.k = k
+
+    def __call__(self, x):
+        return self.__wrapped__(x) * self.k
+
+
+def test_a_decorator_that_is_an_object_counts_with_its_attributes_and_its_class(monkeypatch, tmp_path):
+    def f(x: list[int]):
+        return x
+
+    assert key(Times(f, 1)) == key(Times(f, 1)) != key(Times(f, 2))
+    assert key(Times(f, 1)) != key(Times(lambda x: x + 1, 1))
+    before = key(Times(f, 1))
+    monkeypatch.setattr(Times, "__call__", lambda self, x: x)
+    assert key(Times(f, 1)) != before
+    first, second = functools.lru_cache(f), functools.lru_cache(maxsize=3)(f)
+    first(1)
+    assert key(first) == key(second) != key(functools.lru_cache(lambda x: x + 1))
+    inner = [cached(f, tmp_path), cached(f, tmp_path), cached(f, tmp_path, version=1)]
+    inner[0](1)
+    assert key(inner[0]) == key(inner[1]) != key(inner[2])

@@ -24,6 +24,10 @@ KEY_BYTES = 20
 """160 bits: among 10^12 entries the chance of any two alike is below 10^-24."""
 
 
+_LONGEST_PATH = 200
+"""Characters of a path in a message."""
+
+
 class Unkeyable(TypeError):
     """A value that no key can be made of: its path from what is cached, and why."""
 
@@ -38,12 +42,16 @@ class Unkeyable(TypeError):
 class KeyDigest:
     """A running digest. `add` takes a value and the name under which an error would speak of it."""
 
-    def __init__(self, ignore: Iterable[str] = ()) -> None:
+    def __init__(self, ignore: Iterable[str] = (), *, versioned: bool = False) -> None:
         self._hash = hashlib.sha256()
+        self._outer: KeyDigest | None = None  # of what an element of a set is in
         self._seen: dict[int, int] = {}
+        self._count = 0
         self._kept: list[object] = []  # so that no id is used twice while this runs
         self.inside: list[int] = []  # the containers that are being written down
         self.ignore = frozenset(ignore)
+        self.versioned = versioned
+        """A version stands for all code: a module counts by its name."""
 
     def digest(self) -> bytes:
         return self._hash.digest()[:KEY_BYTES]
@@ -58,20 +66,37 @@ class KeyDigest:
 
     def met_before(self, value: object) -> bool:
         """Whether an object, function or class was written down already: then its number stands for it."""
-        number = self._seen.setdefault(id(value), len(self._seen))
-        if number == len(self._kept):
+        number = self._number_of(value)
+        if number is None:
+            self._seen[id(value)] = self._count
+            self._count += 1
             self._kept.append(value)
             return False
         self.mark("met", number)
         return True
 
+    def _number_of(self, value: object) -> int | None:
+        number = self._seen.get(id(value))
+        return self._outer._number_of(value) if number is None and self._outer is not None else number
+
+    def element(self, container: object) -> KeyDigest:
+        """A digest of its own for an element of a container, which knows what it is in."""
+        made = KeyDigest(self.ignore, versioned=self.versioned)
+        made._outer, made._count = self, self._count
+        made.inside = [*self.inside, id(container)]
+        return made
+
     def add(self, value: Any, path: str) -> None:
         kind = type(value)
         writer = _WRITERS.get(kind)
-        if writer is not None:
-            writer(self, value, path)
-        else:
-            self._other(value, kind, path)
+        try:
+            if writer is not None:
+                writer(self, value, path)
+            else:
+                self._other(value, kind, path)
+        except RecursionError:
+            shown = path if len(path) <= _LONGEST_PATH else f"{path[:_LONGEST_PATH]}…"
+            raise Unkeyable(shown, value, "it is nested too deeply") from None
 
     def items(self, tag: str, values: Iterable[Any], count: int, path: str) -> None:
         self.mark(tag, count)
@@ -102,6 +127,8 @@ class KeyDigest:
         elif isinstance(value, pathlib.PurePath):
             self._path(value)
         elif isinstance(value, types.ModuleType):
+            if function_key.is_own_module(value) and not self.versioned:
+                raise Unkeyable(path, value, _OWN_MODULE)
             self.data("module", function_key.version_named(value.__name__).encode())
         elif isinstance(value, type):
             function_key.add_class(self, value, path)
@@ -150,19 +177,37 @@ class KeyDigest:
         if self.met_before(value):
             return
         function_key.add_class(self, kind, path)
-        state = dict(getattr(value, "__dict__", {}))
+        state = {name: one for name, one in getattr(value, "__dict__", {}).items() if name not in self.ignore}
         for parent in kind.__mro__:
-            slots = parent.__dict__.get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else slots:
-                if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
-                    state[slot] = getattr(value, slot)
+            self._slots(value, parent, state)
         if dataclasses.is_dataclass(value):
             self.mark("dataclass")
-        named = {name: one for name, one in sorted(state.items()) if name not in self.ignore}
+        named = {name: one for name, one in sorted(state.items()) if name not in _OF_A_WRAPPED_FUNCTION}
         self.mark("object", len(named))
         for name, one in named.items():
             self.data("name", name.encode())
             self.add(one, f"{path}.{name}")
+
+
+    def _slots(self, value: Any, parent: type, state: dict[str, Any]) -> None:
+        """Adds what an object has in the slots of one of its classes, by descriptor: `__x` has another name there, and
+        one that a subclass has, too, is hidden."""
+        private = f"_{parent.__name__.lstrip('_')}__"
+        for name, slot in vars(parent).items():
+            if not isinstance(slot, types.MemberDescriptorType) or slot.__objclass__ is not parent:
+                continue
+            bare = f"__{name.removeprefix(private)}" if name.startswith(private) else name
+            if name in self.ignore or bare in self.ignore:
+                continue
+            try:
+                held = slot.__get__(value)
+            except AttributeError:
+                continue  # not set
+            state[f"{parent.__qualname__}.{name}" if name in state else name] = held
+
+
+_OF_A_WRAPPED_FUNCTION = ("__doc__", "__annotations__", "__annotate__", "__type_params__")
+"""What functools.update_wrapper() gives to an object and is no state of it."""
 
 
 def _is_of(kind: type, module: str, name: str) -> bool:
@@ -201,6 +246,9 @@ _REFUSED = (
 )
 
 
+_OWN_MODULE = "what is read of a module through a variable is not known: import what is used from it by name"
+
+
 def _why_not(kind: type) -> str:
     if kind.__module__ in _REFUSED:
         return "it has no content that stays the same"
@@ -215,7 +263,7 @@ def _set(digest: KeyDigest, values: Any, path: str) -> None:
     """In the order of their elements' own digests: a set has none of its own that stays."""
     each = []
     for value in values:
-        one = KeyDigest(digest.ignore)
+        one = digest.element(values)
         one.add(value, f"an element of {path}")
         each.append(one.digest())
     digest.mark(type(values).__name__, len(each))
@@ -267,7 +315,7 @@ _WRITERS: dict[type, Callable[[KeyDigest, Any, str], None]] = {
     types.MappingProxyType: _paired("mappingproxy"),
     set: _set,
     frozenset: _set,
-    range: lambda digest, value, _: digest.mark("range", value.start, value.stop, value.step),
+    range: lambda digest, value, path: digest.items("range", (value.start, value.stop, value.step), 3, path),
     slice: lambda digest, value, path: digest.items("slice", (value.start, value.stop, value.step), 3, path),
     types.CodeType: lambda digest, value, path: function_key.add_code(digest, value, path),
 }

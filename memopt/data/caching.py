@@ -35,9 +35,10 @@ def cached(
 
     An entry's key is the content of the arguments (tensors, arrays, containers, dataclasses, objects of Python classes;
     of a pathlib.Path also the file's size and time) and what the function is: its compiled code, defaults, the values
-    it closes over, the globals and, in the program's own modules, functions and classes it uses; of installed packages
-    name and version. Of a dataset its class and its attributes count, when it is wrapped, and the index. The
-    function's own are taken at its first call.
+    it closes over, the globals and, in the program's own modules, functions and classes it uses, whatever it imports
+    itself included; of installed packages name and version. What is read of a module that went into a variable is not
+    known: that is refused. Of a dataset its class and its attributes count, when it is wrapped, and the index.
+    The function's own are taken at its first call.
 
     dir: the folder, made where it is missing; many functions may share it. max_size: bytes, or "50GiB": about what
     all entries in the folder take at most; those used longest ago go. None: no limit.
@@ -85,22 +86,22 @@ class Cache:
         self.ignore = ignore
         self.name = getattr(made_by, "__qualname__", type(made_by).__qualname__)
         self._made_by = made_by
-        self._version = version
+        self.version = version
         self._identity: bytes | None = None
 
     def identity(self) -> bytes:
         """The digest of what makes the values, taken once."""
         if self._identity is None:
-            digest = KeyDigest(self.ignore)
+            digest = KeyDigest(self.ignore, versioned=self.version is not None)
             try:
-                function_key.add_cached(digest, self._made_by, self._version, self.name)
+                function_key.add_cached(digest, self._made_by, self.version, self.name)
             except Unkeyable as error:
                 raise _explained(error) from None
             self._identity = digest.digest()
         return self._identity
 
     def key(self, arguments: Any, path: str) -> str:
-        digest = KeyDigest(self.ignore)
+        digest = KeyDigest(self.ignore, versioned=self.version is not None)
         digest.data("made by", self.identity())
         try:
             digest.add(arguments, path)

@@ -7,13 +7,16 @@ installed packages and the standard library the name and version count, not the 
 
 from __future__ import annotations
 
-import dis
 import functools
+import importlib
+import importlib.util
 import inspect
 import sys
 import sysconfig
 import types
 from typing import TYPE_CHECKING, Any
+
+from memopt.data.code_reads import Read, reads_of
 
 if TYPE_CHECKING:
     from memopt.data.cache_key import KeyDigest
@@ -26,12 +29,18 @@ _INSTALLED = tuple(
 def is_own(module_name: str | None) -> bool:
     """Whether a module is the program's: not built in, of the standard library or of an installed package."""
     module = sys.modules.get(module_name or "")
+    if (module_name or "").partition(".")[0] == "memopt":
+        return False  # wherever it lies: its version counts
     if module is None:
         return True  # made at run time: no package has it
     path = getattr(module, "__file__", None)
     if path is None:
         return module_name in ("__main__", "__mp_main__") or not _built_in(module)
     return not (path.startswith(_INSTALLED) or "/site-packages/" in path or "/dist-packages/" in path)
+
+
+def is_own_module(value: object) -> bool:
+    return isinstance(value, types.ModuleType) and is_own(value.__name__)
 
 
 def _built_in(module: types.ModuleType) -> bool:
@@ -49,6 +58,9 @@ def _name_of_main(module_name: str | None) -> str:
     return "__main__" if module_name == "__mp_main__" else str(module_name)  # a spawned worker's __main__
 
 
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
+
+
 def is_callable_with_code(value: object) -> bool:
     kinds = (
         types.FunctionType,
@@ -63,8 +75,15 @@ def is_callable_with_code(value: object) -> bool:
         classmethod,
         property,
         functools.cached_property,
+        _LRU_CACHE,
     )
-    return isinstance(value, kinds) or (callable(value) and hasattr(value, "__wrapped__"))
+    return isinstance(value, kinds) or _is_cached(value)
+
+
+def _is_cached(value: object) -> bool:
+    """Whether it is memopt.data.cached's: what it returns is what the function in it does."""
+    kind = type(value)
+    return kind.__name__ == "CachedFunction" and kind.__module__ == "memopt.data.caching"
 
 
 def add_callable(digest: KeyDigest, value: Any, path: str) -> None:
@@ -88,9 +107,16 @@ def add_callable(digest: KeyDigest, value: Any, path: str) -> None:
     elif isinstance(value, functools.cached_property):
         digest.mark("cached_property")
         digest.add(value.func, path)
-    elif isinstance(getattr(value, "__wrapped__", None), types.FunctionType):
-        digest.data("wrapped by", type(value).__qualname__.encode())
+    elif isinstance(value, _LRU_CACHE):
+        digest.mark("lru_cache")
         digest.add(value.__wrapped__, path)
+    elif _is_cached(value):
+        if not digest.met_before(value):
+            digest.mark("cached")
+            version, around = value.cache.version, digest.versioned
+            digest.versioned = around or version is not None
+            add_cached(digest, value.__wrapped__, version, path)
+            digest.versioned = around
     else:
         owner = getattr(value, "__self__", None)
         if owner is not None and not isinstance(owner, types.ModuleType | type):
@@ -134,6 +160,12 @@ def add_bindings(digest: KeyDigest, function: types.FunctionType, path: str) -> 
             value = cell.cell_contents
         except ValueError:  # not bound yet
             digest.mark("empty")
+            continue
+        if is_own_module(value) and not digest.versioned:
+            for read in reads_of(function.__code__):
+                if read.scope == "closure" and read.root == name and not _ignored(digest, read):
+                    digest.data("read", _dotted(read).encode())
+                    add_read(digest, value, read, path)
         else:
             digest.add(value, f"{name!r}, which {path} closes over,")
 
@@ -148,32 +180,64 @@ def add_code(digest: KeyDigest, code: types.CodeType, path: str) -> None:
 
 
 def add_globals(digest: KeyDigest, function: types.FunctionType, path: str) -> None:
-    """The globals that the code reads, by value; of a module of the program's own, what is read of it."""
-    for name, attribute in sorted(globals_read(function.__code__), key=str):
-        if name in digest.ignore or name not in function.__globals__:
-            continue  # a built-in function, or not there (the call itself will say so)
-        value = function.__globals__[name]
-        digest.data("global", f"{name}.{attribute}".encode())
-        if isinstance(value, types.ModuleType) and attribute and is_own(value.__name__):
-            if hasattr(value, attribute):
-                digest.add(getattr(value, attribute), f"{name}.{attribute}, which {path} uses,")
-        else:
-            digest.add(value, f"the global {name!r}, which {path} uses,")
+    """The globals that the code reads and the modules that it imports, by value; of a module of the program's own, what
+    is read of it."""
+    for read in reads_of(function.__code__):
+        if read.scope == "closure" or _ignored(digest, read):
+            continue
+        if read.scope == "import":
+            add_import(digest, function, read, path)
+        elif read.root in function.__globals__:  # else a built-in, or not there: the call itself will say so
+            digest.data("global", _dotted(read).encode())
+            add_read(digest, function.__globals__[read.root], read, path)
 
 
-def globals_read(code: types.CodeType) -> set[tuple[str, str | None]]:
-    """(global, attribute taken of it at once, or None) of a code object and those within it."""
-    found: set[tuple[str, str | None]] = set()
-    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL")]
-    for number, one in enumerate(instructions):
-        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            following = instructions[number + 1] if number + 1 < len(instructions) else None
-            taken = following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            found.add((str(one.argval), str(following.argval) if taken and following else None))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= globals_read(constant)
-    return found
+def add_import(digest: KeyDigest, function: types.FunctionType, read: Read, path: str) -> None:
+    """What an import statement within a function brings. It is imported now, as the function would do: without that its
+    code is not known."""
+    digest.data("import", f"{read.level} {_dotted(read)}".encode())
+    try:
+        name = importlib.util.resolve_name(
+            "." * read.level + read.root, function.__globals__.get("__package__")
+        )
+        value = importlib.import_module(name)
+        taken = read.chain[:1]
+        if not read.whole and taken and not hasattr(value, taken[0]) and hasattr(value, "__path__"):
+            importlib.import_module(f"{name}.{taken[0]}")  # a submodule that nobody has imported yet
+    except ImportError:
+        digest.mark("not there")  # an optional one: the function does without, or says so itself
+        return
+    if read.whole:
+        value = sys.modules[name.partition(".")[0]]
+    add_read(digest, value, read, path)
+
+
+def add_read(digest: KeyDigest, value: Any, read: Read, path: str) -> None:
+    """What is read of a value: of a module of the program's own the attributes, one after the other."""
+    taken = 0
+    while taken < len(read.chain) and is_own_module(value):
+        if not hasattr(value, read.chain[taken]):
+            digest.mark("not there")  # the call itself will say so
+            return
+        value = getattr(value, read.chain[taken])
+        taken += 1
+    if is_own_module(value) and not read.used:
+        digest.data("module", version_named(value.__name__).encode())
+        return
+    name = ".".join((read.root, *read.chain[:taken]))
+    called = name if taken else f"the {read.scope} {name!r}"
+    digest.add(value, f"{called}, which {path} uses,")
+
+
+def _dotted(read: Read) -> str:
+    return ".".join((read.root, *read.chain))
+
+
+def _ignored(digest: KeyDigest, read: Read) -> bool:
+    """By its name, by that of anything it is read of, or, of `from a import b`, as b."""
+    parts = (read.root, *read.chain)
+    names = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+    return not digest.ignore.isdisjoint({*names, *(read.chain[:1] if read.scope == "import" else ())})
 
 
 _OF_EVERY_CLASS = {
