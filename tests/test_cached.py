@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pickle
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,25 @@ def test_a_hit_may_be_written_to_and_the_file_stays(tmp_path):
     hit = dataset[3]["x"]
     hit += 7
     assert hit[0, 0] == 10 and dataset[3]["x"].min() == dataset[3]["x"].max() == 3
+
+
+def test_mapped_hits_hold_no_descriptor_and_too_many_open_files_are_named(tmp_path):
+    dataset = cached(Squares(), tmp_path, compress=False)
+    _ = dataset[3]
+    before = len(os.listdir("/proc/self/fd"))
+    hits = [dataset[3]["x"] for _ in range(30)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(hits) == dataset.cache.statistics().hits == 30
+    with open("/proc/self/maps") as maps:
+        assert sum(str(tmp_path) in line for line in maps) == 30
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.warns(RuntimeWarning, match="too many files are open: raise the limit") as said:
+            assert dataset[3]["index"] == 3 and dataset[4]["index"] == 4
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(said) == 2  # what cannot be read, and what cannot be written
 
 
 def test_a_dataset_keeps_its_length_its_order_its_attributes_and_its_errors(tmp_path):

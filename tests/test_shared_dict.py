@@ -19,7 +19,7 @@ from shared_values import KEYS, VALUES, form
 
 import memopt
 from memopt import _C
-from memopt.data import SharedDict
+from memopt.data import SharedDict, shared_container
 
 EXAMPLES = 2000 if os.environ.get("MEMOPT_SOAK") == "1" else 60
 
@@ -85,6 +85,24 @@ def test_what_is_not_hashable_is_a_type_error(key):
 def test_what_cannot_be_shared_is_named(items, kind, words):
     with pytest.raises(kind, match=words):
         SharedDict(items)
+
+
+def test_what_an_element_raises_is_the_callers():
+    class Interrupted:
+        def __iter__(self):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        SharedDict([("a", 1), Interrupted()])
+
+
+@pytest.mark.parametrize("free", [0, 100])
+def test_a_machine_with_nothing_free_has_a_limit_too(monkeypatch, free):
+    monkeypatch.setattr(shared_container, "available", lambda: free)
+    with pytest.raises(OSError, match="without running out of memory"):
+        SharedDict({"a": bytes(5 << 20)})
+    monkeypatch.setattr(shared_container, "available", lambda: None)
+    assert SharedDict({"a": 1}) == {"a": 1}
 
 
 def test_other_parts_of_a_dicts_interface():

@@ -86,6 +86,35 @@ def test_what_a_list_refuses_is_refused():
         assert not hasattr(shared, "append")
 
 
+@pytest.mark.parametrize("kind", [SharedStrings, SharedList])
+def test_bounds_of_index_are_a_lists(kind):
+    class Told(str):
+        def __eq__(self, other):
+            asked.append(other)
+            return False
+
+        __hash__ = str.__hash__
+
+    items = ["a", "b", "a"]
+    shared = kind(items)
+    for bounds in ((0, 2**70), (-(2**70),), (-2, 2**70), (2**70,), (1, -(2**70)), (2, 3), (0, -3), (-9, 1)):
+        try:
+            expected = items.index("a", *bounds)
+        except ValueError:
+            expected = None
+            with pytest.raises(ValueError):
+                shared.index("a", *bounds)
+        else:
+            assert shared.index("a", *bounds) == expected
+    for wrong in (None, 1.5, "0"):
+        with pytest.raises(TypeError):
+            shared.index("a", wrong)
+    asked = []
+    with pytest.raises(ValueError):
+        shared.index(Told("c"), 0, 1)
+    assert asked == ["a"]  # nothing behind the end was looked at
+
+
 def test_other_parts_of_a_lists_interface():
     items = ["a", 1, "a", None]
     shared = SharedList(items)

@@ -71,5 +71,6 @@ int mo_py_disk_init(PyObject *module);
 int mo_py_shared_init(PyObject *module);
 int mo_py_cpu_log_init(PyObject *module);
 int mo_py_widen_init(PyObject *module);
+int mo_py_mapped_init(PyObject *module);
 
 #endif

@@ -32,11 +32,12 @@ static PyObject *memory_made(PyTypeObject *type, int fd, bool privately)
     mo_detail detail;
     mo_status status;
 
+    if (m)
+        m->fd = -1; /* before it may be deallocated: 0 is somebody's */
     if (!m || !module) {
         Py_XDECREF((PyObject *)m);
         return NULL;
     }
-    m->fd = -1;
     status = mo_shared_map(fd, privately, &detail, &m->mapping);
     if (status) {
         Py_DECREF((PyObject *)m);
@@ -183,6 +184,8 @@ static int add_entry(filling *f, PyObject *item)
     PyObject *pair = PySequence_List(item);
     int result = -1;
 
+    if (!pair && !PyErr_ExceptionMatches(PyExc_TypeError))
+        return -1; /* the element's own, or Ctrl-C */
     if (!pair || PyList_Size(pair) != 2)
         PyErr_Format(PyExc_TypeError, "%s: element %llu of what it is built from is no pair (key, value): %R",
                      f->encoder.name, (unsigned long long)f->encoder.number, item);

@@ -95,9 +95,9 @@ static PyObject *items_subscript(PyObject *self, PyObject *key)
     return PyErr_Format(PyExc_TypeError, "indices must be integers or slices, not %R", Py_TYPE(key));
 }
 
-/* The place of the first item from `from` that is this str, -1 if there is none, -2 with an exception. By its bytes:
- * nothing is decoded. */
-static Py_ssize_t find_str(const items *self, PyObject *wanted, Py_ssize_t from)
+/* The place of the first item in [from, to) that is this str, -1 if there is none, -2 with an exception; to <= length.
+ * By its bytes: nothing is decoded. */
+static Py_ssize_t find_str(const items *self, PyObject *wanted, Py_ssize_t from, Py_ssize_t to)
 {
     PyObject *bytes = PyUnicode_AsEncodedString(wanted, "utf-8", "surrogatepass");
     const char *text = bytes ? PyBytes_AsString(bytes) : NULL;
@@ -105,7 +105,7 @@ static Py_ssize_t find_str(const items *self, PyObject *wanted, Py_ssize_t from)
     Py_ssize_t found = text ? -1 : -2;
     mo_shared_span span;
 
-    for (Py_ssize_t i = from; found == -1 && i < self->length; i++) {
+    for (Py_ssize_t i = from; found == -1 && i < to; i++) {
         if (!mo_shared_item(&self->reader.view, (uint64_t)(self->start + i * self->step), &span)) {
             mo_shared_damaged(self->reader.module);
             found = -2;
@@ -119,11 +119,11 @@ static Py_ssize_t find_str(const items *self, PyObject *wanted, Py_ssize_t from)
 }
 
 /* As find_str, for any value, by ==. */
-static Py_ssize_t find(items *self, PyObject *wanted, Py_ssize_t from)
+static Py_ssize_t find(items *self, PyObject *wanted, Py_ssize_t from, Py_ssize_t to)
 {
     if (self->reader.view.kind == MO_SHARED_STRINGS && PyUnicode_CheckExact(wanted))
-        return find_str(self, wanted, from);
-    for (Py_ssize_t i = from; i < self->length; i++) {
+        return find_str(self, wanted, from, to);
+    for (Py_ssize_t i = from; i < to; i++) {
         PyObject *value = value_at(self, i);
         int equal = value ? PyObject_RichCompareBool(value, wanted, Py_EQ) : -1;
         Py_XDECREF(value);
@@ -137,7 +137,8 @@ static Py_ssize_t find(items *self, PyObject *wanted, Py_ssize_t from)
 
 static int items_contains(PyObject *self, PyObject *wanted)
 {
-    const Py_ssize_t found = is_open((items *)self) ? find((items *)self, wanted, 0) : -2;
+    items *it = (items *)self;
+    const Py_ssize_t found = is_open(it) ? find(it, wanted, 0, it->length) : -2;
 
     return found == -2 ? -1 : found >= 0;
 }
@@ -145,20 +146,35 @@ static int items_contains(PyObject *self, PyObject *wanted)
 PyDoc_STRVAR(index_doc, "index($self, value, start=0, stop=9223372036854775807, /)\n--\n\n"
                         "The first place of a value in [start, stop). Raises ValueError if it is not there.");
 
+/* A bound of index(), brought into [0, length] as a list does; false with an exception. */
+static bool read_bound(PyObject *given, Py_ssize_t length, Py_ssize_t *bound)
+{
+    if (given) {
+        *bound = PyNumber_AsSsize_t(given, NULL);
+        if (*bound == -1 && PyErr_Occurred())
+            return false;
+    }
+    if (*bound < 0)
+        *bound = *bound < -length ? 0 : *bound + length;
+    if (*bound > length)
+        *bound = length;
+    return true;
+}
+
 static PyObject *items_index(PyObject *self, PyObject *args)
 {
     items *it = (items *)self;
     Py_ssize_t start = 0, stop = PY_SSIZE_T_MAX, found;
-    PyObject *wanted;
+    PyObject *wanted, *first = NULL, *end = NULL;
 
-    if (!PyArg_ParseTuple(args, "O|nn:index", &wanted, &start, &stop) || !is_open(it))
+    if (!PyArg_ParseTuple(args, "O|OO:index", &wanted, &first, &end) ||
+        !read_bound(first, it->length, &start) || !read_bound(end, it->length, &stop) ||
+        !is_open(it)) /* an __index__ may close it */
         return NULL;
-    start += start < 0 ? it->length : 0;
-    stop += stop < 0 ? it->length : 0;
-    found = find(it, wanted, start < 0 ? 0 : start);
+    found = find(it, wanted, start, stop);
     if (found == -2)
         return NULL;
-    if (found < 0 || found >= stop)
+    if (found < 0)
         return PyErr_Format(PyExc_ValueError, "%R is not in it", wanted);
     return PyLong_FromSsize_t(found);
 }
@@ -172,7 +188,7 @@ static PyObject *items_count(PyObject *self, PyObject *wanted)
 
     if (!is_open(it))
         return NULL;
-    for (at = find(it, wanted, 0); at >= 0; at = find(it, wanted, at + 1))
+    for (at = find(it, wanted, 0, it->length); at >= 0; at = find(it, wanted, at + 1, it->length))
         count++;
     return at == -2 ? NULL : PyLong_FromSsize_t(count);
 }

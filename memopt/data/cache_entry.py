@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import sys
 import zlib
 from typing import Any
 
+from memopt import _C
 from memopt.data import safetensors_layout, zstd
 from memopt.data.tensor_bytes import bytes_of
 
@@ -173,11 +173,12 @@ _FROM_NUMPY = {
 
 
 def load(descriptor: int, mapped: bool) -> Any:
-    """A file's content: a mapping, copy-on-write; a bytearray where it is small, or cannot or must not be mapped."""
+    """A file's content: a mapping, copy-on-write; a bytearray where it is small, or cannot or must not be mapped. The
+    mapping keeps no descriptor, as one of Python's would before 3.13: hits may be more than a process may open."""
     size = os.fstat(descriptor).st_size
     if mapped and size >= MAPPED_FROM:
         try:
-            return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+            return _C.PrivateMapping(descriptor, size)
         except OSError:
             pass  # no mapping is left, or the file system has none
     content = bytearray(size)

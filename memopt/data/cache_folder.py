@@ -71,7 +71,8 @@ class CacheFolder:
         except (FileNotFoundError, NotADirectoryError):
             return False, None
         except OSError as error:
-            self._warn("read", f"{path} cannot be read ({error.strerror}): check who may read the folder")
+            mend = _MENDS.get(error.errno or 0, "") if error.errno in _TOO_MANY else "check who may read the folder"
+            self._warn("read", f"{path} cannot be read ({error.strerror}): {mend}")
             return False, None
         try:
             content = cache_entry.load(descriptor, self._mapped)
@@ -207,7 +208,9 @@ class CacheFolder:
             warnings.warn(f"memopt.data.cached: {text}", RuntimeWarning, stacklevel=2)
 
 
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _MENDS = {
+    **dict.fromkeys(_TOO_MANY, "too many files are open: raise the limit (`ulimit -n`), or close what is not needed"),
     errno.ENOSPC: "the disk is full: free some of it, or give max_size= or another dir=",
     errno.EDQUOT: "the quota is used up: free some of it, or give max_size= or another dir=",
     errno.EFBIG: "files may not grow that large here: see `ulimit -f`",

@@ -3,13 +3,13 @@ pickles. NumPy and torch are imported only where one of theirs is met."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import pickle
 import sys
 from typing import Any
 
 from memopt import _C
+from memopt.data.tensor_bytes import bytes_of
 
 _ARRAY, _SCALAR, _TENSOR, _PICKLE = range(4)
 _TAKEN = (
@@ -132,12 +132,7 @@ def _of_tensor(tensor: Any) -> Leaf | str:
         return f"a tensor of layout {tensor.layout}, or quantized: share its .to_dense() or .dequantize()"
     if tensor.requires_grad:
         return "a tensor that requires grad: share its .detach()"
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    size = plain.numel() * plain.element_size()
-    content = (ctypes.c_char * size).from_address(plain.data_ptr()) if size else b""
-    if size:
-        content._tensor = plain  # type: ignore[union-attr]  # its memory lives as long as the view of it
-    return _TENSOR, (str(plain.dtype).removeprefix("torch."), tuple(plain.shape)), content
+    return _TENSOR, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), bytes_of(tensor)
 
 
 def _tensor(description: Any, memory: _C.SharedMemory, begin: int, length: int) -> Any:

@@ -12,7 +12,9 @@ from memopt.running.host_memory_limits import available
 
 def build(kind: int, name: str, items: Iterable[Any], *, pickle: bool) -> _C.SharedMemory:
     encode = leaves.encode_or_pickle if pickle else leaves.encode
-    return _C.shared_build(kind, name, items, encode, available() or 0)
+    free = available()
+    limit = 0 if free is None else max(1, free)  # 0 says that there is none
+    return _C.shared_build(kind, name, items, encode, limit)
 
 
 class SharedContainer:
