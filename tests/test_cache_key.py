@@ -55,13 +55,17 @@ def test_keys_are_equal_just_where_values_and_types_are(one, other):
     assert key(one) == key(one)
 
 
+OVERLAPPING = np.dtype({"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [0, 2]})
+
+
 def test_alike_is_not_the_same():
     values = [
         0, 0.0, -0.0, False, None, "", b"", [], (), {}, set(), frozenset(), "0", b"0", 0j, [[]], [()], [0], (0,),
         {0: 0}, range(0), slice(0), bytearray(), ["a", "b"], ["ab"], ["", "ab"], [["a"], "b"], [["a", "b"]],
         np.float32(0), np.float64(0), np.zeros(0), np.zeros(1), np.zeros((1, 1)), np.zeros(1, np.int64),
         np.zeros(1, ">i8"), torch.zeros(0), torch.zeros(1), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64),
-        torch.zeros(1, dtype=torch.bfloat16), torch.float32, torch.device("cpu"), int, float, len, dict.get,
+        np.zeros(1, [("a", "i4")]), np.zeros(1, [("b", "i4")])[0], np.zeros(1, [("a", "i4")])[0], np.zeros(2, "V0"),
+        np.zeros(1, OVERLAPPING), torch.zeros(1, dtype=torch.bfloat16), torch.float32, torch.device("cpu"), int, float, len, dict.get,
     ]  # fmt: skip
     assert len({key(value) for value in values}) == len(values)
 

@@ -127,6 +127,24 @@ def plain(x):
     return x + 1
 
 
+@pytest.mark.parametrize("compress", [False, True])
+def test_arrays_and_scalars_come_back_with_their_dtype(tmp_path, compress):
+    aligned = np.dtype([("a", "i1"), ("b", "f8", (2,)), ("in", np.dtype([("c", "i1"), ("d", "i4")], align=True))])
+    padded = np.dtype([("a", "i1"), ("b", "f8", (2,)), (("title", "t"), ">i2")], align=True)
+    values = [
+        np.ones(3, aligned), np.ones(3, padded), np.ones((), padded)[()], np.str_(""), np.bytes_(b""), np.void(b""),
+        np.ndarray((2, 3), "U0"), np.zeros(2, "V0"), np.zeros((0, 2), padded), np.str_("é"), np.datetime64("2020-01-01"),
+        np.zeros(2, ">c16"), np.arange(6).reshape(2, 3).T,
+    ]  # fmt: skip
+    call = cached(lambda n: values[n], tmp_path, version=1, ignore="values", compress=compress)
+    for number, value in enumerate(values):
+        for again in (call(number), call(number)):
+            assert type(again) is type(value) and again.dtype == value.dtype and again.shape == value.shape
+            assert again.tobytes() == value.tobytes()
+    counts = call.cache.statistics()
+    assert (counts.misses, counts.hits, counts.damaged) == (len(values), len(values), 0)
+
+
 # ---- damage -----------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +384,7 @@ def test_a_folder_that_cannot_be_written_is_still_read(tmp_path, monkeypatch):
         (torch.eye(3).to_sparse(), r"return value.to_dense\(\)"),
         (torch.empty(2, device="meta"), r"is on meta; return value.cpu\(\)"),
         (np.array([object()]), "objects cannot be kept"),
+        (np.zeros(1, {"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [0, 2]}), "NumPy has no description"),
     ],
 )
 def test_a_result_that_cannot_be_kept_is_refused_by_name(tmp_path, value, words):

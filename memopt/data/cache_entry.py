@@ -14,7 +14,7 @@ import zlib
 from typing import Any
 
 from memopt import _C
-from memopt.data import safetensors_layout, zstd
+from memopt.data import array_dtypes, safetensors_layout, zstd
 from memopt.data.tensor_bytes import bytes_of
 
 FORMAT = "1"
@@ -148,15 +148,15 @@ def _write_tensor(value: Any, parts: _Parts, path: str) -> Any:
 
 
 def _write_array(value: Any, parts: _Parts, path: str, numpy: Any) -> Any:
-    if value.dtype.hasobject or (value.dtype.names and any(len(one) < 2 for one in value.dtype.descr)):
-        raise Unstorable(f"memopt.data.cached: {path} is an array of {value.dtype}: objects cannot be kept")
-    plain = numpy.ascontiguousarray(value)
-    raw = (
-        memoryview(plain.reshape(-1).view(numpy.uint8)) if plain.size and plain.itemsize else memoryview(b"")
-    )
+    described = array_dtypes.described(value.dtype)
+    if described is None:
+        why = "objects cannot be kept" if value.dtype.hasobject else "NumPy has no description of this dtype"
+        raise Unstorable(f"memopt.data.cached: {path} is an array of {value.dtype}: {why}")
+    raw = memoryview(b"")
+    if value.size and value.dtype.itemsize:  # NumPy makes "" 4 bytes long where it copies
+        raw = memoryview(numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8))
     known = _FROM_NUMPY.get(value.dtype.str, "")
     kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
-    described = value.dtype.descr if value.dtype.names else value.dtype.str
     return [kind, parts.add(raw, known, tuple(value.shape)), described, list(value.shape)]
 
 
@@ -205,7 +205,7 @@ def decode(content: Any, key: str) -> Any:
         if metadata.get("memopt") != FORMAT:
             raise Unreadable(f"it is of format {metadata.get('memopt')}, this memopt reads {FORMAT}")
         return _read(json.loads(metadata["value"]), content, extents)
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, SyntaxError, RecursionError) as error:
         if isinstance(error, Damaged):
             raise
         raise Damaged(f"it is not what memopt wrote: {error!r}") from error
@@ -264,20 +264,13 @@ def _read_tensor(buffer: Any, begin: int, nbytes: int, name: str, shape: list[in
 def _read_array(buffer: Any, begin: int, nbytes: int, described: Any, shape: list[int]) -> Any:
     import numpy
 
-    dtype = numpy.dtype(described if isinstance(described, str) else [_field(one) for one in described])
+    dtype = array_dtypes.read(described)
     count = math.prod(shape)
     if count * dtype.itemsize != nbytes:
         raise Damaged(f"{nbytes} bytes are no {dtype} of shape {shape}")
     if nbytes == 0:
-        return numpy.empty(shape, dtype)
+        return numpy.ndarray(shape, dtype)
     return numpy.frombuffer(buffer, dtype=dtype, count=count, offset=begin).reshape(shape)
-
-
-def _field(written: Any) -> Any:
-    """JSON has lists where NumPy's description of a structured dtype has tuples."""
-    name, kind, *shape = written
-    inner = kind if isinstance(kind, str) else [_field(one) for one in kind]
-    return (tuple(name) if isinstance(name, list) else name, inner, *(tuple(one) for one in shape))
 
 
 _READERS: dict[str, Any] = {

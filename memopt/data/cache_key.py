@@ -116,7 +116,8 @@ class KeyDigest:
         elif _is_of(kind, "numpy", "ndarray") or _is_of(kind, "numpy", "memmap"):
             self._array(value, path)
         elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
-            self.data(f"numpy {value.dtype.str}", value.tobytes())
+            self.data("numpy", _dtype(value))
+            self.data("elements", value.tobytes())
         elif kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "layout", "memory_format"):
             self.data(f"torch.{kind.__name__}", str(value).encode())
         elif _is_of(kind, "torch", "Size"):
@@ -154,9 +155,9 @@ class KeyDigest:
         if value.dtype.hasobject:
             raise Unkeyable(path, value, "it holds Python objects")
         self.mark("array", *value.shape)
-        self.data("dtype", repr(value.dtype.descr).encode())
+        self.data("dtype", _dtype(value))
         contiguous = sys.modules["numpy"].ascontiguousarray(value)
-        self.data("elements", contiguous.reshape(-1).view("u1"))
+        self.data("elements", contiguous.reshape(-1).view("u1") if value.nbytes else b"")
 
     def _tensor(self, value: Any, path: str) -> None:
         from memopt.data.tensor_bytes import bytes_of
@@ -208,6 +209,11 @@ class KeyDigest:
 
 _OF_A_WRAPPED_FUNCTION = ("__doc__", "__annotations__", "__annotate__", "__type_params__")
 """What functools.update_wrapper() gives to an object and is no state of it."""
+
+
+def _dtype(value: Any) -> bytes:
+    """Of a NumPy array or scalar; with fields, where each of them lies."""
+    return repr(value.dtype if value.dtype.names else value.dtype.str).encode()
 
 
 def _is_of(kind: type, module: str, name: str) -> bool:

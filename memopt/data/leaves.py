@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from memopt import _C
+from memopt.data import array_dtypes
 from memopt.data.tensor_bytes import bytes_of
 
 _ARRAY, _SCALAR, _TENSOR, _PICKLE = range(4)
@@ -71,14 +72,14 @@ def _of_array(array: Any) -> Leaf | str:
 
     if array.dtype.hasobject:
         return f"an array of {array.dtype}: each element is a Python object; pickle=True keeps it as a pickle"
-    written = np.lib.format.dtype_to_descr(array.dtype)
-    if np.lib.format.descr_to_dtype(written) != array.dtype:
+    written = array_dtypes.described(array.dtype)
+    if written is None:
         return f"an array of {array.dtype}: NumPy cannot name this type; pickle=True keeps it as a pickle"
     fortran = array.flags.f_contiguous and not array.flags.c_contiguous
     plain = np.asarray(array, order="F" if fortran else "C")
     flat = plain.reshape(-1, order="F" if fortran else "C")  # a view
     content = flat.view(np.uint8).data if array.nbytes else b""
-    return _ARRAY, (_plain(written), array.shape, fortran), content
+    return _ARRAY, (written, array.shape, fortran), content
 
 
 def _of_scalar(value: Any) -> Leaf | str:
@@ -91,25 +92,11 @@ def _of_scalar(value: Any) -> Leaf | str:
     return found if isinstance(found, str) else (_SCALAR, found[1], found[2])
 
 
-def _plain(descr: Any) -> Any:
-    """dtype_to_descr's answer is a str, or a list of tuples in which a shape may be of NumPy's ints."""
-    if isinstance(descr, list):
-        return [
-            (
-                name,
-                _plain(kind),
-                *(tuple(map(int, one)) if isinstance(one, tuple) else (int(one),) for one in shape),
-            )
-            for name, kind, *shape in descr
-        ]
-    return descr
-
-
 def _array(description: Any, memory: _C.SharedMemory, begin: int, length: int) -> Any:
     import numpy as np
 
     written, shape, fortran = description
-    dtype = np.lib.format.descr_to_dtype(written)
+    dtype = array_dtypes.read(written)
     if dtype.hasobject:
         raise ValueError(f"an array of {dtype}")
     array = np.ndarray(shape, dtype, memory, begin, order="F" if fortran else "C")

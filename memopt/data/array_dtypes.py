@@ -1,0 +1,54 @@
+"""A NumPy dtype as plain values, and back: with field names, titles, offsets and padding, as in the header of a .npy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def described(dtype: Any) -> Any:
+    """A str, or a list of tuples (name, description, shape) for the fields. None for a dtype that NumPy has no such
+    description of: Python objects, fields that overlap or are out of order."""
+    import numpy as np
+
+    if dtype.hasobject:
+        return None
+    try:
+        written = _plain(np.lib.format.dtype_to_descr(dtype))
+        return written if read(written) == dtype else None
+    except ValueError:
+        return None
+
+
+def _plain(descr: Any) -> Any:
+    """In NumPy's description a shape may be of NumPy's ints."""
+    if isinstance(descr, list):
+        return [
+            (
+                name,
+                _plain(kind),
+                *(tuple(map(int, one)) if isinstance(one, tuple) else (int(one),) for one in shape),
+            )
+            for name, kind, *shape in descr
+        ]
+    return descr
+
+
+def read(written: Any) -> Any:
+    """The dtype of a description; JSON's lists will do for its tuples. ValueError, TypeError or SyntaxError for what is
+    none."""
+    import numpy as np
+
+    return np.lib.format.descr_to_dtype(_with_tuples(written))
+
+
+def _with_tuples(written: Any) -> Any:
+    if not isinstance(written, list):
+        return written
+    return [
+        (
+            tuple(name) if isinstance(name, list) else name,
+            _with_tuples(kind),
+            *(tuple(one) if isinstance(one, list) else one for one in shape),
+        )
+        for name, kind, *shape in written
+    ]
