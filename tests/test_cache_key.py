@@ -65,7 +65,8 @@ def test_alike_is_not_the_same():
         np.float32(0), np.float64(0), np.zeros(0), np.zeros(1), np.zeros((1, 1)), np.zeros(1, np.int64),
         np.zeros(1, ">i8"), torch.zeros(0), torch.zeros(1), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64),
         np.zeros(1, [("a", "i4")]), np.zeros(1, [("b", "i4")])[0], np.zeros(1, [("a", "i4")])[0], np.zeros(2, "V0"),
-        np.zeros(1, OVERLAPPING), torch.zeros(1, dtype=torch.bfloat16), torch.float32, torch.device("cpu"), int, float, len, dict.get,
+        np.zeros(1, OVERLAPPING), torch.zeros(1, dtype=torch.bfloat16), torch.float32, torch.device("cpu"),
+        int, float, len, dict.get,
     ]  # fmt: skip
     assert len({key(value) for value in values}) == len(values)
 

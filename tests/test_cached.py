@@ -133,8 +133,8 @@ def test_arrays_and_scalars_come_back_with_their_dtype(tmp_path, compress):
     padded = np.dtype([("a", "i1"), ("b", "f8", (2,)), (("title", "t"), ">i2")], align=True)
     values = [
         np.ones(3, aligned), np.ones(3, padded), np.ones((), padded)[()], np.str_(""), np.bytes_(b""), np.void(b""),
-        np.ndarray((2, 3), "U0"), np.zeros(2, "V0"), np.zeros((0, 2), padded), np.str_("é"), np.datetime64("2020-01-01"),
-        np.zeros(2, ">c16"), np.arange(6).reshape(2, 3).T,
+        np.ndarray((2, 3), "U0"), np.zeros(2, "V0"), np.zeros((0, 2), padded), np.str_("é"),
+        np.datetime64("2020-01-01"), np.zeros(2, ">c16"), np.arange(6).reshape(2, 3).T,
     ]  # fmt: skip
     call = cached(lambda n: values[n], tmp_path, version=1, ignore="values", compress=compress)
     for number, value in enumerate(values):

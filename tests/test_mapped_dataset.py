@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import resource
 import signal
 import tempfile
 from pathlib import Path
@@ -209,6 +211,10 @@ HEADERS = [
     '{"a":{"dtype":"U8","shape":[-4],"data_offsets":[0,4]}}',
     '{"a":{"dtype":"U8","shape":[true,4],"data_offsets":[0,4]}}',
     '{"a":{"dtype":"F4","shape":[8],"data_offsets":[0,4]}}',
+    '{"a":{"dtype":["U8"],"shape":[4],"data_offsets":[0,4]}}',
+    '{"__metadata__":{"memopt.rows":"tuple"},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
+    '{"__metadata__":{"memopt.rows":"single"},"1":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
+    '{"__metadata__":{"memopt.rows":"other"},"0":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
     '{"a":{"dtype":"U8","shape":4,"data_offsets":[0,4]}}',
     '{"a":{"dtype":"U8","shape":[4]}}',
     '{"__metadata__":{"a":1}}',
@@ -248,6 +254,62 @@ def test_rows_unlike_the_first_are_refused_and_an_exception_leaves_nothing(tmp_p
     with pytest.raises(ValueError, match="got no row"), MmapWriter(path):
         pass
     assert os.listdir(tmp_path) == ["d.safetensors"] and path.read_text() == "what was there before"
+
+
+def test_names_of_fields_that_the_file_cannot_have_are_refused(tmp_path):
+    with MmapWriter(tmp_path / "names.safetensors") as out:
+        for wrong, words in (
+            ({1: 0, "1": 0}, "two fields of one name"),
+            ({"__metadata__": 0}, "called '__metadata__'"),
+            ({PADDING: 0, "b": 0}, f"called '{PADDING}'"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                out.append(wrong)
+        out.append({"a": 1})
+    with pytest.raises(ValueError, match="two fields have one name"):
+        MmapDataset({1: torch.zeros(3), "1": torch.zeros(3)})
+    with pytest.raises(ValueError, match="no tensor can be called '__metadata__'"):
+        safetensors_layout.header_bytes({"__metadata__": ("U8", (1,))}, {})
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """As a disk that is full: what a file cannot take is an OSError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_row_that_was_written_in_part_is_never_made_a_file_of(tmp_path):
+    path = tmp_path / "torn.safetensors"
+    path.write_text("what was there before")
+    row = {"x": torch.ones(100), "y": torch.ones(1 << 19)}
+    with pytest.raises(ValueError, match=r"row 1 was interrupted.*call abort\(\)"):
+        with MmapWriter(path) as out:
+            out.append(row)
+            with files_of_at_most(3 << 20), pytest.raises(OSError):
+                out.append(row)
+            for again in (lambda: out.append(row), out.close):
+                with pytest.raises(ValueError, match="row 1 was interrupted"):
+                    again()
+    assert os.listdir(tmp_path) == ["torn.safetensors"] and path.read_text() == "what was there before"
+
+
+def test_a_disk_that_is_full_at_the_end_costs_no_row(tmp_path):
+    path = tmp_path / "full.safetensors"
+    rows = {"x": torch.arange(60_000.0).reshape(3, -1), "y": torch.arange(90_000).reshape(3, -1)}
+    out = MmapWriter(path)
+    out.extend(rows)
+    for size in (1000, 730_000, 800_000):  # neither field, one of them, a part of the other
+        with files_of_at_most(size), pytest.raises(OSError, match=r"3 rows are kept: free space.*close\(\) again"):
+            out.close()
+        assert not path.exists() and len(os.listdir(tmp_path)) == 2
+    out.close()
+    assert os.listdir(tmp_path) == ["full.safetensors"]
+    assert all(torch.equal(got, rows[name]) for name, got in MmapDataset(path)[:].items())
 
 
 def test_a_killed_writer_leaves_what_was_there_before(tmp_path):

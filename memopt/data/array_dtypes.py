@@ -1,4 +1,4 @@
-"""A NumPy dtype as plain values, and back: with field names, titles, offsets and padding, as in the header of a .npy."""
+"""A NumPy dtype as plain values, and back: names, titles, offsets and padding, as in the header of a .npy file."""
 
 from __future__ import annotations
 

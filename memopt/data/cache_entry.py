@@ -205,7 +205,7 @@ def decode(content: Any, key: str) -> Any:
         if metadata.get("memopt") != FORMAT:
             raise Unreadable(f"it is of format {metadata.get('memopt')}, this memopt reads {FORMAT}")
         return _read(json.loads(metadata["value"]), content, extents)
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, SyntaxError, RecursionError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, SyntaxError, RecursionError) as error:
         if isinstance(error, Damaged):
             raise
         raise Damaged(f"it is not what memopt wrote: {error!r}") from error

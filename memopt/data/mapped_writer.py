@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import uuid
 from collections.abc import Iterable, Mapping
@@ -33,7 +34,8 @@ class MmapWriter:
 
     The file has another name in the same folder until `close`, which flushes it to the disk and renames it: under the
     given name there is a whole file or what was there before. In a `with` an exception leaves nothing behind; a killed
-    process leaves a file `<name>.<letters>.part`. The field with the longest rows goes straight into the file, the
+    process leaves a file `<name>.<letters>.part`. Where `close` fails (the disk is full) all rows are kept, and it may
+    be called again. The field with the longest rows goes straight into the file, the
     others into files beside it that are appended at the end: they take their bytes of the disk twice for that moment.
 
     metadata: texts by name, kept in the header."""
@@ -51,6 +53,7 @@ class MmapWriter:
         self._parts: list[str] = []
         self._header = 0
         self._closed = False
+        self._torn = False  # a row is in some fields' files and not, or not wholly, in others
         self._start()
 
     def _start(self) -> None:
@@ -82,13 +85,19 @@ class MmapWriter:
     def _named(self, row: Any) -> dict[str, Tensor]:
         if self._closed:
             raise ValueError(f"MmapWriter: {self.path} is closed")
+        self._check_whole()
         form = "dict" if isinstance(row, dict) else "tuple" if isinstance(row, tuple) else "single"
         if self._form and form != self._form:
             raise TypeError(f"MmapWriter: row {self.rows} is a {form} where the first was a {self._form}")
         items: Iterable[tuple[Any, Any]] = (
             row.items() if form == "dict" else enumerate(row) if form == "tuple" else [(0, row)]
         )
+        items = [*items]
         found = {str(name): _tensor(value, str(name), self.rows) for name, value in items}
+        if len(found) < len(items):
+            raise ValueError(f"MmapWriter: row {self.rows} has two fields of one name: names are made texts")
+        if taken := found.keys() & {safetensors_layout.METADATA, PADDING}:
+            raise ValueError(f"MmapWriter: no field can be called {taken.pop()!r}: the format has it for its own")
         if not found or (self._kinds and found.keys() != self._kinds.keys()):
             raise ValueError(
                 f"MmapWriter: row {self.rows} has fields {', '.join(found) or 'none'} where the first had "
@@ -117,28 +126,31 @@ class MmapWriter:
                     f"MmapWriter: field {name!r} of row {self.rows} is {kind[0]}{list(kind[1])} where the first row's "
                     f"was {self._kinds[name][0]}{list(self._kinds[name][1])}: all rows have one dtype and shape"
                 )
-        for name, one in named.items():
-            self._files[name].write(bytes_of(one))
+        pieces = [(self._files[name], bytes_of(one)) for name, one in named.items()]
+        self._torn = True
+        for file, piece in pieces:
+            file.write(piece)
         self.rows += counts.pop()
+        self._torn = False
+
+    def _check_whole(self) -> None:
+        if self._torn:
+            raise ValueError(
+                f"MmapWriter: {self.path}: writing row {self.rows} was interrupted, and its fields are no longer of the "
+                "same number of rows: call abort(), and write the file anew"
+            )
 
     def _begin(self, kinds: dict[str, tuple[Any, tuple[int, ...]]]) -> None:
         for name, (dtype, _) in kinds.items():
             if str(dtype) not in safetensors_layout.FROM_TORCH:
                 raise TypeError(f"MmapWriter: field {name!r} is of {dtype}, which safetensors does not have")
 
-        def row_bytes(name: str) -> int:
-            dtype, shape = kinds[name]
-            size = dtype.itemsize
-            for dim in shape:
-                size *= dim
-            return int(size)
-
-        longest = max(kinds, key=row_bytes)
+        longest = max(kinds, key=lambda name: _row_bytes(*kinds[name]))
         others = sorted(
             (name for name in kinds if name != longest), key=lambda name: -kinds[name][0].itemsize
         )
-        self._kinds, self._order = kinds, [longest, *others]
         self._files = {longest: self._main, **{name: self._file() for name in others}}
+        self._kinds, self._order = kinds, [longest, *others]
         self._header = len(self._header_bytes(MOST_ROWS, padding=15, length=0))
         self._main.seek(self._header)
 
@@ -153,20 +165,31 @@ class MmapWriter:
         return safetensors_layout.header_bytes(tensors, metadata, align=64, length=length)
 
     def close(self) -> None:
-        """Finishes the file and gives it its name. ValueError if there was no row: of no row no field is known."""
+        """Finishes the file and gives it its name. ValueError if there was no row (of none no field is known), or if
+        writing one was interrupted. OSError where the file cannot be finished: all rows are kept until abort(), and
+        close() can be called again."""
         if self._closed:
             return
-        try:
-            if not self._kinds:
-                raise ValueError(f"MmapWriter: {self.path} got no row, and so has no fields to write")
-            self._finish()
-        finally:
+        self._check_whole()
+        if not self._kinds:
             self.abort()
+            raise ValueError(f"MmapWriter: {self.path} got no row, and so has no fields to write")
+        try:
+            self._finish()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"MmapWriter: {self.path} cannot be finished ({error.strerror or error}), and its {self.rows} rows are "
+                "kept: free space, or mend what else failed, and call close() again; abort() gives them up",
+            ) from error
+        self.abort()
 
     def _finish(self) -> None:
-        self._main.flush()
-        self._main.seek(0, os.SEEK_END)
-        written = self._main.tell() - self._header
+        """Done from the rows' end on, so that it may be done again."""
+        longest = self._order[0]
+        written = self.rows * _row_bytes(*self._kinds[longest])
+        self._main.seek(self._header + written)
+        self._main.truncate()
         widest = max((self._kinds[name][0].itemsize for name in self._order[1:]), default=1)
         padding = (
             -written % widest
@@ -204,10 +227,12 @@ class MmapWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is None and not self._torn:
             self.close()
-        else:
-            self.abort()
+            return
+        self.abort()
+        if kind is None:
+            self._check_whole()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and hasattr(self, "_main"):
@@ -216,6 +241,10 @@ class MmapWriter:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"MmapWriter({self.path!r}, {self.rows} rows, {state})"
+
+
+def _row_bytes(dtype: Any, shape: tuple[int, ...]) -> int:
+    return int(dtype.itemsize * math.prod(shape))
 
 
 def _append(source: IO[bytes], target: IO[bytes]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from memopt.data.mapped_file import Part, memmap_part, npy_part, safetensors_parts
 from memopt.data.mapped_writer import PADDING
+from memopt.data.safetensors_layout import Malformed
 
 Chunks = list[Any]
 """The parts of one field, one after the other: each a Part, or a tensor that is there already."""
@@ -26,14 +27,23 @@ def from_path(path: str) -> tuple[dict[str, Chunks], str]:
     parts, metadata = safetensors_parts(path)
     parts.pop(PADDING, None)
     form = metadata.get("memopt.rows", "dict")
-    names = sorted(parts, key=int) if form in ("tuple", "single") else list(parts)
+    names = list(parts)
+    if form in ("tuple", "single"):
+        if {*parts} != {str(number) for number in range(len(parts))} or (form == "single" and len(parts) != 1):
+            raise Malformed(f"{path}: its fields {', '.join(parts)} are not those of rows that are a {form}")
+        names.sort(key=int)
+    elif form != "dict":
+        raise Malformed(f"{path}: its rows are said to be a {form!r}: dict, tuple and single are known")
     return {name: [parts[name]] for name in names}, form
 
 
 def from_source(source: Any) -> tuple[dict[str, Chunks], str]:
     """As from_path, of a dict or tuple of sources, an Arrow table, or one source."""
     if isinstance(source, Mapping):
-        return {str(name): _chunks(one, f"field {name!r}") for name, one in source.items()}, "dict"
+        chunks = {str(name): _chunks(one, f"field {name!r}") for name, one in source.items()}
+        if len(chunks) < len(source):
+            raise ValueError("memopt.data.MmapDataset: two fields have one name: names are made texts")
+        return chunks, "dict"
     if isinstance(source, tuple):
         return {str(at): _chunks(one, f"field {at}") for at, one in enumerate(source)}, "tuple"
     if hasattr(source, "column_names") and hasattr(source, "column"):

@@ -56,6 +56,8 @@ TORCH = {
     "C64": "complex64",
 }
 FROM_TORCH = {f"torch.{name}": code for code, name in TORCH.items()}
+METADATA = "__metadata__"
+"""The header's entry that is no tensor."""
 LONGEST_HEADER = 100_000_000
 """What the library takes at most."""
 
@@ -83,7 +85,9 @@ def header_bytes(
 ) -> bytes:
     """The length and the header of a file whose tensors, dtype and shape by name, follow in this order. Padded with
     spaces to a multiple of `align`, or to `length` in all."""
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    if METADATA in tensors:
+        raise ValueError(f"no tensor can be called {METADATA!r}: the format has it for its own")
+    entries: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, (dtype, shape) in tensors.items():
         size = BYTES[dtype] * math.prod(shape)
@@ -117,9 +121,9 @@ def parse(header: bytes | memoryview, file_size: int) -> tuple[dict[str, Extent]
         raise Malformed(f"its header is not JSON: {error}") from None
     if not isinstance(entries, dict):
         raise Malformed("its header is not an object of tensors")
-    metadata = entries.pop("__metadata__", {})
+    metadata = entries.pop(METADATA, {})
     if not isinstance(metadata, dict) or any(type(text) is not str for text in metadata.values()):
-        raise Malformed("its __metadata__ is not texts by name")
+        raise Malformed(f"its {METADATA} is not texts by name")
     start, found = len(header), {}
     for name, entry in entries.items():
         found[name] = _extent(name, entry, start)
@@ -143,7 +147,7 @@ def _extent(name: str, entry: object, start: int) -> Extent:
     whole += offsets if isinstance(offsets, list) and len(offsets) == 2 else [None]
     if any(type(number) is not int or number < 0 for number in whole):
         raise Malformed(f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}")
-    if dtype not in BYTES:
+    if type(dtype) is not str or dtype not in BYTES:
         raise Malformed(f"tensor {name!r} is of dtype {dtype!r}, which is none of {', '.join(BYTES)}")
     nbytes = BYTES[dtype] * math.prod(shape)
     if offsets[1] - offsets[0] != nbytes:
