@@ -139,9 +139,11 @@ def test_indices_that_are_none_are_refused_by_name(images):
     for wrong in (21, -22, [0, 21], torch.tensor([-22])):
         with pytest.raises(IndexError, match="of a dataset of 21 rows"):
             dataset[wrong]
-    for wrong in ("3", None, 1.5, [1.5], [[1, 2]], torch.zeros(20, dtype=torch.bool), object()):
+    for wrong in ("3", None, 1.5, [1.5], [[1, 2]], [1j], torch.zeros(20, dtype=torch.bool), object()):
         with pytest.raises((TypeError, ValueError, RuntimeError)):
             dataset[wrong]
+    with pytest.raises(TypeError, match="got torch.complex128"):
+        dataset[torch.zeros(2, dtype=torch.complex128)]
     assert len(dataset[torch.zeros(21, dtype=torch.bool)][0]) == 0 and len(dataset[[]][1]) == 0
 
 
@@ -182,6 +184,15 @@ def test_memmaps_files_of_numpy_and_torchs_mapped_tensors_go_to_workers_by_path(
     assert read_only[0] == 0
 
 
+def test_numbers_of_sixteen_bytes_are_rows_too(tmp_path):
+    array = np.arange(24).reshape(6, 4) * (1 + 2j)
+    np.save(tmp_path / "wide.npy", array)
+    dataset = MmapDataset(tmp_path / "wide.npy")
+    for chosen in (3, slice(1, 3), slice(None, None, -2), slice(5, 1), [4, 0, -1], []):
+        expected = array[np.asarray(chosen, np.int64) if isinstance(chosen, list) else chosen]
+        assert torch.equal(dataset[chosen], torch.from_numpy(expected.copy()))
+
+
 @pytest.mark.parametrize("source", [3, object(), torch.tensor(3), np.array(3), {}, ()])
 def test_what_has_no_rows_is_refused(source):
     with pytest.raises((TypeError, ValueError), match="MmapDataset"):
@@ -202,6 +213,22 @@ def test_a_file_cut_short_or_grown_is_refused(images, tmp_path):
             MmapDataset(path)
         with pytest.raises(safetensors_layout.Malformed, match="cut short or written anew"):
             pickle.loads(message)
+
+
+def test_a_file_written_or_replaced_since_is_refused_whatever_its_size(images, tmp_path):
+    dataset, _ = images
+    path = tmp_path / "a.safetensors"
+    message, there = pickle.dumps(dataset), path.stat()
+    os.utime(path, ns=(there.st_atime_ns, there.st_mtime_ns + 1))
+    with pytest.raises(safetensors_layout.Malformed, match="has changed: it was cut short or written anew"):
+        pickle.loads(message)
+    os.utime(path, ns=(there.st_atime_ns, there.st_mtime_ns))
+    assert len(pickle.loads(message)) == 21
+    (tmp_path / "b").write_bytes(path.read_bytes())
+    os.utime(tmp_path / "b", ns=(there.st_atime_ns, there.st_mtime_ns))
+    os.replace(tmp_path / "b", path)
+    with pytest.raises(safetensors_layout.Malformed, match="has changed"):
+        pickle.loads(message)
 
 
 HEADERS = [
@@ -354,6 +381,10 @@ def test_page_cache_is_told_apart_from_memory_of_its_own(tmp_path):
         dataset[row].fill_(2)
     seen = dataset.memory()
     assert 8 * 16384 <= seen.copied <= 8 * 16384 + 3 * 4096
+    (tmp_path / "other").write_bytes(bytes(path.stat().st_size))
+    os.replace(tmp_path / "other", path)  # the mapping's file has no name any more
+    other = np.memmap(path, mode="r")
+    assert other.sum() == 0 and dataset.memory() == seen
     assert (
         "page cache" in str(seen) and "64 rows" in dataset._repr_html_() and "uint8[16384]" in repr(dataset)
     )

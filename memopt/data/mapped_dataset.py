@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from memopt import _C
 from memopt.data import mapped_file, row_sources
-from memopt.data.mapped_file import Part
+from memopt.data.mapped_file import File, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,8 +42,8 @@ class MappedBytes:
 class _Field:
     """One tensor of rows, maybe in several parts."""
 
-    def __init__(self, name: str, chunks: Sequence[Any], mappings: dict[str, mmap.mmap]) -> None:
-        self.mapping = [mappings.get(one.path) if isinstance(one, Part) else None for one in chunks]
+    def __init__(self, name: str, chunks: Sequence[Any], mappings: dict[File, mmap.mmap]) -> None:
+        self.mapping = [mappings.get(one.file) if isinstance(one, Part) else None for one in chunks]
         self.begins = [one.begin if isinstance(one, Part) else 0 for one in chunks]
         self.tensors = [
             mapped_file.view(one, mapping) if isinstance(one, Part) else one
@@ -85,8 +85,9 @@ class _Field:
         """Rows at indices, none of them negative, in one copy."""
         import torch
 
-        # As integers of the same width: torch selects from those alone of every width that there is.
-        plain = getattr(torch, ("uint8", "int16", "int32", "int64")[self.dtype.itemsize.bit_length() - 1])
+        # As integers of the same width: torch selects from those whatever the dtype. There are none of 16 bytes.
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        plain = integers.get(self.dtype.itemsize, self.dtype)
         tensors = [one.view(plain) for one in self.tensors]
         if len(tensors) == 1:
             return torch.index_select(tensors[0], 0, indices).view(self.dtype)
@@ -134,7 +135,8 @@ class MmapDataset:
 
     It pickles to worker processes by path, and is mapped there anew; sources that do not know their file (Arrow tables,
     torch.from_file(shared=False)) do not pickle: give the path. Files may be larger than the machine's memory. A file
-    must not be cut short while it is mapped: touching what is gone ends a process. Replace it by renaming."""
+    must not be cut short while it is mapped: touching what is gone ends a process. Replace it by renaming. A process
+    that it is pickled to refuses a file that was written or replaced since."""
 
     def __init__(self, source: Any, fields: str | Sequence[str] | None = None) -> None:
         chunks, form = (
@@ -162,10 +164,8 @@ class MmapDataset:
         self._open()
 
     def _open(self) -> None:
-        sizes = {
-            one.path: one.size for chunk in self._chunks.values() for one in chunk if isinstance(one, Part)
-        }
-        self._mappings = {path: mapped_file.map_file(path, size) for path, size in sizes.items() if size}
+        files = {one.file for chunk in self._chunks.values() for one in chunk if isinstance(one, Part)}
+        self._mappings = {one: mapped_file.map_file(one) for one in files if one.size}
         self._fields = {}
         for name, chunks in self._chunks.items():
             if any(not one.shape for one in chunks):
@@ -227,7 +227,7 @@ class MmapDataset:
         start, stop, step = index.indices(self._length)
         if step == 1:
             return self._formed({name: field.rows(start, stop) for name, field in self._fields.items()})
-        return self._taken(torch.tensor(range(start, stop, step), dtype=torch.int64))
+        return self._taken(start + step * torch.arange(len(range(start, stop, step))))
 
     def _taken(self, index: Any) -> Any:
         import torch
@@ -240,7 +240,8 @@ class MmapDataset:
         if (
             indices.dim() != 1
             or indices.dtype.is_floating_point
-            or indices.dtype in (torch.bool, torch.complex64)
+            or indices.dtype.is_complex
+            or indices.dtype == torch.bool
         ):
             raise TypeError(
                 f"memopt.data.MmapDataset: rows are chosen by an int, a slice, a list or tensor of ints, or a mask of "
@@ -288,7 +289,7 @@ class MmapDataset:
         this process has of the same files; takes as long as the kernel needs to walk them."""
         from memopt.data.resident import mapped_bytes
 
-        return MappedBytes(*mapped_bytes(set(self._mappings)))
+        return MappedBytes(*mapped_bytes(self._mappings.values()))
 
     def __repr__(self) -> str:
         named = ", ".join(

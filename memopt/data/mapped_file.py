@@ -18,30 +18,44 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's number for it, on
 
 
 @dataclass(frozen=True)
+class File:
+    """A file, and what tells it from another, or from what it becomes, under the same name."""
+
+    path: str
+    size: int
+    """In bytes."""
+    inode: int
+    mtime_ns: int
+
+    @classmethod
+    def at(cls, path: str, there: os.stat_result | None = None) -> File:
+        there = there or os.stat(path)
+        return cls(path, there.st_size, there.st_ino, there.st_mtime_ns)
+
+
+@dataclass(frozen=True)
 class Part:
     """Some rows of a field where they lie in a file: what a worker needs to map them again."""
 
-    path: str
+    file: File
     dtype: str
     """torch's name, as "bfloat16"."""
     shape: tuple[int, ...]
     begin: int
-    size: int
-    """Of the whole file, in bytes."""
 
 
-def map_file(path: str, size: int) -> mmap.mmap:
-    """The whole of a file, which has to have this size. ValueError where it has not."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def map_file(file: File) -> mmap.mmap:
+    """The whole of a file, which has to be the one that it was. ValueError where it is not."""
+    descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        there = os.fstat(descriptor).st_size
-        if there != size:
+        there = File.at(file.path, os.fstat(descriptor))
+        if there != file:
+            sizes = f"has {there.size} bytes where {file.size} were" if there.size != file.size else "has changed"
             raise safetensors_layout.Malformed(
-                f"{path} has {there} bytes where {size} were: it was cut short or written anew since it was opened; "
-                "open it again"
+                f"{file.path} {sizes}: it was cut short or written anew since it was opened; open it again"
             )
         return mmap.mmap(
-            descriptor, size, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            descriptor, file.size, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
     finally:
         os.close(descriptor)
@@ -58,7 +72,7 @@ def view(part: Part, mapping: mmap.mmap | None) -> Any:
     if part.begin % dtype.itemsize:  # torch would read between its own elements
         raw = torch.frombuffer(mapping, dtype=torch.uint8, count=count * dtype.itemsize, offset=part.begin)
         warnings.warn(
-            f"memopt.data.MmapDataset: {part.path} has {part.dtype} at byte {part.begin}, which is no multiple of "
+            f"memopt.data.MmapDataset: {part.file.path} has {part.dtype} at byte {part.begin}, which is no multiple of "
             f"{dtype.itemsize}: that tensor was copied into memory; write the file anew to map it",
             RuntimeWarning,
             stacklevel=2,
@@ -69,16 +83,16 @@ def view(part: Part, mapping: mmap.mmap | None) -> Any:
 
 def safetensors_parts(path: str) -> tuple[dict[str, Part], dict[str, str]]:
     """(fields, metadata) of a safetensors file; Malformed, naming the file, unless it is whole."""
-    size = os.stat(path).st_size
     try:
         with open(path, "rb") as file:
-            length = safetensors_layout.header_length(file.read(8), size)
+            there = File.at(path, os.fstat(file.fileno()))
+            length = safetensors_layout.header_length(file.read(8), there.size)
             file.seek(0)
-            extents, metadata = safetensors_layout.parse(file.read(length), size)
+            extents, metadata = safetensors_layout.parse(file.read(length), there.size)
     except safetensors_layout.Malformed as error:
         raise safetensors_layout.Malformed(f"{path}: {error}") from None
     parts = {
-        name: Part(path, safetensors_layout.TORCH[one.dtype], one.shape, one.begin, size)
+        name: Part(there, safetensors_layout.TORCH[one.dtype], one.shape, one.begin)
         for name, one in extents.items()
     }
     return parts, metadata
@@ -104,14 +118,13 @@ def memmap_part(array: Any) -> Part:
         base = base.base
     begin = base.offset + (array.ctypes.data - base.ctypes.data)
     path = os.path.abspath(os.fspath(array.filename))
-    return Part(path, torch_name(array.dtype), tuple(array.shape), int(begin), os.stat(path).st_size)
+    return Part(File.at(path), torch_name(array.dtype), tuple(array.shape), int(begin))
 
 
 def torch_name(dtype: Any) -> str:
     """torch's name of a NumPy dtype; TypeError for one that it lacks."""
     import torch
 
-    name = {"bool": "bool"}.get(dtype.name, dtype.name)
-    if not dtype.isnative or not isinstance(getattr(torch, name, None), torch.dtype):
+    if not dtype.isnative or not isinstance(getattr(torch, dtype.name, None), torch.dtype):
         raise TypeError(f"memopt.data.MmapDataset: torch has no dtype for NumPy's {dtype.str!r} ({dtype})")
-    return str(name)
+    return str(dtype.name)

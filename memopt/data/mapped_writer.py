@@ -136,8 +136,8 @@ class MmapWriter:
     def _check_whole(self) -> None:
         if self._torn:
             raise ValueError(
-                f"MmapWriter: {self.path}: writing row {self.rows} was interrupted, and its fields are no longer of the "
-                "same number of rows: call abort(), and write the file anew"
+                f"MmapWriter: {self.path}: writing row {self.rows} was interrupted, so that its fields have no longer "
+                "the same number of rows: call abort(), and write the file anew"
             )
 
     def _begin(self, kinds: dict[str, tuple[Any, tuple[int, ...]]]) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memopt.data.mapped_file import Part, memmap_part, npy_part, safetensors_parts
+from memopt.data.mapped_file import File, Part, memmap_part, npy_part, safetensors_parts
 from memopt.data.mapped_writer import PADDING
 from memopt.data.safetensors_layout import Malformed
 
@@ -89,7 +89,7 @@ def _part_of_tensor(source: Any) -> Any:
     begin = source.storage_offset() * source.element_size()
     dtype = str(source.dtype).removeprefix("torch.")
     path = os.path.abspath(name)
-    return Part(path, dtype, tuple(source.shape), begin, os.stat(path).st_size)
+    return Part(File.at(path), dtype, tuple(source.shape), begin)
 
 
 def _arrow_file(path: str) -> Any:
