@@ -67,6 +67,23 @@ def test_a_lease_of_a_killed_process_holds_up_nobody(tmp_path, monkeypatch):
     assert dataset[4]["index"] == 4 and dataset.cache.statistics().hits == 1
 
 
+def test_who_holds_no_lease_releases_none(tmp_path, monkeypatch):
+    dataset = cached(Squares(), tmp_path, version=1)
+    folder = dataset.cache.folder
+    lease = Path(folder._beside(dataset.cache.key(4, "the index"), "lease"))
+    lease.parent.mkdir()
+    lease.symlink_to("another machine 1 1")
+    monkeypatch.setattr(folder, "_paused", lambda: True)
+    assert dataset[4]["index"] == 4 and os.path.lexists(lease)
+    monkeypatch.undo()
+
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    assert dataset[4]["index"] == 4 and os.path.lexists(lease)
+
+
 def test_a_process_id_that_another_process_has_now_is_not_its_lease(tmp_path):
     lease = tmp_path / "one.lease"
     assert cache_lease.take(str(lease)) and not cache_lease.take(str(lease))

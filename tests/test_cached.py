@@ -271,6 +271,46 @@ def test_what_killed_processes_left_is_removed_once_it_is_old(tmp_path):
     assert not old.exists() and new.exists()
 
 
+def test_clear_beside_a_writer_costs_one_entry_and_no_pause(tmp_path, monkeypatch, recwarn):
+    dataset, replace = cached(Squares(), tmp_path), os.replace
+
+    def cleared_before(part, path):
+        monkeypatch.setattr(os, "replace", replace)
+        cache_eviction.remove_all(str(tmp_path))
+        replace(part, path)
+
+    monkeypatch.setattr(os, "replace", cleared_before)
+    for index in (1, 2, 2, 1):
+        assert dataset[index]["index"] == index
+    counts = dataset.cache.statistics()
+    assert (counts.hits, counts.failed, len(entries(tmp_path)), len(recwarn)) == (1, 1, 2, 0)
+
+
+def test_files_of_another_user_stay_and_keep_nobody_from_writing(tmp_path, monkeypatch, recwarn):
+    dataset, unlink = cached(Squares(150), tmp_path, max_size="1MiB", compress=False), os.unlink
+    _ = dataset[0]
+    (first,) = entries(tmp_path)
+    left = Path(first).parent / f"{'0' * 38}.{'a' * 32}.part"
+    left.touch()
+    for path in (first, left):
+        os.utime(path, (1, 1))
+
+    def refuse(path, **named):
+        if str(path) in (first, str(left)):
+            raise PermissionError(1, "Operation not permitted", path)
+        unlink(path, **named)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    for index in range(150):
+        assert dataset[index]["index"] == index
+    counts = dataset.cache.statistics()
+    assert (counts.failed, len(recwarn)) == (0, 0) and counts.evicted > 100
+    assert os.path.exists(first) and cache_eviction.total_size(str(tmp_path)) <= 1 << 20
+    with pytest.warns(RuntimeWarning, match="2 files of .* are another user's"):
+        assert dataset.cache.clear() > 5
+    assert entries(tmp_path) == [first]
+
+
 # ---- folders that fail ------------------------------------------------------------------------------------------
 
 CHILD = """

@@ -15,6 +15,8 @@ import re
 import time
 from collections.abc import Iterator
 
+from memopt.log import logger
+
 ENTRY = re.compile(r"[0-9a-f]{38}\.safetensors")
 LEFTOVER = re.compile(r"[0-9a-f]{38}\.(lease|[0-9a-z_]+\.part)")
 SHARD = re.compile(r"[0-9a-f]{2}")
@@ -37,6 +39,8 @@ class Eviction:
         self.allowance = 0
         """Bytes it may write until the next one; none before the first."""
         self._total: int | None = None
+        self._kept: set[str] = set()
+        """Entries that this process may not remove: another user's, in a folder that is shared."""
 
     def before_writing(self, nbytes: int) -> tuple[int, int]:
         """Makes room where it is time to. (entries, bytes) that went."""
@@ -57,21 +61,41 @@ class Eviction:
         return count, gone
 
     def _evict(self, excess: int) -> tuple[int, int]:
-        """Removes those used longest ago, `excess` bytes of them at least. Of a folder of any size no more than these
-        are held at once."""
+        """Removes those used longest ago, `excess` bytes of them at least, as far as this user may."""
+        count = gone = freed = 0
+        while freed < excess:
+            found = self._oldest(excess - freed)
+            for path, size in found:
+                try:
+                    os.unlink(path)
+                except FileNotFoundError:  # another process is at it too
+                    freed += size
+                except OSError as error:
+                    logger.info("cache entry %s cannot be removed: %s", path, error)
+                    self._kept.add(path)
+                else:
+                    count, gone, freed = count + 1, gone + size, freed + size
+            if not found:
+                break  # all that is left is others'
+        return count, gone
+
+    def _oldest(self, excess: int) -> list[tuple[str, int]]:
+        """(path, bytes) of those used longest ago. Of a folder of any size no more than `excess` bytes of entries, and
+        one, are held at once."""
         oldest: list[tuple[float, str, int]] = []  # a heap: the one used last is on top
         held = 0
         for path, there in entries(self.folder):
+            if path in self._kept:
+                continue
             heapq.heappush(oldest, (-there.st_mtime, path, there.st_size))
             held += there.st_size
             while held - oldest[0][2] >= excess:
                 held -= heapq.heappop(oldest)[2]
-        count = gone = 0
-        for _, path, size in oldest:
-            with contextlib.suppress(FileNotFoundError):  # another process is at it too
-                os.unlink(path)
-                count, gone = count + 1, gone + size
-        return count, gone
+        return [(path, size) for _, path, size in oldest]
+
+
+_NOT_OURS = (FileNotFoundError, PermissionError)
+"""It went meanwhile, or is another user's: one such must not keep this process from the others."""
 
 
 def shards(folder: str) -> Iterator[str]:
@@ -85,15 +109,16 @@ def entries(folder: str) -> Iterator[tuple[str, os.stat_result]]:
     """(path, what stat says) of the entries, in no order. What goes meanwhile is left out, and what a killed process
     left lying is removed on the way."""
     for shard in shards(folder):
-        with contextlib.suppress(FileNotFoundError), os.scandir(shard) as found:
+        with contextlib.suppress(*_NOT_OURS), os.scandir(shard) as found:
             for one in found:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(*_NOT_OURS):
                     if ENTRY.fullmatch(one.name):
                         yield one.path, one.stat()
                     elif LEFTOVER.fullmatch(one.name):
                         written = one.stat(follow_symlinks=False).st_mtime
                         if time.time() - written > LEFT_SECONDS:
-                            os.unlink(one.path)
+                            with contextlib.suppress(OSError):  # another user's may stay
+                                os.unlink(one.path)
 
 
 def total_size(folder: str) -> int:
@@ -102,18 +127,25 @@ def total_size(folder: str) -> int:
 
 
 def remove_all(folder: str) -> tuple[int, int]:
-    """Removes every entry, and what belongs to one: (entries, bytes). Nothing else in the folder is touched."""
-    count = gone = 0
+    """Removes every entry, and what belongs to one: (entries that went, files and folders that are another user's and
+    stayed). Nothing else in the folder is touched."""
+    count = stayed = 0
     for shard in list(shards(folder)):
-        with contextlib.suppress(FileNotFoundError), os.scandir(shard) as found:
-            for one in list(found):
-                with contextlib.suppress(FileNotFoundError):
-                    if ENTRY.fullmatch(one.name):
-                        size = one.stat().st_size
-                        os.unlink(one.path)
-                        count, gone = count + 1, gone + size
-                    elif LEFTOVER.fullmatch(one.name):
-                        os.unlink(one.path)
+        try:
+            with os.scandir(shard) as found:
+                names = [one.name for one in found]
+        except _NOT_OURS as error:
+            stayed += isinstance(error, PermissionError)
+            continue
+        for name in names:
+            is_entry = ENTRY.fullmatch(name) is not None
+            if not is_entry and not LEFTOVER.fullmatch(name):
+                continue
+            try:
+                os.unlink(os.path.join(shard, name))
+                count += is_entry
+            except _NOT_OURS as error:
+                stayed += isinstance(error, PermissionError)
         with contextlib.suppress(OSError):
             os.rmdir(shard)  # another process may just have written into it
-    return count, gone
+    return count, stayed

@@ -104,10 +104,14 @@ class CacheFolder:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def lease(self, key: str) -> str | None:
-        """The path of a lease that the caller holds now, or None: another process makes the entry."""
+    def lease(self, key: str) -> tuple[bool, str | None]:
+        """(whether the caller is to make the entry, the path of the lease that it holds for that and is to release).
+        False: another process makes it. A lease is not held, either, where none can be had."""
+        if self._paused():
+            return True, None
         path = self._beside(key, "lease")
-        return path if self._paused() or cache_lease.take(path) else None
+        taken = cache_lease.take(path)
+        return taken is not False, path if taken else None
 
     def wait(self, key: str) -> bool:
         """Waits for another process to make the entry; False: it did not, and has no claim any more."""
@@ -138,6 +142,9 @@ class CacheFolder:
                 self.counters.add("evicted", self._eviction.before_writing(size)[0])
             self._write(part, pieces)
             os.replace(part, self.path(key))
+        except FileNotFoundError as error:  # clear(), of whichever process, took the part or its folder away
+            logger.info("cache entry %s not written: %s", key, error)
+            self.counters.add("failed")
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(part)
@@ -160,7 +167,9 @@ class CacheFolder:
 
     def clear(self) -> int:
         """Removes every entry in the folder, of whatever function; what else lies there stays. Returns how many."""
-        count, _ = cache_eviction.remove_all(self.folder)
+        count, stayed = cache_eviction.remove_all(self.folder)
+        if stayed:
+            self._warn("clear", f"{stayed} files of {self.folder} are another user's, and stay: ask who owns them")
         if self._eviction is not None:
             self._eviction = cache_eviction.Eviction(self.folder, self._eviction.max_size)
         return count

@@ -48,8 +48,8 @@ def _holder(pid: int) -> str:
     return f"{_machine()} {pid} {_started(pid)}"
 
 
-def take(path: str) -> bool:
-    """True: the caller holds the lease now, or no lease can be had here, and is to make the entry."""
+def take(path: str) -> bool | None:
+    """True: the caller holds the lease now. False: another does. None: no lease can be had here."""
     holder = _holder(os.getpid())
     try:
         try:
@@ -60,7 +60,7 @@ def take(path: str) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        return True  # a folder in which nothing can be written has no leases either
+        return None  # a folder in which nothing can be written has no leases either
     return True
 
 

@@ -116,8 +116,8 @@ class Cache:
         if found:
             counters.add("hits")
             return value
-        lease = self.folder.lease(key)
-        if lease is None and self.folder.wait(key):
+        to_make, lease = self.folder.lease(key)
+        if not to_make and self.folder.wait(key):
             found, value = self.folder.get(key)
             if found:
                 counters.add("hits")
