@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from memopt.data import SharedStrings, small_objects, watch
+from memopt.data import Prefetcher, SharedStrings, small_objects, watch
 from memopt.data.worker_memory import memory_of
 from memopt.log import logger
 
@@ -91,6 +91,13 @@ def test_the_list_that_workers_copy_is_named_and_the_shared_one_is_not(caplog, m
     caplog.clear()
     shared = watched(SharedStrings(plain))
     assert not shared.suspects and caplog.text == ""
+
+
+def test_the_workers_behind_a_prefetcher_are_seen():
+    loader = DataLoader(Names(["a"] * 4), batch_size=2, num_workers=1, multiprocessing_context="fork")
+    found = watch(Prefetcher(loader, "cpu"), interval=0)
+    assert [batch.tolist() for batch in found] == [[1, 1], [1, 1]]
+    assert len(found.workers) == 1 and "1 workers have" in str(found)
 
 
 def test_without_workers_it_says_so():

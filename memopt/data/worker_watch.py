@@ -38,7 +38,9 @@ class WorkerWatch:
         self._first.clear()
         self._last.clear()
         batches = iter(self._loader)
-        pids = [one.pid for one in getattr(batches, "_workers", ())]
+        # A Prefetcher's iterator has the loader's for its source.
+        loading = batches if hasattr(batches, "_workers") else getattr(batches, "source", None)
+        pids = [one.pid for one in getattr(loading, "_workers", ())]
         due = 0.0  # the first look is after the first batch: what a worker does to begin with is behind it
         try:
             for batch in batches:
@@ -100,7 +102,7 @@ class WorkerWatch:
 
 def watch(loader: Iterable[Any], *, interval: float = 1.0) -> WorkerWatch:
     """Watches the memory of a DataLoader's workers: `for batch in (watched := memopt.data.watch(loader)): …`, then
-    `print(watched)`.
+    `print(watched)`. loader: a DataLoader, or a memopt.data.Prefetcher of one.
 
     Under fork a worker shares its parent's memory until it writes to it, and reading a Python object writes to its
     reference count. So a list of a million names is copied into each worker, page by page, over the epoch. The
