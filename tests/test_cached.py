@@ -116,6 +116,17 @@ def test_another_state_of_the_dataset_is_another_entry(tmp_path):
     assert [dataset[2]["x"][0, 0].item() for dataset in versions] == [2, 6]
 
 
+def test_a_cached_dataset_within_another_counts_as_what_is_in_it(tmp_path):
+    for _ in range(2):
+        inner = cached(Squares(6), tmp_path)
+        assert inner[0]["index"] == 0  # its counts are no part of it
+        outer = cached(Subset(inner, [4, 1]), tmp_path)
+        assert [item["index"] for item in outer] == [4, 1]
+    assert outer.cache.statistics().hits == 2
+    other = cached(Subset(cached(Squares(6, 3.0), tmp_path), [4, 1]), tmp_path)
+    assert other[1]["x"][0, 0] == 3 and other.cache.statistics().hits == 0
+
+
 def test_functions_and_datasets_pickle(tmp_path):
     dataset = pickle.loads(pickle.dumps(cached(Squares(), tmp_path)))
     assert dataset[1]["index"] == 1

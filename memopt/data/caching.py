@@ -85,7 +85,7 @@ class Cache:
         self.folder = folder
         self.ignore = ignore
         self.name = getattr(made_by, "__qualname__", type(made_by).__qualname__)
-        self._made_by = made_by
+        self.made_by = made_by
         self.version = version
         self._identity: bytes | None = None
 
@@ -94,7 +94,7 @@ class Cache:
         if self._identity is None:
             digest = KeyDigest(self.ignore, versioned=self.version is not None)
             try:
-                function_key.add_cached(digest, self._made_by, self.version, self.name)
+                function_key.add_cached(digest, self.made_by, self.version, self.name)
             except Unkeyable as error:
                 raise _explained(error) from None
             self._identity = digest.digest()

@@ -81,9 +81,11 @@ def is_callable_with_code(value: object) -> bool:
 
 
 def _is_cached(value: object) -> bool:
-    """Whether it is memopt.data.cached's: what it returns is what the function in it does."""
+    """Whether it is memopt.data.cached's: what it returns is what the function or dataset in it does."""
     kind = type(value)
-    return kind.__name__ == "CachedFunction" and kind.__module__ == "memopt.data.caching"
+    return (
+        kind.__name__ in ("CachedFunction", "CachedDataset") and kind.__module__ == "memopt.data.caching"
+    )
 
 
 def add_callable(digest: KeyDigest, value: Any, path: str) -> None:
@@ -115,7 +117,7 @@ def add_callable(digest: KeyDigest, value: Any, path: str) -> None:
             digest.mark("cached")
             version, around = value.cache.version, digest.versioned
             digest.versioned = around or version is not None
-            add_cached(digest, value.__wrapped__, version, path)
+            add_cached(digest, value.cache.made_by, version, path)
             digest.versioned = around
     else:
         owner = getattr(value, "__self__", None)
