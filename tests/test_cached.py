@@ -140,7 +140,9 @@ def plain(x):
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_arrays_and_scalars_come_back_with_their_dtype(tmp_path, compress):
-    aligned = np.dtype([("a", "i1"), ("b", "f8", (2,)), ("in", np.dtype([("c", "i1"), ("d", "i4")], align=True))])
+    aligned = np.dtype(
+        [("a", "i1"), ("b", "f8", (2,)), ("in", np.dtype([("c", "i1"), ("d", "i4")], align=True))]
+    )
     padded = np.dtype([("a", "i1"), ("b", "f8", (2,)), (("title", "t"), ">i2")], align=True)
     values = [
         np.ones(3, aligned), np.ones(3, padded), np.ones((), padded)[()], np.str_(""), np.bytes_(b""), np.void(b""),
@@ -435,7 +437,10 @@ def test_a_folder_that_cannot_be_written_is_still_read(tmp_path, monkeypatch):
         (torch.eye(3).to_sparse(), r"return value.to_dense\(\)"),
         (torch.empty(2, device="meta"), r"is on meta; return value.cpu\(\)"),
         (np.array([object()]), "objects cannot be kept"),
-        (np.zeros(1, {"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [0, 2]}), "NumPy has no description"),
+        (
+            np.zeros(1, {"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [0, 2]}),
+            "NumPy has no description",
+        ),
     ],
 )
 def test_a_result_that_cannot_be_kept_is_refused_by_name(tmp_path, value, words):

@@ -331,7 +331,10 @@ def test_a_disk_that_is_full_at_the_end_costs_no_row(tmp_path):
     out = MmapWriter(path)
     out.extend(rows)
     for size in (1000, 730_000, 800_000):  # neither field, one of them, a part of the other
-        with files_of_at_most(size), pytest.raises(OSError, match=r"3 rows are kept: free space.*close\(\) again"):
+        with (
+            files_of_at_most(size),
+            pytest.raises(OSError, match=r"3 rows are kept: free space.*close\(\) again"),
+        ):
             out.close()
         assert not path.exists() and len(os.listdir(tmp_path)) == 2
     out.close()

@@ -71,7 +71,11 @@ class CacheFolder:
         except (FileNotFoundError, NotADirectoryError):
             return False, None
         except OSError as error:
-            mend = _MENDS.get(error.errno or 0, "") if error.errno in _TOO_MANY else "check who may read the folder"
+            mend = (
+                _MENDS.get(error.errno or 0, "")
+                if error.errno in _TOO_MANY
+                else "check who may read the folder"
+            )
             self._warn("read", f"{path} cannot be read ({error.strerror}): {mend}")
             return False, None
         try:
@@ -169,7 +173,9 @@ class CacheFolder:
         """Removes every entry in the folder, of whatever function; what else lies there stays. Returns how many."""
         count, stayed = cache_eviction.remove_all(self.folder)
         if stayed:
-            self._warn("clear", f"{stayed} files of {self.folder} are another user's, and stay: ask who owns them")
+            self._warn(
+                "clear", f"{stayed} files of {self.folder} are another user's, and stay: ask who owns them"
+            )
         if self._eviction is not None:
             self._eviction = cache_eviction.Eviction(self.folder, self._eviction.max_size)
         return count
@@ -219,7 +225,9 @@ class CacheFolder:
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _MENDS = {
-    **dict.fromkeys(_TOO_MANY, "too many files are open: raise the limit (`ulimit -n`), or close what is not needed"),
+    **dict.fromkeys(
+        _TOO_MANY, "too many files are open: raise the limit (`ulimit -n`), or close what is not needed"
+    ),
     errno.ENOSPC: "the disk is full: free some of it, or give max_size= or another dir=",
     errno.EDQUOT: "the quota is used up: free some of it, or give max_size= or another dir=",
     errno.EFBIG: "files may not grow that large here: see `ulimit -f`",

@@ -189,7 +189,6 @@ class KeyDigest:
             self.data("name", name.encode())
             self.add(one, f"{path}.{name}")
 
-
     def _slots(self, value: Any, parent: type, state: dict[str, Any]) -> None:
         """Adds what an object has in the slots of one of its classes, by descriptor: `__x` has another name there, and
         one that a subclass has, too, is hidden."""

@@ -83,9 +83,7 @@ def is_callable_with_code(value: object) -> bool:
 def _is_cached(value: object) -> bool:
     """Whether it is memopt.data.cached's: what it returns is what the function or dataset in it does."""
     kind = type(value)
-    return (
-        kind.__name__ in ("CachedFunction", "CachedDataset") and kind.__module__ == "memopt.data.caching"
-    )
+    return kind.__name__ in ("CachedFunction", "CachedDataset") and kind.__module__ == "memopt.data.caching"
 
 
 def add_callable(digest: KeyDigest, value: Any, path: str) -> None:

@@ -50,7 +50,9 @@ def map_file(file: File) -> mmap.mmap:
     try:
         there = File.at(file.path, os.fstat(descriptor))
         if there != file:
-            sizes = f"has {there.size} bytes where {file.size} were" if there.size != file.size else "has changed"
+            sizes = (
+                f"has {there.size} bytes where {file.size} were" if there.size != file.size else "has changed"
+            )
             raise safetensors_layout.Malformed(
                 f"{file.path} {sizes}: it was cut short or written anew since it was opened; open it again"
             )

@@ -97,7 +97,9 @@ class MmapWriter:
         if len(found) < len(items):
             raise ValueError(f"MmapWriter: row {self.rows} has two fields of one name: names are made texts")
         if taken := found.keys() & {safetensors_layout.METADATA, PADDING}:
-            raise ValueError(f"MmapWriter: no field can be called {taken.pop()!r}: the format has it for its own")
+            raise ValueError(
+                f"MmapWriter: no field can be called {taken.pop()!r}: the format has it for its own"
+            )
         if not found or (self._kinds and found.keys() != self._kinds.keys()):
             raise ValueError(
                 f"MmapWriter: row {self.rows} has fields {', '.join(found) or 'none'} where the first had "

@@ -29,7 +29,9 @@ def from_path(path: str) -> tuple[dict[str, Chunks], str]:
     form = metadata.get("memopt.rows", "dict")
     names = list(parts)
     if form in ("tuple", "single"):
-        if {*parts} != {str(number) for number in range(len(parts))} or (form == "single" and len(parts) != 1):
+        if {*parts} != {str(number) for number in range(len(parts))} or (
+            form == "single" and len(parts) != 1
+        ):
             raise Malformed(f"{path}: its fields {', '.join(parts)} are not those of rows that are a {form}")
         names.sort(key=int)
     elif form != "dict":
