@@ -46,7 +46,8 @@ _Bound = dict[str, set[Read]]
 
 def reads_of(code: types.CodeType) -> list[Read]:
     """Of a function's code and of the functions, comprehensions and classes within it; sorted, each once."""
-    return sorted(set(_reads(code, {}, frozenset(code.co_freevars))))
+    found = set(_reads(code, {}, frozenset(code.co_freevars)))
+    return sorted(read for read in found if read.used or read._replace(used=True) not in found)
 
 
 def _steps(code: types.CodeType) -> Iterator[_Step]:
