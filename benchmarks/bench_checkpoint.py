@@ -7,8 +7,8 @@ microseconds over the plain region are taken within a round, as the ratios are.
 Steps (a chain of convolutions, a GPT, a ViT; two threads): torch's ways are checkpoint_sequential at every number of
 segments, a region for every k blocks, and selective checkpointing of each block. A peak is that of live bytes,
 what kernels take to work in among them, measured in a step. A first pass times each way twice; one that another beats
-in less memory is left out of the rounds. memopt.auto_checkpoint has each other's measured peak for its budget, and 85 % of
-it, and is timed with them by turns.
+in less memory is left out of the rounds. memopt.auto_checkpoint has each other's measured peak for its budget, and 85 %
+of it, and is timed with them by turns.
 
 Gradients are compared before anything is timed."""
 

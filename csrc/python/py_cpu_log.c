@@ -205,9 +205,10 @@ static PyObject *cpu_log_position(PyObject *module, PyObject *unused)
     return PyLong_FromLongLong(written);
 }
 
-PyDoc_STRVAR(live_doc, "cpu_log_live($module, reset_peak, /)\n--\n\n"
-                       "(bytes that live, the most that did since the peak was last reset); then, if asked to, resets\n"
-                       "it. Zeros where nobody watches.");
+PyDoc_STRVAR(live_doc,
+             "cpu_log_live($module, reset_peak, /)\n--\n\n"
+             "(bytes that live, the most that did since the peak was last reset); then, if asked to, resets\n"
+             "it. Zeros where nobody watches.");
 
 static PyObject *cpu_log_live(PyObject *module, PyObject *reset_peak)
 {

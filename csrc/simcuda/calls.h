@@ -122,6 +122,6 @@ void sim_wait_for_user_code(void);
 void sim_user_code_begin(void);
 void sim_user_code_end(void);
 
-bool sim_forked(void); /* this process is a child of the one that activated the device */
+bool sim_forked(void); /* this process is a child of one that had used the device */
 
 #endif

@@ -7,12 +7,31 @@
 #include <unistd.h>
 #include <fcntl.h>
 
-bool sim_store_open(sim_store *store, int device, size_t frames, size_t used)
+/* -1 where the host refuses. */
+static int open_file(size_t frames)
 {
     int file = memfd_create("simulated-device", MFD_CLOEXEC);
+
+    if (file >= 0 && ftruncate(file, (off_t)(frames * SIM_FRAME)) != 0) {
+        close(file);
+        return -1;
+    }
+    return file;
+}
+
+bool sim_store_of_child(sim_store *store)
+{
+    close(store->file);
+    store->file = open_file(store->total);
+    return store->file >= 0;
+}
+
+bool sim_store_open(sim_store *store, int device, size_t frames, size_t used)
+{
+    int file = open_file(frames);
     unsigned char *taken = calloc(frames, 1);
 
-    if (file < 0 || !taken || ftruncate(file, (off_t)(frames * SIM_FRAME)) != 0) {
+    if (file < 0 || !taken) {
         if (file >= 0)
             close(file);
         free(taken);

@@ -41,6 +41,9 @@ typedef struct sim_frames {
 /* false when the host has no memory for it. */
 bool sim_store_open(sim_store *store, int device, size_t frames, size_t used);
 
+/* In a child after fork(), of a parent that has taken nothing yet: memory of its own. false where the host has none. */
+bool sim_store_of_child(sim_store *store);
+
 /* A piece with no reference yet, contiguous in the file where possible; NULL when the limit does not allow it
  * (the caller counts it) or the host is out of memory. */
 sim_frames *sim_frames_take(sim_store *store, size_t count);

@@ -37,6 +37,16 @@ def prepare(loader: DataLoader[Any]) -> None:
         resource_tracker.ensure_running()  # of named semaphores
 
 
+def tell_accelerator(tell: Connection, unfit: str) -> None:
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        tell.send(unfit)
+        return
+    found = torch.accelerator.current_accelerator(check_available=True)
+    tell.send(found.type if found is not None else None)
+
+
 def run(
     loader: DataLoader[Any],
     settings: Settings,

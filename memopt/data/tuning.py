@@ -166,19 +166,16 @@ class _Search:
                 self._try(settings)
 
     def pinned(self) -> None:
-        import torch
-
         best = self._best()
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None:
+        kind = tuning_trial.accelerator_of_a_fork()
+        if kind is None:
             self.notes.append("pin_memory stays as it is: there is no accelerator here")
-        elif torch.cuda.is_initialized():
+        elif kind == tuning_trial.UNFIT:
             self.notes.append(
-                "pin_memory stays as it is: this process uses CUDA already, and a fork of it cannot; tune before "
-                "anything is on the GPU"
+                "pin_memory stays as it is: this process has asked CUDA for its devices already, and a fork of it "
+                "cannot use them; tune before torch.cuda.is_available() is called and anything is on the GPU"
             )
         elif best is not None:
-            kind = accelerator.type
             plain, pinned = (
                 self._try(best.settings._replace(pin_memory=pin), device=kind) for pin in (False, True)
             )

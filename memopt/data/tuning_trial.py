@@ -30,6 +30,8 @@ _LOOK_SECONDS = 0.01
 _LOOK_SHARE = 4  # a look takes a fifth of the time at most: it holds up the page faults of whom it looks at
 _STEPS = 8  # between looks, of which the largest is what may come before the next one
 _SECONDS_TO_END = 5.0  # of a child that has said all
+_SECONDS_TO_ASK = 120.0  # a driver's start may take long
+UNFIT = "unfit"
 
 
 @dataclass
@@ -100,6 +102,27 @@ def measure(
         _end(child)
         ours.close()
     return trial
+
+
+def accelerator_of_a_fork() -> str | None:
+    """The kind of device ("cuda") that a fork of this process can use, None for none, UNFIT where this process has used
+    it. Asked in a fork: where torch counts the devices, no later fork of that process can use them."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # as in measure()
+        child = multiprocessing.get_context("fork").Process(
+            target=trial_process.tell_accelerator, args=(theirs, UNFIT), name="memopt tune"
+        )
+        child.start()
+    theirs.close()
+    try:
+        found: str | None = ours.recv() if ours.poll(_SECONDS_TO_ASK) else None
+    except EOFError:  # the child died of the question
+        found = None
+    finally:
+        _end(child)
+        ours.close()
+    return found
 
 
 def _watch(trial: Trial, child: Any, ours: Connection, memory: FamilyMemory, bounds: Bounds) -> None:

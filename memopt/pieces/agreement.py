@@ -175,11 +175,15 @@ class FullyShard(_OnRanks):
         }
         self._groups = [group for mesh in meshes for group in mesh.get_all_groups()]
         everybody = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
-        if len(everybody) != 1:
-            raise ValueError("memopt.backward: the model is sharded over different sets of ranks")
+        # What tensor parallelism does not split is sharded over those that have the same part of the rest.
+        ranks = max(everybody, key=len)
+        if not all(set(ranks) >= set(some) for some in everybody):
+            raise ValueError(
+                f"memopt.backward: the model is sharded over different sets of ranks, {sorted(everybody)}, none of which "
+                "has all the others: shard it over one mesh"
+            )
         world = dist.group.WORLD
         assert world is not None
-        ranks = next(iter(everybody))
         alike = [group for group in self._groups if tuple(dist.get_process_group_ranks(group)) == ranks]
         if not alike and len(ranks) != dist.get_world_size():
             raise ValueError(

@@ -97,7 +97,7 @@ def reentrant(model: nn.Module) -> nn.Module:
 
 def sequential(model: nn.Module) -> nn.Module:
     layers = list(model)
-    model.forward = lambda x: memopt.checkpoint_sequential(layers, 2, x, use_reentrant=False)
+    model.forward = lambda x: memopt.checkpoint_sequential(layers, min(2, len(layers)), x, use_reentrant=False)
     return model
 
 
@@ -108,7 +108,7 @@ def automatic(model: nn.Module) -> nn.Module:
         memopt.auto_checkpoint(model, sample, memory_budget=1, loss=squares)
     except InfeasibleBudget as error:
         memopt.auto_checkpoint(model, sample, memory_budget=error.least_budget, loss=squares)
-    assert vars(model)["plan"].runner is not None
+    assert vars(model)["plan"].runner is not None or len(model) == 1
     return model
 
 

@@ -61,6 +61,41 @@ static int in_child(CUdeviceptr address, CUstream stream)
     return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
 }
 
+/* Before anything uses the device: each then has its own, though both take the first memory there is. The parent's
+ * answer; in a process of its own, since the other tests' has used the device for good. */
+static int device_each(void)
+{
+    unsigned char byte = 0;
+    CUdeviceptr address;
+    int status;
+
+    if (simcuda_activate("memory=67108864"))
+        return 1;
+    const pid_t child = fork();
+    CUcontext context;
+
+    alarm(60);
+    if (cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0) || cuCtxSetCurrent(context) ||
+        cuMemAlloc_v2(&address, 4 * MIB) || cuMemsetD8_v2(address, child ? 1 : 2, 4 * MIB))
+        return 2;
+    if (child && (waitpid(child, &status, 0) != child || status))
+        return 3;
+    if (cuMemcpyDtoH_v2(&byte, address, 1) || byte != (child ? 1 : 2))
+        return 4;
+    return 0;
+}
+
+TEST(parent_and_child_have_a_device_each_where_none_was_in_use_before)
+{
+    int status;
+    const pid_t parent = fork();
+
+    if (parent == 0)
+        _exit(device_each());
+    CHECK_EQ(waitpid(parent, &status, 0), parent);
+    CHECK_EQ(status, 0);
+}
+
 TEST(a_child_has_no_device)
 {
     open_device();
