@@ -27,7 +27,7 @@ _HEADS = [
 ]
 
 
-@dataclass
+@dataclass(repr=False)
 class Tuning:
     """What was measured, a row a trial, and what is proposed. `.loader()` makes the loader; `.proposal` are the
     arguments; `.trials` the rows. It prints as a table, and shows as one in a notebook."""
@@ -76,6 +76,8 @@ class Tuning:
             f"budget {_C.format_size(self.budget)} ({self.budget_is}); memory: of all processes, beyond what this one "
             "had, batches under way included; files: page cache, which the kernel takes back when it wants it"
         )
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         def cells(row: list[str], kind: str) -> str:
