@@ -1,7 +1,6 @@
 """The notebooks: each runs from top to bottom, and is kept with the outputs of such a run.
 
-In the short form half of them run, with fewer steps and without a kernel; which half MEMOPT_SEED decides, and those of
-the other half say so. The long form executes all of them as `make notebooks` does."""
+In the short form with fewer steps and without a kernel; the long form executes them as `make notebooks` does."""
 
 from __future__ import annotations
 
@@ -24,9 +23,6 @@ def notebook(request) -> Path:
 
 
 def test_it_runs_from_top_to_bottom(notebook, tmp_path):
-    turn = NOTEBOOKS.index(notebook) % 2
-    if not LONG and int(os.environ["MEMOPT_SEED"], 0) // 2 % 2 != turn:
-        pytest.skip(f"it runs with MEMOPT_SEED={2 * turn + 1}, and in the long form (MEMOPT_SOAK=1)")
     if LONG:
         command = ["tests/execute_notebook.py", str(notebook), str(tmp_path / notebook.name)]
         more = {}
