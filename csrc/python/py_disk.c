@@ -230,11 +230,11 @@ PyDoc_STRVAR(counts_doc, "counts($self, /)\n--\n\n"
 
 static PyObject *counts(PyObject *self, PyObject *unused)
 {
-    const mo_disk *d = &((disk *)self)->disk;
+    const mo_disk_counts c = mo_disk_counted(&((disk *)self)->disk);
 
     (void)unused;
-    return Py_BuildValue("KKKO", (unsigned long long)d->bytes_written, (unsigned long long)d->bytes_read,
-                         (unsigned long long)d->waits, d->file.direct ? Py_True : Py_False);
+    return Py_BuildValue("KKKO", (unsigned long long)c.bytes_written, (unsigned long long)c.bytes_read,
+                         (unsigned long long)c.waits, c.direct ? Py_True : Py_False);
 }
 
 static PyMethodDef methods[] = {

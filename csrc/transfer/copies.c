@@ -18,6 +18,15 @@ static mo_line *line_of(mo_copies *copies, mo_ticket ticket, uint64_t *number)
     return &copies->lines[ticket & 1];
 }
 
+/* Of a ticket that no copy has been given: the marks know nothing of it. */
+static mo_status refuse_unknown(const mo_line *line, mo_ticket ticket, mo_detail *detail)
+{
+    return mo_fail(detail, MO_INVALID, 0,
+                   "%llu is the ticket of no copy of this device: %llu have begun that way; pass what a copy "
+                   "returned, with the device that it was made for",
+                   (unsigned long long)ticket, (unsigned long long)line->begun);
+}
+
 /* ---- its life ------------------------------------------------------------------------------------------------------ */
 
 mo_status mo_copies_open(mo_driver *driver, mo_copies *out, mo_detail *detail)
@@ -100,7 +109,8 @@ static mo_status await_locked(mo_copies *copies, mo_stream stream, mo_ticket tic
     const mo_line *line = line_of(copies, ticket, &number);
 
     MO_ASSERT(mo_lock_held(&copies->lock));
-    MO_ASSERT(number <= line->begun);
+    if (number > line->begun)
+        return refuse_unknown(line, ticket, detail);
     if (number <= line->over)
         return MO_OK;
     return copies->driver->stream_wait(copies->driver, stream, line->marks[number % MO_COPY_MARKS], detail);
@@ -180,7 +190,9 @@ mo_status mo_copies_over(mo_copies *copies, mo_ticket ticket, mo_detail *detail,
         return mo_forked_refuse("asking for a copy", detail);
     mo_lock_take(&copies->lock);
     line = line_of(copies, ticket, &number);
-    if (number > line->over) {
+    if (number > line->begun) {
+        status = refuse_unknown(line, ticket, detail);
+    } else if (number > line->over) {
         status = driver->event_query(driver, line->marks[number % MO_COPY_MARKS], detail);
         if (!status) /* at least this one; the mark may be a later one's */
             line->over = number;

@@ -56,6 +56,7 @@ mo_status mo_copies_get(int device, mo_copies **out, mo_detail *detail);
 mo_status mo_copy(mo_copies *copies, mo_way way, mo_stream user, mo_address device, void *host, size_t size,
                   mo_ticket after, mo_detail *detail, mo_ticket *out);
 
+/* What is told a ticket that no copy has been given is MO_INVALID: another device's, or made up. */
 mo_status mo_copies_await(mo_copies *copies, mo_stream stream, mo_ticket ticket, mo_detail *detail);
 
 mo_status mo_copies_over(mo_copies *copies, mo_ticket ticket, mo_detail *detail, bool *out);

@@ -180,15 +180,16 @@ static void over_locked(mo_disk *disk, mo_disk_job *job)
 {
     MO_ASSERT(mo_lock_held(&disk->lock));
     job->state = MO_JOB_OVER;
+    disk->counts.direct = disk->file.direct;
     if (job->status) {
         if (job->writes && !disk->failed) {
             disk->failed = job->status;
             disk->failure = job->detail;
         }
     } else if (job->writes) {
-        disk->bytes_written += job->size;
+        disk->counts.bytes_written += job->size;
     } else {
-        disk->bytes_read += job->size;
+        disk->counts.bytes_read += job->size;
     }
     pthread_cond_broadcast(&disk->changed);
 }
@@ -273,6 +274,7 @@ mo_status mo_disk_open(const char *directory, const mo_file_calls *calls, mo_dis
         .changed = PTHREAD_COND_INITIALIZER,
         .process = getpid(),
         .last = &out->first,
+        .counts.direct = file.direct,
         .buffer_block = block,
         .buffer = (char *)(((uintptr_t)block + MO_FILE_ALIGNMENT) & ~(uintptr_t)(MO_FILE_ALIGNMENT - 1)),
     };
@@ -324,7 +326,7 @@ mo_status mo_disk_begin(mo_disk *disk, mo_disk_job *job, mo_detail *detail)
         return refuse_child(disk, detail);
     mo_lock_take(&disk->lock);
     status = disk->started ? MO_OK : start_locked(disk, detail);
-    disk->waits += !status && disk->queued == MO_DISK_JOBS;
+    disk->counts.waits += !status && disk->queued == MO_DISK_JOBS;
     while (!status && disk->queued == MO_DISK_JOBS && !disk->closing)
         mo_lock_wait(&disk->lock, &disk->changed);
     if (!status && disk->closing)
@@ -394,4 +396,16 @@ void mo_disk_cancel(mo_disk *disk, mo_disk_job *job)
     while (job->state == MO_JOB_RUNNING)
         mo_lock_wait(&disk->lock, &disk->changed);
     mo_lock_give(&disk->lock);
+}
+
+mo_disk_counts mo_disk_counted(mo_disk *disk)
+{
+    mo_disk_counts counts;
+
+    if (is_a_childs(disk)) /* the lock may be one that a thread of the parent held */
+        return disk->counts;
+    mo_lock_take(&disk->lock);
+    counts = disk->counts;
+    mo_lock_give(&disk->lock);
+    return counts;
 }

@@ -43,6 +43,13 @@ typedef struct mo_disk_job {
     struct mo_disk_job *next;
 } mo_disk_job;
 
+/* Of jobs that are over well. waits: of callers that found the queue full; direct: past the page cache, with the last
+ * job at least. */
+typedef struct mo_disk_counts {
+    uint64_t bytes_written, bytes_read, waits;
+    bool direct;
+} mo_disk_counts;
+
 typedef struct mo_disk {
     mo_file file;
     mo_lock lock;
@@ -55,8 +62,8 @@ typedef struct mo_disk {
     mo_status failed;
     mo_detail failure;
     void *buffer_block;
-    char *buffer;                              /* the thread's: MO_DISK_PIECE bytes, aligned */
-    uint64_t bytes_written, bytes_read, waits; /* waits: of callers that found the queue full */
+    char *buffer; /* the thread's: MO_DISK_PIECE bytes, aligned */
+    mo_disk_counts counts;
 } mo_disk;
 
 /* Not to be moved afterwards. The thread starts with the first job. */
@@ -76,6 +83,9 @@ mo_status mo_disk_finish(mo_disk *disk, mo_disk_job *job, mo_detail *detail);
 
 /* The job is no longer wanted: taken back if it has not begun, else WAITS for it. Quiet. */
 void mo_disk_cancel(mo_disk *disk, mo_disk_job *job);
+
+/* In a child of a fork, what they were then. */
+mo_disk_counts mo_disk_counted(mo_disk *disk);
 
 /* A number that other bytes, or bytes in other places, hardly ever have too; of a range, piece after piece: begin with
  * 0. All pieces but the last are multiples of 64 bytes. */

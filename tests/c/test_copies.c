@@ -169,6 +169,27 @@ TEST(a_mark_that_serves_again_is_waited_for_at_its_later_place)
     finish();
 }
 
+TEST(a_ticket_that_no_copy_was_given_is_refused_and_changes_nothing)
+{
+    start();
+    mo_detail detail;
+    mo_ticket out = 77;
+    bool over = true;
+    const mo_ticket first = copy(MO_OUT, 0), next = first + MO_WAYS;
+    mo_double_complete(&device, USER, SIZE_MAX);
+    mo_double_complete(&device, copies.lines[MO_OUT].stream, SIZE_MAX);
+    CHECK_EQ(mo_copies_over(&copies, next, &detail, &over), MO_INVALID);
+    CHECK(strstr(detail.text, "the ticket of no copy") && copies.lines[MO_OUT].over == 0);
+    CHECK_EQ(mo_copies_over(&copies, first | 1, NULL, &over), MO_INVALID); /* of the other way */
+    CHECK_EQ(mo_copies_wait(&copies, next, UINT64_MAX, NULL, &over), MO_INVALID);
+    CHECK_EQ(mo_copies_await(&copies, USER, next, &detail), MO_INVALID);
+    CHECK_EQ(mo_copy(&copies, MO_IN, USER, memory, host, SIZE, next, NULL, &out), MO_INVALID);
+    CHECK(copies.lines[MO_IN].begun == 0 && out == 77);
+    CHECK_EQ(mo_copies_over(&copies, first, NULL, &over), MO_OK);
+    CHECK(over);
+    finish();
+}
+
 TEST(nothing_here_waits_for_the_device)
 {
     start();

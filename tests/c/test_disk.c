@@ -124,7 +124,7 @@ TEST(what_is_read_is_what_was_written_whatever_its_size_and_place)
         CHECK(memcmp(memory[i], back[i], sizes[i]) == 0);
         CHECK(sizes[i] == ROOM || back[i][sizes[i]] == 0); /* and not a byte more */
     }
-    CHECK_EQ(disk.bytes_written, disk.bytes_read);
+    CHECK_EQ(disk.counts.bytes_written, disk.counts.bytes_read);
     finish();
 }
 
@@ -296,7 +296,7 @@ TEST(what_has_not_begun_is_taken_back)
     for (size_t i = 0; i < 4; i++)
         if (i != 2)
             CHECK_EQ(mo_disk_finish(&disk, &jobs[i], NULL), MO_OK);
-    CHECK_EQ(disk.bytes_written, 3 * ROOM);
+    CHECK_EQ(disk.counts.bytes_written, 3 * ROOM);
     CHECK_EQ(begin_write(5, ROOM, NULL), MO_OK); /* the queue's end is where it was */
     mo_disk_cancel(&disk, &jobs[5]);
     mo_disk_cancel(&disk, &jobs[3]); /* over: nothing to take back */
@@ -307,7 +307,7 @@ static void *complete_later(void *unused)
 {
     for (bool full = false; !full; usleep(100)) {
         mo_lock_take(&disk.lock);
-        full = disk.waits == 1;
+        full = disk.counts.waits == 1;
         mo_lock_give(&disk.lock);
     }
     mo_double_complete(&device, NULL, SIZE_MAX);
@@ -336,7 +336,7 @@ TEST(a_full_queue_is_waited_for)
         many[i] = (mo_disk_job){.writes = true, .memory = memory[0], .size = 64, .at = i * 4096};
         CHECK_EQ(mo_disk_begin(&disk, &many[i], NULL), MO_OK);
     }
-    CHECK_EQ(disk.waits, 1);
+    CHECK_EQ(disk.counts.waits, 1);
     for (size_t i = 0; i < MO_DISK_JOBS + 1; i++)
         CHECK_EQ(mo_disk_finish(&disk, &many[i], NULL), MO_OK);
     pthread_join(thread, NULL);
@@ -355,6 +355,37 @@ TEST(closing_takes_back_what_is_queued)
         CHECK(jobs[i].status == MO_OK || jobs[i].status == MO_UNSUPPORTED);
     }
     (void)detail;
+}
+
+static void *count_on(void *stop)
+{
+    uint64_t counted = 0;
+    while (!atomic_load((atomic_bool *)stop)) {
+        const mo_disk_counts counts = mo_disk_counted(&disk);
+        if (counts.bytes_written < counted)
+            return stop;
+        counted = counts.bytes_written;
+    }
+    return NULL;
+}
+
+TEST(counts_may_be_read_while_the_thread_works) /* that it races with nothing, TSan says */
+{
+    pthread_t thread;
+    atomic_bool stop = false;
+    void *failed = &thread;
+    start();
+    CHECK_EQ(pthread_create(&thread, NULL, count_on, &stop), 0);
+    fail_after(FAIL_WRITE, 1, EINVAL, true); /* from here on through the page cache */
+    for (size_t i = 0; i < PLACES; i++)
+        CHECK_EQ(begin_write(i, ROOM, NULL), MO_OK);
+    for (size_t i = 0; i < PLACES; i++)
+        CHECK_EQ(mo_disk_finish(&disk, &jobs[i], NULL), MO_OK);
+    atomic_store(&stop, true);
+    pthread_join(thread, &failed);
+    const mo_disk_counts counts = mo_disk_counted(&disk);
+    CHECK(!failed && counts.bytes_written == PLACES * ROOM && !counts.direct);
+    finish();
 }
 
 static void *use_it(void *number)
