@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.checkpointing.disk import DiskFile, OnDisk
 from memopt.checkpointing.offload import Offload, OnHost
+from memopt.offloading.transfers import pinned_tensor
 
 OPTION = "offload"  # of an operation
 LEAST_BYTES = 1 << 16  # of a storage: 5 µs at 12 GB/s, what starting a copy takes
@@ -89,7 +90,8 @@ class ChainOffload:
                 return Slot(self, free, place, offset, self.slots[stage])
 
     def _make_slots(self) -> None:
-        place, offset = self.place(sum(map(aligned, self.slots.values()))), 0
+        nbytes = sum(map(aligned, self.slots.values()))
+        place, offset = Pinned.exactly(max(nbytes, 1)) if self.to == "cpu" else self.place(nbytes), 0
         self.made += 1
         for stage, size in self.slots.items():
             self._free[stage].append((place, offset))
@@ -107,8 +109,18 @@ class Place(Protocol):
 
 
 class Pinned:
+    """Of torch's cache of pinned memory, which rounds up to a power of two, and is fast to take and to give back."""
+
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    @classmethod
+    def exactly(cls, nbytes: int) -> Pinned:
+        """So many bytes and no more, for what is kept: a plan's, where twice as much may be more than the host has.
+        MemoryError where the host cannot lock it."""
+        place = cls.__new__(cls)
+        place.memory = pinned_tensor(torch.device("cuda", torch.cuda.current_device()), nbytes)
+        return place
 
     def keep(self, flat: torch.Tensor, offset: int, copies: Offload) -> OnHost | OnDisk:
         kept = copies.keep(flat, self.memory[offset : offset + flat.nbytes], held=True)

@@ -198,12 +198,26 @@ def test_memory_is_free_for_the_next_stage_while_the_device_has_not_done_anythin
 
 def test_a_step_that_repeats_takes_no_more_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    build = Pinned.__init__
-    monkeypatch.setattr(
-        Pinned, "__init__", lambda self, nbytes: (made.append(nbytes), build(self, nbytes))[1]
-    )
+    build = Pinned.exactly
+    monkeypatch.setattr(Pinned, "exactly", lambda nbytes: made.append(nbytes) or build(nbytes))
+    monkeypatch.delattr(Pinned, "__init__")  # nothing finds no room in its slot
     assert wrong_after(4, "neither", "both") == 0
     assert made == [5 * MIB]
+
+
+def test_a_plans_host_memory_is_not_rounded_up_to_a_power_of_two() -> None:
+    def pinned_by_torch() -> int:
+        return torch.cuda.host_memory_stats()["allocated_bytes.current"]
+
+    before, where = pinned_by_torch(), ChainOffload("cpu", {0: 32 * MIB, 1: MIB})
+    slot = where.slot(0)
+    assert pinned_by_torch() == before
+    assert slot.place.memory.is_pinned()
+    assert slot.place.memory.nbytes == slot.place.memory.untyped_storage().nbytes() == 33 * MIB
+    larger = torch.zeros(40 * MIB, dtype=torch.uint8, device="cuda")
+    place, _ = slot.take(larger.nbytes)  # of a larger batch: taken each time, so from torch's cache
+    assert pinned_by_torch() == before + 64 * MIB
+    assert place.memory.is_pinned()
 
 
 def test_all_goes_when_the_pass_does() -> None:
