@@ -101,6 +101,12 @@ def test_as_a_decorator(tmp_path: Path) -> None:
     del model.forward
 
 
+def files_in(directory: Path) -> list[str]:
+    """The files without a name that this process has there, under the names that the system has for them."""
+    files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [f for f in files if os.path.lexists(f) and os.readlink(f).startswith(f"{directory}/")]
+
+
 class Saves(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *tensors):
@@ -137,6 +143,17 @@ def test_a_step_that_repeats_uses_the_same_part_of_the_file(tmp_path: Path) -> N
         saves(offload(tmp_path), 4).backward()
         assert space._ring.held()[:2] == (0, 3 * MIB)
     del space
+
+
+def test_passes_that_overlap_take_no_more_of_the_disk_than_what_lives(tmp_path: Path) -> None:
+    """Each begins before the graph of the one before goes."""
+    loss = saves(offload(tmp_path), 5)
+    for _ in range(20):
+        following = saves(offload(tmp_path), 5)
+        loss.backward()
+        loss = following
+        assert sum(os.stat(file).st_blocks for file in files_in(tmp_path)) * 512 <= 3 * 4 * MIB
+        assert all(os.stat(file).st_size <= 2 * 4 * MIB for file in files_in(tmp_path))
 
 
 def test_on_the_cpu_there_is_nothing_to_send_to_the_host() -> None:
@@ -184,23 +201,16 @@ def test_a_directory_that_vanishes_takes_nothing_away_and_is_told_at_the_next_pa
         saves(disk, 4)
 
 
-def file_in(directory: Path) -> str:
-    """The file without a name that this process has there, under the name that the system has for it."""
-    files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    (ours,) = [f for f in files if os.path.lexists(f) and os.readlink(f).startswith(f"{directory}/")]
-    return ours
-
-
 def test_a_file_that_is_cut_off_is_an_error_and_no_data(tmp_path: Path) -> None:
     loss = saves(offload(tmp_path), 4)
-    os.truncate(file_in(tmp_path), MIB)
+    os.truncate(*files_in(tmp_path), MIB)
     with pytest.raises(OSError, match=f"{tmp_path}: it ends before what was written there"):
         loss.backward()
 
 
 def test_a_file_that_somebody_writes_to_is_an_error_and_no_data(tmp_path: Path) -> None:
     loss = saves(offload(tmp_path), 4)
-    with open(file_in(tmp_path), "r+b", buffering=0) as file:
+    with open(*files_in(tmp_path), "r+b", buffering=0) as file:
         file.seek(MIB + 77)
         byte = file.read(1)
         file.seek(MIB + 77)

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -89,7 +90,7 @@ class offload_activations(ContextDecorator):
     in_flight: bytes that may be on their way, and as many that stay at the end (int or text). Default: twice the
     largest storage. More hides copies behind longer stretches of computation; the peak grows by twice as much.
     host_memory: the most bytes of pinned memory that are taken in all; what finds no room there stays on the device,
-    and a warning says so once.
+    and a warning says so once. On the way back from a disk only what is wanted at once may take more.
 
     Raises ValueError for a size that is none, and OSError, naming the directory, where that is none, or at the next
     call when the disk is full or fails. Tensors on the CPU stay there under to="cpu", which a warning says once."""
@@ -106,9 +107,10 @@ class offload_activations(ContextDecorator):
         self.to = os.fspath(to)
         self.in_flight = None if in_flight is None else _bytes(in_flight)
         self.host_memory = None if host_memory is None else _bytes(host_memory)
-        self._passes: list[tuple[SavedStorages, torch.autograd.graph.saved_tensors_hooks]] = []
+        self._passes: list[
+            tuple[SavedStorages, torch.autograd.graph.saved_tensors_hooks, DiskSpace | None]
+        ] = []
         self._warned = False
-        self._space: DiskSpace | None = None
         self._backlog = Backlog()
         if self.to != "cpu" and not os.path.isdir(self.to):
             raise NotADirectoryError(
@@ -117,26 +119,23 @@ class offload_activations(ContextDecorator):
         self.last: SavedStorages | None = None  # bytes_out and bytes_in of the pass that ended last
 
     def __enter__(self) -> offload_activations:
-        if self.to != "cpu":
-            self._space = disk_space(self.to)
-        saved = SavedStorages(self._depart, self.in_flight)
+        space = None if self.to == "cpu" else disk_space(self.to)
+        saved = SavedStorages(partial(self._depart, space), self.in_flight)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._packer(saved), methodcaller("unpack"))
         hooks.__enter__()
-        self._passes.append((saved, hooks))
+        self._passes.append((saved, hooks, space))
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self.last, hooks = self._passes.pop()
+        self.last, hooks, space = self._passes.pop()
         hooks.__exit__(*raised)
         try:
             self.last.ended()
         except OSError:
-            if self._space is not None:
-                give_up(self._space)
+            if space is not None:
+                give_up(space)
             if raised[0] is None:
                 raise
-        if not self._passes:
-            self._space = None  # the graph holds what it needs of it
 
     def _packer(self, storages: SavedStorages) -> Callable[[torch.Tensor], SavedTensor | SavedWrapper]:
         def pack(tensor: torch.Tensor) -> SavedTensor | SavedWrapper:
@@ -166,13 +165,13 @@ class offload_activations(ContextDecorator):
             return False
         return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
-    def _depart(self, saved: SavedStorage, flat: torch.Tensor) -> Departure | None:
-        if self._space is None:
+    def _depart(self, space: DiskSpace | None, saved: SavedStorage, flat: torch.Tensor) -> Departure | None:
+        if space is None:
             return self._depart_to_host(saved, flat)
         try:
-            return self._depart_to_disk(saved, flat, self._space)
+            return self._depart_to_disk(saved, flat, space)
         except OSError:
-            give_up(self._space)
+            give_up(space)
             raise
 
     def _depart_to_host(self, saved: SavedStorage, flat: torch.Tensor) -> Departure | None:
@@ -194,7 +193,8 @@ class offload_activations(ContextDecorator):
         if staging is None:
             self._warn_full(flat.device)
             return None
-        departure = ToDiskByHost(flat, space.take(saved.nbytes), memory, staging, saved.stream)
+        room = space.take(saved.nbytes)
+        departure = ToDiskByHost(flat, room, memory, staging, saved.stream, self.host_memory)
         self._backlog.add(departure, saved.nbytes)
         return departure
 

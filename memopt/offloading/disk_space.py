@@ -1,4 +1,8 @@
-"""Room in files without names on a disk (csrc/transfer/disk.h), until nothing refers to it."""
+"""Room in files without names on a disk (csrc/transfer/disk.h), until nothing refers to it.
+
+What is given back in a file is used again only when the file is empty. So a pass that begins while another's graph
+lives, of which something is back already, has a file of its own, and each goes with the last graph in it: what the
+files take is at most what lives, and what was given back since the last pass began."""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ class DiskSpace:
 
     def __init__(self, directory: str) -> None:
         self.disk, self._ring = _C.Disk(directory), _C.Ring(MOST, ALIGNED)
+        self.has_holes = False
 
     def take(self, nbytes: int) -> DiskRoom:
         found = self._ring.take(nbytes)
@@ -27,6 +32,7 @@ class DiskSpace:
 
     def give(self, slot: int) -> None:
         self._ring.give(slot)
+        self.has_holes = self._ring.held()[0] > 0
 
 
 class DiskRoom:
@@ -44,11 +50,12 @@ _lock = threading.Lock()
 
 
 def disk_space(directory: str) -> DiskSpace:
-    """The one of this process in that directory, as long as somebody holds it. A child of a fork has its own."""
+    """For a pass that begins: the one of this process in that directory that somebody holds and nothing has been given
+    back in, else a new one. A child of a fork has its own."""
     key = os.getpid(), os.path.abspath(directory)
     with _lock:
         space = _spaces.get(key)
-        if space is None:
+        if space is None or space.has_holes:
             space = _spaces[key] = DiskSpace(key[1])
         return space
 

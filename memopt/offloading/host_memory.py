@@ -14,6 +14,10 @@ ALIGNED = 4096  # bytes: what direct I/O asks for
 SMALLEST, LARGEST = 32 << 20, 1 << 30  # bytes of a piece, unless one tensor needs more
 
 
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
 class Room:
     """Bytes of pinned memory, until nothing refers to this.
 
@@ -49,7 +53,7 @@ class HostMemory:
             if room := _slot(memory, ring, nbytes):
                 return room
         held = self.nbytes
-        needed = -(-nbytes // ALIGNED) * ALIGNED
+        needed = aligned(nbytes)
         size = max(needed, min(max(held // 4, SMALLEST), LARGEST))
         if limit is not None and held + size > limit:
             size = limit - held

@@ -141,6 +141,8 @@ class SavedStorage:
             if self._ahead:
                 self._ahead = False
                 self.within.wanted(self)
+        elif self._departure is not None:  # somebody has it, maybe for another stream
+            self._departure.join(storage)
         if wanted_in == self.round:
             self._left -= 1
             if not self._left:  # each tensor had it: the memory lives as long as they do
@@ -153,6 +155,10 @@ class SavedStorage:
     def __del__(self) -> None:
         if getattr(self, "_ahead", False):
             self.within.wanted(self)
+
+
+def _nowhere(saved: SavedStorage, flat: torch.Tensor) -> None:
+    """Nothing leaves once the pass is over."""
 
 
 class SavedStorages:
@@ -241,6 +247,7 @@ class SavedStorages:
             self._known.clear()
             self._here.clear()
             self._elsewhere.clear()
+            self._depart = _nowhere  # who asks what the pass was does not hold its file
             while self._leaving:
                 try:
                     self._settle()
@@ -265,10 +272,13 @@ class SavedStorages:
             return storage, wanted_in
 
     def _fetch_ahead(self) -> None:
-        for fetched in self._coming:
-            coming = fetched()
-            if coming is not None and coming.coming:
-                coming.go_on()
+        try:
+            for fetched in self._coming:
+                coming = fetched()
+                if coming is not None and coming.coming:
+                    coming.go_on()
+        except (torch.OutOfMemoryError, MemoryError):
+            return  # none is wanted yet: then there may be room
         while self._next >= 0:
             reference = self._order[self._next]
             saved = None if reference is None else reference()

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +117,43 @@ def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, owner: type, name:
 
     monkeypatch.setattr(owner, name, call)
     assert wrong_after(3, which) > 0
+
+
+@pytest.mark.parametrize("saved", [1, 2])  # tensors of the storage: all had it by then, or not
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_each_stream_that_wants_it_waits_for_it_and_keeps_its_memory(
+    tmp_path: Path, to: str, saved: int
+) -> None:
+    streams = _C.copy_counts(0)
+    source, others = (torch.full((COUNT,), n).pin_memory() for n in (1, 2))
+    seen = torch.full((COUNT,), -1).pin_memory()
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    x = torch.empty(4, device=CUDA, requires_grad=True)
+    with offload_activations(to="cpu" if to == "cpu" else tmp_path, in_flight=0):
+        y = Saves.apply(x, *[source.to(CUDA)] * saved)
+        Saves.apply(x, megabyte())
+    torch.cuda.synchronize()
+    sim.lazy(True)
+    with torch.cuda.stream(one):
+        first = y.grad_fn.saved_tensors
+    with torch.cuda.stream(other):
+        second = y.grad_fn.saved_tensors
+        seen.copy_(second[0], non_blocking=True)
+    sim.progress(-1, other.cuda_stream)  # as far as it may
+    place = first[0].data_ptr()
+    assert second[0].data_ptr() == place
+    del first, second
+    with torch.cuda.stream(one):
+        taken = [torch.empty(COUNT, dtype=torch.int64, device=CUDA) for _ in range(4)]
+        for tensor in taken:
+            tensor.copy_(others, non_blocking=True)
+    for _ in range(2):
+        sim.progress(-1, one.cuda_stream)
+        sim.progress(-1, streams["stream_in"])
+    sim.progress(-1, one.cuda_stream)
+    torch.cuda.synchronize()
+    sim.lazy(False)
+    assert torch.equal(seen, source)
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -431,23 +469,34 @@ def test_a_host_that_can_pin_no_more_is_no_error() -> None:
     assert memory.nbytes == 0
 
 
-def test_no_memory_ahead_of_time_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (departures.ToPinned, "fetch"),
+        (departures.ToDiskByHost, "fetch"),
+        (departures.ToDiskByHost, "go_on"),
+    ],
+)
+def test_no_memory_ahead_of_time_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
     """What is fetched before it is wanted may find no room on the device; when it is wanted there is some."""
-    fetch = departures.ToPinned.fetch
+    function = getattr(owner, name)
     refused = []
 
-    def full_at_first(self: departures.ToPinned) -> None:
+    def full_at_first(self: departures.Departure) -> None:
         if len(refused) < 2:
             refused.append(self)
             raise torch.OutOfMemoryError
-        fetch(self)
+        function(self)
 
     x = torch.ones(4, device=CUDA, requires_grad=True)
-    with offload_activations(in_flight="2MiB") as offload:
+    to = "cpu" if owner is departures.ToPinned else tmp_path
+    with offload_activations(to=to, in_flight="2MiB") as offload:
         for _ in range(8):
             x = Saves.apply(x, megabyte())
     with monkeypatch.context() as patch:
-        patch.setattr(departures.ToPinned, "fetch", full_at_first)
+        patch.setattr(owner, name, full_at_first)
         x.sum().backward()
     assert refused
     assert offload.last.bytes_in == offload.last.bytes_out
@@ -497,6 +546,54 @@ def test_little_pinned_memory_is_used_again_and_again_on_the_way_to_a_disk(tmp_p
     assert offload.last.bytes_out == offload.last.bytes_in == 64 * MIB
     assert host_memory(CUDA).peak <= 8 * MIB
     assert host_memory(CUDA).nbytes == 32 * MIB
+
+
+def test_what_comes_back_ahead_of_time_keeps_to_the_limit_of_pinned_memory(tmp_path: Path) -> None:
+    host_memory(CUDA).trim()
+    assert host_memory(CUDA).nbytes == 0
+    offload = saved_by(*[lambda: (megabyte(),)] * 16, to=tmp_path, in_flight="8MiB", host_memory="2MiB")
+    assert offload.last.bytes_out == offload.last.bytes_in == 9 * MIB
+    assert host_memory(CUDA).nbytes == 2 * MIB
+    x = torch.ones(4, device=CUDA, requires_grad=True)
+    with offload_activations(to=tmp_path, in_flight=0, host_memory="2MiB") as offload:
+        y = Saves.apply(x, megabyte())
+        Saves.apply(x, megabyte())
+    offload._backlog.make_room(0)
+    taken = [host_memory(CUDA).take(MIB, 2 * MIB) for _ in range(2)]
+    assert None not in taken
+    y.sum().backward()
+    assert host_memory(CUDA).nbytes == 3 * MIB  # what is wanted at once comes, with no more than it needs
+
+
+@pytest.mark.parametrize("refuses", [True, False])  # the job, or what it comes to
+def test_pinned_memory_that_a_full_disk_did_not_take_is_nobodys_until_the_copy_is_over(refuses: bool) -> None:
+    class Full:
+        def write(self, *_: object) -> Full:
+            if refuses:
+                raise OSError(28, "planted: no space left")
+            return self
+
+        def finish(self) -> None:
+            raise OSError(28, "planted: no space left")
+
+    gc.collect()  # pinned memory that goes waits for the device
+    _C.copy_counts(0)
+    memory = HostMemory(CUDA)
+    flat = torch.full((MIB,), 1, dtype=torch.uint8).pin_memory().to(CUDA)
+    torch.cuda.synchronize()
+    sim.lazy(True)
+    staging = memory.take(MIB)
+    place = staging.memory
+    with pytest.raises(OSError, match="planted"):
+        departure = departures.ToDiskByHost(flat, SimpleNamespace(disk=Full(), offset=0), memory, staging, 1)
+        departure.written()
+    departure = staging = None
+    gc.collect()
+    assert sum(ring.held()[0] for _, ring in memory._pieces) == 0
+    place.fill_(2)  # as the next one that is given the memory does
+    torch.cuda.synchronize()
+    sim.lazy(False)
+    assert place.unique().tolist() == [2]
 
 
 def test_a_graph_that_goes_before_it_was_written_leaves_nothing(tmp_path: Path) -> None:
