@@ -42,12 +42,16 @@ class Inward:
                 for tensor, host in zip(tensors, hosts, strict=True):
                     tensor.copy_(host.detach(), non_blocking=True)
                     self.copied += host.nbytes
-        finally:
-            copied.record(self.stream)
-            self._last = copied
-            if sys.exc_info()[0] is not None:
-                home.wait_event(copied)  # the tensors' memory goes back to it
+        except BaseException:
+            self._begun(copied)
+            home.wait_event(copied)  # the tensors' memory goes back to it
+            raise
+        self._begun(copied)
         return [DeviceCopy(host, tensor, home, copied) for host, tensor in zip(hosts, tensors, strict=True)]
+
+    def _begun(self, copied: torch.cuda.Event) -> None:
+        copied.record(self.stream)
+        self._last = copied
 
     def settle(self) -> None:
         """The host waits for the copies that have begun: what they read may change."""

@@ -14,6 +14,7 @@ the parameters belong to the optimizer."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from memopt.offloading.model_layers import Layer, Slot
+from memopt.offloading.placed_copies import PlacedCopy, take_out
 from memopt.offloading.saved_parameters import Reference, SavedParameters
 from memopt.offloading.visit_order import VisitOrder
 
@@ -46,6 +48,7 @@ class Carrier(Protocol):
     """The way to the device and back: device_carrier.py, mapped_pages.py. copies: what is fetched is a copy."""
 
     copies: bool
+    device: torch.device
 
     def travels(self, parameter: torch.Tensor) -> bool: ...
 
@@ -65,16 +68,16 @@ class Carrier(Protocol):
 
 
 class Visit:
-    """One call of a layer. saved: how often each parameter was saved in it, by id."""
+    """One call of a layer. saved: how often each parameter was saved in it, by id. number: of the calls."""
 
-    __slots__ = ("__weakref__", "_gone", "layer", "left", "placed", "saved", "task")
+    __slots__ = ("__weakref__", "_gone", "layer", "left", "number", "placed", "saved", "task")
 
-    def __init__(self, layer: Layer, gone: Callable[[Layer], None]) -> None:
-        self.layer, self._gone = layer, gone
+    def __init__(self, layer: Layer, number: int, gone: Callable[[Visit], None]) -> None:
+        self.layer, self.number, self._gone = layer, number, gone
         self.saved: dict[int, tuple[torch.Tensor, int]] = {}
         self.left: dict[int, int] = {}  # of what was saved, what this backward pass has not asked for yet
         self.task = -1
-        self.placed: list[tuple[Slot, torch.Tensor, torch.Tensor, int]] = []
+        self.placed: list[PlacedCopy] = []
 
     def wanted(self) -> list[torch.Tensor]:
         return [parameter for parameter, _ in self.saved.values()]
@@ -85,7 +88,7 @@ class Visit:
             self.left = {key: count for key, (_, count) in self.saved.items()}
 
     def __del__(self) -> None:
-        self._gone(self.layer)
+        self._gone(self)
 
 
 class LayerVisits:
@@ -98,7 +101,8 @@ class LayerVisits:
         self._by_storage: dict[int, tuple[Layer, torch.Tensor]] = {}
         self._active: dict[Layer, Visit] = {}
         self._alive: Counter[Layer] = Counter()  # visits that a backward pass may yet ask for
-        self._trail: list[weakref.ref[Visit]] = []  # in the order of the calls
+        self._calls = itertools.count()
+        self._trail: dict[int, weakref.ref[Visit]] = {}  # that saved something, by number
         self._tasks: set[int] = set()  # backward passes under way
         self._turn: weakref.ref[Visit] | None = None  # whose backward it is
         self._runs_again: set[Layer] = set()  # layers called in a backward pass: checkpointed
@@ -136,9 +140,11 @@ class LayerVisits:
         # A part of a layer that a checkpointed region in it runs again: the region's hooks saw what it saved.
         hooked = torch.is_grad_enabled() and (_task() == -1 or slots is layer.slots)
         whole = False
+        if alone:
+            self._forget_backwards()
         with self._lock:
             self._alive[layer] += 1
-            visit = Visit(layer, self._visit_gone)
+            visit = Visit(layer, next(self._calls), self._visit_gone)
         try:
             self._enter(visit, slots)
             with SavedParameters(self) if hooked else nullcontext():
@@ -146,21 +152,25 @@ class LayerVisits:
             whole = True
             return out
         finally:
-            self._leave(visit, whole)
+            self._leave(visit)
             del visit
             if alone:
                 self._end_pass(whole)
 
     def _begin_pass(self, grad_mode: bool) -> None:
+        self._forget_backwards()
         with self._lock:
-            # What an error left behind.
-            self._tasks.clear()
-            self._turn = None
             self._drop([layer for layer in self._here if layer not in self._active])
-            self._trail = [ref for ref in self._trail if ref() is not None]
             self.order.begin()
         self.carrier.finish()
         self.carrier.passed(grad_mode)
+
+    def _forget_backwards(self) -> None:
+        """Those that raised have told nobody of their end: that none is under way is known where the program calls the
+        model, or a part of it, outside any."""
+        with self._lock:
+            self._tasks.clear()
+            self._turn = None
 
     def _end_pass(self, whole: bool) -> None:
         """The program may write to the parameters when this returns."""
@@ -198,26 +208,18 @@ class LayerVisits:
             for slot, parameter in placed:
                 stand_in = stand_ins[id(parameter)]
                 if stand_in is not parameter:
-                    visit.placed.append((slot, parameter, stand_in, stand_in._version))
-                    slot.owner._parameters[slot.name] = stand_in  # type: ignore[assignment]
+                    visit.placed.append(PlacedCopy(slot, parameter, stand_in))
 
-    def _leave(self, visit: Visit, whole: bool) -> None:
-        changed = {}
+    def _leave(self, visit: Visit) -> None:
+        """It returned; or it raised, and the graph of what was done until then may still be asked for."""
         with self._lock:
-            for slot, parameter, stand_in, version in visit.placed:
-                if slot.owner._parameters.get(slot.name) is stand_in:
-                    slot.owner._parameters[slot.name] = parameter  # type: ignore[assignment]
-                if stand_in._version != version:
-                    changed[id(parameter)] = parameter, stand_in
+            changed = take_out(visit.placed)
             visit.placed.clear()
             self._active.pop(visit.layer, None)
-            if not whole:
-                visit.saved.clear()
-            elif visit.saved:
-                self._trail.append(weakref.ref(visit))
-        for parameter, stand_in in changed.values():
-            with torch.no_grad():
-                parameter.copy_(stand_in.detach())
+            if visit.saved:
+                self._trail[visit.number] = weakref.ref(visit)
+        for placed in changed:
+            placed.bring_home()
 
     # ---- the backward pass -------------------------------------------------------------------------------------------
 
@@ -242,8 +244,10 @@ class LayerVisits:
         task = _task()
         if not self.carrier.travels(parameter):
             return parameter.detach()
-        if task == -1:  # somebody looks at what a node saved
-            return self.carrier.fetch([parameter])[0].tensor()
+        if task == -1:  # somebody looks at what a node saved, and may write to the parameter next
+            tensor = self.carrier.fetch([parameter])[0].tensor()
+            self.carrier.settle()
+            return tensor
         with self._lock:
             self._begin_task(task)
             visit.begin(task)
@@ -278,11 +282,18 @@ class LayerVisits:
         self.carrier.finish()
         self.carrier.settle()
 
-    def _visit_gone(self, layer: Layer) -> None:
+    def _visit_gone(self, visit: Visit) -> None:
+        layer = visit.layer
         with self._lock:
+            self._trail.pop(visit.number, None)
             self._alive[layer] -= 1
             if self._alive[layer] <= 0 and self.depth == 0 and layer not in self._active:
                 self._drop([layer])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the copies are."""
+        return self.carrier.device
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
@@ -301,7 +312,7 @@ class LayerVisits:
         """What was called before this visit, or the layer's last, and saved."""
         found: dict[Layer, list[torch.Tensor]] = {}
         passed = False
-        for ref in reversed(self._trail):
+        for ref in reversed(list(self._trail.values())):  # a visit may go meanwhile
             earlier = ref()
             if earlier is None:
                 continue
@@ -314,8 +325,6 @@ class LayerVisits:
             found[earlier.layer] = earlier.layer.parameters() if again else earlier.wanted()
             if len(found) == MOST_AHEAD:
                 break
-        while self._trail and self._trail[-1]() is None:
-            self._trail.pop()
         return list(found.items())
 
     def _make_room(
@@ -386,6 +395,7 @@ class LayerVisits:
 
     def drop_all(self) -> None:
         """After an error, or at the end: nothing is on the device."""
+        self._forget_backwards()
         with self._lock:
             self._drop(list(self._here))
         self.carrier.finish()

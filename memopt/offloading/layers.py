@@ -174,6 +174,8 @@ def offload_layers(
 
     The nn.Parameter objects stay, with their names, hooks and ties, and are host tensors to optimizers (make the
     optimizer afterwards, or load its state_dict() again, so that its states are on the host too), .grad with them.
+    What a layer's forward writes to its parameters, or assigns to their .data, comes home when it ends; what is written
+    in place through .data on a device (p.data.mul_()) is lost, as nothing tells of it: write under torch.no_grad().
     Buffers stay on the device. Losses and gradients are bit-equal to the plain model's; random states, autocast,
     checkpointing, accumulation and state_dict() are as they were. In a step a layer's parameters travel to the device
     for its forward and, those that it saved, for its backward, unless they are there still; its gradients travel from

@@ -18,7 +18,10 @@ CAST = "ToCopyBackward0"
 
 
 class Source(Protocol):
-    """Who knows the visiting copies, and brings them back."""
+    """Who knows the visiting copies, on `device`, and brings them back."""
+
+    @property
+    def device(self) -> torch.device: ...
 
     def parameter_of(self, storage: int) -> torch.Tensor | None: ...
 
@@ -122,8 +125,8 @@ def visiting(source: Source, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.
         return (parameter, None) if tensor.dtype == parameter.dtype else None
     base = tensor._base if tensor._is_view() else tensor
     node = None if base is None else base.grad_fn
-    if base is None or node is None or base._version or node.name() != CAST:
-        return None
+    if base is None or node is None or base._version or node.name() != CAST or base.device != source.device:
+        return None  # also where it was brought to another device: the cast is of the copy on this one
     parameter = getattr(node.next_functions[0][0], "visiting", None)
     if parameter is None or base.shape != parameter.shape or base.storage_offset():
         return None

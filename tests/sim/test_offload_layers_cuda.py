@@ -252,6 +252,75 @@ def test_layers_called_twice_out_of_order_or_not_at_all() -> None:
         )
 
 
+def test_what_a_layer_did_before_it_raised_can_go_backwards() -> None:
+    """As extractors of features do, which leave the model by an exception when they have what they want."""
+    plain, other, handle = pair()
+
+    class Stop(Exception):
+        pass
+
+    def features(model: nn.Module) -> torch.Tensor:
+        found = []
+
+        def stop(_: nn.Module, args: Any, out: torch.Tensor) -> None:
+            found.append(out)
+            raise Stop
+
+        hook = model.blocks[1].mlp.register_forward_hook(stop)
+        with pytest.raises(Stop):
+            model(words_of(model).cuda())
+        hook.remove()
+        return found.pop().square().sum()
+
+    same(plain, other, features, steps=2)
+    assert handle._visits.here() == 0
+    same(plain, other, next_word())
+
+
+class Assigns(nn.Linear):
+    """Whose forward keeps its rows short; and, before it is whole, cuts off one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        if not torch.is_grad_enabled():
+            self.weight.data, self.bias.data = self.weight.data[:-1], self.bias.data[:-1]
+        return super().forward(x)
+
+
+def test_what_a_forward_assigns_to_data_comes_home() -> None:
+    plain, other, _ = pair(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Assigns(8, 8)))
+    x = torch.randn(4, 8, device="cuda")
+    same(plain, other, lambda model: model(x).square().sum(), steps=2)
+    for shape in ((8, 8), (7, 8)):
+        assert other[2].weight.shape == shape
+        assert all(
+            torch.equal(p.cpu(), q) for p, q in zip(plain.parameters(), other.parameters(), strict=True)
+        )
+        with torch.no_grad():
+            assert torch.equal(plain(x), other(x))
+
+
+class OnTheHost(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.cpu(), self.weight.cpu(), self.bias.cpu()).cuda()
+
+
+def test_a_parameter_that_a_layer_takes_to_another_device_comes_back_there() -> None:
+    plain, other, _ = pair(nn.Sequential(nn.Linear(8, 8), OnTheHost(8, 8)))
+    x = torch.randn(4, 8, device="cuda")
+    same(plain, other, lambda model: model(x).square().sum())
+
+
+def test_a_recurrent_model_is_the_plain_one() -> None:
+    """It computes with a list of its weights, beside the parameters. (LSTMs' cells have no twin on the CPU.)"""
+    with torch.backends.cudnn.flags(enabled=False):
+        plain, other, handle = pair(nn.RNN(8, 8, 2, bidirectional=True))
+        x = torch.randn(5, 3, 8, device="cuda")
+        same(plain, other, lambda model: model(x)[0].square().sum(), steps=2)
+        assert handle.remove() is other
+        assert all(map(torch.equal, plain(x), other(x)))
+
+
 # ---- other modes -----------------------------------------------------------------------------------------------------
 
 

@@ -133,6 +133,37 @@ def test_a_layer_that_raises_leaves_the_model_whole() -> None:
     handle.remove()
 
 
+def test_a_backward_pass_that_raised_leaves_nothing_where_the_model_is_called_by_parts() -> None:
+    model = chain().cuda()
+    handle = memopt.offload_layers(model)
+    x = torch.randn(4, 512, device="cuda")
+
+    def by_parts(backward: bool = True) -> list[torch.Tensor]:
+        model.zero_grad()
+        out = model[3](model[2](model[1](model[0](x))))
+        if backward:
+            out.square().sum().backward()
+        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    with sim.Compute():
+        expected = by_parts()
+        hook = model[1].register_full_backward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            by_parts()
+        hook.remove()
+        for _ in range(3):
+            assert all(map(torch.equal, expected, by_parts()))
+            assert handle._visits.here() == 0
+            assert not handle._visits._tasks
+        for _ in range(3):  # nor do forward passes whose graphs are dropped
+            by_parts(backward=False)
+        assert not handle._visits._trail
+    handle.remove()
+
+
 def test_no_host_memory_is_an_error_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = chain().cuda()
     places = [p.data_ptr() for p in model.parameters()]
@@ -209,6 +240,24 @@ def test_without_a_budget_the_peak_is_that_of_two_layers_and_their_gradients() -
     layer = 4 * MIB
     handle = memopt.offload_layers(model, device="cuda")
     assert peak(model, 4) <= 4 * layer + MIB
+    handle.remove()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_recurrent_layers_keep_nothing_on_the_device(kind: type, cudnn: bool) -> None:
+    model = kind(64, 64, 2)
+    handle = memopt.offload_layers(model, device="cuda")
+    x = torch.randn(5, 3, 64, device="cuda")
+    with torch.backends.cudnn.flags(enabled=cudnn):
+        for _ in range(2):
+            model(x)[0].sum().backward()
+            model.zero_grad()
+            handle.release()
+            standing = torch.cuda.memory_allocated()
+            assert all(w.device.type == "cpu" for w in model._flat_weights)
+            model._init_flat_weights()  # lets go what it held
+            assert torch.cuda.memory_allocated() == standing
     handle.remove()
 
 

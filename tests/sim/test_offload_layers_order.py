@@ -208,6 +208,57 @@ def test_a_gradient_keeps_its_memory_until_its_copy_is_made(monkeypatch: pytest.
         del home  # giving its memory back waits for the device
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_computation_waits_for_a_fetch_that_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Not for one that is made while the program handles an exception of its own."""
+    copy_ = torch.Tensor.copy_
+    hosts = [torch.full((COUNT,), 1.0).pin_memory() for _ in range(2)]
+    source, seen = torch.full((COUNT,), 2.0).pin_memory().cuda(), (NEVER - 1).pin_memory()
+    inward = layer_copies.Inward(torch.device("cuda", 0))
+
+    def failing(self: torch.Tensor, host: torch.Tensor, **options: Any) -> torch.Tensor:
+        if host.data_ptr() == hosts[1].data_ptr():
+            raise MemoryError("planted")
+        return copy_(self, host, **options)
+
+    torch.cuda.synchronize()
+    sim.lazy(True)
+    try:
+        raise KeyError("the program's own")
+    except KeyError:
+        if fails:
+            with monkeypatch.context() as patch, pytest.raises(MemoryError, match="planted"):
+                patch.setattr(torch.Tensor, "copy_", failing)
+                inward.fetch(hosts)
+        else:
+            copies = inward.fetch(hosts)
+    seen.copy_(source, non_blocking=True)
+    sim.progress(-1, 1)
+    assert torch.equal(seen, source.new_full((COUNT,), 2.0, device="cpu")) != fails
+    torch.cuda.synchronize()
+    sim.lazy(False)
+    assert fails or len(copies) == 2
+
+
+def test_a_look_at_what_was_saved_is_over_when_the_program_goes_on() -> None:
+    """Which may write to the parameter then."""
+    layer = Layer(3, lambda: None)
+    handle = memopt.offload_layers(layer, device="cuda")
+    layer.prepare(0)
+    out = layer(torch.empty(4, device="cuda", requires_grad=True))
+    torch.cuda.synchronize()
+    sim.lazy(True)
+    (seen,) = out.grad_fn.saved_tensors
+    layer.weight.data.fill_(-7.0)
+    torch.cuda.synchronize()
+    sim.lazy(False)
+    assert torch.equal(seen.cpu(), torch.full((COUNT,), 3.0))
+    del out, seen
+    handle.remove()
+
+
 def test_copies_overlap_the_layer_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a layer's forward begins, the next one's copy has begun, and the layer after that has not."""
     begun: list[list[int]] = []
