@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memopt import _C
+from memopt.offloading import host_memory
 from memopt.owners import dead_frames
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def give_back() -> None:
         empty_pinned = getattr(torch._C, "_host_emptyCache", None)
         if empty_pinned is not None:
             empty_pinned()
+        host_memory.trim()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)

@@ -128,24 +128,18 @@ static mo_status read_piece(mo_disk *disk, mo_disk_job *job, size_t from, size_t
     return status;
 }
 
-/* The copy that the job comes behind. Polled: a wait in the driver could not be ended. */
+/* The copy that the job comes behind; a piece at a time, which is how long the end of the process may wait for it. */
 static mo_status wait_for_copy(const mo_disk_job *job, mo_detail *detail, bool *goes_on)
 {
-    const uint64_t shortest = 20000, longest = 1000000; /* nanoseconds */
+    const uint64_t piece = 10000000; /* nanoseconds */
     bool over = !job->copies;
+    mo_status status = MO_OK;
 
-    for (uint64_t pause = shortest; !over; pause = pause < longest ? 2 * pause : longest) {
-        mo_status status;
-        if (!(*goes_on = enter_piece()))
-            return MO_OK;
-        status = mo_copies_over(job->copies, job->behind, detail, &over);
+    while (!over && !status && (*goes_on = enter_piece())) {
+        status = mo_copies_wait(job->copies, job->behind, piece, detail, &over);
         leave_piece();
-        if (status)
-            return status;
-        if (!over)
-            job->copies->driver->pause(job->copies->driver, pause);
     }
-    return MO_OK;
+    return status;
 }
 
 /* False: the process ends. */

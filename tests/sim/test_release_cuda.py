@@ -7,6 +7,7 @@ import torch
 
 import memopt
 import memopt.sim
+from memopt.offloading.host_memory import host_memory
 
 SIM = {"memory": "256MiB", "context": "8MiB"}
 MIB = 1 << 20
@@ -45,3 +46,13 @@ def test_workspaces_and_pinned_memory_go_too():
     if hasattr(torch._C, "_host_emptyCache"):
         assert memopt.sim.stats()["host_allocations"] < pinned
     assert torch.equal((a @ a).shape and a, a)
+
+
+def test_pinned_memory_of_offloading_goes_where_nothing_lies_in_it():
+    memory = host_memory(torch.device("cuda", 0))
+    lies = memory.take(40 * MIB)
+    room = memory.take(48 * MIB)
+    del room
+    assert memory.nbytes == 88 * MIB
+    memopt.release()
+    assert memory.nbytes == lies.memory.nbytes == 40 * MIB
