@@ -179,8 +179,8 @@ class FullyShard(_OnRanks):
         ranks = max(everybody, key=len)
         if not all(set(ranks) >= set(some) for some in everybody):
             raise ValueError(
-                f"memopt.backward: the model is sharded over different sets of ranks, {sorted(everybody)}, none of which "
-                "has all the others: shard it over one mesh"
+                f"memopt.backward: the model is sharded over different sets of ranks, {sorted(everybody)}, none of "
+                "which has all the others: shard it over one mesh"
             )
         world = dist.group.WORLD
         assert world is not None

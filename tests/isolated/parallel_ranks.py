@@ -97,7 +97,9 @@ def reentrant(model: nn.Module) -> nn.Module:
 
 def sequential(model: nn.Module) -> nn.Module:
     layers = list(model)
-    model.forward = lambda x: memopt.checkpoint_sequential(layers, min(2, len(layers)), x, use_reentrant=False)
+    model.forward = lambda x: memopt.checkpoint_sequential(
+        layers, min(2, len(layers)), x, use_reentrant=False
+    )
     return model
 
 
