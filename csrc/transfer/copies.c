@@ -138,33 +138,54 @@ static mo_status order(mo_copies *copies, mo_way way, mo_stream user, mo_ticket 
     return status;
 }
 
-mo_status mo_copy(mo_copies *copies, mo_way way, mo_stream user, mo_address device, void *host, size_t size,
-                  mo_ticket after, mo_detail *detail, mo_ticket *out)
+static mo_status queue(mo_copies *copies, mo_way way, const mo_piece *piece, mo_detail *detail)
+{
+    mo_driver *driver = copies->driver;
+    mo_stream stream = copies->lines[way].stream;
+
+    return way == MO_OUT
+               ? driver->copy_to_host(driver, stream, piece->host, piece->device, piece->size, detail)
+               : driver->copy_to_device(driver, stream, piece->device, piece->host, piece->size, detail);
+}
+
+mo_status mo_copy_pieces(mo_copies *copies, mo_way way, mo_stream user, const mo_piece *pieces, size_t count,
+                         mo_ticket after, mo_detail *detail, mo_ticket *out)
 {
     mo_driver *driver = copies->driver;
     mo_line *line = &copies->lines[way];
+    uint64_t bytes = 0;
+    size_t queued = 0;
     mo_status status;
 
+    MO_ASSERT(count);
     if (mo_forked())
         return mo_forked_refuse("a copy", detail);
     mo_lock_take(&copies->lock);
+    const uint64_t number = line->begun + 1;
     status = order(copies, way, user, after, detail);
+    for (; queued < count && !status; queued += !status) {
+        status = queue(copies, way, &pieces[queued], detail);
+        bytes += pieces[queued].size;
+    }
     if (!status)
-        status = way == MO_OUT ? driver->copy_to_host(driver, line->stream, host, device, size, detail)
-                               : driver->copy_to_device(driver, line->stream, device, host, size, detail);
-    if (!status) {
-        const uint64_t number = line->begun + 1;
         status = driver->event_record(driver, line->marks[number % MO_COPY_MARKS], line->stream, detail);
-        if (status) { /* nothing would tell when the copy is over: the one wait in here */
-            driver->synchronize(driver, NULL);
-        } else {
-            line->begun = number;
-            line->bytes += size;
-            *out = ticket_of(way, number);
-        }
+    if (status && queued) { /* nothing would tell when those are over: the one wait in here */
+        driver->synchronize(driver, NULL);
+    } else if (!status) {
+        line->begun = number;
+        line->bytes += bytes;
+        *out = ticket_of(way, number);
     }
     mo_lock_give(&copies->lock);
     return status;
+}
+
+mo_status mo_copy(mo_copies *copies, mo_way way, mo_stream user, mo_address device, void *host, size_t size,
+                  mo_ticket after, mo_detail *detail, mo_ticket *out)
+{
+    const mo_piece piece = {device, host, size};
+
+    return mo_copy_pieces(copies, way, user, &piece, 1, after, detail, out);
 }
 
 mo_status mo_copies_await(mo_copies *copies, mo_stream stream, mo_ticket ticket, mo_detail *detail)

@@ -2,7 +2,7 @@
  * neither way waits for the other. No function here but mo_copies_wait waits for the device.
  *
  *     mo_copy      the copy begins once all is done that `user` was given before: a tensor that goes out is whole, memory
- *                  that is filled is no longer used by what had it last
+ *                  that is filled is no longer used by what had it last. Of several pieces that is asked once
  *     await        what a stream is given afterwards comes after the copy: it may use what was filled, overwrite what
  *                  was read, or be given its memory
  *     over         the host may use what was filled
@@ -35,6 +35,13 @@ typedef struct mo_line {
     uint64_t bytes;       /* queued so far */
 } mo_line;
 
+/* Memory on both sides, of equal size. host: pinned. */
+typedef struct mo_piece {
+    mo_address device;
+    void *host;
+    size_t size;
+} mo_piece;
+
 typedef struct mo_copies {
     mo_driver *driver;
     mo_lock lock;
@@ -55,6 +62,12 @@ mo_status mo_copies_get(int device, mo_copies **out, mo_detail *detail);
  * another's. On failure nothing is on its way. */
 mo_status mo_copy(mo_copies *copies, mo_way way, mo_stream user, mo_address device, void *host, size_t size,
                   mo_ticket after, mo_detail *detail, mo_ticket *out);
+
+/* The same for several pieces, in count + 4 calls of the driver, with one ticket: they are awaited, and over, together.
+ * count > 0. Where a later call than the first copy's fails, it WAITS for the device: nothing would tell when those before
+ * are over. */
+mo_status mo_copy_pieces(mo_copies *copies, mo_way way, mo_stream user, const mo_piece *pieces, size_t count,
+                         mo_ticket after, mo_detail *detail, mo_ticket *out);
 
 /* What is told a ticket that no copy has been given is MO_INVALID: another device's, or made up. */
 mo_status mo_copies_await(mo_copies *copies, mo_stream stream, mo_ticket ticket, mo_detail *detail);

@@ -7,7 +7,7 @@
 
 #define USER  ((mo_stream)0x10)
 #define OTHER ((mo_stream)0x20)
-enum { SIZE = 4096 };
+enum { SIZE = 4096, PIECES = 3 };
 
 static mo_double device;
 static mo_copies copies;
@@ -46,6 +46,20 @@ static mo_ticket copy(mo_way way, mo_ticket after)
     return ticket;
 }
 
+/* All of the memory, in `count` pieces of different sizes, at most PIECES. */
+static mo_status copy_pieces(mo_way way, size_t count, mo_ticket after, mo_detail *detail, mo_ticket *out)
+{
+    mo_piece pieces[PIECES];
+    size_t offset = 0;
+
+    for (size_t i = 0; i < count; i++) {
+        const size_t size = i + 1 < count ? (i + 1) * 256 : SIZE - offset;
+        pieces[i] = (mo_piece){memory + offset, host + offset, size};
+        offset += size;
+    }
+    return mo_copy_pieces(&copies, way, USER, pieces, count, after, detail, out);
+}
+
 static void use(mo_stream stream)
 {
     static uint64_t owner;
@@ -75,6 +89,34 @@ TEST(what_is_not_awaited_is_a_violation)
     CHECK(device.violations > 0);
     device.violations = 0;
     finish();
+}
+
+TEST(pieces_are_ordered_once_and_are_one_copy)
+{
+    for (mo_way way = MO_OUT; way <= MO_IN; way++)
+        for (int awaited = 0; awaited < 2; awaited++) {
+            start();
+            use(USER);
+            const mo_ticket before =
+                copy(way == MO_OUT ? MO_IN : MO_OUT, 0); /* one more wait: not for USER */
+            mo_ticket ticket = 0;
+            const uint64_t records = device.calls[MO_DOUBLE_event_record],
+                           waits = device.calls[MO_DOUBLE_stream_wait];
+            CHECK_EQ(copy_pieces(way, PIECES, before, NULL, &ticket), MO_OK);
+            CHECK_EQ(device.calls[MO_DOUBLE_event_record] - records, 2);
+            CHECK_EQ(device.calls[MO_DOUBLE_stream_wait] - waits, 2);
+            CHECK_EQ(device.calls[way == MO_OUT ? MO_DOUBLE_copy_to_host : MO_DOUBLE_copy_to_device], PIECES);
+            CHECK(copies.lines[way].begun == 1 && copies.lines[way].bytes == SIZE);
+            if (awaited)
+                CHECK_EQ(mo_copies_await(&copies, USER, ticket, NULL), MO_OK);
+            CHECK_EQ(mo_copies_await(&copies, USER, before, NULL), MO_OK);
+            CHECK_EQ(device.violations, 0);
+            static uint64_t owner = 1000;                                /* not one of use()'s */
+            mo_double_use(&device, USER, memory + SIZE - 8, 8, ++owner); /* of the last piece */
+            CHECK_EQ(device.violations > 0, !awaited);
+            device.violations = 0;
+            finish();
+        }
 }
 
 TEST(a_copy_back_comes_after_the_copy_out_that_it_is_told_of)
@@ -254,40 +296,47 @@ TEST(a_captured_stream_is_refused_and_not_touched)
     finish();
 }
 
-/* Each call that a copy makes fails once. */
+static void fail_once(mo_double_call call, size_t count)
+{
+    for (uint64_t after = 0;; after++) {
+        start();
+        mo_detail detail = {.text = ""};
+        mo_ticket ticket = 77;
+        uint64_t queued, over;
+        const mo_ticket in = copy(MO_IN, 0);
+        mo_double_fail(&device, call, after, 1, MO_DRIVER);
+        const mo_status status = copy_pieces(MO_OUT, count, in, &detail, &ticket);
+        mo_double_fail_never(&device);
+        if (!status) {
+            CHECK(after > 0); /* it is called, or the test is about nothing */
+            finish();
+            return;
+        }
+        CHECK_EQ(status, MO_DRIVER);
+        CHECK(detail.text[0] && ticket == 77);
+        CHECK(copies.lines[MO_OUT].begun == 0 && copies.lines[MO_OUT].bytes == 0);
+        const uint64_t synchronized = device.calls[MO_DOUBLE_synchronize];
+        CHECK(synchronized ==
+              (call == MO_DOUBLE_event_record ? after == 1 : call == MO_DOUBLE_copy_to_host && after > 0));
+        if (synchronized) { /* something was queued, and is over */
+            mo_double_progress(&device, copies.lines[MO_OUT].stream, &queued, &over);
+            CHECK_EQ(over, queued);
+        }
+        CHECK_EQ(mo_copies_await(&copies, USER, in, NULL), MO_OK);
+        use(USER);
+        copy(MO_OUT, 0); /* the next one works */
+        finish();
+    }
+}
+
+/* Each call that a copy makes fails, the first, the second … time. */
 TEST(a_copy_that_fails_leaves_nothing_on_its_way)
 {
     static const mo_double_call made[] = {MO_DOUBLE_capture_id, MO_DOUBLE_event_record, MO_DOUBLE_stream_wait,
                                           MO_DOUBLE_copy_to_host};
     for (size_t call = 0; call < sizeof made / sizeof *made; call++)
-        for (uint64_t after = 0;; after++) {
-            start();
-            mo_detail detail = {.text = ""};
-            mo_ticket ticket = 77;
-            uint64_t queued, over;
-            const mo_ticket in = copy(MO_IN, 0);
-            mo_double_fail(&device, made[call], after, 1, MO_DRIVER);
-            const mo_status status = mo_copy(&copies, MO_OUT, USER, memory, host, SIZE, in, &detail, &ticket);
-            mo_double_fail_never(&device);
-            if (!status) {
-                CHECK(after > 0); /* it is called, or the test is about nothing */
-                finish();
-                break;
-            }
-            CHECK_EQ(status, MO_DRIVER);
-            CHECK(detail.text[0] && ticket == 77);
-            CHECK_EQ(copies.lines[MO_OUT].begun, 0);
-            const uint64_t synchronized = device.calls[MO_DOUBLE_synchronize];
-            CHECK(synchronized == (made[call] == MO_DOUBLE_event_record && after == 1));
-            if (synchronized) { /* the copy was queued, and is over */
-                mo_double_progress(&device, copies.lines[MO_OUT].stream, &queued, &over);
-                CHECK_EQ(over, queued);
-            }
-            CHECK_EQ(mo_copies_await(&copies, USER, in, NULL), MO_OK);
-            use(USER);
-            copy(MO_OUT, 0); /* the next one works */
-            finish();
-        }
+        for (size_t count = 1; count <= PIECES; count++)
+            fail_once(made[call], count);
 }
 
 TEST(opening_may_fail_at_any_call_and_holds_nothing_then)
