@@ -328,7 +328,7 @@ CALLS: dict[str, list[tuple]] = {
         (CHAIN, 4, 4, [("fall", 0, 0), ("bwd", 0, 0)]), (CHAIN, 4, 4, [("bwd", 0, 0)]), (CHAIN, 4, 4, [("x", 0, 0)]),
         (CHAIN, 4, 4, [1]), (CHAIN, 4, 4, [("fall", -1, 0)]), (CHAIN, 4, 4, [("fall", 0, 9)]), ((), 4, 4, []), (),
     ],
-    "_tensor_view": [(1,), (None, True), (), ("x", 1, 2)],
+    "_tensor_view": [(1,), (None, True), (1, True, True), (), ("x", 1, 2, 3)],
     "replay": [
         (b"a 1 512 0\nf 1 0\n", 0, 20, 0, False, True, False, False, 0, False),
         (b"nonsense\n", 0, 20, 0, False, True, False, False, 0, False),
@@ -356,6 +356,10 @@ CALLS: dict[str, list[tuple]] = {
     "cpu_log_stacks": [(1,), ("x",), ()],
     "copy_out": [(1, 2), (b"x", b"y", 1), (), (1,)],
     "copy_in": [(1, 2), (b"x", b"y", 1), (), (1,)],
+    "copy_batch": [
+        ([], [], b"", None), ([1], [2], b"\0", None), ([1], [], b"", None), ([], [], b"", 1), ([], [], "", None),
+        (1, [], b"", None), (),
+    ],
     "copy_await": [(64, 2), (-1, 0), ("x", 1), ()],
     "copy_over": [(64, 2), (-1, 0), ("x", 1), ()],
     "copy_counts": [(64,), (-1,), ("x",), ()],

@@ -41,7 +41,7 @@ typedef struct dl_exchange {
 } dl_exchange;
 
 enum { DL_CPU = 1, DL_CUDA = 2 };
-enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4 };
+enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_OPAQUE = 3, DL_BFLOAT = 4 };
 #define DL_MAJOR       1
 #define DIMENSIONS_MAX 64 /* torch's own limit */
 
@@ -169,7 +169,8 @@ static int device_of(PyObject *tensor, dl_tensor *out)
     return known;
 }
 
-/* shape, strides: room for DIMENSIONS_MAX each. As DLPack's function, but 0 for what is no such tensor. */
+/* shape, strides: room for DIMENSIONS_MAX each. As DLPack's function, but 0 for what is no such tensor, and of other types
+ * than those that are looked for no more than their size. */
 static int read_by_methods(const mo_torch *torch, PyObject *tensor, int64_t *shape, int64_t *strides,
                            dl_tensor *out)
 {
@@ -184,7 +185,7 @@ static int read_by_methods(const mo_torch *torch, PyObject *tensor, int64_t *sha
                  {DL_UINT, 16},
                  {DL_INT, 16}};
     PyObject *dtype = PyObject_GetAttrString(tensor, "dtype");
-    long long address = 0;
+    long long address = 0, size = 0;
     int known = dtype ? 0 : -1;
 
     *out = (dl_tensor){.shape = shape, .strides = strides, .dtype.lanes = 1};
@@ -195,6 +196,11 @@ static int read_by_methods(const mo_torch *torch, PyObject *tensor, int64_t *sha
             known = 1;
         }
     Py_XDECREF(dtype);
+    if (!known) {
+        known = method(tensor, "element_size", &size) < 0 ? -1 : 1;
+        out->dtype.code = DL_OPAQUE;
+        out->dtype.bits = (uint8_t)(8 * size); /* 16 bytes at most */
+    }
     if (known > 0)
         known = device_of(tensor, out);
     if (known <= 0)
@@ -300,11 +306,13 @@ static int read_tensor(const mo_torch *torch, PyObject *tensor, int64_t *shape, 
     return 1;
 }
 
-/* Which types are asked for: those of mo_float; torch.uint8; those of mo_number, written to *number. */
-typedef enum wanted { FLOATS, BYTES, NUMBERS } wanted;
+/* Which types are asked for: those of mo_float; torch.uint8; those of mo_number, written to *number; all. */
+typedef enum wanted { FLOATS, BYTES, NUMBERS, ANY } wanted;
 
 static bool is_wanted(const dl_tensor *t, wanted types, mo_tensor_view *out, mo_number *number)
 {
+    if (types == ANY)
+        return true;
     if (types == NUMBERS)
         return number_of(t, number);
     if (types == BYTES)
@@ -333,6 +341,7 @@ static int view(PyObject *module, PyObject *tensor, wanted types, bool negated, 
     if (known)
         return known < 0 ? -1 : 0;
     out->address = out->count ? (uintptr_t)t.data + t.byte_offset : 0;
+    out->nbytes = out->count * (((size_t)t.dtype.bits * t.dtype.lanes + 7) / 8);
     out->device = t.device.type == DL_CPU ? MO_CPU : t.device.number;
     return 1;
 }
@@ -350,6 +359,11 @@ int mo_py_tensor_unsigned(PyObject *module, PyObject *tensor, mo_tensor_view *ou
 int mo_py_tensor_bytes(PyObject *module, PyObject *tensor, mo_tensor_view *out)
 {
     return view(module, tensor, BYTES, false, out, NULL);
+}
+
+int mo_py_tensor_memory(PyObject *module, PyObject *tensor, mo_tensor_view *out)
+{
+    return view(module, tensor, ANY, true, out, NULL);
 }
 
 int mo_py_tensor_numbers(PyObject *module, PyObject *tensor, mo_tensor_view *out, mo_number *number)
@@ -445,30 +459,31 @@ int mo_py_tensor_stream(PyObject *module, int device, void **out)
 
 PyDoc_STRVAR(
     view_doc,
-    "_tensor_view($module, tensor, by_methods=False, /)\n--\n\n"
-    "(address, elements, kind, device) of a plain tensor, or None. by_methods: as with a torch that\n"
-    "has no DLPack exchange table.");
+    "_tensor_view($module, tensor, by_methods=False, any_type=False, /)\n--\n\n"
+    "(address, elements, bytes, device) of a plain tensor, or of one of any type, or None. by_methods:\n"
+    "as with a torch that has no DLPack exchange table.");
 
 static PyObject *tensor_view(PyObject *module, PyObject *args)
 {
     const mo_torch *torch = mo_py_torch(module);
     const void *exchange;
     PyObject *tensor;
-    int by_methods = 0, known;
+    int by_methods = 0, any_type = 0, known;
     mo_tensor_view v;
 
-    if (!torch || !PyArg_ParseTuple(args, "O|p:_tensor_view", &tensor, &by_methods))
+    if (!torch || !PyArg_ParseTuple(args, "O|pp:_tensor_view", &tensor, &by_methods, &any_type))
         return NULL;
     exchange = torch->exchange;
     if (by_methods)
         mo_state(module)->torch.exchange = NULL;
-    known = view(module, tensor, FLOATS, false, &v, NULL);
+    known = any_type ? mo_py_tensor_memory(module, tensor, &v) : mo_py_tensor_view(module, tensor, &v);
     mo_state(module)->torch.exchange = exchange;
     if (known < 0)
         return NULL;
     if (!known)
         Py_RETURN_NONE;
-    return Py_BuildValue("Knii", (unsigned long long)v.address, (Py_ssize_t)v.count, (int)v.kind, v.device);
+    return Py_BuildValue("Knni", (unsigned long long)v.address, (Py_ssize_t)v.count, (Py_ssize_t)v.nbytes,
+                         v.device);
 }
 
 static PyMethodDef methods[] = {

@@ -24,6 +24,7 @@
 typedef struct mo_tensor_view {
     uintptr_t address; /* of the first element; 0 where there is none */
     size_t count;      /* elements */
+    size_t nbytes;     /* of all of them */
     mo_float kind;
     int device;      /* MO_CPU, or the number of a CUDA device */
     bool contiguous; /* in the order of its dimensions, the last the fastest */
@@ -63,6 +64,10 @@ int mo_py_tensor_bytes(PyObject *module, PyObject *tensor, mo_tensor_view *out);
 
 /* The same for numbers that can be widened; the view's kind is not set. */
 int mo_py_tensor_numbers(PyObject *module, PyObject *tensor, mo_tensor_view *out, mo_number *number);
+
+/* The same for elements of any type, of which only the bytes matter: a negation or a conjugation may be pending, the view's
+ * kind is not set. 0 for a type that DLPack has no word for. */
+int mo_py_tensor_memory(PyObject *module, PyObject *tensor, mo_tensor_view *out);
 
 /* Shape, type and device of any tensor of the two types that DLPack's table can describe, gaps and negations or not; the sizes are
  * the tensor's own. 0, too, where there is no table. */

@@ -5,27 +5,12 @@
 #include "base/size.h"
 #include "driver/driver_cuda.h"
 #include "transfer/copies.h"
+#include "transfer/packing.h"
 
 /* ---- arguments ---------------------------------------------------------------------------------------------------- */
 
-/* Bytes of a dense tensor, of torch.uint8 or of a type that a kernel may be given. */
-static int memory_of(PyObject *module, PyObject *tensor, mo_tensor_view *out, size_t *nbytes)
-{
-    static const size_t sizes[] = {[MO_F32] = 4, [MO_F16] = 2, [MO_BF16] = 2, [MO_F64] = 8};
-    int known = mo_py_tensor_bytes(module, tensor, out);
-
-    *nbytes = known > 0 ? out->count : 0;
-    if (known)
-        return known;
-    known = mo_py_tensor_unsigned(module, tensor, out);
-    if (known > 0)
-        *nbytes = out->count * sizes[out->kind];
-    return known;
-}
-
 typedef struct both_ends {
     mo_tensor_view device, host;
-    size_t nbytes;
     mo_ticket after;
     void *stream;
 } both_ends;
@@ -43,18 +28,17 @@ static int parse(PyObject *module, PyObject *args, mo_way way, both_ends *out)
 {
     PyObject *from, *to, *address = Py_None;
     unsigned long long after = 0;
-    size_t other = 0;
     int known;
 
     if (!PyArg_ParseTuple(args, "OO|KO", &from, &to, &after, &address))
         return -1;
-    known = memory_of(module, way == MO_OUT ? from : to, &out->device, &out->nbytes);
+    known = mo_py_tensor_memory(module, way == MO_OUT ? from : to, &out->device);
     if (known > 0)
-        known = memory_of(module, way == MO_OUT ? to : from, &out->host, &other);
+        known = mo_py_tensor_memory(module, way == MO_OUT ? to : from, &out->host);
     if (known < 0)
         return -1;
-    if (!known || out->device.device == MO_CPU || out->host.device != MO_CPU || out->nbytes != other ||
-        !other) {
+    if (!known || out->device.device == MO_CPU || out->host.device != MO_CPU ||
+        out->device.nbytes != out->host.nbytes || !out->host.nbytes) {
         PyErr_SetString(PyExc_ValueError,
                         "a copy is between a tensor of a CUDA device and one of pinned host "
                         "memory, both dense, of equal and more than 0 bytes");
@@ -90,7 +74,7 @@ static PyObject *copy(PyObject *module, PyObject *args, mo_way way)
     if (!status) {
         Py_BEGIN_ALLOW_THREADS;
         status = mo_copy(copies, way, ends.stream, ends.device.address, (void *)ends.host.address,
-                         ends.nbytes, ends.after, &detail, &ticket);
+                         ends.host.nbytes, ends.after, &detail, &ticket);
         Py_END_ALLOW_THREADS;
     }
     return status ? mo_raise(module, status, &detail) : PyLong_FromUnsignedLongLong(ticket);
@@ -117,6 +101,161 @@ static PyObject *copy_in(PyObject *module, PyObject *args)
 {
     return copy(module, args, MO_IN);
 }
+
+/* ---- a batch -------------------------------------------------------------------------------------------------------- */
+
+#define APART 64 /* bytes: tensors begin at multiples of it in the room */
+
+typedef struct batch {
+    PyObject *hosts, *tensors; /* tuples: nobody else can change them meanwhile */
+    const char *pinned;        /* a flag a tensor */
+    char *room;
+    size_t room_size, used;
+    mo_piece *pieces;
+    mo_packed *packed; /* what comes into the room */
+    size_t count, packed_count;
+    int device;
+    void *stream;
+} batch;
+
+static void batch_fini(batch *b)
+{
+    Py_XDECREF(b->hosts);
+    Py_XDECREF(b->tensors);
+    PyMem_Free(b->pieces);
+    PyMem_Free(b->packed);
+}
+
+/* Where the bytes of a tensor that is not pinned come to lie. */
+static int place(batch *b, const mo_tensor_view *host, size_t index, void **out)
+{
+    size_t offset, end;
+
+    if (!mo_align_up_ok(b->used, APART, &offset) || !mo_add_ok(offset, host->nbytes, &end) ||
+        end > b->room_size) {
+        PyErr_Format(PyExc_ValueError,
+                     "copy_batch: number %zu, which is not pinned, finds no place in room=, of %zu bytes: "
+                     "each takes its bytes from the next multiple of %d on",
+                     index, b->room_size, APART);
+        return -1;
+    }
+    b->packed[b->packed_count++] = (mo_packed){(const void *)host->address, offset, host->nbytes};
+    b->used = end;
+    *out = b->room + offset;
+    return 0;
+}
+
+static int batch_add(PyObject *module, batch *b, size_t index)
+{
+    mo_tensor_view host, tensor;
+    void *pinned;
+    int known = mo_py_tensor_memory(module, PyTuple_GetItem(b->hosts, (Py_ssize_t)index), &host);
+
+    if (known > 0)
+        known = mo_py_tensor_memory(module, PyTuple_GetItem(b->tensors, (Py_ssize_t)index), &tensor);
+    if (known < 0)
+        return -1;
+    if (!known || host.device != MO_CPU || tensor.device == MO_CPU || host.nbytes != tensor.nbytes ||
+        !host.nbytes || (index && tensor.device != b->device)) {
+        PyErr_Format(PyExc_ValueError,
+                     "copy_batch: number %zu: expected a tensor of the host and one of a CUDA device, the "
+                     "same for all, both dense, of equal and more than 0 bytes",
+                     index);
+        return -1;
+    }
+    b->device = tensor.device;
+    pinned = (void *)host.address;
+    if (!b->pinned[index] && place(b, &host, index, &pinned) < 0)
+        return -1;
+    b->pieces[index] = (mo_piece){tensor.address, pinned, host.nbytes};
+    return 0;
+}
+
+static int batch_room(PyObject *module, PyObject *room, batch *b)
+{
+    mo_tensor_view view;
+    const int known = room == Py_None ? 1 : mo_py_tensor_bytes(module, room, &view);
+
+    if (known < 0 || room == Py_None)
+        return known < 0 ? -1 : 0;
+    if (!known || view.device != MO_CPU) {
+        PyErr_SetString(PyExc_ValueError,
+                        "copy_batch: room: expected a dense tensor of torch.uint8 in pinned memory, or None");
+        return -1;
+    }
+    b->room = (char *)view.address;
+    b->room_size = view.count;
+    return 0;
+}
+
+/* *b is to be given back, also after an error. */
+static int batch_parse(PyObject *module, PyObject *args, batch *b)
+{
+    PyObject *hosts, *tensors, *pinned, *room, *address = Py_None;
+
+    if (!PyArg_ParseTuple(args, "OOSO|O:copy_batch", &hosts, &tensors, &pinned, &room, &address))
+        return -1;
+    b->hosts = PySequence_Tuple(hosts);
+    b->tensors = b->hosts ? PySequence_Tuple(tensors) : NULL;
+    if (!b->tensors)
+        return -1;
+    b->count = (size_t)PyTuple_Size(b->hosts);
+    b->pinned = PyBytes_AsString(pinned);
+    if ((size_t)PyTuple_Size(b->tensors) != b->count || (size_t)PyBytes_Size(pinned) != b->count) {
+        PyErr_Format(PyExc_ValueError, "copy_batch: %zu tensors of the host, %zd of the device, %zd flags",
+                     b->count, PyTuple_Size(b->tensors), PyBytes_Size(pinned));
+        return -1;
+    }
+    b->pieces = PyMem_Calloc(b->count, sizeof *b->pieces);
+    b->packed = PyMem_Calloc(b->count, sizeof *b->packed);
+    if (!b->pieces || !b->packed) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (batch_room(module, room, b) < 0)
+        return -1;
+    for (size_t i = 0; i < b->count; i++)
+        if (batch_add(module, b, i) < 0)
+            return -1;
+    return b->count ? stream_of(module, b->device, address, &b->stream) : 0;
+}
+
+PyDoc_STRVAR(
+    batch_doc,
+    "copy_batch($module, hosts, tensors, pinned, room, stream=None, /)\n--\n\n"
+    "Copies each tensor of hosts to the one of tensors in its place, of equal bytes, on one device; they\n"
+    "may be of any type that DLPack has. pinned: bytes, a flag a tensor: one that is copied from where it\n"
+    "lies. The others' bytes are put into room first: torch.uint8 in pinned memory, each from a multiple\n"
+    "of 64 on; None where all are pinned. As copy_in in all else: one ticket, 0 where there is nothing to\n"
+    "copy. Until the copy is over room, tensors and what is pinned must be kept and left as they are; the\n"
+    "rest is free at once. After an error nothing is on its way.");
+
+static PyObject *copy_batch(PyObject *module, PyObject *args)
+{
+    batch b = {0};
+    mo_copies *copies;
+    mo_ticket ticket = 0;
+    mo_detail detail;
+    mo_status status = MO_OK;
+
+    if (batch_parse(module, args, &b) < 0) {
+        batch_fini(&b);
+        return NULL;
+    }
+    if (b.count) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = mo_copies_get(b.device, &copies, &detail);
+        if (!status) {
+            mo_pack(b.room, b.packed, b.packed_count);
+            status = mo_copy_pieces(copies, MO_IN, b.stream, b.pieces, b.count, 0, &detail, &ticket);
+        }
+        Py_END_ALLOW_THREADS;
+    }
+    batch_fini(&b);
+    return status ? mo_raise(module, status, &detail) : PyLong_FromUnsignedLongLong(ticket);
+}
+
+/* ---- tickets -------------------------------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(await_doc,
              "copy_await($module, device, ticket, stream=None, /)\n--\n\n"
@@ -307,6 +446,7 @@ static PyType_Spec spec = {
 static PyMethodDef methods[] = {
     {"copy_out", copy_out, METH_VARARGS, out_doc},
     {"copy_in", copy_in, METH_VARARGS, in_doc},
+    {"copy_batch", copy_batch, METH_VARARGS, batch_doc},
     {"copy_await", copy_await, METH_VARARGS, await_doc},
     {"copy_over", copy_over, METH_VARARGS, over_doc},
     {"copy_counts", copy_counts, METH_VARARGS, counts_doc},

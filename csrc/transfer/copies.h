@@ -63,9 +63,9 @@ mo_status mo_copies_get(int device, mo_copies **out, mo_detail *detail);
 mo_status mo_copy(mo_copies *copies, mo_way way, mo_stream user, mo_address device, void *host, size_t size,
                   mo_ticket after, mo_detail *detail, mo_ticket *out);
 
-/* The same for several pieces, in count + 4 calls of the driver, with one ticket: they are awaited, and over, together.
- * count > 0. Where a later call than the first copy's fails, it WAITS for the device: nothing would tell when those before
- * are over. */
+/* The same for several pieces, in count + 4 calls of the driver (one more with `after`), with one ticket: they are awaited,
+ * and over, together. count > 0. Where a call fails after the first copy was queued, it WAITS for the device: nothing would
+ * tell when that copy is over. */
 mo_status mo_copy_pieces(mo_copies *copies, mo_way way, mo_stream user, const mo_piece *pieces, size_t count,
                          mo_ticket after, mo_detail *detail, mo_ticket *out);
 

@@ -1,5 +1,5 @@
-"""Copies between a device and pinned memory (memopt._C.copy_out, copy_in), on a device that runs late: what comes back
-is what went, and each wait is needed."""
+"""Copies between a device and pinned memory (memopt._C.copy_out, copy_in, copy_batch), on a device that runs late: what
+comes back is what went, and each wait is needed."""
 
 from __future__ import annotations
 
@@ -144,6 +144,59 @@ def test_what_cannot_be_copied_is_refused() -> None:
             _C.copy_out(wrong, host)
     with pytest.raises(ValueError, match="there must be some"):
         _C.PinnedMemory(0, 0)
+
+
+def test_a_batch_is_copied_from_where_it_is_pinned_and_by_way_of_the_room() -> None:
+    made = [
+        torch.arange(37, dtype=torch.int64),
+        (torch.rand(3 << 20) * 9).to(torch.int16),  # more than a thread's share
+        torch.rand(5, 7, dtype=torch.complex64).t(),
+        torch.ones(9, dtype=torch.bool),
+    ]
+    room = pinned_tensor(CUDA, 8 << 20)
+    for pinned in itertools.product([False, True], repeat=len(made)):
+        hosts = [one.pin_memory() if lies else one.clone() for one, lies in zip(made, pinned, strict=True)]
+        there = [torch.empty_like(one, device=CUDA) for one in made]
+        ticket = _C.copy_batch(hosts, there, bytes(pinned), None if all(pinned) else room)
+        _C.copy_await(0, ticket)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(there, made, strict=True))
+    assert _C.copy_batch([], [], b"", None) == 0
+
+
+def test_a_batch_that_does_not_fit_is_refused_before_anything_is_copied() -> None:
+    host, there = torch.ones(16), torch.zeros(16, device=CUDA)
+    room = pinned_tensor(CUDA, 100)
+    room.fill_(7)
+    before = _C.copy_counts(0)["copies_in"]
+    for hosts, targets, pinned, into, says in (
+        ([host, host], [there, there], bytes(2), room, "number 1, which is not pinned, finds no place in room"),
+        ([host], [there], bytes(1), None, "number 0, which is not pinned"),
+        ([host], [there], bytes(1), there, "room: expected"),
+        ([host], [there], bytes(1), host, "room: expected"),
+        ([host, host[1:]], [there, there], b"11", room, "number 1: expected a tensor of the host"),
+        ([host[::2]], [there[:8]], bytes(1), room, "number 0: expected"),
+        ([host[:0]], [there[:0]], bytes(1), room, "number 0: expected"),
+        ([there], [host], b"1", room, "number 0: expected"),
+        ([host], [host], b"1", room, "number 0: expected"),
+        ([1], [there], b"1", room, "number 0: expected"),
+        ([host], [], b"1", room, "1 tensors of the host, 0 of the device, 1 flags"),
+        ([host], [there], b"", room, "1 of the device, 0 flags"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            _C.copy_batch(hosts, targets, pinned, into)
+    assert _C.copy_counts(0)["copies_in"] == before and bool((room == 7).all())
+
+
+def test_memory_of_any_type_is_described_alike_without_dlpacks_table() -> None:
+    for dtype in (torch.float32, torch.int64, torch.bool, torch.complex128, torch.uint16):
+        tensor = torch.ones(3, 4, dtype=dtype).t()
+        seen = {_C._tensor_view(tensor, by_methods, True) for by_methods in (False, True)}
+        assert seen == {(tensor.data_ptr(), 12, tensor.nbytes, -1)}, dtype
+    for other in (torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)):
+        assert _C._tensor_view(other) is None and _C._tensor_view(other, True) is None, "no type of a kernel's"
+    for by_methods in (False, True):
+        assert _C._tensor_view(torch.eye(3).to_sparse(), by_methods, True) is None
+        assert _C._tensor_view(torch.ones(8)[::2], by_methods, True) is None
 
 
 def test_pinned_memory_is_exact_and_goes_when_its_tensor_does() -> None:
