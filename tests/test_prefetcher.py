@@ -160,6 +160,21 @@ def test_a_tensor_that_is_there_twice_is_there_twice_afterwards() -> None:
     assert got["a"] is got["b"][0]
 
 
+class MadeAtEachAccess(UserDict[str, Any]):
+    def __getitem__(self, key: str) -> torch.Tensor:
+        value = self.data[key]
+        return torch.tensor(value, dtype=torch.uint8) if isinstance(value, list) else value
+
+
+def test_a_mapping_may_make_its_tensors_at_each_access() -> None:
+    """What is made for one look is gone after it, and another tensor has its id."""
+    made = {str(n): [n, n + 1] for n in range(20)}
+    (got,) = Prefetcher([MadeAtEachAccess(made)], "cpu", widen=True)
+    assert type(got) is MadeAtEachAccess
+    assert all(one.dtype == torch.float32 for one in got.values())
+    assert {key: one.tolist() for key, one in got.items()} == made
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [

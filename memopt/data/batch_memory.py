@@ -6,6 +6,9 @@ slot is given back once its copy is over, so the host waits where it is `depth` 
 bound. Batches that grow have a larger ring, by an eighth more than is asked for, and the old one goes when nothing lies
 in it any more.
 
+A batch that comes pinned takes no slot, and the host waits for none: it is kept until its copy is over, and let go when
+the next batch is sent. So there are as many of them as the host is ahead of the device.
+
 All prefetchers of a device have one, which goes with the last of them."""
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ _PATIENCE = 0.1  # seconds of a wait in C: then Python's signal handlers have th
 
 class BatchMemory:
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        assert device.index is not None
+        self.device, self._index = device, int(device.index)
         self.lock = threading.RLock()  # held from take() until what is read is held
         self._pieces: list[tuple[torch.Tensor, _C.Ring]] = []  # the last one is in use
         self._flying: deque[tuple[int, object]] = deque()  # tickets, and what they read
@@ -39,11 +43,14 @@ class BatchMemory:
         return sum(ring.held()[2] for _, ring in self._pieces)
 
     def take(self, nbytes: int, depth: int) -> Room | None:
-        """Room for a batch, of which there will be `depth` at once. Waits for older copies. None where the host can pin
-        nothing."""
+        """Room for a batch, of which there will be `depth` at once. Waits for older copies. None where the batch needs
+        none (nbytes is 0: all of it is pinned already), or the host can pin nothing. In any case what belongs to
+        copies that are over is let go."""
         slot = -(-nbytes // ALIGNED) * ALIGNED
         with self.lock:
             self.settle()
+            if not nbytes:
+                return None
             if not self._pieces or self._pieces[-1][0].numel() < (slot if self._refused else depth * slot):
                 self._grow(slot, depth)
             while self._pieces and self._pieces[-1][0].numel() >= slot:
@@ -67,11 +74,6 @@ class BatchMemory:
             if len(self._pieces) > 1:
                 *old, last = self._pieces
                 self._pieces = [*(piece for piece in old if piece[1].held()[0]), last]
-
-    @property
-    def _index(self) -> int:
-        assert self.device.index is not None
-        return int(self.device.index)
 
     def _wait_for_oldest(self) -> None:
         assert self._flying, "room is taken that no copy reads"

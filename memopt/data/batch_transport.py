@@ -3,16 +3,19 @@
 To a CUDA device a batch begins its way when it is sent, and is awaited, and widened, when it arrives. All order is kept
 by the streams, so that the host waits for nothing but room in pinned memory (batch_memory.py):
 
-    send     memory is taken from the present stream, `home`. The copies begin once all is done that home was given
-             before: whatever had that memory last. They run beside what home is given afterwards.
-    arrive   what the present stream is given afterwards comes after the copies. So the memory needs no record_stream,
+    send     memory is taken from the present stream, `home`. The copy begins once all is done that home was given
+             before: whatever had that memory last. It runs beside what home is given afterwards. All tensors of a batch
+             go in one call (_C.copy_batch), in order with home once and not each.
+    arrive   what the present stream is given afterwards comes after the copy. So the memory needs no record_stream,
              and is home's again the moment the program lets go of it, under any allocator; only where another stream
              than home uses the batch does the allocator have to be told.
     widen    on the present stream, when it arrives: until then a batch is as small as it came. The narrow tensors'
              memory is home's again at once.
 
 A tensor that is pinned is copied from where it lies, any other by way of pinned memory. What has a method `to` of its
-own goes by that, on home: in order, but not beside anything."""
+own goes by that, on home: in order, but not beside anything.
+
+A batch is looked at once (once more before, where it is widened): a mapping may make its tensors at each access."""
 
 from __future__ import annotations
 
@@ -25,9 +28,14 @@ from memopt import _C
 from memopt.data.batch_memory import batch_memory
 from memopt.data.batch_tree import mapped
 from memopt.data.widening import Widening
-from memopt.offloading.host_memory import Room
 
-_APART = 64  # bytes: tensors begin at multiples of it in a batch's pinned memory
+_APART = 64  # bytes: from multiples of it on _C.copy_batch puts tensors into a batch's pinned memory
+# Those that _C.copy_batch can read by DLPack, of every torch that memopt runs on. Of others it is given the bytes.
+_READABLE = frozenset(
+    [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+    + [torch.int8, torch.int16, torch.int32, torch.int64]
+    + [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+)
 
 
 class Sent(Protocol):
@@ -67,15 +75,22 @@ class ToCuda:
     ahead = True
 
     def __init__(self, device: torch.device, depth: int, widening: Widening | None) -> None:
-        self.device, self.depth, self.widening = device, depth, widening
+        assert device.index is not None
+        torch.cuda.init()  # torch's own error where there is no CUDA, before stream() asks for more
+        self.device, self.index, self.depth, self.widening = device, int(device.index), depth, widening
         self.memory = batch_memory(device)
 
     def send(self, batch: Any) -> Sent:
         """An error leaves nothing that is still read or written."""
         narrow = _narrow_paths(batch, self.widening)
-        # What is made in inference mode could not be trained on after it.
-        with torch.inference_mode(False), torch.no_grad():
+        if not torch.is_inference_mode_enabled():
             return _OnItsWay(self, batch, narrow)
+        with torch.inference_mode(False):  # what is made in inference mode could not be trained on after it
+            return _OnItsWay(self, batch, narrow)
+
+    def stream(self) -> int:
+        """The present one's address. torch.cuda.current_stream() takes twenty times as long, twice a batch."""
+        return int(torch._C._cuda_getCurrentRawStream(self.index))  # type: ignore[attr-defined]
 
 
 class _OnItsWay:
@@ -83,84 +98,85 @@ class _OnItsWay:
 
     def __init__(self, transport: ToCuda, batch: Any, narrow: frozenset[str]) -> None:
         self._transport, self._narrow = transport, narrow
-        self._home = torch.cuda.current_stream(transport.device)
-        leaves: dict[int, Any] = {}
-        mapped(batch, lambda _, leaf: leaves.setdefault(id(leaf), leaf))
-        plain = {key: leaf for key, leaf in leaves.items() if _is_plain(leaf)}
-        flat = [
-            torch.empty(leaf.nbytes, dtype=torch.uint8, device=transport.device) for leaf in plain.values()
-        ]
-        moved: dict[int, Any] = {
-            key: _shaped(bytes_, leaf) for (key, leaf), bytes_ in zip(plain.items(), flat, strict=True)
-        }
-        self._copy(list(plain.values()), flat)
-        for key, leaf in leaves.items():
-            if key not in plain:
-                moved[key] = _moved(leaf, transport.device)
-        self._begun = self._home.record_event() if len(moved) > len(plain) else None
-        self._moved = list(moved.values())
-        self._batch = mapped(batch, lambda _, leaf: moved[id(leaf)])
+        device = transport.device
+        # By the id of a leaf that is kept here, since it may have been made for this one look.
+        moved: dict[int, tuple[Any, Any]] = {}
+        hosts: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
 
-    def _copy(self, leaves: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        def move(_: str, leaf: Any) -> Any:
+            if (found := moved.get(id(leaf))) is not None:
+                return found[1]
+            if _is_plain(leaf):
+                there = torch.empty_like(leaf, device=device)
+                host, target = _pair(leaf, there)
+                hosts.append(host)
+                targets.append(target)
+            else:
+                with torch.no_grad():
+                    there = _moved(leaf, device)
+            moved[id(leaf)] = leaf, there
+            return there
+
+        self._batch = mapped(batch, move)
+        self._home = transport.stream()  # after the first use of the device
+        if hosts:
+            self._copy(hosts, targets)
+        by_methods = len(moved) > len(hosts)
+        self._begun = torch.cuda.current_stream(device).record_event() if by_methods else None
+        self._moved = [there for _, there in moved.values()]
+
+    def _copy(self, hosts: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         memory = self._transport.memory
+        pinned = bytes([host.is_pinned() for host in hosts])
+        total = 0
+        for host, lies in zip(hosts, pinned, strict=True):
+            if not lies:
+                total += -(-host.nbytes // _APART) * _APART
         with memory.lock:
-            sources, room = self._sources(leaves)
-            try:
-                for leaf, source, target in zip(leaves, sources, targets, strict=True):
-                    if source is None:
-                        _shaped(target, leaf).copy_(leaf)  # on home
-                    else:
-                        self._ticket = _C.copy_in(source, target, 0, self._home.cuda_stream)
-            finally:
-                if self._ticket:
-                    memory.hold(self._ticket, (room, sources))
-
-    def _sources(self, leaves: list[torch.Tensor]) -> tuple[list[torch.Tensor | None], Room | None]:
-        """The bytes of each in pinned memory, there already or put there; None where there is no room. All that is
-        put there is in one slot, which must be held while it is read."""
-        pinned = [bool(leaf.is_pinned()) and _strides(leaf) == leaf.stride() for leaf in leaves]
-        total = sum(_room(leaf) for leaf, lies in zip(leaves, pinned, strict=True) if not lies)
-        room = self._transport.memory.take(total, self._transport.depth) if total else None
-        sources: list[torch.Tensor | None] = []
-        offset = 0
-        for leaf, lies in zip(leaves, pinned, strict=True):
-            if lies or room is None:
-                sources.append(_bytes_of(leaf) if lies else None)
-                continue
-            source = room.memory[offset : offset + leaf.nbytes]
-            _shaped(source, leaf).copy_(leaf)
-            sources.append(source)
-            offset += _room(leaf)
-        return sources, room
+            room = memory.take(total, self._transport.depth)
+            if total and room is None:
+                hosts, targets = _without(pinned, hosts, targets)
+                pinned = b"\1" * len(hosts)
+            source = None if room is None else room.memory
+            self._ticket = _C.copy_batch(hosts, targets, pinned, source, self._home)
+            if self._ticket:
+                # The rest lies in the room, whoever has it now.
+                read = [host for host, lies in zip(hosts, pinned, strict=True) if lies] if any(pinned) else ()
+                memory.hold(self._ticket, (room, read))
 
     def arrive(self) -> Any:
         """The batch, for the present stream. After an error, it may be asked for again."""
-        user = torch.cuda.current_stream(self._transport.device)
-        _C.copy_await(self._transport.device.index, self._ticket, user.cuda_stream)
+        transport = self._transport
+        user = transport.stream()
+        _C.copy_await(transport.index, self._ticket, user)
         if user != self._home:
-            if self._begun is not None:
-                user.wait_event(self._begun)
-            for one in self._moved:
-                if callable(record := getattr(one, "record_stream", None)):
-                    record(user)
+            self._lend(torch.cuda.current_stream(transport.device))
         self._awaited = True
-        return _widened(self._batch, self._narrow, self._transport.widening)
+        return _widened(self._batch, self._narrow, transport.widening)
+
+    def _lend(self, user: torch.cuda.Stream) -> None:
+        """To a stream whose memory it is not."""
+        if self._begun is not None:
+            user.wait_event(self._begun)
+        for one in self._moved:
+            if callable(record := getattr(one, "record_stream", None)):
+                record(user)
 
     def __del__(self) -> None:
         # Nobody wanted it: the memory must not be another's while it is being written.
         if self._ticket and not self._awaited and not sys.is_finalizing():
-            _C.copy_await(self._transport.device.index, self._ticket, self._home.cuda_stream)
+            _C.copy_await(self._transport.index, self._ticket, self._home)
 
 
 # ---- leaves ---------------------------------------------------------------------------------------------------------
 
 
-def _is_plain(leaf: object) -> bool:
-    """Whether its bytes are all there is to it."""
+def _is_plain(leaf: Any) -> bool:
+    """Whether it is a tensor whose bytes are all there is to it."""
     return (
         type(leaf) in (torch.Tensor, torch.nn.Parameter)
-        and isinstance(leaf, torch.Tensor)
-        and leaf.device.type == "cpu"
+        and leaf.is_cpu
         and leaf.layout is torch.strided
         and not (leaf.requires_grad or leaf.is_quantized or leaf.is_neg() or leaf.is_conj())
         and leaf.numel() > 0
@@ -186,26 +202,30 @@ def _is_on_cpu(leaf: Any) -> bool:
     )
 
 
-def _strides(leaf: torch.Tensor) -> tuple[int, ...]:
-    """Its own where it is dense, else a contiguous tensor's."""
-    like = leaf if leaf.is_contiguous() else torch.empty_like(leaf, device="meta")
-    return tuple(like.stride())
+def _without(
+    pinned: bytes, hosts: list[torch.Tensor], targets: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those that are pinned, and theirs. The others are copied, on the present stream: the host waits."""
+    left: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for host, there, lies in zip(hosts, targets, pinned, strict=True):
+        if lies:
+            left[0].append(host)
+            left[1].append(there)
+        else:
+            there.copy_(host)
+    return left
 
 
-def _shaped(flat: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """Those bytes as a tensor like `leaf`: no view, so that it has a version of its own."""
-    tensor = torch.empty(0, dtype=leaf.dtype, device=flat.device)
-    offset = flat.storage_offset() // leaf.itemsize
-    return tensor.set_(flat.untyped_storage(), offset, leaf.size(), _strides(leaf))
+def _pair(leaf: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as _C.copy_batch takes them."""
+    if not leaf.is_contiguous() and leaf.stride() != there.stride():
+        leaf = leaf.clone()  # it had gaps, or one number in several places
+    return (leaf, there) if leaf.dtype in _READABLE else (_bytes_of(leaf), _bytes_of(there))
 
 
-def _bytes_of(leaf: torch.Tensor) -> torch.Tensor:
-    flat = torch.empty(0, dtype=torch.uint8, device=leaf.device)
-    return flat.set_(leaf.untyped_storage(), leaf.storage_offset() * leaf.itemsize, (leaf.nbytes,))
-
-
-def _room(leaf: torch.Tensor) -> int:
-    return -(-int(leaf.nbytes) // _APART) * _APART
+def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
+    flat = torch.empty(0, dtype=torch.uint8, device=dense.device)
+    return flat.set_(dense.untyped_storage(), dense.storage_offset() * dense.itemsize, (dense.nbytes,))
 
 
 # ---- widening -------------------------------------------------------------------------------------------------------
@@ -235,14 +255,14 @@ def _described(leaf: Any) -> str:
 def _widened(batch: Any, narrow: frozenset[str], widening: Widening | None) -> Any:
     if widening is None or not narrow:
         return batch
-    wide: dict[int, torch.Tensor] = {}
+    wide: dict[int, tuple[Any, torch.Tensor]] = {}  # by the id of a leaf that is kept here
 
     def widen(path: str, leaf: Any) -> Any:
         if path not in narrow:
             return leaf
         if id(leaf) not in wide:
-            wide[id(leaf)] = widening(leaf)
-        return wide[id(leaf)]
+            wide[id(leaf)] = leaf, widening(leaf)
+        return wide[id(leaf)][1]
 
     with torch.inference_mode(False), torch.no_grad():
         return mapped(batch, widen)

@@ -60,6 +60,8 @@ def _changed(
 def _mapping(value: Mapping[Any, Any], found: dict[Any, Any]) -> Any:
     if not found:
         return value
+    if type(value) is dict:
+        return {**value, **found}
     if isinstance(value, MutableMapping):
         return _written(value, found)
     return type(value)({**value, **found})  # type: ignore[call-arg]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,6 +125,35 @@ def test_what_goes_by_a_method_of_its_own() -> None:
     assert moved.where == CUDA
 
 
+class MadeAtEachAccess(UserDict[str, Any]):
+    def __getitem__(self, key: str) -> torch.Tensor:
+        value = self.data[key]
+        return torch.tensor(value, dtype=torch.int16) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("widen", [None, True])
+def test_a_mapping_may_make_its_tensors_at_each_access(widen: bool | None) -> None:
+    made = [{str(n): [n, step] for n in range(9)} for step in range(3)]
+    for batch, before in zip(Prefetcher(map(MadeAtEachAccess, made), "cuda", widen=widen), made, strict=True):
+        assert type(batch) is MadeAtEachAccess
+        assert all(one.device == CUDA for one in batch.values())
+        assert {key: one.tolist() for key, one in batch.items()} == before
+
+
+def test_a_batch_of_many_tensors_is_ordered_once() -> None:
+    """Two events, and two waits: for what home was given, and for the batch."""
+    made = [{str(n): torch.full((n + 1,), step) for n in range(20)} for step in range(5)]
+    list(Prefetcher(made, "cuda"))
+    calls = {"cuMemcpyHtoDAsync_v2": 20, "cuEventRecord": 2, "cuStreamWaitEvent": 2}
+    before = {call: sim.calls(call) for call in calls}
+    seen = list(Prefetcher(made, "cuda"))
+    for call, each in calls.items():
+        assert sim.calls(call) - before[call] <= each * len(made), call
+    assert sim.calls("cuMemcpyHtoDAsync_v2") - before["cuMemcpyHtoDAsync_v2"] == 100
+    for batch, want in zip(seen, made, strict=True):
+        assert all(torch.equal(batch[key].cpu(), one) for key, one in want.items())
+
+
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
@@ -163,9 +192,22 @@ def test_pinned_memory_is_exact_shared_and_goes_with_the_last_of_its_users() -> 
     assert sim.stats()["host_allocations"] == live
 
 
-def test_batches_that_are_pinned_take_no_more_of_it() -> None:
+def test_batches_that_are_pinned_take_no_more_of_it_and_are_let_go() -> None:
     batches = Prefetcher([images().pin_memory() for _ in range(4)], "cuda")
     assert len(list(batches)) == 4 and batches.pinned_bytes == 0
+    there: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def loader() -> Iterator[torch.Tensor]:
+        for _ in range(50):
+            batch = images().pin_memory()
+            there.add(batch)
+            yield batch
+            del batch
+
+    batches = Prefetcher(loader(), "cuda", 2)
+    most = max(len(there) for _ in batches)
+    torch.cuda.synchronize()
+    assert most <= 3 and len(there) <= 3 and len(batch_memory(CUDA)._flying) <= 3, "depth, and one"
 
 
 def test_batches_of_all_sizes_have_pinned_memory_within_its_bound() -> None:
@@ -285,16 +327,16 @@ CALLS += ["cudaMalloc", "cuEventQuery"]
 def test_each_call_that_fails_leaves_nothing_and_loses_no_batch(
     call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = [images(2, seed=n, size=5) for n in range(2)]
+    made = [(images(2, seed=n, size=5), torch.arange(n, 9), torch.ones(n + 1).pin_memory()) for n in range(2)]
     base = torch.cuda.memory_allocated()
     failed = 0
     for after in range(200):
         gc.collect()
         torch.cuda.empty_cache()
-        it = iter(Prefetcher(made, "cuda", 1, widen=True, scale=True, mean=MEAN, std=STD))
+        it = iter(Prefetcher(made, "cuda", 1, widen=0, scale=True, mean=MEAN, std=STD))
         before = sim.calls(call)
         sim.fail(call, after=after, count=1, code=2)
-        seen: list[torch.Tensor] = []
+        seen: list[tuple[torch.Tensor, ...]] = []
         errors = 0
         while len(seen) < 2 and errors < 3:
             try:
@@ -304,7 +346,9 @@ def test_each_call_that_fails_leaves_nothing_and_loses_no_batch(
                 errors += 1
         reached = sim.calls(call) - before > after
         sim.fail_clear()
-        assert all(torch.equal(a.cpu(), on_the_host(b)) for a, b in zip(seen, made, strict=True)), after
+        for got, (x, *rest) in zip(seen, made, strict=True):
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(got, [on_the_host(x), *rest], strict=True)), after
+        got = ()
         del seen, it
         assert torch.cuda.memory_allocated() == base
         failed += errors
@@ -316,14 +360,15 @@ def test_each_call_that_fails_leaves_nothing_and_loses_no_batch(
 def test_a_host_that_can_pin_nothing_is_told_of_once_and_goes_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [images(seed=n) for n in range(4)]
+    made = [(images(seed=n), images(seed=n).pin_memory(), torch.arange(n)) for n in range(1, 5)]
     gc.collect()
     sim.fail("cuMemHostAlloc", after=0, count=1000, code=2)
     with caplog.at_level(logging.WARNING, "memopt"):
         batches = Prefetcher(made, "cuda", 2)
         seen = list(batches)
     sim.fail_clear()
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(seen, made, strict=True))
+    for got, want in zip(seen, made, strict=True):
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
     assert len([r for r in caplog.records if "cannot pin" in r.message]) == 1
     assert batches.pinned_bytes == 0
 

@@ -55,8 +55,8 @@ def test_without_the_wait_for_home_a_copy_overwrites_what_is_still_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     idle = torch.cuda.Stream().cuda_stream
-    copy_in = _C.copy_in
-    monkeypatch.setattr(_C, "copy_in", lambda host, tensor, after, _: copy_in(host, tensor, after, idle))
+    copy_batch = _C.copy_batch
+    monkeypatch.setattr(_C, "copy_batch", lambda *given: copy_batch(*given[:-1], idle))
     assert wrong_after("copies", numbers) > 0
 
 
