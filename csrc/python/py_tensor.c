@@ -41,7 +41,7 @@ typedef struct dl_exchange {
 } dl_exchange;
 
 enum { DL_CPU = 1, DL_CUDA = 2 };
-enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_OPAQUE = 3, DL_BFLOAT = 4 };
+enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_OPAQUE = 3, DL_BFLOAT = 4, DL_COMPLEX = 5 };
 #define DL_MAJOR       1
 #define DIMENSIONS_MAX 64 /* torch's own limit */
 
@@ -306,13 +306,16 @@ static int read_tensor(const mo_torch *torch, PyObject *tensor, int64_t *shape, 
     return 1;
 }
 
-/* Which types are asked for: those of mo_float; torch.uint8; those of mo_number, written to *number; all. */
-typedef enum wanted { FLOATS, BYTES, NUMBERS, ANY } wanted;
+/* Which types are asked for: those of mo_float; torch.uint8; those of mo_number, written to *number; all; all of
+ * which nothing can be pending but a negation (a complex tensor may be a conjugate). */
+typedef enum wanted { FLOATS, BYTES, NUMBERS, ANY, REAL } wanted;
 
 static bool is_wanted(const dl_tensor *t, wanted types, mo_tensor_view *out, mo_number *number)
 {
     if (types == ANY)
         return true;
+    if (types == REAL)
+        return t->dtype.code != DL_COMPLEX && t->dtype.code != DL_OPAQUE;
     if (types == NUMBERS)
         return number_of(t, number);
     if (types == BYTES)
@@ -364,6 +367,11 @@ int mo_py_tensor_bytes(PyObject *module, PyObject *tensor, mo_tensor_view *out)
 int mo_py_tensor_memory(PyObject *module, PyObject *tensor, mo_tensor_view *out)
 {
     return view(module, tensor, ANY, true, out, NULL);
+}
+
+int mo_py_tensor_real(PyObject *module, PyObject *tensor, mo_tensor_view *out)
+{
+    return view(module, tensor, REAL, false, out, NULL);
 }
 
 int mo_py_tensor_numbers(PyObject *module, PyObject *tensor, mo_tensor_view *out, mo_number *number)

@@ -69,6 +69,9 @@ int mo_py_tensor_numbers(PyObject *module, PyObject *tensor, mo_tensor_view *out
  * kind is not set. 0 for a type that DLPack has no word for. */
 int mo_py_tensor_memory(PyObject *module, PyObject *tensor, mo_tensor_view *out);
 
+/* The same where nothing is pending, so that the bytes are all there is to the values; 0 for complex numbers, too. */
+int mo_py_tensor_real(PyObject *module, PyObject *tensor, mo_tensor_view *out);
+
 /* Shape, type and device of any tensor of the two types that DLPack's table can describe, gaps and negations or not; the sizes are
  * the tensor's own. 0, too, where there is no table. */
 int mo_py_tensor_form(PyObject *module, PyObject *tensor, mo_form *out);

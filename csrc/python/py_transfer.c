@@ -255,6 +255,23 @@ static PyObject *copy_batch(PyObject *module, PyObject *args)
     return status ? mo_raise(module, status, &detail) : PyLong_FromUnsignedLongLong(ticket);
 }
 
+PyDoc_STRVAR(plain_doc,
+             "plain_bytes($module, tensor, /)\n--\n\n"
+             "The bytes of a dense tensor on the CPU that is nothing but these: a torch.Tensor or\n"
+             "Parameter of a type that DLPack has, with nothing pending. 0 for any other object, and\n"
+             "for complex numbers. What copy_batch takes as it is, in a quarter of the time of asking\n"
+             "by methods.");
+
+static PyObject *plain_bytes(PyObject *module, PyObject *tensor)
+{
+    mo_tensor_view view;
+    const int known = mo_py_tensor_real(module, tensor, &view);
+
+    if (known < 0)
+        return NULL;
+    return PyLong_FromSize_t(known && view.device == MO_CPU ? view.nbytes : 0);
+}
+
 /* ---- tickets -------------------------------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(await_doc,
@@ -447,6 +464,7 @@ static PyMethodDef methods[] = {
     {"copy_out", copy_out, METH_VARARGS, out_doc},
     {"copy_in", copy_in, METH_VARARGS, in_doc},
     {"copy_batch", copy_batch, METH_VARARGS, batch_doc},
+    {"plain_bytes", plain_bytes, METH_O, plain_doc},
     {"copy_await", copy_await, METH_VARARGS, await_doc},
     {"copy_over", copy_over, METH_VARARGS, over_doc},
     {"copy_counts", copy_counts, METH_VARARGS, counts_doc},

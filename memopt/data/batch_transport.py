@@ -32,9 +32,9 @@ from memopt.data.widening import Widening
 _APART = 64  # bytes: from multiples of it on _C.copy_batch puts tensors into a batch's pinned memory
 # Those that _C.copy_batch can read by DLPack, of every torch that memopt runs on. Of others it is given the bytes.
 _READABLE = frozenset(
-    [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
-    + [torch.int8, torch.int16, torch.int32, torch.int64]
-    + [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+    (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32)
+    + (torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    + (torch.complex64, torch.complex128)
 )
 
 
@@ -107,7 +107,11 @@ class _OnItsWay:
         def move(_: str, leaf: Any) -> Any:
             if (found := moved.get(id(leaf))) is not None:
                 return found[1]
-            if _is_plain(leaf):
+            if _C.plain_bytes(leaf) and not leaf.requires_grad:  # nearly every one, and they may be many
+                there = torch.empty_like(leaf, device=device)
+                hosts.append(leaf)
+                targets.append(there)
+            elif _is_plain(leaf):
                 there = torch.empty_like(leaf, device=device)
                 host, target = _pair(leaf, there)
                 hosts.append(host)

@@ -163,13 +163,33 @@ def test_a_batch_is_copied_from_where_it_is_pinned_and_by_way_of_the_room() -> N
     assert _C.copy_batch([], [], b"", None) == 0
 
 
+def test_plain_bytes_are_all_there_is_to_a_tensor() -> None:
+    x, z = torch.ones(6, 4), torch.ones(3, dtype=torch.complex64)
+    for plain in (x, x.t(), x[2:], x.long(), x > 0, x.bfloat16(), torch.nn.Parameter(x), x.pin_memory(), x[0, 0]):
+        assert _C.plain_bytes(plain) == plain.nbytes
+    others = [x[:, ::2], x[:0], x[:1].expand(3, 4), x.to_sparse(), z, z.conj(), z.conj().imag, z._neg_view()]
+    others += [x.to(CUDA), x.to("meta"), torch.nn.Buffer(x).as_subclass(Other), "x", None]
+    for other in others:
+        assert _C.plain_bytes(other) == 0
+
+
+class Other(torch.Tensor):
+    pass
+
+
 def test_a_batch_that_does_not_fit_is_refused_before_anything_is_copied() -> None:
     host, there = torch.ones(16), torch.zeros(16, device=CUDA)
     room = pinned_tensor(CUDA, 100)
     room.fill_(7)
     before = _C.copy_counts(0)["copies_in"]
     for hosts, targets, pinned, into, says in (
-        ([host, host], [there, there], bytes(2), room, "number 1, which is not pinned, finds no place in room"),
+        (
+            [host, host],
+            [there, there],
+            bytes(2),
+            room,
+            "number 1, which is not pinned, finds no place in room",
+        ),
         ([host], [there], bytes(1), None, "number 0, which is not pinned"),
         ([host], [there], bytes(1), there, "room: expected"),
         ([host], [there], bytes(1), host, "room: expected"),
@@ -193,7 +213,9 @@ def test_memory_of_any_type_is_described_alike_without_dlpacks_table() -> None:
         seen = {_C._tensor_view(tensor, by_methods, True) for by_methods in (False, True)}
         assert seen == {(tensor.data_ptr(), 12, tensor.nbytes, -1)}, dtype
     for other in (torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)):
-        assert _C._tensor_view(other) is None and _C._tensor_view(other, True) is None, "no type of a kernel's"
+        assert _C._tensor_view(other) is None and _C._tensor_view(other, True) is None, (
+            "no type of a kernel's"
+        )
     for by_methods in (False, True):
         assert _C._tensor_view(torch.eye(3).to_sparse(), by_methods, True) is None
         assert _C._tensor_view(torch.ones(8)[::2], by_methods, True) is None

@@ -347,7 +347,9 @@ def test_each_call_that_fails_leaves_nothing_and_loses_no_batch(
         reached = sim.calls(call) - before > after
         sim.fail_clear()
         for got, (x, *rest) in zip(seen, made, strict=True):
-            assert all(torch.equal(a.cpu(), b) for a, b in zip(got, [on_the_host(x), *rest], strict=True)), after
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(got, [on_the_host(x), *rest], strict=True)), (
+                after
+            )
         got = ()
         del seen, it
         assert torch.cuda.memory_allocated() == base
