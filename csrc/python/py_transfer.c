@@ -174,17 +174,28 @@ static int batch_add(PyObject *module, batch *b, size_t index)
 static int batch_room(PyObject *module, PyObject *room, batch *b)
 {
     mo_tensor_view view;
-    const int known = room == Py_None ? 1 : mo_py_tensor_bytes(module, room, &view);
+    PyObject *memory;
+    Py_ssize_t begin, end;
+    int known = 0;
 
-    if (known < 0 || room == Py_None)
-        return known < 0 ? -1 : 0;
-    if (!known || view.device != MO_CPU) {
-        PyErr_SetString(PyExc_ValueError,
-                        "copy_batch: room: expected a dense tensor of torch.uint8 in pinned memory, or None");
+    if (room == Py_None)
+        return 0;
+    if (PyTuple_Check(room) && PyTuple_Size(room) == 3) {
+        if (!PyArg_ParseTuple(room, "Onn:copy_batch", &memory, &begin, &end))
+            return -1;
+        known = mo_py_tensor_bytes(module, memory, &view);
+    }
+    if (known < 0)
+        return -1;
+    if (!known || view.device != MO_CPU || begin < 0 || begin > end || (size_t)end > view.count) {
+        PyErr_SetString(
+            PyExc_ValueError,
+            "copy_batch: room: expected a dense tensor of torch.uint8 in pinned memory, and where "
+            "in it the room begins and ends; or None");
         return -1;
     }
-    b->room = (char *)view.address;
-    b->room_size = view.count;
+    b->room = (char *)view.address + begin;
+    b->room_size = (size_t)(end - begin);
     return 0;
 }
 
@@ -225,8 +236,9 @@ PyDoc_STRVAR(
     "copy_batch($module, hosts, tensors, pinned, room, stream=None, /)\n--\n\n"
     "Copies each tensor of hosts to the one of tensors in its place, of equal bytes, on one device; they\n"
     "may be of any type that DLPack has. pinned: bytes, a flag a tensor: one that is copied from where it\n"
-    "lies. The others' bytes are put into room first: torch.uint8 in pinned memory, each from a multiple\n"
-    "of 64 on; None where all are pinned. As copy_in in all else: one ticket, 0 where there is nothing to\n"
+    "lies. The others' bytes are put into room first, (memory, begin, end): of torch.uint8 in pinned\n"
+    "memory, each from a multiple of 64 behind begin on; None where all are pinned. As copy_in in all else: "
+    "one ticket, 0 where there is nothing to\n"
     "copy. Until the copy is over room, tensors and what is pinned must be kept and left as they are; the\n"
     "rest is free at once. After an error nothing is on its way.");
 

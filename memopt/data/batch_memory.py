@@ -22,10 +22,22 @@ import torch
 
 from memopt import _C
 from memopt.log import logger
-from memopt.offloading.host_memory import ALIGNED, Room
+from memopt.offloading.host_memory import ALIGNED
 from memopt.offloading.transfers import pinned_tensor
 
 _PATIENCE = 0.1  # seconds of a wait in C: then Python's signal handlers have their turn
+
+
+class Slot:
+    """Bytes of a ring's memory, until nothing refers to this; room: (memory, begin, end)."""
+
+    __slots__ = ("_number", "_ring", "room")
+
+    def __init__(self, ring: _C.Ring, number: int, room: tuple[torch.Tensor, int, int]) -> None:
+        self._ring, self._number, self.room = ring, number, room
+
+    def __del__(self) -> None:
+        self._ring.give(self._number, 0)
 
 
 class BatchMemory:
@@ -42,7 +54,7 @@ class BatchMemory:
         """Bytes that are pinned, used or not."""
         return sum(ring.held()[2] for _, ring in self._pieces)
 
-    def take(self, nbytes: int, depth: int) -> Room | None:
+    def take(self, nbytes: int, depth: int) -> Slot | None:
         """Room for a batch, of which there will be `depth` at once. Waits for older copies. None where the batch needs
         none (nbytes is 0: all of it is pinned already), or the host can pin nothing. In any case what belongs to
         copies that are over is let go."""
@@ -56,8 +68,8 @@ class BatchMemory:
             while self._pieces and self._pieces[-1][0].numel() >= slot:
                 memory, ring = self._pieces[-1]
                 if found := ring.take(nbytes):
-                    number, offset, after = found
-                    return Room(memory[offset : offset + nbytes], ring, number, after)
+                    number, begin, _ = found
+                    return Slot(ring, number, (memory, begin, begin + nbytes))
                 self._wait_for_oldest()
             return None
 

@@ -32,9 +32,10 @@ from memopt.data.widening import Widening
 _APART = 64  # bytes: from multiples of it on _C.copy_batch puts tensors into a batch's pinned memory
 # Those that _C.copy_batch can read by DLPack, of every torch that memopt runs on. Of others it is given the bytes.
 _READABLE = frozenset(
-    (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32)
-    + (torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    + (torch.complex64, torch.complex128)
+    getattr(torch, name)
+    for name in (
+        "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
+    ).split()
 )
 
 
@@ -138,16 +139,16 @@ class _OnItsWay:
             if not lies:
                 total += -(-host.nbytes // _APART) * _APART
         with memory.lock:
-            room = memory.take(total, self._transport.depth)
-            if total and room is None:
+            slot = memory.take(total, self._transport.depth)
+            if total and slot is None:
                 hosts, targets = _without(pinned, hosts, targets)
                 pinned = b"\1" * len(hosts)
-            source = None if room is None else room.memory
-            self._ticket = _C.copy_batch(hosts, targets, pinned, source, self._home)
+            room = None if slot is None else slot.room
+            self._ticket = _C.copy_batch(hosts, targets, pinned, room, self._home)
             if self._ticket:
                 # The rest lies in the room, whoever has it now.
                 read = [host for host, lies in zip(hosts, pinned, strict=True) if lies] if any(pinned) else ()
-                memory.hold(self._ticket, (room, read))
+                memory.hold(self._ticket, (slot, read))
 
     def arrive(self) -> Any:
         """The batch, for the present stream. After an error, it may be asked for again."""

@@ -157,7 +157,7 @@ def test_a_batch_is_copied_from_where_it_is_pinned_and_by_way_of_the_room() -> N
     for pinned in itertools.product([False, True], repeat=len(made)):
         hosts = [one.pin_memory() if lies else one.clone() for one, lies in zip(made, pinned, strict=True)]
         there = [torch.empty_like(one, device=CUDA) for one in made]
-        ticket = _C.copy_batch(hosts, there, bytes(pinned), None if all(pinned) else room)
+        ticket = _C.copy_batch(hosts, there, bytes(pinned), None if all(pinned) else (room, 4096, 8 << 20))
         _C.copy_await(0, ticket)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(there, made, strict=True))
     assert _C.copy_batch([], [], b"", None) == 0
@@ -165,7 +165,17 @@ def test_a_batch_is_copied_from_where_it_is_pinned_and_by_way_of_the_room() -> N
 
 def test_plain_bytes_are_all_there_is_to_a_tensor() -> None:
     x, z = torch.ones(6, 4), torch.ones(3, dtype=torch.complex64)
-    for plain in (x, x.t(), x[2:], x.long(), x > 0, x.bfloat16(), torch.nn.Parameter(x), x.pin_memory(), x[0, 0]):
+    for plain in (
+        x,
+        x.t(),
+        x[2:],
+        x.long(),
+        x > 0,
+        x.bfloat16(),
+        torch.nn.Parameter(x),
+        x.pin_memory(),
+        x[0, 0],
+    ):
         assert _C.plain_bytes(plain) == plain.nbytes
     others = [x[:, ::2], x[:0], x[:1].expand(3, 4), x.to_sparse(), z, z.conj(), z.conj().imag, z._neg_view()]
     others += [x.to(CUDA), x.to("meta"), torch.nn.Buffer(x).as_subclass(Other), "x", None]
@@ -179,9 +189,10 @@ class Other(torch.Tensor):
 
 def test_a_batch_that_does_not_fit_is_refused_before_anything_is_copied() -> None:
     host, there = torch.ones(16), torch.zeros(16, device=CUDA)
-    room = pinned_tensor(CUDA, 100)
-    room.fill_(7)
+    memory = pinned_tensor(CUDA, 300)
+    memory.fill_(7)
     before = _C.copy_counts(0)["copies_in"]
+    room = memory, 0, 100
     for hosts, targets, pinned, into, says in (
         (
             [host, host],
@@ -191,8 +202,14 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_copied() -> Non
             "number 1, which is not pinned, finds no place in room",
         ),
         ([host], [there], bytes(1), None, "number 0, which is not pinned"),
-        ([host], [there], bytes(1), there, "room: expected"),
-        ([host], [there], bytes(1), host, "room: expected"),
+        ([host], [there], bytes(1), memory, "room: expected"),
+        ([host], [there], bytes(1), (memory, 0), "room: expected"),
+        ([host], [there], bytes(1), (there, 0, 64), "room: expected"),
+        ([host], [there], bytes(1), (host, 0, 64), "room: expected"),
+        ([host], [there], bytes(1), (memory, 237, 301), "room: expected"),
+        ([host], [there], bytes(1), (memory, -1, 64), "room: expected"),
+        ([host], [there], bytes(1), (memory, 64, 0), "room: expected"),
+        ([host], [there], bytes(1), (memory, 237, 300), "number 0, which is not pinned"),
         ([host, host[1:]], [there, there], b"11", room, "number 1: expected a tensor of the host"),
         ([host[::2]], [there[:8]], bytes(1), room, "number 0: expected"),
         ([host[:0]], [there[:0]], bytes(1), room, "number 0: expected"),
@@ -204,7 +221,7 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_copied() -> Non
     ):
         with pytest.raises(ValueError, match=says):
             _C.copy_batch(hosts, targets, pinned, into)
-    assert _C.copy_counts(0)["copies_in"] == before and bool((room == 7).all())
+    assert _C.copy_counts(0)["copies_in"] == before and bool((memory == 7).all())
 
 
 def test_memory_of_any_type_is_described_alike_without_dlpacks_table() -> None:
