@@ -194,7 +194,7 @@ def compare_threads(report: harness.Report, quick: bool) -> None:
 def compare_epochs(
     report: harness.Report, case: str, theirs: Any, ours: list[Any], widened: dict[str, Any]
 ) -> None:
-    """theirs: a loader of what torch's side copies. ours: the loaders, not pinning and pinning, of what memopt's does."""
+    """theirs: a loader of what torch's side copies. ours: two of what memopt's does, the second pins."""
     from memopt.data import Prefetcher
 
     by_hand = ByHand(theirs, "cuda")
