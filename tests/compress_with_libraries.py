@@ -519,6 +519,29 @@ def test_a_library_that_fails_at_the_nth_group_leaves_all_as_it_was(monkeypatch)
     raise AssertionError("it never succeeded")
 
 
+def test_a_recurrent_model_is_as_it_was_after_an_evaluation_that_fails():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.lstm, self.head = nn.Linear(16, 32), nn.LSTM(32, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.lstm(self.first(x))[0])
+
+    torch.manual_seed(0)
+    model, x, calls = Recurrent(), torch.randn(5, 2, 16), []
+    expected, before = model(x), kept(model)
+
+    def evaluate(m: Recurrent) -> float:
+        calls.append(m.first.out_features)
+        return 1.0 / (2 - len(calls))
+
+    with pytest.raises(ZeroDivisionError):
+        prune_(model, 0.5, "structured", sample=x, layers="first", evaluate=evaluate)
+    assert calls == [32, 16] and not differences(before, model)
+    assert torch.equal(model(x), expected)
+
+
 def test_one_that_fails_within_a_group_too(monkeypatch):
     pruner = torch_pruning.pruner.function.BasePruningFunc
     for nth in range(40):

@@ -11,13 +11,14 @@ from torch import nn
 
 from memopt.compress.report import Evaluate, Report, check_evaluate, measure, score
 
-_CONTAINERS = (dict, set)  # of parameters, buffers, modules and hooks, which a change may write into
+_CONTAINERS = (dict, set, list)
+"""Of parameters, buffers, modules and hooks, which a change may write into: an RNN's assignments go to a list too."""
 
 
 class Standing:
     """A model as it stands: its modules with all they have, its parameters with their flags and gradients. Nothing is
-    copied but dicts, so what a change replaces lives until this is dropped; values that a change overwrites are its own
-    to bring back."""
+    copied but containers, so what a change replaces lives until this is dropped; values that a change overwrites are
+    its own to bring back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [
@@ -38,7 +39,10 @@ class Standing:
             module.__dict__.update(attributes)
             for kept, content in containers:
                 kept.clear()
-                kept.update(content)
+                if isinstance(kept, list):
+                    kept.extend(content)
+                else:
+                    kept.update(content)
         for parameter, requires_grad, gradient in self._parameters:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
