@@ -190,6 +190,8 @@ def test_on_meta_nothing_takes_memory_and_ties_stay():
     assert copied.first.weight.is_meta and copied.second.weight is copied.first.weight
     assert not live.first.weight.is_meta and copied is not live
     assert candidates.Candidate("it", live, X).for_estimate(copied) is live
+    recurrent, _ = candidates.Candidate("it", nn.LSTM(64, 8), X).shapes()
+    assert all(t.is_meta for t in recurrent._flat_weights)
 
 
 def test_a_function_that_needs_values_to_make_its_model_gets_them():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -73,6 +75,15 @@ def test_a_parameter_with_several_names_is_replaced_under_all_of_them():
     model.layers[1].weight = model.layers[2].weight
     tie_(model, [("layers.0.weight", "layers.2.weight")])
     assert model.layers[1].weight is model.layers[2].weight is model.layers[0].weight
+
+
+def test_what_an_rnn_holds_beside_its_parameters_is_tied_too():
+    model = nn.ModuleList([nn.LSTM(4, 4), nn.LSTM(4, 4)])
+    gone = weakref.ref(model[1].weight_ih_l0)
+    tie_(model, [("0", "1")])
+    gc.collect()
+    assert gone() is None
+    assert model[1]._flat_weights[0] is model[0].weight_ih_l0
 
 
 def test_without_pairs_what_is_equal_is_tied():

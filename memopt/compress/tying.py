@@ -45,7 +45,7 @@ def tie_(
             if not same_bytes(first, second):
                 outcome.notes.append(f"{tied} had other values than {kept}: they are gone")
             for owner, name in _places(model, second):
-                owner._parameters[name] = first
+                setattr(owner, name, first)  # an RNN holds it in a list too
             outcome.changed.append(tied)
         outcome.notes.append("an optimizer that was made before steps the old parameters: make it anew")
 

@@ -135,7 +135,10 @@ def _on_meta(module: nn.Module) -> nn.Module:
         return made[id(tensor)]
 
     for part in module.modules():
-        for table in (part._parameters, part._buffers, part.__dict__):
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                setattr(part, name, shape(parameter))  # an RNN holds it in a list too
+        for table in (part._buffers, part.__dict__):
             for name, tensor in table.items():
                 if isinstance(tensor, torch.Tensor):
                     table[name] = shape(tensor)
