@@ -86,6 +86,16 @@ def test_what_an_rnn_holds_beside_its_parameters_is_tied_too():
     assert model[1]._flat_weights[0] is model[0].weight_ih_l0
 
 
+def test_without_pairs_what_is_trained_and_what_is_frozen_is_tied_apart():
+    model = Language()
+    for layer in model.layers:
+        layer.load_state_dict(model.layers[0].state_dict())
+    model.layers[0].requires_grad_(False)
+    assert tie_(model).changed == ("layers.2.weight", "layers.2.bias")
+    assert model.layers[2].weight is model.layers[1].weight is not model.layers[0].weight
+    assert [layer.weight.requires_grad for layer in model.layers] == [False, True, True]
+
+
 def test_without_pairs_what_is_equal_is_tied():
     model = Language()
     model.layers[2].load_state_dict(model.layers[0].state_dict())

@@ -54,13 +54,13 @@ def tie_(
 
 def _equal_pairs(model: nn.Module) -> list[tuple[str, str]]:
     parameters = dict(model.named_parameters())
-    found = [
-        (group[0], other)
-        for group in duplicates(model).equal
-        for other in group[1:]
-        if group[0] in parameters and other in parameters
-        and parameters[group[0]].requires_grad == parameters[other].requires_grad
-    ]  # fmt: skip
+    found = []
+    for group in duplicates(model).equal:
+        for trained in (True, False):
+            alike = [
+                name for name in group if name in parameters and parameters[name].requires_grad == trained
+            ]
+            found += [(alike[0], other) for other in alike[1:]]
     if not found:
         raise ValueError(
             f"{_FUNCTION}: no two parameters of the model are equal: name pairs= to tie what is not"
