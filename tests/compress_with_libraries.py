@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memopt
-from memopt.compress import duplicates, prune_, quantize_
+from memopt.compress import duplicates, prune_, quantize_, quantizing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIGS = {
@@ -163,14 +163,33 @@ def test_tied_layers_stay_tied_and_what_stays_beside_is_named():
     assert report.saved < 0 and any("0.weight was one with" in note for note in report.notes)
 
 
+def test_int4_asks_what_the_devices_of_the_weights_can(monkeypatch):
+    asked = []
+
+    def capability(device=None):
+        asked.append(device)
+        return (7, 5) if device == torch.device("cuda", 1) else (9, 0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    with pytest.raises(NotImplementedError, match=r"cuda:1, of compute capability 7\.5"):
+        quantizing._config("int4", 128, {first, second}, "quantize_")
+    assert asked == [first, second]
+    assert type(quantizing._config("int4", 128, {first}, "quantize_")) is ao.Int4WeightOnlyConfig
+
+
 def test_layers_that_do_not_fit_int4_stay_and_are_named():
     model = perceptron(128, 96, 10)
     report = quantize_(model, "int4")
     assert report.changed == ("0",) and "group_size=32 would do" in report.skipped["2"]
     model = perceptron(128, 32, 10)
     assert "multiple of 16" in quantize_(model, "int4", group_size=32).skipped["2"]
-    for layers, words in ((["0", "2"], "'2' cannot be quantised"), ("2", "no layer can be quantised")):
-        model = perceptron(128, 32, 10)
+    model = perceptron(128, 32, 10)
+    for layers, words in (
+        (["0", "2"], "'2' cannot be quantised"),
+        (model, "'2' cannot be quantised"),
+        ("2", "no layer can be quantised"),
+    ):
         before = kept(model)
         with pytest.raises(ValueError, match=words):
             quantize_(model, "int4", layers=layers, group_size=32)

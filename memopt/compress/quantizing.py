@@ -69,17 +69,19 @@ def quantize_(
     check_model(model, function, replaces=True)
     chosen = choose(model, layers, _is_linear, "linear layer that can be quantised")
     weights = {name: weight_of(name, module, "weight", function) for name, module in chosen.items()}
-    devices = {weight.device.type for weight in weights.values()}
-    if len(devices) > 1 and method == "int4":
+    devices = {weight.device for weight in weights.values()}
+    kinds = {device.type for device in devices}
+    if len(kinds) > 1 and method == "int4":
         raise ValueError(
-            f"{function}: the layers are on {' and '.join(sorted(devices))}: name those of one in layers="
+            f"{function}: the layers are on {' and '.join(sorted(kinds))}: name those of one in layers="
         )
-    config = _config(method, size, devices.pop(), function)
+    config = _config(method, size, devices, function)
     skipped = {} if method != "int4" else _not_fitting(weights, size)
     if len(skipped) == len(weights):
         name, why = next(iter(skipped.items()))
         raise ValueError(f"{function}: no layer can be quantised: {shown(name)}: {why}")
-    if layers is not None and skipped and not callable(layers):
+    named = layers is not None and (isinstance(layers, nn.Module) or not callable(layers))
+    if named and skipped:
         name, why = next(iter(skipped.items()))
         raise ValueError(f"{function}: {shown(name)} cannot be quantised: {why}")
     todo = {name: module for name, module in chosen.items() if name not in skipped}
@@ -109,26 +111,22 @@ def _group_size(method: Any, group_size: Any) -> int:
     return group_size
 
 
-def _config(method: Any, size: int, device: str, function: str) -> Any:
+def _config(method: Any, size: int, devices: set[torch.device], function: str) -> Any:
     torchao = library("torchao.quantization", "torchao", function)
     if method == "int8_weight_only":
         return torchao.Int8WeightOnlyConfig(set_inductor_config=False)
     if method == "int8_dynamic":
         return torchao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
-    if method == "int4" and device == "cpu":
+    if method == "int4" and {device.type for device in devices} == {"cpu"}:
         prototype = library("torchao.prototype.quantization.int4", "torchao", function)
         return prototype.PrototypeInt4WeightOnlyConfig(group_size=size, set_inductor_config=False)
     if method == "int4":
-        if device != "cuda" or torch.cuda.get_device_capability() < (8, 0):
-            what = (
-                device
-                if device != "cuda"
-                else "CUDA of compute capability {}.{}".format(*torch.cuda.get_device_capability())
-            )
-            raise NotImplementedError(
-                f"{function}: there are no kernels for {what}: it takes a CUDA device of compute capability 8.0 or "
-                "later, or the CPU"
-            )
+        for device in sorted(devices, key=str):
+            if what := _without_int4(device):
+                raise NotImplementedError(
+                    f"{function}: there are no kernels for {what}: it takes a CUDA device of compute capability 8.0 or "
+                    "later, or the CPU"
+                )
         return torchao.Int4WeightOnlyConfig(
             group_size=size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
         )
@@ -139,6 +137,14 @@ def _config(method: Any, size: int, device: str, function: str) -> Any:
             "torchao for layers of one kind"
         )
     return method
+
+
+def _without_int4(device: torch.device) -> str | None:
+    """What a device other than the CPU is called where torchao has no kernels for it."""
+    if device.type != "cuda":
+        return str(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"{device}, of compute capability {major}.{minor}"
 
 
 def _not_fitting(weights: Mapping[str, torch.Tensor], size: int) -> dict[str, str]:
