@@ -284,6 +284,18 @@ def test_what_cannot_be_is_refused_and_the_teacher_stays_as_it_was(arguments, ki
     assert not differences(before, teacher)
 
 
+def test_an_offload_that_is_refused_leaves_gradients_as_they_were():
+    teacher = perceptron(8, 4, 4)
+    teacher(torch.randn(2, 8)).sum().backward()
+    before = kept(teacher)
+    gradients = [(p.grad, p.grad.clone()) for p in teacher.parameters()]
+    with pytest.raises(ValueError, match="expected 'cpu', or a directory"):
+        DistillationLoss(teacher, offload="/no/such/directory")
+    assert not differences(before, teacher)
+    for p, (gradient, values) in zip(teacher.parameters(), gradients, strict=True):
+        assert p.grad is gradient and p.grad.dtype is p.dtype and torch.equal(p.grad, values)
+
+
 def test_a_student_that_shares_the_teachers_parameters_is_refused():
     teacher, student = perceptron(8, 4, 4), perceptron(8, 4, 4)
     student[2] = teacher[2]

@@ -109,8 +109,12 @@ class DistillationLoss(nn.Module):
         before = measure(teacher, notes)
         modes = [(module, module.training) for module in teacher.modules()]
         flags = [(p, p.requires_grad) for p in teacher.parameters()]
-        # What is converted lives on beside its twin while an offload can still fail.
-        values = [(t, t.data) for t in standing(teacher)] if offload is not None else []
+        # What is converted, gradients too, lives on beside its twin while an offload can still fail.
+        values = (
+            [(t, t.data, t.grad if t.is_leaf else None) for t in standing(teacher)]
+            if offload is not None
+            else []
+        )
         try:
             teacher.eval()
             for p, _ in flags:
@@ -121,8 +125,10 @@ class DistillationLoss(nn.Module):
         except BaseException:
             for module, training in modes:
                 module.training = training
-            for tensor, data in values:
+            for tensor, data, gradient in values:
+                tensor.grad = None  # one of another type is refused by the assignment of .data
                 tensor.data = data
+                tensor.grad = gradient
             for p, wanted in flags:
                 p.requires_grad_(wanted)
             raise
