@@ -322,6 +322,9 @@ def test_calls_that_lack_something_say_what():
             distil(*arguments, **keywords)
     with pytest.raises(ValueError, match="not both"):
         distil(logits, target, inputs=x, teacher_logits=logits)
+    for distils in (distil, DistillationLoss(hard_weight=1.0)):
+        with pytest.raises(ValueError, match=r"logits are \(4,\): .* a batch before it"):
+            distils(torch.randn(4), torch.tensor(1), teacher_logits=torch.randn(4))
     with pytest.raises(ValueError, match="no teacher"):
         DistillationLoss().teach(x)
     student = perceptron(8, 6, 4)

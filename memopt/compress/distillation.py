@@ -180,6 +180,11 @@ class DistillationLoss(nn.Module):
         teacher's, one argument, a tuple of arguments or a mapping of keyword arguments; or teacher_logits, of the same
         shape as the student's."""
         student = _logits(student_logits, "student")
+        if student.dim() < 2 and (self.hard_weight < 1.0 or self.hard_loss is None):
+            raise ValueError(
+                f"DistillationLoss: the student's logits are {tuple(student.shape)}: expected classes in the last "
+                "dimension and a batch before it; a single example's are given with .unsqueeze(0), and so its target"
+            )
         if target is None and self.hard_weight > 0.0:
             raise ValueError(
                 f"DistillationLoss: hard_weight={self.hard_weight} needs a target; 0.0 does without"
