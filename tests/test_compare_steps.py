@@ -108,6 +108,32 @@ def test_an_out_of_memory_is_a_result_and_lets_go():
     assert "does not: CUDA out of memory. Tried to allocate 9.00 GiB" in str(found)
 
 
+def test_every_form_of_an_out_of_memory_is_one():
+    held = []
+
+    def asks_too_much():
+        big = mebibytes(4)
+        held.append(weakref.ref(big))
+        torch.empty(1 << 50)
+
+    def follows_one():
+        try:
+            asks_too_much()
+        except RuntimeError as error:
+            raise LookupError("of the variant") from error
+
+    def says_nothing():
+        raise MemoryError
+
+    variants = {step.__name__: lambda step=step: step for step in (asks_too_much, follows_one, says_nothing)}
+    found = memopt.compare_steps(variants, steps=3, device="cpu")
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    for name in ("asks_too_much", "follows_one"):
+        assert "DefaultCPUAllocator: can't allocate memory" in found[name].failed
+    assert found["says_nothing"].failed == "MemoryError"
+
+
 def test_other_errors_are_the_callers_and_the_recorder_stops():
     def build():
         raise LookupError("of the variant")

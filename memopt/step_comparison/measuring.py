@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from memopt.oom.recognition import out_of_memory_in
+from memopt.owners import dead_frames
 from memopt.profiling import recorder
 from memopt.profiling.recording import CATEGORIES, Recording
 
@@ -90,9 +92,12 @@ def measure(build: Build, steps: int, device: str) -> MeasuredStep:
         watched.close()
         for _ in range(steps - RECORDED):
             seconds.append(_timed(step, losses, device))
-    except torch.OutOfMemoryError as error:
-        failed = ". ".join(str(error).split(". ")[:2])
-        error.__traceback__ = None  # its frames hold the step's tensors
+    except Exception as error:
+        found = out_of_memory_in(error)
+        if found is None:
+            raise
+        failed = ". ".join(str(found).split(". ")[:2]) or type(found).__name__
+        dead_frames.empty(error)  # they hold the step's tensors
     finally:
         watched.close()
         del step
