@@ -179,6 +179,25 @@ def test_models_are_timed_by_turns_and_one_is_there_at_a_time():
     assert all(len(one.rounds) == 3 and one.median > 0 for one in times.values())
 
 
+def test_a_model_writes_into_a_sample_of_its_own():
+    taken = []
+
+    class Asking(nn.ReLU):
+        def forward(self, x):
+            taken.append(x.requires_grad)
+            return super().forward(x)
+
+    for given, sample in (
+        (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64)), torch.randn(16, 64)),
+        (Asking(), torch.randn(64, requires_grad=True)),
+    ):
+        before = sample.detach().clone()
+        one = candidates.Candidate("it", given, sample)
+        times = step_times.measure([one], step_times.Step(torch.device("cpu")), rounds=1)["it"]
+        assert times.error is None and torch.equal(sample, before) and sample.grad is None
+    assert taken and all(taken)
+
+
 def test_on_meta_nothing_takes_memory_and_ties_stay():
     one = candidates.Candidate("it", Tied, X)
     shapes, _ = one.shapes()

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from memopt.estimation.training import AMP, as_arguments, loss_of, to_device
+from memopt.estimation.training import AMP, as_arguments, loss_of
 from memopt.log import logger
 from memopt.model_comparison.candidates import Candidate, same_random_states
 
@@ -70,7 +71,7 @@ def _round(candidate: Candidate, step: Step) -> float:
     with same_random_states():
         model, sample = candidate.whole()
         model = model.to(step.device).train(step.train)
-        args, kwargs = as_arguments(to_device(sample, str(step.device)))
+        args, kwargs = as_arguments(_own(sample, step.device))
         optimizer = step.optimizer(model.parameters()) if step.optimizer is not None and step.train else None
         seconds: list[float] = []
         while len(seconds) < 2 or (sum(seconds[1:]) < SAMPLE_SECONDS and len(seconds) < MOST_STEPS):
@@ -88,6 +89,18 @@ def _round(candidate: Candidate, step: Step) -> float:
                 model.zero_grad(set_to_none=True)
             seconds.append(_now(step.device) - begun)
     return statistics.median(seconds[1:])  # the first has what is done once
+
+
+def _own(sample: Any, device: torch.device) -> Any:
+    """A model may write into what it is given, and its backward pass into gradients: neither is to be the caller's."""
+    return pytree.tree_map(
+        lambda leaf: (
+            leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+        ),
+        sample,
+    )
 
 
 def _now(device: torch.device) -> float:
