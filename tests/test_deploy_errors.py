@@ -197,3 +197,7 @@ def test_forms_are_compared():
     assert compare("it", [X.half()], [X.half() * 1.005], None).dtype is torch.float16
     with pytest.raises(OutputsDiffer):
         compare("it", [X.long()], [X.long() + 1], 0.5)
+    wave = X.to(torch.complex64)
+    assert compare("it", [wave], [wave * 1.01], {torch.float32: 0.1}).tolerance == 0.1
+    assert compare("it", [wave], [wave * 1.01], {torch.complex64: 0.2, torch.float32: 0}).tolerance == 0.2
+    assert compare("it", [wave], [wave * 1.00001], {torch.float64: 0.0}).tolerance == 1e-4

@@ -55,11 +55,12 @@ def _plain(outputs: Any) -> Any:
 
 def tolerance_of(dtype: torch.dtype, wanted: Tolerance) -> float:
     """0 where it has to be equal."""
+    real = dtype.to_real() if dtype.is_complex else dtype
     if isinstance(wanted, Mapping):
-        return wanted.get(dtype, TOLERANCE.get(dtype, 0.0))
-    if not (dtype.is_floating_point or dtype.is_complex):
+        return wanted.get(dtype, wanted.get(real, TOLERANCE.get(real, 0.0)))
+    if not real.is_floating_point:
         return 0.0
-    return wanted if wanted is not None else TOLERANCE.get(dtype.to_real(), 0.0)
+    return wanted if wanted is not None else TOLERANCE.get(real, 0.0)
 
 
 def compare(sample: str, live: list[torch.Tensor], exported: list[torch.Tensor], wanted: Tolerance) -> Check:
