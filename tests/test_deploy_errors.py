@@ -123,6 +123,17 @@ def test_outputs_that_are_not_the_models(old):
     refused(old, OutputsDiffer, r"\[3, 4\]: output 0", Counting(), X, old, dynamic_batch=True)
 
 
+def test_what_the_exporter_warned_of_is_said_where_it_fails(old):
+    with pytest.warns(torch.jit.TracerWarning, match="to a Python boolean"), pytest.raises(OutputsDiffer):
+        export(Branching(), X, old, samples=[-X], measure=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(OutputsDiffer) as raised:
+            export(Branching(), X, old, samples=[-X], measure=False)
+    notes = raised.value.__notes__
+    assert len(notes) > 1 and any(note.startswith("TracerWarning: Converting a tensor") for note in notes)
+
+
 def test_an_exporter_that_dies_in_the_middle(old, monkeypatch):
     def half(module, call, path, asked):
         path.write_text("half")

@@ -89,7 +89,7 @@ def export(
     asked = Asked(dynamic_shapes, dict(options or {}))
     with new_file.folder_beside(target) as folder:
         made = folder / (target.name if target is not None else f"model{writer.SUFFIX}")
-        with _nothing_changes(model, plain) as said:
+        with _Heard() as said, _nothing_changes(model, plain):
             calls = [(f"the sample, {_shapes(call)}", call), *others]
             if size is not None:
                 calls += [_named(batch.of_size(call, size, count)) for count in _other_sizes(size)]
@@ -113,7 +113,6 @@ def export(
                     )
                 except inference_memory.NotMeasured as error:
                     why = str(error)
-        _say(said)
         sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
         files = [] if target is None else new_file.put(made, target)
     parameters, buffers = module_bytes(plain.module)
@@ -205,15 +204,13 @@ def _batch_size(call: Call) -> int:
 
 
 @contextmanager
-def _nothing_changes(model: nn.Module, plain: PlainModel) -> Iterator[list[warnings.WarningMessage]]:
+def _nothing_changes(model: nn.Module, plain: PlainModel) -> Iterator[None]:
     """The live model, which is in evaluation mode for as long as this lasts, and the random states are afterwards what
-    they were. Gives the warnings, as they come."""
+    they were."""
     training = [(module, module.training) for module in model.modules()]
     state = random.getstate()
     devices = {t.device.type for t in (*plain.module.parameters(), *model.buffers())} | {"cpu"}
     with ExitStack() as stack:
-        said = stack.enter_context(warnings.catch_warnings(record=True))
-        warnings.simplefilter("always")
         stack.callback(random.setstate, state)
         stack.enter_context(nothing_changes(list(model.parameters()), list(model.buffers())))
         stack.enter_context(torch.inference_mode(False))
@@ -224,7 +221,7 @@ def _nothing_changes(model: nn.Module, plain: PlainModel) -> Iterator[list[warni
             stack.callback(module.__dict__.__setitem__, "training", was)
         for module, _ in training:
             module.__dict__["training"] = False
-        yield said
+        yield
 
 
 def _live(model: nn.Module, call: Call, what: str) -> list[torch.Tensor]:
@@ -332,18 +329,37 @@ def _shapes(call: Call) -> str:
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 
-def _say(said: list[warnings.WarningMessage]) -> None:
+class _Heard:
+    """The warnings that come, said again when it ends: where it fails, they may tell why. The list stays."""
+
+    def __enter__(self) -> list[warnings.WarningMessage]:
+        self._catching = warnings.catch_warnings(record=True)
+        self._said = self._catching.__enter__()
+        warnings.simplefilter("always")
+        return self._said
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._catching.__exit__(kind, error, traceback)
+        _say(self._said, error)
+
+
+def _say(said: list[warnings.WarningMessage], error: BaseException | None) -> None:
     """The exporter's warnings again, where they are seen: those that something is deprecated at the line that asked
-    for it."""
+    for it. What the program's filters make an exception is a note of `error` where there is one."""
     level = 2
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("memopt."):
         frame, level = frame.f_back, level + 1
     for one in {(str(one.message), one.category): one for one in said}.values():
-        if issubclass(one.category, DeprecationWarning):
-            warnings.warn(one.message, stacklevel=level)
-        else:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        try:
+            if issubclass(one.category, DeprecationWarning):
+                warnings.warn(one.message, stacklevel=level)
+            else:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        except Warning as refused:
+            if error is None:
+                raise
+            error.add_note(f"{type(refused).__name__}: {refused}")
 
 
 def _text(one: warnings.WarningMessage) -> str:
