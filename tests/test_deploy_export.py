@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import prune
 
@@ -181,6 +182,22 @@ def test_wrappers_of_torch_come_off():
     assert type(plain.module[0]) is nn.Linear and plain.taken_off == ["OptimizedModule"]
     parallel = nn.DataParallel(inside)
     assert type(plain_model(parallel).module) is TiedModel
+
+
+def test_one_rank_of_many_exports_alone(tmp_path, monkeypatch):
+    """What it would broadcast the others would have to take."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        inside = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+        model = nn.Sequential(nn.parallel.DistributedDataParallel(inside))
+        broadcast = []
+        monkeypatch.setattr(dist, "_broadcast_coalesced", lambda *_: broadcast.append(1))
+        made = quietly(model, torch.randn(2, 4), tmp_path / "model.pt")
+        assert made.checks[0].difference == 0 and broadcast == []
+        model(torch.randn(2, 4))  # as before
+        assert broadcast
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("format", FIRST)

@@ -221,6 +221,11 @@ def _nothing_changes(model: nn.Module, plain: PlainModel) -> Iterator[None]:
             stack.callback(module.__dict__.__setitem__, "training", was)
         for module, _ in training:
             module.__dict__["training"] = False
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                # Its forward would broadcast buffers, for which all ranks were needed: it may be one that exports.
+                synced = module.require_forward_param_sync
+                stack.callback(setattr, module, "require_forward_param_sync", synced)
+                module.require_forward_param_sync = False
         yield
 
 
