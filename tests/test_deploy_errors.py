@@ -134,6 +134,22 @@ def test_what_the_exporter_warned_of_is_said_where_it_fails(old):
     assert len(notes) > 1 and any(note.startswith("TracerWarning: Converting a tensor") for note in notes)
 
 
+class Large(nn.Module):
+    def forward(self, x):
+        return x + torch.empty(1 << 50).sum()
+
+
+def test_an_out_of_memory_stays_one(old, monkeypatch):
+    refused(old, RuntimeError, r"^\[enforce fail.*DefaultCPUAllocator: can't allocate", Large(), X, old)
+
+    def fails(*_):
+        raise RuntimeError("CUDNN_STATUS_ALLOC_FAILED")
+
+    for name, failing in (("load", lambda path: fails), ("write", fails)):
+        monkeypatch.setattr(torchscript_format, name, failing)
+        refused(old, RuntimeError, "^CUDNN_STATUS_ALLOC_FAILED", model(), X, old)
+
+
 def test_an_exporter_that_dies_in_the_middle(old, monkeypatch):
     def half(module, call, path, asked):
         path.write_text("half")

@@ -25,6 +25,7 @@ from memopt.deploy.output_check import Check, Tolerance, tensors_of
 from memopt.deploy.plain_model import PlainModel, plain_model
 from memopt.estimation.model_estimate import batch_of
 from memopt.estimation.training import as_arguments
+from memopt.oom.recognition import is_out_of_memory
 from memopt.storage_bytes import module_bytes
 from memopt.torch_version import require
 
@@ -233,9 +234,9 @@ def _live(model: nn.Module, call: Call, what: str) -> list[torch.Tensor]:
     args, kwargs = _copied(call)
     try:
         outputs = model(*args, **kwargs)
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ValueError(f"deploy.export: the model does not run on {what}: {error}") from error
     return [tensor.detach().cpu().clone() for tensor in tensors_of(outputs)]
 
@@ -243,11 +244,11 @@ def _live(model: nn.Module, call: Call, what: str) -> list[torch.Tensor]:
 def _written(writer: Format, plain: PlainModel, call: Call, made: Path, asked: Asked, name: str) -> Any:
     try:
         return writer.write(plain.module, _copied(call), made, asked)
-    except torch.OutOfMemoryError:
-        raise
     except OSError:
         raise
     except Exception as error:  # whatever the exporters raise, which have classes of their own
+        if is_out_of_memory(error):
+            raise
         inner = error.__cause__ or error  # torch.onnx wraps what has happened
         first = next((line for line in str(inner).splitlines() if line.strip()), "")
         other = "" if name == "pt2" else "; torch.export ('pt2') exports more"
@@ -271,9 +272,9 @@ def _checks(
     for (what, call), live in zip(calls, expected, strict=True):
         try:
             found = [tensor.detach().cpu() for tensor in run(_copied(_moved(call, home)))]
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise RuntimeError(
                 f"deploy.export: the {name} file does not run on {what}, on which the model does: {error}"
             ) from error
