@@ -80,6 +80,15 @@ with torch.no_grad():
     told["right"] = bool(torch.allclose(torch.from_numpy(found[0]), model(other)["logits"], atol=1e-4))
 told["axis"] = session.get_inputs()[0].shape[0]
 
+class Apart(nn.Module):
+    def forward(self, a, b, more):
+        return a - 2 * b + 3 * more["p"] - 5 * more["q"]
+
+one, two, three, four = (torch.randn(2, 3) for _ in range(4))
+given = {"b": one, "a": two, "more": {"q": three, "p": four}}
+turned = {"more": {"p": one, "q": two}, "a": three, "b": four}
+tell("turned", export(Apart(), given, folder / "turned.onnx", samples=[turned], measure=False), Apart())
+
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
 
 def fresh():
@@ -127,6 +136,7 @@ def test_onnx_files_run_in_onnxruntime(told):
     there, first = told["folder"]
     assert len(there) == 2 and first[1] not in there  # the weights of the first export are gone
     assert told["right"] and told["axis"] == "batch"
+    assert [one["difference"] <= 1e-6 for one in told["turned"]["checks"]] == [True, True]
     if SOAK:
         memory = told["inline"]["memory"]
         assert len(told["inline"]["files"]) == 1

@@ -7,6 +7,7 @@ import random
 import sys
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -268,10 +269,13 @@ def _checks(
     name: str,
 ) -> list[Check]:
     run = writer.load(made)
+    traced = calls[0][1]
     checks = []
     for (what, call), live in zip(calls, expected, strict=True):
         try:
-            found = [tensor.detach().cpu() for tensor in run(_copied(_moved(call, home)))]
+            found = [
+                tensor.detach().cpu() for tensor in run(_copied(_moved(_in_order_of(traced, call), home)))
+            ]
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -312,6 +316,19 @@ def _mapped(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, call
     )
     return changed
+
+
+def _in_order_of(first: Any, other: Any) -> Any:
+    """The other with the keys of its dicts in the first one's order, in which a file's inputs are numbered."""
+    kind = type(first)
+    if kind is not type(other):
+        return other
+    if kind in (dict, OrderedDict):
+        keys = [key for key in first if key in other] + [key for key in other if key not in first]
+        return kind((key, _in_order_of(first.get(key), other[key])) for key in keys)
+    if kind in (tuple, list) and len(first) == len(other):
+        return kind(_in_order_of(one, two) for one, two in zip(first, other, strict=True))
+    return other
 
 
 def _tensors(call: Call) -> list[torch.Tensor]:
