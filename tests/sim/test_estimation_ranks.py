@@ -77,7 +77,8 @@ def test_a_script_of_its_own_ranks_is_run_as_one_of_them(tmp_path):
 def test_a_replica_has_the_whole_model_and_its_buckets(tmp_path):
     found = estimate(tmp_path, MODEL + REPLICATED + TRAINING, ranks=8, rank=3, record=True)
     has_the_parts_of(found, WEIGHTS)
-    assert found["peak_allocated"] > 5 * WEIGHTS  # parameters, gradients, two states, buckets
+    # Parameters, gradients, two states; buckets, and what a step makes meanwhile.
+    assert found["peak_allocated"] > 5.9 * WEIGHTS, found["peak_allocated"] / WEIGHTS
 
 
 @pytest.mark.parametrize("spread", ["ddp", "fsdp", "tp"] if SOAK else ["tp"])
