@@ -324,13 +324,14 @@ static mo_status grant_zone(mo_pool *pool, mo_zone *zone, mo_detail *detail)
 
 mo_status mo_pool_grant_again(mo_pool *pool, mo_detail *detail)
 {
-    mo_arena *lists[2];
+    enum { LISTS = 2 };
+    mo_arena *lists[LISTS];
     mo_status status = MO_OK;
 
     mo_lock_take(&pool->lock);
     lists[0] = pool->arenas;
     lists[1] = pool->retired;
-    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++)
+    for (size_t i = 0; i < LISTS; i++)
         for (mo_arena *arena = lists[i]; arena; arena = arena->next)
             MO_EACH_ZONE (zone, arena)
                 if (!status)

@@ -103,7 +103,7 @@ static mo_status write_index(mo_shared_builder *b, mo_shared_header *h, uint64_t
     mo_status status;
 
     h->slots = mo_shared_slots(b->count);
-    if (!h->slots || !mo_mul_ok((size_t)b->count, 2 * h->width, &table) ||
+    if (!h->slots || !mo_mul_ok((size_t)b->count, (size_t)2 * h->width, &table) ||
         !mo_align_up_ok(table, 8, &table) || !mo_mul_ok((size_t)h->slots, 8, &index) ||
         !mo_add_ok(table, index, &all))
         return mo_fail(detail, MO_OVERFLOW, 0, "a shared dict of %" PRIu64 " entries", b->count);

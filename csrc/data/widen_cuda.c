@@ -19,8 +19,8 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_widen_job *j
         .channels = (unsigned)job->channels,
         .scale = job->scale,
         .divide = job->divide,
-        .aligned = job->source % (4 * mo_number_size(job->source_kind)) == 0 &&
-                   job->target % (4 * mo_float_size(job->target_kind)) == 0,
+        .aligned = job->source % ((uint64_t)4 * mo_number_size(job->source_kind)) == 0 &&
+                   job->target % ((uint64_t)4 * mo_float_size(job->target_kind)) == 0,
         .source_kind = (unsigned char)job->source_kind,
         .target_kind = (unsigned char)job->target_kind,
     };

@@ -26,8 +26,10 @@ static void fail_nothing(void)
         failing.after[call] = -1;
         failing.calls[call] = 0;
     }
-    failing.once = failing.damaged = 0;
-    failing.at_most = failing.room = SIZE_MAX;
+    failing.once = 0;
+    failing.damaged = 0;
+    failing.at_most = SIZE_MAX;
+    failing.room = SIZE_MAX;
 }
 
 static void fail_after(failing_call call, long after, int code, bool once)
