@@ -237,10 +237,9 @@ PyDoc_STRVAR(
     "Copies each tensor of hosts to the one of tensors in its place, of equal bytes, on one device; they\n"
     "may be of any type that DLPack has. pinned: bytes, a flag a tensor: one that is copied from where it\n"
     "lies. The others' bytes are put into room first, (memory, begin, end): of torch.uint8 in pinned\n"
-    "memory, each from a multiple of 64 behind begin on; None where all are pinned. As copy_in in all else: "
-    "one ticket, 0 where there is nothing to\n"
-    "copy. Until the copy is over room, tensors and what is pinned must be kept and left as they are; the\n"
-    "rest is free at once. After an error nothing is on its way.");
+    "memory, each from a multiple of 64 behind begin on; None where all are pinned. As copy_in in all else:\n"
+    "one ticket, 0 where there is nothing to copy. Until the copy is over room, tensors and what is pinned\n"
+    "must be kept and left as they are; the rest is free at once. After an error nothing is on its way.");
 
 static PyObject *copy_batch(PyObject *module, PyObject *args)
 {

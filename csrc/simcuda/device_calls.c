@@ -48,8 +48,9 @@ void sim_user_code_end(void)
 }
 
 /* fork() copies the calling thread alone. The lock is held across it, so that the child's copy of the device
- * is whole and its lock has an owner that can release it; where the parent has used it, the child then answers
- * NOT_INITIALIZED to everything, as CUDA does, and else has a device of its own. The condition variable may have had waiters, who are gone: it is made anew. */
+ * is whole and its lock has an owner that can release it; where the parent has used the device, the child then
+ * answers NOT_INITIALIZED to everything, as CUDA does, and else has a device of its own. The condition variable
+ * may have had waiters, who are gone: it is made anew. */
 static void after_fork_in_child(void)
 {
     forked = forked || sim_initialised;
