@@ -105,3 +105,14 @@ def test_without_workers_it_says_so():
     assert [int(batch) for batch in found] == [1, 1, 1] and "num_workers is 0" in str(found)
     with pytest.raises(ValueError, match="interval=-1"):
         watch([], interval=-1)
+
+
+def test_a_short_epoch_is_looked_at_before_its_workers_are_gone():
+    names = [f"name {i:07d}" for i in range(200_000)]
+    loader = DataLoader(
+        Names(names), batch_size=500, shuffle=True, num_workers=2, multiprocessing_context="fork"
+    )
+    found = watch(loader)  # by itself a look a second, and the epoch takes less
+    for _ in found:
+        pass
+    assert found.copied > 1 << 20

@@ -11,6 +11,7 @@ from memopt.log import logger
 
 _SHOWN = 3  # containers of a report
 _LEAST_BYTES = 4 << 20  # of growth that is worth a warning
+_FIRST_PAUSE = 0.02  # seconds between the first two looks; each pause is twice the one before
 _LEAST_SHARE = 0.1  # of it in the container: less may be anything
 
 
@@ -42,12 +43,14 @@ class WorkerWatch:
         loading = batches if hasattr(batches, "_workers") else getattr(batches, "source", None)
         pids = [one.pid for one in getattr(loading, "_workers", ())]
         due = 0.0  # the first look is after the first batch: what a worker does to begin with is behind it
+        pause = min(_FIRST_PAUSE, self._interval)  # at the end of a short epoch the workers are gone
         try:
             for batch in batches:
                 yield batch
                 if time.monotonic() >= due:
                     self._look(pids)
-                    due = time.monotonic() + self._interval
+                    due = time.monotonic() + pause
+                    pause = min(2 * pause, self._interval)
         finally:
             self._look(pids)
             if self._first:
@@ -110,7 +113,7 @@ def watch(loader: Iterable[Any], *, interval: float = 1.0) -> WorkerWatch:
     large enough to be what is copied, with their mend. Files (a memory-mapped data set) are shown apart: they are
     page cache. What grew is measured, which container it was is inferred from its size.
 
-    interval: seconds between looks, each some milliseconds a worker. The report is logged as a warning at the end
+    interval: seconds between looks, at first less; each takes some milliseconds a worker. The report is logged as a warning at the end
     of an epoch in which the workers have copied more than 4 MiB and a container is found. Needs Linux."""
     if interval < 0:
         raise ValueError(f"interval={interval}: 0 or more seconds")
