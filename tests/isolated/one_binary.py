@@ -1,11 +1,14 @@
 """The smoke test that one built extension passes under every torch: run by benchmarks/torch_versions.py and by the
-tests in an environment with a CUDA build of torch. Prints a JSON object; any failure is an exception."""
+tests in an environment with a CUDA build of torch. Of the memopt that Python finds, where there is one, else of the
+source tree. Prints a JSON object; any failure is an exception."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if importlib.util.find_spec("memopt") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from memopt import _C, sim
 
@@ -52,6 +55,7 @@ def main() -> dict[str, object]:
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
         "extension": Path(_C.__file__).name,
+        "installed": not (Path(memopt.__file__).parents[1] / "setup.py").exists(),
         "allocations": stats["allocations"],
         "bytes_before": before,
         "bytes_after": sim.stats()["bytes"],

@@ -1,7 +1,9 @@
 """The trace of memopt's allocator under torch: what it tells, what it is replayed as, stacks, threads and exits."""
 
+import contextlib
 import json
 import threading
+import time
 
 import pytest
 import torch
@@ -124,23 +126,26 @@ def test_stacks_are_taken_on_autograds_threads():
 def test_a_thread_that_allocates_and_one_that_frees_do_not_wait_for_each_other():
     """Stacks take the GIL in the midst of a request; the other thread frees with the GIL held."""
     tracing.record_trace(capacity=100_000, stacks=True)
-    blocks, done = [], threading.Event()
+    blocks = []
 
     def allocate():
         for i in range(3000):
+            while len(blocks) > 100:  # whoever frees is behind
+                time.sleep(0)
             blocks.append(torch.empty(1 + i % 7 * MIB, dtype=torch.uint8, device="cuda"))
-        done.set()
 
     def free():
-        while blocks or not done.is_set():
-            if blocks:
+        while blocks or any(thread.is_alive() for thread in allocating):
+            with contextlib.suppress(IndexError):  # the other one had the last
                 blocks.pop()
 
-    threads = [threading.Thread(target=target) for target in (allocate, allocate, free, free)]
-    for thread in threads:
+    # Daemons: what hangs is to fail, and not to hold up the process's end.
+    allocating = [threading.Thread(target=allocate, daemon=True) for _ in range(2)]
+    freeing = [threading.Thread(target=free, daemon=True) for _ in range(2)]
+    for thread in (*allocating, *freeing):
         thread.start()
-    for thread in threads:
-        thread.join(60)
+    for thread in (*allocating, *freeing):
+        thread.join(120)
         assert not thread.is_alive()
     assert len(events("alloc")) > 5000
     tracing.stop_trace()
