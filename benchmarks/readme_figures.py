@@ -409,7 +409,7 @@ def demo() -> str:
         kept = f"within {mib_of_bytes(task['budget'], 1)}: {'kept' if task['kept'] else 'NOT kept'}"
         for name, run, predicted in (
             (task["about"], plain, ""),
-            (kept, within, mib_of_bytes(within["plan"]["peak_bytes"], 1)),
+            (kept, within, mib_of_bytes(within["predicted"], 1)),
         ):
             lines.append(
                 f"| {name} | {mib_of_bytes(run['peak'], 1)} | {predicted} | {run['seconds'] * 1e3:.0f} ms "

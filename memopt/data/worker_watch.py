@@ -113,8 +113,9 @@ def watch(loader: Iterable[Any], *, interval: float = 1.0) -> WorkerWatch:
     large enough to be what is copied, with their mend. Files (a memory-mapped data set) are shown apart: they are
     page cache. What grew is measured, which container it was is inferred from its size.
 
-    interval: seconds between looks, at first less; each takes some milliseconds a worker. The report is logged as a warning at the end
-    of an epoch in which the workers have copied more than 4 MiB and a container is found. Needs Linux."""
+    interval: seconds between looks, at first less; each takes some milliseconds a worker. The report is logged as a
+    warning at the end of an epoch in which the workers have copied more than 4 MiB and a container is found. Needs
+    Linux."""
     if interval < 0:
         raise ValueError(f"interval={interval}: 0 or more seconds")
     return WorkerWatch(loader, interval)

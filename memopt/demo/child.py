@@ -41,6 +41,7 @@ def main() -> None:
             return
         training = within
         plan = facts["plan"] = within.plan.as_dict()
+        found["predicted"] = within.plan.peak_bytes + within.beside
         found["plan"] = {key: value for key, value in plan.items() if key != "stages"}
     found |= measured_run.run(training, asked.steps, device, tell, facts=facts, path=asked.recording)
     found["held_out"] = task.evaluate(training.model)

@@ -19,7 +19,8 @@ LEARNED = 0.9  # a training that ends above this share of its first loss has lea
 class TaskResult:
     """Of one task. budget: bytes, half of the plain step's peak. plain, within: what the processes told at their end:
     "peak" (bytes), "by_category", "seconds" (a step's, the median), "losses", "loss" (the mean of the last five),
-    "held_out"; of the second "plan", too, or "infeasible", why there is none."""
+    "held_out"; of the second "plan" and "predicted" (bytes, with what lies beside the plan), too, or "infeasible", why
+    there is none."""
 
     name: str
     about: str

@@ -46,7 +46,7 @@ def _rows(task: TaskResult) -> list[str]:
         return [*rows, f"    {label}{'no':>39}"]
     kept = "yes" if task.kept else "NO"
     rows.append(
-        f"    {label}{size(within['peak']):>13}{size(within['plan']['peak_bytes']):>13}{kept:>13}"
+        f"    {label}{size(within['peak']):>13}{size(within['predicted']):>13}{kept:>13}"
         f"{_time(within['seconds']):>11}{within['loss']:>12.4f}"
     )
     ratio, more = within["peak"] / plain["peak"], within["loss"] - plain["loss"]

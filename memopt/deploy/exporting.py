@@ -95,9 +95,7 @@ def export(
             calls = [(f"the sample, {_shapes(call)}", call), *others]
             if size is not None:
                 calls += [_named(batch.of_size(call, size, count)) for count in _other_sizes(size)]
-            with nothing_changes(list(model.parameters()), list(model.buffers())):
-                # One after the other, as the file's are run: a model may count its calls.
-                expected = [_live(model, one, what) for what, one in calls[: None if verify else 1]]
+            expected = _outputs(model, calls) if verify else []
             said.clear()  # what the model warns of when it runs is no news of the exporter's
             home = _home(plain)
             traced = _moved(call, home)
@@ -105,7 +103,12 @@ def export(
             if size is not None and name != "torchscript":
                 traced = batch.of_size(traced, size, max(size, 2))  # torch.export takes 1 for a constant
                 asked = Asked(batch.dynamic(plain.module, traced, max(size, 2)), asked.options)
-            program = _written(writer, plain, traced, made, asked, name)
+            try:
+                program = _written(writer, plain, traced, made, asked, name)
+            except Exception:
+                if not verify:
+                    _outputs(model, calls[:1])  # where it does not run itself, that is what is to be said
+                raise
             checks = _checks(writer, made, calls, expected, home, tolerance, name) if verify else []
             memory, why = None, ""
             if measure:
@@ -229,6 +232,12 @@ def _nothing_changes(model: nn.Module, plain: PlainModel) -> Iterator[None]:
                 stack.callback(setattr, module, "require_forward_param_sync", synced)
                 module.require_forward_param_sync = False
         yield
+
+
+def _outputs(model: nn.Module, calls: list[tuple[str, Call]]) -> list[list[torch.Tensor]]:
+    """One after the other, as the file's are run: a model may count its calls."""
+    with nothing_changes(list(model.parameters()), list(model.buffers())):
+        return [_live(model, call, what) for what, call in calls]
 
 
 def _live(model: nn.Module, call: Call, what: str) -> list[torch.Tensor]:
