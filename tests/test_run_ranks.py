@@ -99,7 +99,8 @@ DIES = """
 import os, pathlib, time
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), 9)
-while '"ended"' not in pathlib.Path("out/rank1.json").read_text():
+other = pathlib.Path("out/rank1.json")  # it may start later
+while not (other.exists() and '"ended"' in other.read_text()):
     time.sleep(0.05)
 """
 
