@@ -41,6 +41,17 @@ def build_failures(session: pytest.Session) -> dict[str, str | None]:
 _FAILURES: pytest.StashKey[dict[str, str | None]] = pytest.StashKey()
 
 
+def tests_of(file: Path) -> list[str]:
+    """Names of the tests in a file and in the headers beside it that it includes, in their order."""
+    found: list[str] = []
+    for name, header in re.findall(r'^(?:TEST\((\w+)\)|#include "(\w+\.h)")', file.read_text(), re.M):
+        if name:
+            found.append(name)
+        elif (beside := file.parent / header).exists():
+            found += tests_of(beside)
+    return found
+
+
 class CFile(pytest.File):
     @property
     def binary(self) -> str:
@@ -49,7 +60,10 @@ class CFile(pytest.File):
         return f"build/c/{kind}/{self.path.relative_to(ROOT / 'tests/c').with_suffix('')}"
 
     def collect(self):
-        for name in re.findall(r"^TEST\((\w+)\)", self.path.read_text(), re.M):
+        names = tests_of(self.path)
+        if not names:
+            raise self.CollectError(f"{self.path.name} has no TEST(name), nor has what it includes")
+        for name in names:
             yield CItem.from_parent(self, name=name)
 
     @cached_property
