@@ -151,3 +151,15 @@ def test_counts_are_those_of_all_processes_and_their_files_go(tmp_path):
     assert os.path.isdir(folder)
     del dataset
     assert not os.path.exists(folder)
+
+
+def test_what_was_made_between_the_look_and_the_lease_is_not_made_again(tmp_path, monkeypatch):
+    made = []
+    call = cached(lambda x: made.append(x) or x + 1, tmp_path, version=1, ignore=("made",))
+    assert call(1) == 2
+    folder = call.cache.folder
+    get = folder.get
+    misses = iter([(False, None)])  # the first look came too early
+    monkeypatch.setattr(folder, "get", lambda key: next(misses, None) or get(key))
+    assert call(1) == 2 and made == [1]
+    assert not [*tmp_path.rglob("*.lease")]

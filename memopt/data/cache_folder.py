@@ -108,6 +108,10 @@ class CacheFolder:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
+    def has(self, key: str) -> bool:
+        """Whether there is an entry, which may yet prove damaged."""
+        return os.path.exists(self.path(key))
+
     def lease(self, key: str) -> tuple[bool, str | None]:
         """(whether the caller is to make the entry, the path of the lease that it holds for that and is to release).
         False: another process makes it. A lease is not held, either, where none can be had."""
@@ -119,8 +123,8 @@ class CacheFolder:
 
     def wait(self, key: str) -> bool:
         """Waits for another process to make the entry; False: it did not, and has no claim any more."""
-        lease, path = self._beside(key, "lease"), self.path(key)
-        arrived = cache_lease.wait(lease, lambda: os.path.exists(path), lambda: self._clock(lease))
+        lease = self._beside(key, "lease")
+        arrived = cache_lease.wait(lease, lambda: self.has(key), lambda: self._clock(lease))
         if not arrived:
             cache_lease.release(lease)
         return arrived

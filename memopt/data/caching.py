@@ -117,14 +117,15 @@ class Cache:
             counters.add("hits")
             return value
         to_make, lease = self.folder.lease(key)
-        if not to_make and self.folder.wait(key):
-            found, value = self.folder.get(key)
-            if found:
-                counters.add("hits")
-                counters.add("waited")
-                return value
-        counters.add("misses")
         try:
+            # Who had the lease may have made it since the first look.
+            if self.folder.has(key) if to_make else self.folder.wait(key):
+                found, value = self.folder.get(key)
+                if found:
+                    counters.add("hits")
+                    counters.add("waited")
+                    return value
+            counters.add("misses")
             value = make()
             self.folder.put(key, value)
         finally:
