@@ -1,6 +1,6 @@
 """C tests as pytest items: a file's names are its TEST(name)s, its binary is started once for all that were selected,
-and each line it prints ("ok name", "not ok name: why") is an outcome. `make` builds the binaries of all selected files
-at once, on all cores, when the first of them is wanted."""
+and each line it prints ("ok name", "not ok name: why", "skip name: why") is an outcome. `make` builds the binaries of
+all selected files at once, on all cores, when the first of them is wanted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import subprocess
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -52,6 +53,12 @@ def tests_of(file: Path) -> list[str]:
     return found
 
 
+class Skip(NamedTuple):
+    """What a test needs is not here."""
+
+    why: str
+
+
 class CFile(pytest.File):
     @property
     def binary(self) -> str:
@@ -67,7 +74,7 @@ class CFile(pytest.File):
             yield CItem.from_parent(self, name=name)
 
     @cached_property
-    def outcomes(self) -> dict[str, str | None]:
+    def outcomes(self) -> dict[str, str | Skip | None]:
         """A name's failure, None where it passed. Asked for by the first test of the file that runs."""
         variant = self.config.getoption("--c-variant")
         binary = self.binary
@@ -77,12 +84,13 @@ class CFile(pytest.File):
         memcheck = ["valgrind", "-q", "--error-exitcode=99", "--leak-check=full", "--fair-sched=yes"]
         command = [*(memcheck if variant == "valgrind" else []), str(ROOT / binary), *names]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
-        result: dict[str, str | None] = {}
+        result: dict[str, str | Skip | None] = {}
         for line in done.stdout.splitlines():
-            if said := re.match(r"(not )?ok (\w+)(.*)", line):
-                result[said[2]] = said[2] + said[3] if said[1] else None
+            if said := re.match(r"(ok|not ok|skip) (\w+)(?:: )?(.*)", line):
+                failed = f"{said[2]}: {said[3]}"
+                result[said[2]] = {"ok": None, "not ok": failed, "skip": Skip(said[3])}[said[1]]
         talk = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
-        if done.returncode != 0 and not any(result.values()):
+        if done.returncode != 0 and not any(isinstance(why, str) for why in result.values()):
             # It died, or a sanitizer spoke at the end: nothing that it said before counts.
             return dict.fromkeys(names, f"{binary} ended with status {done.returncode}:\n{talk}")
         return {name: result.get(name, f"{binary} says nothing of it:\n{talk}") for name in names}
@@ -90,8 +98,11 @@ class CFile(pytest.File):
 
 class CItem(pytest.Item):
     def runtest(self) -> None:
-        if failure := self.parent.outcomes[self.name]:
-            raise AssertionError(failure)
+        outcome = self.parent.outcomes[self.name]
+        if isinstance(outcome, Skip):
+            pytest.skip(outcome.why)
+        if outcome:
+            raise AssertionError(outcome)
 
     def repr_failure(self, excinfo, style=None):
         if isinstance(excinfo.value, AssertionError):

@@ -4,17 +4,9 @@
 
 #include "../kernels/adam8.cuh"
 #include "float_cases.h"
-#include "test.h"
+#include "needs_isa.h"
 
 enum { BLOCKS = 5, ELEMENTS = BLOCKS * MO_ADAM8_ELEMENTS };
-
-static bool runs_here(void)
-{
-    if (mo_isa_best() >= ISA)
-        return true;
-    printf("# this processor has no %s: not run\n", mo_isa_name(ISA));
-    return false;
-}
 
 typedef struct blocks {
     shifted p, g, m_scale, v_scale;
@@ -104,8 +96,7 @@ TEST(blocks_are_the_specifications_bit_for_bit_over_many_steps)
 {
     uint64_t random = test_seed();
 
-    if (!runs_here())
-        return;
+    needs_isa(ISA);
     for (int round = 0; round < test_rounds(40, 4000); round++) {
         blocks one = blocks_of(), two = blocks_of();
         const uint32_t index = (uint32_t)test_random(&random) & ~255u;
@@ -136,6 +127,6 @@ TEST(no_elements_touch_nothing)
     const mo_adam_termsf c = {.factor = 1};
     const mo_run none = {.stored = 1};
 
-    if (runs_here())
-        RUN(&c, 0, &none);
+    needs_isa(ISA);
+    RUN(&c, 0, &none);
 }

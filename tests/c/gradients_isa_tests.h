@@ -6,16 +6,16 @@
 #include "gradients_oracle.h"
 #include "scaler/gradients_kernels.h"
 
-/* The table, or NULL where this processor has not the instructions. */
+/* The table. On a processor that has not the instructions, that it is refused is all there is to see. */
 static const mo_gradients_kernels *table(void)
 {
     mo_isa isa;
     mo_detail detail;
-    if (ISA <= mo_isa_best())
-        return mo_gradients_kernels_of(ISA);
-    CHECK_EQ(mo_isa_choose(mo_isa_name(ISA), &isa, &detail), MO_UNSUPPORTED);
-    printf("# %s\n", detail.text);
-    return NULL;
+    if (ISA > mo_isa_best()) {
+        CHECK_EQ(mo_isa_choose(mo_isa_name(ISA), &isa, &detail), MO_UNSUPPORTED);
+        TEST_SKIP("%s", detail.text);
+    }
+    return mo_gradients_kernels_of(ISA);
 }
 
 static bool same_lanes(const mo_gradients_lanes *a, const mo_gradients_lanes *b)
@@ -93,7 +93,7 @@ TEST(every_size_and_every_start)
     const mo_gradients_kernels *kernels = table();
     uint64_t seed = test_seed();
 
-    for (mo_float kind = MO_F32; kernels && kind < MO_FLOAT_COUNT; kind++)
+    for (mo_float kind = MO_F32; kind < MO_FLOAT_COUNT; kind++)
         for (size_t count = 1; count < 2200; count += count < 140 ? 1 : 97)
             for (size_t shift = 0; shift < 64 / mo_float_size(kind); shift += count < 140 ? 5 : 1) {
                 piece p = make_piece(kind, count, shift);
@@ -110,7 +110,7 @@ TEST(an_infinity_or_a_nan_in_any_place_is_the_top_and_in_the_sum)
     const float bad[] = {INFINITY, -INFINITY, NAN, -NAN};
     uint64_t seed = test_seed();
 
-    for (mo_float kind = MO_F32; kernels && kind < MO_FLOAT_COUNT; kind++)
+    for (mo_float kind = MO_F32; kind < MO_FLOAT_COUNT; kind++)
         for (size_t count = 1; count <= 200; count += count < 100 ? 33 : 100) {
             piece p = make_piece(kind, count, 3);
             fill(&p, &seed, -9, 3);
@@ -132,7 +132,7 @@ TEST(every_16_bit_pattern_under_many_scales)
     const float scales[] = {0.3f,   0.5f,  1,     3, 0x1p-16f, 0x1p-24f, 0x1p-126f,
                             1e-45f, 65536, 3e38f, 0, -0.7f,    INFINITY, NAN};
 
-    for (mo_float kind = MO_F16; kernels && kind <= MO_BF16; kind++)
+    for (mo_float kind = MO_F16; kind <= MO_BF16; kind++)
         for (size_t s = 0; s < sizeof scales / sizeof *scales; s++) {
             piece p = make_piece(kind, 0x10000, 0);
             for (size_t i = 0; i < p.count; i++)
@@ -157,7 +157,7 @@ TEST(norms_of_every_magnitude)
     uint64_t seed = test_seed();
     const int wide[] = {0, 20, 40, 60, 80, 120};
 
-    for (mo_float kind = MO_F32; kernels && kind < MO_FLOAT_COUNT; kind++) {
+    for (mo_float kind = MO_F32; kind < MO_FLOAT_COUNT; kind++) {
         const int low = kind == MO_F16 ? -24 : -149, high = kind == MO_F16 ? 14 : 126;
         for (int exponent = low; exponent <= high; exponent += kind == MO_F16 ? 1 : 3)
             for (size_t w = 0; w < sizeof wide / sizeof *wide; w++) {
@@ -183,7 +183,7 @@ TEST(sums_of_equal_numbers_stay_within_the_bound)
     const mo_gradients_kernels *kernels = table();
     uint64_t seed = test_seed();
 
-    for (int round = 0; kernels && round < test_rounds(300, 20000); round++) {
+    for (int round = 0; round < test_rounds(300, 20000); round++) {
         piece p = make_piece(MO_F32, 8192, 0);
         const float small = 1 + (float)(test_random(&seed) >> 40) * 0x1p-24f;
         const float large =
@@ -201,7 +201,7 @@ TEST(pieces_add_up)
     const mo_gradients_kernels *kernels = table();
     uint64_t seed = test_seed();
 
-    for (mo_float kind = MO_F32; kernels && kind < MO_FLOAT_COUNT; kind++) {
+    for (mo_float kind = MO_F32; kind < MO_FLOAT_COUNT; kind++) {
         piece p = make_piece(kind, 5000, 1);
         mo_gradients_lanes whole, parts;
         char *x = p.x;

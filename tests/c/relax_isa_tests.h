@@ -4,17 +4,9 @@
 
 #include <math.h>
 
-#include "test.h"
+#include "needs_isa.h"
 
 enum { ROOM = 80 };
-
-static bool runs_here(void)
-{
-    if (mo_isa_best() >= ISA)
-        return true;
-    printf("# this processor has no %s: not run\n", mo_isa_name(ISA));
-    return false;
-}
 
 static void fill(uint64_t *random, float *array, size_t count)
 {
@@ -28,7 +20,8 @@ TEST(the_least_is_taken_of_each_slot_and_nothing_else_is_touched)
 {
     uint64_t random = test_seed();
 
-    for (int round = 0; runs_here() && round < test_rounds(2000, 100000); round++) {
+    needs_isa(ISA);
+    for (int round = 0; round < test_rounds(2000, 100000); round++) {
         const size_t count = test_random(&random) % 67, shift = test_random(&random) % 5;
         const bool two = test_random(&random) % 2;
         const float seconds = (float)(test_random(&random) >> 40) * 0x1p-22f;
@@ -54,7 +47,8 @@ TEST(blocks_in_which_something_is_to_be_won_are_named)
 {
     uint64_t random = test_seed();
 
-    for (int round = 0; runs_here() && round < test_rounds(2000, 100000); round++) {
+    needs_isa(ISA);
+    for (int round = 0; round < test_rounds(2000, 100000); round++) {
         float best[MO_RELAX_BLOCKS + 3], left[MO_RELAX_BLOCKS + 3], right[MO_RELAX_BLOCKS + 3];
         uint32_t mask;
 

@@ -5,7 +5,8 @@
  *     TEST_MAIN
  *
  * A failed check says where and goes on with the next test (longjmp), so that one run shows every broken
- * test. A line a test goes to standard output, "ok NAME" or "not ok NAME: why", which is what pytest reads.
+ * test. A line a test goes to standard output, "ok NAME", "not ok NAME: why" or "skip NAME: why" (TEST_SKIP: what it
+ * needs is not here), which is what pytest reads.
  * `--list` prints the names; names as arguments run only those. MEMOPT_SEED sets the seed, MEMOPT_SOAK=1
  * takes the long form of every test_rounds(). */
 #ifndef MEMOPT_TEST_H
@@ -26,6 +27,8 @@ typedef struct test_case {
     struct test_case *next;
 } test_case;
 
+typedef enum test_outcome { TEST_PASSED, TEST_FAILED, TEST_SKIPPED } test_outcome;
+
 static test_case *test_first, **test_last = &test_first;
 static jmp_buf test_escape;
 static char test_why[4096];
@@ -45,7 +48,14 @@ static unsigned long test_checks;
     do {                                                                                                     \
         int at_ = snprintf(test_why, sizeof test_why, "%s:%d: ", __FILE__, __LINE__);                        \
         snprintf(test_why + at_, sizeof test_why - (size_t)at_, __VA_ARGS__);                                \
-        longjmp(test_escape, 1);                                                                             \
+        longjmp(test_escape, TEST_FAILED);                                                                   \
+    } while (0)
+
+/* Before anything that would have to be given back. */
+#define TEST_SKIP(...)                                                                                       \
+    do {                                                                                                     \
+        snprintf(test_why, sizeof test_why, __VA_ARGS__);                                                    \
+        longjmp(test_escape, TEST_SKIPPED);                                                                  \
     } while (0)
 
 #define CHECK(condition)                                                                                     \
@@ -102,12 +112,17 @@ __attribute__((unused)) static int test_rounds(int few, int many)
 }
 
 /* In a function of its own: setjmp spoils the locals of the one that calls it. */
-static bool test_passes(const test_case *t)
+static test_outcome test_run(const test_case *t)
 {
-    if (setjmp(test_escape) != 0)
-        return false;
-    t->run();
-    return true;
+    switch (setjmp(test_escape)) {
+    case TEST_PASSED:
+        t->run();
+        return TEST_PASSED;
+    case TEST_SKIPPED:
+        return TEST_SKIPPED;
+    default:
+        return TEST_FAILED;
+    }
 }
 
 static int test_main(int argc, char **argv)
@@ -124,9 +139,14 @@ static int test_main(int argc, char **argv)
         if (!wanted)
             continue;
         ran++;
-        if (test_passes(t)) {
+        switch (test_run(t)) {
+        case TEST_PASSED:
             printf("ok %s\n", t->name);
-        } else {
+            break;
+        case TEST_SKIPPED:
+            printf("skip %s: %s\n", t->name, test_why);
+            break;
+        default:
             printf("not ok %s: %s\n", t->name, test_why);
             failed++;
         }

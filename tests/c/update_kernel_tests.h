@@ -4,17 +4,9 @@
 
 #include "../kernels/dither.cuh"
 #include "float_cases.h"
-#include "test.h"
+#include "needs_isa.h"
 
 #define MOST 1100
-
-static bool runs_here(void)
-{
-    if (mo_isa_best() >= KERNELS.isa)
-        return true;
-    printf("# this processor has no %s: not run\n", mo_isa_name(KERNELS.isa));
-    return false;
-}
 
 /* Lengths 0 … 70, and some beyond. */
 static size_t next_length(size_t n)
@@ -106,8 +98,7 @@ TEST(adam_is_the_specifications_at_every_length_and_kind)
 {
     uint64_t random = test_seed();
 
-    if (!runs_here())
-        return;
+    needs_isa(KERNELS.isa);
     for (int round = 0; round < test_rounds(8, 400); round++)
         for (size_t n = 0; n < MOST; n = next_length(n))
             for (unsigned flags = 0; flags < 4; flags++) {
@@ -129,8 +120,7 @@ TEST(sgd_is_the_specifications_at_every_length_and_kind)
 {
     uint64_t random = test_seed();
 
-    if (!runs_here())
-        return;
+    needs_isa(KERNELS.isa);
     for (int round = 0; round < test_rounds(4, 100); round++)
         for (size_t n = 0; n < MOST; n = next_length(n))
             for (unsigned flags = 0; flags < 16; flags++) {
@@ -152,8 +142,7 @@ TEST(each_16_bit_number_is_widened_as_specified)
 {
     const mo_sgd_termsf c = {.factor = 1, .step_size = 1};
 
-    if (!runs_here())
-        return;
+    needs_isa(KERNELS.isa);
     for (mo_float kind = MO_F16; kind <= MO_BF16; kind++)
         for (unsigned first = 0; first < 3; first++) { /* misaligned, and never whole vectors only */
             const size_t n = 65536 - first;
@@ -178,8 +167,7 @@ TEST(rounding_to_16_bits_is_the_specifications_nearest_or_dithered)
     const mo_sgd_termsf c = {.factor = 1, .step_size = 1};
     uint64_t random = test_seed();
 
-    if (!runs_here())
-        return;
+    needs_isa(KERNELS.isa);
     for (int round = 0; round < test_rounds(40, 4000); round++)
         for (size_t n = 0; n < MOST; n = next_length(n)) {
             const mo_float kind = round & 1 ? MO_F16 : MO_BF16;
