@@ -65,8 +65,6 @@ class CpuBytes(AllocatorBytes):
 
 
 def allocator_bytes(device: torch.device | None) -> AllocatorBytes:
-    kind = device.type if device is not None else None
-    if kind == "cuda":
-        assert device is not None
+    if device is not None and device.type == "cuda":
         return CudaBytes(device)
-    return CpuBytes() if kind == "cpu" else AllocatorBytes()
+    return CpuBytes() if device is not None and device.type == "cpu" else AllocatorBytes()

@@ -29,23 +29,20 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.allocator = allocator_bytes(device)
         self.live = self.peak = self.made = 0
-        self.on = False
-        self.given = self.given_before = (
-            0  # bytes of its allocator's: of storages first seen while on; in all, before
-        )
-        self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.older: set[int] = set()  # of the known: those that were there before
+        self.given_before = 0  # bytes that the allocator had given then
         self.ignored: set[int] = set()
 
     def __enter__(self) -> Meter:
         self.allocator.start()
+        self.older = set(self.known)
         self.given_before, _ = self.allocator.restart()
-        self.on = True
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self.on = False
         self.allocator.stop()
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -58,21 +55,18 @@ class Meter(TorchDispatchMode):
     def see(self, storage: torch.UntypedStorage) -> None:
         identity = storage._cdata
         # torch keeps the Python object of a storage for as long as C++ uses it: the reference dies with the storage.
-        known = self.known.get(identity)
-        ref, before, given = known or (weakref.ref(storage, lambda _: self.died(identity)), 0, 0)
+        ref, before = self.known.get(identity) or (weakref.ref(storage, lambda _: self.died(identity)), 0)
         size = 0 if identity in self.ignored else storage.nbytes()
-        more = storage.nbytes() - given if given or (self.on and known is None) else 0
-        self.known[identity] = (ref, size, given + more)
-        self.given += more
+        self.known[identity] = (ref, size)
         self.live += size - before
         self.made += max(0, size - before)
         self.peak = max(self.peak, self.live)
 
     def died(self, identity: int) -> None:
-        _, size, given = self.known.pop(identity)
+        _, size = self.known.pop(identity)
         self.ignored.discard(identity)
+        self.older.discard(identity)
         self.live -= size
-        self.given -= given
 
     def unseen(self) -> int:
         """Bytes that live and that no operation put out: a number of Python's that a graph keeps is a tensor of 8
@@ -80,7 +74,9 @@ class Meter(TorchDispatchMode):
         if not isinstance(self.allocator, CpuBytes):
             return 0
         now, _ = self.allocator.now_and_peak()
-        return max(0, now - self.given_before - self.given)
+        storages = [ref() for identity, (ref, _) in self.known.items() if identity not in self.older]
+        seen = sum(int(one.nbytes()) for one in storages if one is not None)
+        return max(0, now - self.given_before - seen)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = self.made
