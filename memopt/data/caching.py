@@ -123,7 +123,8 @@ class Cache:
                 found, value = self.folder.get(key)
                 if found:
                     counters.add("hits")
-                    counters.add("waited")
+                    if not to_make:
+                        counters.add("waited")
                     return value
             counters.add("misses")
             value = make()

@@ -175,6 +175,10 @@ class _Search:
                 "pin_memory stays as it is: this process has asked CUDA for its devices already, and a fork of it "
                 "cannot use them; tune before torch.cuda.is_available() is called and anything is on the GPU"
             )
+        elif kind == tuning_trial.SILENT:
+            self.notes.append(
+                "pin_memory stays as it is: a fork that was asked for the accelerator gave no answer"
+            )
         elif best is not None:
             plain, pinned = (
                 self._try(best.settings._replace(pin_memory=pin), device=kind) for pin in (False, True)

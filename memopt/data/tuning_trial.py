@@ -31,7 +31,7 @@ _LOOK_SHARE = 4  # a look takes a fifth of the time at most: it holds up the pag
 _STEPS = 8  # between looks, of which the largest is what may come before the next one
 _SECONDS_TO_END = 5.0  # of a child that has said all
 _SECONDS_TO_ASK = 120.0  # a driver's start may take long
-UNFIT = "unfit"
+UNFIT, SILENT = "unfit", "silent"
 
 
 @dataclass
@@ -106,7 +106,8 @@ def measure(
 
 def accelerator_of_a_fork() -> str | None:
     """The kind of device ("cuda") that a fork of this process can use, None for none, UNFIT where this process has used
-    it. Asked in a fork: where torch counts the devices, no later fork of that process can use them."""
+    it, SILENT where the fork gave no answer. Asked in a fork: where torch counts the devices, no later fork of that
+    process can use them."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # as in measure()
@@ -116,9 +117,9 @@ def accelerator_of_a_fork() -> str | None:
         child.start()
     theirs.close()
     try:
-        found: str | None = ours.recv() if ours.poll(_SECONDS_TO_ASK) else None
-    except EOFError:  # the child died of the question
-        found = None
+        found: str | None = ours.recv() if ours.poll(_SECONDS_TO_ASK) else SILENT
+    except EOFError:  # it died of the question
+        found = SILENT
     finally:
         _end(child)
         ours.close()
