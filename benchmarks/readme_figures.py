@@ -104,6 +104,19 @@ def inverse(value: float) -> str:
     return COUNT(1 / value)
 
 
+def speed(claim: str, file: str, peer: str, case: str, contender: str) -> Row:
+    """How many times as fast as the peer."""
+    return Row(claim, file, f"{peer} 1", "{}", (Ratio(case, contender),))
+
+
+def pair(
+    claim: str, file: str, case: str, show: Callable[[float], str], peer: tuple[str, str], contender: str
+) -> Row:
+    """A figure of both. peer: how it is called here, and in the JSON."""
+    called, other = peer
+    return Row(claim, file, f"{called} {{}}", "{}", (Value(case, other, show), Value(case, contender, show)))
+
+
 ROWS = [
     Row(
         "device that nine training loops need, live peak = 1, mean",
@@ -127,26 +140,20 @@ ROWS = [
             Value(HELD, "memopt", DIGITS3),
         ),
     ),
-    Row(
+    speed(
         "gradients unscaled and clipped, 98 million, CPU",
         "bench_scaler",
-        "torch 1",
-        "{}",
-        (Ratio(f"unscale and clip, {BIG}", "memopt"),),
+        "torch",
+        f"unscale and clip, {BIG}",
+        "memopt",
     ),
-    Row(
-        "… and AdamW's step",
-        "bench_optim",
-        "torch, fused 1",
-        "{}",
-        (Ratio(f"unscale, clip and AdamW, {BIG}", "memopt"),),
-    ),
-    Row(
+    speed("… and AdamW's step", "bench_optim", "torch, fused", f"unscale, clip and AdamW, {BIG}", "memopt"),
+    speed(
         "… 50 million in 5000 tensors",
         "bench_optim",
-        "torch, fused 1",
-        "{}",
-        (Ratio(f"unscale, clip and AdamW, {MANY}", "memopt"),),
+        "torch, fused",
+        f"unscale, clip and AdamW, {MANY}",
+        "memopt",
     ),
     Row(
         "AdamW's states, bytes a parameter",
@@ -161,34 +168,30 @@ ROWS = [
             ),
         ),
     ),
-    Row(
+    pair(
         "… loss with them, held out, mean of 3 seeds",
         "convergence_8bit",
-        "fp32 states {}",
-        "{}",
-        (
-            Value("held-out loss, mean of 3 seeds", "fp32 states", number(4)),
-            Value("held-out loss, mean of 3 seeds", "memopt, 8-bit states", number(4)),
-        ),
+        "held-out loss, mean of 3 seeds",
+        number(4),
+        ("fp32 states", "fp32 states"),
+        "memopt, 8-bit states",
     ),
-    Row(
+    pair(
         "what a checkpointed region of four operations costs",
         "bench_checkpoint",
-        "torch {}",
-        "{}",
-        (
-            Value("over the plain region: a region of four operations", "torch", number(0, " µs")),
-            Value("over the plain region: a region of four operations", "memopt", number(0, " µs")),
-        ),
+        "over the plain region: a region of four operations",
+        number(0, " µs"),
+        ("torch", "torch"),
+        "memopt",
     ),
-    Row(
+    speed(
         "step of a chain of convolutions in the memory of torch's fastest way of checkpointing",
         "bench_checkpoint",
-        "torch 1",
-        "{}",
-        (Ratio(CHAIN, SEQUENTIAL.format(12)),),
+        "torch",
+        CHAIN,
+        SEQUENTIAL.format(12),
     ),
-    Row("… of a GPT", "bench_checkpoint", "torch 1", "{}", (Ratio(GPT, SEQUENTIAL.format(8)),)),
+    speed("… of a GPT", "bench_checkpoint", "torch", GPT, SEQUENTIAL.format(8)),
     Row(
         "`auto_checkpoint`: live bytes, of 30 runs the one nearest its budget",
         "bench_auto_checkpoint",
@@ -240,22 +243,20 @@ ROWS = [
         "{}",
         (Value("seconds at full size, the slowest", "estimate", number(1, " s")),),
     ),
-    Row(
+    speed(
         "`memopt.backward` in a step that fits",
         "bench_backward",
-        "`loss.backward()` 1",
-        "{}",
-        (Ratio("a step of gpt-small, nothing fails", "memopt.backward"),),
+        "`loss.backward()`",
+        "a step of gpt-small, nothing fails",
+        "memopt.backward",
     ),
-    Row(
+    pair(
         "`offload_activations`: peak, 12 blocks of width 1024, simulated device",
         "bench_offload_activations",
-        "plain {}",
-        "{}",
-        (
-            Value("peak, native allocator", "plain", MIB),
-            Value("peak, native allocator", "offload", MIB),
-        ),
+        "peak, native allocator",
+        MIB,
+        ("plain", "plain"),
+        "offload",
     ),
     Row(
         "`offload_layers`: the same",
@@ -279,84 +280,74 @@ ROWS = [
             Value(f"samples computed for nothing, {NEAR}", "memopt", COUNT),
         ),
     ),
-    Row(
+    speed(
         "`Prefetcher`: an epoch of uint8 images, normalised on the device, simulated device",
         "bench_prefetcher",
-        "DataLoader, pinned 1",
-        "{}",
-        (Ratio("images, 8 of 64 x 3 x 224 x 224", "memopt"),),
+        "DataLoader, pinned",
+        "images, 8 of 64 x 3 x 224 x 224",
+        "memopt",
     ),
-    Row(
+    speed(
         "… of small token tensors",
         "bench_prefetcher",
-        "DataLoader, pinned 1",
-        "{}",
-        (Ratio("as they come: 50 of tokens", "memopt"),),
+        "DataLoader, pinned",
+        "as they come: 50 of tokens",
+        "memopt",
     ),
-    Row(
+    pair(
         "… pinned host memory for it",
         "bench_prefetcher",
-        "by hand {}",
-        "{}",
-        (
-            Value("pinned bytes, images: 64 x 3 x 224 x 224", "by hand", mib_of_bytes),
-            Value("pinned bytes, images: 64 x 3 x 224 x 224", "memopt", mib_of_bytes),
-        ),
+        "pinned bytes, images: 64 x 3 x 224 x 224",
+        mib_of_bytes,
+        ("by hand", "by hand"),
+        "memopt",
     ),
-    Row(
+    pair(
         "2 million strings and four workers, in all",
         "bench_shared_list",
-        "list {}",
-        "{}",
-        (
-            Value("fork: the names in all, parent and 4 workers", "list", MIB),
-            Value("fork: the names in all, parent and 4 workers", "SharedStrings", MIB),
-        ),
+        "fork: the names in all, parent and 4 workers",
+        MIB,
+        ("list", "list"),
+        "SharedStrings",
     ),
-    Row(
+    speed(
         "… read in random order",
         "bench_shared_list",
-        "list 1",
-        "{}",
-        (Ratio("500000 names of 2000000, in random order", "SharedStrings"),),
+        "list",
+        "500000 names of 2000000, in random order",
+        "SharedStrings",
     ),
-    Row(
+    speed(
         "a second epoch of decoded JPEGs",
         "bench_cached",
-        "DataLoader alone 1",
-        "{}",
-        (Ratio("an epoch of 256 JPEGs of 640 x 480", "memopt.data.cached"),),
+        "DataLoader alone",
+        "an epoch of 256 JPEGs of 640 x 480",
+        "memopt.data.cached",
     ),
-    Row(
+    speed(
         "a shuffled epoch of rows in a file",
         "bench_mapped_dataset",
-        "numpy.memmap 1",
-        "{}",
-        (Ratio("a shuffled epoch of 4096 images", "MmapDataset, batches"),),
+        "numpy.memmap",
+        "a shuffled epoch of 4096 images",
+        "MmapDataset, batches",
     ),
-    Row(
+    pair(
         "`quantize_` to int8 weights, bytes a parameter",
         "bench_compress",
-        "fp32 {}",
-        "{}",
-        (
-            Value("bytes of memory a parameter: quantize_ int8_weight_only", "before", number(2)),
-            Value("bytes of memory a parameter: quantize_ int8_weight_only", "after", number(2)),
-        ),
+        "bytes of memory a parameter: quantize_ int8_weight_only",
+        number(2),
+        ("fp32", "before"),
+        "after",
     ),
-    Row(
+    speed(
         "… its time, checked and measured",
         "bench_compress",
-        "torchao 1",
-        "{}",
-        (Ratio("quantize_ int8_weight_only", "memopt"),),
+        "torchao",
+        "quantize_ int8_weight_only",
+        "memopt",
     ),
-    Row(
-        "`prune_` whole channels, the same",
-        "bench_compress",
-        "torch-pruning 1",
-        "{}",
-        (Ratio("prune_ structured", "memopt"),),
+    speed(
+        "`prune_` whole channels, the same", "bench_compress", "torch-pruning", "prune_ structured", "memopt"
     ),
     Row(
         "a recording, of a step of 50 ms with 2000 allocations",
