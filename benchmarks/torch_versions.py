@@ -34,8 +34,7 @@ def newest() -> str:
 
 def wheel() -> Path:
     subprocess.run(["make", "--silent", "wheel"], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
-    (found,) = (ROOT / "dist").glob("*.whl")
-    return found
+    return max((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
 
 
 def digest(home: Path) -> str:

@@ -132,7 +132,11 @@ def test_two_real_ranks_take_what_the_estimate_of_one_says(tmp_path, spread):
         )
         for rank in range(2)
     ]
-    peaks = [int(rank.communicate(timeout=600)[0].split()[-1]) for rank in ranks]
+    try:
+        peaks = [int(rank.communicate(timeout=600)[0].split()[-1]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     found = estimate(tmp_path, source, ranks=2, rank=0)
     # gloo scatters and gathers by way of a copy of all ranks' parts; NCCL, which is estimated, does not.
     copies = 0 if spread == "ddp" else WEIGHTS // 4
