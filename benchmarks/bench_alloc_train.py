@@ -12,7 +12,9 @@ that do nothing, and a device that counts every call and every byte. For each lo
 and the host's CPU time for torch.empty and del, in turns between processes that each have one allocator.
 
 With plenty memopt holds its default of 2 % above the live peak; on a smaller device it is told by memory_budget= that
-it may have all of it, which the others take anyway.
+it may have all of it, which the others take anyway. --lazy measures the mode that a GPU gets: the host is one step
+ahead, and memopt maps a granule at one address only (double_map=False). Without --lazy no work is ever pending, and
+double_map is on; the goals are of that mode.
 
 No context and no library workspaces but PyTorch's own cuBLAS ones are charged to the device. Each probe starts from a
 device that holds nothing: a process serves another probe only when it has given back every byte, and memopt, which
@@ -99,7 +101,10 @@ def serve(allocator: Allocator, real: bool = False) -> None:
             import memopt
 
             memory = request.get("memory", PLENTY)
-            mine = memopt.cuda.allocator(memory_budget=memory if memory < PLENTY else None)
+            # A GPU gets its default: each granule mapped at one address, and work that is not over yet.
+            mine = memopt.cuda.allocator(
+                memory_budget=memory if memory < PLENTY else None, double_map=not request.get("lazy", False)
+            )
             torch.cuda.memory.change_current_allocator(mine)
             given = True
         if "sizes" in request:
@@ -559,7 +564,7 @@ def main() -> int:
         report.note("runs", measured)
         peer = BEST_PEER if BEST_PEER in options.allocators else options.allocators[0]
         report_memory(report, measured, peer)
-        if "memopt" in options.allocators:
+        if "memopt" in options.allocators and not options.lazy:
             report_goals(report, measured)
     if options.only != "memory" and len(options.allocators) > 1:
         report_host_time(report, options.allocators)

@@ -82,6 +82,7 @@ def number(digits: int, unit: str = "") -> Callable[[float], str]:
 
 
 PEERS = "bench_alloc_train.peers"
+LAZY, LAZY_PEERS = "bench_alloc_train.lazy", "bench_alloc_train.peers.lazy"
 NINE = "frontier, mean"
 HELD = "held with no limit, mean"
 BIG = "98.4M parameters in 148 tensors"
@@ -117,29 +118,22 @@ def pair(
     return Row(claim, file, f"{called} {{}}", "{}", (Value(case, other, show), Value(case, contender, show)))
 
 
+def allocator_rows(mode: str, file: str, peers: str) -> list[Row]:
+    """The means over the nine training loops, in one mode of the device and of memopt's allocator."""
+
+    def row(claim: str, case: str) -> Row:
+        values = (Value(case, "native", DIGITS3, peers), Value(case, "expandable", DIGITS3, peers))
+        return Row(claim, file, "torch {}, expandable segments {}", "{}", (*values, Value(case, "memopt", DIGITS3)))
+
+    return [
+        row(f"device that nine training loops need, live peak = 1, mean; {mode}", NINE),
+        row("… memory held where there is plenty", HELD),
+    ]
+
+
 ROWS = [
-    Row(
-        "device that nine training loops need, live peak = 1, mean",
-        "bench_alloc_train",
-        "torch {}, expandable segments {}",
-        "{}",
-        (
-            Value(NINE, "native", DIGITS3, PEERS),
-            Value(NINE, "expandable", DIGITS3, PEERS),
-            Value(NINE, "memopt", DIGITS3),
-        ),
-    ),
-    Row(
-        "… memory held where there is plenty",
-        "bench_alloc_train",
-        "torch {}, expandable segments {}",
-        "{}",
-        (
-            Value(HELD, "native", DIGITS3, PEERS),
-            Value(HELD, "expandable", DIGITS3, PEERS),
-            Value(HELD, "memopt", DIGITS3),
-        ),
-    ),
+    *allocator_rows("a GPU's defaults, simulated", LAZY, LAZY_PEERS),
+    *allocator_rows("`double_map` on, no work pending, simulated", "bench_alloc_train", PEERS),
     speed(
         "gradients unscaled and clipped, 98 million, CPU",
         "bench_scaler",
