@@ -6,6 +6,8 @@ import copy
 import io
 import math
 import pickle
+import re
+from fractions import Fraction
 
 import pytest
 import torch
@@ -225,6 +227,21 @@ def test_an_amount_outside_of_0_to_1_is_a_value_error(amount):
 def test_an_amount_of_another_type_is_a_type_error(amount):
     with pytest.raises(TypeError, match="amount"):
         prune_(perceptron(4, 4), amount)
+
+
+@pytest.mark.parametrize(
+    "amount",
+    [50, 50.0, 2, 100, 0, 1, 7, 1.5, -3, 101, 10**400, Fraction(10**400)],
+    ids=lambda value: f"{value!r:.9}",
+)
+def test_the_share_that_a_refusal_proposes_is_taken(amount):
+    with pytest.raises((TypeError, ValueError), match="amount=") as raised:
+        prune_(perceptron(4, 4), amount)
+    proposed = re.findall(r"\(amount=(.*)\)", str(raised.value))
+    assert len(proposed) == (amount in (50, 2, 100, 0, 1, 7))
+    for share in map(float, proposed):
+        assert share == (amount if amount <= 1 else amount / 100)
+        prune_(perceptron(4, 4), share)
 
 
 def masked() -> nn.Module:

@@ -15,9 +15,18 @@ def fraction(amount: Any, what: str = "amount") -> float:
         )
     if isinstance(amount, numbers.Integral):
         raise TypeError(
-            f"{what}={amount!r} is an integer: expected a share, a float between 0 and 1 ({what}={float(amount)})"
+            f"{what}={amount!r} is an integer: expected a share, a float between 0 and 1{_proposed(amount, what)}"
         )
-    value = float(amount)
-    if not 0.0 <= value <= 1.0:  # NaN is neither
-        raise ValueError(f"{what}={amount!r}: expected a share, a float between 0 and 1")
-    return value
+    value: Any = amount  # not a float yet: a Fraction may be too large for one
+    if not 0 <= value <= 1:  # NaN is neither
+        raise ValueError(
+            f"{what}={amount!r}: expected a share, a float between 0 and 1{_proposed(amount, what)}"
+        )
+    return float(value)
+
+
+def _proposed(amount: Any, what: str) -> str:
+    """The share that was likely meant: a number from 2 to 100 is a percentage. Empty where there is none."""
+    if 2 <= amount <= 100:
+        return f" ({what}={float(amount) / 100:g})"
+    return f" ({what}={float(amount)})" if 0 <= amount <= 1 else ""
