@@ -91,7 +91,7 @@ def test_without_pairs_what_is_trained_and_what_is_frozen_is_tied_apart():
     for layer in model.layers:
         layer.load_state_dict(model.layers[0].state_dict())
     model.layers[0].requires_grad_(False)
-    assert tie_(model).changed == ("layers.2.weight", "layers.2.bias")
+    assert tie_(model).changed == ("layers.2.weight",)
     assert model.layers[2].weight is model.layers[1].weight is not model.layers[0].weight
     assert [layer.weight.requires_grad for layer in model.layers] == [False, True, True]
 
@@ -101,11 +101,31 @@ def test_without_pairs_what_is_equal_is_tied():
     model.layers[2].load_state_dict(model.layers[0].state_dict())
     found = duplicates(model)
     assert found.equal == (("layers.0.weight", "layers.2.weight"), ("layers.0.bias", "layers.2.bias"))
+    assert found.could_save == (32 * 32 + 32) * 4
     report = tie_(model)
-    assert report.saved == found.could_save == (32 * 32 + 32) * 4
-    assert "other values" not in str(report) and duplicates(model).could_save == 0
-    with pytest.raises(ValueError, match="no two parameters of the model are equal"):
+    assert report.saved == 32 * 32 * 4 and "other values" not in str(report)
+    with pytest.raises(ValueError, match=r"no two matrices .* left out: layers.0.bias, layers.2.bias \(2\)"):
         tie_(model)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.02, float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_pairs_fresh_norms_biases_and_constants_train_on_apart(value, dtype):
+    model = Language()
+    model.layers.extend([nn.LayerNorm(32), nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 32)])
+    for layer in model.layers[5:]:
+        nn.init.zeros_(layer.bias)
+        nn.init.constant_(layer.weight, value)
+    model.embed.load_state_dict(model.head.state_dict())
+    report = tie_(model.to(dtype))
+    assert report.changed == ("head.weight",) and model.head.weight is model.embed.weight
+    left = {f"layers.{n}.{name}" for n in (3, 4, 5, 6) for name in ("weight", "bias")}
+    assert set(report.skipped) == left
+    parameters = [model.get_parameter(name) for name in left]
+    assert len({id(parameter) for parameter in parameters}) == len(left)
+    assert "layers.5.weight, layers.6.weight (2) stay: it equals another, but is one value" in str(report)
+    tie_(model, [("layers.3.weight", "layers.4.weight")])
+    assert model.layers[4].weight is model.layers[3].weight
 
 
 def test_it_is_saved_pickled_copied_and_loaded():

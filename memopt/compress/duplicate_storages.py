@@ -16,8 +16,9 @@ from memopt.storage_bytes import storage_bytes
 @dataclass(frozen=True)
 class Duplicates:
     """Names of parameters and buffers. `tied`: groups that lie in one storage, as one parameter under several names or
-    as views. `equal`: groups of the same shape, type and bytes, each in memory of its own: tie_() makes parameters
-    among them one. `could_save`: bytes of memory that would be freed if each group of `equal` were one."""
+    as views. `equal`: groups of the same shape, type and bytes, each in memory of its own: tie_() makes matrices
+    among them one, others where they are named. `could_save`: bytes of memory that would be freed if each group of
+    `equal` were one."""
 
     tied: tuple[tuple[str, ...], ...]
     equal: tuple[tuple[str, ...], ...]
@@ -97,6 +98,12 @@ def _beginning(tensor: torch.Tensor) -> tuple[int, ...]:
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Of two plain tensors of the same shape, type and device."""
     return bool(torch.equal(_as_bytes(one.detach()), _as_bytes(other.detach())))
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a plain tensor, which has some, are the same byte for byte."""
+    elements = _as_bytes(tensor.detach()).view(tensor.numel(), -1)
+    return bool((elements == elements[0]).all())
 
 
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

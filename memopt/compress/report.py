@@ -63,7 +63,7 @@ class Report:
         return self.accuracy_after - self.accuracy_before
 
     def __str__(self) -> str:
-        lines = [f"{self.technique}: {_shortened(self.changed)}"]
+        lines = [f"{self.technique}: {shortened(self.changed) or 'nothing changed'}"]
         lines.append(_line("memory", self.before.memory, self.after.memory))
         if self.before.disk is not None and self.after.disk is not None:
             lines.append(_line("on disk", self.before.disk, self.after.disk))
@@ -71,7 +71,11 @@ class Report:
             lines.append(
                 f"  accuracy {self.accuracy_before:.6g} -> {self.accuracy_after:.6g} ({self.accuracy_change:+.3g})"
             )
-        lines += [f"  {name} stays: {why}" for name, why in self.skipped.items()]
+        for why in dict.fromkeys(self.skipped.values()):
+            alike = [name for name, reason in self.skipped.items() if reason == why]
+            lines.append(
+                f"  {alike[0]} stays: {why}" if len(alike) == 1 else f"  {shortened(alike)} stay: {why}"
+            )
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -81,9 +85,11 @@ class Report:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def _shortened(names: tuple[str, ...]) -> str:
-    more = ", …" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{more} ({len(names)})" if names else "nothing changed"
+def shortened(names: Iterable[str]) -> str:
+    """The first names, and how many there are; empty where there are none."""
+    first = [*names]
+    more = ", …" if len(first) > 4 else ""
+    return f"{', '.join(first[:4])}{more} ({len(first)})" if first else ""
 
 
 def _line(what: str, before: int, after: int) -> str:

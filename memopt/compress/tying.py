@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from memopt.compress.all_or_nothing import Outcome, carry_out
-from memopt.compress.duplicate_storages import duplicates, same_bytes
+from memopt.compress.duplicate_storages import duplicates, is_constant, same_bytes
 from memopt.compress.model_checks import check_model, unusable
-from memopt.compress.report import Evaluate, Report
+from memopt.compress.report import Evaluate, Report, shortened
 
 _FUNCTION = "tie_"
 
@@ -23,7 +23,9 @@ def tie_(
 
     pairs: names (kept, tied): the second becomes the first, whose values stay. Both are parameters ("embed.weight",
         "head.weight"), or both modules with parameters of the same names and shapes ("layers.0", "layers.1"), each of
-        which is tied. None: all parameters that duplicates(model) finds equal byte for byte in storages of their own.
+        which is tied. None: the matrices (two dimensions or more) that duplicates(model) finds equal byte for byte in
+        storages of their own. Vectors and tensors of one repeated value are left out, and named in the report: fresh
+        norms and biases are equal because nothing has trained them yet. Name them in pairs to tie them.
     evaluate: a function of the model that returns its accuracy; it is called before and after, in eval mode and without
     gradients.
 
@@ -34,12 +36,14 @@ def tie_(
     parameters of other shapes, types, devices or requires_grad, one that would be tied to itself or to two others, and
     where there is nothing to tie."""
     check_model(model, _FUNCTION, replaces=True)
-    wanted = _equal_pairs(model) if pairs is None else list(_parameter_pairs(model, pairs))
+    skipped: dict[str, str] = {}
+    wanted = _equal_pairs(model, skipped) if pairs is None else list(_parameter_pairs(model, pairs))
     for kept, tied in wanted:
         _check(model, kept, tied)
     _check_chains(model, wanted)
 
     def change(outcome: Outcome) -> None:
+        outcome.skipped.update(skipped)
         for kept, tied in wanted:
             first, second = model.get_parameter(kept), model.get_parameter(tied)
             if not same_bytes(first, second):
@@ -52,7 +56,8 @@ def tie_(
     return carry_out(model, _FUNCTION, change, evaluate)
 
 
-def _equal_pairs(model: nn.Module) -> list[tuple[str, str]]:
+def _equal_pairs(model: nn.Module, skipped: dict[str, str]) -> list[tuple[str, str]]:
+    """Pairs of equal matrices. What is equal and is none goes to `skipped`, by name with the reason."""
     parameters = dict(model.named_parameters())
     found = []
     for group in duplicates(model).equal:
@@ -60,12 +65,27 @@ def _equal_pairs(model: nn.Module) -> list[tuple[str, str]]:
             alike = [
                 name for name in group if name in parameters and parameters[name].requires_grad == trained
             ]
-            found += [(alike[0], other) for other in alike[1:]]
+            if len(alike) < 2:
+                continue
+            if why := _accidental(parameters[alike[0]]):
+                skipped.update(dict.fromkeys(alike, why))
+            else:
+                found += [(alike[0], other) for other in alike[1:]]
     if not found:
+        left = f" (equal, and left out: {shortened(skipped)})" if skipped else ""
         raise ValueError(
-            f"{_FUNCTION}: no two parameters of the model are equal: name pairs= to tie what is not"
+            f"{_FUNCTION}: no two matrices of the model are equal{left}: name pairs= to tie other parameters"
         )
     return found
+
+
+def _accidental(parameter: torch.Tensor) -> str:
+    """Why a parameter may be equal to another without being meant as the same; empty where it hardly can."""
+    if parameter.dim() < 2:
+        return "it equals another, but is no matrix; name it in pairs to tie it"
+    if is_constant(parameter):
+        return "it equals another, but is one value throughout; name it in pairs to tie it"
+    return ""
 
 
 def _parameter_pairs(model: nn.Module, pairs: Any) -> Iterator[tuple[str, str]]:
