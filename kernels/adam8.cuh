@@ -10,7 +10,9 @@
  * v is dithered because a second moment moves by less than half a code a step: rounded to nearest it would stand still. And a v that
  * is not 0 never gets code 0: v' >= scale / 1015792, so a denominator may be too large but never vanishes.
  *
- * A NaN is passed over by the scales and gets the largest code, m of either sign. */
+ * An element whose v is not finite, because its gradient is not or because the gradient's square is beyond fp32, leaves the block
+ * no moments: the scales pass over it and both its codes are 0. Otherwise 255 neighbours would be lost beside it. Its parameter is
+ * updated with the moments as they are: NaN where the gradient was infinite or NaN, not moved where only the square overflowed. */
 #ifndef MO_ADAM8_CUH
 #define MO_ADAM8_CUH
 
@@ -27,6 +29,7 @@
 #define MO_ADAM8_SPAN_M 0x1.eep-1f   /* top - c */
 #define MO_ADAM8_SPAN_V 0x1.effep-1f /* top - c */
 #define MO_ADAM8_TINY   1e-30f /* a scale below this is as 0: what it could move is lost beside any eps */
+#define MO_ADAM8_HUGE   0x1.ep127f /* the largest scale, so that what a decoder multiplies with is finite */
 
 /* The dither of v: 2^32 / the golden ratio, 2^32 / sqrt(2). */
 #define MO_ADAM8_DITHER_INDEX 0x9E3779B1u
@@ -40,7 +43,7 @@ MO_BODY unsigned mo_adam8_dither(unsigned index, unsigned step)
 
 /* ---- of a block ------------------------------------------------------------------------------------------------------ */
 
-/* What a decoder multiplies with; scale is 0 or at least MO_ADAM8_TINY. */
+/* What a decoder multiplies with; scale is 0 or between MO_ADAM8_TINY and MO_ADAM8_HUGE. */
 MO_BODY float mo_adam8_unit_m(float scale)
 {
     return mo_mulf(scale, 1 / MO_ADAM8_SPAN_M);
@@ -54,7 +57,7 @@ MO_BODY float mo_adam8_unit_v(float scale)
 /* The new scale from the largest value, and what an encoder multiplies with. */
 MO_BODY float mo_adam8_scale(float largest)
 {
-    return largest < MO_ADAM8_TINY ? 0 : largest;
+    return largest < MO_ADAM8_TINY ? 0 : largest > MO_ADAM8_HUGE ? MO_ADAM8_HUGE : largest;
 }
 
 MO_BODY float mo_adam8_per_m(float scale)
@@ -68,6 +71,12 @@ MO_BODY float mo_adam8_per_v(float scale)
 }
 
 /* ---- of an element --------------------------------------------------------------------------------------------------- */
+
+/* Whether an element leaves the block its moments. With v its m is finite too. */
+MO_BODY int mo_adam8_is_kept(float v)
+{
+    return v <= MO_ADAM8_HUGE;
+}
 
 MO_BODY float mo_adam8_decode_m(unsigned code, float unit)
 {

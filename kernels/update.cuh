@@ -416,7 +416,7 @@ MO_BODY void mo_update_thread(const mo_update_work *w, unsigned thread, unsigned
 /* What a lane has of a block of 256 elements between its two halves: eight elements that follow each other. */
 typedef struct mo_update_lane {
     float m[8], v[8];
-    float largest_m, largest_v; /* |m| and v; a NaN is passed over */
+    float largest_m, largest_v; /* |m| and v */
 } mo_update_lane;
 
 /* How many of a lane's eight elements there are. */
@@ -491,6 +491,8 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned long long bl
             *m = mo_adam8_decode_m((unsigned)(codes_m >> (half * 4 + k) * 8) & 255, unit_m);
             *v = mo_adam8_decode_v((unsigned)(codes_v >> (half * 4 + k) * 8) & 255, unit_v);
             p[k] = mo_adam_elementf(&w->narrow.adam, flags, p[k], g[k], m, v, &unused);
+            if (!mo_adam8_is_kept(*v))
+                *m = *v = 0;
             if (k < n) {
                 const float magnitude = mo_float_from_bits(mo_float_bits(*m) & 0x7FFFFFFFu);
                 if (magnitude > held->largest_m)

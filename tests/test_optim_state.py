@@ -203,6 +203,47 @@ def test_which_parameters_have_8_bits_is_a_groups_option():
     assert kinds == [torch.uint8, torch.float32, torch.float32, torch.uint8]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [1e20, -3e38, float("inf"), float("-inf"), float("nan")])
+def test_a_gradient_that_is_huge_or_no_number_changes_its_own_parameter_alone(value, dtype):
+    """As with stock, and in 8 bits with the same bits as without it; in later steps too."""
+    (one, a), (other, b) = (ours_of(state_bits=8, dtype=dtype) for _ in range(2))
+    bad = [(5, 3), (4100,), (4095,), (7,), (15, 2, 9, 9)]
+    for number in range(6):
+        give_gradients(a, b, number=number)
+        for p, q, at in zip(a, b, bad, strict=True):
+            p.grad[at] = value if number == 1 else 0
+            q.grad[at] = 0
+        one.step()
+        other.step()
+        for p, q, at in zip(a, b, bad, strict=True):
+            apart = (p != q).nonzero().tolist()
+            assert apart in ([], [list(at)]), number
+            assert p[at].isfinite() or (number >= 1 and not torch.tensor(value).isfinite())
+            assert q.isfinite().all()
+    for p, at in zip(a, bad, strict=True):
+        assert p[at].isfinite() == torch.tensor(value).isfinite()
+
+
+def test_stocks_states_that_are_not_finite_are_loaded_into_8_bits_as_none():
+    """Their neighbours keep theirs; a first moment is not kept without its second, beside which it would be huge."""
+    stock = torch.optim.AdamW([torch.nn.Parameter(torch.ones(5000))], betas=(0.9, 0.999))
+    p = stock.param_groups[0]["params"][0]
+    p.grad = torch.ones_like(p)
+    p.grad[7], p.grad[300] = 1e30, float("nan")
+    stock.step()
+    eight, (a,) = ours_of(shapes=[(5000,)], state_bits=8)
+    eight.load_state_dict(stock.state_dict())
+    full = eight.state_dict(full=True)["state"][0]
+    for name in MOMENTS[:2]:
+        assert full[name][[7, 300]].tolist() == [0, 0]
+        assert torch.allclose(full[name][8:300], stock.state[p][name][8:300], rtol=1e-6)
+    a.grad = torch.ones_like(a)
+    before = a.detach().clone()
+    eight.step()
+    assert (a - before).abs().max() < 0.01
+
+
 @pytest.mark.parametrize("second", [False, True])
 def test_codes_and_numbers(second):
     """What a code stands for has that code; numbers come back within the bounds of kernels/adam8.cuh; 0 is

@@ -20,12 +20,14 @@ void mo_adam8_encode(bool second, const float *values, size_t count, uint8_t *co
         float largest = 0, per;
 
         for (size_t i = begin; i < end; i++)
-            if (fabsf(values[i]) > largest) /* a NaN is not */
+            if (isfinite(values[i]) && fabsf(values[i]) > largest)
                 largest = fabsf(values[i]);
         scales[begin / MO_ADAM8_BLOCK] = largest = mo_adam8_scale(largest);
         per = second ? mo_adam8_per_v(largest) : mo_adam8_per_m(largest);
-        for (size_t i = begin; i < end; i++)
-            codes[i] = (uint8_t)(second ? mo_adam8_encode_v(values[i], per, MO_ADAM8_NEAREST)
-                                        : mo_adam8_encode_m(values[i], per));
+        for (size_t i = begin; i < end; i++) {
+            const float value = isfinite(values[i]) ? values[i] : 0;
+            codes[i] = (uint8_t)(second ? mo_adam8_encode_v(value, per, MO_ADAM8_NEAREST)
+                                        : mo_adam8_encode_m(value, per));
+        }
     }
 }

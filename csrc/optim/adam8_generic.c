@@ -23,6 +23,8 @@ static void run_block(const mo_adam_termsf *terms, unsigned flags, const mo_run 
         mo_element_write_p(run, i,
                            mo_adam_elementf(terms, flags, mo_element_read_p(run, i),
                                             mo_element_read_g(run, i), mean, square, &none));
+        if (!mo_adam8_is_kept(*square))
+            *mean = *square = 0;
         if (fabsf(*mean) > largest_m)
             largest_m = fabsf(*mean);
         if (*square > largest_v)

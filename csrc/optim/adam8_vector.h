@@ -61,13 +61,13 @@ WORD void update_lanes(adam8_vectors *c, unsigned flags, bool plain, const mo_ru
         v[k] = mul_add(c->beta2, v[k], mul(c->rest2, mul(x[k], x[k])));
     }
     for (size_t k = 0; k < TOGETHER; k++) {
-        store(values->m + in + k * LANES, m[k], LANES);
-        store(values->v + in + k * LANES, v[k], LANES);
+        const vec kept_m = up_to(MO_ADAM8_HUGE, v[k], m[k]), kept_v = up_to(MO_ADAM8_HUGE, v[k], v[k]);
+
+        store(values->m + in + k * LANES, kept_m, LANES);
+        store(values->v + in + k * LANES, kept_v, LANES);
+        c->largest_m = larger_number(magnitude(kept_m), c->largest_m);
+        c->largest_v = larger_number(kept_v, c->largest_v);
         x[k] = root(v[k]);
-    }
-    for (size_t k = 0; k < TOGETHER; k++) {
-        c->largest_m = larger_number(magnitude(m[k]), c->largest_m);
-        c->largest_v = larger_number(v[k], c->largest_v);
     }
     for (size_t k = 0; k < TOGETHER; k++)
         x[k] = quotient(m[k], mul_add(x[k], c->root, c->eps));

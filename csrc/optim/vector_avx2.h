@@ -69,10 +69,16 @@ WORD vec larger(vec a, vec b)
     return _mm256_blendv_ps(_mm256_max_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
 
-/* The larger; b where a is a NaN. */
+/* The larger of two numbers. */
 WORD vec larger_number(vec a, vec b)
 {
     return _mm256_max_ps(a, b);
+}
+
+/* a where size <= limit; else, where size is a NaN too, 0. */
+WORD vec up_to(float limit, vec size, vec a)
+{
+    return _mm256_and_ps(a, _mm256_cmp_ps(size, all(limit), _CMP_LE_OQ));
 }
 
 WORD float largest(vec a)

@@ -69,10 +69,16 @@ WORD vec larger(vec a, vec b)
     return _mm512_mask_mov_ps(_mm512_max_ps(a, b), _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);
 }
 
-/* The larger; b where a is a NaN. */
+/* The larger of two numbers. */
 WORD vec larger_number(vec a, vec b)
 {
     return _mm512_max_ps(a, b);
+}
+
+/* a where size <= limit; else, where size is a NaN too, 0. */
+WORD vec up_to(float limit, vec size, vec a)
+{
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(size, all(limit), _CMP_LE_OQ), a);
 }
 
 WORD float largest(vec a)

@@ -55,6 +55,10 @@ class AdamStates(OnePass):
     def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         plain = is_plain(p)
         dtype = torch.float32 if wants_master(p, group) else p.dtype
+        first, second = (state.get(name) for name in MOMENTS)
+        if wants_codes(p, group) and isinstance(first, Tensor) and isinstance(second, Tensor):
+            # As in kernels/adam8.cuh: what is not finite has no code, and without v there is no m.
+            state["exp_avg"] = first.masked_fill(~second.isfinite(), 0)
         for name in MOMENTS:
             value, scale = state.get(name), state.pop(name + "_scale", None)
             if not isinstance(value, Tensor):

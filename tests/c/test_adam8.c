@@ -79,22 +79,37 @@ TEST(the_second_moment_is_within_its_bound_and_never_0_where_it_was_not)
     }
 }
 
-TEST(a_block_of_almost_nothing_is_0_and_what_is_no_number_does_no_harm)
+TEST(a_block_of_almost_nothing_is_0_and_what_is_not_finite_is_0_beside_the_others)
 {
-    float values[BLOCK + 3] = {1e-31f, -1e-35f, 0x1p-149f}, scales[2], back[BLOCK + 3];
-    uint8_t codes[BLOCK + 3];
+    float values[BLOCK + 4] = {1e-31f, -1e-35f, 0x1p-149f}, scales[2], back[BLOCK + 4];
+    uint8_t codes[BLOCK + 4];
 
     values[BLOCK] = NAN; /* in a second, short block */
     values[BLOCK + 1] = 2;
     values[BLOCK + 2] = -1;
-    mo_adam8_encode(false, values, BLOCK + 3, codes, scales);
-    mo_adam8_decode(false, codes, scales, BLOCK + 3, back);
+    values[BLOCK + 3] = -INFINITY;
+    mo_adam8_encode(false, values, BLOCK + 4, codes, scales);
+    mo_adam8_decode(false, codes, scales, BLOCK + 4, back);
     CHECK(scales[0] == 0 && scales[1] == 2);
     for (int i = 0; i < BLOCK; i++)
         CHECK(back[i] == 0);
-    CHECK_EQ(codes[BLOCK] & 127, 127);
+    CHECK(codes[BLOCK] == 0 && codes[BLOCK + 3] == 0);
     CHECK(fabsf(back[BLOCK + 1] - 2) < 1e-6f && fabsf(back[BLOCK + 2] + 1) < 0.04f);
     mo_adam8_encode(true, NULL, 0, codes, scales);
+}
+
+TEST(the_largest_numbers_come_back_finite)
+{
+    for (int second = 0; second < 2; second++) {
+        const float values[] = {FLT_MAX, MO_ADAM8_HUGE, 1};
+        float scale, back[3];
+        uint8_t codes[3];
+        mo_adam8_encode(second, values, 3, codes, &scale);
+        mo_adam8_decode(second, codes, &scale, 3, back);
+        CHECK(scale == MO_ADAM8_HUGE);
+        CHECK(fabsf(back[0] / MO_ADAM8_HUGE - 1) < 3e-7f && back[1] == back[0]);
+        CHECK(isfinite(back[2]));
+    }
 }
 
 TEST_MAIN

@@ -100,6 +100,21 @@ def test_steps_are_those_of_the_cpu(kind: str, form: str):
 
 
 @pytest.mark.usefixtures("computing")
+def test_states_of_8_bits_after_gradients_that_are_huge_or_no_numbers_are_those_of_the_cpu():
+    found = []
+    for device in ("cpu", "cuda"):
+        params = parameters(device)
+        optimizer = memopt.optim.AdamW(params, state_bits=8)
+        for number, bad in enumerate([1e20, float("inf"), 3e38, float("nan"), 1.0]):
+            give_gradients(params, number)
+            params[3].grad[number, 9] = params[4].grad[300 + number] = bad
+            optimizer.step()
+        assert [int((~p.isfinite()).sum()) for p in params] == [0, 0, 0, 2, 2, 0]
+        found.append([t.nan_to_num(7) if t.is_floating_point() else t for t in everything(optimizer)])
+    assert same_bits(*found)
+
+
+@pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize("scaling", [torch.amp.GradScaler, memopt.amp.GradScaler], ids=["torch", "memopt"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_a_scaler_they_are_those_of_the_cpu(kind: str, scaling):
