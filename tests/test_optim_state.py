@@ -124,6 +124,94 @@ def test_what_does_not_fit_is_refused_as_by_torch(face):
         assert said[0] == said[1]
 
 
+def spoiled(name, change):
+    def spoil(states):
+        states[name] = change(states[name])
+
+    return spoil
+
+
+WRONG_STATES = {
+    "shape": ("amsgrad", spoiled("exp_avg", lambda t: t[:3]), r"'exp_avg' has the shape \(3, 7\)"),
+    "transposed": ("amsgrad", spoiled("exp_avg_sq", torch.t), r"'exp_avg_sq' has the shape \(7, 33\)"),
+    "largest": ("amsgrad", spoiled("max_exp_avg_sq", lambda t: t[0]), r"'max_exp_avg_sq' has the shape \(7,\)"),
+    "alone": ("amsgrad", lambda s: s.pop("exp_avg_sq"), "'exp_avg' alone, without 'exp_avg_sq'"),
+    "type": ("amsgrad", spoiled("exp_avg", torch.Tensor.long), "'exp_avg' is of torch.int64"),
+    "no tensor": ("amsgrad", spoiled("exp_avg", lambda t: t.tolist()), "'exp_avg' is list, not a tensor"),
+    "step": ("amsgrad", spoiled("step", lambda t: torch.ones(2)), r"'step' has the shape \(2,\)"),
+    "codes": ("amsgrad", spoiled("exp_avg", torch.Tensor.byte), "'exp_avg' and 'exp_avg_scale' are not codes"),
+    "bits": (
+        "amsgrad",
+        lambda s: s.update(exp_avg=s["exp_avg"].to(torch.int8), exp_avg_scale=torch.ones(1)),
+        "'exp_avg' and 'exp_avg_scale' are not codes",
+    ),
+    "scales": (
+        "amsgrad",
+        lambda s: s.update(exp_avg=s["exp_avg"].byte(), exp_avg_scale=torch.ones(2)),
+        r"'exp_avg_scale' has the shape \(2,\), not \(1,\)",
+    ),
+    "buffer": ("momentum", spoiled("momentum_buffer", torch.t), r"'momentum_buffer' has the shape \(7, 33\)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STATES)
+def test_a_state_that_cannot_be_its_parameters_is_refused_at_load_before_anything_changes(case):
+    face, change, said = WRONG_STATES[case]
+    kind, options = FACES[face]
+    new, _, ours, _ = both(kind, **options)
+    run([(new, ours)], 2)
+    new.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    before = copy.deepcopy(new.state_dict())
+    wrong = copy.deepcopy(before)
+    change(wrong["state"][1])
+    wrong["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(ValueError, match=rf"^parameter 1 of param group 0, of shape \(33, 7\): .*{said}"):
+        new.load_state_dict(wrong)
+    after = new.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, states in before["state"].items():
+        assert all(torch.equal(value, after["state"][number][name]) for name, value in states.items())
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("face", ["adamw", "amsgrad", "momentum"])
+def test_a_state_of_another_shape_set_by_hand_is_refused_by_the_step_before_a_parameter_changes(face, contiguous):
+    """With as many elements, too; and again by the next step."""
+    kind, options = FACES[face]
+    new, _, ours, _ = both(kind, **options)
+    run([(new, ours)], 2)
+    if not contiguous:
+        ours[0].grad = torch.randn(8)[::2]  # is left to the slower way, before the wrong one
+    name = "momentum_buffer" if kind == "sgd" else "exp_avg"
+    right, before = new.state[ours[1]][name], bits(ours)
+    for wrong in (torch.zeros(3), torch.zeros(7, 33), torch.zeros(33 * 7)):
+        new.state[ours[1]][name] = wrong
+        for _ in range(2):
+            with pytest.raises(ValueError, match="parameter 1 of param group 0, of shape .33, 7.: its state"):
+                new.step()
+            assert same_bits(before, ours)
+    new.state[ours[1]][name] = right
+    new.step()
+    assert not same_bits(before, ours)
+    ours[1].data = ours[1].detach().clone().view(7, 33)
+    ours[1].grad = torch.ones(7, 33)
+    before = bits(ours)
+    with pytest.raises(ValueError, match="parameter 1 of param group 0, of shape .7, 33.: its state"):
+        new.step()
+    assert same_bits(before, ours)
+
+
+def test_the_parameter_whose_state_is_refused_is_named():
+    model = torch.nn.Linear(3, 2)
+    new = memopt.optim.AdamW(model.named_parameters())
+    model(torch.ones(3)).sum().backward()
+    new.step()
+    wrong = copy.deepcopy(new.state_dict())
+    wrong["state"][1]["exp_avg"] = torch.ones(5)
+    with pytest.raises(ValueError, match=r"parameter 1 of param group 0 \(bias\), of shape \(2,\)"):
+        new.load_state_dict(wrong)
+
+
 def test_names_of_parameters_are_kept():
     model = torch.nn.Linear(3, 2)
     new = memopt.optim.AdamW(model.named_parameters())
@@ -325,6 +413,31 @@ def test_8_bits_from_torchs_states_and_back():
     run([(eight, a), (loaded, c), (stock, b)], 3, start=5)
     for p, q, r in zip(a, b, c, strict=True):
         assert distance([p], [q]) < 1e-3 and distance([r], [q]) < 1e-3
+
+
+def test_stock_refuses_codes_of_8_bits_before_it_changes_anything():
+    eight, a = ours_of(state_bits=8)
+    run([(eight, a)], 2)
+    stock = torch.optim.AdamW([torch.nn.Parameter(p.detach().clone()) for p in a])
+    b = stock.param_groups[0]["params"]
+    stock.load_state_dict(reloaded(eight.state_dict()))
+    give_gradients(b, number=2)
+    with pytest.raises(KeyError, match="exp_avg"):
+        stock.step()
+    assert same_bits(a, b)
+
+
+def test_codes_under_the_names_that_they_once_had_are_loaded():
+    eight, a = ours_of(state_bits=8)
+    run([(eight, a)], 2)
+    held = eight.state_dict()
+    for states in held["state"].values():
+        for name in [name for name in states if name.endswith("_codes")]:
+            states[name.removesuffix("_codes")] = states.pop(name)
+    other, b = ours_of(state_bits=8)
+    other.load_state_dict(held)
+    for p, q in zip(a, b, strict=True):
+        assert all(torch.equal(v, other.state[q][k]) for k, v in eight.state[p].items())
 
 
 def test_8_bits_are_loaded_into_32_bits_and_other_orders():

@@ -112,6 +112,7 @@ typedef struct reading {
     PyObject *module;
     entry *e;
     mo_tensor_view p;
+    bool moved; /* p is elsewhere than at the last step, and may have another shape */
     mo_parameter out;
 } reading;
 
@@ -140,8 +141,6 @@ static found kept_view(reading *r, int which, PyObject *tensor, mo_tensor_view *
             Py_XDECREF(before);
         }
     }
-    if (known > 0 && which != P && hold->address != out->address)
-        mo_py_tensor_hold(r->module, tensor, out->address, hold);
     return (found)known;
 }
 
@@ -151,20 +150,27 @@ static PyObject *state(const reading *r, int name)
     return r->e->states ? PyDict_GetItemWithError(r->e->states, r->u->names[name]) : NULL;
 }
 
-/* LACKING where it has not `count` elements (or AS_P) on p's device. */
+/* LACKING where it has not `count` elements (or AS_P) on p's device. Where both are contiguous their shapes are compared when
+ * one of them is new or elsewhere than before. */
 static found fitting_view(reading *r, PyObject *tensor, int which, Py_ssize_t count, mo_tensor_view *out)
 {
-    const found known = kept_view(r, which, tensor, out);
+    mo_tensor_hold *hold = &r->e->holds[which];
+    found known = kept_view(r, which, tensor, out);
+    const bool moved = known == PLAIN && hold->address != out->address;
 
+    if (moved)
+        mo_py_tensor_release(hold); /* its former memory */
     if (known != PLAIN)
         return known == OTHER ? LACKING : known;
     if (out->device != r->p.device || out->count != (count == AS_P ? r->p.count : (size_t)count))
         return LACKING;
     if (!is_aligned(out))
         return OTHER;
-    if (count == AS_P && !(r->p.contiguous && out->contiguous))
-        return (found)mo_py_tensor_same_order(r->module, r->e->p, tensor);
-    return PLAIN;
+    if (count == AS_P && out->count && (moved || r->moved || !(r->p.contiguous && out->contiguous)))
+        known = (found)mo_py_tensor_same_order(r->module, r->e->p, tensor);
+    if (known == PLAIN && moved)
+        mo_py_tensor_hold(r->module, tensor, out->address, hold);
+    return known;
 }
 
 /* The same of the tensor under that name; LACKING where there is none. Held meanwhile: a mode of torch's may run Python code
@@ -318,6 +324,7 @@ found mo_plan_take(plan *u, PyObject *module, entry *e, PyObject *grad)
         known = (found)mo_py_tensor_same_order(module, e->p, grad);
     if (known != PLAIN)
         return known;
+    r.moved = e->holds[P].address != r.p.address;
     r.out = (mo_parameter){.p = r.p.address,
                            .g = g.address,
                            .count = r.p.count,
@@ -330,6 +337,7 @@ found mo_plan_take(plan *u, PyObject *module, entry *e, PyObject *grad)
     known = states(&r);
     if (known != PLAIN)
         return known;
+    e->holds[P].address = r.p.address;
     u->parameters[u->count] = r.out;
     u->grads[u->count] = Py_NewRef(grad);
     u->devices[u->count] = r.p.device;

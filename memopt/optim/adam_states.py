@@ -12,11 +12,13 @@ from torch.optim.adam import adam
 
 from memopt.optim.one_pass import OnePass
 from memopt.optim.state_layout import (
+    blocks,
     decoded,
     encoded,
     is_plain,
     like,
     no_codes,
+    not_like,
     one_step,
     wants_codes,
     wants_master,
@@ -27,6 +29,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class AdamStates(OnePass):
     """Before torch.optim.Adam or AdamW."""
+
+    _like_p = ("max_exp_avg_sq", "master_param")
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if group["state_bits"] not in (8, 32):
@@ -52,11 +56,35 @@ class AdamStates(OnePass):
             state["master_param"] = like(p, torch.float32, p)
         return False
 
+    def _read(self, state: dict[str, Any]) -> None:
+        for name in MOMENTS:
+            if name + "_codes" in state:
+                state[name] = state.pop(name + "_codes")
+
+    def _check_state(self, p: Tensor, state: dict[str, Any]) -> str | None:
+        has = [name for name in MOMENTS if state.get(name) is not None]
+        if len(has) == 1:
+            return f"it has a state {has[0]!r} alone, without {(set(MOMENTS) - {*has}).pop()!r}"
+        for name in has:
+            value, scale = state[name], state.get(name + "_scale")
+            codes = isinstance(value, Tensor) and value.dtype is torch.uint8 and value.shape == p.shape
+            if not codes and scale is None:
+                wrong = not_like(p, state, name)
+            elif not codes or not isinstance(scale, Tensor):
+                wrong = f"its states {name!r} and {name + '_scale'!r} are not codes (uint8, of its shape) and their scales"
+            elif scale.shape != (blocks(p),):
+                wrong = f"its state {name + '_scale'!r} has the shape {tuple(scale.shape)}, not {(blocks(p),)}"
+            else:
+                wrong = None
+            if wrong:
+                return wrong
+        return super()._check_state(p, state)
+
     def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         plain = is_plain(p)
         dtype = torch.float32 if wants_master(p, group) else p.dtype
         first, second = (state.get(name) for name in MOMENTS)
-        if wants_codes(p, group) and isinstance(first, Tensor) and isinstance(second, Tensor):
+        if wants_codes(p, group) and first is not None and second.is_floating_point():
             # As in kernels/adam8.cuh: what is not finite has no code, and without v there is no m.
             state["exp_avg"] = first.masked_fill(~second.isfinite(), 0)
         for name in MOMENTS:
@@ -64,7 +92,7 @@ class AdamStates(OnePass):
             if not isinstance(value, Tensor):
                 continue
             if isinstance(scale, Tensor) and value.dtype is torch.uint8:
-                if wants_codes(p, group) and value.shape == p.shape and value.stride() == p.stride():
+                if wants_codes(p, group) and value.stride() == p.stride():
                     state[name] = value.to(p.device)
                     state[name + "_scale"] = scale.to(device=p.device, dtype=torch.float32)
                     continue
@@ -85,13 +113,16 @@ class AdamStates(OnePass):
             state["step"] = one_step(state["step"], p)
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
-        """As torch's. States of 8 bits are in it as they are kept: exp_avg and exp_avg_sq are codes (uint8,
-        of the parameter's shape) beside exp_avg_scale and exp_avg_sq_scale (fp32, one a 256 elements), which
-        only memopt's optimizers can read, with any state_bits. full=True: as fp32 moments, which
-        torch.optim's can load, too."""
+        """As torch's. Moments of 8 bits are in it as exp_avg_codes and exp_avg_sq_codes (uint8, of the parameter's
+        shape) beside exp_avg_scale and exp_avg_sq_scale (fp32, one a 256 elements), which only memopt's optimizers can
+        read, with any state_bits. torch's load them without a word; their next step ends in KeyError: 'exp_avg' before
+        it changes anything.
+
+        Args:
+            full: fp32 moments instead of codes, which torch.optim's can load, too."""
         held: dict[str, Any] = super().state_dict()
-        if full:
-            held["state"] = {k: _full(v) if isinstance(v, dict) else v for k, v in held["state"].items()}
+        form = _full if full else _coded
+        held["state"] = {k: form(v) if isinstance(v, dict) else v for k, v in held["state"].items()}
         return held
 
     def _check_gradient(self, grad: Tensor) -> None:
@@ -129,6 +160,11 @@ class AdamStates(OnePass):
             maximize=group["maximize"],
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
+
+
+def _coded(state: dict[str, Any]) -> dict[str, Any]:
+    """Codes under names that torch's optimizers do not take for moments."""
+    return {name + "_codes" if name + "_scale" in state else name: value for name, value in state.items()}
 
 
 def _full(state: dict[str, Any]) -> dict[str, Any]:

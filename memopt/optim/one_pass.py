@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler, optimizer
 
 from memopt import _C, kernels
-from memopt.optim.state_layout import FLOATS, is_plain, like
+from memopt.optim.state_layout import FLOATS, is_plain, like, not_like
 
 OWN_OPTIONS = ("state_bits", "min_8bit_size", "master_weights", "stochastic_rounding")
 
@@ -35,6 +35,7 @@ class OnePass(torch.optim.Optimizer):
     _is_collected = False  # the plan has collected what the next step() takes
     _own_defaults: dict[str, Any] | None = None
     _is_sgd = False
+    _like_p: tuple[str, ...] = ()  # the states that have their parameter's shape
 
     # ---- a class's own --------------------------------------------------------------------------------------------
 
@@ -45,6 +46,16 @@ class OnePass(torch.optim.Optimizer):
         """Makes what is missing of the states of a plain parameter. True: its momentum buffer has no value
         yet."""
         raise NotImplementedError
+
+    def _read(self, state: dict[str, Any]) -> None:
+        """Gives the loaded states of one parameter the names that they have here."""
+
+    def _check_state(self, p: Tensor, state: dict[str, Any]) -> str | None:
+        """Says in words which of these cannot be a state of p."""
+        step = state.get("step")
+        if isinstance(step, Tensor) and step.numel() != 1:
+            return f"its state 'step' has the shape {tuple(step.shape)}"
+        return next(filter(None, (not_like(p, state, name) for name in self._like_p)), None)
 
     def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Brings loaded states of p into the form in which this optimizer keeps them."""
@@ -148,6 +159,7 @@ class OnePass(torch.optim.Optimizer):
         """What the plan could not take: gradients in another order than their parameters, or with gaps, are
         copied for it; all else is torch's."""
         flat = [(p, group) for group in self.param_groups for p in group["params"]]
+        self._check_states({p: self.state.get(p, {}) for p in (flat[number][0] for number in left)})
         rest: dict[tuple[int, torch.device], list[Tensor]] = {}
         for number in left:
             p, group = flat[number]
@@ -172,6 +184,19 @@ class OnePass(torch.optim.Optimizer):
                 found_inf = None
             self._update_by_torch(params, grads, groups[which], found_inf)
 
+    def _check_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        places = {id(p): (g, i) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])}
+        for p, state in states.items():
+            wrong = self._check_state(p, state) if id(p) in places else None
+            if wrong:
+                number, index = places[id(p)]
+                names = self.param_groups[number].get("param_names")
+                raise ValueError(
+                    f"parameter {index} of param group {number}{f' ({names[index]})' if names else ''}, of shape "
+                    f"{tuple(p.shape)}: {wrong}; states are taken from an optimizer of the same parameters in the same "
+                    "order"
+                )
+
     # ---- param groups and state dicts --------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -191,7 +216,11 @@ class OnePass(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, from its optimizers' state dicts or memopt's, with any options: the states are brought
         into the form in which this optimizer keeps them (state_bits, master_weights and so on stay as they
-        are here)."""
+        are here).
+
+        Raises ValueError, before anything has changed, as torch does and where a state cannot be its parameter's: a
+        tensor of another shape, one of two moments, codes of 8 bits without their scales, a type that no optimizer
+        here keeps."""
         handle = self.register_load_state_dict_pre_hook(
             _keep_tensors
         )  # the last: what the others give is kept
@@ -202,7 +231,11 @@ class OnePass(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = self.__dict__.get("param_groups", [])  # [] where a pickle is loaded
-        loaded = [p for p, s in state["state"].items() if isinstance(s, dict) and _release(s)]
+        loaded = {p: s for p, s in state["state"].items() if isinstance(s, dict) and _release(s)}
+        for held in loaded.values():
+            self._read(held)
+        if loaded:
+            self._check_states(loaded)
         super().__setstate__(state)
         self._plan = None
         for old, new in zip(before, self.param_groups, strict=False):

@@ -50,6 +50,7 @@ class SGD(OnePass, torch.optim.SGD):
         )
 
     _is_sgd = True
+    _like_p = ("momentum_buffer", "master_param")
 
     def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
         wide = wants_master(p, group)

@@ -49,9 +49,21 @@ def like(p: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
     fits = value.dtype is dtype and value.device == p.device and value is not p
     if fits and value.shape == p.shape and value.stride() == p.stride() and not value.is_neg():
         return value
-    if value.shape != p.shape:  # torch says so when it is used
-        return value.to(dtype=dtype, device=p.device)
     return torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
+
+
+def not_like(p: Tensor, state: dict[str, Any], name: str) -> str | None:
+    """Says in words why the state of that name, if there is one, is no number for each of p's elements."""
+    value = state.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        return f"its state {name!r} is {type(value).__name__}, not a tensor"
+    if value.shape != p.shape:
+        return f"its state {name!r} has the shape {tuple(value.shape)}"
+    if not (value.is_floating_point() or value.is_complex()):
+        return f"its state {name!r} is of {value.dtype}"
+    return None
 
 
 def one_step(value: Any, p: Tensor) -> Tensor:
@@ -61,10 +73,13 @@ def one_step(value: Any, p: Tensor) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float32, device=p.device)
 
 
+def blocks(p: Tensor) -> int:
+    return (p.numel() + BLOCK - 1) // BLOCK
+
+
 def no_codes(p: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of zeros."""
-    blocks = (p.numel() + BLOCK - 1) // BLOCK
-    return like(p, torch.uint8), torch.zeros(blocks, dtype=torch.float32, device=p.device)
+    return like(p, torch.uint8), torch.zeros(blocks(p), dtype=torch.float32, device=p.device)
 
 
 def encoded(value: Tensor, p: Tensor, second: bool) -> tuple[Tensor, Tensor]:
