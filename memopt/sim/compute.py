@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from memopt.sim.activation import is_active
 from memopt.sim.host_kernels import HOST_KERNELS
@@ -37,9 +37,13 @@ SHAPE_FROM_VALUES = {
     _aten.index.Tensor,
     _aten.repeat_interleave.Tensor,
 }
-# They read, move or point to what is there and compute nothing.
+# They read, move or point to what is there, or ask the device or the tensor itself, and compute nothing.
 _AS_THEY_ARE = {
     _aten._local_scalar_dense.default,
+    _aten._fused_sdp_choice.default,
+    _aten._use_cudnn_ctc_loss.default,
+    _aten._use_cudnn_ctc_loss.Tensor,
+    _aten.is_set_to.default,  # two aliases of one storage are storages of their own
     _aten.record_stream.default,
     _aten.is_pinned.default,
     _aten._pin_memory.default,
@@ -74,7 +78,8 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         return self.computed(func, args, kwargs)
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op's result on cuda, with the values that the CPU computes; their shapes are the same."""
+        """The op's result on cuda, with the values that the CPU computes; their shapes are the same. What is no tensor
+        (torch.equal's answer) is the CPU's."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _on_cuda(leaf)]
         result = func(*args, **kwargs)
         if not inputs and not any(map(_on_cuda, tree_leaves(result))):
@@ -88,13 +93,17 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         written = {
             tensor.untyped_storage().data_ptr() for tensor in inputs
         }  # in place and out=: done by aliasing
-        for tensor, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
+        results, spec = tree_flatten(result)
+        for n, (tensor, value) in enumerate(zip(results, tree_leaves(values), strict=True)):
+            if not isinstance(tensor, torch.Tensor):
+                results[n] = value
+                continue
             if not _on_cuda(tensor) or not tensor.numel() or tensor.untyped_storage().data_ptr() in written:
                 continue
             if tensor.shape != value.shape:
                 raise RuntimeError(f"{func}: {tuple(tensor.shape)} on cuda, {tuple(value.shape)} on the CPU")
             alias(tensor).copy_(value)
-        return result
+        return tree_unflatten(results, spec)
 
 
 def _keep(result: Any, values: Any) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import memopt
 import memopt.sim
 
 SIM = {"memory": "2GiB"}
@@ -120,6 +121,30 @@ def test_shapes_that_depend_on_values_are_right():
         assert torch.equal(x.unique().cpu(), host.unique())
         assert x.sum().item() == 4.0
         assert bool(torch.isfinite(x).all())
+
+
+def test_what_is_no_tensor_is_the_cpus_answer():
+    host = torch.randn(64)
+    other = host + (torch.arange(64) == 63)
+    with memopt.sim.Compute():
+        one, same, another = host.cuda(), host.cuda(), other.cuda()
+        for question in (torch.equal, torch.allclose):
+            # Computed on the device each, so that memory that was freed holds the answers before.
+            assert [question(one * 2, x * 2) for x in (same, another, same, another)] == [True, False] * 2
+        assert not one.equal(one / 0.0)
+        assert (one != one).any().item() is False
+        assert one.is_set_to(one)
+        assert not one.is_set_to(same)
+
+
+def test_planning_a_checkpointed_model_leaves_its_statistics():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 2))
+    with memopt.sim.Compute():
+        model, sample = model.cuda(), torch.randn(8, 3, 8, 8).cuda()
+        before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        memopt.auto_checkpoint(model, sample, memory_budget="1GiB")
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.cpu(), before[name]), name
 
 
 def test_outside_of_compute_nothing_is_computed():
