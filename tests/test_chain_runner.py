@@ -270,6 +270,42 @@ def test_autocast_is_as_it_was() -> None:
     same(modules, copies)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
+class Penalised(nn.Module):
+    """Takes a gradient within its forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).tanh()
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + grad
+
+
+@pytest.mark.parametrize("kind", [Recurrent, Penalised])
+def test_a_stage_runs_again_in_grad_mode(kind: type[nn.Module]) -> None:
+    """oneDNN's LSTM makes other bits without it, and a gradient penalty none at all."""
+    torch.manual_seed(0)
+    modules = [kind(64) for _ in range(4)]
+    copies = copy.deepcopy(modules)
+    x = torch.randn(32, 10, 64, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    plain(modules, x).square().sum().backward()
+    ChainRunner(copies, least(4))(y).square().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+    same(modules, copies)
+
+
 def test_without_a_graph_a_stage_is_just_called() -> None:
     class Told(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 The forward pass runs each stage once, in grad mode, so that the graph, its hooks and whatever DDP, AMP or
 torch.autograd.grad make of it are those of the plain run; only what the graph would save is kept or not, as the
 schedule says. When the backward pass first asks for something of stage i, the schedule's operations are carried out up
-to the one that is i's backward: stages run again, without a graph where only their output is wanted, with their saved
+to the one that is i's backward: stages run again, saving nothing where only their output is wanted, with their saved
 tensors caught where those are.
 
 What is held of a pass:
@@ -253,6 +253,7 @@ class StageCall:
         self.saved: list[weakref.ref[Saved]] = []
         self.metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self.outputs: list[Output | None] = []
+        self.has_own_backward = False  # takes gradients within its own forward
         # The same tensor, unchanged since: what changed between would not come out of running that stage again.
         sources = {
             id(t): n
@@ -279,6 +280,10 @@ class StageCall:
         for (place, _, _), held in zip(self.links, linked, strict=True):
             leaves[place] = held.again(changing=changing)
         return pytree.tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
+
+    def unsaved(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a run for its output alone saves."""
+        return tensor.detach() if self.has_own_backward else None
 
     def note_outputs(self, out: Any) -> None:
         self.outputs = [
@@ -421,7 +426,9 @@ class ChainPass:
 
     def value_of(self, saved: Saved) -> torch.Tensor:
         with self.lock:
-            if saved.stage < self.at and saved.stage != self.running:
+            if saved.stage == self.running:
+                self.calls[saved.stage].has_own_backward = True
+            elif saved.stage < self.at:
                 self.reach(saved.stage)
             value = self.resolved(saved)
             if value is None:
@@ -475,7 +482,8 @@ class ChainPass:
 
     def run_again(self, k: int, *, catch: bool, stop: bool = False, away: int | None = None) -> None:
         """Stage k runs: for its output; or (catch) for what it saves and, unless it may stop there, its output. away:
-        the operation by which that is offloaded."""
+        the operation by which that is offloaded. In grad mode either way, as at first: without it oneDNN's LSTM makes
+        other bits, and a module may ask."""
         call = self.calls[k]
         args, kwargs = call.arguments(self.inputs.get(k, ()), changing=k in self.runner.changing)
         out = None
@@ -484,13 +492,14 @@ class ChainPass:
             self.runner.gathers[k]() if self.runner.gathers else nullcontext(),
             call.state.again(),
             batch_norm.kept(self.runner.norms[k]) as copies,
-            torch.set_grad_enabled(catch),
+            torch.enable_grad(),
         ):
             if catch:
                 out = self.catch_saved(k, args, kwargs, copies, stop, taken)
                 self.saved.add(k)
             else:
-                out = self.runner.functions[k](*args, **kwargs)
+                with torch.autograd.graph.saved_tensors_hooks(call.unsaved, unpacked):
+                    out = self.runner.functions[k](*args, **kwargs)
         if taken is not None and away is not None:
             self.offloaded(k, taken, out, away)
         following = self.calls.get(k + 1)

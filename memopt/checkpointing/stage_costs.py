@@ -333,7 +333,8 @@ def stage_seconds(
     seconds: list[float] = []
     for parameter in trainable:
         parameter.grad = None
-    with torch.no_grad(), timed(seconds):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, no_backward)
+    with torch.enable_grad(), hooks, timed(seconds):
         out = function(*args, **kwargs)
     del out
     args, kwargs = arguments()
