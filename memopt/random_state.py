@@ -37,9 +37,18 @@ class RandomState:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def was_drawn_from(self) -> bool:
-        """Of torch's: since then, or since the last restore()."""
+        """Since then, or since the last restore()."""
         pairs = zip(self._generators, self._states, strict=True)
-        return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
+        if not all(torch.equal(generator.get_state(), state) for generator, state in pairs):
+            return True
+        if random.getstate() != self._python:
+            return True
+        return self._numpy is not None and _differ(sys.modules["numpy"].random.get_state(), self._numpy)
+
+
+def _differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Of NumPy's states, whose second element is an array."""
+    return one[2:] != other[2:] or bool((one[1] != other[1]).any())
 
 
 def _cuda_devices() -> list[torch.device]:

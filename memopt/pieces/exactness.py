@@ -10,6 +10,7 @@ second, fourth, eighth … step that is cut."""
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from memopt.cuda.caller import stacklevel
+
 _DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reductions are there
 
 # By the loss's dtype: what a sum over other tiles may differ by, of the largest loss. TF32 and autocast inside fn do
@@ -26,6 +29,7 @@ _DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reducti
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 _TOLD = "pass exact=False to have it run in pieces all the same"
+_ANOTHER = "Draw it outside of fn, or leave out exact=True: gradients of pieces are equal in distribution then"
 
 
 Suspects = list[tuple[str, weakref.ref[nn.Module]]]
@@ -115,31 +119,75 @@ def _counted(node: Any) -> tuple[float, int, str] | None:
     return float(total), target.numel(), why
 
 
-def refuse_values(whole: Tensor, parts: Sequence[Tensor], reduction: object) -> None:
-    """parts: the weighted losses of pieces of `whole`. Waits for the device."""
+def add_up(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether the weighted losses of pieces do so to that of `whole`. Waits for the device."""
     values = [float(part) for part in parts]
-    expected, total = float(whole), sum(values)
+    expected = float(whole)
     scale = max(abs(expected), *map(abs, values))
     tolerance = _TOLERANCE.get(whole.dtype, 2e-3)
     # A part without a mean of its own (nothing of it counts) is none of a mean over samples either.
-    if not math.isfinite(expected) or abs(total - expected) <= tolerance * scale:
-        return
+    return not math.isfinite(expected) or abs(sum(values) - expected) <= tolerance * scale
+
+
+def refuse_values(whole: Tensor, parts: Sequence[Tensor], reduction: object) -> None:
+    """Of pieces that do not add up."""
     how = repr(reduction) if isinstance(reduction, str) else "of those counts"
     raise ValueError(
-        f"memopt.backward: the loss is no {how} of samples: {expected:.6g} of a batch, of whose parts the weighted "
-        f"losses add up to {total:.6g}. A mean over something else (tokens, pairs)? Give what each piece is to count "
-        f"for, reduction=lambda *piece: number, or return a loss for each sample, or {_TOLD}"
+        f"memopt.backward: the loss is no {how} of samples: {float(whole):.6g} of a batch, of whose parts the weighted "
+        f"losses add up to {sum(map(float, parts)):.6g}. A mean over something else (tokens, pairs)? Give what each "
+        f"piece is to count for, reduction=lambda *piece: number, or return a loss for each sample, or {_TOLD}"
     )
 
 
-def refuse_randomness(modules: Sequence[nn.Module]) -> None:
+class NotOnParts(ValueError):
+    """fn runs on a batch and not on a part of it."""
+
+
+def not_on_parts(start: int, stop: int, samples: int, error: Exception) -> NotOnParts:
+    """The error for a batch of so many samples; `error` is what fn raised on those from start to stop."""
+    part = f"on a part of it, samples {start} to {stop} of {samples}" if stop - start < samples else "a second time"
+    return NotOnParts(
+        f"memopt.backward: a batch that runs out of memory cannot be cut, since fn does not run {part} "
+        f"({type(error).__name__}: {error}). Name an argument that every piece needs whole in unbatched=, or say in "
+        "batch_dim= where its samples are. Samples that need each other, as the nodes of a graph do, cannot be cut: "
+        "have memopt.auto_checkpoint() fit the whole, or pass smaller graphs. Where fn only refuses so few samples, "
+        f"{_TOLD}"
+    )
+
+
+def refuse_random_modules(modules: Sequence[nn.Module]) -> None:
+    """exact=True, before anything runs."""
+    for drawing in _drawing(modules):
+        raise ValueError(f"memopt.backward: exact=True, and {drawing} draws another mask for each piece. {_ANOTHER}")
+
+
+def refuse_randomness() -> None:
+    """exact=True, and fn was seen to draw."""
+    raise ValueError(
+        f"memopt.backward: exact=True, and fn draws random numbers, of which pieces would draw others. {_ANOTHER}"
+    )
+
+
+def warn_of_randomness(modules: Sequence[nn.Module]) -> None:
+    """A batch is cut, and fn was seen to draw."""
+    names = list(_drawing(modules))
+    more = f" and {len(names) - 1} more modules" if len(names) > 1 else ""
+    who = f"fn ({names[0]}{more})" if names else "fn"
+    warnings.warn(
+        f"memopt.backward: this batch did not fit and runs in pieces, and {who} draws random numbers. Each piece draws "
+        "others than the whole would have, so this step's loss and gradients are not those of the whole batch, only "
+        "equal in distribution. For equal ones draw the noise outside and pass it to memopt.backward with the batch; "
+        "exact=True refuses such a fn, exact=False leaves out this warning",
+        RuntimeWarning,
+        stacklevel=stacklevel(),
+    )
+
+
+def _drawing(modules: Sequence[nn.Module]) -> Iterator[str]:
     for root in modules:
         for name, module in root.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-                raise ValueError(
-                    f"memopt.backward: exact=True, and {_module(name, module)} draws another mask for each piece. "
-                    "Without exact=True the gradients of pieces are equal in distribution"
-                )
+                yield _module(name, module)
 
 
 def _module(name: str, module: nn.Module) -> str:

@@ -37,16 +37,34 @@ def check(
     split: SplitBatch,
     weights: Weights,
     modules: Sequence[nn.Module],
+    parameters: Sequence[Tensor],
     devices: Sequence[torch.device],
     saved: SavedBuffers,
     most: int,
 ) -> int:
-    """Runs fn without gradients, on `most` samples of the batch or as many as fit, and on unequal parts of those.
-    Where it draws random numbers, it runs in eval mode, in which dropout draws none. Random states, buffers and modes
-    are put back. Returns how many samples it was, 0 if none could be. ValueError where the parts do not add up."""
+    """Run fn on the first samples of a batch, and on unequal parts of those, and compare the losses.
+
+    It runs without gradients, which takes least memory, and with them where it raises an exception without: a loss
+    may itself take derivatives (a gradient penalty, a differential equation). Where it draws random numbers, it runs
+    in eval mode, in which dropout draws none. Gradients, random states, buffers and modes are put back.
+
+    Args:
+        parameters: whose gradients are to stay as they are.
+        saved: copies of the buffers that fn may change.
+        most: the number of samples, if so many fit.
+
+    Returns:
+        How many samples it was, 0 if none could be.
+
+    Raises:
+        ValueError: the losses of the parts do not add up.
+        NotOnParts: fn raises an exception on a part."""
     values = _Values(fn, split, weights, devices)
     random = values.random
     modes = [(module, module.training) for root in modules for module in root.modules()]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None  # fn might add to it
     try:
         samples = values.of_most(most)
         if samples and random.was_drawn_from():
@@ -63,11 +81,17 @@ def check(
             )
             return 0
         whole, *parts = values.values
-        exactness.refuse_values(whole, parts, weights.reduction)
+        if not exactness.add_up(whole, parts):
+            if values.of_most(samples) == samples and not exactness.add_up(whole, values.values[:1]):
+                logger.info("memopt.backward could not check the loss: it is another one each time")
+                return 0
+            exactness.refuse_values(whole, parts, weights.reduction)
         return samples
     finally:
         for module, mode in modes:
             module.training = mode
+        for parameter, grad in zip(parameters, gradients, strict=True):
+            parameter.grad = grad
         random.restore()
         saved.restore()
         torch.clear_autocast_cache()  # a weight that was cast without gradients would stay without
@@ -85,6 +109,8 @@ class _Values:
     ) -> None:
         self.fn, self.split, self.weights, self.devices = fn, split, weights, devices
         self.random = RandomState(devices)
+        self.with_gradients = False
+        self.bounds = (0, 0)  # of the samples that fn was run on last
         self.values: list[Tensor] = []  # of all, and of each part
 
     def of_most(self, samples: int, in_eval_mode: bool = False) -> int:
@@ -94,14 +120,14 @@ class _Values:
                 if attempt.run(lambda: self._compute(samples), self.devices) is None:  # noqa: B023
                     return samples
             except Exception as error:
+                if not self.with_gradients:
+                    self.with_gradients = True
+                    self.random.restore()
+                    continue
                 if in_eval_mode:
                     logger.info("memopt.backward could not check the loss: in eval mode fn raises %r", error)
                     return 0
-                raise ValueError(
-                    f"memopt.backward: fn runs on {self.split.samples} samples and not on a part of them ({error}): is "
-                    "there an argument that every piece needs whole (unbatched=), or whose samples are elsewhere "
-                    "(batch_dim=)?"
-                ) from error
+                raise exactness.not_on_parts(*self.bounds, self.split.samples, error) from error
             samples //= 2
         return 0
 
@@ -109,18 +135,17 @@ class _Values:
         ends = sorted(
             {max(1, samples // 4), samples - samples // 3, samples}
         )  # unequal, so that weights matter
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.with_gradients):
             bounds = [(0, samples), *zip([0, *ends], ends, strict=False)]
             self.values = [self._weighted(*pair, samples) for pair in bounds]
 
     def _weighted(self, start: int, stop: int, samples: int) -> Tensor:
+        self.bounds = (start, stop)
         weight = 1.0 if self.weights.reduction == "sum" else self.weights.count(start, stop)
         if not weight:
             return torch.zeros(())
         args, named = self.split.piece(start, stop)
-        loss = self.fn(*args, **named)
+        loss = self.fn(*args, **named).detach()
         if loss.dim():  # for each sample: their sum is what adds up
-            return loss.detach().sum()
-        return loss.detach() * (
-            1.0 if self.weights.reduction == "sum" else weight / self.weights.count(0, samples)
-        )
+            return loss.sum()
+        return loss * (1.0 if self.weights.reduction == "sum" else weight / self.weights.count(0, samples))

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import enum
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -49,6 +49,11 @@ class Cutting(NamedTuple):
         if isinstance(self.batch_dim, int):
             return self.batch_dim
         return next((dim for name, dim in self.batch_dim.items() if self._names(steps, name)), 0)
+
+    def key(self) -> Hashable:
+        """Equal where they are."""
+        dims = self.batch_dim if isinstance(self.batch_dim, int) else frozenset(self.batch_dim.items())
+        return frozenset(self.unbatched), dims, self.lists
 
     @staticmethod
     def _names(steps: _Steps, name: int | str) -> bool:

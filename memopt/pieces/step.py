@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.log import logger
+from memopt.oom.recognition import is_out_of_memory
 from memopt.pieces import ALONE, Agreement, attempt, contents, exactness, loss_check, room
 from memopt.pieces.entry_state import Buffers, Gradients, Scale, version
 from memopt.pieces.known_sizes import KnownSizes
@@ -19,6 +21,9 @@ from memopt.pieces.weights import Reduction, Weights
 from memopt.random_state import RandomState
 
 Model: TypeAlias = nn.Module | Iterable[nn.Module]
+
+# What comes of a tensor that has not the number of samples that fn expects. Other classes are a program's own words.
+_WRONG_SHAPES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 
 def backward(
@@ -45,17 +50,20 @@ def backward(
             loss = memopt.backward(compute_loss, inputs, targets, model=model, scaler=scaler)
             scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
 
-    fn: returns the loss, of no dimension, or a loss for each sample, (n, …), which is reduced here. It is run again
-        after an out of memory, and in a model's first step and now and then in one that is cut also without gradients,
-        on parts of the batch: what it does besides (counters, logging) is done again.
+    fn: returns the loss, of no dimension, or a loss for each sample, (n, …), which is reduced here. It may take
+        derivatives itself (torch.autograd.grad with create_graph=True), but not call memopt.backward. It is run again
+        after an out-of-memory error, and in a model's first step and now and then in one that is cut also on parts of
+        the batch, as a trial: what it does besides (counters, logging) is done again.
     batch, named: n samples, in dimension 0 of every tensor, whatever tuples, dicts and dataclasses they are in; pieces
         are views. Numbers, strings, None and functions are passed whole.
     model: whose gradients, buffers and modes count, or several such modules. Gradients at entry are added to.
     scaler: torch's or memopt's GradScaler; what runs backward is scaler.scale(loss).
     reduction: what the loss is over its samples: "mean", "sum", or a function that is given a piece's arguments and
         returns the number it counts for: lambda x, y: (y != -100).sum() for a mean over tokens.
-    exact: True refuses what draws random numbers as well: pieces have other dropout masks than the whole, and gradients
-        that are equal in distribution only. False refuses nothing, checks nothing.
+    exact: True refuses what draws random numbers as well: pieces have other dropout masks and other noise than the
+        whole, and gradients that are equal in distribution only. Without it the first step that is cut warns of that.
+        Noise that is drawn outside of fn and passed with the batch is cut with it. False refuses nothing, checks
+        nothing, and does not warn.
     unbatched: arguments that each piece is given whole, by position, keyword, key or field.
     batch_dim: where the samples are, if not in dimension 0; of some arguments by a dict of such names.
     lists: "samples" or "tensors": what a list is where it might be either.
@@ -69,12 +77,19 @@ def backward(
 
     Raises ValueError before anything ran where samples cannot be told, or pieces would have other gradients (batch norm
     in train mode, hooks on gradients), and after the first step, gradients restored, where the loss turns out to be no
-    such reduction; TypeError for an argument that cannot be cut. Where one sample alone does not fit, an error of the
-    class of the last out of memory, which names the least capacity that it would have taken. Any other exception of fn
-    is passed on. Gradients, random states and buffers are then as at entry.
+    such reduction; for a loss that is neither one number nor one for each sample; and where a batch has to be cut, and
+    fn runs on the whole of it only (a graph's nodes, too few samples): a trial that fails says so in the log, and the
+    step that fits goes on. TypeError for an argument that cannot be cut, RuntimeError for a call within fn. Where one
+    sample alone does not fit, an error of the class of the last out of memory, which names the least capacity that it
+    would have taken. Any other exception of fn is passed on. Gradients, random states and buffers are then as at entry.
 
     An out of memory that an earlier kernel would have raised later (asynchronously) is none that can be told; an
     optimizer's step outside runs out of memory as ever. Inside a CUDA graph's capture it is a plain backward."""
+    if _running.inside:
+        raise NestedBackward(
+            "memopt.backward: fn calls memopt.backward itself, which may have to run it again at any point: have fn "
+            "return the loss alone, and call memopt.backward once around it"
+        )
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
     if not modules:
         raise ValueError("memopt.backward: model= names no module whose gradients the step is for")
@@ -82,9 +97,24 @@ def backward(
     step = _Step(
         fn, split, modules, scaler, Weights(reduction, split), exact, agreement or _agreement(modules)
     )
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return step.plain()
-    return step.run()
+    _running.inside = True
+    try:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return step.plain()
+        return step.run()
+    finally:
+        _running.inside = False
+
+
+class NestedBackward(RuntimeError):
+    """memopt.backward was called by the fn of another call."""
+
+
+class _Running(threading.local):
+    inside = False  # this thread is in memopt.backward
+
+
+_running = _Running()
 
 
 class _History:
@@ -96,6 +126,8 @@ class _History:
         self.suspects = exactness.suspects(modules)
         self.seen: set[Hashable] = set()  # what has gone through once
         self.cut: dict[Hashable, int] = {}  # steps in pieces, of each
+        self.not_on_parts: dict[Hashable, str] = {}  # what does not run on a part of its batch, and the error for it
+        self.told_of_randomness: set[Hashable] = set()
 
 
 _histories: weakref.WeakKeyDictionary[nn.Module, _History] = weakref.WeakKeyDictionary()
@@ -133,7 +165,9 @@ class _Step:
         self.fn, self.split, self.modules, self.scaler, self.weights = fn, split, modules, scaler, weights
         self.history = _history(modules)
         self.exact, self.agreement = exact, agreement
-        self.what = (_what(fn), tuple(module.training for module in modules), _what(weights.reduction))
+        self.what = (
+            _what(fn), tuple(module.training for module in modules), _what(weights.reduction), split.cutting.key()
+        )  # fmt: skip
         parameters, self.buffers = contents.of(modules)
         self.parameters = _leaves(parameters, split)
         self.devices = tuple({tensor.device for tensor in (*self.parameters, *split.tensors())})
@@ -153,7 +187,7 @@ class _Step:
         if not self._was_seen():
             exactness.refuse_hooks(self.modules)
             if self.exact:
-                exactness.refuse_randomness(self.modules)
+                exactness.refuse_random_modules(self.modules)
         for tensor in self.split.tensors():
             if tensor.grad_fn is not None:
                 raise ValueError(
@@ -162,7 +196,7 @@ class _Step:
                 )
 
     def plain(self) -> Tensor:
-        loss = self.weights.reduced(self.fn(*self.split.args, **self.split.named), 0, self.split.samples)
+        loss = self._loss(0, self.split.samples)
         self._scaled(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -202,6 +236,8 @@ class _Step:
             if self.done == 0:
                 before = None if count == 1 else room.before(self.devices)
             self.is_cut = self.done > 0 or count > 1
+            if self.is_cut and (reason := self._no_parts()):
+                raise exactness.NotOnParts(reason)
             failed = self._pieces(count)
             if self.agreement.succeeded(failed is None, failed[0].text if failed else ""):
                 self._learn(size, before)
@@ -228,7 +264,7 @@ class _Step:
     def _chosen(self) -> int:
         """How many samples a piece is to have at first."""
         samples, sizes = self.split.samples, self.history.sizes
-        if sizes.is_unlimited(self.what) or samples < 2:
+        if sizes.is_unlimited(self.what) or samples < 2 or self._no_parts():
             return max(samples, 1)
         self.room = room.of(self.devices)
         return sizes.choose(self.what, self.split.shapes, samples, self.room)
@@ -284,14 +320,38 @@ class _Step:
     def _forward_and_backward(self, start: int, stop: int) -> None:
         if self.weights.is_nothing(start, stop):
             return
-        args, named = self.split.piece(start, stop)
-        loss = self.weights.reduced(self.fn(*args, **named), start, stop)
+        loss = self._loss(start, stop)
         if self.exact is not False:
             self._refuse_loss(loss)
         scaled = self._scaled(loss)
         self.in_forward = False
         scaled.backward()  # type: ignore[no-untyped-call]
         self.total = loss.detach() if self.total is None else self.total + loss.detach()
+
+    def _loss(self, start: int, stop: int) -> Tensor:
+        """What fn returns for those samples, as the part of the whole batch's loss that it is."""
+        args, named = self.split.piece(start, stop)
+        try:
+            loss = self.fn(*args, **named)
+        except _WRONG_SHAPES as error:
+            if stop - start == self.split.samples or is_out_of_memory(error) or isinstance(error, NestedBackward):
+                raise
+            found = exactness.not_on_parts(start, stop, self.split.samples, error)
+            self.history.not_on_parts[self.what] = str(found)
+            raise found from error
+        loss = self.weights.reduced(loss, start, stop)
+        if not loss.requires_grad:
+            raise ValueError(
+                "memopt.backward: fn returned a loss without a graph (detached, or computed under torch.no_grad()), so "
+                "no parameter can have a gradient of it: return the loss itself"
+            )
+        return loss
+
+    def _no_parts(self) -> str | None:
+        """Why fn does not run on a part of its batch; None as far as it is known to. A rank's own reason is none for
+        the others."""
+        is_asked = self.exact is not False and self.agreement is ALONE
+        return self.history.not_on_parts.get(self.what) if is_asked else None
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
@@ -340,11 +400,12 @@ class _Step:
 
     def _refuse_loss(self, loss: Tensor) -> None:
         """Between forward and backward."""
-        if self.exact and self.random.was_drawn_from():
-            raise ValueError(
-                "memopt.backward: exact=True, and fn draws random numbers, of which pieces would draw others. Without "
-                "exact=True the gradients of pieces are equal in distribution"
-            )
+        is_news = self.is_cut and self.done == 0 and self.what not in self.history.told_of_randomness
+        if (self.exact or is_news) and self.random.was_drawn_from():
+            if self.exact:
+                exactness.refuse_randomness()
+            self.history.told_of_randomness.add(self.what)
+            exactness.warn_of_randomness(self.modules)
         is_due = (
             loss_check.is_due(self.history.cut.get(self.what, 0)) if self.is_cut else not self._was_seen()
         )
@@ -365,7 +426,13 @@ class _Step:
             if self.is_cut
             else is_new and not loss_check.is_compiled(self.modules, self.fn)
         ):
-            attempt.run(self._check_values, self.devices)  # what does not fit is not checked
+            try:
+                attempt.run(self._check_values, self.devices)  # what does not fit is not checked
+            except exactness.NotOnParts as error:
+                self.history.not_on_parts[self.what] = str(error)
+                if self.is_cut:
+                    raise
+                logger.warning("%s", error)
 
     def _check_values(self) -> None:
         """An out of memory here is no failure, but takes time: only a step that had one already tries the most."""
@@ -375,7 +442,7 @@ class _Step:
             if not self.was_emptied:
                 samples = min(samples, record.checked or 0)
         if samples > 1:
-            surroundings = (self.modules, self.devices, self.history.buffers.copies(self.buffers))
+            surroundings = (self.modules, self.parameters, self.devices, self.history.buffers.copies(self.buffers))
             checked = loss_check.check(self.fn, self.split, self.weights, *surroundings, samples)
             if record is not None:
                 record.checked = checked

@@ -38,7 +38,13 @@ class Weights:
         if key not in self._counts:
             args, named = self._split.piece(start, stop)
             with torch.no_grad():
-                self._counts[key] = self.reduction(*args, **named)
+                count = self.reduction(*args, **named)
+            if isinstance(count, Tensor) and count.dim():
+                raise ValueError(
+                    f"memopt.backward: reduction= returned a tensor of shape {tuple(count.shape)} for {stop - start} "
+                    "samples: reduce it to a scalar, the number that they count for: .sum()"
+                )
+            self._counts[key] = count
         return self._counts[key]
 
     def is_nothing(self, start: int, stop: int) -> bool:
@@ -55,8 +61,8 @@ class Weights:
             return loss * self._weight(start, stop) if self._is_weighted(start, stop) else loss
         if loss.shape[0] != stop - start:
             raise ValueError(
-                f"memopt.backward: fn returned a loss of shape {tuple(loss.shape)} for {stop - start} samples: return "
-                "one number, or one for each sample"
+                f"memopt.backward: fn returned a loss of shape {tuple(loss.shape)} for {stop - start} samples: reduce "
+                "it to a scalar, or return a loss for each sample"
             )
         if self.reduction == "sum":
             return loss.sum()
