@@ -45,6 +45,25 @@ int nvrtcVersion(int *major, int *minor)
     return NVRTC_SUCCESS;
 }
 
+/* The architectures of which torch 2.13 has code; memopt chooses one of them to compile for. */
+static const int architectures[] = {75, 80, 86, 89, 90, 100, 120};
+
+int nvrtcGetNumSupportedArchs(int *count)
+{
+    if (count == NULL)
+        return NVRTC_INVALID_INPUT;
+    *count = (int)(sizeof architectures / sizeof *architectures);
+    return NVRTC_SUCCESS;
+}
+
+int nvrtcGetSupportedArchs(int *out)
+{
+    if (out == NULL)
+        return NVRTC_INVALID_INPUT;
+    memcpy(out, architectures, sizeof architectures);
+    return NVRTC_SUCCESS;
+}
+
 int nvrtcCreateProgram(struct program **out, const char *source, const char *name, int headers,
                        const char *const *header_texts, const char *const *header_names)
 {
