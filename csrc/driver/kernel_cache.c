@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <stdbool.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -26,6 +25,9 @@ _Static_assert(sizeof(file_header) == MO_CACHE_HEADER_SIZE, "the header has no p
 
 #define MAGIC  0x736C6E72656B6F6Du /* "mokernls" in a hex dump */
 #define FORMAT 1
+
+/* A file's name, a dot, a process's number and a small one. */
+#define MO_CACHE_FRESH_MAX 80
 
 const char *mo_cache_finding_name(mo_cache_finding finding)
 {
@@ -68,6 +70,19 @@ mo_status mo_cache_path(const char *directory, const char *key, char out[MO_CACH
     return MO_OK;
 }
 
+/* Of a path that mo_cache_path made. */
+static const char *file_name(const char *path)
+{
+    return strrchr(path, '/') + 1;
+}
+
+static void close_keeping_errno(int fd)
+{
+    const int error = errno;
+    close(fd);
+    errno = error;
+}
+
 /* All of size bytes, or false with errno (0 where the file ended early). */
 static bool read_all(int fd, void *out, size_t size)
 {
@@ -102,6 +117,37 @@ static bool write_all(int fd, const void *from, size_t size)
     return true;
 }
 
+/* Why what is open is not to be trusted, or NULL. An image is code: nobody else may have put it there. */
+static const char *distrusted(const struct stat *about)
+{
+    if (about->st_uid != geteuid())
+        return "it belongs to another user";
+    if (about->st_mode & (S_IWGRP | S_IWOTH))
+        return "others may write to it";
+    return NULL;
+}
+
+/* The directory, opened, or -1 with *why, a text, or NULL for errno. A link in its place is not followed; links above it are
+ * the user's own affair. */
+static int open_directory(const char *directory, const char **why)
+{
+    struct stat about;
+    const int folder = open(directory, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+
+    *why = folder < 0 && errno == ELOOP ? "it is a symbolic link" : NULL;
+    if (folder < 0)
+        return -1;
+    if (fstat(folder, &about) == 0)
+        *why = S_ISDIR(about.st_mode) ? distrusted(&about) : "it is no directory";
+    else
+        *why = "it cannot be examined";
+    if (!*why)
+        return folder;
+    close(folder);
+    errno = EPERM;
+    return -1;
+}
+
 /* What the open file is. On MO_CACHE_HIT *out and *out_size are set; else *why is a text, or NULL for errno.
  */
 static mo_status read_file(int fd, const char *key, mo_cache_finding *finding, void **out, size_t *out_size,
@@ -118,9 +164,9 @@ static mo_status read_file(int fd, const char *key, mo_cache_finding *finding, v
         *finding = MO_CACHE_UNREADABLE;
         return MO_OK;
     }
-    if (!S_ISREG(about.st_mode)) {
+    *why = S_ISREG(about.st_mode) ? distrusted(&about) : "it is not a regular file";
+    if (*why) {
         *finding = MO_CACHE_UNREADABLE;
-        *why = "it is not a regular file";
         return MO_OK;
     }
     *why = "it is shorter than a header";
@@ -167,7 +213,7 @@ mo_status mo_cache_load(const char *directory, const char *key, mo_cache_finding
     char path[MO_CACHE_PATH_MAX];
     const char *why = NULL;
     mo_status status;
-    int fd;
+    int folder, fd;
 
     *out = NULL;
     *out_size = 0;
@@ -177,7 +223,20 @@ mo_status mo_cache_load(const char *directory, const char *key, mo_cache_finding
     status = mo_cache_path(directory, key, path, detail);
     if (status)
         return status;
-    fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO of that name must not hold us up */
+    folder = open_directory(directory, &why);
+    if (folder < 0 && why) {
+        *finding = MO_CACHE_UNREADABLE;
+        mo_fail(detail, MO_CORRUPT, EPERM, "the kernel cache's directory %.600s is not used: %s", directory, why);
+        return MO_OK;
+    }
+    fd = -1;
+    if (folder >= 0) {
+        /* O_NONBLOCK: a FIFO of that name must not hold us up */
+        fd = openat(folder, file_name(path), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+        if (fd < 0 && errno == ELOOP)
+            why = "it is a symbolic link";
+        close_keeping_errno(folder);
+    }
     if (fd < 0 && (errno == ENOENT || errno == ENOTDIR)) {
         *finding = MO_CACHE_MISSING;
         return MO_OK;
@@ -221,13 +280,27 @@ static bool make_directories(const char *path)
     return true;
 }
 
+/* A new file beside name, for this user alone, whose own name is left in fresh; or -1 with errno. */
+static int create_beside(int folder, const char *name, char fresh[MO_CACHE_FRESH_MAX])
+{
+    int fd = -1;
+
+    for (int i = 0; i < 100; i++) { /* one may be there of a process that died, or has our number in another namespace */
+        snprintf(fresh, MO_CACHE_FRESH_MAX, "%.40s.%ld-%d", name, (long)getpid(), i);
+        fd = openat(folder, fresh, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+        if (fd >= 0 || errno != EEXIST)
+            break;
+    }
+    return fd;
+}
+
 mo_status mo_cache_store(const char *directory, const char *key, const void *image, size_t size,
                          mo_detail *detail)
 {
     file_header header = {.magic = MAGIC, .format = FORMAT};
-    char path[MO_CACHE_PATH_MAX], fresh[MO_CACHE_PATH_MAX];
-    const char *step = "mkdir";
-    int fd = -1, folder = -1, error = 0, length;
+    char path[MO_CACHE_PATH_MAX], fresh[MO_CACHE_FRESH_MAX];
+    const char *step = "mkdir", *why = NULL;
+    int fd = -1, folder = -1, error = 0, closed;
     bool made = false;
     mo_status status = mo_cache_path(directory, key, path, detail);
 
@@ -235,18 +308,18 @@ mo_status mo_cache_store(const char *directory, const char *key, const void *ima
         return status;
     if (size == 0 || size > MO_CACHE_IMAGE_MAX)
         return mo_fail(detail, MO_INVALID, 0, "a kernel image of %zu bytes cannot be cached", size);
-    length = snprintf(fresh, sizeof fresh, "%s.XXXXXX", path);
-    if (length < 0 || length >= (int)sizeof fresh)
-        return mo_fail(detail, MO_INVALID, ENAMETOOLONG, "the cache directory's path is too long: %.200s…",
-                       directory);
     header.key_size = (uint32_t)strlen(key);
     header.image_size = size;
     header.hash = file_hash(&header, key, image);
 
     if (!make_directories(directory))
         goto fail;
+    step = "open";
+    folder = open_directory(directory, &why);
+    if (folder < 0)
+        goto fail;
     step = "create";
-    fd = mkostemp(fresh, O_CLOEXEC);
+    fd = create_beside(folder, file_name(path), fresh);
     if (fd < 0)
         goto fail;
     made = true;
@@ -258,28 +331,27 @@ mo_status mo_cache_store(const char *directory, const char *key, const void *ima
     if (fsync(fd) != 0)
         goto fail;
     step = "close";
-    length = close(fd);
+    closed = close(fd);
     fd = -1;
-    if (length != 0)
+    if (closed != 0)
         goto fail;
     step = "rename";
-    if (rename(fresh, path) != 0)
+    if (renameat(folder, fresh, folder, file_name(path)) != 0)
         goto fail;
     /* The rename itself may be lost with the power, and then the file is missing, which is harmless. */
-    folder = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder >= 0) {
-        fsync(folder);
-        close(folder);
-    }
+    fsync(folder);
+    close(folder);
     return MO_OK;
 fail:
     error = errno;
     if (fd >= 0)
         close(fd);
     if (made)
-        unlink(fresh);
+        unlinkat(folder, fresh, 0);
+    if (folder >= 0)
+        close(folder);
     return mo_fail(
         detail, MO_IO, error, "the compiled kernels cannot be cached in %.600s (%s: %s): %s", directory, step,
-        strerror(error),
+        why ? why : strerror(error),
         "they are compiled again in each process; set XDG_CACHE_HOME to a directory you can write");
 }

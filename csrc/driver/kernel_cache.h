@@ -9,6 +9,9 @@
  * single changed byte is seen: each step of the checksum (FNV-1a, 64 bits) maps different states to different
  * states.
  *
+ * An image is code that the device runs. So the directory and the file are opened without following a link in their place, and
+ * serve only where they belong to the process's user and nobody else may write to them.
+ *
  * Files appear whole: written beside their name, synced, renamed. Processes that store at the same time each
  * succeed and the last one stays; a reader has what it opened. No locks, in the process or on disk. */
 #ifndef MO_KERNEL_CACHE_H
@@ -24,7 +27,8 @@ typedef enum mo_cache_finding {
     MO_CACHE_MISSING, /* no such file */
     MO_CACHE_HIT,
     MO_CACHE_DAMAGED,    /* a file is there that is not this image, whole */
-    MO_CACHE_UNREADABLE, /* it cannot be opened or read: rights, a directory of that name, an I/O error */
+    MO_CACHE_UNREADABLE, /* it cannot be opened or read, or must not be trusted: rights, another owner, a link, a
+                            directory of that name, an I/O error */
     MO_CACHE_FINDING_COUNT
 } mo_cache_finding;
 
@@ -51,7 +55,7 @@ mo_status mo_cache_load(const char *directory, const char *key, mo_cache_finding
                         size_t *out_size, mo_detail *detail);
 
 /* Stores an image, making the directory (mode 0700) and its parents as needed; replaces what is there. MO_IO
- * with the path and errno where that cannot be: the cache is a convenience, the caller goes on without it. */
+ * with the path and the reason where that cannot be, or the directory is not the user's own: the cache is a convenience, the caller goes on without it. */
 mo_status mo_cache_store(const char *directory, const char *key, const void *image, size_t size,
                          mo_detail *detail);
 

@@ -197,6 +197,128 @@ TEST(directories_are_made_private)
     remove_folder();
 }
 
+/* What lies in the directory is whole, and is not used; the reason says so. */
+static void is_refused(const char *directory, const char *because)
+{
+    mo_cache_finding finding;
+    mo_detail detail = {0};
+    void *image = NULL;
+    size_t size = 0;
+
+    CHECK_EQ(mo_cache_load(directory, KEY, &finding, &image, &size, &detail), MO_OK);
+    CHECK_EQ(finding, MO_CACHE_UNREADABLE);
+    CHECK(!image);
+    if (!strstr(detail.text, because) || !strstr(detail.text, directory))
+        TEST_FAIL("%.300s", detail.text);
+}
+
+TEST(a_link_in_the_files_place_is_not_followed_and_is_replaced)
+{
+    const char *directory = fresh_folder();
+    char path[MO_CACHE_PATH_MAX], aside[MO_CACHE_PATH_MAX + 8], before[1024], after[1024];
+
+    CHECK_EQ(mo_cache_path(directory, KEY, path, NULL), MO_OK);
+    store(directory);
+    snprintf(aside, sizeof aside, "%s.aside", path);
+    CHECK_EQ(rename(path, aside), 0);
+    CHECK_EQ(symlink(aside, path), 0);
+    const size_t size = read_file(aside, before, sizeof before);
+    is_refused(directory, "symbolic link");
+    store(directory);
+    CHECK_EQ(find(directory, KEY), MO_CACHE_HIT);
+    CHECK_EQ(read_file(aside, after, sizeof after), size); /* what it pointed to is not written to */
+    CHECK(memcmp(before, after, size) == 0);
+    remove_folder();
+}
+
+TEST(a_link_in_the_directorys_place_is_not_followed)
+{
+    char real[128], link[128];
+    mo_detail detail;
+
+    fresh_folder();
+    snprintf(real, sizeof real, "%s/real", folder);
+    snprintf(link, sizeof link, "%s/link", folder);
+    store(real);
+    CHECK_EQ(symlink(real, link), 0);
+    is_refused(link, "symbolic link");
+    CHECK_EQ(mo_cache_store(link, KEY, IMAGE, sizeof IMAGE, &detail), MO_IO);
+    CHECK(strstr(detail.text, "symbolic link"));
+    CHECK_EQ(find(real, KEY), MO_CACHE_HIT);
+    remove_folder();
+}
+
+TEST(a_file_that_others_may_write_to_is_not_used_and_is_replaced)
+{
+    static const mode_t modes[] = {0620, 0602, 0666};
+    const char *directory = fresh_folder();
+    char path[MO_CACHE_PATH_MAX];
+
+    CHECK_EQ(mo_cache_path(directory, KEY, path, NULL), MO_OK);
+    for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
+        store(directory);
+        CHECK_EQ(chmod(path, modes[i]), 0);
+        is_refused(directory, "others may write");
+    }
+    store(directory);
+    CHECK_EQ(chmod(path, 0644), 0); /* to read is no harm */
+    CHECK_EQ(find(directory, KEY), MO_CACHE_HIT);
+    remove_folder();
+}
+
+TEST(a_directory_that_others_may_write_to_is_not_used)
+{
+    const char *directory = fresh_folder();
+    mo_detail detail;
+
+    store(directory);
+    CHECK_EQ(chmod(directory, 01777), 0);
+    is_refused(directory, "others may write");
+    CHECK_EQ(mo_cache_store(directory, KEY, IMAGE, sizeof IMAGE, &detail), MO_IO);
+    CHECK(strstr(detail.text, "others may write") && strstr(detail.text, "XDG_CACHE_HOME"));
+    CHECK_EQ(chmod(directory, 0755), 0);
+    CHECK_EQ(find(directory, KEY), MO_CACHE_HIT);
+    CHECK_EQ(entries(), 1);
+    remove_folder();
+}
+
+TEST(what_belongs_to_another_user_is_not_used)
+{
+    const char *directory = fresh_folder();
+    char path[MO_CACHE_PATH_MAX];
+    mo_detail detail;
+
+    if (geteuid() != 0) {
+        remove_folder();
+        TEST_SKIP("only root gives a file away");
+    }
+    CHECK_EQ(mo_cache_path(directory, KEY, path, NULL), MO_OK);
+    store(directory);
+    CHECK_EQ(chown(path, 1, 1), 0);
+    is_refused(directory, "another user");
+    store(directory); /* replaced */
+    CHECK_EQ(find(directory, KEY), MO_CACHE_HIT);
+    CHECK_EQ(chown(directory, 1, 1), 0);
+    is_refused(directory, "another user");
+    CHECK_EQ(mo_cache_store(directory, KEY, IMAGE, sizeof IMAGE, &detail), MO_IO);
+    CHECK(strstr(detail.text, "another user"));
+    remove_folder();
+}
+
+TEST(what_a_process_that_died_has_left_is_in_nobodys_way)
+{
+    const char *directory = fresh_folder();
+    char path[MO_CACHE_PATH_MAX], left[MO_CACHE_PATH_MAX + 32];
+
+    CHECK_EQ(mo_cache_path(directory, KEY, path, NULL), MO_OK);
+    snprintf(left, sizeof left, "%s.%ld-0", path, (long)getpid());
+    write_file(left, "cut", 3);
+    store(directory);
+    CHECK_EQ(find(directory, KEY), MO_CACHE_HIT);
+    CHECK_EQ(entries(), 2);
+    remove_folder();
+}
+
 TEST(a_directory_that_cannot_be_made_is_an_io_error_that_names_it)
 {
     char below[128];
