@@ -43,6 +43,7 @@ mo_status mo_cuda_api_open(const char *path, mo_cuda_api *out, mo_detail *detail
             "(driver 460)",
             path, missing);
     }
+    api.simulated = dlsym(api.library, "simcuda_activate") != NULL;
     *out = api;
     return MO_OK;
 }

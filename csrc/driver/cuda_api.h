@@ -7,6 +7,8 @@
 #ifndef MO_CUDA_API_H
 #define MO_CUDA_API_H
 
+#include <stdbool.h>
+
 #include "base/status.h"
 #include "driver/cuda_types.h"
 
@@ -86,6 +88,7 @@ typedef struct mo_cuda_api {
     MO_CUDA_OPTIONAL(FIELD)
 #undef FIELD
     void *library; /* what dlopen gave; never closed, since the driver's threads outlive any wish to */
+    bool simulated; /* by csrc/simcuda: its launches run bodies of the host's, whatever an image holds */
 } mo_cuda_api;
 
 /* Fills *out from the library at path ("libcuda.so.1" for the one that the linker finds). MO_NO_LIBRARY,

@@ -8,6 +8,7 @@
 #include "base/lock.h"
 #include "driver/context.h"
 #include "driver/forked.h"
+#include "driver/kernel_proof.h"
 
 static atomic_uint compilations;
 
@@ -49,9 +50,10 @@ static bool is_refusal(CUresult code)
     }
 }
 
-/* Loads an image and finds every kernel in it. On failure *refused says whether another image may do. */
-static mo_status take_image(const mo_cuda_api *api, const void *image, mo_kernel_module *m, bool *refused,
-                            mo_detail *detail)
+/* Loads an image, finds every kernel in it, and sees them compute where `prove`. On failure *refused says whether another
+ * image may do. */
+static mo_status take_image(const mo_cuda_api *api, const void *image, bool prove, mo_kernel_module *m,
+                            bool *refused, mo_detail *detail)
 {
     char log[400] = "";
     CUjit_option names[] = {CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
@@ -69,13 +71,17 @@ static mo_status take_image(const mo_cuda_api *api, const void *image, mo_kernel
             snprintf(call, sizeof call, "cuModuleGetFunction(%s)", mo_kernel_name((mo_kernel)i));
             code = api->module_function(&m->functions[i], module, mo_kernel_name((mo_kernel)i));
         }
-        if (code)
-            api->module_unload(module);
     }
-    *refused = is_refusal(code);
     status = mo_cuda_check(api, code, call, detail);
+    *refused = is_refusal(code);
+    if (!status && prove && !api->simulated) {
+        status = mo_kernels_prove(api, m->functions, detail);
+        *refused = status == MO_CORRUPT || (status && is_refusal((CUresult)detail->code));
+    }
     if (!status)
         m->module = module;
+    else if (module)
+        api->module_unload(module);
     return status;
 }
 
@@ -111,11 +117,11 @@ static mo_status from_cache(const mo_cuda_api *api, const mo_kernel_settings *se
         note(m, "%s", detail->text);
     if (m->cache != MO_CACHE_HIT)
         return MO_OK;
-    status = take_image(api, image, m, &refused, detail);
+    status = take_image(api, image, true, m, &refused, detail);
     mo_host_free(image);
     if (!status) {
         m->origin = MO_KERNELS_CACHED;
-    } else if (refused) { /* another driver than the one that took it when it was stored */
+    } else if (refused) { /* another driver than the one that took it when it was stored, or kernels that do nothing */
         note(m, "the cached image was refused (%.300s)", detail->text);
         m->cache = MO_CACHE_DAMAGED;
         status = MO_OK;
@@ -136,7 +142,7 @@ static mo_status from_source(const mo_cuda_api *api, const mo_nvrtc_api *nvrtc, 
     atomic_fetch_add(&compilations, 1);
     status = mo_nvrtc_compile(nvrtc, source->source, m->target, &image, &size, detail);
     if (!status)
-        status = take_image(api, image, m, &refused, detail);
+        status = take_image(api, image, true, m, &refused, detail);
     if (!status) {
         m->origin = MO_KERNELS_COMPILED;
         if (settings->cache_directory && *settings->cache_directory) {
@@ -145,6 +151,12 @@ static mo_status from_source(const mo_cuda_api *api, const mo_nvrtc_api *nvrtc, 
             if (!m->stored)
                 note(m, "%s", why.text);
         }
+    } else if (status == MO_CORRUPT) {
+        mo_detail why = *detail;
+        status = mo_fail(detail, status, 0,
+                         "what NVRTC %d.%d made does not work (%.500s): that library is no whole NVRTC; name "
+                         "another libnvrtc.so by the environment variable MEMOPT_NVRTC",
+                         nvrtc->major, nvrtc->minor, why.text);
     } else if (refused) {
         mo_detail why = *detail;
         status =
@@ -205,7 +217,7 @@ static mo_status load_in_context(const mo_driver_cuda *device, const mo_kernel_i
     if (image->fatbin_size == 0) {
         note(m, "this build of memopt carries no compiled kernels (it was built without nvcc)");
     } else {
-        status = take_image(api, image->fatbin, m, &refused, detail);
+        status = take_image(api, image->fatbin, false, m, &refused, detail);
         if (!status)
             m->origin = MO_KERNELS_EMBEDDED;
         if (!status || !refused)

@@ -4,7 +4,11 @@
  *     1. the fatbin that this library carries (absent when it was built without nvcc; refused by a driver older than
  *        the nvcc that made it, or on a GPU that it has neither code nor PTX for)
  *     2. the cache's image of our source for this GPU and this NVRTC
- *     3. the source, compiled by NVRTC now, and stored in the cache once the driver has taken it
+ *     3. the source, compiled by NVRTC now, and stored in the cache once it serves
+ *
+ * 2 and 3 serve when each kernel has computed what is known beforehand (kernel_proof.h): a cached image may be one that a
+ * stand-in for NVRTC made, whose kernels do nothing. On the simulated device, whose launches run the host's bodies, that
+ * proves nothing and is left out; the caller names no cache directory for it.
  *
  * An error that is about the device rather than the image (out of memory, a lost context) ends the search.
  *

@@ -8,7 +8,11 @@
 #include "child.h"
 #include "fake_cuda.h"
 #include "fake_nvrtc.h"
+#include "simcuda/kernels.h"
 #include "simulated_device.h"
+
+/* The kernels' own text, for a device on which they compute. */
+#include "csrc/simcuda/kernel_bodies.c"
 
 #define SOURCE "the source"
 
@@ -21,10 +25,95 @@ static mo_kernel_settings settings;
 static mo_kernel_module module;
 static mo_detail detail;
 
+/* ---- the fake driver, with memory that is there and kernels that compute --------------------------------- */
+
+static sim_body bodies[MO_KERNEL_COUNT];
+static const char *dead;     /* an image whose kernel number dead_kernel does nothing, or all where that is negative */
+static int dead_kernel;
+static bool image_is_dead;   /* the loaded one */
+static int launches;
+
+bool sim_kernel_emulate(const char *name, sim_body body, int count, const size_t *sizes)
+{
+    (void)count, (void)sizes;
+    for (int i = 0; i < MO_KERNEL_COUNT; i++)
+        if (strcmp(name, mo_kernel_name((mo_kernel)i)) == 0)
+            bodies[i] = body;
+    return true;
+}
+
+static CUresult load_image(CUmodule *out, const void *image, unsigned count, CUjit_option *names,
+                           void **values)
+{
+    image_is_dead = dead && strcmp(image, dead) == 0;
+    return fake_module_load(out, image, count, names, values);
+}
+
+static CUresult allocate(CUdeviceptr *out, size_t size)
+{
+    if (fake_fails())
+        return fake.code;
+    *out = (CUdeviceptr)(uintptr_t)aligned_alloc(256, (size + 255) / 256 * 256);
+    fake.blocks++;
+    return CUDA_SUCCESS;
+}
+
+static CUresult release(CUdeviceptr address)
+{
+    free((void *)(uintptr_t)address);
+    fake.blocks--;
+    return CUDA_SUCCESS;
+}
+
+static int streams; /* live */
+
+FAKE(*out = (CUstream)(uintptr_t)0x50; (void)flags; streams++;, stream_create, CUstream *out, unsigned flags)
+FAKE((void)stream; memcpy((void *)(uintptr_t)to, from, size);
+     , to_device, CUdeviceptr to, const void *from, size_t size, CUstream stream)
+FAKE((void)stream; memcpy(to, (const void *)(uintptr_t)from, size);
+     , to_host, void *to, CUdeviceptr from, size_t size, CUstream stream)
+
+static CUresult destroy_stream(CUstream stream)
+{
+    (void)stream;
+    streams--;
+    return CUDA_SUCCESS;
+}
+
+static CUresult launch_kernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                              unsigned by, unsigned bz, unsigned shared, CUstream stream, void **arguments,
+                              void **extra)
+{
+    (void)shared, (void)stream, (void)extra;
+    if (fake_fails())
+        return fake.code;
+    launches++;
+    for (int i = 0; i < MO_KERNEL_COUNT; i++)
+        if ((uintptr_t)function == 0xF000 + strlen(mo_kernel_name((mo_kernel)i)) &&
+            !(image_is_dead && (dead_kernel < 0 || dead_kernel == i)))
+            bodies[i](arguments, (unsigned[]){gx, gy, gz}, (unsigned[]){bx, by, bz});
+    return CUDA_SUCCESS;
+}
+
+static mo_cuda_api computing;
+static const mo_driver_cuda device = {.api = &computing, .context = FAKE_CONTEXT};
+
 static void start(void)
 {
     fake_reset();
     nvrtc_reset();
+    sim_kernel_bodies_register();
+    dead = NULL;
+    launches = 0;
+    computing = fake_api;
+    computing.module_load = load_image;
+    computing.memory_alloc = allocate;
+    computing.memory_free = release;
+    computing.stream_create = fake_stream_create;
+    computing.stream_destroy = destroy_stream;
+    computing.copy_to_device = fake_to_device;
+    computing.copy_to_host = fake_to_host;
+    computing.launch = launch_kernel;
     strcpy(folder, "/tmp/memopt-module-XXXXXX");
     CHECK(mkdtemp(folder));
     settings = (mo_kernel_settings){
@@ -36,6 +125,8 @@ static void finish(void)
 {
     char command[96];
     fake.modules = 0;
+    CHECK_EQ(fake.blocks, 0);
+    CHECK_EQ(streams, 0);
     CHECK_EQ(fake.depth, 0);
     CHECK(fake.current == NULL);
     CHECK_EQ(fake.mode, CU_STREAM_CAPTURE_MODE_GLOBAL);
@@ -45,7 +136,7 @@ static void finish(void)
 
 static mo_status load(const mo_kernel_image *image)
 {
-    return mo_kernel_module_load(&fake_device, image, &settings, &module, &detail);
+    return mo_kernel_module_load(&device, image, &settings, &module, &detail);
 }
 
 static void loads(const mo_kernel_image *image, mo_kernel_origin origin, int compiled)
@@ -66,7 +157,8 @@ TEST(the_embedded_image_is_taken_without_asking_for_nvrtc)
     loads(&good, MO_KERNELS_EMBEDDED, 0);
     CHECK_STR(module.note, "");
     CHECK_EQ(fake.modules, 1);
-    CHECK_EQ(mo_kernel_module_unload(&fake_device, &module, NULL), MO_OK);
+    CHECK_EQ(launches, 0); /* nobody else can have made it */
+    CHECK_EQ(mo_kernel_module_unload(&device, &module, NULL), MO_OK);
     CHECK_EQ(fake.modules, 0);
     finish();
 }
@@ -154,6 +246,40 @@ TEST(a_cached_image_that_this_driver_refuses_is_rebuilt)
     fake.missing[0] = 0;
     loads(&none, MO_KERNELS_CACHED,
           2); /* what the driver did not take was not stored over what it once took */
+    finish();
+}
+
+TEST(a_cached_image_of_which_a_kernel_does_nothing_is_rebuilt_and_said_so)
+{
+    for (int i = -1; i < MO_KERNEL_COUNT; i++) {
+        start();
+        nvrtc.image = "image:planted";
+        loads(&none, MO_KERNELS_COMPILED, 1);
+        nvrtc.image = NULL;
+        dead = "image:planted";
+        dead_kernel = i;
+        loads(&none, MO_KERNELS_COMPILED, 2);
+        CHECK_EQ(module.cache, MO_CACHE_DAMAGED);
+        CHECK(module.stored && strstr(module.note, "computes wrong results"));
+        CHECK(strstr(module.note, mo_kernel_name(i < 0 ? (mo_kernel)0 : (mo_kernel)i)));
+        CHECK_EQ(fake.modules, 2); /* the two that serve, and not the planted one */
+        loads(&none, MO_KERNELS_CACHED, 2);
+        CHECK(!strstr(module.note, "wrong"));
+        finish();
+    }
+}
+
+TEST(a_compiler_that_makes_kernels_that_do_nothing_is_an_error_and_nothing_is_cached)
+{
+    start();
+    nvrtc.image = dead = "image:of a stand-in";
+    dead_kernel = -1;
+    CHECK_EQ(load(&none), MO_CORRUPT);
+    CHECK(strstr(detail.text, "NVRTC 13.5") && strstr(detail.text, "MEMOPT_NVRTC"));
+    CHECK_EQ(fake.modules, 0);
+    nvrtc.image = NULL;
+    loads(&none, MO_KERNELS_COMPILED, 2);
+    CHECK_EQ(module.cache, MO_CACHE_MISSING);
     finish();
 }
 

@@ -1,0 +1,153 @@
+#include "driver/kernel_proof.h"
+
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "../kernels/gradients.cuh"
+#include "../kernels/update_table.cuh"
+#include "../kernels/widen.cuh"
+
+#define COUNT   4  /* elements */
+#define THREADS 32 /* a warp: the fewest that every kernel takes */
+
+/* What the kernels read and write, as it lies on the device. The numbers are such that no operation rounds. */
+typedef struct proof {
+    struct { /* the table of each: its head first */
+        mo_gradients_head head;
+        mo_chunk chunk;
+        mo_squares partial;
+    } gradients;
+    struct {
+        mo_update_head head;
+        mo_update_parameter parameter;
+        mo_update_group group;
+        mo_update_unit unit;
+    } update;
+    struct {
+        float mean, deviation;
+    } widen;
+    float inv_scale, found_inf, norm;
+    unsigned char bytes[COUNT];
+    MO_ALIGNED(16) float scaled[COUNT], stepped[COUNT], gradient[COUNT], widened[COUNT];
+} proof;
+
+static const float scaled[COUNT] = {0.5f, 1, 1, 2}; /* whose norm is 2.5 */
+static const float stepped[COUNT] = {0.5f, 1, 1.5f, 2};
+static const float widened[COUNT] = {0, 0.5f, 1, 1.5f};
+
+#define AT(member) (address + offsetof(proof, member))
+
+static proof before(CUdeviceptr address)
+{
+    proof p = {
+        .gradients.chunk = {.address = AT(scaled), .count = COUNT, .kind = MO_F32},
+        .update.parameter = {.p = AT(stepped),
+                             .g = AT(gradient),
+                             .count = COUNT,
+                             .flags = MO_UPDATE_SGD,
+                             .kind = MO_F32,
+                             .grad_kind = MO_F32,
+                             .state_kind = MO_F32},
+        .update.group.lr = 0.5,
+        .widen = {.mean = 1, .deviation = 2},
+        .inv_scale = 0.5f,
+    };
+    for (int i = 0; i < COUNT; i++) {
+        p.scaled[i] = 2 * scaled[i];
+        p.stepped[i] = p.gradient[i] = 2 * stepped[i];
+        p.bytes[i] = (unsigned char)(2 * (i + 1));
+        p.widened[i] = -1;
+    }
+    return p;
+}
+
+/* The first kernel whose results are not those expected; MO_KERNEL_COUNT where all are. */
+static mo_kernel wrong(const proof *p)
+{
+    if (p->norm != 2.5f || p->found_inf != 0 || memcmp(p->scaled, scaled, sizeof scaled) != 0)
+        return MO_KERNEL_GRADIENTS;
+    if (memcmp(p->stepped, stepped, sizeof stepped) != 0)
+        return MO_KERNEL_UPDATE;
+    if (memcmp(p->widened, widened, sizeof widened) != 0)
+        return MO_KERNEL_WIDEN;
+    return MO_KERNEL_COUNT;
+}
+
+static CUresult launch_all(const mo_cuda_api *api, const CUfunction functions[MO_KERNEL_COUNT],
+                           CUdeviceptr address, CUstream stream)
+{
+    mo_gradients_launch gradients = {
+        .table = AT(gradients),
+        .inv_scale = AT(inv_scale),
+        .found_inf = AT(found_inf),
+        .norm = AT(norm),
+        .chunks = 1,
+        .passes = MO_GRADIENTS_CHECK | MO_GRADIENTS_STORE | MO_GRADIENTS_NORM,
+    };
+    mo_update_launch update = {
+        .table = AT(update), .parameters = 1, .groups = 1, .units = 1, .elements = 1024};
+    mo_widen_launch widen = {
+        .table = AT(widen),
+        .source = AT(bytes),
+        .target = AT(widened),
+        .count = COUNT,
+        .inner = 1,
+        .channels = 1,
+        .scale = 0.5f,
+        .aligned = 1,
+        .source_kind = MO_NUMBER_U8,
+        .target_kind = MO_F32,
+    };
+    void *const arguments[MO_KERNEL_COUNT] = {
+        [MO_KERNEL_GRADIENTS] = &gradients, [MO_KERNEL_UPDATE] = &update, [MO_KERNEL_WIDEN] = &widen};
+    CUresult code = CUDA_SUCCESS;
+
+    for (int i = 0; i < MO_KERNEL_COUNT && !code; i++) {
+        void *argument[] = {arguments[i]};
+        code = api->launch(functions[i], 1, 1, 1, THREADS, 1, 1, /* shared_bytes */ 0, stream, argument, NULL);
+    }
+    return code;
+}
+
+mo_status mo_kernels_prove(const mo_cuda_api *api, const CUfunction functions[MO_KERNEL_COUNT],
+                           mo_detail *detail)
+{
+    const char *call = "cuMemAlloc";
+    CUdeviceptr address = 0;
+    CUstream stream = NULL;
+    proof p;
+    CUresult code = api->memory_alloc(&address, sizeof p);
+
+    if (code)
+        return mo_cuda_check(api, code, call, detail);
+    p = before(address);
+    call = "cuStreamCreate";
+    code = api->stream_create(&stream, CU_STREAM_NON_BLOCKING);
+    if (!code) {
+        call = "cuMemcpyHtoDAsync";
+        code = api->copy_to_device(address, &p, sizeof p, stream);
+    }
+    if (!code) {
+        call = "cuLaunchKernel";
+        code = launch_all(api, functions, address, stream);
+    }
+    if (!code) {
+        call = "cuMemcpyDtoHAsync";
+        code = api->copy_to_host(&p, address, sizeof p, stream);
+    }
+    if (stream) { /* in any case: what was queued uses the memory below */
+        const CUresult waited = api->stream_synchronize(stream);
+        if (!code) {
+            call = "cuStreamSynchronize";
+            code = waited;
+        }
+        api->stream_destroy(stream);
+    }
+    api->memory_free(address);
+    if (code)
+        return mo_cuda_check(api, code, call, detail);
+    if (wrong(&p) != MO_KERNEL_COUNT)
+        return mo_fail(detail, MO_CORRUPT, 0, "%s computes wrong results", mo_kernel_name(wrong(&p)));
+    return MO_OK;
+}
