@@ -6,16 +6,23 @@ file, a generator) is refused by name: a key that left it out would find wrong v
 
 from __future__ import annotations
 
+import array
 import dataclasses
+import datetime
+import decimal
 import enum
 import hashlib
+import logging
+import operator
 import os
 import pathlib
+import re
 import struct
 import sys
 import types
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+import zoneinfo
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from memopt.data import function_key
@@ -42,7 +49,9 @@ class Unkeyable(TypeError):
 class KeyDigest:
     """A running digest. `add` takes a value and the name under which an error would speak of it."""
 
-    def __init__(self, ignore: Iterable[str] = (), *, versioned: bool = False) -> None:
+    def __init__(
+        self, ignore: Iterable[str] = (), *, versioned: bool = False, asked: Iterable[str] = ()
+    ) -> None:
         self._hash = hashlib.sha256()
         self._outer: KeyDigest | None = None  # of what an element of a set is in
         self._seen: dict[int, int] = {}
@@ -52,6 +61,10 @@ class KeyDigest:
         self.ignore = frozenset(ignore)
         self.versioned = versioned
         """A version stands for all code: a module counts by its name."""
+        self.asked = frozenset(asked)
+        """Attributes that every class and function has, as __doc__: these count, as code asks for them."""
+        self.asking: set[str] = set()
+        """Those that the code written down so far asks for."""
 
     def digest(self) -> bytes:
         return self._hash.digest()[:KEY_BYTES]
@@ -81,10 +94,14 @@ class KeyDigest:
 
     def element(self, container: object) -> KeyDigest:
         """A digest of its own for an element of a container, which knows what it is in."""
-        made = KeyDigest(self.ignore, versioned=self.versioned)
-        made._outer, made._count = self, self._count
+        made = KeyDigest(self.ignore, versioned=self.versioned, asked=self.asked)
+        made._outer, made._count, made.asking = self, self._count, self.asking
         made.inside = [*self.inside, id(container)]
         return made
+
+    def refused(self, path: str, value: object, reason: str) -> Unkeyable:
+        """The error of a value, for what cannot import this module."""
+        return Unkeyable(path, value, reason)
 
     def add(self, value: Any, path: str) -> None:
         kind = type(value)
@@ -123,23 +140,57 @@ class KeyDigest:
         elif _is_of(kind, "torch", "Size"):
             self.items("torch.Size", value, len(value), path)
         elif isinstance(value, enum.Enum):
-            self.data("enum", f"{kind.__module__}.{kind.__qualname__}.{value.name}".encode())
-            self.add(value.value, f"{path}.value")
+            self.data("enum", f"{kind.__module__}.{kind.__qualname__}.{value._name_}".encode())
+            self.add(value._value_, f"{path}.value")
+            self._derived(value, kind, path, without=_OF_A_MEMBER)
         elif isinstance(value, pathlib.PurePath):
             self._path(value)
+            self._derived(value, kind, path)
         elif isinstance(value, types.ModuleType):
             if function_key.is_own_module(value) and not self.versioned:
                 raise Unkeyable(path, value, _OWN_MODULE)
             self.data("module", function_key.version_named(value.__name__).encode())
         elif isinstance(value, type):
             function_key.add_class(self, value, path)
-        elif isinstance(value, tuple) and hasattr(value, "_fields"):
-            self.data("named tuple", f"{kind.__module__}.{kind.__qualname__}".encode())
-            self.items("tuple", value, len(value), path)
         elif function_key.is_callable_with_code(value):
             function_key.add_callable(self, value, path)
+            if kind.__module__ == "functools" or function_key.is_own(kind.__module__):
+                self._derived(value, kind, path, without=_OF_A_WRAPPER)
+        elif kind in _BY_REDUCTION:
+            made_by, arguments, *_ = value.__reduce_ex__(4)
+            self.data("reduced", f"{kind.__module__}.{kind.__qualname__}".encode())
+            self.add(made_by, path)
+            self.items("arguments", arguments, len(arguments), path)
+        elif isinstance(value, logging.Logger):
+            self.data("logger", value.name.encode())  # what it writes is no result
+        elif type(value).__module__ in ("typing", "types") and function_key.is_annotation(value):
+            function_key.add_annotation(self, value, path)
         else:
-            self._object(value, kind, path)
+            builtin = next((one for one in kind.__mro__ if one in _PLAIN), None)
+            if builtin is None:
+                self._object(value, kind, path)
+            else:
+                self._of_builtin(value, kind, builtin, path)
+
+    def _of_builtin(self, value: Any, kind: type, builtin: type, path: str) -> None:
+        """An object of a subclass of a built-in type: its content as that type, its class and its attributes."""
+        if id(value) in self.inside:
+            self.mark("itself", len(self.inside) - self.inside.index(id(value)))
+            return
+        self.inside.append(id(value))
+        self.data("derived", f"{kind.__module__}.{kind.__qualname__}".encode())
+        self.add(_PLAIN[builtin](value), path)
+        self._derived(value, kind, path)
+        self.inside.pop()
+
+    def _derived(self, value: Any, kind: type, path: str, without: Container[str] = ()) -> None:
+        """Of an object whose content is written down: its class, if that is the program's own, and its attributes."""
+        if not function_key.is_own(kind.__module__) and not getattr(value, "__dict__", None):
+            return
+        function_key.add_class(self, kind, path)
+        self._attributes(
+            value, [one for one in kind.__mro__ if function_key.is_own(one.__module__)], path, without
+        )
 
     def _path(self, value: pathlib.PurePath) -> None:
         """Of a file that is there, also its size and the time it was last written: a changed file is another value."""
@@ -178,12 +229,15 @@ class KeyDigest:
         if self.met_before(value):
             return
         function_key.add_class(self, kind, path)
-        state = {name: one for name, one in getattr(value, "__dict__", {}).items() if name not in self.ignore}
-        for parent in kind.__mro__:
-            self._slots(value, parent, state)
         if dataclasses.is_dataclass(value):
             self.mark("dataclass")
-        named = {name: one for name, one in sorted(state.items()) if name not in _OF_A_WRAPPED_FUNCTION}
+        self._attributes(value, kind.__mro__, path, _OF_A_WRAPPED_FUNCTION)
+
+    def _attributes(self, value: Any, kinds: Iterable[type], path: str, without: Container[str]) -> None:
+        state = {name: one for name, one in getattr(value, "__dict__", {}).items() if name not in self.ignore}
+        for parent in kinds:
+            self._slots(value, parent, state)
+        named = {name: one for name, one in sorted(state.items()) if name not in without}
         self.mark("object", len(named))
         for name, one in named.items():
             self.data("name", name.encode())
@@ -208,6 +262,28 @@ class KeyDigest:
 
 _OF_A_WRAPPED_FUNCTION = ("__doc__", "__annotations__", "__annotate__", "__type_params__")
 """What functools.update_wrapper() gives to an object and is no state of it."""
+_OF_A_WRAPPER = (
+    *_OF_A_WRAPPED_FUNCTION,
+    *(
+        "__module__",
+        "__name__",
+        "__qualname__",
+        "__wrapped__",
+        "cache_parameters",
+        "func",
+        "attrname",
+        "lock",
+    ),
+)
+"""What functools gives to a wrapper, beside what is written down of each kind."""
+_OF_A_MEMBER = ("_name_", "_value_", "__objclass__", "_sort_order_", "_inverted_", "_hashable_values_")
+"""What an enumeration gives to its members, some of it only once it is asked for."""
+_named: Any = namedtuple("_named", "a")
+_BY_REDUCTION = {
+    operator.itemgetter, operator.attrgetter, operator.methodcaller, datetime.date, datetime.datetime, datetime.time,
+    datetime.timedelta, datetime.timezone, decimal.Decimal, zoneinfo.ZoneInfo, type(_named.a),
+}  # fmt: skip
+"""Types in C whose __reduce_ex__ gives all their content, in one way for equal ones."""
 
 
 def _dtype(value: Any) -> bytes:
@@ -287,12 +363,34 @@ def _container(write: Callable[[KeyDigest, Any, str], None]) -> Callable[[KeyDig
     return add
 
 
+def keyed(
+    write: Callable[[KeyDigest], None], ignore: Iterable[str], *, versioned: bool, asked: Iterable[str] = ()
+) -> KeyDigest:
+    """A digest that `write` has added to, anew if code that came late asks for what had been passed over."""
+    while True:
+        digest = KeyDigest(ignore, versioned=versioned, asked=asked)
+        write(digest)
+        if digest.asking <= digest.asked:
+            return digest
+        asked = digest.asked | digest.asking
+
+
 def _listed(tag: str) -> Callable[[KeyDigest, Any, str], None]:
     return _container(lambda digest, value, path: digest.items(tag, value, len(value), path))
 
 
 def _paired(tag: str) -> Callable[[KeyDigest, Any, str], None]:
     return _container(lambda digest, value, path: digest.pairs(tag, value, path))
+
+
+def _deque(digest: KeyDigest, value: Any, path: str) -> None:
+    digest.add(value.maxlen, f"{path}.maxlen")
+    digest.items("deque", value, len(value), path)
+
+
+def _pattern(digest: KeyDigest, value: Any, path: str) -> None:
+    digest.mark("pattern", value.flags)
+    digest.add(value.pattern, f"{path}.pattern")
 
 
 def _default_dict(digest: KeyDigest, value: Any, path: str) -> None:
@@ -313,14 +411,43 @@ _WRITERS: dict[type, Callable[[KeyDigest, Any, str], None]] = {
     bytearray: lambda digest, value, _: digest.data("bytearray", value),
     tuple: lambda digest, value, path: digest.items("tuple", value, len(value), path),
     list: _listed("list"),
-    deque: _listed("deque"),
+    deque: _container(_deque),
     dict: _paired("dict"),
     OrderedDict: _paired("OrderedDict"),
     defaultdict: _container(_default_dict),
+    Counter: _paired("Counter"),
     types.MappingProxyType: _paired("mappingproxy"),
+    types.SimpleNamespace: _container(
+        lambda digest, value, path: digest.pairs("namespace", vars(value), path)
+    ),
+    re.Pattern: _pattern,
+    struct.Struct: lambda digest, value, _: digest.data("Struct", value.format.encode()),
+    array.array: lambda digest, value, _: digest.data(f"array {value.typecode}", memoryview(value).cast("B")),
     set: _set,
     frozenset: _set,
     range: lambda digest, value, path: digest.items("range", (value.start, value.stop, value.step), 3, path),
     slice: lambda digest, value, path: digest.items("slice", (value.start, value.stop, value.step), 3, path),
     types.CodeType: lambda digest, value, path: function_key.add_code(digest, value, path),
 }
+
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    bytes: bytes.__bytes__,
+    bytearray: lambda value: bytearray(memoryview(value)),
+    tuple: lambda value: tuple(tuple.__iter__(value)),
+    list: lambda value: [*list.__iter__(value)],
+    set: lambda value: {*set.__iter__(value)},
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+    dict: lambda value: dict(dict.items(value)),
+    Counter: lambda value: dict(dict.items(value)),
+    OrderedDict: lambda value: dict(OrderedDict.items(value)),
+    defaultdict: lambda value: defaultdict(value.default_factory, dict.items(value)),
+    deque: lambda value: deque(deque.__iter__(value), value.maxlen),
+    types.SimpleNamespace: lambda _: None,  # attributes are all it has
+    array.array: lambda value: array.array(value.typecode, memoryview(value)),
+    struct.Struct: lambda value: struct.Struct(value.format),
+}
+"""An object of a subclass as one of the type itself, whatever the subclass has put in the place of its methods."""

@@ -14,7 +14,7 @@ from memopt import _C
 from memopt.data import cache_lease, function_key
 from memopt.data.cache_counters import CacheStatistics
 from memopt.data.cache_folder import CacheFolder
-from memopt.data.cache_key import KeyDigest, Unkeyable
+from memopt.data.cache_key import KeyDigest, Unkeyable, keyed
 
 
 def cached(
@@ -36,8 +36,9 @@ def cached(
     An entry's key is the content of the arguments (tensors, arrays, containers, dataclasses, objects of Python classes;
     of a pathlib.Path also the file's size and time) and what the function is: its compiled code, defaults, the values
     it closes over, the globals and, in the program's own modules, functions and classes it uses, whatever it imports
-    itself included; of installed packages name and version. What is read of a module that went into a variable is not
-    known: that is refused. Of a dataset its class and its attributes count, when it is wrapped, and the index.
+    itself included; of installed packages name and version. Not known, and refused, is what is read of a module that
+    went into a variable, and what code finds by a name that is no constant in it (import_module(name), globals()[name],
+    sys.modules, eval). Of a dataset its class and its attributes count, when it is wrapped, and the index.
     The function's own are taken at its first call.
 
     dir: the folder, made where it is missing; many functions may share it. max_size: bytes, or "50GiB": about what
@@ -87,27 +88,31 @@ class Cache:
         self.name = getattr(made_by, "__qualname__", type(made_by).__qualname__)
         self.made_by = made_by
         self.version = version
-        self._identity: bytes | None = None
+        self._identity: tuple[bytes, frozenset[str]] | None = None
 
-    def identity(self) -> bytes:
-        """The digest of what makes the values, taken once."""
+    def identity(self) -> tuple[bytes, frozenset[str]]:
+        """The digest of what makes the values, taken once, and what its code asks for of classes and functions."""
         if self._identity is None:
-            digest = KeyDigest(self.ignore, versioned=self.version is not None)
-            try:
-                function_key.add_cached(digest, self.made_by, self.version, self.name)
-            except Unkeyable as error:
-                raise _explained(error) from None
-            self._identity = digest.digest()
+            made = self._keyed(
+                lambda digest: function_key.add_cached(digest, self.made_by, self.version, self.name)
+            )
+            self._identity = made.digest(), made.asked
         return self._identity
 
     def key(self, arguments: Any, path: str) -> str:
-        digest = KeyDigest(self.ignore, versioned=self.version is not None)
-        digest.data("made by", self.identity())
-        try:
+        made_by, asked = self.identity()
+
+        def write(digest: KeyDigest) -> None:
+            digest.data("made by", made_by)
             digest.add(arguments, path)
+
+        return self._keyed(write, asked).digest().hex()
+
+    def _keyed(self, write: Callable[[KeyDigest], None], asked: Iterable[str] = ()) -> KeyDigest:
+        try:
+            return keyed(write, self.ignore, versioned=self.version is not None, asked=asked)
         except Unkeyable as error:
             raise _explained(error) from None
-        return digest.digest().hex()
 
     def value(self, key: str, make: Callable[[], Any]) -> Any:
         """The entry's value; where there is none, it is made, and kept."""

@@ -26,16 +26,24 @@ class Read(NamedTuple):
     """Of an import without `from`: the variable holds the package in front, not the module at the end of the name."""
     used: bool = True
     """False: only bound to a variable or assigned to, which reads nothing of a module."""
+    finder: tuple[Read, ...] = ()
+    """Of what code finds by a name that is a constant in it: what it is found with, as sys.modules or import_module."""
+    resolved: bool = False
+    """Of a finder: what is found with it is a Read of its own."""
 
 
-_BETWEEN = {"CACHE", "EXTENDED_ARG", "PRECALL", "NOP", "NOT_TAKEN", "RESUME"}
+_BETWEEN = {"CACHE", "EXTENDED_ARG", "PRECALL", "NOP", "NOT_TAKEN", "RESUME", "PUSH_NULL"}
 _STEPS = {
     **dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), "global"),
     **dict.fromkeys(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"), "deref"),
     **dict.fromkeys(("STORE_DEREF", "STORE_NAME", "STORE_GLOBAL"), "store"),
     **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD"), "attribute"),
     **dict.fromkeys(("STORE_ATTR", "DELETE_ATTR"), "assign"),
-    **dict.fromkeys(("LOAD_CONST", "LOAD_SMALL_INT"), "constant"),
+    **dict.fromkeys(("LOAD_CONST", "LOAD_SMALL_INT", "KW_NAMES"), "constant"),
+    **dict.fromkeys(("CALL", "CALL_KW"), "call"),
+    "BINARY_SUBSCR": "subscript",
+    "CONTAINS_OP": "in",
+    "POP_TOP": "drop",
     "IMPORT_NAME": "import",
     "IMPORT_FROM": "from",
 }
@@ -50,6 +58,16 @@ def reads_of(code: types.CodeType) -> list[Read]:
     return sorted(read for read in found if read.used or read._replace(used=True) not in found)
 
 
+def names_in(code: types.CodeType) -> set[str]:
+    """The attributes and globals that the code loads, not those of functions within it, and the texts that are
+    constants: getattr() may have them for names."""
+    return {
+        value
+        for what, value in _steps(code)
+        if what in ("attribute", "global", "constant") and isinstance(value, str)
+    }
+
+
 def _steps(code: types.CodeType) -> Iterator[_Step]:
     for one in dis.get_instructions(code):
         name = one.opname
@@ -62,6 +80,8 @@ def _steps(code: types.CodeType) -> Iterator[_Step]:
                 yield "store" if way == "STORE" else "other" if cleared else "fast", variable
         else:
             value = one.arg if name == "LOAD_SMALL_INT" else one.argval
+            if name == "BINARY_OP" and one.argrepr == "[]":  # 3.14's BINARY_SUBSCR
+                name = "BINARY_SUBSCR"
             yield _STEPS.get(name, "other"), value
 
 
@@ -82,29 +102,105 @@ def _imports(steps: list[_Step]) -> _Bound:
     return bound
 
 
+_END: list[_Step] = [("other", None)] * 5
+"""Behind the last step, so that a pattern may look there."""
+
+
+def _attributes(steps: list[_Step], start: int) -> tuple[tuple[str, ...], int]:
+    """The attributes taken from a step on, one of the other, and the step behind them."""
+    end = start
+    while steps[end][0] == "attribute":
+        end += 1
+    return tuple(str(value) for _, value in steps[start:end]), end
+
+
+def _found(steps: list[_Step], names: tuple[str, ...], end: int) -> tuple[Read, int] | None:
+    """What a finder of these names finds, if the steps from `end` on say so by a constant; and the step behind that."""
+
+    def follow(*kinds: str) -> bool:
+        return tuple(what for what, _ in steps[end : end + len(kinds)]) == kinds
+
+    name = str(steps[end][1])
+    if names[-1] == "import_module" and follow("constant"):
+        bare = name.lstrip(".")
+        end += 1
+        end += steps[end] == ("global", "__package__")
+        end += steps[end] == ("constant", ("package",))
+        return (Read("import", bare, (), len(name) - len(bare)), end + 1) if follow("call") else None
+    if names[-1] == "__import__" and follow("constant", "call"):
+        return Read("import", name, (), whole=True), end + 2
+    if names[-1] == "modules" and follow("constant", "subscript"):
+        return Read("import", name, ()), end + 2
+    if names[-1] == "modules" and follow("global", "subscript") and name == "__name__":
+        return Read("global", "", ()), end + 2
+    if names[-2:] == ("modules", "get") and follow("constant"):
+        end += 2 if follow("constant", "constant") else 1
+        return (Read("import", name, ()), end + 1) if follow("call") else None
+    if names[-1] == "globals" and follow("call", "constant", "subscript"):
+        return Read("global", str(steps[end + 1][1]), ()), end + 3
+    if names[-1] == "globals" and follow("call", "attribute", "constant") and steps[end + 1][1] == "get":
+        name = str(steps[end + 2][1])
+        end += 4 if follow("call", "attribute", "constant", "constant") else 3
+        return (Read("global", name, ()), end + 1) if follow("call") else None
+    return None
+
+
+def _of(read: Read, chain: tuple[str, ...], used: bool) -> Read:
+    """What is taken of what is read. A global without a name is the function's own module."""
+    chain = (*read.chain, *chain)
+    if read.scope == "global" and not read.root and chain:
+        read, chain = read._replace(root=chain[0]), chain[1:]
+    return read._replace(chain=chain, used=used)
+
+
 def _reads(code: types.CodeType, outer: _Bound, closed: frozenset[str]) -> Iterator[Read]:
     """outer: what functions around this code have imported; closed: the names of the outermost one's closure."""
-    steps = [*_steps(code)]
+    steps = [*_steps(code), *_END]
     bound = _imports(steps)
-    for found in bound.values():
-        yield from found
     cells = {*code.co_cellvars, *code.co_freevars}
-    for number, (what, name) in enumerate(steps):
-        if what not in ("global", "deref", "fast") or (what == "fast" and name in cells):
-            continue  # such a load of a cell hands it to a function made here
-        end = number + 1
-        while end < len(steps) and steps[end][0] == "attribute":
-            end += 1
-        chain = tuple(str(value) for _, value in steps[number + 1 : end])
-        used = end == len(steps) or steps[end][0] != "assign"
+    loads = [
+        (number, what, name)
+        for number, (what, name) in enumerate(steps)
+        if what in ("global", "deref") or (what == "fast" and name not in cells)
+    ]  # a fast load of a cell hands it to a function made here
+
+    def roots(what: str, name: str) -> set[Read]:
         imported = bound.get(name) or (outer.get(name) if what == "deref" else None)
         if imported:
-            for one in imported:
-                yield one._replace(chain=(*one.chain, *chain), used=used)
-        elif what == "global":
-            yield Read("global", name, chain, used=used)
-        elif what == "deref" and name in closed:
-            yield Read("closure", name, chain, used=used)
+            return imported
+        scope = "global" if what == "global" else "closure" if what == "deref" and name in closed else ""
+        return {Read(scope, name, ())} if scope else set()
+
+    def taken(number: int, start: int) -> tuple[tuple[str, ...], int]:
+        """The attributes from `start` on; of getattr(it, "name") that one, too."""
+        chain, end = _attributes(steps, start)
+        by_name = steps[number - 1] in (("global", "getattr"), ("global", "hasattr"))
+        if by_name and steps[end][0] == "constant" and isinstance(steps[end][1], str):
+            chain = (*chain, steps[end][1])
+        return chain, end
+
+    finds: dict[int, tuple[set[Read], int]] = {}
+    for number, what, name in loads:
+        chain, end = _attributes(steps, number + 1)
+        if (found := _found(steps, (name, *chain), end)) is None:
+            continue
+        made = {found[0]._replace(finder=(_of(root, chain, True),), used=False) for root in roots(what, name)}
+        finds[number] = made, found[1]
+        if steps[found[1]][0] == "store":
+            bound[steps[found[1]][1]] |= made
+    for reads in bound.values():
+        yield from reads
+    for number, what, name in loads:
+        chain, end = taken(number, number + 1)
+        used = steps[end][0] != "assign"
+        resolved = number in finds or steps[end][0] == "in"
+        for one in roots(what, name):
+            yield _of(one, chain, used)._replace(resolved=resolved)
+        if number in finds:
+            made, start = finds[number]
+            chain, end = taken(number, start)
+            for one in made:
+                yield _of(one, chain, steps[end][0] not in ("assign", "store", "drop"))
     own = frozenset(code.co_cellvars)
     visible = {name: found for name, found in outer.items() if name not in own}
     visible |= {name: found for name, found in bound.items() if name in own}

@@ -7,16 +7,20 @@ installed packages and the standard library the name and version count, not the 
 
 from __future__ import annotations
 
+import builtins
+import enum
 import functools
 import importlib
 import importlib.util
 import inspect
+import pkgutil
+import runpy
 import sys
 import sysconfig
 import types
 from typing import TYPE_CHECKING, Any
 
-from memopt.data.code_reads import Read, reads_of
+from memopt.data.code_reads import Read, names_in, reads_of
 
 if TYPE_CHECKING:
     from memopt.data.cache_key import KeyDigest
@@ -59,6 +63,9 @@ def _name_of_main(module_name: str | None) -> str:
 
 
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
+_dispatching: Any = functools.singledispatch(len)
+_SINGLE_DISPATCH = _dispatching.__code__
+"""What dispatches is this code of the library's; its caches are no part of what it does."""
 
 
 def is_callable_with_code(value: object) -> bool:
@@ -88,7 +95,10 @@ def _is_cached(value: object) -> bool:
 
 def add_callable(digest: KeyDigest, value: Any, path: str) -> None:
     """Any callable that has code, or a name under which an installed package has it."""
-    if isinstance(value, types.FunctionType):
+    if isinstance(value, types.FunctionType) and value.__code__ is _SINGLE_DISPATCH:
+        digest.mark("singledispatch")
+        digest.add(value.registry, f"{path}.registry")  # type: ignore[attr-defined]
+    elif isinstance(value, types.FunctionType):
         add_function(digest, value, path)
     elif isinstance(value, types.MethodType):
         digest.mark("method")
@@ -139,7 +149,20 @@ def add_function(digest: KeyDigest, function: types.FunctionType, path: str) -> 
         add_code(digest, function.__code__, path)
         if is_own(function.__module__):
             add_globals(digest, function, path)
+            add_attributes(digest, function, path)
     add_bindings(digest, function, path)
+
+
+def add_attributes(digest: KeyDigest, function: types.FunctionType, path: str) -> None:
+    """What was set on a function, as f.limit = 3; its names and annotations where code asks for them."""
+    for name, value in sorted(vars(function).items()):
+        if name not in digest.ignore:
+            digest.data("attribute", name.encode())
+            digest.add(value, f"{path}.{name}")
+    for name in sorted(digest.asked & {"__name__", "__qualname__"}):
+        digest.data(name, str(getattr(function, name)).encode())
+    if "__annotations__" in digest.asked:
+        add_annotations(digest, function, path)
 
 
 def add_bindings(digest: KeyDigest, function: types.FunctionType, path: str) -> None:
@@ -177,19 +200,67 @@ def add_code(digest: KeyDigest, code: types.CodeType, path: str) -> None:
     for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars):
         digest.add(names, path)
     digest.add(code.co_consts, f"a constant of {path}")
+    digest.asking |= {_ASKED[name] for name in names_in(code) & _ASKED.keys()}
 
 
 def add_globals(digest: KeyDigest, function: types.FunctionType, path: str) -> None:
     """The globals that the code reads and the modules that it imports, by value; of a module of the program's own, what
     is read of it."""
     for read in reads_of(function.__code__):
-        if read.scope == "closure" or _ignored(digest, read):
+        if read.scope == "closure" or _ignored(digest, read) or not _is_found(function, read):
             continue
         if read.scope == "import":
             add_import(digest, function, read, path)
-        elif read.root in function.__globals__:  # else a built-in, or not there: the call itself will say so
-            digest.data("global", _dotted(read).encode())
-            add_read(digest, function.__globals__[read.root], read, path)
+        else:
+            add_global(digest, function, read, path)
+
+
+def add_global(digest: KeyDigest, function: types.FunctionType, read: Read, path: str) -> None:
+    if not read.root:
+        if read.used:  # else it only goes to a variable, of which it is read
+            raise digest.refused(f"its own module, which {path} uses,", sys.modules, _FINDS)
+    elif read.root in function.__globals__:
+        digest.data("global", _dotted(read).encode())
+        add_read(digest, function.__globals__[read.root], read, path)
+    elif hasattr(builtins, read.root):  # else not there: the call itself will say so
+        _check_finder(digest, getattr(builtins, read.root), read, path)
+
+
+def _finder_of(value: Any, chain: tuple[str, ...]) -> Any:
+    """The first of an object and its attributes, one of the other, by which code finds modules and globals by name."""
+    for name in (*chain, None):
+        if any(value is finder for finder in _FINDERS):
+            return value
+        if not isinstance(value, types.ModuleType) or name is None:
+            return None
+        value = getattr(value, name, None)
+
+
+def _check_finder(digest: KeyDigest, value: Any, read: Read, path: str) -> bool:
+    """Whether what is read is a finder: refused unless the code says what it finds."""
+    finder = _finder_of(value, read.chain)
+    if finder is not None and not read.resolved and not digest.versioned:
+        raise digest.refused(f"{_dotted(read)!r}, which {path} uses,", finder, _FINDS)
+    return finder is not None
+
+
+_FINDERS = (
+    sys.modules,
+    builtins.__import__,
+    importlib.__import__,
+    importlib.import_module,
+    importlib.reload,
+    importlib.util.module_from_spec,
+    pkgutil.resolve_name,
+    runpy.run_module,
+    runpy.run_path,
+    builtins.globals,
+    builtins.eval,
+    builtins.exec,
+)
+_FINDS = (
+    "what it finds is not known before it runs: import by a statement, or pass what is found as an argument"
+)
 
 
 def add_import(digest: KeyDigest, function: types.FunctionType, read: Read, path: str) -> None:
@@ -212,8 +283,23 @@ def add_import(digest: KeyDigest, function: types.FunctionType, read: Read, path
     add_read(digest, value, read, path)
 
 
+def _is_found(function: types.FunctionType, read: Read) -> bool:
+    """Whether what a read is found by is a finder, and not something else of the same name."""
+    if not read.finder:
+        return True
+    (by,) = read.finder
+    if by.scope == "import":
+        return _finder_of(sys.modules.get(by.root), by.chain) is not None
+    if by.scope == "global":
+        root = function.__globals__.get(by.root, getattr(builtins, by.root, None))
+        return _finder_of(root, by.chain) is not None
+    return False  # closed over: refused by itself
+
+
 def add_read(digest: KeyDigest, value: Any, read: Read, path: str) -> None:
     """What is read of a value: of a module of the program's own the attributes, one after the other."""
+    if _check_finder(digest, value, read, path):
+        return
     taken = 0
     while taken < len(read.chain) and is_own_module(value):
         if not hasattr(value, read.chain[taken]):
@@ -245,6 +331,8 @@ _OF_EVERY_CLASS = {
     "__doc__",
     "__dict__",
     "__weakref__",
+    "__classcell__",
+    "__classdictcell__",
     "__qualname__",
     "__firstlineno__",
     "__static_attributes__",
@@ -256,11 +344,29 @@ _OF_EVERY_CLASS = {
     "_abc_impl",
     "__parameters__",
     "__orig_bases__",
-    "__match_args__",
     "__slots__",
     "__dataclass_fields__",
     "__dataclass_params__",
 }
+
+
+_ASKED = dict(zip(_OF_EVERY_CLASS, _OF_EVERY_CLASS, strict=True)) | {
+    "__name__": "__name__",
+    "getdoc": "__doc__",
+    "fields": "__annotations__",
+    "get_annotations": "__annotations__",
+    "get_type_hints": "__annotations__",
+    "signature": "__annotations__",
+    "__dataclass_fields__": "__annotations__",
+}
+"""By a name in code, what of classes and functions counts because of it, and does not otherwise."""
+_OF_ENUMERATIONS = {
+    "_value2member_map_",
+    "_hashable_values_",
+    "_unhashable_values_",
+    "_unhashable_values_map_",
+}
+"""What an enumeration's class adds to as it is used; its members have it, too."""
 
 
 def add_class(digest: KeyDigest, kind: type, path: str) -> None:
@@ -269,12 +375,65 @@ def add_class(digest: KeyDigest, kind: type, path: str) -> None:
     if not is_own(kind.__module__) or digest.met_before(kind):
         return
     digest.items("bases", kind.__bases__, len(kind.__bases__), path)
+    if type(kind) is not type:
+        digest.data("metaclass", b"")
+        add_class(digest, type(kind), path)
+    passed_over = _OF_EVERY_CLASS - digest.asked | {"__annotations__", "__dataclass_fields__", *digest.ignore}
+    if issubclass(kind, enum.Enum):
+        passed_over |= _OF_ENUMERATIONS
     for name, value in sorted(vars(kind).items()):
         slot = isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType)
-        if name in _OF_EVERY_CLASS or name in digest.ignore or slot:
+        if name in passed_over or slot:
             continue
         digest.data("member", name.encode())
         digest.add(value, f"{kind.__qualname__}.{name}")
+    for field in vars(kind).get("__dataclass_fields__", {}).values():
+        digest.data("field", f"{field.name} {[getattr(field, name, None) for name in _FLAGS]}".encode())
+        for name in ("default", "default_factory", "metadata"):
+            digest.add(getattr(field, name), f"the {name} of {kind.__qualname__}.{field.name}")
+    if "__annotations__" in digest.asked:
+        add_annotations(digest, kind, path)
+
+
+_FLAGS = ("init", "repr", "hash", "compare", "kw_only")
+"""Of a dataclass's field."""
+
+
+def add_annotations(digest: KeyDigest, value: Any, path: str) -> None:
+    """Of a function, or a class's own. Texts are what they name, if that is there."""
+    try:
+        written = inspect.get_annotations(value, eval_str=True)
+    except Exception:  # whatever a text raises: a name that only type checkers have
+        if sys.version_info >= (3, 14):
+            import annotationlib
+
+            written = annotationlib.get_annotations(value, format=annotationlib.Format.FORWARDREF)
+        else:
+            written = inspect.get_annotations(value)
+    digest.mark("annotations", len(written))
+    for name, one in written.items():
+        digest.data("name", name.encode())
+        add_annotation(digest, one, f"{path}'s annotation of {name!r}")
+
+
+def is_annotation(value: object) -> bool:
+    """Whether it is what typing makes of types, as list[int], int | None or a TypeVar."""
+    return isinstance(getattr(value, "__args__", None), tuple) or type(value).__module__ == "typing"
+
+
+def add_annotation(digest: KeyDigest, value: Any, path: str) -> None:
+    """A type, a text, or what typing makes of types."""
+    arguments = getattr(value, "__args__", None)
+    if isinstance(arguments, tuple) and not isinstance(value, type):
+        digest.data("generic", f"{type(value).__module__}.{type(value).__qualname__}".encode())
+        digest.add(getattr(value, "__origin__", None), path)
+        digest.mark("arguments", len(arguments))
+        for one in (*arguments, *getattr(value, "__metadata__", ())):
+            add_annotation(digest, one, path)
+    elif type(value).__module__ in ("typing", "annotationlib"):
+        digest.data("annotation", repr(value).encode())
+    else:
+        digest.add(value, path)
 
 
 def add_cached(digest: KeyDigest, function: Any, version: str | int | None, name: str) -> None:
