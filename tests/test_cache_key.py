@@ -66,7 +66,8 @@ def test_alike_is_not_the_same():
         np.zeros(1, ">i8"), torch.zeros(0), torch.zeros(1), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64),
         np.zeros(1, [("a", "i4")]), np.zeros(1, [("b", "i4")])[0], np.zeros(1, [("a", "i4")])[0], np.zeros(2, "V0"),
         np.zeros(1, OVERLAPPING), torch.zeros(1, dtype=torch.bfloat16), torch.float32, torch.device("cpu"),
-        int, float, len, dict.get,
+        int, float, len, dict.get, np.add, np.multiply, np.random.default_rng, np.dtype("i4"), np.dtype(">i4"),
+        np.dtype([("a", "i4")]), np.dtype([("b", "i4")]), list[int], list[str], int | None, int | str,
     ]  # fmt: skip
     assert len({key(value) for value in values}) == len(values)
 
@@ -87,7 +88,7 @@ def test_the_same_content_in_another_place_is_the_same():
 
 @pytest.mark.parametrize(
     "value",
-    [threading.Lock(), io.BytesIO(), (n for n in "ab"), memoryview(b"a"), object()],
+    [threading.Lock(), io.BytesIO(), (n for n in "ab"), memoryview(b"a"), object(), np.frompyfunc(len, 1, 1)],
     ids=lambda value: type(value).__name__,
 )
 def test_what_has_no_content_is_refused_by_its_path(value):

@@ -135,6 +135,10 @@ class KeyDigest:
         elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
             self.data("numpy", _dtype(value))
             self.data("elements", value.tobytes())
+        elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].dtype):
+            if value.hasobject:
+                raise Unkeyable(path, value, "it is of Python objects")
+            self.data("numpy.dtype", repr(value if value.names else value.str).encode())
         elif kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "layout", "memory_format"):
             self.data(f"torch.{kind.__name__}", str(value).encode())
         elif _is_of(kind, "torch", "Size"):

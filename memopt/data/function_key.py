@@ -84,7 +84,15 @@ def is_callable_with_code(value: object) -> bool:
         functools.cached_property,
         _LRU_CACHE,
     )
-    return isinstance(value, kinds) or _is_cached(value)
+    return isinstance(value, kinds) or _is_named_in_c(value) or _is_cached(value)
+
+
+def _is_named_in_c(value: Any) -> bool:
+    """Whether it is of a kind of an installed package's own, for functions that their names tell apart."""
+    kind = type(value)
+    if (kind.__module__, kind.__name__) == ("numpy", "ufunc"):
+        return not value.__name__.endswith("(vectorized)")  # numpy.frompyfunc's: a function of somebody's
+    return kind.__name__ == "cython_function_or_method"
 
 
 def _is_cached(value: object) -> bool:
