@@ -15,6 +15,7 @@ from memopt.checkpointing.chain_offload import ChainOffload
 from memopt.checkpointing.chain_runner import ChainRunner
 from memopt.checkpointing.measure_chain import ChainMeasurement, Loss, default_loss, nothing_changes
 from memopt.checkpointing.model_chain import Member, ModelChain
+from memopt.checkpointing.module_state import put_back_after
 from memopt.checkpointing.plan import Plan
 from memopt.checkpointing.planning import budget_bytes, plan_for
 from memopt.checkpointing.stage_costs import device_of, tensors_in
@@ -144,7 +145,10 @@ def make_plan(
 ) -> tuple[list[Member], Plan]:
     """The modules of the model's chain, and how to run its stages. beside: bytes that live all the time, and are not
     the model's."""
-    with nothing_changes(model.parameters(), model.buffers()):
+    with (
+        nothing_changes(model.parameters(), model.buffers()),
+        put_back_after(model.modules(), parameters=not stages_on_ranks.is_sharded(model)),
+    ):
         found = ModelChain(model, args, kwargs)
         measured = ChainMeasurement(found, loss)
         speed = None if to is None else bandwidth(to, measured.device)
@@ -158,7 +162,9 @@ def make_plan(
         offload = None if to is None else ChainOffload(to, plan.offload_slots)
         modules = [member.module for member in found.members for _ in member.names()]
         gathers = stages_on_ranks.gathers(model, modules)
-        plan.runner = ChainRunner(found.functions, operations, passing, found.changing, offload, gathers)
+        plan.runner = ChainRunner(
+            found.functions, operations, passing, found.changing, offload, gathers, found.state
+        )
     plan.offload = to
     return found.members, plan
 

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from memopt.chain import Op
 from memopt.checkpointing import batch_norm
 from memopt.checkpointing.chain_offload import OPTION, Away, ChainOffload, OffloadedSet, unpacked
+from memopt.checkpointing.module_state import Changes, slots_of
 from memopt.checkpointing.stage_state import StageState
 
 FORWARD = ("fnone", "fck", "fall")
@@ -53,7 +54,8 @@ class ChainRunner:
     `memopt.chain.Schedule.ops`.
     passing: stages whose input goes once they have run, as no saved set needs it, not even as the output of the stage
     before. changing: those of them that change it in place.
-    offload: where the option's sets go. gathers: of each stage what it runs in when it runs again.
+    offload: where the option's sets go. gathers: of each stage what it runs in when it runs again. state: of each stage
+    what its runs change in modules; None: nothing, and nothing is watched.
     Raises ValueError where the operations do not begin with one forward pass through all stages in their order."""
 
     def __init__(
@@ -64,6 +66,7 @@ class ChainRunner:
         changing: Collection[int] = (),
         offload: ChainOffload | None = None,
         gathers: Sequence[Callable[[], AbstractContextManager[None]]] | None = None,
+        state: Sequence[Changes] | None = None,
     ) -> None:
         self.functions = tuple(functions)
         self.count = len(self.functions)
@@ -75,6 +78,17 @@ class ChainRunner:
         modules = [getattr(f, "__self__", f) for f in self.functions]
         self.modules = [module if isinstance(module, torch.nn.Module) else None for module in modules]
         self.norms = [batch_norm.of_function(function) for function in self.functions]
+        self.state: Sequence[Changes] = [{} for _ in self.functions] if state is None else state
+        self.steady = [
+            []
+            if module is None or state is None
+            else [
+                slot
+                for slot in slots_of(module.modules())
+                if slot.where == "_buffers" and slot not in self.state[k]
+            ]
+            for k, module in enumerate(self.modules)
+        ]
         self.here = threading.local()
         # Where each stage's first run and its backward stand in ops.
         self.forward_at: dict[int, int] = {}
@@ -140,6 +154,23 @@ class ChainRunner:
         for k in range(self.count):
             value = self.run(k, value)
         return value
+
+    @contextmanager
+    def unchanged(self, stage: int) -> Iterator[None]:
+        """Buffers of which no copy was kept must stay as they are: a second run would find them changed."""
+        before = [
+            (slot, value, value._version)
+            for slot in self.steady[stage]
+            if isinstance(value := slot.get(), torch.Tensor) and not value.is_inference()
+        ]
+        yield
+        for slot, value, version in before:
+            if value._version != version:
+                raise RuntimeError(
+                    f"{slot} is changed by its forward, stage {stage} of the chain, and was not when the model was "
+                    "measured: a second run would not be the first. Call auto_checkpoint() again, with the model as it "
+                    "is used now (train() or eval(), a sample like this batch)"
+                )
 
     def run(self, stage: int, *args: Any, **kwargs: Any) -> Any:
         """One stage's function, as part of the present pass; a stage not behind the last one begins a new pass."""
@@ -242,10 +273,15 @@ class StageCall:
     """A stage's run in the forward pass: all that running it again takes, but for what inputs[] holds."""
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Sequence[Output | None]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: Sequence[Output | None],
+        changes: Changes,
     ) -> None:
+        """changes: what the stage's runs change in modules."""
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        self.state = StageState(leaves)
+        self.state = StageState(leaves, changes)
         self.links: list[
             tuple[int, int, bool]
         ] = []  # leaf here, output of the last stage, whether it needs a grad
@@ -359,7 +395,8 @@ class ChainPass:
 
     def first_run(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.calls[self.last] if self.last >= 0 and self.last == k - 1 else None
-        call = self.calls[k] = StageCall(args, kwargs, before.outputs if before else ())
+        outputs = before.outputs if before else ()
+        call = self.calls[k] = StageCall(args, kwargs, outputs, self.runner.state[k])
         self.last = k
         self.cursor = self.runner.forward_at[k]
         op = self.runner.ops[self.cursor][0]
@@ -382,6 +419,7 @@ class ChainPass:
         with (
             taken or nullcontext(),
             batch_norm.inside(),
+            self.runner.unchanged(k),
             torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack),
         ):
             self.running = k

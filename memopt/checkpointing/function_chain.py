@@ -22,6 +22,14 @@ from memopt.checkpointing import batch_norm
 from memopt.checkpointing.chain_runner import ChainRunner, changeable, unchangeable
 from memopt.checkpointing.measure_chain import ChainMeasurement, default_loss, nothing_changes
 from memopt.checkpointing.model_chain import without_graph
+from memopt.checkpointing.module_state import (
+    Changes,
+    WeakChanges,
+    changes_within,
+    joined,
+    put_back_after,
+    watched,
+)
 from memopt.checkpointing.planning import budget_bytes, plan_for
 from memopt.checkpointing.regions import is_tracing
 from memopt.checkpointing.stage_costs import tensors_in
@@ -76,6 +84,7 @@ class FunctionChain:
         self.lingering = [None] * len(functions)
         self.changing: list[int] = []
         self.norms: list[list[torch.nn.Module]] = []
+        self.state: list[Changes] = []
         # No backward pass of a measurement goes into what made the input, and nothing changes it.
         self.input = pytree.tree_map(
             lambda x: (
@@ -98,10 +107,14 @@ class FunctionChain:
         value = pytree.tree_map(
             lambda x: changeable(x.clone().detach().requires_grad_()) if is_trained(x) else x, self.input
         )
+        called: list[list[torch.nn.Module]] = []
         for k, function in enumerate(functions):
             versions = [(tensor, tensor._version) for tensor in tensors_in(value)]
-            with batch_norm.kept() as copies:
+            own = [] if (module := module_of(function)) is None else module.modules()
+            with batch_norm.kept() as copies, watched(own) as snapshot:
                 value = without_graph(noting, (function, value), {})
+            called.append(list(snapshot.modules))
+            self.state.append(snapshot.changes())
             self.norms.append(list(copies.own))
             standing += [buffer for norm in copies.own for buffer in norm.buffers(recurse=False)]
             if any(tensor._version != version for tensor, version in versions):
@@ -111,6 +124,11 @@ class FunctionChain:
                 f"functions[0], {self.names[0]}, changes its input in place, which is needed to run it again: "
                 "give it a copy, or call it before checkpoint_sequential"
             )
+        changes = joined(*self.state)
+        self.state = [
+            joined(own, changes_within(changes, modules))
+            for own, modules in zip(self.state, called, strict=True)
+        ]
         self.needs_gradients = any(tensor.requires_grad for tensor in tensors_in(value))
         self.trainable = list(trained.values())
         self.standing = [*standing, *self.trainable, *tensors_in(self.input)]
@@ -123,11 +141,17 @@ class FunctionChain:
 
 
 class Operations(NamedTuple):
-    """What a ChainRunner is made of; None where there is nothing to run again."""
+    """What a ChainRunner is made of; None where there is nothing to run again. state: what each stage changes in
+    modules, which the plan does not keep alive."""
 
     ops: list[Op]
     passing: set[int]
     changing: list[int]
+    state: list[WeakChanges]
+
+    def runner(self, functions: Sequence[Function]) -> ChainRunner:
+        state = [changes.now() for changes in self.state]
+        return ChainRunner(functions, self.ops, self.passing, self.changing, state=state)
 
 
 class Plans:
@@ -207,6 +231,7 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
                 [b for module in modules for b in module.buffers()],
             )
         )
+        stack.enter_context(put_back_after(inner for module in modules for inner in module.modules()))
         chain = FunctionChain(functions, input)
         if not chain.needs_gradients:
             return None
@@ -216,7 +241,9 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
     found, ops, passing = plan_for(
         measured, budget, SLOTS, beside=0, accumulate=accumulate, whose="checkpoint_sequential's chain"
     )
-    return None if found.keeps_all else Operations(ops, passing, chain.changing)
+    if found.keeps_all:
+        return None
+    return Operations(ops, passing, chain.changing, [WeakChanges(changes) for changes in chain.state])
 
 
 def run_within(functions: tuple[Function, ...], input: Any, memory_budget: int | float | str) -> Any:
@@ -233,4 +260,4 @@ def run_within(functions: tuple[Function, ...], input: Any, memory_budget: int |
     operations = plans.by_use[use]
     if operations is None:
         return run_plain(functions, input)
-    return ChainRunner(functions, *operations)(input)
+    return operations.runner(functions)(input)

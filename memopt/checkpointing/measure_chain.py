@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.checkpointing.chain_runner import Held, StageCall, unchangeable
 from memopt.checkpointing.model_chain import repeatedly, without_graph
+from memopt.checkpointing.module_state import Changes
 from memopt.checkpointing.stage_costs import (
     Meter,
     StageBytes,
@@ -102,6 +103,10 @@ class Measurable(Protocol):
         """Of each stage the modules whose running statistics are copied when it runs again."""
 
     @property
+    def state(self) -> Sequence[Changes]:
+        """Of each stage what its runs change in modules."""
+
+    @property
     def standing(self) -> Sequence[torch.Tensor]:
         """What is there before and after a step."""
 
@@ -145,12 +150,13 @@ class ChainMeasurement:
         """One forward pass: each stage is stage(), then gives its output on without a graph; after the last ended()."""
 
         def run(k: int, *args: Any, **kwargs: Any) -> Any:
-            call = StageCall(args, kwargs, self.outputs)
+            call = StageCall(args, kwargs, self.outputs, self.chain.state[k])
             linked = call.take_linked()
             with call.state.again():
                 stage(k, call, linked)
             self.clear_gradients()
             out = without_graph(self.functions[k], args, kwargs)
+            call.state.modules.cut()
             self.last_outputs = [unchangeable(tensor) for tensor in tensors_in(out)]
             call.state.ended()
             self.state_bytes += call.state.nbytes if self.device.type == "cpu" else 0
@@ -182,8 +188,9 @@ class ChainMeasurement:
 
         def stage(k: int, call: StageCall, linked: list[Held]) -> None:
             places = [place for place, _, _ in call.links]
+            state = call.state.modules
             given = [leaf.tensor for leaf in call.leaves if isinstance(leaf, Held)]
-            self.externals += given
+            self.externals += [*given, *state.tensors]
             # What is computed between two stages makes the one's gradient of the other's, when its backward is over.
             between = 0
             if k and not places:
@@ -198,7 +205,9 @@ class ChainMeasurement:
 
             arguments = self.arguments(k, call, linked)
             with repeatedly(self.chain.names[k]):
-                size = stage_bytes(self.functions[k], arguments, inputs, self.standing, self.trainable)
+                function = state.repeatable(self.functions[k])
+                standing = [*self.standing, *state.tensors]
+                size = stage_bytes(function, arguments, inputs, standing, self.trainable)
             more = bytes_of([b for norm in self.chain.norms[k] for b in norm.buffers(recurse=False)])
             self.linked_bytes.append(bytes_of([held.tensor for held in linked]))
             if (first := self.chain.lingering[k]) is not None:
@@ -269,10 +278,12 @@ class ChainMeasurement:
 
         def stage(k: int, call: StageCall, linked: list[Held]) -> None:
             count = self.stage_bytes[k].saved_count
-            runs = [
-                stage_seconds(self.functions[k], self.arguments(k, call, linked), self.trainable, count)
-                for _ in range(repeats)
-            ]
+            function = call.state.modules.repeatable(self.functions[k])
+            with repeatedly(self.chain.names[k]):
+                runs = [
+                    stage_seconds(function, self.arguments(k, call, linked), self.trainable, count)
+                    for _ in range(repeats)
+                ]
             self.stage_seconds.append(StageSeconds(*(min(column) for column in zip(*runs, strict=True))))
 
         def ended() -> None:

@@ -12,8 +12,10 @@ from torch.utils import _pytree as pytree
 from memopt.checkpointing import batch_norm
 from memopt.checkpointing.chain_runner import StageCall, changeable
 from memopt.checkpointing.find_chain import Call, find_chain
+from memopt.checkpointing.module_state import Changes, changes_within, joined, watched
 from memopt.checkpointing.split_blocks import Run, SplitBlock, split
 from memopt.checkpointing.stage_costs import tensors_in
+from memopt.checkpointing.stages_on_ranks import is_sharded
 
 MOST_STAGES = 256  # that blocks are split up to: the solver's time grows with the cube of their number
 
@@ -62,21 +64,24 @@ class ModelChain:
 
     functions, names: of each stage. changing: numbers of those that change their input in place. lingering: of each
     stage the first one of its block, whose input the model holds for as long as the block's forward lasts; None for
-    that one itself. standing: what is there before and after a step. trainable: the parameters that gradients are made
-    for."""
+    that one itself. state: what each stage's runs change in modules. standing: what is there before and after a step.
+    trainable: the parameters that gradients are made for."""
 
     def __init__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.standing = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
         self.trainable = [p for p in model.parameters() if p.requires_grad]
-        calls = find_chain(model, args, kwargs)
-        blocks = split_all(model, calls, args, kwargs)
+        self.has_own_parameters = not is_sharded(model)  # a unit's forward puts others in their places
+        with watched(model.modules(), self.has_own_parameters) as before:
+            calls = find_chain(model, args, kwargs)
+        blocks, changes = self.split_all(calls, before.changes())
         if sum(1 if block is None else len(block.parts) for block in blocks) > MOST_STAGES:
             blocks = [None] * len(calls)
         self.members: list[Member] = []
         self.functions: list[Any] = []
         self.lingering: list[int | None] = []
         self.changing: set[int] = set()
+        self.state: list[Changes] = []
         for call, block in zip(calls, blocks, strict=True):
             first = len(self.functions)
             forward = call.module.forward
@@ -84,9 +89,46 @@ class ModelChain:
             if call.changes:
                 self.changing.add(first)
             self.functions += [forward] if block is None else block.parts
+            self.state += [changes[len(self.members) - 1]] * (len(self.functions) - first)
             self.lingering += [None] + [first] * (len(self.functions) - first - 1)
         self.norms = [batch_norm.of_function(function) or () for function in self.functions]
         self.names = [name for member in self.members for name in member.names()]
+
+    def split_all(
+        self, calls: Sequence[Call], changes: Changes
+    ) -> tuple[list[SplitBlock | None], list[Changes]]:
+        """One forward pass in which each stage is split, if it can be. changes: what a forward pass of the model changes
+        in modules. Also gives what each stage's runs do."""
+        blocks: list[SplitBlock | None] = [None] * len(calls)
+        functions = [call.module.forward for call in calls]
+        plain = [is_its_classes(call.module) for call in calls]
+        own: list[Changes] = [{} for _ in calls]
+        before: Any = ()
+
+        def run(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal before
+            module = calls[k].module
+            call = StageCall(args, kwargs, before, changes_within(changes, module.modules()))
+            linked = call.take_linked()
+            with repeatedly(calls[k].name):
+                if calls[k].children and plain[k] and not calls[k].changes:
+                    found = split(module, calls[k].name, functions[k], call, linked)
+                    blocks[k] = found if isinstance(found, SplitBlock) else None
+                with watched(module.modules(), self.has_own_parameters) as snapshot:
+                    out = without_graph(functions[k], args, kwargs)
+                own[k] = snapshot.changes()
+            call.state.ended()
+            call.note_outputs(out)
+            before = call.outputs
+            return out
+
+        stand_ins = [lambda *args, _k=k, **kwargs: run(_k, args, kwargs) for k in range(len(calls))]
+        with torch.enable_grad(), forwards([call.module for call in calls], stand_ins):
+            self.model(*self.args, **self.kwargs)
+        changes = joined(changes, *own)
+        return blocks, [
+            joined(own[k], changes_within(changes, call.module.modules())) for k, call in enumerate(calls)
+        ]
 
     def run(self, run: Run) -> Any:
         """One forward pass of the model, in which stage k is run(k, its arguments)."""
@@ -95,35 +137,6 @@ class ModelChain:
         ]
         with forwards([member.module for member in self.members], stand_ins):
             return self.model(*self.args, **self.kwargs)
-
-
-def split_all(
-    model: torch.nn.Module, calls: Sequence[Call], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[SplitBlock | None]:
-    """One forward pass in which each stage is split, if it can be."""
-    blocks: list[SplitBlock | None] = [None] * len(calls)
-    functions = [call.module.forward for call in calls]
-    plain = [is_its_classes(call.module) for call in calls]
-    before: Any = ()
-
-    def run(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal before
-        call = StageCall(args, kwargs, before)
-        linked = call.take_linked()
-        with repeatedly(calls[k].name):
-            if calls[k].children and plain[k] and not calls[k].changes:
-                found = split(calls[k].module, calls[k].name, functions[k], call, linked)
-                blocks[k] = found if isinstance(found, SplitBlock) else None
-            out = without_graph(functions[k], args, kwargs)
-        call.state.ended()
-        call.note_outputs(out)
-        before = call.outputs
-        return out
-
-    stand_ins = [lambda *args, _k=k, **kwargs: run(_k, args, kwargs) for k in range(len(calls))]
-    with torch.enable_grad(), forwards([call.module for call in calls], stand_ins):
-        model(*args, **kwargs)
-    return blocks
 
 
 @contextmanager

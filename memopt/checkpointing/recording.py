@@ -212,6 +212,16 @@ def python_random() -> tuple[Any, ...]:
     return random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
 
 
+def set_python_random(state: tuple[Any, ...]) -> None:
+    """As python_random() gave it."""
+    own, *parts = state
+    random.setstate(own)
+    if parts:
+        numpy = sys.modules["numpy"]
+        kind, keys, *rest = parts
+        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
 def has_matrix(module: torch.nn.Module) -> bool:
     """Whether it multiplies by parameters: a table that it only looks up is none."""
     return any(

@@ -1,4 +1,4 @@
-"""What a stage finds around it in the forward pass, for its later runs to find again."""
+"""What a stage finds around it in the forward pass, and in its modules, for its later runs to find again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memopt.checkpointing import devices
+from memopt.checkpointing.module_state import Changes, ModuleState
 
 
 def accelerators(leaves: Iterable[Any]) -> dict[str, set[int]]:
@@ -21,11 +22,13 @@ def accelerators(leaves: Iterable[Any]) -> dict[str, set[int]]:
 
 
 class StageState:
-    """Random state of the CPU and of the arguments' devices, autocast of both, and the default device."""
+    """Random state of the CPU and of the arguments' devices, autocast of both, the default device, and what the stage's
+    runs change in modules."""
 
-    __slots__ = ("autocast", "default_device", "random")
+    __slots__ = ("autocast", "default_device", "modules", "random")
 
-    def __init__(self, leaves: Iterable[Any]) -> None:
+    def __init__(self, leaves: Iterable[Any], changes: Changes) -> None:
+        self.modules = ModuleState(changes)
         found = accelerators(leaves)
         generators = [torch.default_generator]
         for kind, indices in found.items():
@@ -60,6 +63,7 @@ class StageState:
     def again(self) -> Iterator[None]:
         """For as long as it lasts all is as it was then; afterwards as it was before."""
         with ExitStack() as stack:
+            stack.enter_context(self.modules.again())
             for generator, state in self.random:
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
