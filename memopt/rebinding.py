@@ -15,7 +15,7 @@ _done: list[tuple[ModuleType, str, Any, Any]] = []  # module, name, torch's, our
 
 
 def _pairs() -> dict[int, tuple[Any, Any]]:
-    """torch's function and ours, by the id of torch's."""
+    """torch's function and ours, by the id of torch's, and of what somebody else has put in its place."""
     import torch.utils.checkpoint as torchs
 
     from memopt.checkpointing import regions, selective, sequential
@@ -24,6 +24,9 @@ def _pairs() -> dict[int, tuple[Any, Any]]:
         (torchs.checkpoint, regions.checkpoint),
         (torchs.checkpoint_sequential, sequential.checkpoint_sequential),
         (torchs.create_selective_checkpoint_contexts, selective.create_selective_checkpoint_contexts),
+        (regions.torchs_checkpoint, regions.checkpoint),
+        (sequential.torchs_sequential, sequential.checkpoint_sequential),
+        (selective.torchs_contexts, selective.create_selective_checkpoint_contexts),
     )
     return {id(theirs): (theirs, ours) for theirs, ours in pairs if theirs is not ours}
 

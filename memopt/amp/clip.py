@@ -8,13 +8,18 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from memopt import _C, kernels, torch_version
+import torch
+from torch import Tensor, device
+
+from memopt import _C, kernels
+from memopt.originals import original
 
 if TYPE_CHECKING:
-    from torch import Tensor, device
     from torch.distributed import ProcessGroup
 
 __all__ = ["clip_grad_norm_"]
+
+_torchs = original(torch.nn.utils.clip_grad, "clip_grad_norm_")
 
 
 def clip_grad_norm_(
@@ -38,9 +43,6 @@ def clip_grad_norm_(
     fp32, within 1e-6 of that in double: for fp16 gradients too, whose norm in fp16 would overflow, and with it zero
     them all. All else (fp64, sparse, strided with gaps, subclasses, several devices, other norms, foreach=False) is
     torch's."""
-    torch_version.require("memopt.amp.clip_grad_norm_")
-    import torch
-
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     else:
@@ -55,9 +57,7 @@ def clip_grad_norm_(
         return _clip_apart(parameters, max_norm, norm_type, error_if_nonfinite, foreach, process_group)
     gradients = None if foreach is False else _C.Gradients(parameters, of_parameters=True)
     if gradients is None or len(gradients.devices) != 1 or not has_fast_norm(gradients, norm_type):
-        norm: Tensor = torch.nn.utils.clip_grad.clip_grad_norm_(  # where nobody puts ours
-            parameters, max_norm, norm_type, error_if_nonfinite, foreach
-        )
+        norm: Tensor = _torchs(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm
 
     kernels.prepare()
@@ -92,7 +92,6 @@ def _clip_apart(
     process_group: ProcessGroup | None,
 ) -> Tensor:
     """Each mesh's norm by torch's, and the norm of these."""
-    import torch
     import torch.distributed as dist
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -126,15 +125,11 @@ def _clip_apart(
 
 def device_of(number: int) -> device:
     """torch's name of a device that memopt._C numbers."""
-    import torch
-
     return torch.device("cpu") if number < 0 else torch.device("cuda", number)
 
 
 def has_fast_norm(gradients: _C.Gradients, norm_type: float) -> bool:
     """Whether memopt's kernels are to compute this norm of these. Not of fp64: its norm is fp32."""
-    import torch
-
     return norm_type in (2.0, math.inf) and not gradients.others and torch.float64 not in gradients.dtypes
 
 
@@ -151,6 +146,4 @@ def refuse_nonfinite(norm: Tensor, norm_type: float) -> None:
 
 def count_as_written(gradients: _C.Gradients, number: int) -> None:
     """Lets autograd know, as mul_() would, that what it may have kept of these has changed."""
-    import torch
-
     torch.autograd.graph.increment_version(gradients.tensors(number))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from memopt import _C, kernels, torch_version
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from memopt import _C, kernels
+from memopt.originals import original
 
-__all__ = ["foreach_unscale_"]
+__all__ = ["foreach_unscale_", "torchs_unscale_"]
+
+torchs_unscale_ = original(torch, "_amp_foreach_non_finite_check_and_unscale_")
 
 
 def foreach_unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -26,9 +28,6 @@ def foreach_unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tens
     grads: tensors on found_inf's device. found_inf, inv_scale: one fp32 each; inv_scale is read on the
     device, so the host does not wait. Raises ImportError without PyTorch >= 2.10, memopt.Error where the
     kernels cannot be loaded."""
-    torch_version.require("memopt.amp.foreach_unscale_")
-    import torch
-
     device = _device_of_scalars(found_inf, inv_scale)
     theirs = list(grads)
     gradients = _C.Gradients(theirs if device is not None else [])
@@ -37,7 +36,7 @@ def foreach_unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tens
         theirs = [*gradients.others, *(grad for number in elsewhere for grad in gradients.tensors(number))]
     # torch's op goes first: what it refuses, it refuses before anything has changed.
     if theirs or device not in gradients.devices:
-        torch._amp_foreach_non_finite_check_and_unscale_(theirs, found_inf, inv_scale)
+        torchs_unscale_(theirs, found_inf, inv_scale)
     if device is not None and device in gradients.devices:
         kernels.prepare()
         gradients.run(device, store=True, inv_scale=inv_scale, found_inf=found_inf)
@@ -46,8 +45,6 @@ def foreach_unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tens
 def _device_of_scalars(found_inf: Tensor, inv_scale: Tensor) -> int | None:
     """The device that both are on (-1: the CPU), one plain fp32 each; None where torch's op had better say what
     is wrong."""
-    import torch
-
     for t in (found_inf, inv_scale):
         if type(t) is not torch.Tensor or not (t.is_cpu or t.is_cuda):
             return None

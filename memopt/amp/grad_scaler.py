@@ -18,11 +18,16 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from memopt import _C, kernels
 from memopt.amp.clip import clip_grad_norm_, count_as_written, device_of, has_fast_norm, refuse_nonfinite
+from memopt.amp.foreach_unscale import torchs_unscale_
 from memopt.amp.update_scale import update_scale_
+from memopt.originals import original
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.amp import GradScaler as _Torchs
     from torch.distributed import ProcessGroup
+else:
+    _Torchs = original(torch.amp, "GradScaler")
 
 __all__ = ["GradScaler"]
 
@@ -59,7 +64,7 @@ class _Stepped(NamedTuple):
     norm: Tensor | None
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(_Torchs):
     """A drop-in for torch.amp.GradScaler: the same results bit for bit, the same errors, the same state_dict, and
     an instance of it. Gradients are read once where torch reads them several times, and where torch only lacks a
     kernel (bf16 on CUDA) it works.
@@ -513,7 +518,7 @@ def _torch_pass(grads: list[Tensor], founds: _PerDevice, inv_scale: Tensor | Non
     with torch.no_grad():
         for (device, _), bucket in buckets.items():
             inverse = torch.ones((), device=device) if inv_scale is None else _on(device, inv_scale)
-            torch._amp_foreach_non_finite_check_and_unscale_(bucket, founds[device], inverse)
+            torchs_unscale_(bucket, founds[device], inverse)
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:

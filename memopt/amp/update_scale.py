@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
-from memopt import torch_version
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from memopt.originals import original
 
 __all__ = ["SMALLEST_SCALE", "update_scale_"]
 
 SMALLEST_SCALE = 2.0**-126
 """What repair=True keeps a scale from falling below: the smallest normal fp32, whose reciprocal is finite."""
+
+_torchs = original(torch, "_amp_update_scale_")
 
 
 def update_scale_(
@@ -36,9 +36,6 @@ def update_scale_(
     to back off; hysteresis_tracker, an int32 beside growth_tracker that was filled with hysteresis, counts them.
     repair: the scale keeps a finite reciprocal (it stays above 2**-126), and a tracker that is past the interval, since
     the interval was lowered, counts as having reached it (torch's would never grow the scale again)."""
-    torch_version.require("memopt.amp.update_scale_")
-    import torch
-
     if hysteresis < 1:
         raise ValueError(f"hysteresis={hysteresis}: at least 1, where each found_inf backs the scale off")
     if hysteresis > 1 and hysteresis_tracker is None:
@@ -49,9 +46,7 @@ def update_scale_(
 
     # Kernels only, no copy, not even on the device: so it is plain in a trace that nothing goes to the host.
     before = current_scale + 0.0 if hysteresis > 1 else None
-    torch._amp_update_scale_(
-        current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
-    )
+    _torchs(current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
     if before is not None and hysteresis_tracker is not None:
         bad = (found_inf != 0).reshape_as(hysteresis_tracker)
         fresh = torch.full_like(hysteresis_tracker, hysteresis)

@@ -20,8 +20,9 @@ from torch.utils._device import DeviceContext
 from memopt.checkpointing import batch_norm, devices, saved_hooks
 from memopt.checkpointing.engine import ENGINE
 from memopt.checkpointing.reentrant import CheckpointFunction
+from memopt.originals import original
 
-_torchs_checkpoint = torchs.checkpoint
+torchs_checkpoint = original(torchs, "checkpoint")
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 # Looked up once: checkpoint() is called for every block of every step.
@@ -99,7 +100,7 @@ def checkpoint(
         options: dict[str, Any] = {} if context_fn is torchs.noop_context_fn else {"context_fn": context_fn}
         if IS_CURRIED:
             options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
-        return _torchs_checkpoint(
+        return torchs_checkpoint(
             function,
             *args,
             use_reentrant=use_reentrant,

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map
 from memopt.checkpointing import saved_hooks
 from memopt.checkpointing.offload import Offload, OnHost
 from memopt.checkpointing.regions import is_tracing
+from memopt.originals import original
 
-_torchs_contexts = torchs.create_selective_checkpoint_contexts
+torchs_contexts = original(torchs, "create_selective_checkpoint_contexts")
 
 Policy = Callable[..., Any]
 
@@ -55,7 +56,7 @@ def create_selective_checkpoint_contexts(
     CheckpointPolicy.MUST_CPU_OFFLOAD and PREFER_CPU_OFFLOAD keep the result in pinned memory of the host, copied by a
     stream of its own, and free the device's. What is on the CPU, or is no plain tensor, is kept as it is."""
     if torch.compiler.is_compiling() or is_tracing():
-        contexts: tuple[TorchDispatchMode, TorchDispatchMode] = _torchs_contexts(
+        contexts: tuple[TorchDispatchMode, TorchDispatchMode] = torchs_contexts(
             policy_fn_or_list, allow_cache_entry_mutation
         )
         return contexts

@@ -8,9 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torchs
 
 from memopt.checkpointing.function_chain import run_within
 from memopt.checkpointing.regions import IS_CURRIED, checkpoint
+from memopt.originals import original
+
+torchs_sequential = original(torchs, "checkpoint_sequential")
 
 _SINCE = "In a future release," if IS_CURRIED else "In version 2.9"
 _NOT_PASSED = (

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from memopt.optim.adam_states import AdamStates
+from memopt.originals import original
+
+if TYPE_CHECKING:
+    from torch.optim import Adam as _Torchs
+else:
+    _Torchs = original(torch.optim, "Adam")
 
 
-class Adam(AdamStates, torch.optim.Adam):
+class Adam(AdamStates, _Torchs):
     """torch.optim.Adam, its arguments and its results, as memopt.optim.AdamW is torch.optim.AdamW; the
     options are the same."""
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from memopt.optim.adam_states import AdamStates
+from memopt.originals import original
+
+if TYPE_CHECKING:
+    from torch.optim import AdamW as _Torchs
+else:
+    _Torchs = original(torch.optim, "AdamW")
 
 
-class AdamW(AdamStates, torch.optim.AdamW):
+class AdamW(AdamStates, _Torchs):
     """torch.optim.AdamW, its arguments and its results, with one pass over memory a step and no wait for the
     GPU, under a gradient scaler too. foreach, fused and capturable are accepted and change nothing: this step
     is always fused and may always be captured. As with torch's fused step, a parameter's version counter does

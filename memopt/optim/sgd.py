@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,15 @@ from torch.optim.sgd import sgd
 
 from memopt.optim.one_pass import OnePass
 from memopt.optim.state_layout import is_plain, like, one_step, wants_master
+from memopt.originals import original
+
+if TYPE_CHECKING:
+    from torch.optim import SGD as _Torchs
+else:
+    _Torchs = original(torch.optim, "SGD")
 
 
-class SGD(OnePass, torch.optim.SGD):
+class SGD(OnePass, _Torchs):
     """torch.optim.SGD, its arguments and its results, with one pass over memory a step and no wait for the
     GPU, under a gradient scaler too (but for the first step with a dampening under a scaler, which asks
     whether it is skipped). foreach and fused are accepted and change nothing. master_weights,
