@@ -1,6 +1,6 @@
 """Builds memopt: one C extension for every Python >= 3.11 and every torch >= 2.10, the kernels it carries, and the
-libraries of the simulated CUDA device. Needs a C compiler; neither torch nor CUDA. Where nvcc is found the kernels
-are compiled now, else on the user's machine at first use.
+libraries of the simulated CUDA device. Needs a C compiler and Python.h; neither torch nor CUDA. Where nvcc is found the
+kernels are compiled now, else on the user's machine at first use.
 
 Environment: CC; MEMOPT_CUDA=0|1|auto (without nvcc: never look, fail, go on); MEMOPT_LEVEL=0..3 (assertions: none,
 O(1), one structure, whole heap); MEMOPT_WERROR=1 (warnings are errors)."""
@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,11 @@ LAYERS = ("base", "driver", "alloc", "scaler", "optim", "checkpoint", "transfer"
 SOURCES = sorted(
     str(path.relative_to(ROOT)) for layer in LAYERS for path in (ROOT / "csrc" / layer).glob("*.c")
 )
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise SystemExit(
+        f"memopt: {sys.executable} is a free-threaded Python, which has no limited API to build for: use one with the GIL"
+    )
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
@@ -71,6 +77,37 @@ def is_current(obj: str, command: list[str]) -> bool:
     files = listed.read_text().partition(":")[2].replace("\\\n", " ").split()
     built = path.stat().st_mtime
     return all(os.path.exists(file) and os.path.getmtime(file) <= built for file in files)
+
+
+def compilers() -> list[str]:
+    """The commands that will be asked for: setuptools takes the one that built Python, the simulated device gcc."""
+    named = os.environ.get("CC")
+    return [named] if named else [sysconfig.get_config_var("CC") or "gcc", "gcc"]
+
+
+def preprocesses(compiler: str, header: str) -> bool:
+    folders = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
+    command = [*shlex.split(compiler), *(f"-I{folder}" for folder in folders), "-E", "-x", "c", "-"]
+    try:
+        return not subprocess.run(command, input=f"#include <{header}>\n".encode(), capture_output=True).returncode
+    except OSError:
+        return False
+
+
+def lacking() -> list[str]:
+    """A line for each thing that the build needs and this machine lacks."""
+    lines = [
+        f"memopt: there is no C compiler that works by the name of {compiler!r}: install it (Debian, Ubuntu: "
+        "apt install gcc libc6-dev; Fedora: dnf install gcc), or name another by the environment variable CC"
+        for compiler in dict.fromkeys(compilers())
+        if not preprocesses(compiler, "stdio.h")
+    ]
+    if not lines and not preprocesses(compilers()[0], "Python.h"):
+        lines.append(
+            f"memopt: there is no Python.h for {sys.executable} in {sysconfig.get_path('include')}: install it "
+            "(Debian, Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel)"
+        )
+    return lines
 
 
 class BuildExtension(build_ext):
@@ -134,8 +171,13 @@ class BuildExtension(build_ext):
             super().build_extensions()
 
     def run(self) -> None:
-        super().run()
-        self.build_simulated_device(ROOT / "memopt" if self.inplace else Path(self.build_lib) / "memopt")
+        if lines := lacking():
+            raise SystemExit("\n".join(lines))
+        try:
+            super().run()
+            self.build_simulated_device(ROOT / "memopt" if self.inplace else Path(self.build_lib) / "memopt")
+        except (build_kernels.KernelBuildError, build_libraries.BuildError) as error:
+            raise SystemExit(f"memopt: {error}") from None
 
     def build_simulated_device(self, package: Path) -> None:
         """A wheel without these libraries is an error, so whatever fails here fails the build."""
