@@ -16,9 +16,9 @@ The path of the environment's Python is the last line it prints; what it does me
 environment is made once, and again when what it should hold has changed. Only the standard library is used: this runs
 under whatever python3 (3.11 or later, with venv) a machine has.
 
-No gigabytes by accident: torch comes as the CPU build where pip's configuration offers one, otherwise as the CUDA
-wheel alone (--no-deps) with a pinned list of its pure-Python dependencies. pip's own line with the size of each
-download is passed on before the download starts."""
+No gigabytes by accident: torch comes as the CUDA wheel alone (--no-deps) with a pinned list of its pure-Python
+dependencies, once; the CPU's environment has it as the CPU build where pip's configuration offers one, otherwise by hard
+links to that wheel's files. pip's own line with the size of each download is passed on before the download starts."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,6 +138,23 @@ def site_packages(python: Path) -> Path:
     )
 
 
+def link_torch(source: Path, python: Path) -> None:
+    """The torch of another environment in this one too. Its files have two names each: nothing is downloaded or stored
+    twice, and neither environment sees what is laid beside torch in the other."""
+    there, here = site_packages(source), site_packages(python)
+    say(f"  PyTorch {TORCH} of {there}, by hard links")
+    (torch,) = importlib.metadata.distributions(name="torch", path=[str(there)])
+    for file in torch.files or []:
+        if ".." in file.parts:  # a program, which names its Python
+            continue
+        target = here / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(there / file, target)
+        except OSError:  # a file system without them
+            shutil.copy2(there / file, target)
+
+
 def install_lean_torch(python: Path, version: str) -> None:
     """The registry's CUDA build and none of the NVIDIA packages that it asks for (three equals signs: a local
     version such as +cpu does not match)."""
@@ -161,7 +179,7 @@ def fill_cpu(python: Path, _: argparse.Namespace) -> None:
         say(f"  PyTorch {TORCH}, CPU build: about 200 MB")
         pip(python, f"torch=={TORCH}+cpu")
         return
-    install_lean_torch(python, TORCH)
+    link_torch(make(argparse.Namespace(name="sim", torch=TORCH)), python)
     # The CUDA build links NVIDIA's libraries. The simulated device's take their place; as long as nobody activates
     # it they are those of a machine with no GPU.
     say("  standing in for NVIDIA's libraries: memopt/sim (no GPU)")
@@ -294,7 +312,9 @@ def make(options: argparse.Namespace) -> Path:
         say(f"environment '{name}' (.venv/{name})")
         here = at_hand is not None and (torch_of(sys.executable) or (0, 0)) >= OLDEST_TORCH
         arguments = ["--clear", *(["--system-site-packages"] if here else [])]
-        subprocess.run([sys.executable, "-m", "venv", *arguments, str(HOME / name)], check=True)
+        made = subprocess.run([sys.executable, "-m", "venv", *arguments, str(HOME / name)], stdout=sys.stderr)
+        if made.returncode != 0:
+            raise SystemExit(f"{sys.executable} -m venv failed (Debian, Ubuntu: apt install python3-venv)")
         FILL[options.name](python, options)
         ready.write_text(mark)
         say(f"environment '{name}' is ready")
