@@ -16,6 +16,7 @@ from pathlib import Path
 from memopt import _C
 from memopt.finding import Finding
 from memopt.log import logger
+from memopt.user_cache import user_cache
 
 __all__ = ["cache_directory", "nvrtc_candidates", "prepare", "status"]
 
@@ -24,12 +25,13 @@ _IN_WHEELS = {13: "cu13/lib/libnvrtc.so.13", 12: "cuda_nvrtc/lib/libnvrtc.so.12"
 
 
 def cache_directory() -> str | None:
-    """Where compiled kernels are kept: $XDG_CACHE_HOME or ~/.cache, then memopt/kernels. None without a
-    home."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the specification has a relative one ignored
-        base = os.path.expanduser("~/.cache")
-    return os.path.join(base, "memopt", "kernels") if os.path.isabs(base) else None
+    """The directory in which compiled kernels are kept: $XDG_CACHE_HOME or ~/.cache, then memopt/kernels.
+
+    Returns: None without a home, and on the simulated device: what its compiler makes does nothing on a GPU, and would
+        lie there under the key of NVIDIA's."""
+    activation = sys.modules.get("memopt.sim.activation")
+    base = None if activation is not None and activation.is_active() else user_cache()
+    return os.path.join(base, "memopt", "kernels") if base else None
 
 
 def nvrtc_candidates() -> tuple[str, ...]:
@@ -80,7 +82,8 @@ def finding() -> Finding:
         return Finding("kernels", "ok", f"embedded, {_C.format_size(int(state['embedded_bytes']))}")
     found = next(filter(_opens, nvrtc_candidates()), None)
     if found:
-        text = f"to be compiled at first use by {found}, kept in {cache_directory()}"
+        kept = cache_directory()
+        text = f"to be compiled at first use by {found}, {f'kept in {kept}' if kept else 'kept nowhere'}"
         return Finding("kernels", "ok", text)
     mend = "where there is a GPU: pip install nvidia-cuda-nvrtc (CUDA 12: nvidia-cuda-nvrtc-cu12), or build with nvcc"
     return Finding("kernels", "absent", "none embedded, and no NVRTC is installed to compile them", mend)

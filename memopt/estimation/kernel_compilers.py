@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from memopt.user_cache import user_cache
+
 
 def environment(driver: Path, folder: Path) -> dict[str, str]:
     """`driver`: the simulated libcuda; `folder`: for the life of the process. What the caller's environment says of
@@ -17,10 +19,11 @@ def environment(driver: Path, folder: Path) -> dict[str, str]:
     link.parent.mkdir(exist_ok=True)
     link.unlink(missing_ok=True)
     link.symlink_to(driver)
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "memopt" / "simulated"
+    cache = user_cache()
+    kept = Path(cache, "memopt", "simulated") if cache else folder / "compiled"
     try:
         kept.mkdir(parents=True, exist_ok=True)
-    except OSError:  # no home, or none that may be written to: each run compiles anew
+    except OSError:  # none that may be written to: each run compiles anew
         kept = folder / "compiled"
     return {
         # A worker of the compiler would be a process of its own, which has no simulated device.

@@ -12,6 +12,7 @@ import builtins
 import contextlib
 import errno
 import functools
+import glob
 import io
 import os
 import shutil
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt.estimation import saved_models
+from memopt.user_cache import user_cache
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _READ = ("stat", "lstat", "access", "readlink", "chdir", "getxattr", "listxattr")
@@ -40,7 +42,7 @@ class ScratchFiles:
         self._gone: set[str] = set()  # files and folders that are there, but not for the script
         self._plain = threading.local()  # .on: this thread's calls are our own
         caches = [os.environ[name] for name in _CACHES if name in os.environ]
-        caches.append(os.path.expanduser("~/.cache"))
+        caches += filter(None, [user_cache()])
         self._as_they_are = (self._folder, *(os.path.realpath(cache) for cache in caches))
         temporary = os.path.join(self._folder, "tmp")
         os.mkdir(temporary)
@@ -182,7 +184,16 @@ class ScratchFiles:
                     if getattr(owner, name) in capable:
                         capable.add(function)
                 setattr(owner, name, function)
+        self._install_globber()
         saved_models.install(self.to_write)
+
+    @staticmethod
+    def _install_globber() -> None:
+        """The class by which pathlib looks in folders since CPython 3.13 binds functions of os when it is made."""
+        globber = getattr(glob, "_StringGlobber", None)
+        for name in ("lstat", "scandir"):
+            if name in vars(globber or object):
+                setattr(globber, name, staticmethod(getattr(os, name)))
 
     def _open(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -1,0 +1,16 @@
+"""The user's cache directory, by the XDG base directory specification."""
+
+from __future__ import annotations
+
+import os
+
+
+def user_cache() -> str | None:
+    """$XDG_CACHE_HOME, or ~/.cache.
+
+    Returns: An absolute path, which need not exist; None for a user without a home, as one whose HOME is empty."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the specification has a relative one ignored
+        return base
+    home = os.path.expanduser("~")
+    return os.path.join(home, ".cache") if os.path.isabs(home) else None
