@@ -9,6 +9,8 @@ import sys
 
 from memopt.estimation import child_process
 
+# The probe's answer: a program that is no Python may end with status 0 too.
+_READY = "memopt: the simulated device can run here"
 _INSTALL = "pip install --no-deps torch (its CUDA build; 1.4 GB on disk, no GPU needed)"
 
 
@@ -35,9 +37,11 @@ def find(python: str | None = None) -> str:
     path = os.path.abspath(path)
     line = child_process.command(path, "memopt.estimation.interpreters", "")
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoInterpreter(f"{path} does not run: {error}") from None
+    if done.returncode == 0 and _READY not in done.stdout:
+        raise NoInterpreter(f"{path} is no Python: it was asked for the simulated device and did not answer")
     if done.returncode != 0:
         last = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()[-1]
         raise NoInterpreter(f"{path} cannot run the simulated device: {last}")
@@ -52,6 +56,7 @@ def _probe() -> int:
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
+    print(_READY)
     return 0
 
 
