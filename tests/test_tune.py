@@ -218,7 +218,8 @@ def test_a_data_set_that_spawned_workers_cannot_have_is_a_row(method):
     loader = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context=method)
     found = tune(loader, ram="4GiB", workers=[0, 1], **SHORT)
     none, one = found.trials
-    assert none.complete and "pickle" in one.problem and found.proposal.num_workers == 0
+    # CPython 3.11 cannot "pickle" it, 3.13 cannot "get" it.
+    assert none.complete and "local object" in one.problem and found.proposal.num_workers == 0
 
 
 def test_a_data_set_that_fails_everywhere_leaves_the_loader_as_it_is():
