@@ -92,6 +92,13 @@ def _torch() -> Finding:
     try:
         import torch
     except Exception as error:  # whatever a broken installation raises is what there is to report
+        if _lacks_nvidia_alone(error):
+            return Finding(
+                "torch",
+                "absent",
+                f"{version} without NVIDIA's libraries ({error}): it runs on the simulated device alone",
+                "memopt.sim.activate() before `import torch`; for a GPU: pip install torch, with all that it asks for",
+            )
         return Finding(
             "torch",
             "broken",
@@ -102,10 +109,29 @@ def _torch() -> Finding:
     return Finding("torch", "ok", f"{version}, {build}")
 
 
+def _lacks_nvidia_alone(error: Exception) -> bool:
+    """Whether torch was not imported for want of a library of NVIDIA's, in whose place the simulated device has one."""
+    from memopt import sim
+    from memopt.sim.coverage import NVIDIA_SONAME
+
+    if not isinstance(error, (OSError, ImportError)) or NVIDIA_SONAME.match(str(error)) is None:
+        return False
+    try:
+        sim.readiness()
+    except (RuntimeError, OSError):
+        return False
+    return True
+
+
 def _driver() -> list[Finding]:
+    from memopt.sim.activation import stands_in
+
     try:
         driver = _C.cuda_driver()
     except _C.Error as error:
+        if error.status == "MO_NO_DEVICE" and stands_in():
+            text = "none: memopt's libraries stand in for the driver and the rest of NVIDIA's, with no device"
+            return [Finding("cuda driver", "absent", text)]
         state: State = "absent" if error.status in ("MO_NO_LIBRARY", "MO_NO_DEVICE") else "broken"
         mend = "" if state == "absent" else "update the NVIDIA driver"
         return [Finding("cuda driver", state, str(error), mend)]

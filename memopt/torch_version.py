@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import sys
+from pathlib import Path
 
 OLDEST = (2, 10)
 
@@ -16,9 +18,30 @@ def installed() -> str | None:
     if loaded is not None:
         return str(loaded)
     try:
+        spec = importlib.util.find_spec("torch")
+    except ValueError:  # something stands in its place that no import has made
+        spec = None
+    written = told_by(Path(spec.origin).parent) if spec is not None and spec.origin else None
+    if written is not None:
+        return written
+    try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def told_by(home: Path) -> str | None:
+    """The version in torch's own file, as torch.__version__ has it; the package's metadata may lack what follows the +.
+
+    Args:
+        home: the folder of the package torch.
+    Returns: None where the file tells none."""
+    try:
+        text = (home / "version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"__version__\s*=\s*'(\d+\.\d+[^']*)'", text)
+    return found[1] if found is not None else None
 
 
 def too_old(version: str) -> bool:

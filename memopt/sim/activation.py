@@ -120,6 +120,12 @@ def mapped_cuda(maps: str = "/proc/self/maps") -> list[str]:
     return sorted({line.split(maxsplit=5)[5] for line in lines if pattern.search(line)})
 
 
+def stands_in(maps: str = "/proc/self/maps") -> bool:
+    """Whether the simulated driver is in this process without an activation, as a machine that has no device: where the
+    environment has links to it in the place of NVIDIA's libraries, `import torch` loads it."""
+    return not _active and Path(maps).exists() and "/sim_cuda.so" in Path(maps).read_text()
+
+
 def _settings(
     memory: int | str,
     devices: int,
@@ -151,16 +157,12 @@ def _torch_lib_dir() -> Path:
     if spec is None or spec.origin is None:
         raise RuntimeError(f"torch is not installed for {sys.executable}: install its CUDA build: {_INSTALL}")
     home = Path(spec.origin).parent
-    # The file, not the package's metadata: it is torch itself, however it came here.
-    text = (home / "version.py").read_text() if (home / "version.py").exists() else ""
-    found = re.search(r"__version__\s*=\s*'(\d+\.\d+[^']*)'", text)
-    if found is None:
+    version = torch_version.told_by(home)
+    if version is None:
         raise RuntimeError(f"{home} tells no version (version.py): reinstall torch: {_INSTALL}")
-    if torch_version.too_old(found[1]):
+    if torch_version.too_old(version):
         oldest = ".".join(map(str, torch_version.OLDEST))
-        raise RuntimeError(
-            f"torch {found[1]} in {home} is too old, {oldest} is the oldest simulated: {_INSTALL}"
-        )
+        raise RuntimeError(f"torch {version} in {home} is too old, {oldest} is the oldest simulated: {_INSTALL}")
     return home / "lib"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from memopt.sim import elf
 
 _PACKAGE = Path(__file__).resolve().parent
-_NVIDIA_SONAME = re.compile(r"lib(cu|nv|nccl)\w*\.so\.\d+")
+NVIDIA_SONAME = re.compile(r"lib(cu|nv|nccl)\w*\.so\.\d+")
 # Libraries without version nodes leave no provider in an import; their names begin so.
 _NVIDIA_NAME = re.compile(r"(cu[A-Z]|cusparse|nccl|nvrtc|nvshmem|nvml)\w+")
 OURS_AGAIN = "build it again with `make`, or reinstall memopt"
@@ -55,7 +55,7 @@ def coverage(torch_lib_dir: str | Path) -> dict[str, list[str]]:
     missing: dict[str, set[str]] = {}
     for path in sorted(Path(torch_lib_dir).glob("*.so")):
         library = _read(path, _TORCH_AGAIN, exports=False)
-        nvidia = [soname for soname in library.needed if _NVIDIA_SONAME.fullmatch(soname)]
+        nvidia = [soname for soname in library.needed if NVIDIA_SONAME.fullmatch(soname)]
         for soname in nvidia:
             if soname not in ours:
                 missing.setdefault(soname, set()).add("(no such library)")
