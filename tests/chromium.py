@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell")
-SECONDS = 120  # for any one answer: far above what it takes on a machine that is busy with other things
+SECONDS = 600  # for any one answer: far above what it takes on a machine that is busy with other things
 
 
 def find() -> str | None:

@@ -29,4 +29,4 @@ def answer(shared, part, strings, again, queue, ready) -> None:
     }
     queue.put(found)
     queue.put(again.get()[1:])  # from process to process
-    ready.wait(60)
+    ready.wait(600)

@@ -433,7 +433,7 @@ def test_a_forked_child_has_files_of_its_own(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
         try:
-            signal.alarm(300)  # a hang
+            signal.alarm(500)  # a hang
             os.read(go_on, 1)
             runner(batch(seed=9))
             os._exit(0 if where.made == 2 else 1)

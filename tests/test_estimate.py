@@ -439,7 +439,7 @@ def test_leaving_ends_the_children(script):
         thread.start()
         while not Path(path + ".requests").exists():
             time.sleep(0.01)
-    thread.join(60)
+    thread.join(600)
     assert not thread.is_alive() and "SIGKILL" in failures[0]
 
 

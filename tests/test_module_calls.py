@@ -165,12 +165,12 @@ def test_each_thread_has_its_own(noted):
     def wait():
         seen.append(noted.name())
         inside.set()
-        assert go.wait(60)
+        assert go.wait(600)
         seen.append(noted.name())
 
     thread = threading.Thread(target=lambda: Probe(look=wait)(torch.ones(1)))
     thread.start()
-    assert inside.wait(60)
+    assert inside.wait(600)
     seen.append(noted.name())
     go.set()
     thread.join()

@@ -87,7 +87,7 @@ def test_a_child_of_a_process_that_used_the_pool_comes_to_its_end(library):
         seen.clear()
         child = os.fork()
         if child == 0:
-            signal.alarm(20)
+            signal.alarm(500)
             run()
             os._exit(0 if seen == [(0, 1000)] and loop.mo_parallel_threads() == 1 else 1)
         assert os.waitpid(child, 0)[1] == 0

@@ -326,17 +326,17 @@ def test_a_second_thread_and_a_loader_that_asks_itself_are_refused() -> None:
 
     def slow():
         entered.set()
-        assert go_on.wait(30)
+        assert go_on.wait(600)
         yield 1
 
     it = iter(Prefetcher(slow(), "cpu"))
     thread = threading.Thread(target=lambda: next(it))
     thread.start()
-    assert entered.wait(30)
+    assert entered.wait(600)
     with pytest.raises(ValueError, match="being asked for already"):
         next(it)
     go_on.set()
-    thread.join(30)
+    thread.join(600)
     with pytest.raises(StopIteration):
         next(it)
 

@@ -32,7 +32,7 @@ def test_a_process_gets_them_by_descriptor(method):
     process = context.Process(target=answer, args=(shared, shared[4::-2], strings, again, queue, ready))
     process.start()
     again.put(strings)
-    found, sent = queue.get(timeout=600), queue.get(timeout=120)
+    found, sent = queue.get(timeout=600), queue.get(timeout=600)
     ready.set()
     process.join()
     assert process.exitcode == 0

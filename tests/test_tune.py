@@ -91,7 +91,7 @@ def test_the_tuned_loader_differs_in_what_was_tuned_alone():
         batch_sampler=torch.utils.data.BatchSampler(RandomSampler(dataset), 4, drop_last=True),
         num_workers=2,
         collate_fn=collate,
-        timeout=90,
+        timeout=600,
         worker_init_fn=begin,
         multiprocessing_context="spawn",
         generator=torch.Generator(),
@@ -107,7 +107,7 @@ def test_the_tuned_loader_differs_in_what_was_tuned_alone():
     assert (alone.num_workers, alone.prefetch_factor, alone.persistent_workers, alone.timeout) == (
         *(0, None, False, 0),
     )
-    assert len(list(alone)) == 16 and loader.timeout == 90
+    assert len(list(alone)) == 16 and loader.timeout == 600
     named = with_settings(Named("a"), Settings(1, 2, False, False))
     assert type(named) is Named and named.name == "a" and len(list(named)) == 16
 

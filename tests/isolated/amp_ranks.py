@@ -169,7 +169,7 @@ CASES = {case.__name__: case for case in (agreement, without_gradients, groups, 
 
 torch.set_num_threads(1)
 dist.init_process_group(
-    "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS, timeout=timedelta(seconds=120)
+    "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS, timeout=timedelta(seconds=500)
 )
 for name in sys.argv[4:]:
     CASES[name]()

@@ -26,7 +26,7 @@ def main() -> None:
     rank = int(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2, timeout=timedelta(seconds=240)
+        "gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2, timeout=timedelta(seconds=500)
     )
     torch.manual_seed(0)
     model = nn.Sequential(*(Residual(32) for _ in range(6)))

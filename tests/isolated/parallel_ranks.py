@@ -26,7 +26,7 @@ from tests.residual import Residual
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 SHORT = sys.argv[4] == "short"
 WIDTH, BLOCKS, SAMPLES, STEPS = 8, 4, 64, 3
-GLOO = timedelta(seconds=240)
+GLOO = timedelta(seconds=500)
 
 
 def blocks() -> nn.Sequential:

@@ -245,10 +245,9 @@ def test_torchs_viewer_filters_what_was_freed(snapshot):
 
 def test_a_thread_that_holds_the_gil_and_frees_does_not_stop_one_that_allocates_with_stacks():
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=1000)
-    deadline = time.monotonic() + 2
 
     def work() -> None:
-        while time.monotonic() < deadline:
+        for _ in range(200):
             live = [block(1000 + i) for i in range(20)]
             torch.cuda.memory_snapshot()
             del live
@@ -257,5 +256,5 @@ def test_a_thread_that_holds_the_gil_and_frees_does_not_stop_one_that_allocates_
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(600)
         assert not thread.is_alive()

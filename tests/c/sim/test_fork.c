@@ -27,7 +27,7 @@ static int child_sees(CUdeviceptr address, CUstream stream)
     int count;
     void *block;
 
-    alarm(20); /* a hang ends as a signal */
+    alarm(600); /* a hang ends as a signal */
     if (cuInit(0) != CUDA_ERROR_NOT_INITIALIZED)
         return 1;
     if (cuMemAlloc_v2(&out, 512) != CUDA_ERROR_NOT_INITIALIZED ||
@@ -74,7 +74,7 @@ static int device_each(void)
     const pid_t child = fork();
     CUcontext context;
 
-    alarm(60);
+    alarm(600);
     if (cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0) || cuCtxSetCurrent(context) ||
         cuMemAlloc_v2(&address, 4 * MIB) || cuMemsetD8_v2(address, child ? 1 : 2, 4 * MIB))
         return 2;
