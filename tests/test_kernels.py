@@ -292,6 +292,13 @@ def test_the_cache_is_where_the_xdg_specification_wants_it(monkeypatch: pytest.M
     assert kernels.cache_directory() == "/home/somebody/.cache/memopt/kernels"
 
 
+def test_without_a_home_there_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "")
+    assert kernels.cache_directory() is None
+    assert "None" not in kernels.finding().text
+
+
 def test_nvrtc_is_looked_for_in_nvidias_wheels_and_memopt_nvrtc_overrides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

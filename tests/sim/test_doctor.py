@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,18 @@ def test_an_active_simulated_device_is_told_from_a_real_one():
         "simulated" in topics["device 0"].text.lower() and "compute capability 8.0" in topics["device 0"].text
     )
     assert "active in this process" in topics["simulated device"].text
+
+
+def test_a_torch_without_nvidias_libraries_is_no_fault_where_the_simulated_device_is_ready():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MEMOPT_", "PYTORCH_"))}
+    command = [sys.executable, "-m", "memopt", "doctor", "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    topics = {finding["topic"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert topics["simulated device"]["state"] == "ok"
+    # Ours lack NVIDIA's; whoever runs this on a torch that has them, or on a GPU, has nothing to be told.
+    assert topics["torch"]["state"] in ("absent", "ok") and done.returncode == 0
+    if topics["torch"]["state"] == "absent":
+        assert "libcu" in topics["torch"]["text"] and "simulated device alone" in topics["torch"]["text"]
 
 
 @pytest.mark.parametrize("old", [True, False])

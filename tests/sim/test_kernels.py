@@ -283,11 +283,14 @@ def test_the_embedded_image_is_what_serves_here_if_there_is_one() -> None:
 CHILD = """
 import json, sys
 from memopt import _C, kernels, sim
-refusals, capability = json.loads(sys.argv[1]), sys.argv[2]
+refusals, capability, directory = json.loads(sys.argv[1]), sys.argv[2], kernels.cache_directory()
 sim.activate(memory="64MiB", compute_capability=capability)
 for code in refusals:
     sim.fail("cuModuleLoadDataEx", code=code)
-kernels.prepare()
+if "cached" in sys.argv:  # as on a GPU: what it finds there is of NVIDIA's compiler
+    _C.kernels_configure(kernels.nvrtc_candidates(), directory)
+else:
+    kernels.prepare()
 try:
     state = dict(_C.kernel_status(0, True))
 except _C.Error as error:
@@ -298,14 +301,19 @@ print(json.dumps(state))
 
 
 def child(
-    cache: Path, *, refusals: tuple[int, ...] = (209,), capability: str = "8.0", library: Path | None = None
+    cache: Path,
+    *,
+    refusals: tuple[int, ...] = (209,),
+    capability: str = "8.0",
+    library: Path | None = None,
+    cached: bool = True,
 ) -> subprocess.Popen[str]:
     environment = os.environ | {
         "XDG_CACHE_HOME": str(cache),
         "MEMOPT_NVRTC": str(library or nvrtc()),
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-c", CHILD, json.dumps(refusals), capability]
+    command = [sys.executable, "-c", CHILD, json.dumps(refusals), capability, *(["cached"] if cached else [])]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -340,6 +348,45 @@ def test_a_refused_image_is_compiled_by_nvrtc_once_and_then_comes_from_the_cache
     assert (second["origin"], second["cache"], second["compilations"]) == ("cached", "hit", 0)
     files = list((tmp_path / "memopt" / "kernels").iterdir())
     assert len(files) == 1 and files[0].stat().st_mode & 0o777 == 0o600
+
+
+# The image may be there or not: what is left is what the simulated device's own compiler makes.
+WITHOUT_IMAGE = """
+import json, os, sys
+from memopt import _C, kernels, sim
+sim.activate(memory="64MiB")
+import torch
+if _C.kernel_status()["embedded_bytes"]:
+    sim.fail("cuModuleLoadDataEx", count=1, code=209)
+found_inf = torch.zeros((), device="cuda")
+gradient = torch.full((1000,), 3.0, device="cuda")
+from memopt import amp
+amp.foreach_unscale_([gradient], found_inf, torch.full((), 0.5, device="cuda"))
+print(json.dumps(kernels.status() | {"directory": kernels.cache_directory(), "value": gradient.unique().tolist()}))
+"""
+
+
+def test_without_the_image_kernels_compute_and_no_cache_is_written_or_read(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MEMOPT_NVRTC"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WITHOUT_IMAGE]
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        state = json.loads(done.stdout)
+        assert (state["origin"], state["cache"], state["compilations"]) == ("compiled", "off", 1)
+        assert state["value"] == [1.5] and state["directory"] is None
+        assert list(tmp_path.iterdir()) == []
+
+
+@needs_image
+def test_what_lies_in_the_cache_is_left_alone_by_the_simulated_device(tmp_path: Path) -> None:
+    outcome(child(tmp_path))
+    (file,) = (tmp_path / "memopt" / "kernels").iterdir()
+    file.write_bytes(b"cut")
+    state = outcome(child(tmp_path, cached=False))
+    assert (state["origin"], state["cache"], state["note"].count("cache")) == ("compiled", "off", 0)
+    assert file.read_bytes() == b"cut"
 
 
 @needs_image
