@@ -69,7 +69,8 @@ static mo_arena *open_arena(mo_pool *pool, mo_arena_id id, mo_detail *detail)
     arena->references = 0;
     arena->budget = arena->reserved = arena->peak_bytes = 0;
     memset(arena->held, 0, sizeof arena->held);
-    arena->pinned = arena->unsettled = false;
+    arena->pinned = arena->pausing = false;
+    arena->unsettled = 0;
     arena->next = pool->general.next; /* the general one stays first */
     pool->general.next = arena;
     return arena;
@@ -88,6 +89,7 @@ mo_status mo_pool_arena_retain(mo_pool *pool, mo_arena_id id, bool pinned, size_
     if (arena) {
         arena->references++;
         arena->pinned |= pinned;
+        arena->unsettled = 0; /* one that waited for the device stays pinned */
         if (budget)
             arena->budget = budget;
     }
@@ -130,36 +132,41 @@ void mo_arena_check_retired(mo_pool *pool, mo_arena *arena)
     retire(pool, arena);
 }
 
-/* Graphs replay on streams that nobody told of; only when the whole device is done may their memory go elsewhere. */
-static void settle(mo_pool *pool, mo_arena *arena)
+bool mo_arenas_unsettled(const mo_pool *pool)
 {
-    if (mo_order_synchronize(&pool->order, NULL))
-        return;
-    arena->unsettled = arena->pinned = false;
-    mo_arena_check_retired(pool, arena);
+    const mo_arena *arena = pool->arenas;
+
+    while (arena && !arena->unsettled)
+        arena = arena->next;
+    return arena;
 }
 
-void mo_arenas_settle(mo_pool *pool)
+void mo_arenas_settle(mo_pool *pool, uint64_t tick)
 {
     for (mo_arena *arena = pool->arenas, *next; arena; arena = next) {
         next = arena->next;
-        if (arena->unsettled)
-            settle(pool, arena);
-        else
-            mo_arena_check_retired(pool, arena);
+        if (arena->unsettled && arena->unsettled <= tick) {
+            arena->unsettled = 0;
+            arena->pinned = false;
+        }
+        mo_arena_check_retired(pool, arena);
     }
 }
 
+/* UNLOCKS. Graphs replay on streams that nobody told of: only when the whole device is done may what was pinned go elsewhere.
+ * The device cannot be waited for while a graph is captured; then the next wait sees to it. */
 static void drop_reference(mo_pool *pool, mo_arena *arena)
 {
     if (--arena->references)
         return;
     arena->reserved = 0;
-    arena->unsettled = arena->pinned;
-    if (arena->unsettled)
-        settle(pool, arena);
-    else
+    if (!arena->pinned) {
         mo_arena_check_retired(pool, arena);
+        return;
+    }
+    arena->unsettled = ++pool->order.tick;
+    if (!mo_order_capturing(&pool->order))
+        mo_pool_synchronize(pool, NULL);
 }
 
 mo_status mo_pool_arena_release(mo_pool *pool, mo_arena_id id, mo_detail *detail)
@@ -254,7 +261,7 @@ mo_status mo_pool_preallocate(mo_pool *pool, mo_arena_id id, size_t bytes, mo_de
     if (!status && arena->reserved < bytes)
         arena->reserved = bytes;
     if (status && mo_pool_held(pool) > held)
-        mo_pool_shrink(pool, held, NULL); /* what was made before it failed */
+        mo_pool_shrink(pool, held, NULL); /* what was made before it failed, and nobody has used */
     MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);
     mo_lock_give(&pool->lock);
     return status;
@@ -324,7 +331,7 @@ static mo_status restore(mo_pool *pool, mo_span *span, size_t i, mo_detail *deta
     return put_back(pool, span, i, detail);
 }
 
-/* Other views of its granules would be faults: they go first. The device is idle. */
+/* Other views of its granules would be faults: they go first. MO_NOT_READY: one is in use. */
 static mo_status drop_views(mo_pool *pool, mo_span *span, size_t i, mo_detail *detail)
 {
     mo_slot *owner = &span->slots[i], *next;
@@ -335,6 +342,8 @@ static mo_status drop_views(mo_pool *pool, mo_span *span, size_t i, mo_detail *d
         next = view->next_view;
         if (view == owner)
             continue;
+        if (!mo_order_over(&pool->order, view->use))
+            return MO_NOT_READY;
         status = mo_granule_unmap(&pool->granules, view,
                                   mo_slot_address(view->span, (size_t)(view - view->span->slots)), detail);
         if (status)
@@ -349,22 +358,49 @@ static mo_status nothing(mo_pool *pool, mo_span *span, size_t i, mo_detail *deta
     return MO_OK;
 }
 
+static bool free_memory_is_over(const mo_pool *pool, const mo_arena *arena)
+{
+    for (const mo_zone *zone = arena->zones; zone < arena->zones + MO_ZONES; zone++)
+        for (const mo_span *span = zone->spans; span; span = span->next)
+            for (const mo_block *block = span->lowest; block; block = block->next)
+                if (block->state == MO_BLOCK_FREE && !mo_order_over(&pool->order, block->use))
+                    return false;
+    return true;
+}
+
+/* UNLOCKS. What the arena's live blocks are used for, nobody has told: the whole device is waited for; once more where
+ * another thread freed some of the arena's memory meanwhile. */
+static mo_status wait_for_arena(mo_pool *pool, mo_arena *arena, mo_detail *detail)
+{
+    mo_status status;
+
+    arena->references++; /* it stays, while nobody holds the lock */
+    arena->pausing = true;
+    do {
+        status = mo_pool_synchronize(pool, detail);
+        if (!status)
+            status = free_memory_is_over(pool, arena) ? each_owned(pool, arena, drop_views, nothing, detail)
+                                                      : MO_NOT_READY;
+    } while (status == MO_NOT_READY);
+    arena->pausing = false;
+    return status;
+}
+
 static mo_status pause_locked(mo_pool *pool, mo_arena *arena, mo_detail *detail)
 {
     mo_status status;
 
-    if (arena->paused)
+    if (arena->paused || arena->pausing)
         return mo_fail(detail, MO_INVALID, 0, "the pool is paused already");
     if (!pool->granules.size)
         return mo_fail(
             detail, MO_UNSUPPORTED, 0,
             "this device has no virtual memory management, without which addresses cannot be kept");
-    status = mo_order_synchronize(&pool->order, detail);
-    if (!status)
-        status = each_owned(pool, arena, drop_views, nothing, detail);
+    status = wait_for_arena(pool, arena, detail);
     if (!status)
         status = each_owned(pool, arena, suspend, put_back, detail);
     arena->paused = !status;
+    drop_reference(pool, arena);
     return status;
 }
 
@@ -383,37 +419,53 @@ mo_status mo_pool_pause(mo_pool *pool, mo_arena_id id, mo_detail *detail)
     return status;
 }
 
-/* With what lies free in other arenas given back first, where there is no room else. */
-static mo_status resume_locked(mo_pool *pool, mo_arena *arena, mo_detail *detail)
+/* Gives back what lies free in other arenas, as much as this one lacks: whether any could be. */
+static bool make_room(mo_pool *pool, const mo_arena *arena)
 {
-    size_t needed = mo_arena_held(arena), held = mo_pool_held(pool), keep;
-    mo_status status = each_owned(pool, arena, restore, suspend, detail);
+    size_t needed = mo_arena_held(arena), held = mo_pool_held(pool), keep = held > needed ? held - needed : 0;
 
-    if (status != MO_NO_DEVICE_MEMORY)
-        return status;
-    keep = held > needed ? held - needed : 0;
     if (pool->settings.budget)
         keep = mo_size_min(keep, pool->settings.budget > needed ? pool->settings.budget - needed : 0);
-    if (mo_pool_shrink(pool, keep, NULL) || mo_pool_held(pool) == held)
-        return status;
-    return each_owned(pool, arena, restore, suspend, detail);
+    return !mo_pool_shrink(pool, keep, NULL) && mo_pool_held(pool) < held;
+}
+
+static mo_arena *find_paused(mo_pool *pool, mo_arena_id id, mo_detail *detail)
+{
+    mo_arena *arena = find(pool, id, detail);
+
+    if (!arena || arena->paused)
+        return arena;
+    mo_fail(detail, MO_INVALID, 0, "the pool is not paused");
+    return NULL;
+}
+
+/* UNLOCKS, where there is no room: then for what other arenas' memory is still used by. */
+static mo_status resume_locked(mo_pool *pool, mo_arena_id id, mo_detail *detail)
+{
+    mo_arena *arena = find_paused(pool, id, detail);
+    mo_status status = arena ? each_owned(pool, arena, restore, suspend, detail) : MO_INVALID;
+
+    if (status == MO_NO_DEVICE_MEMORY) {
+        mo_pool_wait(pool, NULL);
+        arena = find_paused(pool, id, detail);
+        if (!arena)
+            return MO_INVALID;
+        if (make_room(pool, arena))
+            status = each_owned(pool, arena, restore, suspend, detail);
+    }
+    if (!status)
+        arena->paused = false;
+    return status;
 }
 
 mo_status mo_pool_resume(mo_pool *pool, mo_arena_id id, mo_detail *detail)
 {
-    mo_arena *arena;
-    mo_status status = MO_INVALID;
+    mo_status status;
 
     if (mo_forked())
         return mo_forked_refuse("resuming a memory pool", detail);
     mo_lock_take(&pool->lock);
-    arena = find(pool, id, detail);
-    if (arena && !arena->paused)
-        mo_fail(detail, MO_INVALID, 0, "the pool is not paused");
-    else if (arena)
-        status = resume_locked(pool, arena, detail);
-    if (!status)
-        arena->paused = false;
+    status = resume_locked(pool, id, detail);
     MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);
     mo_lock_give(&pool->lock);
     return status;

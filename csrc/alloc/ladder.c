@@ -1,19 +1,75 @@
-/* What is tried before a request fails, one rung after the other; after each the whole search begins again (a search
- * that stopped at the rung would refuse what the very next request gets). And giving memory back. */
+/* Waiting for the device, what is tried before a request fails, and giving memory back. */
 #include "alloc/pool_parts.h"
 #include "base/size.h"
 
-#define TRIM_NS 60000000000u
+#define POLL_NS 20000 /* between two looks at what is waited for */
 
-/* Streams whose last use of any memory is not known to be over. */
-static mo_use all_use(const mo_pool *pool)
+/* ---- waiting ------------------------------------------------------------------------------------------------ */
+
+mo_status mo_pool_synchronize(mo_pool *pool, mo_detail *detail)
 {
-    mo_use use = {0, pool->order.tick};
+    const uint64_t tick = pool->order.tick;
+    mo_status status;
 
-    for (unsigned t = 0; t < pool->order.count; t++)
-        if (pool->order.streams[t].last > pool->order.streams[t].done)
-            use.streams |= 1ull << t;
-    return use;
+    pool->order.synchronized++;
+    mo_lock_give(&pool->lock);
+    status = pool->driver->synchronize(pool->driver, detail);
+    mo_lock_take(&pool->lock);
+    if (!status) {
+        mo_order_synchronized(&pool->order, tick);
+        mo_arenas_settle(pool, tick);
+    }
+    return status;
+}
+
+mo_status mo_pool_wait(mo_pool *pool, mo_detail *detail)
+{
+    mo_order *order = &pool->order;
+    mo_use use = mo_order_pending(order);
+    bool counted = false;
+    mo_status status;
+
+    while ((status = mo_order_await(order, &use, detail)) == MO_NOT_READY) {
+        order->synchronized += !counted;
+        counted = true;
+        mo_lock_give(&pool->lock);
+        pool->driver->pause(pool->driver, POLL_NS);
+        mo_lock_take(&pool->lock);
+    }
+    /* What no event tells, the device as a whole does; where that fails, too, its error is the answer. */
+    if ((status || use.streams || mo_arenas_unsettled(pool)) && !mo_order_capturing(order)) {
+        mo_status whole = mo_pool_synchronize(pool, status ? detail : NULL);
+
+        status = status ? whole : MO_OK;
+    }
+    return status;
+}
+
+/* ---- before a request fails --------------------------------------------------------------------------------- */
+
+/* Whether the request would fit, were everything over that is not live. */
+static bool could_fit(const mo_pool *pool, size_t size)
+{
+    const size_t limit = pool->settings.budget ? pool->settings.budget : pool->device_bytes;
+
+    return !limit || (size_t)pool->stats.of[MO_ALLOCATED_BYTES][MO_STAT_ALL].current + size <= limit;
+}
+
+static bool may_wait(const mo_pool *pool, const mo_request *request, const mo_ladder *ladder)
+{
+    if (!mo_order_pending(&pool->order).streams && !mo_arenas_unsettled(pool))
+        return false;
+    return !ladder->waits || (ladder->waits < MO_LADDER_WAITS && could_fit(pool, request->size));
+}
+
+/* One that finds nothing to wait for (what is left is being captured) is the last. */
+static mo_status wait_once(mo_pool *pool, mo_ladder *ladder, mo_detail *detail)
+{
+    const uint64_t before = pool->order.synchronized;
+    const mo_status status = mo_pool_wait(pool, detail);
+
+    ladder->waits = pool->order.synchronized == before ? MO_LADDER_WAITS : ladder->waits + 1;
+    return status;
 }
 
 mo_status mo_ladder_climb(mo_pool *pool, const mo_request *request, mo_ladder *ladder, mo_detail *detail)
@@ -23,15 +79,15 @@ mo_status mo_ladder_climb(mo_pool *pool, const mo_request *request, mo_ladder *l
     for (;;)
         switch (ladder->rung++) {
         case 0: /* work that has ended meanwhile */
-            if (!all_use(pool).streams)
+            if (!mo_order_pending(order).streams)
                 continue;
             mo_order_poll(order);
             return MO_OK;
-        case 1: /* work that ends soon. What is being captured cannot be waited for, but the rest has been. */
-            if (!all_use(pool).streams)
+        case 1: /* work that will end, however long that takes */
+            if (!may_wait(pool, request, ladder))
                 continue;
-            mo_order_wait(order, all_use(pool), MO_LADDER_NS, NULL);
-            return MO_OK;
+            ladder->rung = 1; /* what other threads freed meanwhile may be all that lacks */
+            return wait_once(pool, ladder, detail);
         case 2: /* segments that are free, for one of another size */
             if (pool->granules.size || request->captured)
                 continue;
@@ -39,6 +95,7 @@ mo_status mo_ladder_climb(mo_pool *pool, const mo_request *request, mo_ladder *l
                 continue;
             return MO_OK;
         default:
+            ladder->rung = 3;
             return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "nothing is left to try");
         }
 }
@@ -114,12 +171,9 @@ static mo_status disown_free(mo_pool *pool, mo_zone *zone, size_t keep, mo_detai
 
 mo_status mo_pool_shrink(mo_pool *pool, size_t keep, mo_detail *detail)
 {
-    mo_use use = all_use(pool);
     mo_status status = MO_OK;
 
-    if (use.streams && pool->granules.size)
-        mo_order_wait(&pool->order, use, TRIM_NS, NULL); /* what is not over then is kept */
-    mo_arenas_settle(pool);
+    mo_arenas_settle(pool, 0); /* those that could not go when they were released */
     for (mo_arena *arena = pool->arenas; arena && !status; arena = arena->next) {
         if (arena->pinned || arena->paused)
             continue;

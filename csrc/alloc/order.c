@@ -2,8 +2,6 @@
 
 #include <string.h>
 
-#define POLL_NS 20000 /* between two looks at an event while the host waits */
-
 void mo_order_close(mo_order *order)
 {
     for (unsigned t = 0; t < order->count; t++)
@@ -35,6 +33,8 @@ static void renumber(mo_order *order, unsigned t, mo_stream stream)
 
 mo_status mo_order_find(mo_order *order, mo_stream stream, mo_detail *detail, unsigned *out)
 {
+    bool unused = false;
+
     for (unsigned t = 0; t < order->count; t++)
         if (order->streams[t].handle == stream) {
             *out = order->recent = t;
@@ -45,20 +45,16 @@ mo_status mo_order_find(mo_order *order, mo_stream stream, mo_detail *detail, un
         *out = order->recent = order->count++;
         return MO_OK;
     }
-    for (int synchronized = 0; synchronized < 2; synchronized++) {
-        for (unsigned t = 0; t < MO_STREAMS; t++)
-            if (idle(&order->streams[t])) {
-                renumber(order, t, stream);
-                *out = order->recent = t;
-                return MO_OK;
-            }
-        if (!synchronized) {
-            mo_status status = mo_order_synchronize(order, detail);
-
-            if (status)
-                return status;
+    for (unsigned t = 0; t < MO_STREAMS; t++) {
+        if (idle(&order->streams[t])) {
+            renumber(order, t, stream);
+            *out = order->recent = t;
+            return MO_OK;
         }
+        unused |= !order->streams[t].users;
     }
+    if (unused)
+        return mo_fail(detail, MO_NOT_READY, 0, "a stream whose number is wanted has work that has not ended");
     return mo_fail(detail, MO_UNSUPPORTED, 0,
                    "%d streams have live memory, and memopt's allocator tells no more of them apart: let "
                    "some streams share their work",
@@ -67,12 +63,29 @@ mo_status mo_order_find(mo_order *order, mo_stream stream, mo_detail *detail, un
 
 /* ---- events -------------------------------------------------------------------------------------------- */
 
-static bool is_captured(mo_order *order, unsigned t)
+typedef enum capture { NOT_CAPTURED, CAPTURED, CANNOT_ASK /* destroyed, or the driver is gone */ } capture;
+
+static capture capture_of(mo_order *order, unsigned t)
 {
     uint64_t id = 0;
 
-    /* A stream that cannot be asked (destroyed, or the driver is gone) is taken for captured: left alone. */
-    return order->driver->capture_id(order->driver, order->streams[t].handle, NULL, &id) != MO_OK || id;
+    if (order->driver->capture_id(order->driver, order->streams[t].handle, NULL, &id))
+        return CANNOT_ASK;
+    return id ? CAPTURED : NOT_CAPTURED;
+}
+
+/* A stream that cannot be asked is left alone like one under capture. */
+static bool is_captured(mo_order *order, unsigned t)
+{
+    return capture_of(order, t) != NOT_CAPTURED;
+}
+
+bool mo_order_capturing(mo_order *order)
+{
+    for (unsigned t = 0; t < order->count; t++)
+        if (capture_of(order, t) == CAPTURED)
+            return true;
+    return false;
 }
 
 static void forget_mark(mo_order *order, mo_stream_state *state, unsigned i)
@@ -130,17 +143,30 @@ mo_status mo_order_mark(mo_order *order, uint64_t streams, uint64_t tick, mo_det
     return MO_OK;
 }
 
-void mo_order_poll(mo_order *order)
+static mo_status poll(mo_order *order, mo_detail *detail)
 {
+    mo_status failed = MO_OK;
+
     for (unsigned t = 0; t < order->count; t++) {
         mo_stream_state *state = &order->streams[t];
+        mo_status status = MO_OK;
 
-        while (state->mark_count &&
-               order->driver->event_query(order->driver, state->marks[0].event, NULL) == MO_OK) {
-            state->done = state->marks[0].tick;
-            forget_mark(order, state, 0);
+        while (state->mark_count && !status) {
+            status = order->driver->event_query(order->driver, state->marks[0].event, failed ? NULL : detail);
+            if (!status) {
+                state->done = state->marks[0].tick;
+                forget_mark(order, state, 0);
+            }
         }
+        if (status && status != MO_NOT_READY && !failed)
+            failed = status;
     }
+    return failed;
+}
+
+void mo_order_poll(mo_order *order)
+{
+    poll(order, NULL); /* what it fails to tell now it may tell later */
 }
 
 void mo_order_probe(mo_order *order)
@@ -229,44 +255,67 @@ mo_status mo_order_join(mo_order *order, unsigned s, bool captured, mo_use use, 
 
 /* ---- the host waits -------------------------------------------------------------------------------------- */
 
-mo_status mo_order_wait(mo_order *order, mo_use use, uint64_t nanoseconds, mo_detail *detail)
+mo_use mo_order_pending(const mo_order *order)
 {
-    mo_driver *driver = order->driver;
-    uint64_t deadline = driver->now(driver) + nanoseconds;
+    mo_use use = {0, order->tick};
+
+    for (unsigned t = 0; t < order->count; t++)
+        if (order->streams[t].last > order->streams[t].done)
+            use.streams |= 1ull << t;
+    return use;
+}
+
+/* Sees to it that there is a mark to wait for. MO_NOT_READY: there is, or there will be, once one of many older ones is
+ * over. */
+static mo_status mark_for(mo_order *order, unsigned t, mo_use *use, mo_detail *detail)
+{
+    const mo_stream_state *state = &order->streams[t];
     mo_status status;
 
-    mo_order_poll(order);
-    if (mo_order_over(order, use))
+    if (state->mark_count == MO_MARKS ||
+        (state->mark_count && state->marks[state->mark_count - 1].tick >= mo_order_tick(order, t, *use)))
+        return MO_NOT_READY;
+    switch (capture_of(order, t)) {
+    case NOT_CAPTURED:
+        status = mark_now(order, t, detail);
+        return status ? status : MO_NOT_READY;
+    case CAPTURED:
+        use->streams &= ~(1ull << t);
         return MO_OK;
-    status = mo_order_mark(order, use.streams, use.tick, detail);
-    if (status)
-        return status;
-    order->synchronized++;
-    for (;;) {
-        mo_order_poll(order);
-        if (mo_order_over(order, use))
-            return MO_OK;
-        if (driver->now(driver) >= deadline)
-            return mo_fail(detail, MO_NOT_READY, 0, "work that uses the memory has not ended");
-        driver->pause(driver, POLL_NS);
-        /* A stream whose marks were full, and all older than the use, has room once they are over. */
-        status = mo_order_mark(order, use.streams, use.tick, detail);
-        if (status)
-            return status;
+    default:
+        return MO_OK;
     }
 }
 
-mo_status mo_order_synchronize(mo_order *order, mo_detail *detail)
+mo_status mo_order_await(mo_order *order, mo_use *use, mo_detail *detail)
 {
-    mo_status status = order->driver->synchronize(order->driver, detail);
+    uint64_t awaited = 0;
+    mo_status status = poll(order, detail);
 
-    if (status)
-        return status;
-    order->synchronized++;
-    for (unsigned t = 0; t < order->count; t++) {
-        while (order->streams[t].mark_count)
-            forget_mark(order, &order->streams[t], 0);
-        order->streams[t].done = order->tick;
+    mo_order_settle(order, use);
+    for (uint64_t rest = use->streams; rest && !status; rest &= rest - 1) {
+        const unsigned t = (unsigned)__builtin_ctzll(rest);
+
+        status = mark_for(order, t, use, detail);
+        if (status == MO_NOT_READY) {
+            awaited |= 1ull << t;
+            status = MO_OK;
+        }
     }
-    return MO_OK;
+    if (!status && awaited)
+        status = poll(order, detail); /* an idle device has done it all */
+    mo_order_settle(order, use);
+    return status ? status : use->streams & awaited ? MO_NOT_READY : MO_OK;
+}
+
+void mo_order_synchronized(mo_order *order, uint64_t tick)
+{
+    for (unsigned t = 0; t < order->count; t++) {
+        mo_stream_state *state = &order->streams[t];
+
+        while (state->mark_count && state->marks[0].tick <= tick)
+            forget_mark(order, state, 0);
+        if (state->done < tick)
+            state->done = tick;
+    }
 }

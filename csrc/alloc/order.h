@@ -16,7 +16,8 @@
  *
  * Streams get numbers below MO_STREAMS as they appear; a number whose stream has no memory any more and is over goes to
  * the next stream that comes. Handles are never dereferenced; a stream that was destroyed is taken to be over once the
- * device has been synchronised. No locks: the pool's. */
+ * device has been synchronised. Nothing here waits: whoever does gives the pool's lock away meanwhile (ladder.c).
+ * No locks: the pool's. */
 #ifndef MO_ORDER_H
 #define MO_ORDER_H
 
@@ -56,7 +57,7 @@ typedef struct mo_order {
     mo_stream_state streams[MO_STREAMS];
     mo_event *spare[MO_EVENTS]; /* not in use, kept until the close: none is destroyed while that may fail */
     unsigned spare_count;
-    uint64_t recorded, waited, synchronized; /* counts of events, stream waits and waits of the host */
+    uint64_t recorded, waited, synchronized; /* counts of events, stream waits and waits of the host (ladder.c) */
 } mo_order;
 
 static inline mo_use mo_use_union(mo_use a, mo_use b)
@@ -75,8 +76,8 @@ void mo_order_close(mo_order *order);
 
 /* The rare half of mo_order_number, which is inline: every request passes through it. */
 mo_status mo_order_find(mo_order *order, mo_stream stream, mo_detail *detail, unsigned *out);
-/* The number of a stream. WAITS for the device where MO_STREAMS of them are in use at a time; MO_UNSUPPORTED where
- * they all have live memory. */
+/* The number of a stream. MO_NOT_READY where MO_STREAMS others have theirs until the work of one is known to be over;
+ * MO_UNSUPPORTED where they all have live memory. */
 static inline mo_status mo_order_number(mo_order *order, mo_stream stream, mo_detail *detail, unsigned *out)
 {
     if (order->recent >= order->count || order->streams[order->recent].handle != stream)
@@ -133,10 +134,18 @@ static inline bool mo_order_over(const mo_order *order, mo_use use)
     return !use.streams;
 }
 
-/* WAITS until the use is over, at most `nanoseconds`: MO_NOT_READY then, and where a stream of it is being captured. */
-mo_status mo_order_wait(mo_order *order, mo_use use, uint64_t nanoseconds, mo_detail *detail);
+/* What a host that waits asks again and again: drops from *use what is over, and what is being captured and so has no end
+ * to wait for. MO_NOT_READY: some of it is still to be waited for. MO_OK: none is; what *use has left are streams that
+ * cannot be asked (destroyed ones), which are over when the whole device is. Else the driver's error. */
+mo_status mo_order_await(mo_order *order, mo_use *use, mo_detail *detail);
 
-/* WAITS for the whole device; then all is over. */
-mo_status mo_order_synchronize(mo_order *order, mo_detail *detail);
+/* Streams whose last use of any memory is not known to be over. */
+mo_use mo_order_pending(const mo_order *order);
+
+/* Whether any stream that has a number is being captured: then the device cannot be waited for as a whole. */
+bool mo_order_capturing(mo_order *order);
+
+/* The device has been waited for since `tick`: what was freed until then is over. */
+void mo_order_synchronized(mo_order *order, uint64_t tick);
 
 #endif

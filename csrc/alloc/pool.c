@@ -217,12 +217,11 @@ static mo_status grant_request(mo_pool *pool, const mo_request *request, mo_bloc
     return MO_OK;
 }
 
-/* A request from search to ladder, until it is had or nothing is left to try. */
-static mo_status fulfil(mo_pool *pool, mo_request *request, mo_detail *detail, mo_block **out)
+/* One search for a request, with what it finds taken; again: not the first one. */
+static mo_status fulfil(mo_pool *pool, mo_request *request, bool again, mo_detail *detail, mo_block **out)
 {
     uint32_t signature = 0;
     mo_address hint = 0, at = 0;
-    mo_ladder ladder = {0};
     mo_block *block = NULL;
     mo_status status;
 
@@ -232,29 +231,21 @@ static mo_status fulfil(mo_pool *pool, mo_request *request, mo_detail *detail, m
         request->foretold = hint && pool->recall.run >= REPEATING;
         /* Smaller ones tell what comes next as well as others do, and fall into place by best fit alone; to look for their
          * old place would take longer, among the thousands of blocks that may begin in one granule. */
-        if (request->size <= RECALLED)
+        if (request->size <= RECALLED || again)
             hint = 0;
     }
     for (;;) {
         status = search(pool, request, hint, detail, &block, &at);
         if (!status)
             status = grant_request(pool, request, block, at, detail, out);
-        if (status != MO_NO_DEVICE_MEMORY && status != MO_NOT_READY)
+        if (status != MO_NOT_READY || request->apart)
             break;
-        if (status == MO_NOT_READY && !request->apart) {
-            request->apart = true; /* the memory's stream is being captured, and cannot be waited for */
-            hint = 0;
-            continue;
-        }
-        if (mo_ladder_climb(pool, request, &ladder, detail)) {
-            status = MO_NO_DEVICE_MEMORY;
-            break;
-        }
+        request->apart = true; /* the memory's stream is being captured, and cannot be waited for */
         hint = 0;
     }
     if (status)
-        return status;
-    if (ladder.rung)
+        return status == MO_NOT_READY ? MO_NO_DEVICE_MEMORY : status;
+    if (again)
         pool->stats.num_alloc_retries++;
     if (pool->settings.recall)
         mo_recall_learn(&pool->recall, signature, at);
@@ -270,14 +261,14 @@ static size_t huge_limit(const mo_pool *pool)
     return share > pool->settings.huge_limit ? share : pool->settings.huge_limit;
 }
 
-static mo_status make_request(mo_pool *pool, mo_arena *arena, size_t size, mo_stream stream,
+static mo_status make_request(mo_pool *pool, mo_arena *arena, size_t size, mo_stream stream, unsigned number,
                               mo_detail *detail, mo_request *out)
 {
     uint64_t capture = 0;
     mo_status status = MO_OK;
 
-    *out = (mo_request){.arena = arena, .requested = size};
-    if (arena->paused)
+    *out = (mo_request){.arena = arena, .requested = size, .stream = number};
+    if (arena->paused || arena->pausing)
         return mo_fail(detail, MO_INVALID, 0, "the pool is paused: resume it before it is given requests");
     if (!mo_align_up_ok(size, MO_ALIGNMENT, &out->size) || out->size >> 48)
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
@@ -287,33 +278,62 @@ static mo_status make_request(mo_pool *pool, mo_arena *arena, size_t size, mo_st
     if (arena->pinned || pool->routes)
         status = pool->driver->capture_id(pool->driver, stream, detail, &capture);
     out->captured = capture != 0;
-    if (!status)
-        status = mo_order_number(&pool->order, stream, detail, &out->stream);
     return status;
 }
 
-static mo_status alloc_locked(mo_pool *pool, mo_arena *arena, size_t size, mo_stream stream,
-                              mo_detail *detail, mo_address *out)
+/* UNLOCKS, where all numbers are taken and one may become free. */
+static mo_status number_stream(mo_pool *pool, mo_stream stream, mo_detail *detail, unsigned *out)
 {
-    mo_request request;
-    mo_block *block = NULL;
-    mo_status status = make_request(pool, arena, size, stream, detail, &request);
+    mo_status status = mo_order_number(&pool->order, stream, detail, out);
 
-    if (!status)
-        status = fulfil(pool, &request, detail, &block);
-    if (status)
+    if (status != MO_NOT_READY)
         return status;
-    if (pool->trace)
-        mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_ALLOC, block->serial, block->address, size,
-                     stream, arena->id);
-    *out = block->address;
-    return MO_OK;
+    status = mo_pool_wait(pool, detail);
+    if (!status)
+        status = mo_order_number(&pool->order, stream, detail, out);
+    if (status != MO_NOT_READY)
+        return status;
+    return mo_fail(detail, MO_UNSUPPORTED, 0,
+                   "%d streams have live memory or are being captured, and memopt's allocator tells no more of "
+                   "them apart: let some streams share their work",
+                   MO_STREAMS);
 }
 
 static mo_status no_arena(mo_arena_id id, mo_detail *detail)
 {
     return mo_fail(detail, MO_INVALID, 0, "there is no memory pool (%llu, %llu) on this device", id.first,
                    id.second);
+}
+
+/* One attempt. UNLOCKS where it fails; MO_NOT_READY then asks for another. *arena: whose it is, NULL: nobody's. */
+static mo_status alloc_locked(mo_pool *pool, bool named, mo_arena_id id, size_t size, mo_stream stream,
+                              mo_ladder *ladder, mo_detail *detail, mo_arena **arena, mo_address *out)
+{
+    mo_request request;
+    mo_block *block = NULL;
+    unsigned number = 0;
+    mo_status status = number_stream(pool, stream, detail, &number);
+
+    if (status)
+        return status;
+    *arena = named          ? mo_arena_find(pool, id)
+             : pool->routes ? mo_arena_routed(pool, stream)
+                            : &pool->general;
+    status = *arena ? make_request(pool, *arena, size, stream, number, detail, &request) : no_arena(id, detail);
+    if (status)
+        return status;
+    status = fulfil(pool, &request, ladder->rung > 0, detail, &block);
+    if (status == MO_NO_DEVICE_MEMORY) {
+        status = mo_ladder_climb(pool, &request, ladder, detail);
+        return status ? status : MO_NOT_READY;
+    }
+    if (status)
+        return status;
+    if (pool->trace)
+        mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_ALLOC, block->serial, block->address, size,
+                     stream, (*arena)->id);
+    *out = block->address;
+    return MO_OK;
 }
 
 static void trace_oom(mo_pool *pool, size_t size, mo_stream stream, const mo_arena *arena)
@@ -339,18 +359,16 @@ static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, m
     if (mo_forked())
         return mo_forked_refuse("allocating device memory", detail);
     for (int attempt = 0;; attempt++) {
+        mo_ladder ladder = {0};
         mo_pressure pressure;
-        uint64_t retries;
         void *user;
-        mo_arena *arena;
+        mo_arena *arena = NULL;
 
         mo_lock_take(&pool->lock);
-        retries = pool->stats.num_alloc_retries;
-        arena = named          ? mo_arena_find(pool, id)
-                : pool->routes ? mo_arena_routed(pool, stream)
-                               : &pool->general;
-        status = arena ? alloc_locked(pool, arena, size, stream, detail, out) : no_arena(id, detail);
-        if (!status && attempt && pool->stats.num_alloc_retries == retries)
+        do
+            status = alloc_locked(pool, named, id, size, stream, &ladder, detail, &arena, out);
+        while (status == MO_NOT_READY);
+        if (!status && attempt && !ladder.rung)
             pool->stats.num_alloc_retries++; /* pressure is a rung too */
         pressure = pool->pressure;
         user = pool->pressure_user;
@@ -489,12 +507,11 @@ mo_status mo_pool_record_stream(mo_pool *pool, mo_address address, mo_stream str
     if (mo_forked())
         return MO_OK;
     mo_lock_take(&pool->lock);
+    status = number_stream(pool, stream, detail, &number);
     block = mo_pool_live_at(pool, address);
     if (!block) {
         pool->stats.foreign_streams++;
         status = not_live(address, detail);
-    } else {
-        status = mo_order_number(&pool->order, stream, detail, &number);
     }
     if (!status && number != block->stream && !(block->use.streams >> number & 1)) {
         block->use.streams |= 1ull << number;
@@ -567,6 +584,7 @@ mo_status mo_pool_trim(mo_pool *pool, size_t keep, mo_detail *detail, size_t *fr
     if (mo_forked())
         return mo_forked_refuse("giving memory back", detail);
     mo_lock_take(&pool->lock);
+    mo_pool_wait(pool, NULL); /* what is not over then is kept */
     held = mo_pool_held(pool);
     status = mo_pool_shrink(pool, keep, detail);
     *freed = held - mo_pool_held(pool);

@@ -1,6 +1,7 @@
 /* The inside of a pool, for the files that make it up: pool.c (the lock, requests and frees), placement.c (where memory is
  * brought to), ladder.c (what is tried when there is none), arena.c, pool_report.c. Everything here is under pool->lock,
- * except where a function says so.
+ * except where a function says so. One that UNLOCKS gives the lock away while the host waits: blocks, arenas and numbers of
+ * streams that its caller knew of may be gone after it, and are looked up again.
  *
  *     peak = max of requested bytes live at once          held = granules + segments, in bytes
  *     each arena: held = the slots and segments its zones own */
@@ -29,7 +30,8 @@ struct mo_arena {
     mo_arena *next;
     mo_zone zones[MO_ZONES];
     bool pinned, paused;
-    bool unsettled; /* pinned until now: replays on streams unknown may still use its memory */
+    bool pausing;       /* the device is waited for, and requests are refused already */
+    uint64_t unsettled; /* tick at which it was pinned no more: replays on streams unknown may still use it; 0: none */
     size_t references;
     size_t budget;   /* physical bytes, 0: none */
     size_t reserved; /* physical bytes that stay here (preallocated) */
@@ -134,14 +136,22 @@ mo_status mo_segments_free(mo_pool *pool, mo_zone *zone, size_t keep, mo_detail 
 
 /* ---- ladder.c --------------------------------------------------------------------------------------------- */
 
-/* What is tried when a request cannot be had; WAITS, at most MO_LADDER_NS. MO_OK: search once more. */
-#define MO_LADDER_NS 2000000000u
+/* UNLOCKS. Until all that was freed so far is over, however long that takes; but for what is being captured, which has no
+ * end. Arenas are settled, too. */
+mo_status mo_pool_wait(mo_pool *pool, mo_detail *detail);
+
+/* UNLOCKS. Until the whole device is done: not while a graph is captured, which CUDA may end for that. */
+mo_status mo_pool_synchronize(mo_pool *pool, mo_detail *detail);
+
+/* UNLOCKS. The next thing to try for a request that cannot be had. MO_OK: make it once more, from the start.
+ * MO_NO_DEVICE_MEMORY: nothing is left to try; else the error that ended a wait. */
+#define MO_LADDER_WAITS 4 /* at most: threads that go on freeing and queueing would keep one waiting for ever */
 typedef struct mo_ladder {
-    int rung;
+    int rung, waits;
 } mo_ladder;
 mo_status mo_ladder_climb(mo_pool *pool, const mo_request *request, mo_ladder *ladder, mo_detail *detail);
 
-/* Releases spare granules, and free ones of whole arenas, until held <= keep. */
+/* Releases spare granules, and free ones of whole arenas, until held <= keep. What is not known to be over stays. */
 mo_status mo_pool_shrink(mo_pool *pool, size_t keep, mo_detail *detail);
 
 /* ---- arena.c ---------------------------------------------------------------------------------------------- */
@@ -152,8 +162,10 @@ mo_arena *mo_arena_find(mo_pool *pool, mo_arena_id id);
 mo_arena *mo_arena_routed(mo_pool *pool, mo_stream stream);
 /* After a free: an arena without references and live blocks is retired. */
 void mo_arena_check_retired(mo_pool *pool, mo_arena *arena);
-/* Arenas that were pinned and are released, while the device could not be waited for: tried again. */
-void mo_arenas_settle(mo_pool *pool);
+/* Whether an arena was pinned, and is released, and waits for the whole device. */
+bool mo_arenas_unsettled(const mo_pool *pool);
+/* The device is done with all that was queued at `tick`. Arenas that waited for that go, and those that could not go yet. */
+void mo_arenas_settle(mo_pool *pool, uint64_t tick);
 /* Gives all memory and addresses of all arenas back to the driver; the first failure is reported. */
 mo_status mo_arenas_close(mo_pool *pool, mo_detail *detail);
 

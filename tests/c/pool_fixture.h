@@ -2,12 +2,13 @@
  *
  *     open_pool(…)    a fresh device and pool        close_pool()   nothing is left, and nothing was violated
  *     get, put        alloc and free, with the model's checks and a use of every byte on the device
+ *     meanwhile       what the rest of the program does while the host waits, which is never under the pool's lock
  *
  * A test's program is a correct one: what it allocates it uses on that stream, what it uses on another it records. */
 #ifndef MEMOPT_POOL_FIXTURE_H
 #define MEMOPT_POOL_FIXTURE_H
 
-#include "alloc/pool.h"
+#include "alloc/pool_parts.h"
 #include "base/hostmem.h"
 #include "driver/driver_double.h"
 #include "interval_model.h"
@@ -39,6 +40,32 @@ static int paused_arenas; /* a test that pauses counts them */
 
 static const mo_pool_settings plain_settings = {.slack = 20, .double_map = true, .recall = true};
 
+static void (*meanwhile)(void);
+static void (*double_pause)(mo_driver *, uint64_t);
+static mo_status (*double_synchronize)(mo_driver *, mo_detail *);
+
+static void wait_unlocked(void)
+{
+    if (mo_lock_held(&pool->lock))
+        TEST_FAIL("the host waits, and holds the pool's lock");
+    if (meanwhile)
+        meanwhile();
+}
+
+static void fixture_pause(mo_driver *driver, uint64_t duration)
+{
+    wait_unlocked();
+    double_pause(driver, duration);
+}
+
+static mo_status fixture_synchronize(mo_driver *driver, mo_detail *detail)
+{
+    const mo_status status = double_synchronize(driver, detail);
+
+    wait_unlocked();
+    return status;
+}
+
 static void open_pool(size_t capacity, size_t granularity, mo_pool_settings settings)
 {
     mo_host_fail_never();
@@ -46,6 +73,11 @@ static void open_pool(size_t capacity, size_t granularity, mo_pool_settings sett
     mo_double_open(&device, capacity, granularity);
     mo_double_watch(&device);
     device.work_per_pause = 1000;
+    meanwhile = NULL;
+    double_pause = device.table.pause;
+    double_synchronize = device.table.synchronize;
+    device.table.pause = fixture_pause;
+    device.table.synchronize = fixture_synchronize;
     model_clear(&model);
     paused_arenas = 0;
     host_before = mo_host_live();
@@ -68,6 +100,7 @@ static void open_pool(size_t capacity, size_t granularity, mo_pool_settings sett
 
 __attribute__((unused)) static void close_pool(void)
 {
+    meanwhile = NULL;
     CHECK_OK(mo_pool_check(pool, &said));
     CHECK_OK(mo_pool_close(pool, &said));
     CHECK_EQ(mo_double_live(&device), 0);
