@@ -358,6 +358,10 @@ static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, m
     }
     if (mo_forked())
         return mo_forked_refuse("allocating device memory", detail);
+    if (stream == MO_STREAM_PER_THREAD)
+        return mo_fail(detail, MO_UNSUPPORTED, 0,
+                       "CU_STREAM_PER_THREAD is another stream in each thread, and memopt's allocator cannot tell "
+                       "them apart: use a stream that was created");
     for (int attempt = 0;; attempt++) {
         mo_ladder ladder = {0};
         mo_pressure pressure;

@@ -235,6 +235,17 @@ TEST(more_streams_with_live_memory_than_can_be_told_apart_are_refused_in_words)
     close_pool();
 }
 
+/* Under one name it is another in each thread: what one freed would be given to the next without order. */
+TEST(the_stream_that_each_thread_has_of_its_own_is_refused_in_words)
+{
+    mo_address address = 0;
+    open_pool(64 * MIB, GRANULE, plain_settings);
+    CHECK_EQ(mo_pool_alloc(pool, MIB, MO_STREAM_PER_THREAD, &said, &address), MO_UNSUPPORTED);
+    CHECK(strstr(said.text, "CU_STREAM_PER_THREAD") && strstr(said.text, "use a stream that was created"));
+    CHECK_POOL();
+    close_pool();
+}
+
 /* ---- captures ------------------------------------------------------------------------------------------ */
 
 TEST(what_a_capture_used_is_not_given_to_another_stream_while_it_lasts)

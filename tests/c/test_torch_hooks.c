@@ -271,13 +271,13 @@ TEST(what_is_asked_for_is_memory_of_that_device_until_it_is_freed)
 {
     simulated_devices();
     void *a = memopt_malloc(1000, 0, NULL),
-         *b = memopt_malloc(5 << 20, 1, /* CU_STREAM_PER_THREAD */ (void *)2);
+         *b = memopt_malloc(5 << 20, 1, CU_STREAM_LEGACY);
     CHECK(a && b && a != b);
     CHECK_EQ(live_bytes(0), 1000);
     CHECK_EQ(live_bytes(1), 5 << 20);
     CHECK(used_on(0) >= 1000 && used_on(1) >= 5 << 20);
     memopt_free(a, 1000, 0, NULL);
-    memopt_free(b, 5 << 20, 1, /* CU_STREAM_PER_THREAD */ (void *)2);
+    memopt_free(b, 5 << 20, 1, CU_STREAM_LEGACY);
     CHECK_EQ(live_bytes(0) + live_bytes(1), 0);
     simulated_devices()->progress(NULL, -1);
     mo_torch_hook_reset();
