@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from memopt import _C
+
+ROUNDED_TO = 512  # bytes: each block of a CUDA device's allocator begins at such an address
+
+
+def block_bytes(nbytes: int, device: torch.device) -> int:
+    """Bytes of the block that the device's allocator gives for so many, where it splits a larger one for it."""
+    return -(-nbytes // ROUNDED_TO) * ROUNDED_TO if device.type == "cuda" else nbytes
 
 
 class AllocatorBytes:
@@ -24,6 +33,10 @@ class AllocatorBytes:
     def now_and_peak(self) -> tuple[int, int]:
         return 0, 0
 
+    def of_storages(self, storages: Iterable[torch.UntypedStorage]) -> int:
+        """Bytes of the blocks that these lie in."""
+        return sum(block_bytes(one.nbytes(), one.device) for one in storages)
+
 
 class CudaBytes(AllocatorBytes):
     """By the allocator's own statistics, whose peak restart() resets."""
@@ -36,9 +49,30 @@ class CudaBytes(AllocatorBytes):
         torch.cuda.reset_peak_memory_stats(self.device)
         return answer
 
+    counted = "requested_bytes"
+
     def now_and_peak(self) -> tuple[int, int]:
         statistics = torch.cuda.memory_stats(self.device)
-        return statistics["requested_bytes.all.current"], statistics["requested_bytes.all.peak"]
+        return statistics[f"{self.counted}.all.current"], statistics[f"{self.counted}.all.peak"]
+
+
+class CudaBlocks(CudaBytes):
+    """The same in whole blocks, as torch.cuda.max_memory_allocated() has them: one that is not split, as it is hardly
+    larger than what was asked for, counts in full."""
+
+    counted = "allocated_bytes"
+
+    def of_storages(self, storages: Iterable[torch.UntypedStorage]) -> int:
+        sizes = {
+            block["address"]: block["size"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == self.device.index
+            for block in segment["blocks"]
+        }
+        return sum(
+            sizes.get(one.data_ptr(), block_bytes(one.nbytes(), one.device)) if one.nbytes() else 0
+            for one in storages
+        )
 
 
 class CpuBytes(AllocatorBytes):
@@ -64,7 +98,8 @@ class CpuBytes(AllocatorBytes):
         return _C.cpu_log_live(False)
 
 
-def allocator_bytes(device: torch.device | None) -> AllocatorBytes:
+def allocator_bytes(device: torch.device | None, *, blocks: bool = False) -> AllocatorBytes:
+    """blocks: in the allocator's whole blocks, not in the bytes that were asked for."""
     if device is not None and device.type == "cuda":
-        return CudaBytes(device)
+        return CudaBlocks(device) if blocks else CudaBytes(device)
     return CpuBytes() if device is not None and device.type == "cpu" else AllocatorBytes()

@@ -13,13 +13,14 @@ from memopt.checkpointing import stages_on_ranks
 from memopt.checkpointing.bandwidth import bandwidth, destination
 from memopt.checkpointing.chain_offload import ChainOffload
 from memopt.checkpointing.chain_runner import ChainRunner
+from memopt.checkpointing.checked_plan import Candidate, Step, checked_plan
 from memopt.checkpointing.measure_chain import ChainMeasurement, Loss, default_loss, nothing_changes
-from memopt.checkpointing.model_chain import Member, ModelChain
+from memopt.checkpointing.model_chain import Member, ModelChain, forwards
 from memopt.checkpointing.module_state import put_back_after
 from memopt.checkpointing.plan import Plan
-from memopt.checkpointing.planning import budget_bytes, plan_for
+from memopt.checkpointing.planning import budget_bytes
 from memopt.checkpointing.stage_costs import device_of, tensors_in
-from memopt.optim.state_bytes import state_bytes
+from memopt.optim.state_bytes import OptimizerBytes, foretold
 
 
 class StageForward:
@@ -98,9 +99,9 @@ def auto_checkpoint(
     to = destination(offload, device)
     with nothing_changes(model.parameters(), model.buffers()):
         state = (
-            state_bytes(optimizer)
+            foretold(optimizer)
             if isinstance(optimizer, torch.optim.Optimizer)
-            else _C.parse_size(optimizer or 0)
+            else OptimizerBytes([], [], 0, _C.parse_size(optimizer or 0))
         )
     earlier = installed(model)
     undo_checkpoint(model)
@@ -112,10 +113,8 @@ def auto_checkpoint(
         for module, name, value in earlier:
             module.__dict__[name] = value
         raise
-    if plan.runner is not None:
-        spread = stages_on_ranks.is_spread(model)
-        for member in members:
-            member.module.__dict__["forward"] = StageForward(plan.runner, member, spread)
+    for module, forward in zip(*stand_ins(plan, members, stages_on_ranks.is_spread(model)), strict=True):
+        module.__dict__["forward"] = forward
     model.__dict__["plan"] = plan
     return model
 
@@ -140,11 +139,12 @@ def make_plan(
     slots: int,
     to: str | None,
     *,
-    beside: int,
+    beside: OptimizerBytes,
     accumulate: bool,
 ) -> tuple[list[Member], Plan]:
-    """The modules of the model's chain, and how to run its stages. beside: bytes that live all the time, and are not
-    the model's."""
+    """The modules of the model's chain, and how to run its stages. beside: what lives all the time, and is not the
+    model's."""
+    spread = stages_on_ranks.is_spread(model)
     with (
         nothing_changes(model.parameters(), model.buffers()),
         put_back_after(model.modules(), parameters=not stages_on_ranks.is_sharded(model)),
@@ -152,21 +152,48 @@ def make_plan(
         found = ModelChain(model, args, kwargs)
         measured = ChainMeasurement(found, loss)
         speed = None if to is None else bandwidth(to, measured.device)
-        if stages_on_ranks.is_spread(model):
+        if spread:
             budget, speed = stages_on_ranks.agree(measured, budget, speed)
-    whose = type(model).__name__
-    plan, operations, passing = plan_for(
-        measured, budget, slots, beside=beside, accumulate=accumulate, whose=whose, speed=speed
-    )
-    if not plan.keeps_all:
-        offload = None if to is None else ChainOffload(to, plan.offload_slots)
         modules = [member.module for member in found.members for _ in member.names()]
         gathers = stages_on_ranks.gathers(model, modules)
-        plan.runner = ChainRunner(
-            found.functions, operations, passing, found.changing, offload, gathers, found.state
+
+        def run_by(candidate: Candidate) -> Step:
+            plan, operations, passing = candidate
+            if not plan.keeps_all:
+                offload = None if to is None else ChainOffload(to, plan.offload_slots)
+                plan.runner = ChainRunner(
+                    found.functions, operations, passing, found.changing, offload, gathers, found.state
+                )
+
+            def forward() -> tuple[Any, torch.Tensor]:
+                with torch.enable_grad(), forwards(*stand_ins(plan, found.members, spread)):
+                    out = model(*args, **kwargs)
+                    return out, loss(out)
+
+            return Step(forward, lambda held: held[1].backward())
+
+        plan, *_ = checked_plan(
+            measured,
+            budget,
+            slots,
+            beside=beside,
+            accumulate=accumulate,
+            whose=type(model).__name__,
+            run_by=run_by,
+            speed=speed,
+            spread=spread,
         )
     plan.offload = to
     return found.members, plan
+
+
+def stand_ins(
+    plan: Plan, members: list[Member], spread: bool
+) -> tuple[list[torch.nn.Module], list[StageForward]]:
+    """Modules of the chain, and the forwards by which the plan runs them; none where it keeps all."""
+    if plan.runner is None:
+        return [], []
+    return [m.module for m in members], [StageForward(plan.runner, member, spread) for member in members]
 
 
 def installed(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:

@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memopt.chain import Op
 from memopt.checkpointing import batch_norm
 from memopt.checkpointing.chain_runner import ChainRunner, changeable, unchangeable
+from memopt.checkpointing.checked_plan import Candidate, Step, checked_plan
 from memopt.checkpointing.measure_chain import ChainMeasurement, default_loss, nothing_changes
 from memopt.checkpointing.model_chain import without_graph
 from memopt.checkpointing.module_state import (
@@ -30,9 +32,10 @@ from memopt.checkpointing.module_state import (
     put_back_after,
     watched,
 )
-from memopt.checkpointing.planning import budget_bytes, plan_for
+from memopt.checkpointing.planning import budget_bytes
 from memopt.checkpointing.regions import is_tracing
 from memopt.checkpointing.stage_costs import tensors_in
+from memopt.optim.state_bytes import OptimizerBytes
 
 Function = Callable[[Any], Any]
 
@@ -238,9 +241,31 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
         accumulate = any(parameter.grad is not None for parameter in chain.trainable)
         stack.enter_context(nothing_changes(chain.trainable, ()))
         measured = ChainMeasurement(chain, default_loss)
-    found, ops, passing = plan_for(
-        measured, budget, SLOTS, beside=0, accumulate=accumulate, whose="checkpoint_sequential's chain"
-    )
+
+        def run_by(candidate: Candidate) -> Step:
+            tried, ops, passing = candidate
+            run = (
+                partial(run_plain, functions)
+                if tried.keeps_all
+                else ChainRunner(functions, ops, passing, chain.changing, state=chain.state)
+            )
+
+            def forward() -> tuple[Any, torch.Tensor]:
+                with torch.enable_grad():
+                    out = run(chain.input)
+                    return out, default_loss(out)
+
+            return Step(forward, lambda held: held[1].backward())
+
+        found, ops, passing = checked_plan(
+            measured,
+            budget,
+            SLOTS,
+            beside=OptimizerBytes([], [], 0, 0),
+            accumulate=accumulate,
+            whose="checkpoint_sequential's chain",
+            run_by=run_by,
+        )
     if found.keeps_all:
         return None
     return Operations(ops, passing, chain.changing, [WeakChanges(changes) for changes in chain.state])

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
+from memopt.checkpointing.allocator_bytes import block_bytes
 from memopt.checkpointing.chain_runner import Held, StageCall, unchangeable
 from memopt.checkpointing.model_chain import repeatedly, without_graph
 from memopt.checkpointing.module_state import Changes
@@ -23,6 +24,7 @@ from memopt.checkpointing.stage_costs import (
     StageSeconds,
     bytes_of,
     device_of,
+    local,
     stage_bytes,
     stage_seconds,
     synchronize,
@@ -118,11 +120,23 @@ class Measurable(Protocol):
         """One forward pass, in which stage k is run(k, its arguments)."""
 
 
+class ExternalGrad(NamedTuple):
+    """The gradient of an argument that skips stages: it is there from the backward of the last stage that takes it to
+    that of the stage that made it, or was the last before it was made; -1: none was."""
+
+    storage: int
+    taken_by: int
+    made_by: int
+    nbytes: int
+
+
 class ChainMeasurement:
     """Bytes and seconds of a chain's stages, and of what comes after the last.
 
     stage_bytes, stage_seconds: a list each, the last entry for what comes after the stages: the rest of the model, the
-    loss. standing_bytes: parameters, buffers, the sample. input_bytes: of the first stage. held_bytes: what else lives
+    loss. standing_bytes: parameters, buffers, the sample, and others: what else the operations of a step took that was
+    there before, such as the loss's targets. external_grads: gradients of arguments that are not the output of the
+    stage before. input_bytes: of the first stage. held_bytes: what else lives
     from before the last stage to the backward pass, however the stages are run: saved around them, or an argument of
     one that is not the output of the stage before. result_bytes: of what the model returns, the loss and its gradient,
     beside the last stage's output. workspace_bytes: cuBLAS's own."""
@@ -132,7 +146,6 @@ class ChainMeasurement:
         self.functions = chain.functions
         self.trainable, self.standing = list(chain.trainable), list(chain.standing)
         self.device = device_of(self.standing)
-        self.standing_bytes = bytes_of(self.standing)
         self.input_bytes = self.held_bytes = self.result_bytes = 0
         self.state_bytes = 0  # random states, which live beside the stages on a CPU
         self.returns_last = False  # the last stage's output is among what the model returns
@@ -142,7 +155,12 @@ class ChainMeasurement:
         self.externals: list[torch.Tensor] = []
         self.outputs: list[Any] = []  # of the stage that ran last
         self.last_outputs: list[torch.Tensor] = []
+        self.external_grads: list[ExternalGrad] = []
+        self.others: list[torch.UntypedStorage] = []
+        torch.clear_autocast_cache()  # what finding the chain has left there
         self.measure_bytes()
+        self.standing_bytes = bytes_of(self.standing)
+        self.standing_bytes += sum(block_bytes(one.nbytes(), one.device) for one in self.others)
         self.measure_seconds()
         self.workspace_bytes = workspace_bytes(self.device)
 
@@ -168,6 +186,17 @@ class ChainMeasurement:
 
         return self.chain.run(run)
 
+    def note_externals(self, k: int, call: StageCall, made_by: dict[int, int]) -> None:
+        """Of stage k's arguments that are not the output of the stage before. made_by: storage -> the stage that it was
+        made by, or behind."""
+        standing = {local(t).untyped_storage()._cdata for t in self.standing}
+        for leaf in call.leaves:
+            if isinstance(leaf, Held) and leaf.requires_grad and leaf.tensor.layout is torch.strided:
+                identity = local(leaf.tensor).untyped_storage()._cdata
+                if identity not in standing:
+                    nbytes = block_bytes(local(leaf.tensor).nbytes, leaf.tensor.device)
+                    self.external_grads.append(ExternalGrad(identity, k, made_by.get(identity, -1), nbytes))
+
     def arguments(self, k: int, call: StageCall, linked: list[Held]) -> Callable[[], Arguments]:
         """What makes stage k's arguments, as often as it is to run by itself."""
         if k not in self.chain.changing:
@@ -185,8 +214,12 @@ class ChainMeasurement:
         meter = Meter(self.device)
         meter.ignore(self.standing)
         before_last = live = 0
+        made_by: dict[int, int] = {}
 
         def stage(k: int, call: StageCall, linked: list[Held]) -> None:
+            nonlocal made_by
+            made_by = {identity: made_by.get(identity, k - 1) for identity in meter.known}
+            self.note_externals(k, call, made_by)
             places = [place for place, _, _ in call.links]
             state = call.state.modules
             given = [leaf.tensor for leaf in call.leaves if isinstance(leaf, Held)]
@@ -271,7 +304,12 @@ class ChainMeasurement:
                 saved_beside_output=kept - output,
             )
         )
+        del value
         self.forget()
+        torch.clear_autocast_cache()
+        self.others = meter.others()
+        # The gradient that accumulates begins with the last stage in the forward pass's order.
+        self.external_grads = list({found.storage: found for found in self.external_grads}.values())
 
     def measure_seconds(self, repeats: int = REPEATS) -> None:
         end = 0.0

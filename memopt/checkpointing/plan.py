@@ -30,13 +30,15 @@ class Around(NamedTuple):
     outputs: bytes of stage i's output, 0 where stage i itself saves it: they go with the backward of stage i + 1.
     remade: bytes that stage i makes, at the most, when it runs again right before its backward and ends early.
     result: bytes of what the model returns, which its caller may hold for long; of these last: in the last stage's
-    output."""
+    output. external: gradients of arguments that skip stages, as (stage by whose backward it is made, stage by whose
+    backward it is used, or -1, bytes)."""
 
     gradients: Sequence[int]
     outputs: Sequence[int]
     remade: Sequence[int]
     result: int
     last: int
+    external: Sequence[tuple[int, int, int]] = ()
 
     def peak(self, schedule: Schedule) -> int:
         return max(self.during(schedule))
@@ -69,6 +71,8 @@ class Around(NamedTuple):
                 saved.discard(stage)
             if op == "bwd":
                 made += self.gradients[stage]
+                made += sum(size for begin, _, size in self.external if begin == stage)
+                made -= sum(size for _, end, size in self.external if end == stage)
                 following = stage
         return there
 
@@ -107,13 +111,18 @@ def fastest(chain: Chain, around: Around, memory_budget: int, slots: int) -> tup
         peak = around.peak(schedule)
         if peak <= memory_budget:
             return schedule, peak
-    # What is said to be the least must be enough another time, when the same stages are found to take other seconds:
-    # it depends neither on those nor on the budget.
-    table = Table(without_clock(chain), 2 * table.least_budget, slots)
+    least, peak = leanest(chain, around, slots)
+    return (least if peak <= memory_budget else None), peak
+
+
+def leanest(chain: Chain, around: Around, slots: int) -> tuple[Schedule, int]:
+    """The schedule whose peak with what is around it is the least that is known, and that peak. It is the same another
+    time, when the same stages are found to take other seconds: it depends neither on those nor on a budget."""
+    unclocked = without_clock(chain)
+    table = Table(unclocked, 2 * Table(unclocked, 0, slots).least_budget, slots)
     found = [Schedule(chain, table.schedule(budget).ops) for budget, _ in table.curve()]
     least = min(found, key=around.peak)
-    peak = around.peak(least)
-    return (least if peak <= memory_budget else None), peak
+    return least, around.peak(least)
 
 
 def keep_all(chain: Chain) -> Schedule:

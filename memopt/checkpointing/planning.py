@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from memopt import _C
-from memopt.chain import Chain, InfeasibleBudget, Op, Option, Stage
+from memopt.chain import Chain, InfeasibleBudget, Op, Option, Schedule, Stage
 from memopt.checkpointing.bandwidth import Bandwidth
 from memopt.checkpointing.chain_offload import OPTION
 from memopt.checkpointing.measure_chain import ChainMeasurement
-from memopt.checkpointing.plan import REST, SAVING, Around, Plan, fastest
+from memopt.checkpointing.plan import REST, SAVING, Around, Plan, fastest, leanest
 from memopt.checkpointing.stage_costs import StageBytes, StageSeconds
 from memopt.checkpointing.stage_groups import expand, group, passing
 
@@ -80,7 +80,7 @@ def chain_stage(name: str, size: StageBytes, time: StageSeconds, speed: Bandwidt
 
 def plan_for(
     measured: ChainMeasurement,
-    budget: int,
+    budget: int | None,
     slots: int,
     *,
     beside: int,
@@ -90,7 +90,7 @@ def plan_for(
 ) -> tuple[Plan, list[Op], set[int]]:
     """The plan for a chain, and what a ChainRunner takes: operations, and stages whose input only passes.
 
-    beside: bytes that live all the time, and were not measured. accumulate: gradients are there when a step begins.
+    budget: None: the plan is the one that takes least. beside: bytes that live all the time, and were not measured. accumulate: gradients are there when a step begins.
     whose: for InfeasibleBudget's words. speed: of offloading, where stages may."""
     names = measured.chain.names
     groups = group(measured.stage_bytes[:-1])
@@ -106,8 +106,15 @@ def plan_for(
     outputs = [0 if size.saves_output else size.output for size in sizes]
     last = sizes[-2].output if measured.returns_last else 0
     remade = [size.saved_beside_output + size.remake_overhead for size in sizes]
-    around = Around(gradients, outputs, remade, measured.result_bytes, last)
-    schedule, least = fastest(chain, around, budget - fixed, slots)
+    at = {k: g for g, members in enumerate(groups) for k in members}
+    external = [(at[one.taken_by], at.get(one.made_by, -1), one.nbytes) for one in measured.external_grads]
+    around = Around(gradients, outputs, remade, measured.result_bytes, last, external)
+    schedule: Schedule | None
+    if budget is None:
+        schedule, least = leanest(chain, around, slots)
+        budget = fixed + least
+    else:
+        schedule, least = fastest(chain, around, budget - fixed, slots)
     if schedule is None:
         least += fixed
         raise InfeasibleBudget(

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.checkpointing.allocator_bytes import CpuBytes, allocator_bytes
+from memopt.checkpointing.allocator_bytes import CpuBytes, allocator_bytes, block_bytes
 from memopt.checkpointing.chain_offload import aligned, can_go
 
 
@@ -33,6 +33,8 @@ class Meter(TorchDispatchMode):
         self.older: set[int] = set()  # of the known: those that were there before
         self.given_before = 0  # bytes that the allocator had given then
         self.ignored: set[int] = set()
+        self.device = device
+        self.met: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # that operations took and none put out
 
     def __enter__(self) -> Meter:
         self.allocator.start()
@@ -56,7 +58,7 @@ class Meter(TorchDispatchMode):
         identity = storage._cdata
         # torch keeps the Python object of a storage for as long as C++ uses it: the reference dies with the storage.
         ref, before = self.known.get(identity) or (weakref.ref(storage, lambda _: self.died(identity)), 0)
-        size = 0 if identity in self.ignored else storage.nbytes()
+        size = 0 if identity in self.ignored else block_bytes(storage.nbytes(), storage.device)
         self.known[identity] = (ref, size)
         self.live += size - before
         self.made += max(0, size - before)
@@ -67,6 +69,11 @@ class Meter(TorchDispatchMode):
         self.ignored.discard(identity)
         self.older.discard(identity)
         self.live -= size
+
+    def others(self) -> list[torch.UntypedStorage]:
+        """Of the device, what operations took and none put out: it was there before, and is there still."""
+        found = {id(one): one for ref in self.met.values() if (one := ref()) is not None}
+        return list(found.values())
 
     def unseen(self) -> int:
         """Bytes that live and that no operation put out: a number of Python's that a graph keeps is a tensor of 8
@@ -80,6 +87,11 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = self.made
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device == self.device:
+                storage = local(leaf).untyped_storage()
+                if storage._cdata not in self.known:
+                    self.met[storage._cdata] = weakref.ref(storage)
         before, _ = self.allocator.restart()
         out = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
@@ -107,7 +119,7 @@ def bytes_of(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
             storage = local(tensor).untyped_storage()
             if storage._cdata not in counted:
                 counted.add(storage._cdata)
-                total += storage.nbytes()
+                total += block_bytes(storage.nbytes(), storage.device)
     return total
 
 

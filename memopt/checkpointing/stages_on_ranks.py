@@ -36,34 +36,47 @@ def is_spread(module: torch.nn.Module) -> bool:
 def agree(measured: ChainMeasurement, budget: int, speed: Bandwidth | None) -> tuple[int, Bandwidth | None]:
     """The ranks' costs become one, in `measured`; gives back what all have to keep within and to offload with.
     ValueError, on every rank, where the chains differ."""
-    meshes = {p.device_mesh: None for p in measured.chain.standing if hasattr(p, "device_mesh")}  # type: ignore[attr-defined]
+    meshes = _meshes(measured)
     names = ("standing_bytes", "input_bytes", "held_bytes", "result_bytes")
     mine = [float(getattr(measured, name)) for name in names]
     mine += [float(measured.returns_last), -float(budget)]
     mine += [0.0, 0.0] if speed is None else [-speed.out, -speed.back]
     for row in (*measured.stage_bytes, *measured.stage_seconds):
         mine += map(float, row)
+    mine += [float(external.nbytes) for external in measured.external_grads]
     length = len(mine)
     if _most([length, -length], meshes) != [length, -length]:
         raise ValueError(
             f"auto_checkpoint: the model has {len(measured.chain.names)} stages on this rank and another number on "
             "another one: give every rank the same model, and samples of one kind"
         )
-    most = iter(_most(mine, meshes))
+    agreed = iter(_most(mine, meshes))
     for name in names:
-        setattr(measured, name, int(next(most)))
-    measured.returns_last = bool(next(most))
-    budget = int(-next(most))
-    out, back = -next(most), -next(most)
+        setattr(measured, name, int(next(agreed)))
+    measured.returns_last = bool(next(agreed))
+    budget = int(-next(agreed))
+    out, back = -next(agreed), -next(agreed)
     measured.stage_bytes = [
-        size._replace(**{name: type(was)(next(most)) for name, was in size._asdict().items()})
+        size._replace(**{name: type(was)(next(agreed)) for name, was in size._asdict().items()})
         for size in measured.stage_bytes
     ]
     measured.stage_seconds = [
-        seconds._replace(**{name: next(most) for name in seconds._fields})
+        seconds._replace(**{name: next(agreed) for name in seconds._fields})
         for seconds in measured.stage_seconds
     ]
+    measured.external_grads = [
+        external._replace(nbytes=int(next(agreed))) for external in measured.external_grads
+    ]
     return budget, None if speed is None else speed._replace(out=out, back=back)
+
+
+def most(measured: ChainMeasurement, numbers: Sequence[int]) -> list[int]:
+    """Of each number the greatest on any rank."""
+    return list(map(int, _most(list(map(float, numbers)), _meshes(measured))))
+
+
+def _meshes(measured: ChainMeasurement) -> dict[Any, None]:
+    return {p.device_mesh: None for p in measured.chain.standing if hasattr(p, "device_mesh")}  # type: ignore[attr-defined]
 
 
 def _most(numbers: Sequence[float], meshes: Sequence[Any] | dict[Any, None]) -> list[float]:

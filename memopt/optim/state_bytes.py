@@ -4,11 +4,39 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
+
+from memopt.checkpointing.allocator_bytes import allocator_bytes
+
+
+class Kind(NamedTuple):
+    """Of a parameter."""
+
+    group: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class OptimizerBytes(NamedTuple):
+    """What an optimizer has or will have on its parameters' devices.
+
+    there: tensors of its state. coming: bytes of each tensor that its next step adds to them, in that order. passing:
+    bytes that a step takes besides, for as long as it lasts; 0 where no step of a copy could be taken. unseen: bytes
+    of state that are only said to be."""
+
+    there: list[torch.Tensor]
+    coming: list[int]
+    passing: int
+    unseen: int
+
+    @property
+    def there_bytes(self) -> int:
+        return self.unseen + sum(t.untyped_storage().nbytes() for t in self.there)
 
 
 def tensors(state: Any) -> list[torch.Tensor]:
@@ -21,38 +49,91 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     stepped by a copy of the optimizer.
 
     Raises ValueError where that step fails: an optimizer that wants a closure, or more than its parameters."""
-    total = 0
-    missing: dict[tuple[int, tuple[int, ...], torch.dtype, torch.device], int] = defaultdict(int)
+    found = foretold(optimizer)
+    return found.there_bytes + sum(found.coming)
+
+
+def foretold(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
+    """As state_bytes(), in parts."""
+    there: list[torch.Tensor] = []
+    missing: list[Kind] = []
+    counts: dict[Kind, int] = defaultdict(int)
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
+            kind = Kind(index, tuple(p.shape), p.dtype, p.device)
             if state := optimizer.state.get(p):
-                total += on_device(tensors(state), p.device)
+                there += on_device(tensors(state), p.device)
             elif p.requires_grad:
-                missing[index, tuple(p.shape), p.dtype, p.device] += 1
+                missing.append(kind)
+            if p.requires_grad:
+                counts[kind] += 1
+    coming: list[int] = []
     if missing:
-        counts = list(missing.values())
         try:
-            made = stepped(optimizer, list(missing))
+            made = stepped(optimizer, list(dict.fromkeys(missing)))
         except Exception as error:
             raise ValueError(
                 f"optimizer: {type(optimizer).__name__} has no state yet, and what it will have is not known, as a "
                 f"step of a copy of it failed ({type(error).__name__}: {error}): give the state's bytes, or the "
                 "optimizer after its first step"
             ) from error
-        total += sum(count * size for count, size in zip(counts, made, strict=True))
-    return total
+        coming = [size for kind in missing for size in made[kind]]
+    try:
+        passing = passing_bytes(optimizer, counts)
+    except Exception:  # it wants a closure, say; its state is there
+        passing = 0
+    return OptimizerBytes(there, coming, passing, 0)
 
 
-def on_device(found: Iterable[torch.Tensor], device: torch.device) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in found if t.device == device}
-    return sum(storage.nbytes() for storage in storages.values())
+def on_device(found: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Of each storage on the device one tensor."""
+    return list({t.untyped_storage()._cdata: t for t in found if t.device == device}.values())
 
 
-def stepped(
-    optimizer: torch.optim.Optimizer,
-    wanted: list[tuple[int, tuple[int, ...], torch.dtype, torch.device]],
-) -> list[int]:
-    """Bytes of state that a step of a copy of the optimizer gives each parameter: (group, shape, dtype, device)."""
+def passing_bytes(optimizer: torch.optim.Optimizer, counts: Mapping[Kind, int]) -> int:
+    """Bytes that a step of all these takes besides its state, at the most. torch's foreach implementations take as much
+    for each parameter, at the same time; the others for one after the other."""
+    taken = {kind: taken_by_steps(optimizer, kind, 1) for kind in counts}
+    most = 0
+    for index in range(len(optimizer.param_groups)):
+        mine = [kind for kind in counts if kind.group == index and taken[kind]]
+        if mine:
+            smallest = min(mine, key=taken.__getitem__)
+            at_once = taken_by_steps(optimizer, smallest, 2) >= 1.5 * taken[smallest]
+            all_of = [taken[kind] * counts[kind] for kind in mine]
+            most = max(most, sum(all_of) if at_once else max(taken[kind] for kind in mine))
+    return most
+
+
+def taken_by_steps(optimizer: torch.optim.Optimizer, kind: Kind, count: int) -> int:
+    """Bytes that a step of so many parameters takes besides its state."""
+    trial, _ = trial_of(optimizer, [kind] * count)
+    type(trial).step(trial)
+    allocator = allocator_bytes(kind.device)
+    allocator.start()
+    try:
+        before, _ = allocator.restart()
+        type(trial).step(trial)
+        now, peak = allocator.now_and_peak()
+    finally:
+        allocator.stop()
+    return max(0, peak - max(before, now))
+
+
+def stepped(optimizer: torch.optim.Optimizer, wanted: list[Kind]) -> dict[Kind, list[int]]:
+    """Bytes of each tensor of the state that a step of a copy of the optimizer gives a parameter."""
+    trial, made = trial_of(optimizer, wanted)
+    type(trial).step(trial)
+    return {
+        kind: [t.untyped_storage().nbytes() for t in on_device(tensors(trial.state[p]), p.device)]
+        for kind, p in zip(wanted, made, strict=True)
+    }
+
+
+def trial_of(
+    optimizer: torch.optim.Optimizer, wanted: list[Kind]
+) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
+    """A copy of the optimizer for parameters of zeros, and those."""
     nothing = {id(p): p.new_empty(0) for group in optimizer.param_groups for p in group["params"]}
     stateless = copy.copy(optimizer)
     stateless.state = defaultdict(dict)
@@ -66,5 +147,4 @@ def stepped(
         made.append(p)
     for group, parameters in zip(trial.param_groups, groups, strict=True):
         group["params"] = parameters
-    type(trial).step(trial)
-    return [on_device(tensors(trial.state[p]), p.device) for p in made]
+    return trial, made
