@@ -22,14 +22,54 @@ _NAMES = {code[0]: name for name, code in vars(pickle).items() if name.isupper()
 class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """The one written in Python: its instructions are a table, and its memo a dict, which a file cannot make huge."""
 
+    stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
         code: call
         for code, call in pickle._Unpickler.dispatch.items()  # type: ignore[attr-defined]
         if _NAMES.get(code) in _PLAIN
     }
 
+    def load_setitem(self) -> None:
+        if type(self.stack[-2]) not in (str, int):
+            raise pickle.UnpicklingError(f"a {type(self.stack[-2]).__name__} is the key of a dict")
+        pickle._Unpickler.load_setitem(self)  # type: ignore[attr-defined]
+
+    def load_setitems(self) -> None:
+        if not {type(key) for key in self.stack[::2]} <= {str, int}:
+            raise pickle.UnpicklingError("the key of a dict is no text")
+        pickle._Unpickler.load_setitems(self)  # type: ignore[attr-defined]
+
+    def load_dict(self) -> None:
+        if not {type(key) for key in self.stack[::2]} <= {str, int}:
+            raise pickle.UnpicklingError("the key of a dict is no text")
+        pickle._Unpickler.load_dict(self)  # type: ignore[attr-defined]
+
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+# In dispatch stand the functions, not their names. A tuple that holds another twice, and that another twice, and so on,
+# would never be hashed to an end.
+_PlainUnpickler.dispatch |= {
+    pickle.SETITEM[0]: _PlainUnpickler.load_setitem,
+    pickle.SETITEMS[0]: _PlainUnpickler.load_setitems,
+    pickle.DICT[0]: _PlainUnpickler.load_dict,
+}
+
+
+def integer(value: Any) -> int:
+    """A number of a snapshot. TypeError for anything else: what is nested is never written out, as it may share parts
+    so often that it would not end."""
+    if type(value) is not int:
+        raise TypeError(f"a {type(value).__name__} where a whole number is due")
+    return value
+
+
+def text(value: Any) -> str:
+    """A text of a snapshot; TypeError for anything else."""
+    if type(value) is not str:
+        raise TypeError(f"a {type(value).__name__} where a text is due")
+    return value
 
 
 def is_pickle(content: bytes) -> bool:
@@ -72,13 +112,14 @@ class _Lines:
     def block(self, to: list[str], address: int, size: int, stream: int, pool: int) -> None:
         number = self.first_id + self.ids
         self.ids += 1
+        address, size, stream = integer(address), integer(size), integer(stream)
         where = f" {self.device} {pool}" if pool else f" {self.device}" if self.device else ""
         to.append(f"a {number} {size} {stream}{where}")
         self.live[address] = number, stream
 
     def pool(self, entry: dict[str, Any], key: str) -> int:
         """torch's pool of an entry as a number, 0 for the general one (and where this torch does not say)."""
-        name = entry.get(key) or (0, 0)
+        name = tuple(map(integer, entry.get(key) or (0, 0)))
         return 0 if not any(name) else self.pools.setdefault(name, len(self.pools) + 1)
 
     def free(self, address: int) -> None:
@@ -86,7 +127,7 @@ class _Lines:
         self.lines.append(f"f {number} {stream}")
 
     def event(self, entry: dict[str, Any]) -> None:
-        action, address = entry["action"], entry.get("addr", 0)
+        action, address = text(entry["action"]), integer(entry.get("addr", 0))
         if action == "alloc":
             if address in self.live:  # its free was not recorded: history was off then
                 self.free(address)
@@ -98,13 +139,13 @@ class _Lines:
 
     def segment(self, segment: dict[str, Any]) -> None:
         """What is live at the end and was never seen to be allocated was there before."""
-        address = segment["address"]
+        address = integer(segment["address"])
         for block in segment["blocks"]:
-            at = block.get("address", address)
+            at = integer(block.get("address", address))
             if block["state"] == "active_allocated" and at not in self.live:
                 size = block.get("requested_size", block["size"])
                 self.block(self.before, at, size, segment["stream"], self.pool(segment, "segment_pool_id"))
-            address += block["size"]
+            address += integer(block["size"])
 
 
 def _lines(snapshot: dict[str, Any]) -> Iterator[str]:
@@ -131,14 +172,16 @@ def as_trace(snapshot: dict[str, Any]) -> bytes:
     first. History knows no steps, no record_stream and no waits between streams, so the trace has none.
     Raises ValueError where there is no history, or it is not as torch writes it."""
     try:
-        text = "\n".join(_lines(snapshot))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"its history is not as torch writes it: {type(error).__name__}: {error}") from None
-    if not text:
+        written = "\n".join(_lines(snapshot))
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, ArithmeticError) as error:
+        raise ValueError(
+            f"its history is not as torch writes it: {type(error).__name__}: {error!s:.200}"
+        ) from None
+    if not written:
         raise ValueError(
             "it has no history of requests: call torch.cuda.memory._record_memory_history() before they are made"
         )
-    return text.encode() + b"\n"
+    return written.encode() + b"\n"
 
 
 def read(content: bytes) -> bytes:

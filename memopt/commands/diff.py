@@ -32,7 +32,9 @@ def run(options: argparse.Namespace) -> int:
         names = [options.before, options.after]
         try:
             report_page.write([before, after], options.output, title=" and ".join(names), names=names)
-        except (ValueError, ImportError) as error:
+        except ValueError as error:
+            raise OSError(f"{' and '.join(names)}: {error}") from error
+        except ImportError as error:
             raise OSError(error) from error
         if not options.quiet:
             print(f"written: {options.output}", file=sys.stderr)

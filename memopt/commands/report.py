@@ -44,7 +44,9 @@ def run(options: argparse.Namespace) -> int:
     check_writable(path, options.force)
     try:
         session.write(recordings, path, leaks=found)
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
+        raise OSError(f"{options.file}: {error}") from error
+    except ImportError as error:
         raise OSError(error) from error
     if not options.quiet:
         print(f"written: {path}", file=sys.stderr)

@@ -8,6 +8,7 @@ import mmap
 import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -139,10 +140,9 @@ class MmapDataset:
     that it is pickled to refuses a file that was written or replaced since."""
 
     def __init__(self, source: Any, fields: str | Sequence[str] | None = None) -> None:
+        is_path = isinstance(source, str | os.PathLike)
         chunks, form = (
-            row_sources.from_path(os.fspath(source))
-            if isinstance(source, str | os.PathLike)
-            else row_sources.from_source(source)
+            row_sources.from_path(os.fspath(source)) if is_path else row_sources.from_source(source)
         )
         if fields is not None:
             names = row_sources.names_of(fields)
@@ -157,11 +157,10 @@ class MmapDataset:
             raise ValueError(f"memopt.data.MmapDataset: {source!r} has no fields")
         self._chunks, self._form = chunks, form
         # Arrow's own mapping cannot be made again from an offset: a worker opens the whole file.
-        is_arrow = isinstance(source, str | os.PathLike) and not all(
-            isinstance(one, Part) for parts in chunks.values() for one in parts
-        )
+        is_arrow = is_path and not all(isinstance(one, Part) for parts in chunks.values() for one in parts)
         self._reopened = (os.path.abspath(os.fspath(source)), fields) if is_arrow else None
-        self._open()
+        with mapped_file.naming(os.path.abspath(os.fspath(source))) if is_path else nullcontext():
+            self._open()
 
     def _open(self) -> None:
         files = {one.file for chunk in self._chunks.values() for one in chunk if isinstance(one, Part)}

@@ -9,6 +9,8 @@ import math
 import mmap
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,16 +85,35 @@ def view(part: Part, mapping: mmap.mmap | None) -> Any:
     return torch.frombuffer(mapping, dtype=dtype, count=count, offset=part.begin).reshape(part.shape)
 
 
-def safetensors_parts(path: str) -> tuple[dict[str, Part], dict[str, str]]:
-    """(fields, metadata) of a safetensors file; Malformed, naming the file, unless it is whole."""
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Errors of what reads a file name it: Malformed, or TypeError for numbers that torch does not have. Readers raise
+    all kinds of errors of a damaged or forged file."""
     try:
-        with open(path, "rb") as file:
-            there = File.at(path, os.fstat(file.fileno()))
-            length = safetensors_layout.header_length(file.read(8), there.size)
-            file.seek(0)
-            extents, metadata = safetensors_layout.parse(file.read(length), there.size)
-    except safetensors_layout.Malformed as error:
-        raise safetensors_layout.Malformed(f"{path}: {error}") from None
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        if (isinstance(error, OSError) and error.errno is not None) or path in str(error):
+            raise
+        text = (
+            f"{path}: {error}"
+            if isinstance(error, ValueError | TypeError)
+            else f"{path}: {_DAMAGED}: {error!r}"
+        )
+        raise (TypeError if isinstance(error, TypeError) else safetensors_layout.Malformed)(text) from None
+
+
+_DAMAGED = "it is damaged, or not what its name says"
+
+
+def safetensors_parts(path: str) -> tuple[dict[str, Part], dict[str, str]]:
+    """(fields, metadata) of a safetensors file; Malformed unless it is whole."""
+    with open(path, "rb") as file:
+        there = File.at(path, os.fstat(file.fileno()))
+        length = safetensors_layout.header_length(file.read(8), there.size)
+        file.seek(0)
+        extents, metadata = safetensors_layout.parse(file.read(length), there.size)
     parts = {
         name: Part(there, safetensors_layout.TORCH[one.dtype], one.shape, one.begin)
         for name, one in extents.items()
@@ -104,7 +125,14 @@ def npy_part(path: str) -> Part:
     """The array of a .npy file."""
     import numpy
 
-    array = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        array = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # its header is read as a Python expression, with what errors those have
+        raise ValueError(f"{_DAMAGED}: {error!r}") from None
+    if not isinstance(array, numpy.memmap):
+        raise ValueError(f"{_DAMAGED}: it holds a {type(array).__name__}")
     return memmap_part(array)
 
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memopt.data.mapped_file import File, Part, memmap_part, npy_part, safetensors_parts
+from memopt.data.mapped_file import File, Part, memmap_part, naming, npy_part, safetensors_parts
 from memopt.data.mapped_writer import PADDING
 from memopt.data.safetensors_layout import Malformed
 
@@ -19,6 +19,11 @@ Chunks = list[Any]
 def from_path(path: str) -> tuple[dict[str, Chunks], str]:
     """(fields, the form of a row: "dict", "tuple" or "single") of a file."""
     path = os.path.abspath(path)
+    with naming(path):
+        return _from_file(path)
+
+
+def _from_file(path: str) -> tuple[dict[str, Chunks], str]:
     ending = os.path.splitext(path)[1]
     if ending == ".npy":
         return {"0": [npy_part(path)]}, "single"
@@ -99,10 +104,13 @@ def _arrow_file(path: str) -> Any:
 
     mapped = pyarrow.memory_map(path)
     try:
-        return pyarrow.ipc.open_file(mapped).read_all()
+        table = pyarrow.ipc.open_file(mapped).read_all()
     except pyarrow.ArrowInvalid:
         mapped.seek(0)
-        return pyarrow.ipc.open_stream(mapped).read_all()
+        table = pyarrow.ipc.open_stream(mapped).read_all()
+    # Arrow believes what a file says of lengths and offsets: wrong ones end the process, or read elsewhere.
+    table.validate(full=True)
+    return table
 
 
 def _from_table(table: Any) -> dict[str, Chunks]:

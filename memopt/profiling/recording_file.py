@@ -15,6 +15,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _TEXT = ("device", "source")
 # gigabytes is one that was made to fill the memory.
 _MOST_BYTES, _MOST_RATIO = 256 << 20, 100
 _MOST_JSON = 1 << 30
+_MOST_DEVICES = 1 << 16
 _MOST_SIZE = 1 << 56  # bytes of a block: sums of 64 of them still are int64, and devices have less
 
 
@@ -73,9 +75,33 @@ def load_all(path: str | Path) -> list[Recording]:
             )
         if not found:
             raise ValueError("it holds no recording")
-        return found
+        return [_checked(recording) for recording in found]
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _checked(recording: Recording) -> Recording:
+    """The recording, with texts that any encoding can write: a file may say half of a character. ValueError for numbers
+    that no device has."""
+    size = recording.columns["size"]
+    if len(size) and not (int(size.min()) >= 0 and float(size.double().sum()) < _MOST_SIZE):
+        raise ValueError("it has blocks of impossible sizes")
+    return replace(
+        recording,
+        device=_text(recording.device),
+        source=_text(recording.source),
+        stacks=[
+            tuple(Frame(_text(one.file), one.line, _text(one.function)) for one in stack)
+            for stack in recording.stacks
+        ],
+        modules=[_text(name) for name in recording.modules],
+        marks=[Mark(mark.event, _text(mark.kind), _text(mark.text)) for mark in recording.marks],
+        facts=json.loads(_text(json.dumps(recording.facts, ensure_ascii=False))),
+    )
+
+
+def _text(text: str) -> str:
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 # ---- memopt's own form -----------------------------------------------------------------------------------------------
@@ -200,9 +226,7 @@ def _recording(described: dict[str, Any], columns: dict[str, torch.Tensor]) -> R
     if not (capacity is None or (_is_int(capacity) and capacity >= 0)) or not isinstance(facts, dict):
         raise ValueError("its capacity or its facts are not what memopt writes")
     extra = {name: columns.pop(name) for name in _EXTRA}
-    size, events = columns["size"], len(extra["times_us"])
-    if len(size) and not (int(size.min()) >= 0 and float(size.double().sum()) < _MOST_SIZE):
-        raise ValueError("it has blocks of impossible sizes")
+    events = len(extra["times_us"])
     if len(extra["reserved_events"]) != len(extra["reserved_bytes"]):
         raise ValueError("its reserved memory is not what memopt writes")
     marks = [Mark(*mark) for mark in _list(described, "marks", list) if _is_mark(mark, events)]
@@ -262,10 +286,12 @@ def from_snapshot(snapshot: dict[str, Any]) -> list[Recording]:
     had set (torch.cuda.memory._set_memory_metadata) stands where a module's name would. Raises ValueError where it is
     not as torch writes it."""
     try:
-        devices = {segment["device"] for segment in snapshot.get("segments", [])}
+        devices = {snapshot_file.integer(segment["device"]) for segment in snapshot.get("segments", [])}
         devices |= {n for n, trace in enumerate(snapshot["device_traces"]) if trace}
         ordered = sorted(devices)
-    except (KeyError, TypeError, AttributeError) as error:
+        if ordered and not 0 <= ordered[0] <= ordered[-1] < _MOST_DEVICES:
+            raise ValueError("its segments are of devices that cannot be")
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"it is not as torch writes it: {type(error).__name__}: {error}") from None
     found = []
     for device in ordered:

@@ -10,6 +10,7 @@ import torch
 from memopt import _C
 from memopt.profiling.blocks import pair
 from memopt.profiling.recording import OTHER, Frame, Mark, Stack
+from memopt.snapshot_file import integer, text
 
 _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -52,7 +53,7 @@ class _Stacks(_Table):
     def of(self, frames: list[dict[str, Any]]) -> int:
         known = self._lists.get(id(frames))
         if known is None:
-            stack = tuple(Frame(str(f["filename"]), int(f["line"]), str(f["name"])) for f in frames)
+            stack = tuple(Frame(text(f["filename"]), integer(f["line"]), text(f["name"])) for f in frames)
             known = self._lists[id(frames)] = self.number(stack)
         return known
 
@@ -61,8 +62,10 @@ def read(snapshot: dict[str, Any], device: int) -> History:
     """Raises ValueError where the snapshot is not as torch writes them."""
     try:
         return _read(snapshot, device)
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError) as error:
-        raise ValueError(f"its history is not as torch writes it: {type(error).__name__}: {error}") from None
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, ArithmeticError) as error:
+        raise ValueError(
+            f"its history is not as torch writes it: {type(error).__name__}: {error!s:.200}"
+        ) from None
 
 
 def _read(snapshot: dict[str, Any], device: int) -> History:
@@ -79,7 +82,7 @@ def _read(snapshot: dict[str, Any], device: int) -> History:
             stacks.of(entry.get("frames") or []) if entry["action"] == "alloc" else 0 for entry in entries
         ),
         "module": _column(
-            labels.number(str(entry.get("user_metadata") or "")) if entry["action"] == "alloc" else 0
+            labels.number(text(entry.get("user_metadata") or "")) if entry["action"] == "alloc" else 0
             for entry in entries
         ),
     }
@@ -99,7 +102,7 @@ def _read(snapshot: dict[str, Any], device: int) -> History:
         "module": torch.cat((torch.zeros(len(before), dtype=torch.int64), columns["module"])),
     }
     columns["category"] = torch.full_like(columns["born"], OTHER)
-    reserved = _reserved(trace, sum(segment["total_size"] for segment in segments))
+    reserved = _reserved(trace, sum(integer(segment["total_size"]) for segment in segments))
     return History(
         columns=columns,
         times_us=_column(entry.get("time_us", 0) for entry in entries),
@@ -112,15 +115,15 @@ def _read(snapshot: dict[str, Any], device: int) -> History:
 
 
 def _column(values: Any) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int64)
+    return torch.tensor([integer(value) for value in values], dtype=torch.int64)
 
 
 def _blocks(segments: list[dict[str, Any]], known: set[int]) -> Any:
     """What lives at the end and is not `known` by its address: it was there before."""
     for segment in segments:
-        address = segment["address"]
+        address = integer(segment["address"])
         for block in segment["blocks"]:
-            at = block.get("address", address)
+            at = integer(block.get("address", address))
             if block["state"] == "active_allocated" and at not in known:
                 yield {
                     "address": at,
@@ -128,7 +131,7 @@ def _blocks(segments: list[dict[str, Any]], known: set[int]) -> Any:
                     "stream": segment["stream"],
                     "frames": block.get("frames") or [],
                 }
-            address += block["size"]
+            address += integer(block["size"])
 
 
 def _ooms(trace: list[dict[str, Any]]) -> list[Mark]:
@@ -146,9 +149,9 @@ def _reserved(trace: list[dict[str, Any]], at_end: int) -> tuple[torch.Tensor, t
     changes: dict[int, int] = {}
     events = 0
     for entry in trace:
-        sign = _GROWS.get(entry["action"])
+        sign = _GROWS.get(text(entry["action"]))
         if sign is not None:
-            changes[events] = changes.get(events, 0) + sign * entry["size"]
+            changes[events] = changes.get(events, 0) + sign * integer(entry["size"])
         elif entry["action"] in ("alloc", "free_requested"):
             events += 1
     at = torch.tensor([-1, *changes], dtype=torch.int64)

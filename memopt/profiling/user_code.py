@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import os
 import re
 import sysconfig
 from collections.abc import Callable
@@ -61,5 +62,7 @@ def short_name(frame: Frame) -> str:
 
 
 def source_of(frame: Frame) -> str:
-    """The line's text, "" where its file is not here."""
+    """The line's text, "" where its file is not here. A recording may name what has no end, as a device or a pipe."""
+    if "\0" in frame.file or (os.path.exists(frame.file) and not os.path.isfile(frame.file)):
+        return ""
     return linecache.getline(frame.file, frame.line).strip()
