@@ -249,3 +249,21 @@ def test_a_copy_of_an_optimizer_does_not_share_its_plan():
     give_gradients(copied, number=1)
     twin.step()
     assert same_bits(before, ours) and not same_bits(before, copied)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_first_step_makes_no_states_so_that_the_parameters_type_may_change(kind):
+    name, options = KINDS[kind]
+    new, old, ours, theirs = both(name, **options)
+    scalers = scaler(), scaler()
+    scaled_gradients([ours, theirs], 1024.0, 0, float("inf"))
+    for each, optimizer in zip(scalers, (new, old), strict=True):
+        each.step(optimizer)
+    assert not any(new.state.get(p) for p in ours)
+    for p in (*ours, *theirs):
+        p.grad = None
+        p.data = p.data.double()
+    give_gradients(ours, theirs, number=1)
+    new.step()
+    old.step()
+    assert distance(ours, theirs) < 1e-12

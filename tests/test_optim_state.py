@@ -139,11 +139,11 @@ WRONG_STATES = {
     "type": ("amsgrad", spoiled("exp_avg", torch.Tensor.long), "'exp_avg' is of torch.int64"),
     "no tensor": ("amsgrad", spoiled("exp_avg", lambda t: t.tolist()), "'exp_avg' is list, not a tensor"),
     "step": ("amsgrad", spoiled("step", lambda t: torch.ones(2)), r"'step' has the shape \(2,\)"),
-    "codes": ("amsgrad", spoiled("exp_avg", torch.Tensor.byte), "'exp_avg' and 'exp_avg_scale' are not codes"),
+    "codes": ("amsgrad", spoiled("exp_avg", torch.Tensor.byte), "'exp_avg' and 'exp_avg_scale' are no codes"),
     "bits": (
         "amsgrad",
         lambda s: s.update(exp_avg=s["exp_avg"].to(torch.int8), exp_avg_scale=torch.ones(1)),
-        "'exp_avg' and 'exp_avg_scale' are not codes",
+        "'exp_avg' and 'exp_avg_scale' are no codes",
     ),
     "scales": (
         "amsgrad",
@@ -289,6 +289,21 @@ def test_which_parameters_have_8_bits_is_a_groups_option():
     run([(new, params)], 2)
     kinds = [new.state[p]["exp_avg"].dtype for p in params]
     assert kinds == [torch.uint8, torch.float32, torch.float32, torch.uint8]
+
+
+def test_a_parameter_whose_first_gradient_is_late_and_in_another_order_has_states_like_the_others():
+    eight, a = ours_of(state_bits=8)
+    give_gradients(a[1:], number=0)
+    eight.step()
+    a[0].grad = torch.randn(70, 64, generator=generator()).t()
+    eight.step()
+    assert eight.state[a[0]]["exp_avg"].dtype is torch.uint8
+    made, (p, q) = ours_of("sgd", shapes=[(3, 4), (2,)], dtype=torch.bfloat16, master_weights=True)
+    q.grad = torch.ones_like(q)
+    made.step()
+    p.grad = torch.ones(4, 3, dtype=torch.bfloat16).t()
+    made.step()
+    assert made.state[p]["master_param"].dtype is torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -71,9 +71,9 @@ class AdamStates(OnePass):
             if not codes and scale is None:
                 wrong = not_like(p, state, name)
             elif not codes or not isinstance(scale, Tensor):
-                wrong = f"its states {name!r} and {name + '_scale'!r} are not codes (uint8, of its shape) and their scales"
+                wrong = f"its states {name!r} and '{name}_scale' are no codes (uint8, of its shape) with scales"
             elif scale.shape != (blocks(p),):
-                wrong = f"its state {name + '_scale'!r} has the shape {tuple(scale.shape)}, not {(blocks(p),)}"
+                wrong = f"its state '{name}_scale' has the shape {tuple(scale.shape)}, not {(blocks(p),)}"
             else:
                 wrong = None
             if wrong:

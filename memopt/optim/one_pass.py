@@ -84,7 +84,11 @@ class OnePass(torch.optim.Optimizer):
             scaling = _Scaling(self)
         plan, first = self._plan, []
         left = self._collect()
-        if left is None:
+        if left is None or (left and self._lack_states(left)):
+            if scaling is not None and scaling.is_skipped_on_cpu():
+                if plan is not None:
+                    plan.drop()
+                return loss
             with torch.no_grad():
                 first = self._complete_all()
             if first and scaling is not None and scaling.is_skipped():
@@ -112,6 +116,17 @@ class OnePass(torch.optim.Optimizer):
         finally:
             plan.drop()
         return loss
+
+    def _lack_states(self, left: list[int]) -> bool:
+        """Whether one of these parameters was left for its gradient's order and has yet to get states."""
+        flat = [(p, group) for group in self.param_groups for p in group["params"]]
+        return any(
+            not self.state.get(p) and self._has_states(group) and p.grad.layout is torch.strided and is_plain(p)
+            for p, group in (flat[number] for number in left)
+        )
+
+    def _has_states(self, group: dict[str, Any]) -> bool:
+        return True
 
     def _collect(self) -> list[int] | None:
         if self._is_collected:
@@ -277,6 +292,10 @@ class _Scaling:
         if self.found_inf is None:
             return None
         return self.found_inf.detach().to(device=device, dtype=torch.float32, non_blocking=True)
+
+    def is_skipped_on_cpu(self) -> bool:
+        """Whether the step is skipped, where nothing has to be waited for to know it."""
+        return self.found_inf is not None and self.found_inf.device.type == "cpu" and self.is_skipped()
 
     def is_skipped(self) -> bool:
         return self.found_inf is not None and bool(self.found_inf.item() != 0)
