@@ -14,6 +14,8 @@ from torch.nn.utils import parametrizations
 
 import memopt
 from memopt.chain import InfeasibleBudget
+from memopt.checkpointing.measure_chain import default_loss
+from tests.test_auto_checkpoint import live_peak
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -47,7 +49,7 @@ class Counting(Layer):
         self.n += 1
         self.calls += 1
         self.seen.append(self.calls)
-        return super().forward(x) * (1 + 0.1 * self.n.item() + 0.01 * self.calls + 0.001 * sum(self.seen))
+        return super().forward(x) * (1 - 0.02 * self.n.item() + 0.01 * self.calls + 0.001 * sum(self.seen))
 
 
 class Averaging(Layer):
@@ -255,3 +257,73 @@ def test_random_models_train_as_without_checkpoints() -> None:
             wrong = [i for i, pair in enumerate(zip(found, expected, strict=True)) if not same(*pair)]
             assert not wrong, (seed, plain, plain.twice, accumulate, budget / least)
     assert worked >= 5
+
+
+@pytest.mark.parametrize("kind", [Counting, Averaging, lambda: Mixed(parametrizations.spectral_norm)])
+def test_twenty_steps_are_the_plain_runs(kind: object) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(kind() for _ in range(6)))
+
+    model, sample = build(), torch.randn(ROWS, WIDTH)
+    least = least_budget(model, sample, lambda out: out.square().mean())
+    memopt.auto_checkpoint(model, sample, memory_budget=least, loss=lambda out: out.square().mean())
+    assert model.plan.runner is not None
+    assert all(map(same, train(model, 20, False), train(build(), 20, False)))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_budget_holds_what_norms_make(norm: object) -> None:
+    """Weights of their directions and norms, whose gradients come behind the stages'."""
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return out.square().mean()
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(layer for _ in range(6) for layer in (norm(nn.Linear(256, 256)), nn.Tanh())))
+
+    sample = torch.randn(64, 256)
+    budget = least_budget(build(), sample, loss)
+    model = build()
+    memopt.auto_checkpoint(model, sample, memory_budget=budget, loss=loss)
+    for _ in range(2):
+        assert live_peak(model, sample, loss) <= model.plan.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_functions_in_a_row_keep_their_state_too(hidden: bool) -> None:
+    """hidden: the functions do not show which modules they call."""
+    torch.manual_seed(0)
+    kinds = (Counting, Averaging, Chancy, lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), Layer)
+    plain = nn.ModuleList(kind() for kind in (Layer, *kinds))
+    model = copy.deepcopy(plain)
+    functions = [(lambda x, m=module: m(x)) if hidden else module for module in model]
+    with pytest.raises(InfeasibleBudget) as error:
+        memopt.checkpoint_sequential(functions, None, torch.randn(ROWS, WIDTH), memory_budget=1)
+    for step in range(3):
+        outs = []
+        for which in (plain, model):
+            which.zero_grad()
+            torch.manual_seed(step)
+            random.seed(step)
+            x = torch.randn(ROWS, WIDTH)
+            if which is plain:
+                for module in plain:
+                    x = module(x)
+            else:
+                x = memopt.checkpoint_sequential(
+                    functions, None, x, memory_budget=error.value.least_budget
+                )
+            x.square().mean().backward()
+            outs.append([x.detach(), *(p.grad for p in which.parameters()), *state_of(which)])
+        assert all(map(same, *outs))
+
+
+def test_state_that_was_not_seen_to_change_is_refused_by_name() -> None:
+    """As by a model that was measured in eval() and is trained."""
+    model = nn.Sequential(*(Layer() for _ in range(3)), Mixed(parametrizations.spectral_norm), Layer())
+    sample = torch.randn(ROWS, WIDTH)
+    memopt.auto_checkpoint(model.eval(), sample, memory_budget=least_budget(model, sample, default_loss))
+    with pytest.raises(RuntimeError, match=r"_u of _SpectralNorm is changed by its forward.*again"):
+        model.train()(sample)

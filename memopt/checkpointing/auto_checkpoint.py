@@ -16,7 +16,7 @@ from memopt.checkpointing.chain_runner import ChainRunner
 from memopt.checkpointing.checked_plan import Candidate, Step, checked_plan
 from memopt.checkpointing.measure_chain import ChainMeasurement, Loss, default_loss, nothing_changes
 from memopt.checkpointing.model_chain import Member, ModelChain, forwards
-from memopt.checkpointing.module_state import put_back_after
+from memopt.checkpointing.module_state import Snapshot
 from memopt.checkpointing.plan import Plan
 from memopt.checkpointing.planning import budget_bytes
 from memopt.checkpointing.stage_costs import device_of, tensors_in
@@ -147,7 +147,7 @@ def make_plan(
     spread = stages_on_ranks.is_spread(model)
     with (
         nothing_changes(model.parameters(), model.buffers()),
-        put_back_after(model.modules(), parameters=not stages_on_ranks.is_sharded(model)),
+        Snapshot(model.modules(), parameters=not stages_on_ranks.is_sharded(model)),
     ):
         found = ModelChain(model, args, kwargs)
         measured = ChainMeasurement(found, loss)

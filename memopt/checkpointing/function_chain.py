@@ -29,7 +29,6 @@ from memopt.checkpointing.module_state import (
     WeakChanges,
     changes_within,
     joined,
-    put_back_after,
     watched,
 )
 from memopt.checkpointing.planning import budget_bytes
@@ -234,7 +233,10 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
                 [b for module in modules for b in module.buffers()],
             )
         )
-        stack.enter_context(put_back_after(inner for module in modules for inner in module.modules()))
+        state = stack.enter_context(
+            watched(inner for module in modules for inner in module.modules())
+        )
+        stack.callback(state.put_back)
         chain = FunctionChain(functions, input)
         if not chain.needs_gradients:
             return None

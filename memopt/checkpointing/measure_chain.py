@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from memopt.checkpointing.allocator_bytes import block_bytes
 from memopt.checkpointing.chain_runner import Held, StageCall, unchangeable
 from memopt.checkpointing.model_chain import repeatedly, without_graph
-from memopt.checkpointing.module_state import Changes
+from memopt.checkpointing.module_state import Changes, cut
 from memopt.checkpointing.stage_costs import (
     Meter,
     StageBytes,
@@ -130,6 +130,12 @@ class ExternalGrad(NamedTuple):
     nbytes: int
 
 
+def made_before(changes: Changes) -> list[torch.Tensor]:
+    """What hooks have made for a stage, with a graph: weights of their norms and directions."""
+    values = [slot.get() for slot in changes]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+
+
 class ChainMeasurement:
     """Bytes and seconds of a chain's stages, and of what comes after the last.
 
@@ -158,6 +164,7 @@ class ChainMeasurement:
         self.external_grads: list[ExternalGrad] = []
         self.others: list[torch.UntypedStorage] = []
         torch.clear_autocast_cache()  # what finding the chain has left there
+        self.made_before: list[torch.Tensor] = []  # of the stage that runs
         self.measure_bytes()
         self.standing_bytes = bytes_of(self.standing)
         self.standing_bytes += sum(block_bytes(one.nbytes(), one.device) for one in self.others)
@@ -170,11 +177,12 @@ class ChainMeasurement:
         def run(k: int, *args: Any, **kwargs: Any) -> Any:
             call = StageCall(args, kwargs, self.outputs, self.chain.state[k])
             linked = call.take_linked()
+            self.made_before = made_before(self.chain.state[k])
             with call.state.again():
                 stage(k, call, linked)
             self.clear_gradients()
             out = without_graph(self.functions[k], args, kwargs)
-            call.state.modules.cut()
+            cut(self.chain.state[k], call.state.modules.tensors)
             self.last_outputs = [unchangeable(tensor) for tensor in tensors_in(out)]
             call.state.ended()
             self.state_bytes += call.state.nbytes if self.device.type == "cpu" else 0
@@ -184,6 +192,8 @@ class ChainMeasurement:
                 ended()
             return out
 
+        for changes in self.chain.state:
+            cut(changes)
         return self.chain.run(run)
 
     def note_externals(self, k: int, call: StageCall, made_by: dict[int, int]) -> None:
@@ -204,6 +214,19 @@ class ChainMeasurement:
         return lambda: call.arguments(
             [Held.of(held.tensor.clone(), held.requires_grad) for held in linked], changing=True
         )
+
+    def gradient_bytes(self, made: list[torch.Tensor]) -> tuple[int, int]:
+        """Of the parameters that hooks made these of, after a backward pass through the hooks, and at the most in it."""
+        if not made:
+            return 0, 0
+        self.clear_gradients()
+        meter = Meter(self.device)
+        meter.ignore([*self.standing, *made])
+        with meter:
+            torch.autograd.backward(made, [torch.ones_like(tensor) for tensor in made], retain_graph=True)
+            gradients = bytes_of([p.grad for p in self.trainable if p.grad is not None])
+        self.clear_gradients()
+        return gradients, meter.peak
 
     def clear_gradients(self) -> None:
         for parameter in self.trainable:
@@ -245,10 +268,12 @@ class ChainMeasurement:
             self.linked_bytes.append(bytes_of([held.tensor for held in linked]))
             if (first := self.chain.lingering[k]) is not None:
                 more += self.linked_bytes[first]
+            gradients, peak = self.gradient_bytes(self.made_before)
             self.stage_bytes.append(
                 size._replace(
                     input_grad=size.input_grad + between,
-                    backward_overhead=max(0, size.backward_overhead - between),
+                    backward_overhead=max(0, size.backward_overhead - between, size.parameter_grad + peak),
+                    parameter_grad=size.parameter_grad + gradients,
                     forward_overhead=size.forward_overhead + more,
                     run_overhead=size.run_overhead + more,
                     remake_overhead=size.remake_overhead + more,
@@ -349,5 +374,5 @@ class ChainMeasurement:
         return [*sizes, self.stage_bytes[-1]], [*times, self.stage_seconds[-1]]
 
     def forget(self) -> None:
-        self.externals, self.outputs, self.last_outputs = [], [], []
+        self.externals, self.outputs, self.last_outputs, self.made_before = [], [], [], []
         self.clear_gradients()

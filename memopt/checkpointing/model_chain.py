@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from memopt.checkpointing import batch_norm
 from memopt.checkpointing.chain_runner import StageCall, changeable
 from memopt.checkpointing.find_chain import Call, find_chain
-from memopt.checkpointing.module_state import Changes, changes_within, joined, watched
+from memopt.checkpointing.module_state import Changes, Snapshot, changes_within, joined
 from memopt.checkpointing.split_blocks import Run, SplitBlock, split
 from memopt.checkpointing.stage_costs import tensors_in
 from memopt.checkpointing.stages_on_ranks import is_sharded
@@ -72,8 +72,8 @@ class ModelChain:
         self.standing = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
         self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.has_own_parameters = not is_sharded(model)  # a unit's forward puts others in their places
-        with watched(model.modules(), self.has_own_parameters) as before:
-            calls = find_chain(model, args, kwargs)
+        before = Snapshot(model.modules(), self.has_own_parameters)
+        calls = find_chain(model, args, kwargs)
         blocks, changes = self.split_all(calls, before.changes())
         if sum(1 if block is None else len(block.parts) for block in blocks) > MOST_STAGES:
             blocks = [None] * len(calls)
@@ -114,8 +114,8 @@ class ModelChain:
                 if calls[k].children and plain[k] and not calls[k].changes:
                     found = split(module, calls[k].name, functions[k], call, linked)
                     blocks[k] = found if isinstance(found, SplitBlock) else None
-                with watched(module.modules(), self.has_own_parameters) as snapshot:
-                    out = without_graph(functions[k], args, kwargs)
+                snapshot = Snapshot(module.modules(), self.has_own_parameters)
+                out = without_graph(functions[k], args, kwargs)
                 own[k] = snapshot.changes()
             call.state.ended()
             call.note_outputs(out)

@@ -183,7 +183,14 @@ class Snapshot:
             found[PythonRandom()] = False
         return found
 
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.put_back()
+
     def put_back(self) -> None:
+        """All is again what it was; so it is when the snapshot, as a context, ends."""
         for slot in self.changes():
             if isinstance(slot, PythonRandom):
                 slot.put(self.random)
@@ -195,9 +202,9 @@ class Snapshot:
 
 
 @contextmanager
-def watched(modules: Iterable[torch.nn.Module], parameters: bool = True) -> Iterator[Snapshot]:
+def watched(modules: Iterable[torch.nn.Module]) -> Iterator[Snapshot]:
     """A snapshot of these modules, and of others when they are first called meanwhile."""
-    snapshot = Snapshot(modules, parameters)
+    snapshot = Snapshot(modules)
     thread = threading.get_ident()
 
     def see(module: torch.nn.Module, _: Any) -> None:
@@ -209,16 +216,6 @@ def watched(modules: Iterable[torch.nn.Module], parameters: bool = True) -> Iter
         yield snapshot
     finally:
         handle.remove()
-
-
-@contextmanager
-def put_back_after(modules: Iterable[torch.nn.Module], parameters: bool = True) -> Iterator[None]:
-    """State is afterwards what it was, of these modules and of those that are called."""
-    with watched(modules, parameters) as snapshot:
-        try:
-            yield
-        finally:
-            snapshot.put_back()
 
 
 def joined(*all_changes: Changes) -> Changes:
@@ -363,11 +360,12 @@ class ModuleState:
 
         return run
 
-    def cut(self) -> None:
-        """The run is over: what it left under these names keeps its gradient, but no graph."""
-        before = {tensor.untyped_storage()._cdata for tensor in self.tensors if is_plain(tensor)}
-        for found in self.found:
-            value = found.slot.get()
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None and is_plain(value):
-                if value.untyped_storage()._cdata not in before:
-                    found.slot.put(value.detach().requires_grad_())
+
+def cut(changes: Changes, beside: Iterable[torch.Tensor] = ()) -> None:
+    """What is under these names keeps its gradient, but no graph; unless it is in the memory of one of `beside`."""
+    kept = {tensor.untyped_storage()._cdata for tensor in beside if is_plain(tensor)}
+    for slot in changes:
+        value = slot.get()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None and is_plain(value):
+            if value.untyped_storage()._cdata not in kept:
+                slot.put(value.detach().requires_grad_())
