@@ -1,7 +1,8 @@
 """memopt: train bigger models in the memory you have, with PyTorch.
 
 Importing it changes nothing: each switch is explicit. Neither torch nor a GPU is needed to import it; what needs one
-says so when it is first used. `python -m memopt doctor` tells what works on this machine and why the rest does not."""
+says so when it is first used, and without torch dir() and help() list what works without. `python -m memopt doctor`
+tells what works on this machine and why the rest does not."""
 
 from __future__ import annotations
 
@@ -128,6 +129,7 @@ __getattr__, __dir__ = lazy_names(
 
 def load_ipython_extension(ipython: object) -> None:
     """%load_ext memopt: memopt.enable(), %memopt and %%memopt."""
+    importlib.import_module("memopt.torch_version").require("%load_ext memopt")
     importlib.import_module("memopt.notebooks.extension").load(ipython)
 
 

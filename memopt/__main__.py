@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 
 import memopt
 from memopt import log
 from memopt.commands import check_writable, demo, diff, doctor, estimate, replay, report, run
+from memopt.torch_version import missing
 
 COMMANDS = [demo, run, estimate, report, diff, replay, doctor]
 
@@ -18,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="memopt",
         description="Train bigger models in the memory you have.",
-        epilog="exit codes: 0 done; 1 done, and the answer is no; 2 the call was wrong",
+        epilog="exit codes: 0 done; 1 done, and the answer is no; 2 the call was wrong; 130 interrupted",
     )
     top.add_argument("--version", action="version", version=f"memopt {memopt.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -47,6 +49,15 @@ def main(argv: list[str] | None = None) -> int:
         status = options.run(options)
         sys.stdout.flush()
         return int(status)
+    except KeyboardInterrupt:
+        print(f"memopt {options.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except ImportError as error:
+        if error.name != "torch":
+            raise
+        lacks = missing(f"memopt {options.command}") if isinstance(error, ModuleNotFoundError) else error
+        print(lacks, file=sys.stderr)
+        return 2
     except BrokenPipeError:
         # The reader (head, less) has seen enough. Python would complain once more when it closes standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -34,15 +34,16 @@ def enable(
     if os.environ.get("MEMOPT_DISABLE", "") not in ("", "0"):
         logger.info("memopt.enable() does nothing: MEMOPT_DISABLE is set")
         return
-    from memopt import enabling
     from memopt.torch_version import require
+
+    require("memopt.enable()")
+    from memopt import enabling
 
     chosen = enabling.Settings(
         backend=_choice("backend", backend, "MEMOPT_BACKEND", _BACKENDS),
         memory_budget=_budget(memory_budget),
         on_oom=_choice("on_oom", on_oom, "MEMOPT_ON_OOM", _ON_OOM),
     )
-    require("memopt.enable()")
     enabling.install(chosen)
 
 
@@ -78,10 +79,11 @@ def patch() -> None:
     this early.
 
     memopt.disable() undoes it."""
-    from memopt import rebinding
     from memopt.torch_version import require
 
     require("memopt.patch()")
+    from memopt import rebinding
+
     rebinding.install()
 
 

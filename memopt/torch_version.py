@@ -49,12 +49,19 @@ def too_old(version: str) -> bool:
     return found is not None and (int(found[1]), int(found[2])) < OLDEST
 
 
+def missing(feature: str) -> ModuleNotFoundError:
+    """The error where torch cannot be imported: what Python's own says, with the feature and the remedy."""
+    return ModuleNotFoundError(
+        f"{feature} needs PyTorch, which is not installed: pip install 'torch>=2.10'", name="torch"
+    )
+
+
 def require(feature: str) -> None:
     """Raises ImportError, naming the feature and the mend, where torch is missing or too old."""
     version = installed()
     if version is None:
-        raise ImportError(f"{feature} needs PyTorch, which is not installed: pip install 'torch>=2.10'")
+        raise missing(feature)
     if too_old(version):
         raise ImportError(
-            f"{feature} needs PyTorch 2.10 or later, and this is {version}: pip install -U torch"
+            f"{feature} needs PyTorch 2.10 or later, and this is {version}: pip install -U torch", name="torch"
         )

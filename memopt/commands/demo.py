@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from memopt.commands import check_writable, write
+from memopt.torch_version import require
 
 NAME = "demo"
 HELP = "train two models in half the memory, here and now"
@@ -37,10 +38,8 @@ def _terminated(*_: object) -> NoReturn:
 def run(options: argparse.Namespace) -> int:
     if options.page:
         check_writable(options.page, options.force)
+    require("memopt demo")
     try:
-        from memopt.torch_version import require
-
-        require("memopt demo")
         from memopt.demo import page, screen, trainings
         from memopt.demo.progress_bars import ProgressBars
     except ImportError as error:

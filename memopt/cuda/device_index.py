@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memopt import torch_version
+
 if TYPE_CHECKING:
     import torch
 
@@ -14,6 +16,7 @@ def device_index(device: torch.device | str | int | None) -> int:
     device."""
     if isinstance(device, int):
         return device
+    torch_version.require("memopt.cuda")
     import torch
 
     chosen = torch.device("cuda" if device is None else device)

@@ -13,6 +13,7 @@ from memopt.data.tuning_report import Tuning
 from memopt.data.tuning_trial import Bounds, Trial
 from memopt.log import logger
 from memopt.running.host_memory_limits import available
+from memopt.torch_version import require
 
 _USED_AT_MOST = 0.9  # of what is free, where no budget is given
 _AS_FAST = 0.95  # of the fastest is as fast: what is measured in seconds varies so much
@@ -60,6 +61,7 @@ def tune(
     position: each trial begins where the loader stands.
 
     Raises TypeError for what is no DataLoader, ValueError for nonsense. Needs Linux."""
+    require("memopt.data.tune()")
     from torch.utils.data import DataLoader
 
     if not isinstance(loader, DataLoader):
