@@ -25,6 +25,19 @@ from dataclasses import dataclass, field, replace
 
 from memopt import _C
 
+__all__ = [
+    "LEVELS",
+    "Chain",
+    "InfeasibleBudget",
+    "Moment",
+    "Op",
+    "Option",
+    "Schedule",
+    "Stage",
+    "Table",
+    "solve",
+]
+
 Op = tuple[str, int] | tuple[str, int, str]
 """("fck", stage), or ("fall", stage, option) where not the stage's own way is taken."""
 

@@ -113,7 +113,10 @@ def run(training: Training, seconds: float) -> Answer:
         _in_child(training, write)
     os.close(write)
     try:
-        told = _heard(read, pid, seconds)
+        told = _heard(read, seconds)
+    except BaseException:  # an interrupt too
+        os.kill(pid, signal.SIGKILL)
+        raise
     finally:
         os.close(read)
         _, status = os.waitpid(pid, 0)
@@ -126,14 +129,13 @@ def run(training: Training, seconds: float) -> Answer:
     return Answer.from_json(answer)
 
 
-def _heard(read: int, pid: int, seconds: float) -> bytes:
+def _heard(read: int, seconds: float) -> bytes:
     import select
 
     end, parts = time.monotonic() + seconds, [b""]
     while True:
         ready, _, _ = select.select([read], [], [], max(0.0, end - time.monotonic()))
         if not ready:
-            os.kill(pid, signal.SIGKILL)
             raise ChildFailed(f"the fake tensors took more than {seconds:.0f} s")
         part = os.read(read, 1 << 20)
         if not part:

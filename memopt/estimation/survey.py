@@ -152,8 +152,12 @@ class Survey:
         return found
 
     def _several(self, asked: list[tuple[Request, str]]) -> list[Answer]:
-        with ThreadPoolExecutor(max(1, self.jobs)) as pool:
+        pool = ThreadPoolExecutor(max(1, self.jobs))
+        try:
             return list(pool.map(lambda one: self._ask(*one), asked))
+        finally:
+            # Of an interrupt nobody waits: the children that the threads wait for end with the block of Children.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _widen(self, found: Estimate, free: Answer) -> list[bool]:
         """Makes ranges of the figures, by runs at the other end of what is not knowable; whether each runs on it."""
