@@ -84,14 +84,16 @@ def test_an_estimate_ends_its_children(
 
 def test_an_interrupt_does_not_wait_for_runs_beside_it() -> None:
     """Their children end when it has left the block that they were started in."""
-    left, waited = threading.Event(), []
+    begun, left, waited = threading.Event(), threading.Event(), []
 
     class Interrupted:
         jobs = 2
 
         def _ask(self, number: int) -> None:
             if number == 0:
+                assert begun.wait(600)
                 raise KeyboardInterrupt
+            begun.set()
             waited.append(left.wait(60))
 
     try:
