@@ -47,19 +47,11 @@ mo_status mo_pool_wait(mo_pool *pool, mo_detail *detail)
 
 /* ---- before a request fails --------------------------------------------------------------------------------- */
 
-/* Whether the request would fit, were everything over that is not live. */
-static bool could_fit(const mo_pool *pool, size_t size)
-{
-    const size_t limit = pool->settings.budget ? pool->settings.budget : pool->device_bytes;
-
-    return !limit || (size_t)pool->stats.of[MO_ALLOCATED_BYTES][MO_STAT_ALL].current + size <= limit;
-}
-
-static bool may_wait(const mo_pool *pool, const mo_request *request, const mo_ladder *ladder)
+static bool may_wait(mo_pool *pool, const mo_request *request, const mo_ladder *ladder)
 {
     if (!mo_order_pending(&pool->order).streams && !mo_arenas_unsettled(pool))
         return false;
-    return !ladder->waits || (ladder->waits < MO_LADDER_WAITS && could_fit(pool, request->size));
+    return !ladder->waits || (ladder->waits < MO_LADDER_WAITS && request->size <= mo_pool_allocatable(pool));
 }
 
 /* One that finds nothing to wait for (what is left is being captured) is the last. */

@@ -145,7 +145,7 @@ mo_status mo_pool_synchronize(mo_pool *pool, mo_detail *detail);
 
 /* UNLOCKS. The next thing to try for a request that cannot be had. MO_OK: make it once more, from the start.
  * MO_NO_DEVICE_MEMORY: nothing is left to try; else the error that ended a wait. */
-#define MO_LADDER_WAITS 4 /* at most: threads that go on freeing and queueing would keep one waiting for ever */
+#define MO_LADDER_WAITS 64 /* at most: threads that go on freeing and queueing could keep one waiting for ever */
 typedef struct mo_ladder {
     int rung, waits;
 } mo_ladder;
@@ -171,6 +171,8 @@ mo_status mo_arenas_close(mo_pool *pool, mo_detail *detail);
 
 /* ---- pool_report.c ---------------------------------------------------------------------------------------- */
 
+/* Bytes that a request could have, were all work over (mo_fragmentation.largest_allocatable). */
+size_t mo_pool_allocatable(mo_pool *pool);
 /* Fills detail with what a user is told: out_of_memory.h. */
 void mo_pool_describe_oom(mo_pool *pool, const mo_arena *arena, size_t size, mo_detail *detail);
 mo_status mo_pool_check_locked(mo_pool *pool, mo_detail *detail);

@@ -378,6 +378,15 @@ void mo_pool_fragmentation(mo_pool *pool, mo_fragmentation *out)
     give(pool);
 }
 
+size_t mo_pool_allocatable(mo_pool *pool)
+{
+    mo_fragmentation f;
+    survey s;
+
+    survey_pool(pool, &s, &f);
+    return f.largest_allocatable;
+}
+
 void mo_pool_describe_oom(mo_pool *pool, const mo_arena *arena, size_t size, mo_detail *detail)
 {
     mo_fragmentation f;

@@ -124,6 +124,36 @@ TEST(another_thread_goes_on_while_one_waits_and_what_it_frees_serves_too)
     close_pool();
 }
 
+static int taken;
+
+/* It takes what is over, uses it and frees it: what was waited for is in use again. */
+static void another_is_first(void)
+{
+    mo_address blocks[4];
+
+    device.work_per_pause = ++taken > 20;
+    if (taken > 20)
+        return;
+    finish(A);
+    finish(B);
+    for (int i = 0; i < 4; i++)
+        blocks[i] = get(GRANULE, B);
+    for (int i = 0; i < 4; i++)
+        put(blocks[i]);
+}
+
+/* At each of these moments enough was free, and only in use. */
+TEST(a_request_outlasts_another_thread_that_is_always_first)
+{
+    every_other_granule((mo_pool_settings){.slack = 20}, false);
+    taken = 0;
+    meanwhile = another_is_first;
+    get(8 * MIB, A);
+    CHECK(taken > 10);
+    CHECK_POOL();
+    close_pool();
+}
+
 static uint64_t seed;
 static int depth;
 
