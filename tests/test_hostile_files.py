@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from test_recording_file import made
+from test_run_ranks import figures, rank
 
 import memopt
 from memopt.__main__ import main
@@ -308,3 +309,30 @@ def test_a_damaged_trace_is_refused_by_line_or_replayed(tmp_path, capsys):
     for _ in range(ROUNDS):
         path.write_bytes(damaged(whole, chance))
         told(["replay", str(path), "--json"], capsys)
+
+
+def test_forged_ranks_of_a_job_are_refused_in_one_line_or_told(tmp_path, capsys):
+    chance = random.Random(SEED)
+    path = tmp_path / "rank1.json"
+    for number in range(3):
+        rank(
+            tmp_path,
+            number,
+            3,
+            figures=figures((5 + 4 * number) << 20),
+            was_at=["a.py:3 in f"],
+            progress={"steps": 3},
+        )
+    whole = json.loads(path.read_text())
+    answers = set()
+    for _ in range(5 * ROUNDS):
+        path.write_text(json.dumps(swapped(whole, chance, PLAIN)))
+        for form in ("--text", "--json"):
+            status = main(["report", str(tmp_path), form])
+            out, err = capsys.readouterr()
+            out.encode()
+            assert status == 0 or (len(err.splitlines()) == 1 and str(path) in err), (
+                f"MEMOPT_SEED={SEED}: {err}"
+            )
+            answers.add(status)
+    assert answers == {0, 2}

@@ -101,7 +101,7 @@ def _checked(recording: Recording) -> Recording:
 
 
 def _text(text: str) -> str:
-    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 # ---- memopt's own form -----------------------------------------------------------------------------------------------

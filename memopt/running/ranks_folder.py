@@ -122,16 +122,81 @@ class RanksFolder:
             yield
 
 
+_MOST_RANKS = 1 << 20
+_ROW = {"name": (str,), "text": (str,), "bytes": (int,)}
+_FIGURES = {
+    "peak": (int,),
+    "peak_step": (int,),
+    "steps": (int,),
+    "by_category": dict,
+    "by_line": [_ROW],
+    "by_module": [_ROW],
+    "device?": (str,),
+    "peak_reserved?": (int, type(None)),
+    "oom?": (str, type(None)),
+}
+_RANK = {
+    "rank": (int,),
+    "ranks": (int,),
+    "job": (str,),
+    "host": (str,),
+    "state": (str,),
+    "pid": (int,),
+    "program?": (str,),
+    "status?": (int,),
+    "ended?": (str,),
+    "seconds?": (int, float),
+    "host_peak?": (int, type(None)),
+    "of_a_signal?": [(str,)],
+    "failure?": (str,),
+    "was_at?": [(str,)],
+    "figures?": _FIGURES,
+    "progress?": {"steps?": (int,)},
+}
+"""What a rank writes: types, a list or dict of them; those with a question mark may be missing, dicts None then."""
+
+
+def _check(value: Any, shape: Any, called: str) -> None:
+    """TypeError where a value is not of a shape; `called` is how the error speaks of it."""
+    if isinstance(shape, tuple):
+        least = -64 if called == "status" else 0  # a signal's is below zero
+        if type(value) not in shape or not (
+            type(value) is str or value is None or least <= value < 1 << 63  # as NaN is not
+        ):
+            raise TypeError(f"{called} is no {shape[0].__name__}")
+    elif isinstance(shape, list):
+        for number, one in enumerate(_of(value, list, called)):
+            _check(one, shape[0], f"{called}[{number}]")
+    elif shape is dict:
+        for name, one in _of(value, dict, called).items():
+            _check(one, (int,), f"{called}[{name!r:.100}]")
+    else:
+        _of(value, dict, called)
+        for name, inner in shape.items():
+            bare = name.removesuffix("?")
+            missing = value.get(bare) is None if isinstance(inner, dict) else bare not in value
+            if not (missing and bare != name):
+                _check(value.get(bare), inner, bare)
+
+
+def _of(value: Any, kind: type, called: str) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{called} is no {kind.__name__}")
+    return value
+
+
 def load(folder: str | Path) -> list[dict[str, Any]]:
     """What each rank of the last job there has told, by rank. Raises ValueError, naming the file, for one that no rank
     has written."""
     found: list[dict[str, Any]] = []
     for path in sorted(Path(folder).glob("rank*.json"), key=lambda path: path.stat().st_mtime_ns):
         try:
-            one = json.loads(path.read_text())
-            if not (isinstance(one["rank"], int) and isinstance(one["ranks"], int)):
-                raise TypeError("rank and ranks are numbers")
-            found.append({**one, "state": one["state"], "host": str(one["host"]), "job": one["job"]})
-        except (KeyError, TypeError, ValueError) as error:
+            one = json.loads(path.read_text(encoding="utf-8"))
+            _check(one, _RANK, "it")
+            if not 0 <= one["rank"] < one["ranks"] <= _MOST_RANKS:
+                raise ValueError(f"it is said to be rank {one['rank']} of {one['ranks']}")
+            # A file may say half of a character, which no terminal takes.
+            found.append(json.loads(json.dumps(one, ensure_ascii=False).encode(errors="replace")))
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: it is not what a rank of `memopt run` writes ({error})") from None
     return sorted((one for one in found if one["job"] == found[-1]["job"]), key=lambda one: one["rank"])
