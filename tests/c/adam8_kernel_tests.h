@@ -159,8 +159,9 @@ TEST(finite_gradients_leave_finite_parameters_and_scales)
         const float beta1 = (float[]){0, 0.9f, 0.999f}[round % 3];
         blocks_fill(&b, &random, /* cases */ false);
         for (uint32_t step = 1; step < 12; step++) {
-            const mo_adam_terms terms = mo_adam_terms_of(1e-3, (double)beta1, round & 1 ? 0.999 : 1 - 1e-7, 1e-8, 0.1,
-                                                         round & 2, 0, (float)step - 1, 1);
+            const double beta2 = round & 1 ? 0.999 : 1 - 1e-7;
+            const mo_adam_terms terms =
+                mo_adam_terms_of(1e-3, (double)beta1, beta2, 1e-8, 0.1, round & 2, 0, (float)step - 1, 1);
             const mo_adam_termsf c = mo_adam_narrow(&terms);
             const mo_run run = run_of(&b, ELEMENTS, 0, step);
             for (size_t i = 0; i < ELEMENTS; i++)
