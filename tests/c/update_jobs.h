@@ -225,7 +225,7 @@ __attribute__((unused)) static void job_free(job *j)
             free(j->arrays[i][k].block);
 }
 
-/* Every number of every array the same; a NaN is any NaN, and the code that a NaN leaves has any sign. */
+/* Every number of every array the same; a NaN is any NaN. */
 __attribute__((unused)) static void job_same(const job *a, const job *b)
 {
     static const char *const names[JOB_ARRAYS] = {"p",    "g",       "master",  "m",   "v",
@@ -237,9 +237,7 @@ __attribute__((unused)) static void job_same(const job *a, const job *b)
             const size_t size = x->kind == MO_FLOAT_COUNT ? 1 : mo_float_size(x->kind);
             for (size_t e = 0; e < x->bytes / size; e++) {
                 bool same = memcmp(x->x + e * size, y->x + e * size, size) == 0;
-                if (!same && x->kind == MO_FLOAT_COUNT)
-                    same = k == 3 && ((x->x[e] ^ y->x[e]) & 127) == 0 && isnan(job_read(&a->arrays[i][0], e));
-                else if (!same)
+                if (!same && x->kind != MO_FLOAT_COUNT)
                     same = isnan(job_read(x, e)) && isnan(job_read(y, e));
                 if (!same)
                     TEST_FAIL(
@@ -293,6 +291,8 @@ static void oracle_block(const job *j, size_t i, const mo_adam_termsf *c, unsign
         m[e] = mo_adam8_decode_m(m_codes[e], mo_adam8_unit_m(*m_scale));
         v[e] = mo_adam8_decode_v(v_codes[e], mo_adam8_unit_v(*v_scale));
         p[e] = mo_adam_elementf(c, flags, p[e], g[e], &m[e], &v[e], NULL);
+        if (!(v[e] <= MO_ADAM8_HUGE)) /* infinite or NaN: no moments are left */
+            m[e] = v[e] = 0;
         largest_m = fmaxf(largest_m, fabsf(m[e]));
         largest_v = fmaxf(largest_v, v[e]);
     }
