@@ -18,6 +18,7 @@ import memopt
 from benchmarks import checkpoint_models
 from benchmarks.checkpoint_models import Work
 from memopt.chain import InfeasibleBudget
+from tests.test_auto_checkpoint import make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +69,31 @@ def test_a_stage_that_is_compiled() -> None:
         for module in (model, plain):
             module.zero_grad()
             module(sample).square().mean().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+
+
+def test_a_model_that_is_compiled_before_is_refused_by_name() -> None:
+    model, sample = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(2, 8)
+    compiled = torch.compile(model, backend="aot_eager")
+    in_place = copy.deepcopy(model)
+    in_place.compile(backend="aot_eager")
+    for one in (compiled, in_place):
+        with pytest.raises(ValueError, match=r"torch\.compile\(\).*compile its blocks"):
+            memopt.auto_checkpoint(one, sample, memory_budget="1GiB")
+
+
+def test_a_model_that_is_compiled_afterwards_is_right() -> None:
+    """Its stages are not: the compiler does not take the runner apart."""
+    model, sample, loss = make("vision")
+    plain = copy.deepcopy(model)
+    tight(Work(model, sample, loss))
+    compiled = torch.compile(model, backend="aot_eager")
+    for seed in range(2):
+        for module in (compiled, plain):
+            module.zero_grad()
+            torch.manual_seed(seed)
+            loss(module(sample)).backward()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad)
 

@@ -327,3 +327,55 @@ def test_state_that_was_not_seen_to_change_is_refused_by_name() -> None:
     memopt.auto_checkpoint(model.eval(), sample, memory_budget=least_budget(model, sample, default_loss))
     with pytest.raises(RuntimeError, match=r"_u of _SpectralNorm is changed by its forward.*again"):
         model.train()(sample)
+
+
+class Penalised(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        return super().forward(x) + torch.autograd.grad(super().forward(y).sum(), y)[0]
+
+
+class Listing(Layer):
+    losses: list[torch.Tensor] = []  # noqa: RUF012  # what is refused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.losses.append(out.square().mean())
+        return out
+
+
+class Moving(Layer):
+    """Not even without checkpoints is there a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x) / self.scale
+        self.scale.mul_(0.9)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Penalised, "2 takes gradients within its own forward"),
+        (Listing, r"2 takes gradients .* or leaves a tensor .*\(in a list, say\)"),
+        (Moving, r"2 changes in place what its own backward pass needs.*clone\(\)"),
+    ],
+)
+def test_what_cannot_run_again_is_refused_by_name(kind: type[nn.Module], text: str) -> None:
+    model = nn.Sequential(Layer(), Layer(), kind(), Layer())
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        losses = list(Listing.losses)
+        Listing.losses.clear()
+        return out.square().mean() + sum(losses)
+
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=text):
+        memopt.auto_checkpoint(model, torch.randn(ROWS, WIDTH), memory_budget="1GiB", loss=loss)
+    Listing.losses.clear()
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert "plan" not in vars(model)

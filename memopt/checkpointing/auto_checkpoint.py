@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,13 @@ class StageForward:
         self._checked = spread
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # torch.compile would take the runner's own code apart. It is large, and here once anything is compiled.
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        if dynamo is not None and hasattr(dynamo, "disable"):
+            return dynamo.disable(self.run)(*args, **kwargs)
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.member.forward(*args, **kwargs)
         if not self._checked:
@@ -89,9 +97,10 @@ def auto_checkpoint(
     least budget. Bytes are those of a rank's own shards, and of what is gathered while a stage runs.
 
     Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, ValueError where memory_budget, optimizer or
-    offload cannot be read, the model has no chain or its layers are offloaded, and OSError where a disk cannot be
-    written to."""
+    offload cannot be read, the model has no chain, its layers are offloaded or it is compiled as a whole, and OSError
+    where a disk cannot be written to."""
     refuse_offloaded(model)
+    refuse_compiled(model)
     args, kwargs = sample_arguments(sample)
     standing = tensors_in((list(model.parameters()), list(model.buffers()), args, kwargs))
     device = device_of(standing)
@@ -127,6 +136,16 @@ def refuse_offloaded(model: torch.nn.Module) -> None:
         raise ValueError(
             f"auto_checkpoint: {name or 'the model'} is offloaded by offload_layers(), whose visits no plan knows of: "
             ".remove() its handle first, or let activations leave by memopt.offload_activations()"
+        )
+
+
+def refuse_compiled(model: torch.nn.Module) -> None:
+    """Its forward is torch.compile's, in which no module of the model is called by another."""
+    if "_orig_mod" in model._modules or model._compiled_call_impl is not None:
+        raise ValueError(
+            "auto_checkpoint: the model is compiled by torch.compile(), whose code calls none of its modules: compile its "
+            "blocks instead (model.blocks[i] = torch.compile(model.blocks[i])) and give auto_checkpoint() the model "
+            "around them; what is compiled after auto_checkpoint() runs its stages uncompiled"
         )
 
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from memopt.checkpointing.stage_costs import GraphIsGone
+
 PART = 0.5  # of a lone child's elements that its own runs must make for it to be split
 
 
@@ -154,8 +156,13 @@ def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         for module in names.keys() - compiled(model):
             stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
-        with torch.no_grad():
-            out = model(*args, **kwargs)
+        try:
+            with torch.no_grad():
+                out = model(*args, **kwargs)
+        except RuntimeError as error:
+            if "does not require grad" in str(error):
+                raise GraphIsGone(open_calls[-1].name or type(model).__name__) from error
+            raise
     return root, out
 
 

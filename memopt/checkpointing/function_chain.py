@@ -114,7 +114,7 @@ class FunctionChain:
             versions = [(tensor, tensor._version) for tensor in tensors_in(value)]
             own = [] if (module := module_of(function)) is None else module.modules()
             with batch_norm.kept() as copies, watched(own) as snapshot:
-                value = without_graph(noting, (function, value), {})
+                value = without_graph(noting, (function, value), {}, self.names[k])
             called.append(list(snapshot.modules))
             self.state.append(snapshot.changes())
             self.norms.append(list(copies.own))

@@ -181,7 +181,7 @@ class ChainMeasurement:
             with call.state.again():
                 stage(k, call, linked)
             self.clear_gradients()
-            out = without_graph(self.functions[k], args, kwargs)
+            out = without_graph(self.functions[k], args, kwargs, self.chain.names[k])
             cut(self.chain.state[k], call.state.modules.tensors)
             self.last_outputs = [unchangeable(tensor) for tensor in tensors_in(out)]
             call.state.ended()

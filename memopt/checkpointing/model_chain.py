@@ -14,7 +14,7 @@ from memopt.checkpointing.chain_runner import StageCall, changeable
 from memopt.checkpointing.find_chain import Call, find_chain
 from memopt.checkpointing.module_state import Changes, Snapshot, changes_within, joined
 from memopt.checkpointing.split_blocks import Run, SplitBlock, split
-from memopt.checkpointing.stage_costs import tensors_in
+from memopt.checkpointing.stage_costs import GraphIsGone, tensors_in
 from memopt.checkpointing.stages_on_ranks import is_sharded
 
 MOST_STAGES = 256  # that blocks are split up to: the solver's time grows with the cube of their number
@@ -115,7 +115,7 @@ class ModelChain:
                     found = split(module, calls[k].name, functions[k], call, linked)
                     blocks[k] = found if isinstance(found, SplitBlock) else None
                 snapshot = Snapshot(module.modules(), self.has_own_parameters)
-                out = without_graph(functions[k], args, kwargs)
+                out = without_graph(functions[k], args, kwargs, calls[k].name)
                 own[k] = snapshot.changes()
             call.state.ended()
             call.note_outputs(out)
@@ -146,7 +146,14 @@ def repeatedly(name: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
+    except GraphIsGone:
+        raise GraphIsGone(name) from None
     except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise ValueError(
+                f"{name} changes in place what its own backward pass needs, as it would without checkpoints: {error}. "
+                "Let it use a clone()"
+            ) from error
         raise ValueError(
             f"{name} does not do the same when it runs again: {error}. A cache or a counter that each run changes may "
             "be why; Hugging Face's models keep a cache unless model.config.use_cache = False"
@@ -160,12 +167,12 @@ def is_its_classes(module: torch.nn.Module) -> bool:
     )
 
 
-def without_graph(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def without_graph(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """What it returns, needing gradients where it would, but with no graph behind it: what more changes it in place may
-    do so."""
+    do so. name: of the stage."""
 
     def no_backward(_: object) -> torch.Tensor:
-        raise RuntimeError("a stage that is being measured takes gradients within its own forward")
+        raise GraphIsGone(name)
 
     given = {(id(tensor), tensor._version) for tensor in tensors_in((args, kwargs))}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, no_backward):

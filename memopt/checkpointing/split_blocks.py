@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from memopt.checkpointing.chain_runner import Held, StageCall
 from memopt.checkpointing.recording import Arguments, Expected, Recording, Step
+from memopt.checkpointing.stage_costs import no_backward
 
 Run = Callable[..., Any]  # of stage k: run(k, *args, **kwargs)
 
@@ -207,9 +208,6 @@ def noted(call: StageCall, run: Callable[[], Any]) -> Noted:
 
     def pack(tensor: torch.Tensor) -> None:
         saved.append((tensor.shape, tensor.dtype, tensor.device))
-
-    def no_backward(_: object) -> torch.Tensor:
-        raise RuntimeError("a block that is being planned takes gradients within its own forward")
 
     with call.state.again(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, no_backward):
         leaves, spec = pytree.tree_flatten(run())

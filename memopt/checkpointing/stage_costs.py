@@ -208,8 +208,19 @@ class Movable:
         return [nbytes for ref, nbytes in self.seen if ref() is None]
 
 
+class GraphIsGone(ValueError):
+    """A stage was run without keeping what its graph saves, and a gradient is taken through it."""
+
+    def __init__(self, name: str = "a stage") -> None:
+        super().__init__(
+            f"{name} takes gradients within its own forward, or leaves a tensor elsewhere than in its output or an "
+            "attribute (in a list, say) that a gradient is taken of: auto_checkpoint() cannot measure it. Return that "
+            "tensor, or checkpoint the other parts by memopt.checkpoint()"
+        )
+
+
 def no_backward(_: object) -> torch.Tensor:
-    raise RuntimeError("it takes gradients of what an earlier run of it made, or within its own forward")
+    raise GraphIsGone
 
 
 def stage_bytes(
