@@ -16,6 +16,18 @@ from memopt.torch_version import missing
 COMMANDS = [demo, run, estimate, report, diff, replay, doctor]
 
 
+def add_loudness(to: argparse.ArgumentParser, **default: str) -> None:
+    to.add_argument("-v", "--verbose", action="count", help="say more (twice: everything)", **default)
+    to.add_argument("-q", "--quiet", action="store_true", help="say only what was asked for", **default)
+
+
+def in_words(argv: list[str]) -> list[str]:
+    """`memopt help`, `memopt help COMMAND` and `memopt version`, as other programs have them."""
+    if argv[:1] == ["help"]:
+        return [*argv[1:2], "--help"]
+    return ["--version"] if argv == ["version"] else argv
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="memopt",
@@ -23,11 +35,11 @@ def parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 done; 1 done, and the answer is no; 2 the call was wrong; 130 interrupted",
     )
     top.add_argument("--version", action="version", version=f"memopt {memopt.__version__}")
+    add_loudness(top)
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:
         sub = commands.add_parser(module.NAME, help=module.HELP, description=module.__doc__)
-        sub.add_argument("-v", "--verbose", action="count", default=0, help="say more (twice: everything)")
-        sub.add_argument("-q", "--quiet", action="store_true", help="say only what was asked for")
+        add_loudness(sub, default=argparse.SUPPRESS)  # what stands before COMMAND stays
         sub.add_argument(
             "-o", "--output", metavar="FILE", help="write the answer to FILE instead of the screen"
         )
@@ -38,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
+    options = parser().parse_args(in_words(sys.argv[1:] if argv is None else argv))
     if options.quiet:
         log.show(logging.ERROR)
     elif options.verbose:

@@ -87,8 +87,9 @@ def _take_pool(budget: int | None) -> None:
             "backend='pool' comes too late: this process has CUDA memory from torch's allocator. Call "
             "memopt.enable(backend='pool') before anything is put on the device"
         )
+    ours = allocator(memory_budget=budget)  # says what is missing where there is no device
     try:
-        torch.cuda.memory.change_current_allocator(allocator(memory_budget=budget))
+        torch.cuda.memory.change_current_allocator(ours)
     except RuntimeError as error:  # torch's word for it
         torch_names.remove()
         raise _C.Error(

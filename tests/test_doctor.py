@@ -13,6 +13,7 @@ import pytest
 
 import memopt
 from memopt import diagnosis, torch_version
+from memopt.__main__ import main, parser
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -197,3 +198,18 @@ def test_a_torch_that_cannot_be_imported_is_broken_and_no_crash(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     found = diagnosis._torch()
     assert found.state == "broken" and "cannot be imported" in found.text
+
+
+def test_help_and_version_are_commands_too_and_loudness_may_stand_before_one(capsys):
+    for words, said in ((["help"], "COMMAND"), (["help", "replay"], "TRACE"), (["version"], memopt.__version__)):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0 and said in capsys.readouterr().out
+    parse = parser().parse_args
+    for words, verbose, quiet in (
+        (["-v", "doctor"], 1, False),
+        (["-q", "doctor"], None, True),
+        (["doctor", "-vv"], 2, False),
+        (["doctor"], None, False),
+    ):
+        assert (parse(words).verbose, parse(words).quiet) == (verbose, quiet)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,3 +137,10 @@ def test_the_doctor_says_what_is_enabled():
     assert said().startswith("absent off")
     memopt.enable()
     assert said() == "ok memopt.enable() chose native, None, report"
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA driver")
+def test_the_pool_without_a_device_says_what_is_missing_and_not_that_it_is_late():
+    with pytest.raises(memopt.Error, match="driver|device") as caught:
+        memopt.enable(backend="pool")
+    assert "too late" not in str(caught.value)

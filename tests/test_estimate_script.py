@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,15 @@ def test_without_a_cuda_build_fake_tensors_answer_and_say_that_they_are_the_weak
         [*line, str(tmp_path / "train.py")], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 2 and "KeyError: 'no data'" in done.stderr
+
+
+@pytest.mark.parametrize("way", ["simulated", "fake tensors"])
+def test_options_behind_the_script_are_told_of_where_it_refuses_them(way, tmp_path, request):
+    (tmp_path / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    python = ["--python", request.config.getoption("--sim-python")] if way == "simulated" else []
+    line = [sys.executable, "-m", "memopt", "estimate", *python, "script.py", "--gpu=24GiB", "--mine"]
+    done = subprocess.run(
+        line, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600
+    )
+    said = "memopt estimate: --gpu went to the script: options of memopt come before SCRIPT"
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == said

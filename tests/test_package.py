@@ -46,6 +46,11 @@ def test_public_names_are_there_and_listed():
         _ = memopt.docter
 
 
+def test_only_public_names_are_listed():
+    for module in (memopt, memopt.batch_sizes, memopt.compress, memopt.data):
+        assert {name for name in dir(module) if name[:2] != "__"} == set(module.__all__) - {"__version__"}
+
+
 def test_importing_loads_neither_torch_nor_numpy_nor_ctypes():
     code = "import memopt, sys; print(*sorted({'torch', 'numpy', 'ctypes', 'argparse'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -108,6 +108,8 @@ def run(options: argparse.Namespace) -> int:
         found, status, complaint = _answer(options)
     except (ValueError, interpreters.NoInterpreter, ChildFailed) as error:
         print(f"memopt estimate: {error}", file=sys.stderr)
+        if isinstance(error, ChildFailed):
+            _tell_of_options_behind(options.script)
         return 2
     except ScriptFailed as failure:
         print(f"memopt estimate: {options.script[0]}: {failure}", file=sys.stderr)
@@ -117,12 +119,26 @@ def run(options: argparse.Namespace) -> int:
             f"{_C.format_size(seen.peak_reserved)} reserved, {seen.steps} steps",
             file=sys.stderr,
         )
+        _tell_of_options_behind(options.script)
         return 2
     write(json.dumps(found.as_dict(), indent=2) if options.json else str(found), options.output)
     if complaint:
         print(f"memopt estimate: --max-batch: {complaint}", file=sys.stderr)
         return 2
     return status
+
+
+def _tell_of_options_behind(said: list[str]) -> None:
+    """Where a script has failed that was given options which are this command's."""
+    own = argparse.ArgumentParser(add_help=False)
+    add_arguments(own)
+    words = [word.partition("=")[0] for word in said[1:]]
+    behind = [word for word in words if word.startswith("--") and word in own._option_string_actions]
+    if behind:
+        print(
+            f"memopt estimate: {', '.join(behind)} went to the script: options of memopt come before SCRIPT",
+            file=sys.stderr,
+        )
 
 
 def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:

@@ -53,6 +53,9 @@ def estimate(
     there, it runs on fake tensors in a fork, which is the weaker way: .method says which it was, and method="simulated
     device" or "fake tensors" insists. quick: one run, without ranges and comparisons. Nothing of yours is changed.
 
+    steps: of training, in each run. backend: the allocator that decides, "native", PyTorch's with expandable segments,
+    or "pool", memopt's. seconds: that a run may take before it is ended, with a RuntimeError.
+
     Returns an Estimate: print it; .peak is (low, high) in bytes, .fits("24GiB") a bool, .max_batch_size("24GiB") a
     number. Raises ValueError or TypeError for what cannot be run, RuntimeError where it fails."""
     from memopt.torch_version import require
