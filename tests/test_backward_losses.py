@@ -34,7 +34,9 @@ def derivative(of: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(of.sum(), by, create_graph=True)[0]
 
 
-def gradient_penalty(critic: nn.Module, real: torch.Tensor, fake: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+def gradient_penalty(
+    critic: nn.Module, real: torch.Tensor, fake: torch.Tensor, share: torch.Tensor
+) -> torch.Tensor:
     """WGAN-GP's critic."""
     between = (share * real + (1 - share) * fake).requires_grad_()
     norms = derivative(critic(between), between).norm(dim=1)
@@ -172,6 +174,26 @@ def test_a_step_that_has_to_be_cut_names_the_reason_and_the_remedy(
         assert sizes == ([8] if fits_first or again else [8, 4])  # what is known is not tried
     fitting = 8
     memopt.backward(fn, x, EDGES, y, **named)
+
+
+def test_an_argument_that_is_named_later_is_another_way_to_cut() -> None:
+    x, y = batch()
+    plain, model = Net(), Net()
+    F.cross_entropy(plain(x), y).backward()
+    sizes, fitting = [], 8
+
+    def fn(a: torch.Tensor, table: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(a))
+        assert len(table) == 8
+        if len(a) > fitting:
+            raise MemoryError
+        return F.cross_entropy(model(a), b)
+
+    memopt.backward(fn, x, torch.ones(8), y, model=model)
+    model.zero_grad()
+    fitting = 4
+    memopt.backward(fn, x, torch.ones(8), y, model=model, unbatched=(1,))
+    assert 4 in sizes and difference(grads(model), grads(plain)) < 1e-6
 
 
 def test_an_exception_of_a_programs_own_is_passed_on_from_a_piece_too() -> None:

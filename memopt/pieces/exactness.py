@@ -145,7 +145,9 @@ class NotOnParts(ValueError):
 
 def not_on_parts(start: int, stop: int, samples: int, error: Exception) -> NotOnParts:
     """The error for a batch of so many samples; `error` is what fn raised on those from start to stop."""
-    part = f"on a part of it, samples {start} to {stop} of {samples}" if stop - start < samples else "a second time"
+    part = "a second time"
+    if stop - start < samples:
+        part = f"on a part of it, samples {start} to {stop} of {samples}"
     return NotOnParts(
         f"memopt.backward: a batch that runs out of memory cannot be cut, since fn does not run {part} "
         f"({type(error).__name__}: {error}). Name an argument that every piece needs whole in unbatched=, or say in "

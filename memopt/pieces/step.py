@@ -166,8 +166,11 @@ class _Step:
         self.history = _history(modules)
         self.exact, self.agreement = exact, agreement
         self.what = (
-            _what(fn), tuple(module.training for module in modules), _what(weights.reduction), split.cutting.key()
-        )  # fmt: skip
+            _what(fn),
+            tuple(module.training for module in modules),
+            _what(weights.reduction),
+            split.cutting.key(),
+        )
         parameters, self.buffers = contents.of(modules)
         self.parameters = _leaves(parameters, split)
         self.devices = tuple({tensor.device for tensor in (*self.parameters, *split.tensors())})
@@ -334,7 +337,8 @@ class _Step:
         try:
             loss = self.fn(*args, **named)
         except _WRONG_SHAPES as error:
-            if stop - start == self.split.samples or is_out_of_memory(error) or isinstance(error, NestedBackward):
+            is_whole = stop - start == self.split.samples
+            if is_whole or is_out_of_memory(error) or isinstance(error, NestedBackward):
                 raise
             found = exactness.not_on_parts(start, stop, self.split.samples, error)
             self.history.not_on_parts[self.what] = str(found)
@@ -442,7 +446,8 @@ class _Step:
             if not self.was_emptied:
                 samples = min(samples, record.checked or 0)
         if samples > 1:
-            surroundings = (self.modules, self.parameters, self.devices, self.history.buffers.copies(self.buffers))
+            saved = self.history.buffers.copies(self.buffers)
+            surroundings = (self.modules, self.parameters, self.devices, saved)
             checked = loss_check.check(self.fn, self.split, self.weights, *surroundings, samples)
             if record is not None:
                 record.checked = checked
