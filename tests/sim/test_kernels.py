@@ -358,11 +358,10 @@ sim.activate(memory="64MiB")
 import torch
 if _C.kernel_status()["embedded_bytes"]:
     sim.fail("cuModuleLoadDataEx", count=1, code=209)
-found_inf = torch.zeros((), device="cuda")
-gradient = torch.full((1000,), 3.0, device="cuda")
 from memopt import amp
-amp.foreach_unscale_([gradient], found_inf, torch.full((), 0.5, device="cuda"))
-print(json.dumps(kernels.status() | {"directory": kernels.cache_directory(), "value": gradient.unique().tolist()}))
+gradient, found_inf, inv_scale = torch.full((1000,), 3.0).cuda(), torch.zeros(()).cuda(), torch.tensor(0.5).cuda()
+amp.foreach_unscale_([gradient], found_inf, inv_scale)
+print(json.dumps(kernels.status() | {"directory": kernels.cache_directory(), "value": gradient.cpu().unique().tolist()}))
 """
 
 
