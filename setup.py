@@ -30,7 +30,7 @@ SOURCES = sorted(
 
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
     raise SystemExit(
-        f"memopt: {sys.executable} is a free-threaded Python, which has no limited API to build for: use one with the GIL"
+        f"memopt: {sys.executable} is a free-threaded Python, which has no limited API: use one with the GIL"
     )
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -96,15 +96,17 @@ def preprocesses(compiler: str, header: str) -> bool:
 
 def lacking() -> list[str]:
     """A line for each thing that the build needs and this machine lacks."""
-    lines = [
-        f"memopt: there is no C compiler that works by the name of {compiler!r}: install it (Debian, Ubuntu: "
-        "apt install gcc libc6-dev; Fedora: dnf install gcc), or name another by the environment variable CC"
-        for compiler in dict.fromkeys(compilers())
-        if not preprocesses(compiler, "stdio.h")
-    ]
-    if not lines and not preprocesses(compilers()[0], "Python.h"):
+    lines = []
+    missing = [compiler for compiler in compilers() if not preprocesses(compiler, "stdio.h")]
+    if missing:
         lines.append(
-            f"memopt: there is no Python.h for {sys.executable} in {sysconfig.get_path('include')}: install it "
+            f"memopt: there is no C compiler that works by the name of {missing[0]!r}: install it (Debian, Ubuntu: "
+            "apt install gcc libc6-dev; Fedora: dnf install gcc), or name another by the environment variable CC"
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists() if missing else not preprocesses(compilers()[0], "Python.h"):
+        lines.append(
+            f"memopt: there is no Python.h for {sys.executable} in {header.parent}: install it "
             "(Debian, Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel)"
         )
     return lines

@@ -127,8 +127,8 @@ static const char *distrusted(const struct stat *about)
     return NULL;
 }
 
-/* The directory, opened, or -1 with *why, a text, or NULL for errno. A link in its place is not followed; links above it are
- * the user's own affair. */
+/* The directory, opened, or -1 with *why, a text, or NULL for errno. A link in its place is not followed; links above it
+ * are the user's own affair. */
 static int open_directory(const char *directory, const char **why)
 {
     struct stat about;
@@ -226,7 +226,8 @@ mo_status mo_cache_load(const char *directory, const char *key, mo_cache_finding
     folder = open_directory(directory, &why);
     if (folder < 0 && why) {
         *finding = MO_CACHE_UNREADABLE;
-        mo_fail(detail, MO_CORRUPT, EPERM, "the kernel cache's directory %.600s is not used: %s", directory, why);
+        mo_fail(detail, MO_CORRUPT, EPERM, "the kernel cache's directory %.600s is not used: %s", directory,
+                why);
         return MO_OK;
     }
     fd = -1;
@@ -285,7 +286,8 @@ static int create_beside(int folder, const char *name, char fresh[MO_CACHE_FRESH
 {
     int fd = -1;
 
-    for (int i = 0; i < 100; i++) { /* one may be there of a process that died, or has our number in another namespace */
+    /* One may be there: of a process that died, or that has our number in another namespace. */
+    for (int i = 0; i < 100; i++) {
         snprintf(fresh, MO_CACHE_FRESH_MAX, "%.40s.%ld-%d", name, (long)getpid(), i);
         fd = openat(folder, fresh, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
         if (fd >= 0 || errno != EEXIST)

@@ -9,8 +9,8 @@
  * single changed byte is seen: each step of the checksum (FNV-1a, 64 bits) maps different states to different
  * states.
  *
- * An image is code that the device runs. So the directory and the file are opened without following a link in their place, and
- * serve only where they belong to the process's user and nobody else may write to them.
+ * An image is code that the device runs. So the directory and the file are opened without following a link in their
+ * place, and serve only where they belong to the process's user and nobody else may write to them.
  *
  * Files appear whole: written beside their name, synced, renamed. Processes that store at the same time each
  * succeed and the last one stays; a reader has what it opened. No locks, in the process or on disk. */
@@ -55,7 +55,8 @@ mo_status mo_cache_load(const char *directory, const char *key, mo_cache_finding
                         size_t *out_size, mo_detail *detail);
 
 /* Stores an image, making the directory (mode 0700) and its parents as needed; replaces what is there. MO_IO
- * with the path and the reason where that cannot be, or the directory is not the user's own: the cache is a convenience, the caller goes on without it. */
+ * with the path and the reason where that cannot be, or the directory is not the user's own: the cache is a
+ * convenience, the caller goes on without it. */
 mo_status mo_cache_store(const char *directory, const char *key, const void *image, size_t size,
                          mo_detail *detail);
 

@@ -50,8 +50,8 @@ static bool is_refusal(CUresult code)
     }
 }
 
-/* Loads an image, finds every kernel in it, and sees them compute where `prove`. On failure *refused says whether another
- * image may do. */
+/* Loads an image, finds every kernel in it, and sees them compute where `prove`. On failure *refused says whether
+ * another image may do. */
 static mo_status take_image(const mo_cuda_api *api, const void *image, bool prove, mo_kernel_module *m,
                             bool *refused, mo_detail *detail)
 {

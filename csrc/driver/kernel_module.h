@@ -6,9 +6,9 @@
  *     2. the cache's image of our source for this GPU and this NVRTC
  *     3. the source, compiled by NVRTC now, and stored in the cache once it serves
  *
- * 2 and 3 serve when each kernel has computed what is known beforehand (kernel_proof.h): a cached image may be one that a
- * stand-in for NVRTC made, whose kernels do nothing. On the simulated device, whose launches run the host's bodies, that
- * proves nothing and is left out; the caller names no cache directory for it.
+ * 2 and 3 serve when each kernel has computed what is known beforehand (kernel_proof.h): a cached image may be one that
+ * a stand-in for NVRTC made, whose kernels do nothing. On the simulated device, whose launches run the host's bodies,
+ * that proves nothing and is left out; the caller names no cache directory for it.
  *
  * An error that is about the device rather than the image (out of memory, a lost context) ends the search.
  *

@@ -361,7 +361,8 @@ if _C.kernel_status()["embedded_bytes"]:
 from memopt import amp
 gradient, found_inf, inv_scale = torch.full((1000,), 3.0).cuda(), torch.zeros(()).cuda(), torch.tensor(0.5).cuda()
 amp.foreach_unscale_([gradient], found_inf, inv_scale)
-print(json.dumps(kernels.status() | {"directory": kernels.cache_directory(), "value": gradient.cpu().unique().tolist()}))
+value = gradient.cpu().unique().tolist()
+print(json.dumps(kernels.status() | {"directory": kernels.cache_directory(), "value": value}))
 """
 
 
