@@ -148,6 +148,35 @@ def test_a_capture_takes_only_the_streams_it_captures():
     outside.clear()
 
 
+def test_the_cache_is_emptied_beside_a_capture_and_what_that_uses_after_it():
+    """No wait: nobody can tell when the capture will end."""
+    stream = torch.cuda.Stream()
+    dropped, kept = block(20 * MIB), block(4 * MIB)
+    waits = memopt.cuda.memory_stats()["host_waits"]
+
+    def empty() -> None:
+        nonlocal dropped
+        dropped.record_stream(stream)
+        dropped = None
+        torch.cuda.empty_cache()
+        with pytest.raises(torch.OutOfMemoryError):
+            block(250 * MIB)
+
+    thread = threading.Thread(target=empty)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        target = block(MIB)
+        thread.start()
+        thread.join()
+        held = memopt.cuda.memory_stats()["held_bytes"]
+        target.copy_(block(MIB))
+    assert memopt.cuda.memory_stats()["host_waits"] == waits
+    assert held >= 24 * MIB
+    torch.cuda.empty_cache()
+    assert memopt.cuda.memory_stats()["held_bytes"] < 16 * MIB
+    assert kept.numel() == 4 * MIB
+
+
 def fails(graph: torch.cuda.CUDAGraph, pool=None) -> None:
     """A capture with a synchronisation, which no capture allows; torch notices, and then CUDA at the end."""
     with pytest.raises(RuntimeError, match="during capture"), torch.cuda.graph(graph, pool=pool):
