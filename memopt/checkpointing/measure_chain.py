@@ -6,6 +6,7 @@ The graph of what is around the stages (an embedding before, the loss after) is 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -329,9 +330,11 @@ class ChainMeasurement:
                 saved_beside_output=kept - output,
             )
         )
-        del value
+        del value, held
         self.forget()
         torch.clear_autocast_cache()
+        if meter.live:
+            gc.collect()
         self.others = meter.others()
         # The gradient that accumulates begins with the last stage in the forward pass's order.
         self.external_grads = list({found.storage: found for found in self.external_grads}.values())

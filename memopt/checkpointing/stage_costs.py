@@ -71,8 +71,10 @@ class Meter(TorchDispatchMode):
         self.live -= size
 
     def others(self) -> list[torch.UntypedStorage]:
-        """Of the device, what operations took and none put out: it was there before, and is there still."""
-        found = {id(one): one for ref in self.met.values() if (one := ref()) is not None}
+        """Of the device, what is there behind the step: what operations took and none put out, and what they
+        made and somebody keeps, such as a mask or cuDNN's state of dropout."""
+        refs = [*self.met.values(), *(ref for ref, size in self.known.values() if size)]
+        found = {one._cdata: one for ref in refs if (one := ref()) is not None and one.device == self.device}
         return list(found.values())
 
     def unseen(self) -> int:
