@@ -312,9 +312,7 @@ def test_functions_in_a_row_keep_their_state_too(hidden: bool) -> None:
                 for module in plain:
                     x = module(x)
             else:
-                x = memopt.checkpoint_sequential(
-                    functions, None, x, memory_budget=error.value.least_budget
-                )
+                x = memopt.checkpoint_sequential(functions, None, x, memory_budget=error.value.least_budget)
             x.square().mean().backward()
             outs.append([x.detach(), *(p.grad for p in which.parameters()), *state_of(which)])
         assert all(map(same, *outs))

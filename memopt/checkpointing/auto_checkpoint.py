@@ -88,6 +88,10 @@ def auto_checkpoint(
     stage, which leave the model as it was. What is saved depends on autocast: where the training uses it, call this
     under it too. Returns the same module: parameters, names, state_dict, hooks, train() and eval() are as before,
     `.plan` says what was decided, gradients are bit-equal to the plain run's, and without a graph nothing is different.
+    What a forward changes in its modules (buffers, other tensors, numbers, lists and dictionaries under a name of
+    theirs), and Python's and NumPy's random numbers, count once however often a stage runs; copies of it count in the
+    budget. What it changes elsewhere (globals, objects of other kinds, a parameter in place by `.data`), a stage that
+    runs again changes again. Stages of a model that is compiled afterwards run uncompiled.
     A batch of another shape than the sample's is right too, with another peak. Calling it again makes a new plan, or
     leaves the one there is where that fails; undo_checkpoint() takes it off. On a CUDA device the peaks in torch's
     statistics are reset.
@@ -97,8 +101,9 @@ def auto_checkpoint(
     least budget. Bytes are those of a rank's own shards, and of what is gathered while a stage runs.
 
     Raises memopt.chain.InfeasibleBudget, naming the least feasible budget, ValueError where memory_budget, optimizer or
-    offload cannot be read, the model has no chain, its layers are offloaded or it is compiled as a whole, and OSError
-    where a disk cannot be written to."""
+    offload cannot be read, the model has no chain, its layers are offloaded, it is compiled as a whole or a stage
+    cannot run again (it takes gradients within its own forward, say), and OSError where a disk cannot be written to. A
+    step raises RuntimeError where a stage changes a buffer that it did not change on the sample (in eval(), say)."""
     refuse_offloaded(model)
     refuse_compiled(model)
     args, kwargs = sample_arguments(sample)
@@ -143,8 +148,8 @@ def refuse_compiled(model: torch.nn.Module) -> None:
     """Its forward is torch.compile's, in which no module of the model is called by another."""
     if "_orig_mod" in model._modules or model._compiled_call_impl is not None:
         raise ValueError(
-            "auto_checkpoint: the model is compiled by torch.compile(), whose code calls none of its modules: compile its "
-            "blocks instead (model.blocks[i] = torch.compile(model.blocks[i])) and give auto_checkpoint() the model "
+            "auto_checkpoint: the model is compiled by torch.compile(), whose code calls none of its modules: compile "
+            "its blocks instead (model.blocks[i] = torch.compile(model.blocks[i])) and give auto_checkpoint() the model "
             "around them; what is compiled after auto_checkpoint() runs its stages uncompiled"
         )
 

@@ -233,9 +233,7 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
                 [b for module in modules for b in module.buffers()],
             )
         )
-        state = stack.enter_context(
-            watched(inner for module in modules for inner in module.modules())
-        )
+        state = stack.enter_context(watched(inner for module in modules for inner in module.modules()))
         stack.callback(state.put_back)
         chain = FunctionChain(functions, input)
         if not chain.needs_gradients:

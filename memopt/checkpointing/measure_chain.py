@@ -217,7 +217,7 @@ class ChainMeasurement:
         )
 
     def gradient_bytes(self, made: list[torch.Tensor]) -> tuple[int, int]:
-        """Of the parameters that hooks made these of, after a backward pass through the hooks, and at the most in it."""
+        """Of the parameters that hooks made these of, after a backward pass through that, and at the most in it."""
         if not made:
             return 0, 0
         self.clear_gradients()

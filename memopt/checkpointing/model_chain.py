@@ -97,8 +97,8 @@ class ModelChain:
     def split_all(
         self, calls: Sequence[Call], changes: Changes
     ) -> tuple[list[SplitBlock | None], list[Changes]]:
-        """One forward pass in which each stage is split, if it can be. changes: what a forward pass of the model changes
-        in modules. Also gives what each stage's runs do."""
+        """One forward pass in which each stage is split, if it can be. changes: what a forward pass of the model
+        changes in modules. Also gives what each stage's runs change."""
         blocks: list[SplitBlock | None] = [None] * len(calls)
         functions = [call.module.forward for call in calls]
         plain = [is_its_classes(call.module) for call in calls]

@@ -7,7 +7,8 @@ changed in place, and afterwards each name has again what it had. A tensor that 
 normalisation by hooks) is found under its name too. Running statistics of batch normalisation are not looked at here:
 no value depends on them in training (batch_norm.py).
 
-State kept elsewhere (globals, objects that are no modules, files) is not seen, nor what `.data` hides of a parameter."""
+State kept elsewhere (globals, objects that are no modules, files) is not seen, nor a parameter changed in place by
+`.data`."""
 
 from __future__ import annotations
 
@@ -174,7 +175,7 @@ class Snapshot:
 
     def changes(self) -> Changes:
         found: Changes = {}
-        for slot in {**self.seen, **dict.fromkeys(slots_of(self.modules, self.parameters))}:
+        for slot in dict.fromkeys((*self.seen, *slots_of(self.modules, self.parameters))):
             seen = self.seen.get(slot)
             contents = seen is not None and seen.has_changed()
             if contents or seen is None or seen.is_another(slot.get()):
@@ -247,19 +248,19 @@ class WeakChanges:
     """Changes, by weak references to the modules."""
 
     def __init__(self, changes: Changes) -> None:
-        self.changes = [
-            (weakref.ref(slot.module), slot[1:], contents) if isinstance(slot, Slot) else (None, (), contents)
+        self.of_python = PythonRandom() in changes
+        self.of_modules = [
+            (weakref.ref(slot.module), slot.where, slot.name, contents)
             for slot, contents in changes.items()
+            if isinstance(slot, Slot)
         ]
 
     def now(self) -> Changes:
         """Those of modules that live."""
-        found: Changes = {}
-        for ref, names, contents in self.changes:
-            if ref is None:
-                found[PythonRandom()] = contents
-            elif (module := ref()) is not None:
-                found[Slot(module, *names)] = contents
+        found: Changes = {PythonRandom(): False} if self.of_python else {}
+        for ref, where, name, contents in self.of_modules:
+            if (module := ref()) is not None:
+                found[Slot(module, where, name)] = contents
         return found
 
 
@@ -285,8 +286,9 @@ class Copier:
         storage = value.untyped_storage()
         if storage._cdata not in self.storages:
             self.storages[storage._cdata] = storage.clone()
+        known = self.storages[storage._cdata]
         made = torch.empty(0, dtype=value.dtype, device=value.device)
-        return made.set_(self.storages[storage._cdata], value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload, no-any-return]
+        return made.set_(known, value.storage_offset(), value.shape, value.stride())
 
 
 class Found(NamedTuple):
