@@ -316,14 +316,16 @@ def test_what_fails_leaves_the_plan_that_was_there(budget: object) -> None:
 
 
 def test_a_stage_that_is_not_the_same_each_time_is_refused_by_name() -> None:
+    before: list[torch.Tensor] = []  # not the module's own, which would be put back
+
     class Caches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.before = nn.Linear(8, 8), []
+            self.linear = nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.before.append(self.linear(x))
-            return torch.cat(self.before).tanh().sum(0, keepdim=True) + x
+            before.append(self.linear(x))
+            return torch.cat(before).tanh().sum(0, keepdim=True) + x
 
     model = nn.Sequential(nn.Linear(8, 8), Caches(), nn.Linear(8, 8))
     with pytest.raises(ValueError, match=r"1 does not do the same when it runs again: .*use_cache"):
