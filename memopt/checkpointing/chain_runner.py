@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 from memopt.chain import Op
 from memopt.checkpointing import batch_norm
 from memopt.checkpointing.chain_offload import OPTION, Away, ChainOffload, OffloadedSet, unpacked
-from memopt.checkpointing.module_state import Changes, slots_of
+from memopt.checkpointing.module_state import Changes, buffers_beside, unchanged
 from memopt.checkpointing.stage_state import StageState
 
 FORWARD = ("fnone", "fck", "fall")
@@ -80,13 +80,7 @@ class ChainRunner:
         self.norms = [batch_norm.of_function(function) for function in self.functions]
         self.state: Sequence[Changes] = [{} for _ in self.functions] if state is None else state
         self.steady = [
-            []
-            if module is None or state is None
-            else [
-                slot
-                for slot in slots_of(module.modules())
-                if slot.where == "_buffers" and slot not in self.state[k]
-            ]
+            [] if module is None or state is None else buffers_beside(module.modules(), self.state[k])
             for k, module in enumerate(self.modules)
         ]
         self.here = threading.local()
@@ -154,23 +148,6 @@ class ChainRunner:
         for k in range(self.count):
             value = self.run(k, value)
         return value
-
-    @contextmanager
-    def unchanged(self, stage: int) -> Iterator[None]:
-        """Buffers of which no copy was kept must stay as they are: a second run would find them changed."""
-        before = [
-            (slot, value, value._version)
-            for slot in self.steady[stage]
-            if isinstance(value := slot.get(), torch.Tensor) and not value.is_inference()
-        ]
-        yield
-        for slot, value, version in before:
-            if value._version != version:
-                raise RuntimeError(
-                    f"{slot} is changed by its forward, stage {stage} of the chain, and was not when the model was "
-                    "measured: a second run would not be the first. Call auto_checkpoint() again, with the model as it "
-                    "is used now (train() or eval(), a sample like this batch)"
-                )
 
     def run(self, stage: int, *args: Any, **kwargs: Any) -> Any:
         """One stage's function, as part of the present pass; a stage not behind the last one begins a new pass."""
@@ -419,7 +396,7 @@ class ChainPass:
         with (
             taken or nullcontext(),
             batch_norm.inside(),
-            self.runner.unchanged(k),
+            unchanged(self.runner.steady[k], k),
             torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack),
         ):
             self.running = k

@@ -244,6 +244,29 @@ def changes_within(changes: Changes, modules: Iterable[torch.nn.Module]) -> Chan
     return found
 
 
+def buffers_beside(modules: Iterable[torch.nn.Module], changes: Changes) -> list[Slot]:
+    """Buffers that no run is known to change."""
+    return [slot for slot in slots_of(modules) if slot.where == "_buffers" and slot not in changes]
+
+
+@contextmanager
+def unchanged(buffers: Iterable[Slot], stage: int) -> Iterator[None]:
+    """A stage's first run. No copies of these were kept: a second run would find them changed."""
+    before = [
+        (slot, value, value._version)
+        for slot in buffers
+        if isinstance(value := slot.get(), torch.Tensor) and not value.is_inference()
+    ]
+    yield
+    for slot, value, version in before:
+        if value._version != version:
+            raise RuntimeError(
+                f"{slot} is changed by its forward, stage {stage} of the chain, and was not when the model was "
+                "measured: a second run would not be the first. Call auto_checkpoint() again, with the model as it is "
+                "used now (train() or eval(), a sample like this batch)"
+            )
+
+
 class WeakChanges:
     """Changes, by weak references to the modules."""
 
