@@ -69,7 +69,7 @@ def test_what_cannot_be_foretold_is_said_with_the_way_out() -> None:
 
 
 def test_auto_checkpoint_counts_them() -> None:
-    net, x = model(), torch.randn(8, 64)
+    net, x = model(), torch.randn(512, 64)  # the passes take more than the optimizer's step
     optimizer = torch.optim.AdamW(net.parameters())
     plans = [
         memopt.auto_checkpoint(net, x, memory_budget="1GiB", optimizer=given).plan

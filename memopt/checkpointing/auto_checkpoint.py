@@ -74,8 +74,9 @@ def auto_checkpoint(
     """Makes the model run its stages by the fastest schedule of recomputation whose live bytes stay within a budget.
 
     sample: a batch like those of the training: one argument, a tuple of arguments, or a mapping of keyword arguments.
-    memory_budget: bytes, "8GiB", or a fraction (a float) of the device's memory: all tensors that live in a forward and
-    backward pass, the parameters, their gradients, buffers, the sample and the optimizer's state among them.
+    memory_budget: bytes, "8GiB", or a fraction (a float) of the device's memory: all that lives at once in a training
+    step, as the device's allocator counts it: the parameters, their gradients, buffers, the sample, what the loss reads,
+    the optimizer's state and what its step takes besides.
     optimizer: whose state that is, before its first step or after; or the state's bytes; None: there is none. loss:
     what makes a scalar of the model's output; default: the output's `loss`, or the sum of its tensors that need a
     gradient. accumulate: whether gradients are there when a step begins, from other batches or as zeros; else each
@@ -85,7 +86,9 @@ def auto_checkpoint(
     the CPU the path of a directory on a disk; how fast that is is measured first.
 
     The chain is found by watching one forward pass, then each stage is measured: two passes and a few runs of every
-    stage, which leave the model as it was. What is saved depends on autocast: where the training uses it, call this
+    stage. A plan is tried by three steps of the model, loss and backward pass among them but not the optimizer's step,
+    with memory of its state's size in its place; where they take more than the budget, it is solved again for less, up
+    to eight times. All that leaves the model as it was. What is saved depends on autocast: where the training uses it, call this
     under it too. Returns the same module: parameters, names, state_dict, hooks, train() and eval() are as before,
     `.plan` says what was decided, gradients are bit-equal to the plain run's, and without a graph nothing is different.
     What a forward changes in its modules (buffers, other tensors, numbers, lists and dictionaries under a name of

@@ -92,16 +92,18 @@ def on_device(found: Iterable[torch.Tensor], device: torch.device) -> list[torch
 
 def passing_bytes(optimizer: torch.optim.Optimizer, counts: Mapping[Kind, int]) -> int:
     """Bytes that a step of all these takes besides its state, at the most. torch's foreach implementations take as much
-    for each parameter, at the same time; the others for one after the other."""
+    for each parameter, at the same time; the others for one after the other, with what is left of the one before."""
     taken = {kind: taken_by_steps(optimizer, kind, 1) for kind in counts}
     most = 0
     for index in range(len(optimizer.param_groups)):
         mine = [kind for kind in counts if kind.group == index and taken[kind]]
         if mine:
             smallest = min(mine, key=taken.__getitem__)
-            at_once = taken_by_steps(optimizer, smallest, 2) >= 1.5 * taken[smallest]
-            all_of = [taken[kind] * counts[kind] for kind in mine]
-            most = max(most, sum(all_of) if at_once else max(taken[kind] for kind in mine))
+            two, three = (taken_by_steps(optimizer, smallest, count) for count in (2, 3))
+            if three > two:
+                most = max(most, sum(taken[kind] * counts[kind] for kind in mine))
+            else:
+                most = max(most, *(taken_by_steps(optimizer, kind, 2) for kind in mine))
     return most
 
 
