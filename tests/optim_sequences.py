@@ -284,7 +284,7 @@ class Bounds:
     def __init__(self, p: Tensor) -> None:
         self.of = {name: torch.zeros(p.shape, dtype=torch.float64) for name in ("p", *STATES)}
         # Where a gradient's square is no fp32, and where one ever was.
-        self.is_beyond = self.beyond = torch.zeros(p.shape, dtype=torch.bool)
+        self.lost = self.is_beyond = self.beyond = torch.zeros(p.shape, dtype=torch.bool)
 
     def loaded(self, p: Tensor, state: dict[str, Any]) -> None:
         """Rounded once more, to p's type."""
@@ -329,6 +329,8 @@ def advance(
             more = of["momentum_buffer"]
             x, bx = (x + momentum * m, bx + momentum * more) if group["nesterov"] else (m, more)
         of["p"] = of["p"] + lr * bx + u * (size + lr * x) + 4 * least
+        # torch's loop has the sum in the parameter's type, in which it may overflow.
+        b.lost = b.lost | (x.isfinite() & (x > torch.finfo(p.dtype).max))
         return
     beta1, beta2 = (float(beta) for beta in group["betas"])
     t = float(state["step"]) + 1 if "step" in state else 1.0
@@ -356,7 +358,7 @@ def advance(
 
 def compare(what: str, ours: Tensor, theirs: Tensor, bound: Tensor) -> None:
     a, b = wide(ours), wide(theirs)
-    same = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= bound)
+    same = (a == b) | (a.isnan() & b.isnan()) | bound.isposinf() | ((a - b).abs() <= bound)
     top = torch.finfo(ours.dtype).max  # one may be rounded to it and the other beyond
     same |= (a.isinf() & (b.abs() + bound >= top)) | (b.isinf() & (a.abs() + bound >= top))
     if what in STATES:  # that came to no number: torch's first moment is NaN where memopt's is infinite
@@ -442,7 +444,7 @@ class Pair:
         for number, (p, q) in enumerate(zip(self.ours.params, self.theirs.params, strict=True)):
             mine, stock = self.ours.optimizer.state.get(p, {}), self.theirs.optimizer.state.get(q, {})
             b = self.bound(number)
-            of = b.of
+            of = b.of = {name: bound.masked_fill(b.lost, math.inf) for name, bound in b.of.items()}
             compare(f"parameter {number} ({q.dtype})", p, q, of["p"])
             for name in STATES:
                 if mine.get(name) is None and stock.get(name) is None:

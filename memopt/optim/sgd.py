@@ -27,7 +27,7 @@ class SGD(OnePass, _Torchs):
 
     With the same inputs a step gives torch's numbers to within 6 roundings of their terms in the parameter's type (fp32:
     4e-7, fp64: 7e-16). What memopt.optim.AdamW says of gradient scalers and of parameters whose dtype changes is true
-    here, too. p.grad is only read: torch's with foreach=True and nesterov=True adds the momentum to it."""
+    here, too. Sums beyond 65504 of fp16 parameters, where torch's become infinite, are fp32 on their way. p.grad is only read: torch's with foreach=True and nesterov=True adds the momentum to it."""
 
     def __init__(
         self,
