@@ -75,8 +75,8 @@ def auto_checkpoint(
 
     sample: a batch like those of the training: one argument, a tuple of arguments, or a mapping of keyword arguments.
     memory_budget: bytes, "8GiB", or a fraction (a float) of the device's memory: all that lives at once in a training
-    step, as the device's allocator counts it: the parameters, their gradients, buffers, the sample, what the loss reads,
-    the optimizer's state and what its step takes besides.
+    step, as the device's allocator counts it: the parameters, their gradients, buffers, the sample, what the loss
+    reads, the optimizer's state and what its step takes besides.
     optimizer: whose state that is, before its first step or after; or the state's bytes; None: there is none. loss:
     what makes a scalar of the model's output; default: the output's `loss`, or the sum of its tensors that need a
     gradient. accumulate: whether gradients are there when a step begins, from other batches or as zeros; else each

@@ -1,7 +1,7 @@
 """Plans that are tried before they count: a step by each is run, and held against what the allocator gave in it.
 
-What a chain costs is a sum of parts, each measured by itself. How large the blocks are that the allocator finds, and what
-autograd and the caller hold between the parts, is seen in a whole step only."""
+What a chain costs is a sum of parts, each measured by itself. How large the blocks are that the allocator finds, and
+what autograd and the caller hold between the parts, is seen in a whole step only."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Taken(NamedTuple):
 
 
 class Step(NamedTuple):
-    """forward() gives what its caller holds until the next step: the model's result and the loss, say; backward() begins
-    with that. Both are run by the plan that is tried."""
+    """forward() gives what its caller holds until the next step: the model's result and the loss, say; backward()
+    begins with that. Both are run by the plan that is tried."""
 
     forward: Callable[[], Any]
     backward: Callable[[Any], None]
@@ -74,7 +74,7 @@ def checked_plan(
         if spread:
             taken = Taken(*stages_on_ranks.most(measured, taken))
         logger.debug(
-            "auto_checkpoint: a step by a plan for %d bytes took %d, and %d when the optimizer stepped; the budget is %d",
+            "auto_checkpoint: a step by a plan for %d bytes took %d, %d as the optimizer stepped; the budget is %d",
             plan.peak_bytes,
             *taken,
             budget,
@@ -114,8 +114,8 @@ def checked_plan(
         )
     else:
         for_what = (
-            f"{plan.fixed_bytes} of them for what lives however its {len(measured.chain.names)} stages are run: give it "
-            f"{least} or more, or a smaller batch"
+            f"{plan.fixed_bytes} of them for what lives however its {len(measured.chain.names)} stages are run: "
+            f"give it {least} or more, or a smaller batch"
         )
     raise InfeasibleBudget(
         f"memory_budget is {budget} bytes, and {whose} takes at least {least} on this sample, {for_what}", least
@@ -168,8 +168,8 @@ def bytes_of_step(measured: ChainMeasurement, step: Step, beside: OptimizerBytes
 
 @contextmanager
 def out_of_autocast(device: torch.device) -> Iterator[None]:
-    """As behind the `with torch.autocast()` in which a training runs its forward pass: what has been cast is gone, and is
-    not kept for the next to cast it."""
+    """As behind the `with torch.autocast()` in which a training runs its forward pass: what has been cast is gone, and
+    is not kept for the next to cast it."""
     kinds = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.amp.is_autocast_available(kind)]
     enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
     if not enabled:

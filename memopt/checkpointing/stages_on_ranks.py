@@ -76,7 +76,8 @@ def most(measured: ChainMeasurement, numbers: Sequence[int]) -> list[int]:
 
 
 def _meshes(measured: ChainMeasurement) -> dict[Any, None]:
-    return {p.device_mesh: None for p in measured.chain.standing if hasattr(p, "device_mesh")}  # type: ignore[attr-defined]
+    standing: list[Any] = list(measured.chain.standing)
+    return {p.device_mesh: None for p in standing if hasattr(p, "device_mesh")}
 
 
 def _most(numbers: Sequence[float], meshes: Sequence[Any] | dict[Any, None]) -> list[float]:
