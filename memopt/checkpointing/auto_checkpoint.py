@@ -88,8 +88,8 @@ def auto_checkpoint(
     The chain is found by watching one forward pass, then each stage is measured: two passes and a few runs of every
     stage. A plan is tried by three steps of the model, loss and backward pass among them but not the optimizer's step,
     with memory of its state's size in its place; where they take more than the budget, it is solved again for less, up
-    to eight times. All that leaves the model as it was. What is saved depends on autocast: where the training uses it, call this
-    under it too. Returns the same module: parameters, names, state_dict, hooks, train() and eval() are as before,
+    to eight times. All that leaves the model as it was. What is saved depends on autocast: where the training uses it,
+    call this under it too. Returns the same module: parameters, names, state_dict, hooks, train() and eval() are as before,
     `.plan` says what was decided, gradients are bit-equal to the plain run's, and without a graph nothing is different.
     What a forward changes in its modules (buffers, other tensors, numbers, lists and dictionaries under a name of
     theirs), and Python's and NumPy's random numbers, count once however often a stage runs; copies of it count in the
