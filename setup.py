@@ -89,7 +89,9 @@ def preprocesses(compiler: str, header: str) -> bool:
     folders = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
     command = [*shlex.split(compiler), *(f"-I{folder}" for folder in folders), "-E", "-x", "c", "-"]
     try:
-        return not subprocess.run(command, input=f"#include <{header}>\n".encode(), capture_output=True).returncode
+        return not subprocess.run(
+            command, input=f"#include <{header}>\n".encode(), capture_output=True
+        ).returncode
     except OSError:
         return False
 

@@ -123,7 +123,9 @@ def allocator_rows(mode: str, file: str, peers: str) -> list[Row]:
 
     def row(claim: str, case: str) -> Row:
         values = (Value(case, "native", DIGITS3, peers), Value(case, "expandable", DIGITS3, peers))
-        return Row(claim, file, "torch {}, expandable segments {}", "{}", (*values, Value(case, "memopt", DIGITS3)))
+        return Row(
+            claim, file, "torch {}, expandable segments {}", "{}", (*values, Value(case, "memopt", DIGITS3))
+        )
 
     return [
         row(f"device that nine training loops need, live peak = 1, mean; {mode}", NINE),

@@ -28,7 +28,7 @@
 #define MO_ADAM8_SHIFT  19           /* a code is the bits above; the last code is top = 31/32 */
 #define MO_ADAM8_SPAN_M 0x1.eep-1f   /* top - c */
 #define MO_ADAM8_SPAN_V 0x1.effep-1f /* top - c */
-#define MO_ADAM8_TINY   1e-30f /* a scale below this is as 0: what it could move is lost beside any eps */
+#define MO_ADAM8_TINY   1e-30f     /* a scale below this is as 0: what it could move is lost beside any eps */
 #define MO_ADAM8_HUGE   0x1.ep127f /* the largest scale, so that what a decoder multiplies with is finite */
 
 /* The dither of v: 2^32 / the golden ratio, 2^32 / sqrt(2). */

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from typing import Any
 
 import memopt
 from memopt import log
@@ -16,7 +17,7 @@ from memopt.torch_version import missing
 COMMANDS = [demo, run, estimate, report, diff, replay, doctor]
 
 
-def add_loudness(to: argparse.ArgumentParser, **default: str) -> None:
+def add_loudness(to: argparse.ArgumentParser, **default: Any) -> None:
     to.add_argument("-v", "--verbose", action="count", help="say more (twice: everything)", **default)
     to.add_argument("-q", "--quiet", action="store_true", help="say only what was asked for", **default)
 

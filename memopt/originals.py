@@ -1,7 +1,7 @@
 """torch's functions and classes that memopt's stand in the place of, as torch made them.
 
-memopt's leave to torch's what they do not do themselves. Where somebody has put memopt's in torch's place, by hand or by
-memopt.patch(), torch's name would lead back to memopt's, for ever. So each is looked up once, when the module of
+memopt's leave to torch's what they do not do themselves. Where somebody has put memopt's in torch's place, by hand or
+by memopt.patch(), torch's name would lead back to memopt's, for ever. So each is looked up once, when the module of
 memopt's is imported. It is kept on torch's own module, where memopt's finds it when it is imported again
 (importlib.reload, a notebook's autoreload)."""
 

@@ -18,7 +18,8 @@ under whatever python3 (3.11 or later, with venv) a machine has.
 
 No gigabytes by accident: torch comes as the CUDA wheel alone (--no-deps) with a pinned list of its pure-Python
 dependencies, once; the CPU's environment has it as the CPU build where pip's configuration offers one, otherwise by
-hard links to that wheel's files. pip's own line with the size of each download is passed on before the download starts."""
+hard links to that wheel's files. pip's own line with the size of each download is passed on before the download
+starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Random sequences of what a program does with an optimizer, on memopt's and on torch's in lockstep. After each call both must
-have raised the same or nothing, and every parameter and state must be within a bound of torch's that is kept beside it, element
-by element: what roundings of both can have made of the inputs so far.
+"""Random sequences of what a program does with an optimizer, on memopt's and on torch's in lockstep. After each call
+both must have raised the same or nothing, and every parameter and state must be within a bound of torch's that is kept
+beside it, element by element: what roundings of both can have made of the inputs so far.
 
     u           half of the distance of two numbers of the parameter's type, relative
     B(m)        beta1 B(m) + (1 - beta1) B(x) + c u (|m| + |x|)
@@ -49,8 +49,8 @@ def drawn(p: Tensor, draw: random.Random, scale: float = 1.0) -> Tensor:
 
 
 def arranged(side: Side, value: Tensor, draw: random.Random) -> Tensor:
-    """The same numbers, sometimes in another order of dimensions or with gaps. Not for torch's fused step: on the CPU it pairs
-    elements by their place in memory, whatever their strides are."""
+    """The same numbers, sometimes in another order of dimensions or with gaps. Not for torch's fused step: on the CPU
+    it pairs elements by their place in memory, whatever their strides are."""
     how = draw.choice(["plain"] * 5 + ["transposed", "gaps", "channels last"])
     if side.options.get("fused"):
         return value
@@ -95,14 +95,20 @@ class Side:
             options["momentum"] = draw.choice([0, 0.5, 0.9])
             options["nesterov"] = options["momentum"] > 0 and draw.random() < 0.4
             if options["nesterov"]:
-                options["foreach"] = None  # torch's adds the momentum to p.grad itself, which the next step may take
+                options["foreach"] = (
+                    None  # torch's adds the momentum to p.grad itself, which the next step may take
+                )
             options["dampening"] = 0 if options["nesterov"] else draw.choice([0, 0, 0.3])
             return options
         if self.kind == "adam":
             options["decoupled_weight_decay"] = draw.random() < 0.3
-        options["betas"] = draw.choice([(0.9, 0.999)] * 3 + [(0.0, 0.5), (0.5, 0.9), (0.95, 0.99), (0.0, 0.0)])
+        options["betas"] = draw.choice(
+            [(0.9, 0.999)] * 3 + [(0.0, 0.5), (0.5, 0.9), (0.95, 0.99), (0.0, 0.0)]
+        )
         options["eps"] = draw.choice([1e-8, 1e-8, 1e-3])
-        options["amsgrad"] = not options.get("fused") and draw.random() < 0.25  # torch's fused one overlooks a NaN
+        options["amsgrad"] = (
+            not options.get("fused") and draw.random() < 0.25
+        )  # torch's fused one overlooks a NaN
         return options
 
     def new_group(self, draw: random.Random) -> dict[str, Any]:
@@ -164,9 +170,9 @@ def iteration(side: Side, other: Side, draw: random.Random) -> None:
 
 
 def scaled(side: Side, other: Side, draw: random.Random) -> None:
-    """Through torch's scaler, which unscales for torch's loops, as memopt's step does itself. Not with what torch's steps differ
-    in among themselves: fp16 gradients and none at all, which only the fused ones take, and a skipped first step, which leaves
-    their momentum buffers undefined."""
+    """Through torch's scaler, which unscales for torch's loops, as memopt's step does itself. Not with what torch's
+    steps differ in among themselves: fp16 gradients and none at all, which only the fused ones take, and a skipped
+    first step, which leaves their momentum buffers undefined."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** draw.choice([0, 4, 10]))
     scaler.scale(torch.ones(()))
     backward(side, other, draw)
@@ -182,7 +188,8 @@ def scaled(side: Side, other: Side, draw: random.Random) -> None:
     if draw.random() < 0.5:
         scaler.unscale_(side.optimizer)
     scaler.step(side.optimizer)
-    if any(p.grad is not None and not all_finite(p.grad) for p in side.params):  # skipped: unscaled by torch's loops only
+    # Skipped: unscaled by torch's loops only.
+    if any(p.grad is not None and not all_finite(p.grad) for p in side.params):
         side.optimizer.zero_grad()
 
 
@@ -194,8 +201,8 @@ def clipped(side: Side, other: Side, draw: random.Random) -> None:
 
 
 def clipped_by_scaler(side: Side, other: Side, draw: random.Random) -> None:
-    """memopt's scaler clips in the step, torch's before it. Of fp32, whose norm both have to 1e-6, and of sizes at which torch's
-    sum of squares does not overflow."""
+    """memopt's scaler clips in the step, torch's before it. Of fp32, whose norm both have to 1e-6, and of sizes at
+    which torch's sum of squares does not overflow."""
     if side.dtypes != DTYPES[:1]:
         return iteration(side, other, draw)
     size = draw.choice([1e-3, 1.0, 1e3])
@@ -272,7 +279,8 @@ def freeze(side: Side, other: Side, draw: random.Random) -> None:
 
 
 CALLS: list[tuple[Callable[[Side, Side, random.Random], Any], int]] = [
-    (iteration, 12), (backward, 2), (step, 2), (closure, 1), (scaled, 2), (clipped, 2), (clipped_by_scaler, 1), (zero_grad, 1), (add_group, 1),
+    (iteration, 12), (backward, 2), (step, 2), (closure, 1), (scaled, 2), (clipped, 2), (clipped_by_scaler, 1),
+    (zero_grad, 1), (add_group, 1),
     (exchange, 2), (load_into_another, 1), (duplicate, 1), (convert, 1), (change_options, 1), (freeze, 1),
 ]  # fmt: skip
 
@@ -305,8 +313,13 @@ def wide(t: Tensor) -> Tensor:
 def advance(
     b: Bounds, kind: str, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any], near: float
 ) -> None:
-    """After a step of p as it was before, with these states before. near: how far gradients are from torch's, relative."""
-    of, u = b.of, ROUNDINGS * max(unit(t) for t in (p, *(state[n] for n in STATES if state.get(n) is not None)))
+    """After a step of p as it was before, with these states before.
+
+    near: how far gradients are from torch's, relative."""
+    of, u = (
+        b.of,
+        ROUNDINGS * max(unit(t) for t in (p, *(state[n] for n in STATES if state.get(n) is not None))),
+    )
     least = torch.finfo(p.dtype).smallest_normal * torch.finfo(p.dtype).eps
     lr, decay, size = float(group["lr"]), float(group["weight_decay"]), wide(p).abs()
     x = wide(g).abs()
@@ -378,7 +391,10 @@ def seen(side: Side) -> list[tuple[Tensor, Tensor | None, dict[str, Any], dict[s
         (
             p.detach().clone(),
             None if p.grad is None else p.grad.clone(),
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in side.optimizer.state.get(p, {}).items()},
+            {
+                k: v.clone() if isinstance(v, Tensor) else v
+                for k, v in side.optimizer.state.get(p, {}).items()
+            },
             {k: v for k, v in group.items() if k != "params"},
         )
         for group in side.optimizer.param_groups
@@ -420,7 +436,9 @@ class Pair:
             return False  # torch's words depend on which of its steps it takes
         if isinstance(said[1], tuple) and TORCHS_FAULT.fullmatch(said[1][1]):
             return False
-        if any(isinstance(one, tuple) and one[0] is RuntimeError for one in said) and any(map(is_mixed, before)):
+        if any(isinstance(one, tuple) and one[0] is RuntimeError for one in said) and any(
+            map(is_mixed, before)
+        ):
             return False
         if said[0] != said[1]:
             raise Difference(f"came {said[0]}, torch's {said[1]}")
@@ -472,7 +490,9 @@ def all_finite(t: Tensor) -> bool:
 
 
 def difference(seed: int, lengths: list[int] | None = None) -> str | None:
-    """Plays the sequence of a seed: the first difference, in words, or None. lengths: how many calls it came to is put here."""
+    """Plays the sequence of a seed: the first difference, in words, or None.
+
+    lengths: how many calls it came to is put here."""
     draw = random.Random(seed ^ 0x0071)
     calls, weights = zip(*CALLS, strict=True)
     history: list[str] = []
@@ -482,7 +502,9 @@ def difference(seed: int, lengths: list[int] | None = None) -> str | None:
         try:
             goes_on = pair.make(call, draw.getrandbits(30))
         except Difference as error:
-            return f"seed {seed} ({pair.theirs.kind} {pair.theirs.options}), after {' '.join(history)}: {error}"
+            return (
+                f"seed {seed} ({pair.theirs.kind} {pair.theirs.options}), after {' '.join(history)}: {error}"
+            )
         if not goes_on:
             break
     if lengths is not None:

@@ -244,7 +244,9 @@ def test_noise_that_is_passed_or_not_asked_about_is_none_to_warn_of() -> None:
     plain, model = Net(), Net()
     F.cross_entropy(plain(x + noise), y).backward()
     with Failing(8):
-        memopt.backward(lambda a, z, b: F.cross_entropy(model(a + z), b), x, noise, y, model=model, exact=True)
+        memopt.backward(
+            lambda a, z, b: F.cross_entropy(model(a + z), b), x, noise, y, model=model, exact=True
+        )
     assert difference(grads(model), grads(plain)) < 1e-6
     for exact in (True, False):
         other = Net(dropout=0.5 * (not exact))
@@ -267,7 +269,9 @@ def test_a_loss_that_is_another_one_each_time_is_not_taken_for_a_wrong_reduction
     """By a generator of the program's own, whose state memopt does not know."""
     model, made = Net(), torch.Generator().manual_seed(0)
     memopt.backward(
-        lambda x, y: F.cross_entropy(model(x + torch.randn(x.shape, generator=made)), y), *batch(), model=model
+        lambda x, y: F.cross_entropy(model(x + torch.randn(x.shape, generator=made)), y),
+        *batch(),
+        model=model,
     )
 
 

@@ -23,7 +23,12 @@ def build(tmp_path: Path):
         code += "runpy.run_path('setup.py', run_name='__main__')"
         command = [sys.executable, "-c", code]
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+            command,
+            cwd=ROOT,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
         )
         assert not (tmp_path / "lib").exists()
         return done.returncode, done.stderr.splitlines()

@@ -229,7 +229,9 @@ def test_what_code_finds_by_a_name_that_it_is_given_is_refused_with_the_remedy(m
 def test_who_leaves_a_finder_out_of_the_key_is_not_refused(monkeypatch, tmp_path):
     made = program(monkeypatch, "def f(x): return importlib.import_module(x).k()")
     assert cached(made.f, tmp_path, ignore="importlib.import_module")("edited_ops") == 1
-    own = program(monkeypatch, "class Box:\n modules = {'a': 3}\nbox = Box()\ndef f(x): return box.modules['a']")
+    own = program(
+        monkeypatch, "class Box:\n modules = {'a': 3}\nbox = Box()\ndef f(x): return box.modules['a']"
+    )
     assert cached(own.f, tmp_path)(1) == 3  # no sys.modules, though it is called so
 
 

@@ -201,7 +201,11 @@ def test_a_torch_that_cannot_be_imported_is_broken_and_no_crash(monkeypatch):
 
 
 def test_help_and_version_are_commands_too_and_loudness_may_stand_before_one(capsys):
-    for words, said in ((["help"], "COMMAND"), (["help", "replay"], "TRACE"), (["version"], memopt.__version__)):
+    for words, said in (
+        (["help"], "COMMAND"),
+        (["help", "replay"], "TRACE"),
+        (["version"], memopt.__version__),
+    ):
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == 0 and said in capsys.readouterr().out

@@ -113,7 +113,12 @@ def test_options_behind_the_script_are_told_of_where_it_refuses_them(way, tmp_pa
     python = ["--python", request.config.getoption("--sim-python")] if way == "simulated" else []
     line = [sys.executable, "-m", "memopt", "estimate", *python, "script.py", "--gpu=24GiB", "--mine"]
     done = subprocess.run(
-        line, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600
+        line,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     said = "memopt estimate: --gpu went to the script: options of memopt come before SCRIPT"
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == said

@@ -61,7 +61,9 @@ def test_the_doctor(tmp_path: Path) -> None:
     """At whatever it looks at."""
     code = "import sys\nfrom memopt import diagnosis\nfrom memopt.__main__ import main\n"
     process = started(
-        tmp_path, "-c", f"{code}def looks():\n    exec({WAITS!r})\ndiagnosis.doctor = looks\nsys.exit(main(['doctor']))"
+        tmp_path,
+        "-c",
+        f"{code}def looks():\n    exec({WAITS!r})\ndiagnosis.doctor = looks\nsys.exit(main(['doctor']))",
     )
     assert process.stderr is not None and process.stderr.readline().startswith("ready")
     interrupt(process, "doctor", True)

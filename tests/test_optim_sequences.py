@@ -1,15 +1,16 @@
-"""memopt's optimizers and torch's side by side through random sequences of calls; and wrong ones, each of which the same
-comparison finds."""
+"""memopt's optimizers and torch's side by side through random sequences of calls; and wrong ones, each of which the
+same comparison finds."""
 
 from __future__ import annotations
 
 import os
 import random
 
-import memopt.optim
 import optim_sequences
 import pytest
 import torch
+
+import memopt.optim
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COUNT = 2500 if os.environ.get("MEMOPT_SOAK") == "1" else 25
@@ -50,7 +51,9 @@ class OneStepAhead(memopt.optim.AdamW):
     """Corrects the bias of the step after."""
 
     def step(self, closure=None):
-        states = [self.state[p] for group in self.param_groups for p in group["params"] if "step" in self.state[p]]
+        states = [
+            self.state[p] for group in self.param_groups for p in group["params"] if "step" in self.state[p]
+        ]
         for state in states:
             state["step"] += 1
         try:
@@ -84,7 +87,9 @@ class PassesOverNan(memopt.optim.AdamW):
 
 
 @pytest.mark.parametrize(
-    "wrong", [OfRoundedRate, OneStepAhead, ForgetsLargest, DampsTheFirst, PassesOverNan], ids=lambda kind: kind.__name__
+    "wrong",
+    [OfRoundedRate, OneStepAhead, ForgetsLargest, DampsTheFirst, PassesOverNan],
+    ids=lambda kind: kind.__name__,
 )
 def test_a_wrong_optimizer_is_found(wrong, monkeypatch):
     kind = "sgd" if issubclass(wrong, memopt.optim.SGD) else "adamw"

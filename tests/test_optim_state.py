@@ -134,7 +134,11 @@ def spoiled(name, change):
 WRONG_STATES = {
     "shape": ("amsgrad", spoiled("exp_avg", lambda t: t[:3]), r"'exp_avg' has the shape \(3, 7\)"),
     "transposed": ("amsgrad", spoiled("exp_avg_sq", torch.t), r"'exp_avg_sq' has the shape \(7, 33\)"),
-    "largest": ("amsgrad", spoiled("max_exp_avg_sq", lambda t: t[0]), r"'max_exp_avg_sq' has the shape \(7,\)"),
+    "largest": (
+        "amsgrad",
+        spoiled("max_exp_avg_sq", lambda t: t[0]),
+        r"'max_exp_avg_sq' has the shape \(7,\)",
+    ),
     "alone": ("amsgrad", lambda s: s.pop("exp_avg_sq"), "'exp_avg' alone, without 'exp_avg_sq'"),
     "type": ("amsgrad", spoiled("exp_avg", torch.Tensor.long), "'exp_avg' is of torch.int64"),
     "no tensor": ("amsgrad", spoiled("exp_avg", lambda t: t.tolist()), "'exp_avg' is list, not a tensor"),
@@ -175,7 +179,9 @@ def test_a_state_that_cannot_be_its_parameters_is_refused_at_load_before_anythin
 
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("face", ["adamw", "amsgrad", "momentum"])
-def test_a_state_of_another_shape_set_by_hand_is_refused_by_the_step_before_a_parameter_changes(face, contiguous):
+def test_a_state_of_another_shape_set_by_hand_is_refused_by_the_step_before_a_parameter_changes(
+    face, contiguous
+):
     """With as many elements, too; and again by the next step."""
     kind, options = FACES[face]
     new, _, ours, _ = both(kind, **options)

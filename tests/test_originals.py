@@ -66,7 +66,9 @@ def test_a_function_of_torchs_may_be_memopts(
         assert torch.equal(found, value)
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "checkpoint_sequential", "create_selective_checkpoint_contexts"])
+@pytest.mark.parametrize(
+    "name", ["checkpoint", "checkpoint_sequential", "create_selective_checkpoint_contexts"]
+)
 def test_a_traced_checkpoint_may_be_memopts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """While something traces, memopt's are torch's."""
     assert getattr(memopt, name) is not getattr(torchs, name)
@@ -83,7 +85,9 @@ def test_a_traced_checkpoint_may_be_memopts(monkeypatch: pytest.MonkeyPatch, nam
     assert torch.equal(make_fx(function)(x)(x), x.sin().cos().tan().exp())
 
 
-def test_patching_beside_names_set_by_hand_and_disabling_give_torchs_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patching_beside_names_set_by_hand_and_disabling_give_torchs_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = torchs.checkpoint
     importer = types.ModuleType("somebody_elses_module")
     importer.remember = before

@@ -66,4 +66,7 @@ def test_a_torch_that_is_too_old_is_said_the_same_way(
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--no-page"]) == 2
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "memopt demo needs PyTorch 2.10 or later, and this is 2.9.1: pip install -U torch\n")
+    assert (out, err) == (
+        "",
+        "memopt demo needs PyTorch 2.10 or later, and this is 2.9.1: pip install -U torch\n",
+    )

@@ -54,7 +54,8 @@ mo_status mo_order_find(mo_order *order, mo_stream stream, mo_detail *detail, un
         unused |= !order->streams[t].users;
     }
     if (unused)
-        return mo_fail(detail, MO_NOT_READY, 0, "a stream whose number is wanted has work that has not ended");
+        return mo_fail(detail, MO_NOT_READY, 0,
+                       "a stream whose number is wanted has work that has not ended");
     return mo_fail(detail, MO_UNSUPPORTED, 0,
                    "%d streams have live memory, and memopt's allocator tells no more of them apart: let "
                    "some streams share their work",

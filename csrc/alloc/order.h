@@ -57,7 +57,8 @@ typedef struct mo_order {
     mo_stream_state streams[MO_STREAMS];
     mo_event *spare[MO_EVENTS]; /* not in use, kept until the close: none is destroyed while that may fail */
     unsigned spare_count;
-    uint64_t recorded, waited, synchronized; /* counts of events, stream waits and waits of the host (ladder.c) */
+    uint64_t recorded, waited,
+        synchronized; /* counts of events, stream waits and waits of the host (ladder.c) */
 } mo_order;
 
 static inline mo_use mo_use_union(mo_use a, mo_use b)

@@ -293,10 +293,11 @@ static mo_status number_stream(mo_pool *pool, mo_stream stream, mo_detail *detai
         status = mo_order_number(&pool->order, stream, detail, out);
     if (status != MO_NOT_READY)
         return status;
-    return mo_fail(detail, MO_UNSUPPORTED, 0,
-                   "%d streams have live memory or are being captured, and memopt's allocator tells no more of "
-                   "them apart: let some streams share their work",
-                   MO_STREAMS);
+    return mo_fail(
+        detail, MO_UNSUPPORTED, 0,
+        "%d streams have live memory or are being captured, and memopt's allocator tells no more of "
+        "them apart: let some streams share their work",
+        MO_STREAMS);
 }
 
 static mo_status no_arena(mo_arena_id id, mo_detail *detail)
@@ -316,10 +317,9 @@ static mo_status alloc_locked(mo_pool *pool, bool named, mo_arena_id id, size_t 
 
     if (status)
         return status;
-    *arena = named          ? mo_arena_find(pool, id)
-             : pool->routes ? mo_arena_routed(pool, stream)
-                            : &pool->general;
-    status = *arena ? make_request(pool, *arena, size, stream, number, detail, &request) : no_arena(id, detail);
+    *arena = named ? mo_arena_find(pool, id) : pool->routes ? mo_arena_routed(pool, stream) : &pool->general;
+    status =
+        *arena ? make_request(pool, *arena, size, stream, number, detail, &request) : no_arena(id, detail);
     if (status)
         return status;
     status = fulfil(pool, &request, ladder->rung > 0, detail, &block);
@@ -359,9 +359,10 @@ static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, m
     if (mo_forked())
         return mo_forked_refuse("allocating device memory", detail);
     if (stream == MO_STREAM_PER_THREAD)
-        return mo_fail(detail, MO_UNSUPPORTED, 0,
-                       "CU_STREAM_PER_THREAD is another stream in each thread, and memopt's allocator cannot tell "
-                       "them apart: use a stream that was created");
+        return mo_fail(
+            detail, MO_UNSUPPORTED, 0,
+            "CU_STREAM_PER_THREAD is another stream in each thread, and memopt's allocator cannot tell "
+            "them apart: use a stream that was created");
     for (int attempt = 0;; attempt++) {
         mo_ladder ladder = {0};
         mo_pressure pressure;

@@ -30,8 +30,9 @@ struct mo_arena {
     mo_arena *next;
     mo_zone zones[MO_ZONES];
     bool pinned, paused;
-    bool pausing;       /* the device is waited for, and requests are refused already */
-    uint64_t unsettled; /* tick at which it was pinned no more: replays on streams unknown may still use it; 0: none */
+    bool pausing; /* the device is waited for, and requests are refused already */
+    uint64_t
+        unsettled; /* tick at which it was pinned no more: replays on streams unknown may still use it; 0: none */
     size_t references;
     size_t budget;   /* physical bytes, 0: none */
     size_t reserved; /* physical bytes that stay here (preallocated) */
@@ -145,7 +146,8 @@ mo_status mo_pool_synchronize(mo_pool *pool, mo_detail *detail);
 
 /* UNLOCKS. The next thing to try for a request that cannot be had. MO_OK: make it once more, from the start.
  * MO_NO_DEVICE_MEMORY: nothing is left to try; else the error that ended a wait. */
-#define MO_LADDER_WAITS 64 /* at most: threads that go on freeing and queueing could keep one waiting for ever */
+#define MO_LADDER_WAITS                                                                                      \
+    64 /* at most: threads that go on freeing and queueing could keep one waiting for ever */
 typedef struct mo_ladder {
     int rung, waits;
 } mo_ladder;

@@ -87,7 +87,7 @@ typedef struct mo_cuda_api {
     MO_CUDA_REQUIRED(FIELD)
     MO_CUDA_OPTIONAL(FIELD)
 #undef FIELD
-    void *library; /* what dlopen gave; never closed, since the driver's threads outlive any wish to */
+    void *library;  /* what dlopen gave; never closed, since the driver's threads outlive any wish to */
     bool simulated; /* by csrc/simcuda: its launches run bodies of the host's, whatever an image holds */
 } mo_cuda_api;
 

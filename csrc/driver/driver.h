@@ -36,7 +36,8 @@ typedef uint64_t mo_physical;     /* a handle of physical memory, never 0 */
 typedef void *mo_stream;          /* a CUstream; NULL is the legacy default stream */
 typedef struct mo_event mo_event; /* the driver's own */
 
-#define MO_STREAM_PER_THREAD ((mo_stream)2) /* CU_STREAM_PER_THREAD: the calling thread's, under one name for all */
+#define MO_STREAM_PER_THREAD                                                                                 \
+    ((mo_stream)2) /* CU_STREAM_PER_THREAD: the calling thread's, under one name for all */
 
 typedef struct mo_driver mo_driver;
 struct mo_driver {

@@ -121,7 +121,8 @@ static mo_status from_cache(const mo_cuda_api *api, const mo_kernel_settings *se
     mo_host_free(image);
     if (!status) {
         m->origin = MO_KERNELS_CACHED;
-    } else if (refused) { /* another driver than the one that took it when it was stored, or kernels that do nothing */
+    } else if (
+        refused) { /* another driver than the one that took it when it was stored, or kernels that do nothing */
         note(m, "the cached image was refused (%.300s)", detail->text);
         m->cache = MO_CACHE_DAMAGED;
         status = MO_OK;

@@ -105,7 +105,8 @@ static CUresult launch_all(const mo_cuda_api *api, const CUfunction functions[MO
 
     for (int i = 0; i < MO_KERNEL_COUNT && !code; i++) {
         void *argument[] = {arguments[i]};
-        code = api->launch(functions[i], 1, 1, 1, THREADS, 1, 1, /* shared_bytes */ 0, stream, argument, NULL);
+        code =
+            api->launch(functions[i], 1, 1, 1, THREADS, 1, 1, /* shared_bytes */ 0, stream, argument, NULL);
     }
     return code;
 }

@@ -52,7 +52,8 @@ enum { P, M, V, VMAX, M_SCALE, V_SCALE, COUNT, WIDE, KEPT };
 typedef struct entry {
     PyObject *p, *states; /* states: NULL where the parameter has none */
     PyObject *seen[KEPT]; /* each tensor as it was found plain: it need not be asked for a negation again */
-    mo_tensor_hold holds[KEPT]; /* of the states; of p the address alone: its hooks may refer to the optimizer */
+    mo_tensor_hold
+        holds[KEPT]; /* of the states; of p the address alone: its hooks may refer to the optimizer */
     uint32_t group;
     bool first; /* SGD: the momentum buffer has no value yet */
 } entry;

@@ -41,8 +41,8 @@ def clip_grad_norm_(
     Dense fp32, fp16 and bf16 gradients on one device, with norm_type 2 or inf, go through memopt's kernels: one pass
     to read them, one to scale them, which touches nothing where the norm is within max_norm already. The norm is
     fp32, within 1e-6 of that in double: for fp16 gradients too, whose norm in fp16 would overflow, and with it zero
-    them all, and for fp32 gradients beyond 1.8e19, whose squares overflow in torch's sum with the same end. All else (fp64, sparse, strided with gaps, subclasses, several devices, other norms, foreach=False) is
-    torch's."""
+    them all, and for fp32 gradients beyond 1.8e19, whose squares overflow in torch's sum with the same end. All else
+    (fp64, sparse, strided with gaps, subclasses, several devices, other norms, foreach=False) is torch's."""
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     else:

@@ -89,15 +89,14 @@ def auto_checkpoint(
     stage. A plan is tried by three steps of the model, loss and backward pass among them but not the optimizer's step,
     with memory of its state's size in its place; where they take more than the budget, it is solved again for less, up
     to eight times. All that leaves the model as it was. What is saved depends on autocast: where the training uses it,
-    call this under it too. Returns the same module: parameters, names, state_dict, hooks, train() and eval() are as before,
-    `.plan` says what was decided, gradients are bit-equal to the plain run's, and without a graph nothing is different.
-    What a forward changes in its modules (buffers, other tensors, numbers, lists and dictionaries under a name of
-    theirs), and Python's and NumPy's random numbers, count once however often a stage runs; copies of it count in the
-    budget. What it changes elsewhere (globals, objects of other kinds, a parameter in place by `.data`), a stage that
-    runs again changes again. Stages of a model that is compiled afterwards run uncompiled.
-    A batch of another shape than the sample's is right too, with another peak. Calling it again makes a new plan, or
-    leaves the one there is where that fails; undo_checkpoint() takes it off. On a CUDA device the peaks in torch's
-    statistics are reset.
+    call this under it too. Returns the same module: parameters, names, state_dict, hooks, train() and eval() are as
+    before, `.plan` says what was decided, gradients are bit-equal to the plain run's, and without a graph nothing is
+    different. What a forward changes in its modules (buffers, other tensors, numbers, lists and dictionaries under a
+    name of theirs), and Python's and NumPy's random numbers, count once however often a stage runs; copies of it count
+    in the budget. What it changes elsewhere (globals, objects of other kinds, a parameter in place by `.data`), a stage
+    that runs again changes again. Stages of a model that is compiled afterwards run uncompiled. A batch of another
+    shape than the sample's is right too, with another peak. Calling it again makes a new plan, or leaves the one there
+    is where that fails; undo_checkpoint() takes it off. On a CUDA device the peaks in torch's statistics are reset.
 
     A model in several processes: before DistributedDataParallel, each rank for itself; after fully_shard() and
     parallelize_module(), on every rank, which then agree on one plan, by the most that any of them has measured and the
@@ -152,8 +151,8 @@ def refuse_compiled(model: torch.nn.Module) -> None:
     if "_orig_mod" in model._modules or model._compiled_call_impl is not None:
         raise ValueError(
             "auto_checkpoint: the model is compiled by torch.compile(), whose code calls none of its modules: compile "
-            "its blocks instead (model.blocks[i] = torch.compile(model.blocks[i])) and give auto_checkpoint() the model "
-            "around them; what is compiled after auto_checkpoint() runs its stages uncompiled"
+            "its blocks instead (model.blocks[i] = torch.compile(model.blocks[i])) and give auto_checkpoint() the "
+            "model around them; what is compiled after auto_checkpoint() runs its stages uncompiled"
         )
 
 

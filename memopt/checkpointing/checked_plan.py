@@ -118,11 +118,14 @@ def checked_plan(
             f"give it {least} or more, or a smaller batch"
         )
     raise InfeasibleBudget(
-        f"memory_budget is {budget} bytes, and {whose} takes at least {least} on this sample, {for_what}", least
+        f"memory_budget is {budget} bytes, and {whose} takes at least {least} on this sample, {for_what}",
+        least,
     )
 
 
-def bytes_of_step(measured: ChainMeasurement, step: Step, beside: OptimizerBytes, *, accumulate: bool) -> Taken:
+def bytes_of_step(
+    measured: ChainMeasurement, step: Step, beside: OptimizerBytes, *, accumulate: bool
+) -> Taken:
     """Bytes that live at the most in a training step, by the device's allocator; zeros where it cannot be asked.
     Gradients are gone afterwards."""
     device = measured.device

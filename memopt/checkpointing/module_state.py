@@ -65,7 +65,9 @@ class PythonRandom(NamedTuple):
         set_python_random(value)
 
 
-Changes = dict[Slot | PythonRandom, bool]  # whether the contents change, and not only the object under the name
+Changes = dict[
+    Slot | PythonRandom, bool
+]  # whether the contents change, and not only the object under the name
 
 
 def slots_of(modules: Iterable[torch.nn.Module], parameters: bool = True) -> Iterator[Slot]:
@@ -153,7 +155,9 @@ class Seen:
 
 
 def ids(container: Any) -> list[int]:
-    members = [part for item in container.items() for part in item] if isinstance(container, dict) else container
+    members = (
+        [part for item in container.items() for part in item] if isinstance(container, dict) else container
+    )
     return list(map(id, members))
 
 

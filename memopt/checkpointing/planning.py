@@ -90,8 +90,9 @@ def plan_for(
 ) -> tuple[Plan, list[Op], set[int]]:
     """The plan for a chain, and what a ChainRunner takes: operations, and stages whose input only passes.
 
-    budget: None: the plan is the one that takes least. beside: bytes that live all the time, and were not measured. accumulate: gradients are there when a step begins.
-    whose: for InfeasibleBudget's words. speed: of offloading, where stages may."""
+    budget: None: the plan is the one that takes least. beside: bytes that live all the time, and were not measured.
+    accumulate: gradients are there when a step begins. whose: for InfeasibleBudget's words. speed: of offloading, where
+    stages may."""
     names = measured.chain.names
     groups = group(measured.stage_bytes[:-1])
     sizes, times = measured.of_groups(groups)

@@ -71,7 +71,9 @@ class AdamStates(OnePass):
             if not codes and scale is None:
                 wrong = not_like(p, state, name)
             elif not codes or not isinstance(scale, Tensor):
-                wrong = f"its states {name!r} and '{name}_scale' are no codes (uint8, of its shape) with scales"
+                wrong = (
+                    f"its states {name!r} and '{name}_scale' are no codes (uint8, of its shape) with scales"
+                )
             elif scale.shape != (blocks(p),):
                 wrong = f"its state '{name}_scale' has the shape {tuple(scale.shape)}, not {(blocks(p),)}"
             else:
@@ -84,7 +86,7 @@ class AdamStates(OnePass):
         plain = is_plain(p)
         dtype = torch.float32 if wants_master(p, group) else p.dtype
         first, second = (state.get(name) for name in MOMENTS)
-        if wants_codes(p, group) and first is not None and second.is_floating_point():
+        if wants_codes(p, group) and first is not None and second is not None and second.is_floating_point():
             # As in kernels/adam8.cuh: what is not finite has no code, and without v there is no m.
             state["exp_avg"] = first.masked_fill(~second.isfinite(), 0)
         for name in MOMENTS:

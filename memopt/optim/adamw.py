@@ -29,25 +29,26 @@ class AdamW(AdamStates, _Torchs):
     bf16 parameters without such a copy are rounded up or down at random, so that small updates are not lost
     on the average; the same on every run.
 
-    With the same inputs a step gives torch's numbers to within 6 roundings of their terms in the parameter's type (fp32:
-    4e-7, fp64: 7e-16), but for these:
+    With the same inputs a step gives torch's numbers to within 6 roundings of their terms in the parameter's type
+    (fp32: 4e-7, fp64: 7e-16), but for these:
 
-    - A gradient beyond 1.8e19, whose square no fp32 holds, makes exp_avg_sq infinite, and its parameter (not one of fp64)
-      stands still but for the decay, as torch's does from 5.8e20 on (betas[1] = 0.999).
-    - fp16 and bf16 parameters have what fused=True gives, which rounds each number once a step; torch's loops round after
-      each operation.
-    - fp64 parameters with an fp32 tensor as lr: torch rounds 1 - lr * weight_decay and the step's size to fp32, this one
-      to fp64: 1.2e-7 of the parameter and of its update.
+    - A gradient beyond 1.8e19, whose square no fp32 holds, makes exp_avg_sq infinite, and its parameter (not one of
+      fp64) stands still but for the decay, as torch's does from 5.8e20 on (betas[1] = 0.999).
+    - fp16 and bf16 parameters have what fused=True gives, which rounds each number once a step; torch's loops round
+      after each operation.
+    - fp64 parameters with an fp32 tensor as lr: torch rounds 1 - lr * weight_decay and the step's size to fp32, this
+      one to fp64: 1.2e-7 of the parameter and of its update.
     - exp_avg is infinite after an infinite gradient, torch's becomes NaN; the parameter is NaN with both.
-    - Under a gradient scaler it is torch's fused step: fp16 gradients are taken, a skipped step leaves gradients scaled,
-      and a skipped first one makes states of zeros on CUDA.
+    - Under a gradient scaler it is torch's fused step: fp16 gradients are taken, a skipped step leaves gradients
+      scaled, and a skipped first one makes states of zeros on CUDA.
     - A parameter whose dtype changes needs its states loaded anew. Before that torch's steps take them or raise,
       depending on foreach and fused; this one takes fp32 states of fp16 and bf16 parameters and does else as
       torch's with foreach=None.
 
     With state_bits=8 a gradient that is infinite or NaN, or whose square no fp32 holds, changes its own parameter alone
-    and leaves it no moments. A smaller one is what the 255 others of its block are measured by: from 1000 times theirs on
-    it slows them for as long as exp_avg_sq remembers it, from 8000 times it costs them their first moments for some steps.
+    and leaves it no moments. A smaller one is what the 255 others of its block are measured by: from 1000 times theirs
+    on it slows them for as long as exp_avg_sq remembers it, from 8000 times it costs them their first moments for some
+    steps.
 
     All four may be given in a param group, too. Raises ValueError as torch does, for differentiable=True, and
     for amsgrad=True with state_bits=8."""

@@ -121,7 +121,10 @@ class OnePass(torch.optim.Optimizer):
         """Whether one of these parameters was left for its gradient's order and has yet to get states."""
         flat = [(p, group) for group in self.param_groups for p in group["params"]]
         return any(
-            not self.state.get(p) and self._has_states(group) and p.grad.layout is torch.strided and is_plain(p)
+            not self.state.get(p)
+            and self._has_states(group)
+            and p.grad.layout is torch.strided
+            and is_plain(p)
             for p, group in (flat[number] for number in left)
         )
 
@@ -200,7 +203,9 @@ class OnePass(torch.optim.Optimizer):
             self._update_by_torch(params, grads, groups[which], found_inf)
 
     def _check_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        places = {id(p): (g, i) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])}
+        places = {
+            id(p): (g, i) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])
+        }
         for p, state in states.items():
             wrong = self._check_state(p, state) if id(p) in places else None
             if wrong:

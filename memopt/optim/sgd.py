@@ -25,9 +25,10 @@ class SGD(OnePass, _Torchs):
     whether it is skipped). foreach and fused are accepted and change nothing. master_weights,
     stochastic_rounding: as in memopt.optim.AdamW. Sparse gradients are left to torch's own step.
 
-    With the same inputs a step gives torch's numbers to within 6 roundings of their terms in the parameter's type (fp32:
-    4e-7, fp64: 7e-16). What memopt.optim.AdamW says of gradient scalers and of parameters whose dtype changes is true
-    here, too. Sums beyond 65504 of fp16 parameters, where torch's become infinite, are fp32 on their way. p.grad is only read: torch's with foreach=True and nesterov=True adds the momentum to it."""
+    With the same inputs a step gives torch's numbers to within 6 roundings of their terms in the parameter's type
+    (fp32: 4e-7, fp64: 7e-16). What memopt.optim.AdamW says of gradient scalers and of parameters whose dtype changes is
+    true here, too. Sums beyond 65504 of fp16 parameters, where torch's become infinite, are fp32 on their way. p.grad
+    is only read: torch's with foreach=True and nesterov=True adds the momentum to it."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class OptimizerBytes(NamedTuple):
 
     @property
     def there_bytes(self) -> int:
-        return self.unseen + sum(t.untyped_storage().nbytes() for t in self.there)
+        return self.unseen + sum(int(t.untyped_storage().nbytes()) for t in self.there)
 
 
 def tensors(state: Any) -> list[torch.Tensor]:

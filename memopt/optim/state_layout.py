@@ -74,7 +74,7 @@ def one_step(value: Any, p: Tensor) -> Tensor:
 
 
 def blocks(p: Tensor) -> int:
-    return (p.numel() + BLOCK - 1) // BLOCK
+    return -(-int(p.numel()) // BLOCK)
 
 
 def no_codes(p: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,9 @@ _DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reducti
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 _TOLD = "pass exact=False to have it run in pieces all the same"
-_ANOTHER = "Draw it outside of fn, or leave out exact=True: gradients of pieces are equal in distribution then"
+_ANOTHER = (
+    "Draw it outside of fn, or leave out exact=True: gradients of pieces are equal in distribution then"
+)
 
 
 Suspects = list[tuple[str, weakref.ref[nn.Module]]]
@@ -160,7 +162,9 @@ def not_on_parts(start: int, stop: int, samples: int, error: Exception) -> NotOn
 def refuse_random_modules(modules: Sequence[nn.Module]) -> None:
     """exact=True, before anything runs."""
     for drawing in _drawing(modules):
-        raise ValueError(f"memopt.backward: exact=True, and {drawing} draws another mask for each piece. {_ANOTHER}")
+        raise ValueError(
+            f"memopt.backward: exact=True, and {drawing} draws another mask for each piece. {_ANOTHER}"
+        )
 
 
 def refuse_randomness() -> None:

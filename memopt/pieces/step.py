@@ -126,7 +126,9 @@ class _History:
         self.suspects = exactness.suspects(modules)
         self.seen: set[Hashable] = set()  # what has gone through once
         self.cut: dict[Hashable, int] = {}  # steps in pieces, of each
-        self.not_on_parts: dict[Hashable, str] = {}  # what does not run on a part of its batch, and the error for it
+        self.not_on_parts: dict[
+            Hashable, str
+        ] = {}  # what does not run on a part of its batch, and the error for it
         self.told_of_randomness: set[Hashable] = set()
 
 

@@ -162,7 +162,9 @@ def _torch_lib_dir() -> Path:
         raise RuntimeError(f"{home} tells no version (version.py): reinstall torch: {_INSTALL}")
     if torch_version.too_old(version):
         oldest = ".".join(map(str, torch_version.OLDEST))
-        raise RuntimeError(f"torch {version} in {home} is too old, {oldest} is the oldest simulated: {_INSTALL}")
+        raise RuntimeError(
+            f"torch {version} in {home} is too old, {oldest} is the oldest simulated: {_INSTALL}"
+        )
     return home / "lib"
 
 

@@ -165,9 +165,9 @@ TEST(finite_gradients_leave_finite_parameters_and_scales)
             const mo_adam_termsf c = mo_adam_narrow(&terms);
             const mo_run run = run_of(&b, ELEMENTS, 0, step);
             for (size_t i = 0; i < ELEMENTS; i++)
-                b.g.x[i] = test_random(&random) % 64 ? float_ordinary(&random)
-                                                     : ldexpf(float_ordinary(&random),
-                                                              (int)(test_random(&random) % 127));
+                b.g.x[i] = test_random(&random) % 64
+                               ? float_ordinary(&random)
+                               : ldexpf(float_ordinary(&random), (int)(test_random(&random) % 127));
             RUN(&c, round & 2 ? 0 : MO_ADAM_L2, &run);
             for (size_t i = 0; i < ELEMENTS; i++)
                 CHECK(isfinite(b.p.x[i]));

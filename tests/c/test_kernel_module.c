@@ -28,9 +28,10 @@ static mo_detail detail;
 /* ---- the fake driver, with memory that is there and kernels that compute --------------------------------- */
 
 static sim_body bodies[MO_KERNEL_COUNT];
-static const char *dead;     /* an image whose kernel number dead_kernel does nothing, or all where that is negative */
+static const char
+    *dead; /* an image whose kernel number dead_kernel does nothing, or all where that is negative */
 static int dead_kernel;
-static bool image_is_dead;   /* the loaded one */
+static bool image_is_dead; /* the loaded one */
 static int launches;
 
 bool sim_kernel_emulate(const char *name, sim_body body, int count, const size_t *sizes)

@@ -64,8 +64,8 @@ TEST(a_kernel_that_does_nothing_is_named)
 
 TEST(an_error_of_the_driver_is_told_as_its_own_and_nothing_stays)
 {
-    static const char *const calls[] = {"cuMemAlloc", "cuStreamCreate", "cuMemcpyHtoDAsync", "cuLaunchKernel",
-                                        "cuMemcpyDtoHAsync", "cuStreamSynchronize"};
+    static const char *const calls[] = {"cuMemAlloc",     "cuStreamCreate",    "cuMemcpyHtoDAsync",
+                                        "cuLaunchKernel", "cuMemcpyDtoHAsync", "cuStreamSynchronize"};
     simulated_device *sim = simulated_devices();
     simcuda_counts before, after;
     mo_context_scope scope;

@@ -549,7 +549,8 @@ TEST(a_stream_that_cannot_be_asked_is_left_to_whoever_waits_for_the_whole_device
 /* An event that fails for good is never over: whoever waits must hear of it. */
 TEST(a_driver_that_answers_no_more_ends_a_wait)
 {
-    static const mo_double_call calls[] = {MO_DOUBLE_event_create, MO_DOUBLE_event_record, MO_DOUBLE_event_query};
+    static const mo_double_call calls[] = {MO_DOUBLE_event_create, MO_DOUBLE_event_record,
+                                           MO_DOUBLE_event_query};
 
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
         open_order();

@@ -93,8 +93,9 @@ static void *another_thread(void *unused)
     size_t freed;
 
     (void)unused;
-    gone_on = mo_pool_alloc(pool, 1000, B, NULL, &a) == MO_OK && mo_pool_record_stream(pool, a, C, NULL) == MO_OK &&
-              mo_pool_free(pool, a, NULL) == MO_OK && mo_pool_free(pool, victim, NULL) == MO_OK &&
+    gone_on = mo_pool_alloc(pool, 1000, B, NULL, &a) == MO_OK &&
+              mo_pool_record_stream(pool, a, C, NULL) == MO_OK && mo_pool_free(pool, a, NULL) == MO_OK &&
+              mo_pool_free(pool, victim, NULL) == MO_OK &&
               mo_pool_trim(pool, SIZE_MAX, NULL, &freed) == MO_OK;
     model_remove(&model, victim);
     return NULL;
@@ -232,7 +233,8 @@ TEST(giving_back_does_not_wait_for_a_capture_and_what_it_uses_is_given_back_afte
     get(2 * MIB, A); /* between them */
     put(get(10 * MIB, A));
     mo_double_capture(&device, B, 5);
-    CHECK_OK(mo_pool_record_stream(pool, a, B, &said)); /* what the capture does with it runs at each replay */
+    CHECK_OK(
+        mo_pool_record_stream(pool, a, B, &said)); /* what the capture does with it runs at each replay */
     put(a);
     finish(A);
     meanwhile = never;
@@ -350,7 +352,8 @@ TEST(streams_under_capture_keep_their_numbers_and_one_more_is_refused)
 
 TEST(a_driver_whose_events_fail_is_asked_for_the_whole_device_and_its_error_is_the_requests)
 {
-    static const mo_double_call calls[] = {MO_DOUBLE_event_create, MO_DOUBLE_event_record, MO_DOUBLE_event_query};
+    static const mo_double_call calls[] = {MO_DOUBLE_event_create, MO_DOUBLE_event_record,
+                                           MO_DOUBLE_event_query};
 
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++)
         for (int all = 0; all < 2; all++) {

@@ -270,8 +270,7 @@ static uint64_t used_on(int device)
 TEST(what_is_asked_for_is_memory_of_that_device_until_it_is_freed)
 {
     simulated_devices();
-    void *a = memopt_malloc(1000, 0, NULL),
-         *b = memopt_malloc(5 << 20, 1, CU_STREAM_LEGACY);
+    void *a = memopt_malloc(1000, 0, NULL), *b = memopt_malloc(5 << 20, 1, CU_STREAM_LEGACY);
     CHECK(a && b && a != b);
     CHECK_EQ(live_bytes(0), 1000);
     CHECK_EQ(live_bytes(1), 5 << 20);

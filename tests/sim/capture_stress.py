@@ -1,7 +1,8 @@
-"""Four threads beside each other: one captures graphs, one hands blocks to the capturing stream and frees them, one gives
-the cache back, one asks for more than there is. A capture stays open until each of the others has done its share, so
-that none of them may wait for its end. `python capture_stress.py memopt|native SEED ROUNDS` prints what came of it. With
-torch's native allocator, which a block that is recorded on a capturing stream brings down, blocks are recorded on another."""
+"""Four threads beside each other: one captures graphs, one hands blocks to the capturing stream and frees them, one
+gives the cache back, one asks for more than there is. A capture stays open until each of the others has done its share,
+so that none of them may wait for its end. `python capture_stress.py memopt|native SEED ROUNDS` prints what came of it.
+With torch's native allocator, which a block that is recorded on a capturing stream brings down, blocks are recorded on
+another."""
 
 from __future__ import annotations
 

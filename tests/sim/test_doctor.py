@@ -25,7 +25,9 @@ def test_an_active_simulated_device_is_told_from_a_real_one():
 
 
 def test_a_torch_without_nvidias_libraries_is_no_fault_where_the_simulated_device_is_ready():
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MEMOPT_", "PYTORCH_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MEMOPT_", "PYTORCH_"))
+    }
     command = [sys.executable, "-m", "memopt", "doctor", "--json"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     topics = {finding["topic"]: finding for finding in json.loads(done.stdout)["findings"]}
