@@ -27,6 +27,7 @@ class Stress:
         self.recorded_stream = torch.cuda.Stream() if native else self.capturing_stream
         self.changed = threading.Condition()
         self.turns: collections.Counter[str] = collections.Counter()
+        self.aims: dict[str, int] = {}
         self.longest: dict[str, float] = {}
         self.errors: collections.Counter[str] = collections.Counter()
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -55,15 +56,18 @@ class Stress:
             for _ in range(self.rounds):
                 self.timed("capture", self.capture_once)
         finally:
-            self.over = True
+            with self.changed:
+                self.over = True
+                self.changed.notify_all()
 
     def capture_once(self) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.capturing_stream, capture_error_mode="thread_local"):
             x = torch.empty(MIB, dtype=torch.uint8, device="cuda")
             with self.changed:
-                aims = {name: self.turns[name] + SHARE for name in ("record", "empty", "ask")}
-                self.changed.wait_for(lambda: all(self.turns[name] >= aim for name, aim in aims.items()))
+                self.aims = {name: self.turns[name] + SHARE for name in ("record", "empty", "ask")}
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: all(self.turns[name] >= aim for name, aim in self.aims.items()))
             y = self.block("request in a capture", 1)
             if y is not None:
                 y.copy_(x)
@@ -87,7 +91,11 @@ class Stress:
     def repeat(self, name: str) -> None:
         choose = random.Random(f"{self.seed} {name}")
         with torch.cuda.stream(torch.cuda.Stream()):
-            while not self.over:
+            while True:
+                with self.changed:  # no more than its share: what is recorded stays until the capture's end
+                    self.changed.wait_for(lambda: self.over or self.turns[name] < self.aims.get(name, 0))
+                    if self.over:
+                        return
                 getattr(self, name)(choose)
                 self.turn(name)
 
