@@ -377,7 +377,7 @@ static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, m
             pool->stats.num_alloc_retries++; /* pressure is a rung too */
         pressure = pool->pressure;
         user = pool->pressure_user;
-        if (status == MO_NO_DEVICE_MEMORY && (attempt || !pressure)) {
+        if (arena && status == MO_NO_DEVICE_MEMORY && (attempt || !pressure)) {
             pool->stats.num_ooms++;
             mo_pool_describe_oom(pool, arena, size, detail);
             if (pool->trace)
