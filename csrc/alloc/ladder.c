@@ -45,6 +45,24 @@ mo_status mo_pool_wait(mo_pool *pool, mo_detail *detail)
     return status;
 }
 
+mo_status mo_pool_number_stream(mo_pool *pool, mo_stream stream, mo_detail *detail, unsigned *out)
+{
+    mo_status status = mo_order_number(&pool->order, stream, detail, out);
+
+    if (status != MO_NOT_READY)
+        return status;
+    status = mo_pool_wait(pool, detail);
+    if (!status)
+        status = mo_order_number(&pool->order, stream, detail, out);
+    if (status != MO_NOT_READY)
+        return status;
+    return mo_fail(
+        detail, MO_UNSUPPORTED, 0,
+        "%d streams have live memory or are being captured, and memopt's allocator tells no more of "
+        "them apart: let some streams share their work",
+        MO_STREAMS);
+}
+
 /* ---- before a request fails --------------------------------------------------------------------------------- */
 
 static bool may_wait(mo_pool *pool, const mo_request *request, const mo_ladder *ladder)

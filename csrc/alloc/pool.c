@@ -281,25 +281,6 @@ static mo_status make_request(mo_pool *pool, mo_arena *arena, size_t size, mo_st
     return status;
 }
 
-/* UNLOCKS, where all numbers are taken and one may become free. */
-static mo_status number_stream(mo_pool *pool, mo_stream stream, mo_detail *detail, unsigned *out)
-{
-    mo_status status = mo_order_number(&pool->order, stream, detail, out);
-
-    if (status != MO_NOT_READY)
-        return status;
-    status = mo_pool_wait(pool, detail);
-    if (!status)
-        status = mo_order_number(&pool->order, stream, detail, out);
-    if (status != MO_NOT_READY)
-        return status;
-    return mo_fail(
-        detail, MO_UNSUPPORTED, 0,
-        "%d streams have live memory or are being captured, and memopt's allocator tells no more of "
-        "them apart: let some streams share their work",
-        MO_STREAMS);
-}
-
 static mo_status no_arena(mo_arena_id id, mo_detail *detail)
 {
     return mo_fail(detail, MO_INVALID, 0, "there is no memory pool (%llu, %llu) on this device", id.first,
@@ -313,7 +294,7 @@ static mo_status alloc_locked(mo_pool *pool, bool named, mo_arena_id id, size_t 
     mo_request request;
     mo_block *block = NULL;
     unsigned number = 0;
-    mo_status status = number_stream(pool, stream, detail, &number);
+    mo_status status = mo_pool_number_stream(pool, stream, detail, &number);
 
     if (status)
         return status;
@@ -512,7 +493,7 @@ mo_status mo_pool_record_stream(mo_pool *pool, mo_address address, mo_stream str
     if (mo_forked())
         return MO_OK;
     mo_lock_take(&pool->lock);
-    status = number_stream(pool, stream, detail, &number);
+    status = mo_pool_number_stream(pool, stream, detail, &number);
     block = mo_pool_live_at(pool, address);
     if (!block) {
         pool->stats.foreign_streams++;

@@ -144,6 +144,9 @@ mo_status mo_pool_wait(mo_pool *pool, mo_detail *detail);
 /* UNLOCKS. Until the whole device is done: not while a graph is captured, which CUDA may end for that. */
 mo_status mo_pool_synchronize(mo_pool *pool, mo_detail *detail);
 
+/* UNLOCKS, where all numbers are taken and one may become free. The stream's number. */
+mo_status mo_pool_number_stream(mo_pool *pool, mo_stream stream, mo_detail *detail, unsigned *out);
+
 /* UNLOCKS. The next thing to try for a request that cannot be had. MO_OK: make it once more, from the start.
  * MO_NO_DEVICE_MEMORY: nothing is left to try; else the error that ended a wait. */
 #define MO_LADDER_WAITS                                                                                      \
