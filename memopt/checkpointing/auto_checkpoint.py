@@ -117,7 +117,7 @@ def auto_checkpoint(
         state = (
             foretold(optimizer)
             if isinstance(optimizer, torch.optim.Optimizer)
-            else OptimizerBytes([], [], 0, _C.parse_size(optimizer or 0))
+            else OptimizerBytes([], [], [], _C.parse_size(optimizer or 0))
         )
     earlier = installed(model)
     undo_checkpoint(model)

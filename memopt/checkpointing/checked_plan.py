@@ -109,8 +109,8 @@ def checked_plan(
     least = plan.peak_bytes + plan.peak_bytes // SPARE
     if taken.in_step > taken.in_passes:
         for_what = (
-            f"when the optimizer steps, which takes {beside.passing} beside parameters, gradients and state: give it "
-            f"{least} or more, or an optimizer that takes less (foreach=False, or one of memopt.optim)"
+            f"when the optimizer steps, which takes {sum(beside.passing)} beside parameters, gradients and state: give "
+            f"it {least} or more, or an optimizer that takes less (foreach=False, or one of memopt.optim)"
         )
     else:
         for_what = (
@@ -153,12 +153,15 @@ def bytes_of_step(
             with out_of_autocast(device):
                 step.backward(held)
             synchronize(device)
-            now, peak = allocator.now_and_peak()
+            _, peak = allocator.now_and_peak()
             if n == 0:
                 state = [torch.empty(size, dtype=torch.uint8, device=device) for size in beside.coming]
-                now, _ = allocator.now_and_peak()
+            # In blocks of their own: one that is hardly larger than what is asked for is not split.
+            passing = [torch.empty(size, dtype=torch.uint8, device=device) for size in beside.passing]
+            now, _ = allocator.now_and_peak()
+            del passing
             most = max(most, peak - before)
-            stepping = max(stepping, now - before + beside.passing)
+            stepping = max(stepping, now - before)
             if not accumulate:
                 measured.clear_gradients()
     finally:

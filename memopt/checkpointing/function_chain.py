@@ -261,7 +261,7 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
             measured,
             budget,
             SLOTS,
-            beside=OptimizerBytes([], [], 0, 0),
+            beside=OptimizerBytes([], [], [], 0),
             accumulate=accumulate,
             whose="checkpoint_sequential's chain",
             run_by=run_by,

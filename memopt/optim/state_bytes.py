@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +26,12 @@ class OptimizerBytes(NamedTuple):
     """What an optimizer has or will have on its parameters' devices.
 
     there: tensors of its state. coming: bytes of each tensor that its next step adds to them, in that order. passing:
-    bytes that a step takes besides, for as long as it lasts; 0 where no step of a copy could be taken. unseen: bytes
-    of state that are only said to be."""
+    bytes of each that a step takes besides, all at the same time; none where no step of a copy could be taken. unseen:
+    bytes of state that are only said to be."""
 
     there: list[torch.Tensor]
     coming: list[int]
-    passing: int
+    passing: list[int]
     unseen: int
 
     @property
@@ -57,7 +57,7 @@ def foretold(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     """As state_bytes(), in parts."""
     there: list[torch.Tensor] = []
     missing: list[Kind] = []
-    counts: dict[Kind, int] = defaultdict(int)
+    trained: list[Kind] = []
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             kind = Kind(index, tuple(p.shape), p.dtype, p.device)
@@ -66,7 +66,7 @@ def foretold(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
             elif p.requires_grad:
                 missing.append(kind)
             if p.requires_grad:
-                counts[kind] += 1
+                trained.append(kind)
     coming: list[int] = []
     if missing:
         try:
@@ -79,9 +79,9 @@ def foretold(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
             ) from error
         coming = [size for kind in missing for size in made[kind]]
     try:
-        passing = passing_bytes(optimizer, counts)
+        passing = passing_bytes(optimizer, trained)
     except Exception:  # it wants a closure, say; its state is there
-        passing = 0
+        passing = []
     return OptimizerBytes(there, coming, passing, 0)
 
 
@@ -90,20 +90,21 @@ def on_device(found: Iterable[torch.Tensor], device: torch.device) -> list[torch
     return list({t.untyped_storage()._cdata: t for t in found if t.device == device}.values())
 
 
-def passing_bytes(optimizer: torch.optim.Optimizer, counts: Mapping[Kind, int]) -> int:
+def passing_bytes(optimizer: torch.optim.Optimizer, trained: Sequence[Kind]) -> list[int]:
     """Bytes that a step of all these takes besides its state, at the most. torch's foreach implementations take as much
     for each parameter, at the same time; the others for one after the other, with what is left of the one before."""
-    taken = {kind: taken_by_steps(optimizer, kind, 1) for kind in counts}
-    most = 0
+    taken = {kind: taken_by_steps(optimizer, kind, 1) for kind in dict.fromkeys(trained)}
+    most: list[int] = []
     for index in range(len(optimizer.param_groups)):
-        mine = [kind for kind in counts if kind.group == index and taken[kind]]
+        mine = [kind for kind in trained if kind.group == index and taken[kind]]
         if mine:
             smallest = min(mine, key=taken.__getitem__)
             two, three = (taken_by_steps(optimizer, smallest, count) for count in (2, 3))
             if three > two:
-                most = max(most, sum(taken[kind] * counts[kind] for kind in mine))
+                together = [taken[kind] for kind in mine]
             else:
-                most = max(most, *(taken_by_steps(optimizer, kind, 2) for kind in mine))
+                together = [max(taken_by_steps(optimizer, kind, 2) for kind in dict.fromkeys(mine))]
+            most = max(most, together, key=sum)
     return most
 
 
