@@ -516,6 +516,7 @@ def test_a_fast_disk_is_used_and_the_plan_says_so(
     unchanged = copy.deepcopy(model)
     peak = live_peak(unchanged, sample, loss)
     memopt.auto_checkpoint(model, sample, memory_budget=peak * 2 // 3, loss=loss, offload=tmp_path)
+    written.clear()  # by the steps that tried the plan
     plan = model.plan
     assert plan.offloaded
     assert plan.seconds < 1.01 * plan.plain_seconds

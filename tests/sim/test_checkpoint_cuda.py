@@ -242,7 +242,7 @@ def gradients_of(run, modules, seed):
 def test_within_a_budget_on_the_device():
     """Random states, autocast and the budget's bytes are the device's: blocks in parts, and functions in a row."""
     torch.manual_seed(0)
-    model, sample = split_models.make("timm", 2)
+    model, sample = split_models.make("timm", 2, rows=48, length=16)
     model, sample = model.cuda(), {name: value.cuda() for name, value in sample.items()}
     attention = torch.nn.attention.sdpa_kernel(
         torch.nn.attention.SDPBackend.MATH
