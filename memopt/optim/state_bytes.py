@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt.checkpointing.allocator_bytes import allocator_bytes
+from memopt.log import logger
 
 
 class Kind(NamedTuple):
@@ -80,7 +81,10 @@ def foretold(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
         coming = [size for kind in missing for size in made[kind]]
     try:
         passing = passing_bytes(optimizer, trained)
-    except Exception:  # it wants a closure, say; its state is there
+    except Exception as error:  # it wants a closure, say; its state is there
+        logger.info(
+            "what a step of %s takes besides its state is not known: %s", type(optimizer).__name__, error
+        )
         passing = []
     return OptimizerBytes(there, coming, passing, 0)
 
