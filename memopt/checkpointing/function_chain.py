@@ -143,7 +143,7 @@ class FunctionChain:
 
 
 class Operations(NamedTuple):
-    """What a ChainRunner is made of; None where there is nothing to run again. state: what each stage changes in
+    """The parts of a ChainRunner; None where there is nothing to run again. state: what each stage changes in
     modules, which the plan does not keep alive."""
 
     ops: list[Op]

@@ -132,7 +132,7 @@ class ExternalGrad(NamedTuple):
 
 
 def made_before(changes: Changes) -> list[torch.Tensor]:
-    """What hooks have made for a stage, with a graph: weights of their norms and directions."""
+    """Tensors that hooks have made for a stage, with a graph: weights of their norms and directions."""
     values = [slot.get() for slot in changes]
     return [value for value in values if isinstance(value, torch.Tensor) and value.grad_fn is not None]
 

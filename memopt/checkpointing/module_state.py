@@ -81,7 +81,7 @@ def slots_of(modules: Iterable[torch.nn.Module], parameters: bool = True) -> Ite
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its values are the bytes of a storage."""
+    """True where its values are the bytes of a storage."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -112,12 +112,12 @@ class Seen:
             self.contents = copy.copy(value)
 
     def is_another(self, value: Any) -> bool:
-        """Whether this is another object than the one that was there."""
+        """True where this is another object than the one that was there."""
         simple = isinstance(value, SIMPLE) and type(value) is type(self.value)
         return value is not self.value and not (simple and value == self.value)
 
     def has_changed(self) -> bool:
-        """Whether the object that was there has other contents now."""
+        """True where the object that was there has other contents now."""
         value = self.value
         if isinstance(value, torch.Tensor):
             moved = not value.is_inference() and value._version != self.version
@@ -319,7 +319,7 @@ class Copier:
 
 
 class Found(NamedTuple):
-    """What was under a name. contents: a copy, of what is changed in place."""
+    """A value that was under a name. contents: a copy, of what is changed in place."""
 
     slot: Slot | PythonRandom
     value: Any
@@ -354,7 +354,7 @@ class Found(NamedTuple):
 
 
 class ModuleState:
-    """What the run that comes next finds of the state that such runs change, for later runs of the same."""
+    """A copy of the state that the next run finds and such runs change, for later runs of the same."""
 
     __slots__ = ("found",)
 

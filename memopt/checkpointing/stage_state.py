@@ -1,4 +1,4 @@
-"""What a stage finds around it in the forward pass, and in its modules, for its later runs to find again."""
+"""The state around a stage in the forward pass, and in its modules, for its later runs to find again."""
 
 from __future__ import annotations
 
