@@ -295,7 +295,7 @@ class StageCall:
         return pytree.tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
 
     def unsaved(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What a run for its output alone saves."""
+        """The pack hook of a run for its output alone: saves only what a backward pass within the stage needs."""
         return tensor.detach() if self.has_own_backward else None
 
     def note_outputs(self, out: Any) -> None:

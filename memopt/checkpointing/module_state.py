@@ -391,7 +391,7 @@ class ModuleState:
 
 
 def cut(changes: Changes, beside: Iterable[torch.Tensor] = ()) -> None:
-    """What is under these names keeps its gradient, but no graph; unless it is in the memory of one of `beside`."""
+    """Values under these names keep their gradient, but no graph; unless it is in the memory of one of `beside`."""
     kept = {tensor.untyped_storage()._cdata for tensor in beside if is_plain(tensor)}
     for slot in changes:
         value = slot.get()
