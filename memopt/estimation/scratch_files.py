@@ -19,6 +19,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,10 +190,11 @@ class ScratchFiles:
 
     @staticmethod
     def _install_globber() -> None:
-        """The class by which pathlib looks in folders since CPython 3.13 binds functions of os when it is made."""
+        """The class by which pathlib looks in folders since CPython 3.13 binds functions of os when it is made. One
+        that it wraps in a function of its own, as scandir since 3.14, asks os when it is called."""
         globber = getattr(glob, "_StringGlobber", None)
         for name in ("lstat", "scandir"):
-            if name in vars(globber or object):
+            if isinstance(getattr(globber, name, None), types.BuiltinFunctionType):
                 setattr(globber, name, staticmethod(getattr(os, name)))
 
     def _open(self, original: Callable[..., Any]) -> Callable[..., Any]:

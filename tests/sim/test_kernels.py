@@ -17,6 +17,7 @@ import torch
 from nvrtc_wheel import nvrtc
 
 from memopt import _C, amp, kernels, sim
+from memopt.amp import foreach_unscale
 
 SIM = {"memory": "1GiB"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,9 +152,7 @@ def test_dense_tensors_of_any_stride_order_are_ours_and_the_rest_is_torchs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passed: list[torch.Tensor] = []
-    monkeypatch.setattr(
-        torch, "_amp_foreach_non_finite_check_and_unscale_", lambda grads, found, inv: passed.extend(grads)
-    )
+    monkeypatch.setattr(foreach_unscale, "torchs_unscale_", lambda grads, found, inv: passed.extend(grads))
 
     class Sub(torch.Tensor):
         pass
