@@ -68,15 +68,16 @@ def noted(command: list[str]) -> str:
     return " ".join(kept).replace(str(ROOT), ".")
 
 
-def is_current(obj: str, command: list[str]) -> bool:
-    """Whether it was compiled in the same way from the same files, as the compiler listed them beside it."""
+def is_current(obj: str, command: list[str], embedded: list[str]) -> bool:
+    """Whether it was compiled in the same way from the same files: those that the compiler listed beside it, and those
+    that the assembler put in, which it does not list."""
     path = Path(obj)
     listed, said = path.with_suffix(".d"), path.with_suffix(".command")
     if not (path.exists() and listed.exists() and said.exists()) or said.read_text() != noted(command):
         return False
     files = listed.read_text().partition(":")[2].replace("\\\n", " ").split()
     built = path.stat().st_mtime
-    return all(os.path.exists(file) and os.path.getmtime(file) <= built for file in files)
+    return all(os.path.exists(file) and os.path.getmtime(file) <= built for file in [*files, *embedded])
 
 
 def compilers() -> list[str]:
@@ -142,7 +143,9 @@ class BuildExtension(build_ext):
             FLAGS.append("-Werror")
         extension = self.extensions[0]
         extension.extra_compile_args = FLAGS
-        extension.define_macros += build_kernels.define_macros(Path(self.build_temp).resolve() / "kernels")
+        kernel_macros = build_kernels.define_macros(Path(self.build_temp).resolve() / "kernels")
+        kernel_files = [value.strip('"') for name, value in kernel_macros if name.endswith("_PATH")]
+        extension.define_macros += kernel_macros
         compile_one = self.compiler._compile
         link = self.compiler.link_shared_object
         as_one = [LINKED_AS_ONE] if self.links_as_one() else []
@@ -154,7 +157,8 @@ class BuildExtension(build_ext):
                 own = [*own, "-O3"]
             if Path(src).parent.name in HOT_LAYERS:
                 own = [*own, *as_one]
-            if not is_current(obj, command := [*cc_args, *extra, *own, *pp_opts]):
+            embedded = kernel_files if Path(src).name == "kernel_image.c" else []
+            if not is_current(obj, command := [*cc_args, *extra, *own, *pp_opts], embedded):
                 compiled.append(
                     pool.submit(compile_and_note, obj, src, ext, cc_args, [*extra, *own], pp_opts, command)
                 )
