@@ -110,11 +110,13 @@ def _torch() -> Finding:
 
 
 def _lacks_nvidia_alone(error: Exception) -> bool:
-    """Whether torch was not imported for want of a library of NVIDIA's, in whose place the simulated device has one."""
+    """True where torch lacks a library of NVIDIA's alone, in whose place the simulated device has one."""
     from memopt import sim
     from memopt.sim.coverage import NVIDIA_SONAME
 
-    if not isinstance(error, (OSError, ImportError)) or NVIDIA_SONAME.match(str(error)) is None:
+    # The linker names the library; torch, where it looks for it itself, the pattern: "libcublasLt.so.*[0-9] not found".
+    named = str(error).replace("*[0-9]", "0")
+    if not isinstance(error, (OSError, ImportError, ValueError)) or NVIDIA_SONAME.match(named) is None:
         return False
     try:
         sim.readiness()

@@ -217,3 +217,20 @@ def test_help_and_version_are_commands_too_and_loudness_may_stand_before_one(cap
         (["doctor"], None, False),
     ):
         assert (parse(words).verbose, parse(words).quiet) == (verbose, quiet)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libcudnn.so.9: cannot open shared object file: No such file or directory"),
+        OSError("libcublas.so.13: cannot open shared object file: No such file or directory"),
+        ValueError("libcublasLt.so.*[0-9] not found in the system path ['/usr/lib/python313.zip']"),
+    ],
+    ids=["linker", "ctypes", "torch"],
+)
+def test_a_torch_that_lacks_nvidias_libraries_alone_is_not_broken(monkeypatch, error):
+    from memopt import sim
+
+    monkeypatch.setattr(sim, "readiness", lambda: None)
+    assert diagnosis._lacks_nvidia_alone(error)
+    assert not diagnosis._lacks_nvidia_alone(type(error)("libtorch_cpu.so: cannot open shared object file"))

@@ -236,3 +236,11 @@ def test_json_that_nests_for_ever_or_is_none_is_refused(tmp_path):
         rewritten(path, lambda name, content, text=text: text if name == "recording.json" else content)
         with pytest.raises(ValueError, match=r"json\.mopt: "):
             recording_file.load(path)
+
+
+def test_reserved_memory_below_nothing_is_refused(tmp_path):
+    wrong = made(5)
+    wrong.reserved_bytes = torch.tensor([0, -1])
+    recording_file.save(wrong, tmp_path / "wrong.mopt")
+    with pytest.raises(ValueError, match=r"wrong\.mopt.*reserved memory"):
+        recording_file.load_all(tmp_path / "wrong.mopt")

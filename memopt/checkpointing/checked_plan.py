@@ -27,6 +27,7 @@ from memopt.optim.state_bytes import OptimizerBytes
 TRIES = 8
 STEPS = 3  # the optimizer's state comes after the first one; what is cached by then may be split otherwise in the next
 SPARE = 256  # a least budget that is named has so many parts and one more: a device's cached blocks differ a little
+SPARE_OF_RANKS = 4096  # bytes at least: what collectives' threads hold differs from step to step
 
 Candidate = tuple[Plan, list[Op], set[int]]
 
@@ -106,7 +107,7 @@ def checked_plan(
     plan = found[0]
     if plan.peak_bytes <= budget:
         return found
-    least = plan.peak_bytes + plan.peak_bytes // SPARE
+    least = plan.peak_bytes + max(plan.peak_bytes // SPARE, SPARE_OF_RANKS if spread else 0)
     if taken.in_step > taken.in_passes:
         for_what = (
             f"when the optimizer steps, which takes {sum(beside.passing)} beside parameters, gradients and state: give "

@@ -227,7 +227,7 @@ def _recording(described: dict[str, Any], columns: dict[str, torch.Tensor]) -> R
         raise ValueError("its capacity or its facts are not what memopt writes")
     extra = {name: columns.pop(name) for name in _EXTRA}
     events = len(extra["times_us"])
-    if len(extra["reserved_events"]) != len(extra["reserved_bytes"]):
+    if len(extra["reserved_events"]) != len(extra["reserved_bytes"]) or (extra["reserved_bytes"] < 0).any():
         raise ValueError("its reserved memory is not what memopt writes")
     marks = [Mark(*mark) for mark in _list(described, "marks", list) if _is_mark(mark, events)]
     return Recording(
