@@ -27,7 +27,7 @@ from memopt.optim.state_bytes import OptimizerBytes
 TRIES = 8
 STEPS = 3  # the optimizer's state comes after the first one; what is cached by then may be split otherwise in the next
 SPARE = 256  # a least budget that is named has so many parts and one more: a device's cached blocks differ a little
-SPARE_OF_RANKS = 4096  # bytes at least: what collectives' threads hold differs from step to step
+SPARE_OF_RANKS = 2048  # bytes at least: what collectives' threads hold differs from step to step
 
 Candidate = tuple[Plan, list[Op], set[int]]
 
