@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from c_tests import make
 
 ROOT = Path(__file__).resolve().parents[1]
 FUZZERS = sorted(path.stem for path in (ROOT / "tests" / "fuzz").glob("fuzz_*.c"))
@@ -18,12 +19,7 @@ FUZZERS = sorted(path.stem for path in (ROOT / "tests" / "fuzz").glob("fuzz_*.c"
 @pytest.fixture(scope="module")
 def built() -> dict[str, str | None]:
     """What make said of each fuzzer that it could not build, None of the others."""
-    outcome: dict[str, str | None] = {}
-    for name in FUZZERS:
-        command = ["make", "-s", f"build/c/asan/fuzz/{name}"]
-        made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        outcome[name] = made.stdout + made.stderr if made.returncode else None
-    return outcome
+    return {name: make(f"build/c/asan/fuzz/{name}") for name in FUZZERS}
 
 
 @pytest.mark.parametrize("seed", ["fixed", "fresh"])
