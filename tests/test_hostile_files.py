@@ -8,17 +8,15 @@ import json
 import os
 import pickle
 import random
-import subprocess
-import sys
 import zipfile
 
 import numpy as np
 import pytest
 import torch
+from environment_python import run_there
 from test_recording_file import made
 from test_run_ranks import figures, rank
 
-import memopt
 from memopt.__main__ import main
 from memopt.data import MmapDataset, MmapWriter
 from memopt.data.safetensors_layout import Malformed
@@ -124,6 +122,13 @@ def told(argv, capsys):
     return status
 
 
+def told_by_every_command(path, capsys):
+    page = ["-o", str(path.with_name("page.html")), "-f", "-q"]
+    for form in (["report", "--json"], ["report", "--text"], ["replay", "--json"], ["report", *page]):
+        told([form[0], str(path), *form[1:]], capsys)
+    told(["diff", str(path), str(path), *page], capsys)
+
+
 @pytest.mark.parametrize("forged", [forged_snapshot, forged_recording])
 def test_forged_recordings_are_refused_in_one_line_or_shown(tmp_path, capsys, forged):
     chance = random.Random(SEED)
@@ -138,17 +143,16 @@ def test_forged_recordings_are_refused_in_one_line_or_shown(tmp_path, capsys, fo
             assert "forged.file" in str(error) and len(str(error)) < 1000, f"MEMOPT_SEED={SEED}"
         else:
             loaded += 1
-            for form in (["report", "--json"], ["report", "--text"], ["replay", "--json"]):
-                told([form[0], str(path), form[1]], capsys)
-            told(["report", str(path), "-o", str(tmp_path / "page.html"), "-f", "-q"], capsys)
-            told(["diff", str(path), str(path), "-o", str(tmp_path / "page.html"), "-f", "-q"], capsys)
+            told_by_every_command(path, capsys)
     assert loaded
 
 
 @pytest.mark.parametrize(
-    "value", [10**400, float("inf"), float("nan"), [], "a" * 10_000, -1, 2**63], ids="{!r:.9}".format
+    "value",
+    [10**400, float("inf"), float("nan"), [], "a" * 10_000, -1, 0, 2**55, 2**63],
+    ids="{!r:.9}".format,
 )
-def test_each_number_of_a_snapshot_may_be_anything_and_the_error_is_the_same(tmp_path, value):
+def test_each_number_of_a_snapshot_may_be_anything_and_the_error_is_the_same(tmp_path, capsys, value):
     path = tmp_path / "forged.pickle"
     for place in places(snapshot()):
         forged = snapshot()
@@ -163,6 +167,17 @@ def test_each_number_of_a_snapshot_may_be_anything_and_the_error_is_the_same(tmp
             recording_file.load_all(path)
         except ValueError as error:
             assert "forged.pickle" in str(error) and len(str(error)) < 1000, place
+        else:
+            told_by_every_command(path, capsys)
+
+
+def test_a_snapshot_whose_allocator_would_have_held_less_than_nothing_does_not_say_what_it_held(tmp_path):
+    forged = snapshot()
+    forged["device_traces"][0].insert(0, {"action": "segment_map", "size": 10**9, "addr": 0, "stream": 0})
+    path = tmp_path / "forged.pickle"
+    path.write_bytes(pickle.dumps(forged))
+    [found] = recording_file.load_all(path)
+    assert found.blocks and not len(found.reserved_bytes) and not len(found.reserved_events)
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -294,12 +309,9 @@ assert read
 """
 
 
-def test_a_forged_arrow_file_ends_no_process(tmp_path):
-    pytest.importorskip("pyarrow")
-    command = [sys.executable, "-c", ARROW, os.path.dirname(__file__)]
-    beside = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(memopt.__file__))}
-    done = subprocess.run(command, cwd=tmp_path, env=beside, capture_output=True, text=True)
-    assert done.returncode == 0, f"MEMOPT_SEED={SEED}: {done.stderr[-2000:]}"
+def test_a_forged_arrow_file_ends_no_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_there("data", ARROW, os.path.dirname(__file__))
 
 
 def test_a_damaged_trace_is_refused_by_line_or_replayed(tmp_path, capsys):

@@ -145,7 +145,8 @@ def _ooms(trace: list[dict[str, Any]]) -> list[Mark]:
 
 
 def _reserved(trace: list[dict[str, Any]], at_end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The allocator's memory from each event on; a segment is there with the block that it was taken for."""
+    """The allocator's memory from each event on; a segment is there with the block that it was taken for. Empty where
+    the history contradicts the segments at its end: it would have held less than nothing."""
     changes: dict[int, int] = {}
     events = 0
     for entry in trace:
@@ -156,4 +157,6 @@ def _reserved(trace: list[dict[str, Any]], at_end: int) -> tuple[torch.Tensor, t
             events += 1
     at = torch.tensor([-1, *changes], dtype=torch.int64)
     sums = torch.tensor([0, *changes.values()], dtype=torch.int64).cumsum(0)
-    return at.clamp(max=max(events - 1, -1)), sums + (at_end - int(sums[-1]))
+    held = sums + (at_end - int(sums[-1]))
+    known = len(at) if bool((held >= 0).all()) else 0
+    return at.clamp(max=max(events - 1, -1))[:known], held[:known]
