@@ -2,7 +2,8 @@
 
 The dynamic linker takes a library that is loaded already when its soname is the one asked for. So the simulated ones,
 which carry NVIDIA's sonames, are opened here first; `import torch` then links them, whatever NVIDIA packages are
-installed. Nothing is preloaded and no environment variable is read or set.
+installed. Nothing is preloaded and no environment variable is set; one is read where a program asks for it, by
+activate_from().
 
 The set (CUDA 12 or 13) is the one whose runtime torch's libc10_cuda.so needs, read from the file: torch stays
 unimported.
@@ -14,6 +15,7 @@ import _ctypes
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ from memopt._C import parse_size
 from memopt.sim import control, interpreter_exit
 from memopt.sim.coverage import OURS_AGAIN, coverage, library_set
 
+VARIABLE = "MEMOPT_SIM"  # in the environment: what active_settings() gives
 _INSTALL = "pip install --no-deps 'torch===2.13.0'"
 
 
@@ -53,6 +56,28 @@ def activate(
     settings = _settings(
         memory, devices, compute_capability, multiprocessors, lazy, blank, context, cudnn_workspace
     )
+    if cudnn_version is not None:
+        settings += f" cudnn_version={cudnn_version}"
+    activate_from(settings)
+
+
+def activate_from(settings: str | None = None) -> None:
+    """activate() as another process did, by the text that its active_settings() gave.
+
+    Args:
+        settings: The text; by default that of the environment variable MEMOPT_SIM, by which a process hands its
+            device's settings to those that it starts.
+
+    Raises:
+        RuntimeError: As activate() raises it.
+        ValueError: There is no such text, or the simulated device refuses it.
+    """
+    if settings is None:
+        settings = os.environ.get(VARIABLE)
+    if not settings:
+        raise ValueError(
+            f"no settings of a simulated device: {VARIABLE} has them, as active_settings() gives them"
+        )
     if is_active():
         raise RuntimeError("the simulated device is active already: one activation a process")
     if "torch" in sys.modules:
@@ -64,16 +89,32 @@ def activate(
             "its own; start a new one and activate before anything opens CUDA"
         )
     folder = _set_for_this_torch()
-    settings += f" cudnn_version={cudnn_version or _cudnn_version()}"
-    device = _activated(folder, settings)
+    # Not among what is handed on: another process may have another torch.
+    version = "" if "cudnn_version=" in settings else f" cudnn_version={_cudnn_version()}"
+    device = _activated(folder, settings + version)
     control.attach(device)
     interpreter_exit.install(device)
     global _active, _libraries
-    _active, _libraries = True, folder
+    _active, _libraries = settings, folder
 
 
-_active = False
+_active: str | None = None  # the settings
 _libraries: Path | None = None
+
+
+def active_settings() -> str:
+    """The settings that this process's device was activated with, as a line of text for activate_from().
+
+    Raises:
+        RuntimeError: The simulated device is not active in this process.
+
+    Example:
+        >>> memopt.sim.activate(memory="8GiB")
+        >>> subprocess.run(command, env={**os.environ, VARIABLE: active_settings()})
+    """
+    if _active is None:
+        raise RuntimeError("the simulated device is not active: memopt.sim.activate() comes first")
+    return _active
 
 
 def libraries() -> Path:
@@ -85,7 +126,7 @@ def libraries() -> Path:
 
 def is_active() -> bool:
     """Whether activate() has succeeded in this process."""
-    return _active
+    return _active is not None
 
 
 def readiness() -> str:
@@ -123,7 +164,7 @@ def mapped_cuda(maps: str = "/proc/self/maps") -> list[str]:
 def stands_in(maps: str = "/proc/self/maps") -> bool:
     """Whether the simulated driver is in this process without an activation, as a machine that has no device: where the
     environment has links to it in the place of NVIDIA's libraries, `import torch` loads it."""
-    return not _active and Path(maps).exists() and "/sim_cuda.so" in Path(maps).read_text()
+    return not is_active() and Path(maps).exists() and "/sim_cuda.so" in Path(maps).read_text()
 
 
 def _settings(

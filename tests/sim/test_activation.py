@@ -238,3 +238,33 @@ def test_an_unmodified_script_runs_after_activation(run_script, tmp_path):
         f"runpy.run_path({str(tmp_path / 'user.py')!r}, run_name='__main__')\n"
     )
     assert done.stdout.split() == ["512", "cuda:0"], done.stderr
+
+
+def test_settings_are_handed_to_a_process_by_the_environment(run_script):
+    done = run_script(
+        "import os, subprocess, sys, memopt.sim\n"
+        "from memopt.sim.activation import VARIABLE, activate_from, active_settings\n"
+        "if VARIABLE not in os.environ:\n"
+        "    memopt.sim.activate('3GiB', devices=2, compute_capability='9.0', context='256MiB')\n"
+        "    child = {**os.environ, VARIABLE: active_settings()}\n"
+        "    sys.exit(subprocess.run([sys.executable, __file__], env=child).returncode)\n"
+        "activate_from()\n"
+        "import torch\n"
+        "print(torch.cuda.device_count(), torch.cuda.get_device_capability(), memopt.sim.stats(1)['memory'])\n"
+        "print(torch.cuda.mem_get_info(1)[0], torch.backends.cudnn.version() > 0)\n"
+        "print(os.environ[VARIABLE] == active_settings())\n"
+    )
+    size = 3 << 30
+    assert done.stdout.splitlines() == [f"2 (9, 0) {size}", f"{size - (256 << 20)} True", "True"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"), [("", "MEMOPT_SIM"), ("memory=plenty", "memory"), ("colour=red", "colour")]
+)
+def test_settings_that_are_none_are_refused_and_another_activation_works(run_script, settings, named):
+    done = run_script(
+        "import memopt.sim\nfrom memopt.sim.activation import activate_from\n"
+        f"try:\n    activate_from({settings!r})\nexcept ValueError as error:\n    print(error)\n"
+        "memopt.sim.activate()\n"
+    )
+    assert named in done.stdout and done.returncode == 0, done.stderr
