@@ -18,6 +18,7 @@ LAYERS = {  # a folder, and those that it may include from
     "checkpoint": {"base", "driver", "checkpoint"},
     "transfer": {"base", "driver", "transfer"},
     "data": {"base", "driver", "data", "kernels"},
+    "confine": {"base", "confine"},
     "python": {
         "base",
         "driver",
@@ -27,6 +28,7 @@ LAYERS = {  # a folder, and those that it may include from
         "checkpoint",
         "transfer",
         "data",
+        "confine",
         "python",
         "kernels",
     },
@@ -40,7 +42,7 @@ def name(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "layer", ["base", "driver", "alloc", "scaler", "optim", "checkpoint", "transfer", "data"]
+    "layer", ["base", "driver", "alloc", "scaler", "optim", "checkpoint", "transfer", "data", "confine"]
 )
 def test_every_module_has_a_c_test_of_the_same_name(layer):
     missing = [

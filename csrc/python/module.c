@@ -90,7 +90,8 @@ static int module_exec(PyObject *module)
         mo_py_chain_init(module) < 0 || mo_py_checkpoint_init(module) < 0 ||
         mo_py_transfer_init(module) < 0 || mo_py_ring_init(module) < 0 || mo_py_disk_init(module) < 0 ||
         mo_py_module_calls_init(module) < 0 || mo_py_shared_init(module) < 0 ||
-        mo_py_cpu_log_init(module) < 0 || mo_py_widen_init(module) < 0 || mo_py_mapped_init(module) < 0)
+        mo_py_cpu_log_init(module) < 0 || mo_py_widen_init(module) < 0 || mo_py_mapped_init(module) < 0 ||
+        mo_py_confine_init(module) < 0)
         return -1;
     return 0;
 }

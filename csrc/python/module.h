@@ -72,5 +72,6 @@ int mo_py_shared_init(PyObject *module);
 int mo_py_cpu_log_init(PyObject *module);
 int mo_py_widen_init(PyObject *module);
 int mo_py_mapped_init(PyObject *module);
+int mo_py_confine_init(PyObject *module);
 
 #endif
