@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ def estimate(
     folder: Path, source: str, *arguments: str, cwd: Path | None = None, **request: Any
 ) -> dict[str, Any]:
     """The answer about a script of this source; besides what it printed, and its process's number."""
-    script, answer, asked = folder / "train.py", folder / "answer.json", folder / "request.json"
+    script, private = folder / "train.py", folder / "private"
     script.write_text(source)
-    answer.unlink(missing_ok=True)
+    shutil.rmtree(private, ignore_errors=True)
+    private.mkdir()
+    answer, asked = private / "answer.json", private / "request.json"
     given = {"argv": [str(script), *arguments], "answer": str(answer), "memory": 80 << 30}
     asked.write_text(json.dumps(given | request))
     process = subprocess.Popen(

@@ -14,7 +14,7 @@ import formula_child
 import pytest
 
 from memopt.__main__ import main
-from memopt.estimation import batch_option, cards, child_process, interpreters, search
+from memopt.estimation import batch_option, cards, child_process, interpreters, protection, search
 from memopt.estimation.answer import Answer
 from memopt.estimation.request import Request
 
@@ -36,6 +36,7 @@ def script(tmp_path, monkeypatch):
     formula = [sys.executable, str(HERE / "formula_child.py")]
     monkeypatch.setattr(child_process, "command", lambda python, module, request: [*formula, request])
     monkeypatch.setattr(interpreters, "find", lambda python=None: sys.executable)
+    monkeypatch.setattr(protection, "find", lambda python, folders: protection.Protection("none"))
 
     def write(**changed):
         path = tmp_path / "train.py"
@@ -321,11 +322,11 @@ def test_settings_reach_the_child(script, capfd):
         "--seconds", "9", path,
     )  # fmt: skip
     (one,) = requests(path)
-    assert (one["steps"], one["context"], one["backend"], one["keep_files"], one["seconds"]) == (
+    assert (one["steps"], one["context"], one["backend"], one["protection"], one["seconds"]) == (
         7,
         GIB,
         "pool",
-        True,
+        "none",
         9,
     )
     assert (one["memory"], one["compute_capability"], one["multiprocessors"]) == (int(14.56 * GIB), "7.5", 40)

@@ -1,9 +1,10 @@
 """Will it fit? Runs a training script, unmodified, on a simulated CUDA card, which needs PyTorch's CUDA build and no
 GPU: PyTorch's own allocator decides, kernels compute nothing, and values that the script reads are answered from copies
 on the host or guessed, each guess counted. Tells the peak, whether it fits the card, the line where it runs out of
-memory, what the memory is for, and what would make it fit. The script stops after a few steps of its optimizer, and
-what it writes goes to a scratch folder. SCRIPT is a file or, with -m, a module. Exits with 0 if it fits, 1 if it does
-not or that is not sure, 2 if the call was wrong or the script fails by itself."""
+memory, what the memory is for, and what would make it fit. The script stops after a few steps of its optimizer. The
+kernel keeps what it and its children write from your files; devices and the network are as they are. SCRIPT is a file
+or, with -m, a module. Exits with 0 if it fits, 1 if it does not or that is not sure, 2 if the call was wrong or the
+script fails by itself."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ import json
 import os
 import re
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from memopt import _C
 from memopt.commands import arguments, check_writable, write
-from memopt.estimation import batch_option, cards, interpreters
+from memopt.estimation import batch_option, cards, interpreters, protection
 from memopt.estimation.child_process import ChildFailed, Children
 from memopt.estimation.prediction import Estimate
 from memopt.estimation.progress import Progress
@@ -95,7 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tp", dest="spread", action="store_const", const="tp", help=_SPREAD.format("parallelize_module")
     )
     add("--python", metavar="PATH", help="the Python that has PyTorch's CUDA build (this one)")
-    add("--keep-files", action="store_true", help="let the script write where it wants to")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument(
+        "--unprotected",
+        action="store_true",
+        help="where the kernel protects no files: redirect what Python writes, other programs and C code not",
+    )
+    files.add_argument("--keep-files", action="store_true", help="let the script write where it wants to")
     add("--record", metavar="FILE", help="keep the recording of the run, for `memopt report`")
     add("--jobs", type=int, default=0, metavar="N", help="runs at a time (half of the processors, 4 at most)")
     add("--json", action="store_true", help="the answer as JSON")
@@ -126,6 +135,21 @@ def run(options: argparse.Namespace) -> int:
         print(f"memopt estimate: --max-batch: {complaint}", file=sys.stderr)
         return 2
     return status
+
+
+def _protection(
+    options: argparse.Namespace, python: str, argv: list[str], module: bool
+) -> protection.Protection:
+    if options.keep_files:
+        return protection.Protection("none")
+    folders = [os.getcwd(), *([] if module else [os.path.dirname(os.path.abspath(argv[0]))])]
+    try:
+        return protection.find(python, folders)
+    except protection.Unprotected as unprotected:
+        if not options.unprotected:
+            raise
+        print(f"memopt estimate: --unprotected: {unprotected}", file=sys.stderr)
+        return protection.Protection("redirect")
 
 
 def _tell_of_options_behind(said: list[str]) -> None:
@@ -166,7 +190,6 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
         steps=options.steps,
         seconds=options.seconds,
         backend=options.backend,
-        keep_files=options.keep_files,
         ranks=options.nproc or 0,
         spread=options.spread,
     )
@@ -175,7 +198,10 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
     except interpreters.NoInterpreter as error:
         if options.python is not None or options.max_batch or options.smallest_card or options.nproc:
             raise
-        return _on_fake_tensors(options, argv, module, card, str(error))
+        protected = _protection(options, sys.executable, argv, module)
+        return _on_fake_tensors(options, argv, module, card, str(error), protected)
+    protected = _protection(options, python, argv, module)
+    request = replace(request, protection=protected.way, share_memory=protected.share_memory)
     with Progress(not options.quiet) as progress, Children(python) as children:
         survey = Survey(
             title=" ".join(("-m", *argv) if module else argv),
@@ -203,7 +229,12 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
 
 
 def _on_fake_tensors(
-    options: argparse.Namespace, argv: list[str], module: bool, card: cards.Card | None, reason: str
+    options: argparse.Namespace,
+    argv: list[str],
+    module: bool,
+    card: cards.Card | None,
+    reason: str,
+    protected: protection.Protection,
 ) -> tuple[Estimate, int, str]:
     """In a fork of this process: what torch is here has no CUDA code that could run."""
     from memopt.torch_version import require
@@ -212,7 +243,15 @@ def _on_fake_tensors(
     from memopt.estimation import fake_estimate, fake_run
     from memopt.estimation.fake_script import FakeScript
 
-    answer = fake_run.run(FakeScript(argv=argv, module=module, count=options.steps), options.seconds)
+    with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder:
+        script = FakeScript(
+            argv=argv,
+            module=module,
+            count=options.steps,
+            protection=protected,
+            folder=os.path.realpath(folder),
+        )
+        answer = fake_run.run(script, options.seconds)
     found = fake_estimate.made_of(answer, " ".join(argv), card, reason)
     return found, 0 if found.verdict in ("", "fits") else 1, ""
 

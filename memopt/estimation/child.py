@@ -13,19 +13,27 @@ import sys
 import time
 from pathlib import Path
 
-from memopt.estimation import kernel_compilers, pretended_ranks
+from memopt.estimation import kernel_compilers, pretended_ranks, protection, started
+from memopt.estimation.descendants import fork_watched
 from memopt.estimation.request import Request, read
 
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         raise SystemExit("usage: python -m memopt.estimation.child REQUEST.json")
-    started = time.monotonic()
     request = read(arguments[0])
-    _environment(request)
-    import memopt.sim
+    fork_watched()
+    protection.confine(request.protection_of(), _folder(request))
+    return estimate(request, arguments[0])
 
-    memopt.sim.activate(
+
+def estimate(request: Request, path: str) -> int:
+    """In a process that is confined, with one thread, and without torch. path: of a request for what it starts."""
+    started_at = time.monotonic()
+    _environment(request)
+    from memopt.sim import activation
+
+    activation.activate(
         memory=request.memory,
         devices=request.devices,
         compute_capability=request.compute_capability,
@@ -34,11 +42,19 @@ def main(arguments: list[str]) -> int:
         context=request.context,
         cudnn_workspace=request.cudnn_workspace,
     )
-    driver = memopt.sim.libraries() / "sim_cuda.so"
-    os.environ.update(kernel_compilers.environment(driver, Path(request.answer).resolve().parent))
+    os.environ[activation.VARIABLE] = activation.active_settings()
+    driver = activation.libraries() / "sim_cuda.so"
+    os.environ.update(kernel_compilers.environment(driver, Path(_folder(request))))
+    started.announce(path)
+    files = protection.redirected(request.protection_of(), _folder(request))
     from memopt.estimation.run import Run  # imports torch, which links the simulated libraries now
 
-    return Run(request, started).execute()
+    protection.saved(files)
+    return Run(request, started_at, files).execute()
+
+
+def _folder(request: Request) -> str:
+    return str(Path(request.answer).resolve().parent)
 
 
 def _environment(request: Request) -> None:

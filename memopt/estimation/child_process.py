@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from memopt.estimation.request import Request
 
 # A child that does not keep its own limit is ended so many seconds later.
 _GRACE = 30.0
+_PATIENCE = 10.0  # in which a child that was told to end does
 _SAID = 20  # lines of a silent child's output that an error shows
 # Loads this very memopt in any interpreter, whatever is installed there, and nothing else of what is installed here.
 _BOOTSTRAP = """\
@@ -66,15 +69,16 @@ class Children:
         with self._lock:
             self._closed = True
             for pid in self._running:
-                _end_group(pid)
+                _end(pid)
 
     def run(self, request: Request, *, show: bool = False, recording: str | None = None) -> Answer:
         """The answer to a request. `show`: what the script writes goes to standard error, else nowhere, unless there is
         no answer: then the end of it is in the ChildFailed."""
         with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder:
-            home = Path(folder)
+            home = Path(folder).resolve()
             answer, asked, said = home / "answer.json", home / "request.json", home / "output"
-            asked.write_text(json.dumps(asdict(replace(request, answer=str(answer), recording=recording))))
+            recorded = None if recording is None else str(home / "recording.mopt")
+            asked.write_text(json.dumps(asdict(replace(request, answer=str(answer), recording=recorded))))
             with open(said, "wb") as silent:
                 output: Any = 2 if show else silent
                 status = self._status(command(self.python, CHILD, str(asked)), output, request.seconds)
@@ -85,6 +89,8 @@ class Children:
                 raise ChildFailed(
                     f"the estimate's child process {_ended(status)} without an answer", text
                 ) from None
+            if recording is not None and recorded is not None and Path(recorded).exists():
+                shutil.copyfile(recorded, recording)
             result = Answer.from_json(told)
             if result.failed and not show:
                 result.more["output"] = _tail(said)
@@ -101,8 +107,8 @@ class Children:
         try:
             _await(process.pid, None if seconds is None else seconds + _GRACE)
         finally:
-            # Until it is reaped its number is nobody else's: the group that ends here is its own.
-            _end_group(process.pid)
+            # Until it is reaped its number is nobody else's: what ends here is its own.
+            _end(process.pid)
             with self._lock:
                 self._running.discard(process.pid)
             process.wait()
@@ -119,11 +125,12 @@ def _await(pid: int, seconds: float | None) -> None:
         time.sleep(0.02)
 
 
-def _end_group(pid: int) -> None:
-    try:
+def _end(pid: int) -> None:
+    """It ends what it has started (descendants.py), then itself; where it does not, its group goes with it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # all of it has ended
+        os.kill(pid, signal.SIGTERM)
+        _await(pid, _PATIENCE)
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return  # all of it has ended
 
 
 def _ended(status: int) -> str:

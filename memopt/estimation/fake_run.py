@@ -19,7 +19,7 @@ import time
 import traceback
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -115,7 +115,7 @@ def run(training: Training, seconds: float) -> Answer:
     try:
         told = _heard(read, seconds)
     except BaseException:  # an interrupt too
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGTERM)
         raise
     finally:
         os.close(read)
@@ -149,19 +149,21 @@ def _in_child(training: Training, write: int) -> None:
         os.dup2(2, 1)  # standard output is for the answer
         torch.set_num_threads(1)  # the threads that share work are not here either
         told: dict[str, Any] = {}
-        # In a thread of its own, so that no line that waits in this one is taken for the one that asked for memory.
-        thread = threading.Thread(target=_tell, args=(training, told))
-        thread.start()
-        thread.join()
+        _tell(training.prepare, told)
+        if not told:
+            # In a thread of its own, so that no line that waits in this one is taken for the one that asked for memory.
+            thread = threading.Thread(target=_tell, args=(lambda: told.update(_answer(training)), told))
+            thread.start()
+            thread.join()
         with os.fdopen(write, "wb") as out:
             out.write(json.dumps(told).encode())
     finally:
         os._exit(0)
 
 
-def _tell(training: Training, told: dict[str, Any]) -> None:
+def _tell(run: Callable[[], None], told: dict[str, Any]) -> None:
     try:
-        told |= _answer(training)
+        run()
     except BaseException as error:
         told |= {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
 

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from memopt.estimation.protection import Protection
+
 BACKENDS = ("native", "expandable", "pool")
 
 
@@ -14,10 +16,11 @@ class Request:
     """argv: a script, or where `module` is set a module, and its arguments. The device has `memory` bytes, of which a
     context takes `context`; each cuDNN plan asks for `cudnn_workspace`. fraction: the part of an unknown mask that
     holds (guesses.py). steps: of an optimizer, after which the script ends; seconds: after which it does. backend:
-    which allocator. batch_size: of each DataLoader, instead of the script's. keep_files: what the script writes goes
-    where it says, not to a folder that is removed. compute: every operation is computed, so nothing is guessed: for
-    sizes that the host can hold. ranks: of a job in which it is number `rank`, 0 for none; spread: how a script that
-    knows of one device is spread over them ("ddp", "fsdp", "tp"). answer, recording: files to write."""
+    which allocator. batch_size: of each DataLoader, instead of the script's. protection, share_memory: of the user's
+    files, protection.py's; the answer's folder is private, and is for what the script writes too. compute: every
+    operation is computed, so nothing is guessed: for sizes that the host can hold. ranks: of a job in which it is
+    number `rank`, 0 for none; spread: how a script that knows of one device is spread over them ("ddp", "fsdp", "tp").
+    answer, recording: files to write."""
 
     argv: list[str]
     answer: str
@@ -35,11 +38,15 @@ class Request:
     batch_size: int | None = None
     record: bool = False
     recording: str | None = None
-    keep_files: bool = False
+    protection: str = "redirect"
+    share_memory: bool = True
     compute: bool = False
     ranks: int = 0
     rank: int = 0
     spread: str | None = None
+
+    def protection_of(self) -> Protection:
+        return Protection(self.protection, self.share_memory)
 
 
 def read(path: str) -> Request:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -22,8 +21,8 @@ import memopt.sim
 from memopt.estimation import pretended_ranks, script, spread_model
 from memopt.estimation.guesses import Guesses
 from memopt.estimation.limits import BatchSize, TimeLimit
+from memopt.estimation.protection import Files
 from memopt.estimation.request import Request
-from memopt.estimation.scratch_files import ScratchFiles
 from memopt.estimation.script import End
 from memopt.estimation.watch import Peaks, Requests, Steps
 from memopt.profiling import recorder, recording_file
@@ -34,7 +33,7 @@ from memopt.profiling.user_code import is_user_file
 class Run:
     """One a process: what it puts in torch's place stays there."""
 
-    def __init__(self, request: Request, started: float) -> None:
+    def __init__(self, request: Request, started: float, files: Files) -> None:
         self.request = request
         self._started = started
         self._pid = os.getpid()
@@ -49,9 +48,7 @@ class Run:
         self._peaks, self._requests, self._steps = Peaks(), Requests(), Steps(request.steps)
         self._batch_size = None if request.batch_size is None else BatchSize(request.batch_size)
         self._recorder = recorder.start("cuda") if request.record else None
-        self._scratch = None if request.keep_files else ScratchFiles()
-        if self._scratch is not None:
-            atexit.register(self._scratch.remove)  # after what the script registers
+        self._files = files
 
     def execute(self) -> int:
         """Runs the script, writes the answer, and gives the status to exit with."""
@@ -88,8 +85,6 @@ class Run:
         def left(status: int) -> NoReturn:
             if os.getpid() == self._pid:
                 self._answer(End("exit", status))
-                if self._scratch is not None:
-                    self._scratch.remove()
             leave(status)
 
         return left
@@ -107,7 +102,7 @@ class Run:
         if self._answered:
             return
         self._answered = True
-        with contextlib.nullcontext() if self._scratch is None else self._scratch.plainly():
+        with self._files.plainly():
             self._tell(end)
 
     def _tell(self, end: End) -> None:
@@ -129,7 +124,7 @@ class Run:
             "hangs_on_fraction": self._guesses.hang_on_fraction,
             "cudnn": memopt.sim.workspace_reads() > 0,
             "unmodelled": [f"{name} ({count} calls)" for name, count in memopt.sim.missing_calls().items()],
-            "files_not_kept": [] if self._scratch is None else self._scratch.written(),
+            "files_not_kept": self._files.written(),
             "loaders_of_batch_size": None if self._batch_size is None else self._batch_size.loaders,
         }
 

@@ -1,10 +1,10 @@
-"""Files that the script writes go to a folder that is removed: under an estimate they hold zeros, and must not take the
-place of what it saved when it trained.
+"""Files that the script writes go to a folder that is removed, where no overlay of the kernel's does it
+(protection.py): under an estimate they hold zeros, and must not take the place of what it saved when it trained.
 
 What Python opens, makes, renames and removes is redirected (open, os, and so pathlib, shutil, numpy, logging), and what
 torch.save and safetensors write besides. A file that was written so is read back, and one that was removed is gone, for
-this script alone. Caches and devices are left as they are. Not redirected: what other C code opens by its name, and
-what other programs do that the script starts."""
+this script alone. Devices are left as they are. Not redirected: what other C code opens by its name, and what other
+programs do that the script starts."""
 
 from __future__ import annotations
 
@@ -20,39 +20,30 @@ import stat
 import tempfile
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from memopt.estimation import saved_models
-from memopt.user_cache import user_cache
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _READ = ("stat", "lstat", "access", "readlink", "chdir", "getxattr", "listxattr")
 _CHANGE = ("chmod", "utime", "truncate", "setxattr")
 _DEVICES = ("/dev/", "/proc/", "/sys/")
-_CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 class ScratchFiles:
-    """From now on, for the life of the process; remove() takes the folder away."""
+    """From now on, for the life of the process. folder: who made it removes it. kept: folders that stay what they
+    are."""
 
-    def __init__(self) -> None:
-        self._folder = os.path.realpath(tempfile.mkdtemp(prefix=f"memopt-estimate-{os.getpid()}-"))
-        self._files = os.path.join(self._folder, "files")
+    def __init__(self, folder: str, kept: Sequence[str] = ()) -> None:
+        folder = os.path.realpath(folder)
+        self._files = os.path.join(folder, "files")
         self._gone: set[str] = set()  # files and folders that are there, but not for the script
         self._plain = threading.local()  # .on: this thread's calls are our own
-        caches = [os.environ[name] for name in _CACHES if name in os.environ]
-        caches += filter(None, [user_cache()])
-        self._as_they_are = (self._folder, *(os.path.realpath(cache) for cache in caches))
-        temporary = os.path.join(self._folder, "tmp")
-        os.mkdir(temporary)
+        self._as_they_are = (folder, *map(os.path.realpath, kept))
+        temporary = os.path.join(folder, "tmp")
+        os.makedirs(temporary, exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = temporary
         self._install()
-
-    def remove(self) -> None:
-        with self.plainly():
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def written(self) -> list[str]:
         """The files that it would have written, by the names that they would have."""
@@ -186,7 +177,6 @@ class ScratchFiles:
                         capable.add(function)
                 setattr(owner, name, function)
         self._install_globber()
-        saved_models.install(self.to_write)
 
     @staticmethod
     def _install_globber() -> None:
@@ -216,7 +206,8 @@ class ScratchFiles:
             if flags & _WRITES and not flags & os.O_TMPFILE & ~os.O_DIRECTORY:
                 if flags & os.O_EXCL and flags & os.O_CREAT and self._there(self.to_read(path, dir_fd)):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-                target = self.to_write(path, dir_fd, keep=not flags & os.O_TRUNC)
+                there = not flags & os.O_CREAT  # or it is to fail, as it would for real
+                target = self.to_write(path, dir_fd, keep=there or not flags & os.O_TRUNC)
             else:
                 target = self.to_read(path, dir_fd)
             return original(target, flags, mode, dir_fd=dir_fd)

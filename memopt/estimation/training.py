@@ -29,6 +29,9 @@ class Training:
     steps: int = 3
     train: bool = True
 
+    def prepare(self) -> None:
+        """In the process in which it will run, while that has one thread."""
+
     def run(self, device: str) -> None:
         """On a device, which is "cpu" where tensors are fake: what is made elsewhere is moved there."""
         subject = _named(self.subject) if isinstance(self.subject, str) else self.subject

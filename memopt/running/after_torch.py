@@ -18,14 +18,19 @@ def call_after_torch(then: Callable[[], None]) -> None:
     if "torch" in sys.modules:
         then()
     else:
-        sys.meta_path.insert(0, _Finder(then))
+        sys.meta_path.insert(0, _Finder(lambda: None, then))
+
+
+def call_around_torch(before: Callable[[], None], then: Callable[[], None]) -> None:
+    """Before torch's first line and after its last; torch is not imported yet."""
+    sys.meta_path.insert(0, _Finder(before, then))
 
 
 class _Finder(MetaPathFinder):
     """Stays until torch is there: to be asked where it is does not mean that it is imported."""
 
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
+    def __init__(self, before: Callable[[], None], then: Callable[[], None]) -> None:
+        self.before, self._then = before, then
         self._asking = threading.local()
 
     def find_spec(
@@ -58,6 +63,7 @@ class _Loader(Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        self._finder.before()  # the module is not in sys.modules yet
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -111,7 +111,7 @@ def test_what_is_written_is_there_for_the_script_alone(folder):
 @pytest.mark.skipif(not SOAK, reason="the long form")
 def test_files_are_kept_where_that_is_wanted(folder):
     source = "import os; open('log.txt', 'w').write('kept'); os._exit(4)"
-    answer = estimate(folder.parent, source, cwd=folder, keep_files=True)
+    answer = estimate(folder.parent, source, cwd=folder, protection="none")
     assert (answer["stopped"], answer["exit_status"]) == ("exit", 4)
     assert (folder / "log.txt").read_text() == "kept"
     assert answer["files_not_kept"] == []
