@@ -10,7 +10,8 @@ import torch
 
 from memopt.estimation.guesses import Guesses
 from memopt.estimation.host_reads import HostReads
-from memopt.sim.compute import SHAPE_FROM_VALUES, Compute, alias
+from memopt.sim.compute import SHAPE_FROM_VALUES, Compute
+from memopt.sim.host_tensors import alias
 
 _aten = torch.ops.aten
 
