@@ -4,6 +4,7 @@ ends, however it ends, but for a signal that cannot be caught: then the parent t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import json
 import os
@@ -14,10 +15,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from memopt.running.after_torch import call_after_torch
 from memopt.running.as_main import run_as_main
 from memopt.running.ranks_folder import Place
 from memopt.running.request import Request
+from memopt.running.torch_import import call_after_torch
 
 if TYPE_CHECKING:
     from memopt.profiling.recorder import Recorder
@@ -33,23 +34,37 @@ def main() -> None:
     request = Request.from_json(sys.argv[1])
     # The parent has blocked what it waits for, and a mask is inherited.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    ended_by: list[BaseException] = []
+    atexit.register(_end_as_interrupted, ended_by)  # the first, so it runs last
     run = _Run(request)
     run.prepare()
     try:
         run_as_main(request.argv, request.module)
     except SystemExit:
         raise
-    except BaseException:
-        _show_only_the_programs_frames()
+    except BaseException as error:
+        ended_by.append(error)
+        _show_only_the_programs_frames(interrupts=request.simulated is None)
         raise
 
 
-def _show_only_the_programs_frames() -> None:
+def _end_as_interrupted(ended_by: list[BaseException]) -> None:
+    """An interpreter that an interrupt ends dies of the signal, unless code was run from a string since, as finish()
+    does with what it imports: then it ends with 1."""
+    if any(isinstance(error, KeyboardInterrupt) for error in ended_by):
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
+
+
+def _show_only_the_programs_frames(interrupts: bool) -> None:
+    """interrupts: an uncaught one is shown too; else the parent tells of it."""
     hook = sys.excepthook
 
     def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
         while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
             trace = trace.tb_next
+        if issubclass(kind, KeyboardInterrupt) and not interrupts:
+            return None
         return hook(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = shown

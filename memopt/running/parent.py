@@ -26,12 +26,13 @@ _WATCHED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
 _FROM_THE_TERMINAL = 0x80  # si_code SI_KERNEL: the child, in the same group, has had it too
 # Of the time that torchrun gives its ranks, 30 s, so that there is some left to tell.
 _PATIENCE = 20.0
+_SECOND_LINE = 30.0  # seconds after which a simulated run is spoken of again
 _START = "from memopt.running.child import main; main()"
 
 
-def run(request: Request, quiet: bool) -> int:
-    """Runs it to its end, says on standard error what was seen, and returns the script's exit code; of one that a
-    signal ended, 128 and the signal's number, as a shell gives it."""
+def run(request: Request, quiet: bool, python: str = sys.executable) -> int:
+    """Runs it by `python` to its end, says on standard error what was seen, and returns the script's exit code; of one
+    that a signal ended, 128 and the signal's number, as a shell gives it."""
     place = Place.of(os.environ)
     ranks = None
     if place is not None:
@@ -45,9 +46,11 @@ def run(request: Request, quiet: bool) -> int:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         try:
             begun = time.monotonic()
-            child = subprocess.Popen(_command(request))
+            progress = _Progress(request, quiet or (place is not None and place.rank > 0))
+            child = subprocess.Popen(_command(request, python), env=_environment(request))
             curve = MemoryCurve(child.pid)
-            ended_from_outside = _watch(child, curve, None if ranks is None else _PATIENCE)
+            patience = None if ranks is None else _PATIENCE
+            ended_from_outside = _watch(child, curve, patience, progress)
             seconds = time.monotonic() - begun
             if ranks is not None:
                 outcome = _outcome(
@@ -75,16 +78,54 @@ def run(request: Request, quiet: bool) -> int:
         return status if status >= 0 else 128 - status
 
 
-def _command(request: Request) -> list[str]:
+def _command(request: Request, python: str) -> list[str]:
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    return [sys.executable, *flags, "-c", _START, request.to_json()]
+    return [python, *flags, "-c", _START, request.to_json()]
 
 
-def _watch(child: subprocess.Popen[bytes], curve: MemoryCurve, patience: float | None) -> bool:
+def _environment(request: Request) -> dict[str, str] | None:
+    """None where it is this process's own."""
+    if request.simulated is None:
+        return None
+    from memopt.running import simulated
+
+    return simulated.environment(request.simulated, os.environ)
+
+
+class _Progress:
+    """Of a simulated run, which takes longer than one on a device: lines on standard error, for what the script itself
+    writes goes to the same terminal. They say that it begins, when its first step is done, and after that, where
+    somebody looks on, how far it is, ever more rarely."""
+
+    def __init__(self, request: Request, quiet: bool) -> None:
+        self._file, self._begun = Path(request.folder) / "progress.json", time.monotonic()
+        self._next = math.inf if quiet or request.simulated is None else 0.0
+        if self._next == 0.0:
+            settings = dict(part.split("=") for part in (request.simulated or "").split())
+            card = _C.format_size(int(settings["memory"]))
+            _say(
+                f"memopt run: {request.argv[0]} on a simulated card of {card}, computed by this machine's processors"
+            )
+
+    def look(self) -> None:
+        seconds = time.monotonic() - self._begun
+        if seconds < self._next or not self._file.exists():
+            return
+        told = json.loads(self._file.read_text())
+        steps, peak = told["steps"], told.get("peak_allocated", 0)
+        done = "its first optimizer step is" if steps == 1 else f"{steps} optimizer steps are"
+        _say(f"memopt run: {done} done after {seconds:.1f} s, {_C.format_size(peak)} allocated at the most")
+        self._next = max(_SECOND_LINE, 2 * seconds) if sys.stderr.isatty() else math.inf
+
+
+def _watch(
+    child: subprocess.Popen[bytes], curve: MemoryCurve, patience: float | None, progress: _Progress
+) -> bool:
     """Whether it was told from outside to end. patience: seconds that it may take then."""
     until = math.inf
     while True:
         curve.sample()
+        progress.look()
         told = signal.sigtimedwait(_WATCHED, curve.interval)
         if told is not None and told.si_signo != signal.SIGCHLD and told.si_code != _FROM_THE_TERMINAL:
             child.send_signal(told.si_signo)
@@ -101,6 +142,9 @@ def _said(
 ) -> str:
     size = _C.format_size
     name = " ".join(request.argv[:1])
+    if request.simulated is not None and status == -signal.SIGINT:
+        recorded = _read(Path(request.folder) / "summary.txt").rstrip("\n").rpartition("\n")[2].strip()
+        return f"memopt run: {name} (pid {pid}) was interrupted after {seconds:.1f} s{recorded and f'; {recorded}'}\n"
     lines = [f"memopt run: {name} (pid {pid}) {_ended(status)} after {seconds:.1f} s"]
     if curve.samples:
         lines.append(

@@ -10,7 +10,7 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Request:
     """folder: the run's own, for summary.txt, failure.txt and progress.json. output: of the recording, None for the
-    default name."""
+    default name. simulated: settings of a simulated card on which it runs, None for what the machine has."""
 
     argv: list[str]
     module: bool
@@ -22,6 +22,7 @@ class Request:
     backend: str | None = None
     memory_budget: int | None = None
     on_oom: str | None = None
+    simulated: str | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -53,7 +53,7 @@ def activate(
     libraries lack, or one of those is damaged; ValueError for a setting that makes no sense. After a refusal none of
     the simulated libraries is loaded, and activate() may be called again.
     """
-    settings = _settings(
+    settings = settings_of(
         memory, devices, compute_capability, multiprocessors, lazy, blank, context, cudnn_workspace
     )
     if cudnn_version is not None:
@@ -167,16 +167,17 @@ def stands_in(maps: str = "/proc/self/maps") -> bool:
     return not is_active() and Path(maps).exists() and "/sim_cuda.so" in Path(maps).read_text()
 
 
-def _settings(
+def settings_of(
     memory: int | str,
-    devices: int,
-    compute_capability: str,
-    multiprocessors: int,
-    lazy: bool,
-    blank: bool,
-    context: int | str,
-    cudnn_workspace: int | str,
+    devices: int = 1,
+    compute_capability: str = "8.0",
+    multiprocessors: int = 108,
+    lazy: bool = False,
+    blank: bool = False,
+    context: int | str = 0,
+    cudnn_workspace: int | str = 0,
 ) -> str:
+    """The text that activate_from() takes, of what activate() would be given."""
     capability = re.fullmatch(r"(\d+)\.(\d)", str(compute_capability))
     if capability is None:
         raise ValueError(f'compute_capability is a text like "8.0", not {compute_capability!r}')

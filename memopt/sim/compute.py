@@ -76,6 +76,8 @@ _AS_THEY_ARE = {
     _aten._cudnn_rnn_flatten_weight.default,  # its copies are real
     _aten._cudnn_init_dropout_state.default,  # read by cuDNN alone
 }
+# Between processes, and within one: real copies.
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
 
 class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
@@ -110,7 +112,7 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         if isinstance(func, HigherOrderOperator):
             with self:  # the operations that it is made of
                 return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
-        if func in _AS_THEY_ARE or func.is_view:
+        if func in _AS_THEY_ARE or func.is_view or func.namespace in _COLLECTIVES:
             return func(*args, **kwargs)
         if func in SHAPE_FROM_VALUES and any(map(on_cuda, tree_leaves((args, kwargs)))):
             return self._moved(func, args, kwargs)

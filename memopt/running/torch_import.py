@@ -1,5 +1,5 @@
-"""Something that is to be done as soon as the program has imported torch, and not before: what the program sets in the
-environment ahead of that keeps its meaning."""
+"""Something that is to be done when the program imports torch, just before or right after it, and not earlier: what the
+program sets in the environment ahead of that keeps its meaning."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from types import ModuleType
 from typing import Any
 
 
+def call_before_torch(then: Callable[[], None]) -> None:
+    """What it raises is raised by `import torch`, of which nothing is loaded then. Torch is not imported yet."""
+    sys.meta_path.insert(0, _Finder(before=then))
+
+
 def call_after_torch(then: Callable[[], None]) -> None:
     """At once where torch is imported already."""
     if "torch" in sys.modules:
         then()
     else:
-        sys.meta_path.insert(0, _Finder(lambda: None, then))
+        sys.meta_path.insert(0, _Finder(after=then))
 
 
-def call_around_torch(before: Callable[[], None], then: Callable[[], None]) -> None:
-    """Before torch's first line and after its last; torch is not imported yet."""
-    sys.meta_path.insert(0, _Finder(before, then))
+def _nothing() -> None:
+    pass
 
 
 class _Finder(MetaPathFinder):
     """Stays until torch is there: to be asked where it is does not mean that it is imported."""
 
-    def __init__(self, before: Callable[[], None], then: Callable[[], None]) -> None:
-        self.before, self._then = before, then
+    def __init__(self, before: Callable[[], None] = _nothing, after: Callable[[], None] = _nothing) -> None:
+        self.before, self._after = before, after
         self._asking = threading.local()
 
     def find_spec(
@@ -50,7 +54,7 @@ class _Finder(MetaPathFinder):
     def torch_is_there(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-            self._then()
+            self._after()
 
 
 class _Loader(Loader):
@@ -63,7 +67,7 @@ class _Loader(Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        self._finder.before()  # the module is not in sys.modules yet
+        self._finder.before()
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
