@@ -42,7 +42,6 @@ def estimate(request: Request, path: str) -> int:
         context=request.context,
         cudnn_workspace=request.cudnn_workspace,
     )
-    os.environ[activation.VARIABLE] = activation.active_settings()
     driver = activation.libraries() / "sim_cuda.so"
     os.environ.update(kernel_compilers.environment(driver, Path(_folder(request))))
     started.announce(path)

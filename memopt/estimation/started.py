@@ -13,7 +13,9 @@ from pathlib import Path
 
 from memopt.estimation import protection
 from memopt.estimation.request import Request, read
-from memopt.running.after_torch import call_around_torch
+from memopt.running import simulated
+from memopt.running.torch_import import call_after_torch, call_before_torch
+from memopt.sim import activation
 
 _REQUEST, _SCRIPT = "MEMOPT_ESTIMATE", "MEMOPT_ESTIMATE_PROCESS"
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -21,10 +23,8 @@ _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 def announce(request: str) -> None:
     """To all that this process, which runs the script, will start. request: a file's path."""
+    os.environ.update(simulated.environment(activation.active_settings(), os.environ))
     os.environ[_REQUEST], os.environ[_SCRIPT] = request, str(os.getpid())
-    here = str(Path(__file__).with_name("startup"))
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != here]
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, *others])
 
 
 def begin(path: str) -> None:
@@ -35,14 +35,8 @@ def begin(path: str) -> None:
         if script is not None:
             _go_on(replace(request, argv=script[0], module=script[1]), path)
     files = protection.redirected(request.protection_of(), str(Path(path).parent))
-    call_around_torch(_activate, lambda: protection.saved(files))
-
-
-def _activate() -> None:
-    from memopt.sim import activation
-
-    if not activation.is_active():
-        activation.activate_from()
+    call_before_torch(activation.activate_from)
+    call_after_torch(lambda: protection.saved(files))
 
 
 def script_of(arguments: Sequence[str]) -> tuple[list[str], bool] | None:

@@ -1,5 +1,6 @@
-"""Python runs this when it starts and finds this folder on its PYTHONPATH: the processes of a simulated run do. It adds
-a finder; memopt is loaded, from where this file lies, when something imports it or torch."""
+"""Python runs this when it starts and finds this folder on its PYTHONPATH: the processes of a simulated run do, and those
+that an estimated script starts. It adds a finder; memopt is loaded, from where this file lies, when something imports
+it or torch."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+_ESTIMATE = "MEMOPT_ESTIMATE"  # estimation/started.py's
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE))
 
@@ -20,7 +22,7 @@ class _Finder:
         if name == "memopt":
             file = os.path.join(_PACKAGE, "__init__.py")
             return importlib.util.spec_from_file_location(name, file, submodule_search_locations=[_PACKAGE])
-        if name == "torch" and not self._begun:
+        if name == "torch" and not self._begun and _ESTIMATE not in os.environ:
             self._begun = True
             from memopt.running import simulated
 
@@ -43,3 +45,7 @@ sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or ".") !
 if sys.version_info >= (3, 11):  # noqa: UP036  # what memopt needs; any Python may be started
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]  # importlib.abc takes longer than all of this
 _run_the_next()
+if _ESTIMATE in os.environ and sys.version_info >= (3, 11):  # noqa: UP036
+    from memopt.estimation import started
+
+    started.begin(os.environ[_ESTIMATE])
