@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return int(status)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is under way ends by itself
         print(f"memopt {options.command}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except ImportError as error:

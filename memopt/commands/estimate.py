@@ -9,6 +9,7 @@ script fails by itself."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -24,7 +25,9 @@ from memopt.estimation.child_process import ChildFailed, Children
 from memopt.estimation.prediction import Estimate
 from memopt.estimation.progress import Progress
 from memopt.estimation.request import BACKENDS, Request
+from memopt.estimation.script_output import Followed
 from memopt.estimation.survey import ScriptFailed, Survey
+from memopt.running import library_noise
 
 NAME = "estimate"
 HELP = "whether a script will fit a card, without the card"
@@ -202,7 +205,10 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
         return _on_fake_tensors(options, argv, module, card, str(error), protected)
     protected = _protection(options, python, argv, module)
     request = replace(request, protection=protected.way, share_memory=protected.share_memory)
-    with Progress(not options.quiet) as progress, Children(python) as children:
+    with (
+        Progress(not options.quiet, lines=not options.verbose) as progress,
+        Children(python, progress.script, noise=bool(options.verbose)) as children,
+    ):
         survey = Survey(
             title=" ".join(("-m", *argv) if module else argv),
             request=request,
@@ -239,11 +245,13 @@ def _on_fake_tensors(
     """In a fork of this process: what torch is here has no CUDA code that could run."""
     from memopt.torch_version import require
 
+    if not options.verbose:
+        library_noise.silence()
     require("memopt estimate")
     from memopt.estimation import fake_estimate, fake_run
     from memopt.estimation.fake_script import FakeScript
 
-    with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder:
+    with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder, contextlib.ExitStack() as shown:
         script = FakeScript(
             argv=argv,
             module=module,
@@ -251,7 +259,12 @@ def _on_fake_tensors(
             protection=protected,
             folder=os.path.realpath(folder),
         )
-        answer = fake_run.run(script, options.seconds)
+        output = shown.enter_context(open(Path(folder) / "output", "wb"))
+        progress = shown.enter_context(Progress(not options.quiet, lines=not options.verbose))
+        progress.say(f"{' '.join(argv)} on fake tensors")
+        if not options.quiet:
+            shown.enter_context(Followed(output.name, progress.script))
+        answer = fake_run.run(script, options.seconds, output.fileno())
     found = fake_estimate.made_of(answer, " ".join(argv), card, reason)
     return found, 0 if found.verdict in ("", "fits") else 1, ""
 

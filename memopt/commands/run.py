@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         on_oom=options.on_oom,
         simulated=simulated,
     )
-    return parent.run(request, options.quiet, python)
+    return parent.run(request, options.quiet, python, noise=bool(options.verbose))
 
 
 def _card(text: str) -> str:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,8 @@ from typing import Any
 
 from memopt.estimation.answer import Answer
 from memopt.estimation.request import Request
+from memopt.estimation.script_output import Followed
+from memopt.running import library_noise
 
 # A child that does not keep its own limit is ended so many seconds later.
 _GRACE = 30.0
@@ -52,10 +55,14 @@ def command(python: str, module: str, request: str) -> list[str]:
 
 
 class Children:
-    """Runs children, from several threads if need be. Leaving the block ends those that still run."""
+    """Runs children, from several threads if need be. Leaving the block ends those that still run. tell: is given what
+    a shown script writes, line by line; noise: what libraries say when they are imported is heard too."""
 
-    def __init__(self, python: str | None = None) -> None:
+    def __init__(
+        self, python: str | None = None, tell: Callable[[str], None] | None = None, *, noise: bool = False
+    ) -> None:
         self.python = python or sys.executable
+        self._tell, self._noise = tell, noise
         self._lock = threading.Lock()
         self._running: set[int] = set()
         self._closed = False
@@ -72,15 +79,17 @@ class Children:
                 _end(pid)
 
     def run(self, request: Request, *, show: bool = False, recording: str | None = None) -> Answer:
-        """The answer to a request. `show`: what the script writes goes to standard error, else nowhere, unless there is
-        no answer: then the end of it is in the ChildFailed."""
+        """The answer to a request. `show`: what the script writes is told, else it goes nowhere, unless there is no
+        answer: then the end of it is in the ChildFailed."""
         with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder:
             home = Path(folder).resolve()
             answer, asked, said = home / "answer.json", home / "request.json", home / "output"
             recorded = None if recording is None else str(home / "recording.mopt")
             asked.write_text(json.dumps(asdict(replace(request, answer=str(answer), recording=recorded))))
-            with open(said, "wb") as silent:
-                output: Any = 2 if show else silent
+            show = show and self._tell is not None
+            with open(said, "wb") as output, contextlib.ExitStack() as followed:
+                if show and self._tell is not None:
+                    followed.enter_context(Followed(said, self._tell))
                 status = self._status(command(self.python, CHILD, str(asked)), output, request.seconds)
             try:
                 told = json.loads(answer.read_text())
@@ -96,12 +105,24 @@ class Children:
                 result.more["output"] = _tail(said)
             return result
 
+    def _environment(self) -> dict[str, str]:
+        told = dict(os.environ) if self._noise else library_noise.without(os.environ)
+        return {
+            "PYTHONUNBUFFERED": "1",
+            **told,
+        }  # what a script prints comes when it does, between its errors
+
     def _status(self, line: list[str], output: Any, seconds: float | None) -> int:
         with self._lock:
             if self._closed:
                 raise ChildFailed("the estimate was ended")
             process = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=self._environment(),
             )
             self._running.add(process.pid)
         try:

@@ -102,15 +102,16 @@ class _FakeRecorder(OperationsRecorder):
         self._next += size
 
 
-def run(training: Training, seconds: float) -> Answer:
-    """Raises ChildFailed where the training does not run on fake tensors."""
+def run(training: Training, seconds: float, output: int = 2) -> Answer:
+    """output: a file descriptor, for what the training writes. Raises ChildFailed where it does not run on fake
+    tensors."""
     read, write = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        _in_child(training, write)
+        _in_child(training, write, output)
     os.close(write)
     try:
         told = _heard(read, seconds)
@@ -143,9 +144,10 @@ def _heard(read: int, seconds: float) -> bytes:
         parts.append(part)
 
 
-def _in_child(training: Training, write: int) -> None:
+def _in_child(training: Training, write: int, output: int) -> None:
     """Never returns: nothing of the parent's (its threads are not here) may run in this process again."""
     try:
+        os.dup2(output, 2)
         os.dup2(2, 1)  # standard output is for the answer
         torch.set_num_threads(1)  # the threads that share work are not here either
         told: dict[str, Any] = {}
@@ -155,6 +157,7 @@ def _in_child(training: Training, write: int) -> None:
             thread = threading.Thread(target=_tell, args=(lambda: told.update(_answer(training)), told))
             thread.start()
             thread.join()
+        sys.stdout.flush()
         with os.fdopen(write, "wb") as out:
             out.write(json.dumps(told).encode())
     finally:

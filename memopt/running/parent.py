@@ -30,9 +30,10 @@ _SECOND_LINE = 30.0  # seconds after which a simulated run is spoken of again
 _START = "from memopt.running.child import main; main()"
 
 
-def run(request: Request, quiet: bool, python: str = sys.executable) -> int:
+def run(request: Request, quiet: bool, python: str = sys.executable, noise: bool = True) -> int:
     """Runs it by `python` to its end, says on standard error what was seen, and returns the script's exit code; of one
-    that a signal ended, 128 and the signal's number, as a shell gives it."""
+    that a signal ended, 128 and the signal's number, as a shell gives it. noise: of a simulated run, what libraries say
+    when they are imported is heard too."""
     place = Place.of(os.environ)
     ranks = None
     if place is not None:
@@ -47,7 +48,7 @@ def run(request: Request, quiet: bool, python: str = sys.executable) -> int:
         try:
             begun = time.monotonic()
             progress = _Progress(request, quiet or (place is not None and place.rank > 0))
-            child = subprocess.Popen(_command(request, python), env=_environment(request))
+            child = subprocess.Popen(_command(request, python), env=_environment(request, noise))
             curve = MemoryCurve(child.pid)
             patience = None if ranks is None else _PATIENCE
             ended_from_outside = _watch(child, curve, patience, progress)
@@ -83,13 +84,15 @@ def _command(request: Request, python: str) -> list[str]:
     return [python, *flags, "-c", _START, request.to_json()]
 
 
-def _environment(request: Request) -> dict[str, str] | None:
+def _environment(request: Request, noise: bool) -> dict[str, str] | None:
     """None where it is this process's own."""
     if request.simulated is None:
         return None
-    from memopt.running import simulated
+    from memopt.running import library_noise, simulated
 
-    return simulated.environment(request.simulated, os.environ)
+    return simulated.environment(
+        request.simulated, os.environ if noise else library_noise.without(os.environ)
+    )
 
 
 class _Progress:

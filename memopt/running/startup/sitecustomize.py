@@ -45,7 +45,7 @@ sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or ".") !
 if sys.version_info >= (3, 11):  # noqa: UP036  # what memopt needs; any Python may be started
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]  # importlib.abc takes longer than all of this
 _run_the_next()
-if _ESTIMATE in os.environ and sys.version_info >= (3, 11):  # noqa: UP036
+if _ESTIMATE in os.environ and sys.version_info >= (3, 11):
     from memopt.estimation import started
 
     started.begin(os.environ[_ESTIMATE])
