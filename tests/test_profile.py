@@ -6,6 +6,7 @@ import gc
 import inspect
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 from torch.cuda import _memory_viz as viz
 
 import memopt
-from memopt.profiling import recorder, recording_file
+from memopt.profiling import leaks, recorder, recording_file
+from memopt.profiling.category_split import in_words
 
 WIDTH = 64
 
@@ -154,6 +156,47 @@ def test_what_it_prints_names_the_peak_by_category_line_and_module():
     assert "<table>" in shown and "loss.backward()" in shown and "<script" not in shown
     assert sum(row.bytes for row in prof.by_line()) == prof.peak == sum(prof.by_category().values())
     assert prof.by_line(top=2) == prof.by_line()[:2] and prof.by_module()[0].bytes > 0
+
+
+def test_a_line_of_several_categories_has_them_all():
+    """`loss.backward()` makes gradients and what they pass through."""
+    prof = trained(lambda *_: None, rows=256)
+    event = prof.recording.peak()[1]
+    for row in prof.recording.by_line(event):
+        assert sum(row.by_category.values()) == row.bytes
+    (row,) = [row for row in prof.by_line() if "loss.backward()" in row.text]
+    assert len(row.by_category) > 1
+    for shown in (str(prof), prof._repr_html_()):
+        assert in_words(row.by_category) in shown
+
+
+def test_categories_are_in_one_unit_and_a_hundredth_is_left_out():
+    assert (
+        in_words({"activations": 64 << 20, "optimizer": 40 << 20}) == "activations 64.0 + optimizer 40.0 MiB"
+    )
+    assert in_words({"activations": 1000, "optimizer": 5}) == "activations"
+    assert in_words({}) == ""
+
+
+def test_many_small_kept_tensors_are_one_line():
+    ages = [()] * 3
+
+    def keep(n, x, loss):
+        """Made behind the step, so of the next one: what is kept is a step older."""
+        ages.pop(0)
+        first = torch.ones(8)
+        second = torch.ones(9)
+        third = torch.ones(10)
+        ages.append((first, second, third))
+
+    prof = trained(keep, rows=1024)
+    kept = [leak for leak in prof.leaks() if leak.kind == "kept"]
+    assert len(kept) >= 3 and all(leak.bytes < prof.peak / 100 for leak in kept)
+    said = [line for line in str(prof).splitlines() if "kept from an earlier step" in line]
+    assert len(said) == 1 and f"{len(kept)} lines" in said[0]
+    large = replace(kept[0], bytes=prof.peak)
+    assert leaks.in_words([large, kept[0]], prof.peak) == [str(large), str(kept[0])]
+    assert leaks.in_words([large, *kept], prof.peak)[0] == str(large)
 
 
 def test_an_exception_within_keeps_what_was_seen_and_is_raised():

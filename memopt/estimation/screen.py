@@ -9,6 +9,7 @@ from typing import Any
 
 from memopt import _C
 from memopt.estimation.prediction import FAKE, Advice, Backend, Estimate
+from memopt.profiling.category_split import in_words
 
 _WIDTH = 118
 _TABLE = " "  # what a row of a table begins with
@@ -140,7 +141,8 @@ def _near(path: str) -> str:
 def _row(row: dict[str, Any]) -> str:
     source = f"  {row['text'].strip()}" if row.get("text") else ""
     name = row.get("name") or "(no line of yours)"
-    return f"{_TABLE}{_C.format_size(row['bytes']):>9}  {name}  {row.get('category', '')}{source}"
+    purpose = in_words(row["by_category"]) if row.get("by_category") else row.get("category", "")
+    return f"{_TABLE}{_C.format_size(row['bytes']):>9}  {name}  {purpose}{source}"
 
 
 def _backend(backend: Backend) -> str:

@@ -3,6 +3,7 @@ earlier step while the most memory is in use."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,6 +61,24 @@ class Leak:
             size = _C.format_size(self.saves)
             said += f"; {delete} at the end of its step, if nothing needs it later: -{size} at the peak"
         return said
+
+
+_SMALL = 0.01  # of the peak
+
+
+def in_words(found: Sequence[Leak], peak: int) -> list[str]:
+    """A line each; what is kept of less than 1 % of the peak, more than one of them, in one."""
+    small = [leak for leak in found if leak.kind == "kept" and leak.bytes < _SMALL * peak]
+    if len(small) < 2:
+        return [*map(str, found)]
+    size = _C.format_size(sum(leak.bytes for leak in small))
+    lines = [leak.line or "an unknown line" for leak in small]
+    rest = f" and {len(lines) - 2} more" if len(lines) > 2 else ""
+    return [
+        *(str(leak) for leak in found if leak not in small),
+        f"{size} kept from an earlier step by {len(small)} lines of less than 1 % of the peak each: "
+        f"{', '.join(lines[:2])}{rest}",
+    ]
 
 
 def find(recording: Recording) -> list[tuple[Leak, torch.Tensor]]:

@@ -9,8 +9,9 @@ so that a million blocks are one operation, not a loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ class Line(NamedTuple):
     blocks: int
     category: str  # the one that most of the bytes are of
     text: str = ""  # of a line, the source's
+    by_category: Mapping[str, int] = MappingProxyType({})  # bytes; they add up to `bytes`
 
 
 @dataclass
@@ -173,7 +175,17 @@ class Recording:
         sums, most = table.sum(1), table.argmax(1)
         order = torch.argsort(sums, descending=True, stable=True).tolist()
         return [
-            Line(names[n], int(sums[n]), int(counts[n]), CATEGORIES[int(most[n])]) for n in order if counts[n]
+            Line(
+                names[n],
+                int(sums[n]),
+                int(counts[n]),
+                CATEGORIES[int(most[n])],
+                by_category={
+                    name: part for name, part in zip(CATEGORIES, table[n].tolist(), strict=True) if part
+                },
+            )
+            for n in order
+            if counts[n]
         ]
 
     def by_line(self, event: int | None = None, named: Callable[[Frame], str] | None = None) -> list[Line]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from memopt import _C
 from memopt.profiling import in_place
+from memopt.profiling import leaks as leaking
+from memopt.profiling.category_split import in_words
 from memopt.profiling.leaks import Leak
 from memopt.profiling.recording import Line, Recording
 
@@ -42,7 +44,7 @@ def text(recording: Recording, leaks: Sequence[Leak] = (), top: int = _TOP) -> s
     for mark in recording.marks:
         if mark.kind == "oom":
             lines.append(f"  out of memory after {mark.event + 1} events: {mark.text}")
-    lines += [f"  {leak}" for leak in leaks]
+    lines += [f"  {one}" for one in leaking.in_words(leaks, peak)]
     lines += [f"  {one}" for one in in_place.find(recording)[:top]]
     return "\n".join(lines)
 
@@ -63,10 +65,11 @@ def _split(recording: Recording) -> str:
 
 
 def _table(rows: Sequence[Line]) -> list[str]:
-    width = max(len(row.name) for row in rows)
+    purposes = [in_words(row.by_category) for row in rows]
+    wide, width = max(map(len, purposes)), max(len(row.name) for row in rows)
     return [
-        f"    {_C.format_size(row.bytes):>9}  {row.category:<11} {row.name:<{width}}  {row.text:.60}".rstrip()
-        for row in rows
+        f"    {_C.format_size(row.bytes):>9}  {purpose:<{wide}} {row.name:<{width}}  {row.text:.60}".rstrip()
+        for row, purpose in zip(rows, purposes, strict=True)
     ]
 
 
@@ -77,14 +80,14 @@ def as_html(recording: Recording, leaks: Sequence[Leak] = (), top: int = 2 * _TO
     parts.append(f"{escape(_split(recording))}</p>")
     for title, rows in (("line", recording.by_line()), ("module", recording.by_module())):
         cells = "".join(
-            f"<tr><td>{_C.format_size(row.bytes)}</td><td>{row.category}</td><td>{escape(row.name)}</td>"
+            f"<tr><td>{_C.format_size(row.bytes)}</td><td>{in_words(row.by_category)}</td><td>{escape(row.name)}</td>"
             f"<td><code>{escape(row.text)}</code></td></tr>"
             for row in [row for row in rows if row.name][:top]
         )
         if cells:
             heads = f"<th>at the peak</th><th>category</th><th>{title}</th><th></th>"
             parts.append(f"<table><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>")
-    advice = [*map(str, leaks), *map(str, in_place.find(recording)[:top])]
+    advice = [*leaking.in_words(leaks, recording.peak()[0]), *map(str, in_place.find(recording)[:top])]
     if advice:
         parts.append("<ul>" + "".join(f"<li>{escape(one)}</li>" for one in advice) + "</ul>")
     return "".join(parts)
