@@ -2,7 +2,8 @@
 
 Its script is a JSON file: bytes `fixed`, `each` (of one of a batch), `masks` (where all of them are selected); `kept`,
 the allocator's share beyond the tensors, by backend; `option`, the script's option for its batch, if it has one;
-`batch`, that of its own; `data`, the most that there are; `loaders`, DataLoaders that it makes; `ends`: how it ends by
+`batch`, that of its own; `techniques`, what each saves that meets
+something in it; `data`, the most that there are; `loaders`, DataLoaders that it makes; `ends`: how it ends by
 itself."""
 
 from __future__ import annotations
@@ -63,8 +64,13 @@ def main() -> None:
         time.sleep(600)
 
     room = request["memory"] - request["context"]
-    peak = allocated(script, batch, request["fraction"])
-    reserved = held(script, batch, request["fraction"], request["cudnn_workspace"], request["backend"])
+    met = {name.partition(":")[0]: ["AdamW"] for name in request["techniques"]}
+    met = {name: of for name, of in met.items() if name in script.get("techniques", {})}
+    saved = sum(script["techniques"][name] for name in met)
+    peak = allocated(script, batch, request["fraction"]) - saved
+    reserved = (
+        held(script, batch, request["fraction"], request["cudnn_workspace"], request["backend"]) - saved
+    )
     fits = peak <= room
     answer = {
         "peak_allocated": min(peak, room),
@@ -80,6 +86,7 @@ def main() -> None:
         ],
         "by_module": [{"name": "", "bytes": 1, "blocks": 1, "category": "other"}],
         "cudnn": True,
+        "techniques": met,
         "guesses": [{"kind": "shape", "what": "nonzero", "where": "train.py:9", "count": 2}]
         if script["masks"]
         else [],

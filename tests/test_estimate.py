@@ -230,21 +230,61 @@ def test_what_does_not_fit_says_where_it_ends_and_what_would(script, capfd):
     assert found["peak_allocated"] == allocated(8)
     assert found["largest_batch"] == {
         "size": 5,
+        "peak": allocated(5),
         "option": "--batch-size",
         "card": found["card"]["name"],
         "bounded": True,
         "exact": False,
         "now": 8,
     }
-    what = {one["what"]: one for one in found["would_fit"]}
-    assert what["batch 5 instead of 8"]["tried"] is True
-    assert "a card of 7.63 GiB, as rtx4060" in what
-    eight_bits = what["memopt.optim.AdamW(..., state_bits=8)"]
-    assert eight_bits["saves"] == 60 * MIB * (256 - 65) // 256 and not eight_bits["enough"]
+    batch, larger = found["would_fit"]
+    assert batch["what"] == "batch 5 instead of 8" and batch["peak"] == allocated(5) and batch["changes"]
+    assert larger["what"] == "a card of 7.63 GiB, as rtx4060" and larger["peak"] == allocated(8)
     assert main(["estimate", "--gpu", str(card), path, "--batch-size", "8"]) == 1
     said = " ".join(capfd.readouterr().out.split())
     assert f"CUDA out of memory at {path}:7 (loss.backward()), asked 4.00 MiB" in said
     assert "DOES NOT FIT" in said
+
+
+def advised(script, capfd, lacking, **saves):
+    """What is said to fit, of a script that lacks so much and of which each technique saves so much."""
+    path = script(techniques={name.replace("_", " "): size for name, size in saves.items()})
+    card = allocated() - lacking + cards.CONTEXT
+    found = answer(capfd, "--gpu", card, path, status=1)
+    assert all(
+        one["peak"] + cards.CONTEXT <= card or one["what"].startswith("a card of")
+        for one in found["would_fit"]
+    )
+    return {one["what"].partition("(")[0]: one for one in found["would_fit"]}, requests(path)
+
+
+def test_only_what_fits_when_it_is_tried_is_advised(script, capfd):
+    said, asked = advised(
+        script,
+        capfd,
+        50 * MIB,
+        eight_bits=60 * MIB,
+        fused=49 * MIB,
+        checkpoint=80 * MIB,
+        offload_layers=10 * MIB,
+    )
+    assert set(said) == {"memopt.optim.AdamW", "memopt.auto_checkpoint", "a card of 7.63 GiB, as rtx4060"}
+    assert said["memopt.optim.AdamW"]["peak"] == allocated() - 60 * MIB
+    assert said["memopt.optim.AdamW"]["changes"] and not said["memopt.auto_checkpoint"]["changes"]
+    tried = [name for one in asked for name in one["techniques"]]
+    assert any(name.startswith("checkpoint:") for name in tried) and {"fused", "offload activations"} <= {
+        *tried
+    }
+
+
+def test_where_none_is_enough_alone_two_are_tried_together(script, capfd):
+    said, asked = advised(script, capfd, 50 * MIB, eight_bits=30 * MIB, fused=20 * MIB, checkpoint=30 * MIB)
+    first, second = [one for what, one in said.items() if not what.startswith("a card")]
+    assert first["what"].startswith("torch.optim.AdamW(..., fused=True) + memopt.auto_checkpoint(")
+    assert first["peak"] == allocated() - 50 * MIB and "rounding" in first["changes"]
+    assert second["what"].startswith("memopt.optim.AdamW(..., state_bits=8) + memopt.auto_checkpoint(")
+    assert second["peak"] == allocated() - 60 * MIB and "8 bits" in second["changes"]
+    assert all("offload activations" not in one["techniques"] for one in asked if len(one["techniques"]) > 1)
 
 
 def test_an_allocator_that_would_do_is_named(script, capfd):

@@ -1,50 +1,148 @@
-"""What would make it fit, with what each saves: tried in a run of its own, or worked out from the figures."""
+"""What would make a script fit its card. Each is a run with it applied; what does not fit then is left out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
 from memopt import _C
 from memopt.estimation import cards
+from memopt.estimation.answer import Answer
+from memopt.estimation.cards import Card
 from memopt.estimation.prediction import Advice, Estimate
-from memopt.oom import eight_bit_states
+from memopt.estimation.request import CHECKPOINT, EIGHT_BITS, FUSED, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS
 
 _SWITCH = {
     "native": "the native allocator",
     "expandable": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     "pool": 'memopt.enable(backend="pool")',
 }
+_CHANGES = {
+    FUSED: "the same up to rounding",
+    EIGHT_BITS: "other results: states of 8 bits",
+}
+# Of the memory that is left beside the context: where the allocator needs more room than the first asks for.
+_BUDGETS = (0.97, 0.9)
+_TOGETHER = (
+    (FUSED, CHECKPOINT),
+    (FUSED, OFFLOAD_ACTIVATIONS),
+    (OFFLOAD_LAYERS, OFFLOAD_ACTIVATIONS),
+    (EIGHT_BITS, CHECKPOINT),
+    (EIGHT_BITS, OFFLOAD_ACTIVATIONS),
+    (EIGHT_BITS, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS),
+)
+_ENOUGH = 2  # combinations that fit
 
 
-def from_figures(found: Estimate) -> list[Advice]:
-    """For an estimate that does not fit its card, what a run has shown first."""
-    card = found.card
-    if card is None:
-        return []
+class Tried(NamedTuple):
+    """A run on the card: `fits`, also at the upper end of what is not knowable; `answer`: None where the script does
+    not run with it."""
+
+    fits: bool
+    answer: Answer | None
+
+
+Try = Callable[[list[str], str], Tried]  # techniques, allocator
+
+
+def find(found: Estimate, card: Card, backend: str, attempt: Try) -> list[Advice]:
+    """For an estimate that does not fit its card, what fits when it is tried.
+
+    Args:
+        found: with what other allocators and batches have shown.
+        card: that it does not fit.
+        backend: the allocator that it does not fit with.
+        attempt: runs the script with techniques and an allocator.
+
+    Returns:
+        The advice, what changes no result first. Combinations are tried where no technique is enough alone.
+    """
     listed = [
-        Advice(_SWITCH[backend.name], max(0, found.backends[0].reserved - backend.reserved), tried=True)
-        for backend in found.backends[1:]
-        if backend.completes
+        Advice(_SWITCH[one.name], one.allocated)
+        for one in found.backends
+        if one.name != backend and one.completes
     ]
+    met: dict[str, str] = {}  # techniques of which the script has something, and how they are written
+    for technique in _worth_trying(found):
+        for names in _written(technique, card, found):
+            result = attempt([names], backend)
+            if result.answer is None or technique not in result.answer.more["techniques"]:
+                continue
+            met[technique] = names
+            if result.fits:
+                listed.append(_told((names,), result.answer, ""))
+                break
     batch = found.largest_batch
     if batch and batch["size"] and batch["now"] and batch["size"] < batch["now"]:
-        listed.append(Advice(f"batch {batch['size']} instead of {batch['now']}", None, tried=True))
-    lacking = found.needed[1] - card.usable
-    # Two states beside each parameter and gradient: Adam's, of 32 bits where the parameters are.
-    states, parameters = found.by_category.get("optimizer", 0), found.by_category.get("parameters", 0)
-    if states > 1.5 * parameters > 0:
-        saved = eight_bit_states.saved(states)
-        listed.append(
-            Advice("memopt.optim.AdamW(..., state_bits=8)", saved, tried=False, enough=saved >= lacking)
-        )
-    kept = found.by_category.get("activations", 0)
-    budget = card.usable - card.context - (found.reserved[1] - found.allocated[1])
-    if 0 < lacking < kept and budget > 0:
-        size = f"{budget >> 20}MiB"
-        listed.append(
-            Advice(f'memopt.auto_checkpoint(model, sample, memory_budget="{size}")', lacking, tried=False)
-        )
+        what = f"batch {batch['size']} instead of {batch['now']}"
+        listed.append(Advice(what, batch["peak"], "other results: another batch"))
+    if not listed:
+        listed += _combined(found, backend, met, attempt)
+    listed.sort(key=lambda one: bool(one.changes))
     larger = cards.smallest_with(found.needed[1])
     if larger is not None and larger.usable > card.usable:
-        listed.append(
-            Advice(f"a card of {_C.format_size(larger.usable)}, as {larger.name}", None, tried=False)
-        )
+        what = f"a card of {_C.format_size(larger.usable)}, as {larger.name}"
+        listed.append(Advice(what, found.allocated[1]))
     return listed
+
+
+def _worth_trying(found: Estimate) -> Iterator[str]:
+    """Those for which there is something at the peak."""
+    of = found.by_category
+    if of.get("optimizer"):
+        yield from (FUSED, EIGHT_BITS)
+    if of.get("activations"):
+        yield from (CHECKPOINT, OFFLOAD_ACTIVATIONS)
+    if of.get("parameters"):
+        yield OFFLOAD_LAYERS
+
+
+def _written(technique: str, card: Card, found: Estimate) -> list[str]:
+    if technique != CHECKPOINT:
+        return [technique]
+    room = card.usable - card.context - (found.reserved[1] - found.allocated[1])
+    budgets = (int(share * room) >> 20 for share in _BUDGETS)
+    return [f"{CHECKPOINT}:{budget << 20}" for budget in budgets if budget > 0]
+
+
+def _combined(found: Estimate, backend: str, met: dict[str, str], attempt: Try) -> list[Advice]:
+    """With the allocator that keeps the least beside."""
+    least = min(
+        (one for one in found.backends if one.name != "pool"), key=lambda one: one.reserved, default=None
+    )
+    chosen = backend if least is None or backend == "pool" else least.name
+    listed: list[Advice] = []
+    for together in _TOGETHER:
+        names = [met[technique] for technique in together if technique in met]
+        if len(names) < len(together):
+            continue
+        result = attempt(names, chosen)
+        if (
+            result.fits
+            and result.answer is not None
+            and set(together) <= set(result.answer.more["techniques"])
+        ):
+            listed.append(_told(tuple(names), result.answer, "" if chosen == backend else _SWITCH[chosen]))
+            if len(listed) == _ENOUGH:
+                break
+    return listed
+
+
+def _told(names: tuple[str, ...], answer: Answer, switch: str) -> Advice:
+    met: dict[str, list[str]] = answer.more["techniques"]
+    what = [_in_words(name, met) for name in names] + ([switch] if switch else [])
+    changes = [_CHANGES[name] for name in names if name in _CHANGES]
+    return Advice(" + ".join(what), answer.peak_allocated, ", ".join(changes))
+
+
+def _in_words(name: str, met: dict[str, list[str]]) -> str:
+    technique, _, budget = name.partition(":")
+    of = ", ".join(met[technique])
+    return {
+        FUSED: f"torch.optim.{of}(..., fused=True)",
+        EIGHT_BITS: f"memopt.optim.{of}(..., state_bits=8)",
+        OFFLOAD_ACTIVATIONS: "memopt.offload_activations() around the forward pass",
+        OFFLOAD_LAYERS: "memopt.offload_layers(model) before the optimizer is made",
+        CHECKPOINT: f'memopt.auto_checkpoint(model, sample, memory_budget="{int(budget or 0) >> 20}MiB", '
+        "optimizer=optimizer, accumulate=True)",
+    }[technique]

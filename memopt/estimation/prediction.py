@@ -20,17 +20,17 @@ class Backend:
     name: str
     reserved: int
     completes: bool | None = None
+    allocated: int = 0
 
 
 @dataclass
 class Advice:
-    """One thing that would make it fit. `saves`: bytes of the card, None where a run has shown that it fits and no
-    more. `tried`: whether a run has shown it, or it is worked out; `enough`: whether by itself."""
+    """A change with which a run has fitted. `peak`: the most bytes of tensors that lived at once in it; `changes`: how
+    the results differ, "" where they do not."""
 
     what: str
-    saves: int | None
-    tried: bool
-    enough: bool = True
+    peak: int
+    changes: str = ""
 
 
 @dataclass
@@ -152,7 +152,7 @@ class Estimate:
             "context": "a table of cards, or as given: not simulated",
             "card": "a table of cards, from what CUDA tells of them" if self.card else "none was asked for",
             "by_category": "a walk over modules and optimizers at the peak; the rest is activations and other",
-            "would_fit": "a run each where 'tried' is true; else worked out from by_category",
+            "would_fit": "a run each, with the change applied; 'peak' is that run's",
         }
 
     def __str__(self) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from memopt.estimation.protection import Protection
 
 BACKENDS = ("native", "expandable", "pool")
+# Techniques that a script can be run with; CHECKPOINT is followed by ":" and a budget in bytes.
+FUSED, EIGHT_BITS, CHECKPOINT = "fused", "eight bits", "checkpoint"
+OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS = "offload activations", "offload layers"
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Request:
     files, protection.py's; the answer's folder is private, and is for what the script writes too. compute: every
     operation is computed, so nothing is guessed: for sizes that the host can hold. ranks: of a job in which it is
     number `rank`, 0 for none; spread: how a script that knows of one device is spread over them ("ddp", "fsdp", "tp").
-    answer, recording: files to write."""
+    techniques: of those above, which the script is run with. answer, recording: files to write."""
 
     argv: list[str]
     answer: str
@@ -44,6 +47,7 @@ class Request:
     ranks: int = 0
     rank: int = 0
     spread: str | None = None
+    techniques: list[str] = field(default_factory=list)
 
     def protection_of(self) -> Protection:
         return Protection(self.protection, self.share_memory)
@@ -51,7 +55,7 @@ class Request:
 
 def read(path: str) -> Request:
     given = json.loads(Path(path).read_text())
-    unknown = sorted(set(given) - {field.name for field in fields(Request)})
+    unknown = sorted(set(given) - {one.name for one in fields(Request)})
     if unknown:
         raise ValueError(f"{path} asks for {', '.join(unknown)}, which there is not")
     request = Request(**given)

@@ -24,6 +24,7 @@ from memopt.estimation.limits import BatchSize, TimeLimit
 from memopt.estimation.protection import Files
 from memopt.estimation.request import Request
 from memopt.estimation.script import End
+from memopt.estimation.techniques import Techniques
 from memopt.estimation.watch import Peaks, Requests, Steps
 from memopt.profiling import recorder, recording_file
 from memopt.profiling.recording import Line
@@ -47,6 +48,7 @@ class Run:
         self._guesses = Guesses(request.fraction)
         self._peaks, self._requests, self._steps = Peaks(), Requests(), Steps(request.steps)
         self._batch_size = None if request.batch_size is None else BatchSize(request.batch_size)
+        self._techniques = Techniques(request.techniques)
         self._recorder = recorder.start("cuda") if request.record else None
         self._files = files
 
@@ -125,6 +127,7 @@ class Run:
             "cudnn": memopt.sim.workspace_reads() > 0,
             "unmodelled": [f"{name} ({count} calls)" for name, count in memopt.sim.missing_calls().items()],
             "files_not_kept": self._files.written(),
+            "techniques": self._techniques.applied,
             "loaders_of_batch_size": None if self._batch_size is None else self._batch_size.loaders,
         }
 

@@ -168,9 +168,8 @@ def _smallest(found: dict[str, Any]) -> str:
 
 
 def _advice(one: Advice) -> str:
-    saves = f" (-{_C.format_size(one.saves)})" if one.saves else ""
-    enough = "" if one.enough else ", not enough by itself"
-    return f"{one.what}{saves}, {'tried' if one.tried else 'worked out, not tried'}{enough}"
+    changes = f"; {one.changes}" if one.changes else ""
+    return f"{one.what}: peak {_C.format_size(one.peak)}{changes}"
 
 
 def _guess(one: dict[str, Any]) -> str:

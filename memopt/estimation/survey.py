@@ -12,11 +12,12 @@ from typing import Any
 
 from memopt import _C
 from memopt.estimation import advice, cards, search
+from memopt.estimation.advice import Tried
 from memopt.estimation.answer import Answer
 from memopt.estimation.batch_option import BatchOption
 from memopt.estimation.cards import Card
 from memopt.estimation.child_process import ChildFailed
-from memopt.estimation.prediction import SIMULATED, Backend, Estimate
+from memopt.estimation.prediction import SIMULATED, Advice, Backend, Estimate
 from memopt.estimation.request import BACKENDS, Request
 
 # A convolution's plan may want this much and more; torch takes one with less where it does not fit.
@@ -145,11 +146,31 @@ class Survey:
         if compare:
             self._compare(found, free, limited)
         if found.verdict not in ("", "fits"):
-            if mend and self.card is not None and self.batch is not None and (self.batch.size or 0) > 1:
-                self._try_batches(found, self.card, self.batch)
-            found.advice = advice.from_figures(found)
+            if mend and self.card is not None:
+                if self.batch is not None and (self.batch.size or 0) > 1:
+                    self._try_batches(found, self.card, self.batch)
+                found.advice = self._advice(found, self.card)
         found.runs = self.runs
         return found
+
+    def _advice(self, found: Estimate, card: Card) -> list[Advice]:
+        def attempt(techniques: list[str], backend: str) -> Tried:
+            request = self._on(card, replace(self.request, techniques=techniques, backend=backend))
+            what = f"with {' and '.join(techniques)} on {card}"
+            try:
+                answer = self._ask(request, what)
+                return Tried(self._is_sure(found, request, answer, what), answer)
+            except (ScriptFailed, ChildFailed) as error:
+                self.say(f"it does not run {what}: {error}")
+                return Tried(False, None)
+
+        return advice.find(found, card, self.request.backend, attempt)
+
+    def _is_sure(self, found: Estimate, request: Request, answer: Answer, what: str) -> bool:
+        """Whether a run on a card completes, also with workspaces where they make a difference."""
+        if answer.completed and found.reserved[0] != found.reserved[1] and found.unknowns:
+            answer = self._ask(replace(request, cudnn_workspace=CUDNN_WORKSPACE), f"{what}, with workspaces")
+        return answer.completed
 
     def _several(self, asked: list[tuple[Request, str]]) -> list[Answer]:
         pool = ThreadPoolExecutor(max(1, self.jobs))
@@ -198,13 +219,13 @@ class Survey:
         requests = [replace(self.request, backend=name) for name in others]
         answers = self._several([(r, f"with the allocator '{r.backend}'") for r in requests])
         own = None if limited is None else limited.completed
-        found.backends = [Backend(self.request.backend, free.held, own)]
+        found.backends = [Backend(self.request.backend, free.held, own, free.peak_allocated)]
         for request, answer in zip(requests, answers, strict=True):
             completes = None
             if self.card is not None:
                 what = f"with the allocator '{request.backend}' on {self.card}"
                 completes = self._completes(request, self.card, answer, what)
-            found.backends.append(Backend(request.backend, answer.held, completes))
+            found.backends.append(Backend(request.backend, answer.held, completes, answer.peak_allocated))
 
     # ---- searches --------------------------------------------------------------------------------------------------
 
@@ -241,7 +262,7 @@ class Survey:
         ScriptFailed where the script fails with another one."""
         if self.batch is None:
             raise ValueError("this has no batch that could be changed")
-        batch, high = self.batch, found.reserved != (found.reserved[0],) * 2
+        batch, peaks = self.batch, dict[int, int]()
 
         def measure(size: int) -> int | None:
             request = self._on(card, batch.request(self.request, size))
@@ -252,10 +273,10 @@ class Survey:
                     f"the script makes no DataLoader{before}, so its batch is not known: name the option that sets it "
                     "with --batch-option"
                 )
-            if answer.completed and high and found.unknowns:
-                request = replace(request, cudnn_workspace=CUDNN_WORKSPACE)
-                answer = self._ask(request, f"batch {size} on {card}, with workspaces")
-            return answer.peak_allocated if answer.completed else None
+            if not self._is_sure(found, request, answer, f"batch {size} on {card}"):
+                return None
+            peaks[size] = answer.peak_allocated
+            return answer.peak_allocated
 
         room, start, known = card.usable - card.context, min(batch.size or 1, most), {}
         if batch.size:
@@ -270,6 +291,7 @@ class Survey:
             ) from None
         found.largest_batch = {
             "size": best,
+            "peak": peaks.get(best),
             "option": str(batch),
             "card": card.name,
             "bounded": bounded,

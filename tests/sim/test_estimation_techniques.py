@@ -1,0 +1,84 @@
+"""Techniques that an estimate tries on a script: each takes what the script takes that has it written in."""
+
+from __future__ import annotations
+
+import pytest
+from estimation_children import estimate
+
+MIB = 1 << 20
+SCRIPT = """\
+import torch, memopt, memopt.optim
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+model = nn.Sequential(*[Block() for _ in range(8)]).to("cuda", torch.{dtype})
+{before}
+optimizer = {optimizer}(model.parameters(), lr=1e-3{options})
+for step in range(3):
+    x = torch.ones({rows}, 256, device="cuda", dtype=torch.{dtype})
+    {planned}
+    {around}
+        loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+PLAIN = {
+    "before": "",
+    "optimizer": "torch.optim.AdamW",
+    "options": "",
+    "planned": "",
+    "around": "if True:",
+    "dtype": "float32",
+    "rows": 2048,
+}
+CHECKPOINT = """if not step: memopt.auto_checkpoint(
+        model, x, memory_budget=132 << 20, optimizer=optimizer, accumulate=True
+    )"""
+
+
+def peak(tmp_path, *techniques, **written):
+    found = estimate(tmp_path, SCRIPT.format(**PLAIN | written), techniques=list(techniques))
+    assert found["exit_status"] == 0 and found["oom"] is None, found["complained"]
+    return found["peak_allocated"], found["techniques"]
+
+
+@pytest.mark.parametrize(
+    ("technique", "met", "rows", "written"),
+    [
+        ("fused", "AdamW", 128, {"options": ", fused=True"}),
+        ("eight bits", "AdamW", 128, {"optimizer": "memopt.optim.AdamW", "options": ", state_bits=8"}),
+        ("offload activations", "Sequential", 2048, {"around": "with memopt.offload_activations():"}),
+        ("offload layers", "Sequential", 2048, {"before": "memopt.offload_layers(model)"}),
+        (f"checkpoint:{132 * MIB}", "Sequential", 2048, {"planned": CHECKPOINT}),
+    ],
+)
+def test_a_technique_takes_what_it_takes_in_the_script(tmp_path, technique, met, rows, written):
+    as_is, nothing = peak(tmp_path, rows=rows)
+    tried, applied = peak(tmp_path, technique, rows=rows)
+    by_hand, _ = peak(tmp_path, rows=rows, **written)
+    assert applied == {technique.partition(":")[0]: [met]} and nothing == {}
+    # The loss stands within the block that is written by hand.
+    assert tried == pytest.approx(by_hand, rel=0.03) and tried < as_is
+
+
+def test_states_of_bf16_parameters_save_what_they_take(tmp_path):
+    """Two states of 2 bytes become two of 1 and their scales: half as much is saved as of fp32."""
+    weights = 8 * (2 * 256 * 1024 + 1024 + 256)
+    saved = {}
+    for dtype in ("float32", "bfloat16"):
+        options = {"dtype": dtype, "options": ", fused=True"}
+        saved[dtype] = peak(tmp_path, **options)[0] - peak(tmp_path, "eight bits", **options)[0]
+    assert saved["float32"] == pytest.approx(weights * (8 - 2 * (1 + 4 / 256)), rel=0.05)
+    assert saved["bfloat16"] == pytest.approx(weights * (4 - 2 * (1 + 4 / 256)), rel=0.05)
+
+
+def test_what_meets_nothing_is_told(tmp_path):
+    assert peak(tmp_path, "eight bits", "fused", optimizer="torch.optim.Adadelta")[1] == {}
