@@ -1,10 +1,14 @@
-"""What an optimizer's states of 32 bits would save in 8: memopt.optim.AdamW(..., state_bits=8)."""
+"""What an optimizer's states take in 8 bits: memopt.optim.AdamW(..., state_bits=8)."""
 
 from __future__ import annotations
 
-_BLOCK = 256  # elements that share a scale of 32 bits
+from memopt.optim.state_layout import BLOCK
+
+LEAST = 4096  # elements of a parameter whose states have 8 bits: min_8bit_size
 
 
-def saved(nbytes: int) -> int:
-    """Bytes, of so many of states in 32 bits."""
-    return round(nbytes * (1 - (1 + 4 / _BLOCK) / 4))
+def state_bytes(elements: int, element_size: int) -> list[int]:
+    """Bytes of each tensor that one moment of a parameter consists of: codes and scales, or what it was."""
+    if elements < LEAST:
+        return [elements * element_size]
+    return [elements, 4 * -(-elements // BLOCK)]

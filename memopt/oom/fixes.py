@@ -1,147 +1,186 @@
-"""What would have made a request fit, and how many bytes each would save."""
+"""What may make a request fit, as far as it is seen while everything lives: who holds what, what the optimizers are,
+what only another run can show. Whether it fits is tried later, in trials.py."""
 
 from __future__ import annotations
 
-import math
+import gc
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from torch.utils.data import BatchSampler
 
 from memopt import _C
-from memopt.oom import eight_bit_states
-from memopt.oom.fragmentation import Fragmentation
+from memopt.oom.eight_bit_states import state_bytes
+from memopt.oom.known_run import Plan
 from memopt.owners.census import Census
-from memopt.owners.live import LiveTensors
+from memopt.owners.live import LiveTensor, LiveTensors, any_element
 
 
 @dataclass(frozen=True)
 class Fix:
+    """A change with which what was recorded fits. `peak`: bytes of tensors then; `changes`: how the results differ, ""
+    where they do not."""
+
     text: str
-    saves: int
+    peak: int
+    changes: str = ""
 
     def __str__(self) -> str:
-        return f"{self.text} (-{_C.format_size(self.saves)})"
+        changes = f", {self.changes}" if self.changes else ""
+        return f"{self.text}: peak {_C.format_size(self.peak)}{changes}"
+
+
+class Holder(NamedTuple):
+    """Of a block: the variable that leads to it, the line that binds that."""
+
+    name: str
+    where: str
+    only_in_graph: bool
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """An optimizer of torch's. `plan`, `fused_plan`, `eight_bit_plan`: what its first step asks for as it is, with
+    fused=True, and with states of 8 bits; None where that is not known or cannot be."""
+
+    kind: str
+    parameters: int
+    loops_fused: bool
+    plan: Plan | None = None
+    fused_plan: Plan | None = None
+    eight_bit_plan: Plan | None = None
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What the fixes are chosen by. `available`: what was free, in the cache or on the device, and allowed;
-    `capacity`: the most bytes of tensors that can be live here; `phase`: of the step."""
+    """What is tried is chosen by this. `capacity`: the most bytes that the allocator can hold here; `phase`: of the
+    step; `holders`: by address; `moments`: by address, what the state there takes in 8 bits; `untried`: what no
+    recording can show."""
 
     device: str
     asked: int
-    available: int
     capacity: int
     phase: str
-    categories: dict[str, int]
-    fragmentation: Fragmentation
-    live: LiveTensors
-    census: Census
     pool: bool  # memopt's allocator is in use
-
-    @property
-    def lacking(self) -> int:
-        """Bytes that were too few, if all that was free could have been used."""
-        return max(0, self.asked - self.available)
-
-
-def fixes(now: Situation, most: int = 3) -> list[Fix]:
-    """Those that suffice first, and of these those that cost nothing; else the largest."""
-    found = [*_let_go(now), *_allocator(now), *_batch(now), *_eight_bits(now), *_checkpointing(now)]
-    enough = [fix for fix in found if fix.saves >= max(1, now.lacking)]
-    rest = sorted((fix for fix in found if 0 < fix.saves < now.lacking), key=lambda fix: -fix.saves)
-    return [*enough, *rest][:most]
+    first: bool  # no optimizer has taken a step
+    evaluating: bool  # every model is in eval()
+    holders: dict[int, Holder] = field(default_factory=dict)
+    moments: dict[int, list[int]] = field(default_factory=dict)
+    optimizers: list[Stepping] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
 
 
-def _let_go(now: Situation) -> list[Fix]:
-    """What is kept where it may outlive its step; of a graph what no other variable's graph needs."""
-    found = []
-    for group in now.live.groups:
-        if group.device != now.device or not group.kept or group.category not in ("activations", "inputs"):
-            continue
-        if group.nbytes < now.capacity // 100:
-            break
-        at = f" ({group.where})" if group.where else ""
-        if group.nodes:
-            found.append(Fix(f"{group.name} without its graph: .item() or .detach(){at}", group.nbytes))
-        else:
-            found.append(Fix(f"del {group.name}{at}", group.nbytes))
-    return found[:1]
-
-
-def _allocator(now: Situation) -> list[Fix]:
-    if not now.fragmentation.fragmented or now.pool:
-        return []
-    return [
-        Fix('memopt.enable(backend="pool"): free pieces are put together', now.fragmentation.free_in_cache)
-    ]
-
-
-def _batch(now: Situation) -> list[Fix]:
-    """The batch size is the first dimension that most bytes of activations have."""
-    bytes_of: Counter[int] = Counter()
-    counts: Counter[int] = Counter()
-    for tensor in now.live.tensors:
-        if (
-            tensor.device == now.device
-            and tensor.category in ("activations", "inputs")
-            and len(tensor.shape) > 1
-        ):
-            bytes_of[tensor.shape[0]] += tensor.nbytes
-            counts[tensor.shape[0]] += 1
-    size = max(bytes_of, key=lambda first: bytes_of[first], default=0)
-    if counts[size] < 2:
-        return []
-    grows = bytes_of[size]
-    asked = (
-        0 if now.phase == "optimizer step" else now.asked
-    )  # a gradient's or a state's size is not the batch's
-    left = grows + now.available - (now.asked - asked)
-    fitting = math.floor(size * left / (grows + asked)) if grows else 0
-    if fitting >= 16:
-        fitting -= fitting % 8
-    if not 0 < fitting < size:
-        return []
-    saves = round((grows + asked) * (1 - fitting / size))
-    return [Fix(f"batch {fitting} instead of {size}", saves)]
-
-
-def _eight_bits(now: Situation) -> list[Fix]:
-    """Of Adam's moments: those that are there, and those that the first step was about to make."""
-    moments = coming = 0
-    for one in now.census.held.values():
-        if one.device == now.device and one.dtype == "float32" and one.claim.startswith("Adam"):
-            if one.claim.endswith(("'s exp_avg", "'s exp_avg_sq")):
-                moments += one.nbytes
-    for optimizer in now.census.optimizers:
-        if type(optimizer).__name__ in ("Adam", "AdamW") and now.phase == "optimizer step":
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    if (
-                        str(p.device) == now.device
-                        and p.dtype is torch.float32
-                        and not optimizer.state.get(p)
-                    ):
-                        coming += 2 * p.nbytes
-    saves = eight_bit_states.saved(moments + coming)
-    return [Fix("memopt.optim.AdamW(…, state_bits=8)", saves)] if saves else []
-
-
-def _checkpointing(now: Situation) -> list[Fix]:
-    """A chain of n equal blocks can do with 2/sqrt(n) of its activations, whatever they are: every sqrt(n)-th block's
-    input, and one such part made again at a time."""
-    blocks = max(
-        (
-            len(module)
-            for model in now.census.models
-            for module in model.modules()
-            if isinstance(module, (torch.nn.Sequential, torch.nn.ModuleList))
-        ),
-        default=0,
+def situation(
+    device: str, asked: int, capacity: int, phase: str, pool: bool, live: LiveTensors, census: Census
+) -> Situation:
+    """Copies what it needs: nothing of the program is held."""
+    here = [tensor for tensor in live.tensors if tensor.device == device]
+    models = [model for model in census.models if any(p.requires_grad for p in model.parameters())]
+    evaluating = bool(models) and not any(model.training for model in models)
+    return Situation(
+        device,
+        asked,
+        capacity,
+        phase,
+        pool,
+        bool(models) and not evaluating and _no_step_yet(census.optimizers),
+        evaluating,
+        {
+            one.address: Holder(any_element(one.name), one.where, one.only_in_graph)
+            for one in here
+            if one.name and not one.library and one.category in ("activations", "inputs", "other")
+        },
+        _moments(device, census),
+        [_stepping(optimizer, device) for optimizer in census.optimizers],
+        _untried(here, evaluating, phase, bool(models)),
     )
-    if blocks < 5 or now.phase == "optimizer step":
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+_FUSED = (*_ADAMS, torch.optim.SGD, torch.optim.Adagrad)
+
+
+def _moments(device: str, census: Census) -> dict[int, list[int]]:
+    kinds = {type(one).__name__ for one in census.optimizers if type(one) in _ADAMS and not _amsgrad(one)}
+    found = {}
+    for one in census.held.values():
+        kind, _, state = one.claim.partition("'s ")
+        if one.device == device and kind in kinds and state in ("exp_avg", "exp_avg_sq"):
+            size = getattr(torch, one.dtype).itemsize
+            found[one.address] = state_bytes(one.nbytes // size, size)
+    return found
+
+
+def _no_step_yet(optimizers: list[torch.optim.Optimizer]) -> bool:
+    """As far as their states tell: plain SGD has none."""
+    telling = [one for one in optimizers if type(one) is not torch.optim.SGD or one.defaults["momentum"]]
+    return bool(telling) and not any(one.state for one in telling)
+
+
+def _amsgrad(optimizer: torch.optim.Optimizer) -> bool:
+    return any(group.get("amsgrad") for group in optimizer.param_groups)
+
+
+def _stepping(optimizer: torch.optim.Optimizer, device: str) -> Stepping:
+    groups = optimizer.param_groups
+    stepped = [p for group in groups for p in group["params"] if p.grad is not None]
+    plain = all(
+        str(p.device) == device and p.is_floating_point() and type(p.grad) is torch.Tensor for p in stepped
+    )
+    loops = not any(
+        group.get("fused") or group.get("differentiable") or group.get("capturable") for group in groups
+    )
+    kind = type(optimizer).__name__
+    fusable = type(optimizer) in _FUSED and loops and plain and bool(stepped)
+    if type(optimizer) not in _ADAMS or _amsgrad(optimizer) or not loops or not plain:
+        return Stepping(kind, len(stepped), fusable)
+    sizes = [(p.numel(), p.element_size()) for p in stepped]
+    moments = [count * size for count, size in sizes for _ in range(2)]
+    # torch's foreach step makes a copy of each group's parameters; its loop, of one parameter two.
+    if all(group.get("foreach") in (None, True) for group in groups):
+        passing = [count * size for count, size in sizes]
+    else:
+        passing = [max((count * size for count, size in sizes), default=0)] * 2
+    steps = [4] * len(sizes)
+    codes = [part for count, size in sizes for _ in range(2) for part in state_bytes(count, size)]
+    return Stepping(
+        kind,
+        len(stepped),
+        fusable,
+        Plan(moments, passing),
+        Plan([*moments, *steps], []),
+        Plan([*codes, *steps], []),
+    )
+
+
+# ---- what no recording can show --------------------------------------------------------------------------------------
+
+
+def _untried(here: list[LiveTensor], evaluating: bool, phase: str, trained: bool) -> list[str]:
+    if evaluating and torch.is_grad_enabled() and phase == "forward":
+        return ["torch.no_grad() around the evaluation"]
+    if not trained or phase == "optimizer step":
         return []
-    saves = round(now.categories["activations"] * (1 - 2 / math.sqrt(blocks)))
-    budget = _C.format_size(int(0.95 * now.capacity)).replace(" ", "")
-    return [Fix(f'memopt.auto_checkpoint(model, batch, memory_budget="{budget}")', saves)] if saves else []
+    batch = _batch(here)
+    found = [f"a batch smaller than {batch}, which changes the training"] if batch else []
+    return [*found, "memopt.auto_checkpoint", "memopt.offload_activations"]
+
+
+def _batch(here: list[LiveTensor]) -> int:
+    """The first dimension that most bytes of activations have, if it is a loader's batch size or an input's first
+    dimension; 0 else. Not every first dimension is a batch: a parameter's and an attention head's are none."""
+    bytes_of: Counter[int] = Counter()
+    inputs = set()
+    for tensor in here:
+        if len(tensor.shape) > 1 and tensor.category == "activations":
+            bytes_of[tensor.shape[0]] += tensor.nbytes
+        elif len(tensor.shape) > 1 and tensor.category == "inputs":
+            inputs.add(tensor.shape[0])
+    # A loader's: the loop has the loader's iterator, which has this.
+    loaders = {one.batch_size for one in gc.get_objects() if type(one) is BatchSampler}
+    size = max(bytes_of, key=lambda first: bytes_of[first], default=0)
+    return size if size > 1 and size in (loaders or inputs) else 0

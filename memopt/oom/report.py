@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import time
 from dataclasses import dataclass, field, replace
 
@@ -12,13 +14,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memopt import _C
 from memopt.cuda import torch_names
 from memopt.oom.contents import contents
-from memopt.oom.fixes import Fix, Situation, fixes
+from memopt.oom.fixes import Situation, situation
 from memopt.oom.fragmentation import Fragmentation, decide
 from memopt.oom.location import Location, location
+from memopt.oom.trials import Tried, tried
 from memopt.owners import census
 from memopt.owners.device_bytes import DeviceBytes, blocks_of, category_of, split
 from memopt.owners.live import LiveGroup, LiveTensors, described
-from memopt.profiling.recording import Recording
+from memopt.owners.user_files import cells
+from memopt.profiling import recorder
+from memopt.profiling.recording import CATEGORIES, Recording
 
 LINES = 20  # at most
 _WIDTH = 118
@@ -29,7 +34,7 @@ _SEARCH = 0.3  # seconds that names are searched for, and that graphs are follow
 class OomReport:
     """`asked`: bytes of the request; `lines`: bytes by the line that made them, where that is recorded; `holders`: the
     largest that are neither a model's nor an optimizer's; `limit`: what the process may have, where it set one;
-    `contents`: all that lived, for a page."""
+    `situation`: what there is to try; `contents`: all that lived, for a page."""
 
     device: int
     asked: int
@@ -39,14 +44,14 @@ class OomReport:
     lines: list[tuple[str, int]]
     holders: list[LiveGroup]
     nodes: list[tuple[str, int]]
-    fixes: list[Fix]
-    lacking: int
+    situation: Situation
     limit: int | None
     seconds: float
     complete: bool
     contents: Recording
     rank: str = ""
     facts: dict[str, str] = field(default_factory=dict)
+    tried: Tried | None = None  # by tried_out()
 
     def __str__(self) -> str:
         where = f" at {self.location.where}" if self.location.where else ""
@@ -70,14 +75,47 @@ class OomReport:
             lines += _listed(
                 "Graphs keep", [f"{_C.format_size(size)} for {name}" for name, size in self.nodes]
             )
-        if self.fixes:
-            enough = all(fix.saves >= self.lacking for fix in self.fixes)
-            lines += _listed("Would fit" if enough else "Would help", [str(fix) for fix in self.fixes])
         if not self.complete:
             lines.append("  The search for names was cut short: what has none here may have one.")
         for name, value in self.facts.items():
             lines.append(f"  {name:<11} {value}")
-        return "\n".join(lines[:LINES])
+        said = [] if self.tried is None else self.advice()
+        return "\n".join([*lines[: LINES - len(said)], *said])
+
+    def tried_out(self) -> OomReport:
+        """With what would fit, tried on what is recorded. That takes seconds."""
+        active = recorder.active()
+        device = self.bytes.device
+        if active is None or device not in active.devices():
+            records = "%%memopt" if cells() else f"memopt run {_script() or 'SCRIPT'}"
+            why = f"nothing is recorded, as `{records}` does"
+            return replace(self, tried=Tried([], why))
+        return replace(self, tried=tried(lambda: active.recording(device), self.situation))
+
+    def advice(self) -> list[str]:
+        """Lines: what was tried and fits, and what has not been tried."""
+        if self.tried is None:
+            return []
+        now, lines = self.situation, []
+        if self.tried.fixes:
+            lines += _listed("Would fit", [str(fix) for fix in self.tried.fixes])
+        elif not self.tried.why:
+            lines += _listed("Would fit", ["nothing of what could be tried on the recording"])
+        if now.first and now.phase != "optimizer step":
+            least = sum(self.bytes.parts[name] for name in CATEGORIES) + self.asked
+            lines.append(
+                f"  Needs       at least {_C.format_size(least)}: its first step had not come to its end"
+            )
+        untried = [one for one in now.untried if not any(one in fix.text for fix in self.tried.fixes)]
+        if self.tried.why:
+            lines += _wrapped(f"changes on what was recorded: {self.tried.why}", "  Not tried   ", ", ")
+        if untried:
+            if not now.evaluating:
+                card = _C.format_size(self.bytes.total).replace(" ", "")
+                untried[-1] += f": `memopt estimate --gpu {card} {_script() or 'SCRIPT'}` tries them"
+            begin = " " * 14 if self.tried.why else "  Not tried   "
+            lines += _wrapped(" | ".join(untried), begin, " | ")
+        return lines
 
 
 def shares(device: DeviceBytes) -> str:
@@ -145,18 +183,7 @@ def _gathered(device: int, asked: int, where: Location, taken: census.Census, st
     running = where.where or "the pass that runs"
     holders = [(one.address, one.created or (running if one.library else one.where)) for one in here]
     fragmentation = decide(device, asked, allowed, blocks, holders)
-    now = Situation(
-        device=name,
-        asked=asked,
-        available=blocks.cached + allowed,
-        capacity=blocks.reserved + allowed,
-        phase=where.phase,
-        categories=parts.parts,
-        fragmentation=fragmentation,
-        live=live,
-        census=taken,
-        pool=torch_names.is_ours(),
-    )
+    capacity = blocks.reserved + allowed
     return OomReport(
         device=device,
         asked=asked,
@@ -166,14 +193,11 @@ def _gathered(device: int, asked: int, where: Location, taken: census.Census, st
         lines=_sums([(tensor.created, tensor.nbytes) for tensor in here], 5),
         holders=_holders(live, name, where),
         nodes=_sums([(one.node, one.nbytes) for one in here if one.only_in_graph], 4),
-        fixes=fixes(now),
-        lacking=now.lacking,
+        situation=situation(name, asked, capacity, where.phase, torch_names.is_ours(), live, taken),
         limit=limit,
         seconds=time.perf_counter() - start,
         complete=live.complete,
-        contents=contents(
-            name, blocks.reserved + allowed, blocks, category_of(name, taken, blocks), live.tensors
-        ),
+        contents=contents(name, capacity, blocks, category_of(name, taken, blocks), live.tensors),
         rank=_rank(),
     )
 
@@ -218,6 +242,12 @@ def _limit(device: int, total: int) -> int | None:
         return min(limits, default=None)
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     return int(total * fraction) if fraction < 1 else None
+
+
+def _script() -> str:
+    """As it was started, "" where it was not from a file."""
+    name = sys.argv[0] if sys.argv else ""
+    return shlex.join([name, *sys.argv[1:]]) if name.endswith(".py") and os.path.exists(name) else ""
 
 
 def _rank() -> str:

@@ -36,19 +36,22 @@ def remove() -> None:
 
 
 def show(error: BaseException | None) -> None:
-    """In one write, so that the reports of several ranks do not mix."""
+    """In two writes, so that the reports of several ranks hardly mix: what was held, and what would fit."""
     report = None if error is None or not _ours else report_of(error)
     if report is None:
         return
-    text = f"{report}\n"
+    _say(f"{report}\n")  # what follows takes seconds, in which this process may be ended
+    report = report.tried_out()
+    text = "".join(f"{line}\n" for line in report.advice())
     wanted = os.environ.get("MEMOPT_REPORT")
     path = None
     if wanted and wanted.lower().endswith(page.SUFFIXES):
         path = page.free_path(wanted, report.rank)
         text += f"  Page        {path}\n"
     elif wanted:
-        text += f"  Report      {_kept(text, wanted)}\n"
-    _say(text)
+        text += f"  Report      {_kept(str(report), wanted)}\n"
+    if text:
+        _say(text)
     if path is not None:
         failure = page.write(report, path)
         if failure:
@@ -65,7 +68,7 @@ def _kept(text: str, path: str) -> str:
     """Where it was added to a file, or why not. Each rank says who it is, and adds in one write."""
     try:
         with open(path, "a") as file:
-            file.write(text)
+            file.write(f"{text}\n")
     except OSError as error:
         return f"not written: MEMOPT_REPORT={path}: {error.strerror}"
     return path

@@ -167,7 +167,7 @@ class CudaRecorder(Recorder):
             reserved_events=history.reserved_events,
             reserved_bytes=history.reserved_bytes,
             capacity=_capacity(index),
-            facts=facts() | self._program.facts() | self._figures(index, first),
+            facts=facts() | self._program.facts() | self._figures(index, first) | {"asked": history.asked},
         )
         return recording if since is None else recording.since(since - first - 1)
 

@@ -25,6 +25,9 @@ class History:
     stacks: list[Stack]
     labels: list[str]
     ooms: list[Mark]
+    asked: list[
+        tuple[int, int]
+    ]  # of the requests that failed, one each of `ooms`: bytes, an index into `stacks`
     reserved_events: torch.Tensor
     reserved_bytes: torch.Tensor
 
@@ -102,6 +105,11 @@ def _read(snapshot: dict[str, Any], device: int) -> History:
         "module": torch.cat((torch.zeros(len(before), dtype=torch.int64), columns["module"])),
     }
     columns["category"] = torch.full_like(columns["born"], OTHER)
+    asked = [
+        (integer(entry["size"]), stacks.of(entry.get("frames") or []))
+        for entry in trace
+        if entry["action"] == "oom"
+    ]
     reserved = _reserved(trace, sum(integer(segment["total_size"]) for segment in segments))
     return History(
         columns=columns,
@@ -109,6 +117,7 @@ def _read(snapshot: dict[str, Any], device: int) -> History:
         stacks=stacks.items,
         labels=labels.items,
         ooms=_ooms(trace),
+        asked=asked,
         reserved_events=reserved[0],
         reserved_bytes=reserved[1],
     )
