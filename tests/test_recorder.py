@@ -190,6 +190,36 @@ def test_each_block_is_for_what_its_holder_says(recording):
     assert {"Net", "Net.first", "Net.second"} <= names
 
 
+@pytest.mark.parametrize("within", ["a closure", "a backward pass"])
+def test_a_step_and_the_passes_within_it_or_around_it_are_told_apart(recording, within):
+    """LBFGS and Lightning give the step a closure; a hook may step as soon as a gradient is there."""
+    running = recording()
+    model, given, kept = Net(), torch.randn(32, 64), []
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def passes():
+        optimizer.zero_grad()
+        kept.append(model(given) * 2)  # not a module's, and not let go of
+        loss = kept[-1].sum()
+        loss.backward()
+        return loss
+
+    if within == "a closure":
+        for _ in range(2):
+            optimizer.step(passes)
+    else:
+        model.first.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        optimizer.register_step_post_hook(lambda *_: kept.append(torch.ones(100)))
+        passes()
+    seen = running.recording()
+    category = dict(zip(seen.columns["address"].tolist(), seen.columns["category"].tolist(), strict=True))
+    assert category[kept[0].data_ptr()] == ACTIVATIONS
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    assert {category[t.data_ptr()] for t in states} == {OPTIMIZER}
+    if within == "a backward pass":
+        assert category[kept[1].data_ptr()] == OPTIMIZER
+
+
 def test_every_row_names_the_line_and_the_rows_add_up(recording):
     running = recording()
     line = inspect.currentframe().f_lineno + 1

@@ -193,9 +193,14 @@ def categories_of(
         events + 1, dtype=torch.bool
     )  # event: from a forward pass to the end of its backward pass
     step = torch.zeros(events + 1, dtype=torch.bool)
-    for phase, begin, end, _ in watch.phases.all(position):
-        inside = step if phase == "step" else graph
-        inside[max(begin - first, 0) : max(end - first, 0)] = True
+    for phase, begin, end, _ in sorted(watch.phases.all(position), key=lambda span: (span[1], -span[2])):
+        span = slice(max(begin - first, 0), max(end - first, 0))
+        if phase == "step":
+            step[span] = True
+        else:
+            graph[span] = True
+            # The passes of its closure are within it. What is within a backward pass comes after that in this order.
+            step[span] = False
     free = (found == OTHER) & (born >= 0)
     at = born.clamp(min=0, max=max(events - 1, 0))
     found[free & (made_inside | graph[at])] = ACTIVATIONS
