@@ -32,10 +32,18 @@ class Guesses:
                 f"fraction={fraction!r} is the part of an unknown mask that holds: between 0 and 1"
             )
         self.fraction = fraction
+        self.asserts: dict[
+            tuple[str, int], bool
+        ] = {}  # lines of the script that assert something: whether it holds
         self._counts: Counter[Guess] = Counter()
 
     def add(self, kind: str, what: str) -> None:
-        self._counts[Guess(kind, what, _users_line())] += 1
+        file, line = _users_line()
+        self._counts[Guess(kind, what, f"{file}:{line}" if file else "")] += 1
+
+    def holds(self, otherwise: bool) -> bool:
+        """Of a test that nothing is known of: what an assert statement that asks says, else `otherwise`."""
+        return self.asserts.get(_users_line(), otherwise)
 
     @property
     def hang_on_fraction(self) -> bool:
@@ -48,12 +56,12 @@ class Guesses:
         return [guess._asdict() | {"count": count} for guess, count in order]
 
 
-def _users_line() -> str:
+def _users_line() -> tuple[str, int]:
     """The innermost line that is the user's, not torch's, Python's or ours."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if is_user_file(file):
-            return f"{file}:{frame.f_lineno}"
+            return file, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return "", 0

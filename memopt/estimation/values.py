@@ -51,6 +51,11 @@ _AS_THEY_ARE = {
 }
 # What they make holds nothing that a sound program reads.
 _EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+# What they ask of values that they are given, and what a sound program's answer.
+_CHECKS = {
+    _aten.normal: (True, True),  # is no standard deviation negative? It asks twice.
+    _aten.multinomial: (True, False),  # are all weights finite and none negative; is their sum 0?
+}
 # They do not read what they write to.
 _OVERWRITE = {
     _aten.copy_,
@@ -105,12 +110,20 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
             if any(issubclass(one, _TRACED) for one in types):
                 return func(*args, **kwargs)
             return NotImplemented  # a tensor made of tensors: its own operations come here, on its parts
+        if (
+            torch.is_inference_mode_enabled()
+        ):  # nothing before has taken apart what is made of other operations
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         packet = func.overloadpacket
         if func.is_view or packet in _AS_THEY_ARE:
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         inputs = [leaf for leaf in leaves if _on_cuda(leaf)]
-        result = func(*args, **kwargs)
+        with self._reads.checks(_CHECKS.get(packet, ())):
+            result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if inputs or any(map(_on_cuda, outputs)):
             self._follow(_Call(func, args, kwargs, inputs, outputs, _written(func, args, kwargs)))
@@ -213,10 +226,13 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
             if out.is_floating_point() and out.numel() <= most_elements(out.dtype, drawn=True):
                 out.fill_(1.0)
             return True
+        if packet is _aten._is_all_true:  # what torch's own checks ask, as of distributions
+            self.twins.put_one(out, torch.tensor(True))
+            return True
         if source.dtype != torch.bool or out.numel() > most_elements(out.dtype):
             return False
         if packet in (_aten.all, _aten.any) and out.numel() == 1:  # of more it is a mask again
-            holds = fraction == 1.0 if packet is _aten.all else fraction > 0.0
+            holds = self.guesses.holds(fraction == 1.0 if packet is _aten.all else fraction > 0.0)
             self.guesses.add("test", f"{packet.__name__}() of a mask is {holds}")
             self.twins.put(out, torch.full(out.shape, holds), made=True)
             return True

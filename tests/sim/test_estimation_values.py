@@ -94,6 +94,43 @@ def test_numbers_are_finite(values):
     assert known.isfinite().tolist() == [True, False, False]
 
 
+def test_arguments_that_are_not_known_are_valid(values):
+    x = nn.Linear(64, 64).cuda()(torch.randn(32, 64, device="cuda"))
+    torch.normal(x, x.exp())
+    assert torch.multinomial(x.softmax(1), 2).shape == (32, 2)
+    torch._check_tensor_all(x < 3)
+    for made in (torch.distributions.Normal(x, x.exp()), torch.distributions.Categorical(logits=x)):
+        made.log_prob(made.sample())
+    with pytest.raises(ValueError, match="invalid values"):
+        torch.distributions.Categorical(logits=x[0]).log_prob(torch.tensor(64).cuda())
+    with pytest.raises(ValueError, match="invalid values"):
+        torch.distributions.Normal(torch.zeros(2).cuda(), torch.tensor([1.0, -1.0]).cuda())
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_what_is_known_is_known_without_gradients_too(values, without_gradients):
+    with without_gradients():
+        labels = torch.tensor([[3, 5], [2, 2]]).to("cuda")
+        mask = torch.tensor([True, False]).to(device="cuda", dtype=torch.long).reshape(1, 2)
+        assert labels.max().item() == 5 and labels[mask.bool().flatten()].tolist() == [[3, 5]]
+        one_hot = nn.functional.one_hot(labels, 6).permute(0, 2, 1).float()
+        assert one_hot.shape == (2, 6, 2)
+    assert kinds(values) == []
+
+
+def test_an_assert_statement_holds_of_what_is_not_known(values):
+    x = nn.Linear(64, 64).cuda()(torch.randn(32, 64, device="cuda"))
+    line = test_an_assert_statement_holds_of_what_is_not_known.__code__.co_firstlineno
+    values.guesses.asserts |= {(__file__, line + 5): True, (__file__, line + 6): False}
+    try:
+        assert x.max() < 3 and (x[0] < 3).all()
+        assert not (x < -9).any()
+        assert not (x.max() < 3)
+    finally:
+        values.guesses.asserts.clear()
+    assert set(kinds(values)) == {"test"}
+
+
 def test_a_scaler_steps_and_keeps_its_scale(values):
     model = nn.Linear(128, 128).cuda()
     scaler, optimizer = torch.amp.GradScaler("cuda"), torch.optim.AdamW(model.parameters())
