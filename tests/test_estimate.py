@@ -396,7 +396,7 @@ def test_a_wrong_call_exits_with_2_and_runs_nothing(script, capfd, tmp_path):
     assert "did you mean rtx4090" in refused(capfd, "--gpu", "rtx4091", path)
     assert "name it with --gpu" in refused(capfd, "--max-batch", path)
     assert "is no module's name" in refused(capfd, "-m", "a/b.py")
-    assert "no number of steps" in refused(capfd, "--steps", "0", path)
+    assert "no number of steps" in refused(capfd, "--steps", "-1", path)
     assert "no number of seconds" in refused(capfd, "--seconds", "-1", path)
     assert "is no option" in refused(capfd, "--batch-option", "b c", path)
     assert "not by a batch size" in refused(capfd, "--batch-option", "n", path, "--n", "many")

@@ -63,7 +63,7 @@ def test_a_script_is_estimated_and_where_it_does_not_fit_the_line_is_named(estim
     assert sum(found["by_category"].values()) == pytest.approx(found["peak_allocated"], rel=1e-4)
     assert any(line["name"].endswith("train.py:14") for line in found["by_line"])
     assert [guess["where"].rsplit(":", 1)[1] for guess in found["guesses"]] == ["19"]
-    assert said.count("loss") == 2  # the third step is the last thing that it does
+    assert said.count("loss") == 3  # of a hundred steps
     assert said.count("a child of its own ends with 7") == 1
 
     card = found["peak_allocated"] * 9 // 10
@@ -78,6 +78,56 @@ def test_a_script_that_fails_is_no_answer_but_what_was_seen_is_told(estimate):
     status, found, said = estimate(start + "1 / 0\n", "--quick")
     assert status == 2 and found is None
     assert "ZeroDivisionError" in said and "until then: 4.00 MiB allocated" in said
+
+
+NOTHING = {
+    "it never gets to the card": "print('no data')",
+    "it takes no step": "import torch\nmodel = torch.nn.Linear(8, 8).cuda()\nmodel(torch.zeros(1, 8).cuda())",
+    "as a rank": "import torch, sys\nsys.exit(0 if torch.cuda.device_count() < 8 else 1)",
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_script_that_takes_no_step_is_nothing_to_tell(estimate, name):
+    ranks = ["--nproc", "2"] if name == "as a rank" else []
+    status, found, said = estimate(NOTHING[name], "--quick", "--gpu", "8GiB", *ranks)
+    assert (status, found) == (2, None) and "nothing to tell" in said
+    if name == "it takes no step":
+        status, found, _ = estimate(NOTHING[name], "--quick", "--gpu", "8GiB", "--steps", "0")
+        assert (status, found["verdict"]) == (0, "fits")
+
+
+EVALUATES = """\
+import torch
+from torch.utils.data import DataLoader
+print("begins")
+model = torch.nn.Linear(256, 4096, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(1000):
+    model(torch.ones(64, 256, device="cuda")).sum().backward()
+    optimizer.step()
+answers = []
+with torch.no_grad():
+    for rows in DataLoader(range(1, 41)):
+        answers.append(model(torch.ones(int(rows), 256).cuda()).cpu())
+assert len(torch.cat(answers)) == 820, "not all of them"
+torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_a_script_that_needs_its_whole_evaluation_is_run_again_with_it(estimate):
+    status, found, said = estimate(EVALUATES, "--quick", "--gpu", "8GiB")
+    assert status == 0 and found["steps"] == 3 and found["peak_allocated"] > 64 * MIB
+    assert said.count("begins") == 2 and "not all of them" in said
+    assert "the script ran to its end" in found["covered"][0]
+
+
+def test_of_a_script_that_needs_all_of_its_steps_the_rest_is_not_seen(estimate):
+    whole = EVALUATES.replace('"not all of them"', '"not all"').replace("== 820", "== 820 and step == 999")
+    status, found, said = estimate(whole, "--quick", "--gpu", "8GiB")
+    assert (status, found["verdict"]) == (1, "unsure") and said.count("begins") == 3
+    assert found["peak_allocated"] < 64 * MIB
+    assert "what comes after was not seen" in found["covered"][0] and "AssertionError" in found["covered"][1]
 
 
 def test_without_a_cuda_build_fake_tensors_answer_and_say_that_they_are_the_weaker_way(tmp_path):
@@ -96,6 +146,7 @@ def test_without_a_cuda_build_fake_tensors_answer_and_say_that_they_are_the_weak
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["method"] == "fake tensors" and found["verdict"] == "fits" and found["steps"] == 3
+    assert found["covered"] == ["3 steps, then it was ended: what comes after was not seen"]
     assert found["by_category"]["parameters"] == 8 * 4 * MIB
     low, high = found["peak_allocated_range"]
     assert low < 8 * 4 * MIB + 10 * 16 * MIB < high

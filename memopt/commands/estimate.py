@@ -1,10 +1,11 @@
 """Will it fit? Runs a training script, unmodified, on a simulated CUDA card, which needs PyTorch's CUDA build and no
 GPU: PyTorch's own allocator decides, kernels compute nothing, and values that the script reads are answered from copies
 on the host or guessed, each guess counted. Tells the peak, whether it fits the card, the line where it runs out of
-memory, what the memory is for, and what would make it fit. The script stops after a few steps of its optimizer. The
-kernel keeps what it and its children write from your files; devices and the network are as they are. SCRIPT is a file
-or, with -m, a module. Exits with 0 if it fits, 1 if it does not or that is not sure, 2 if the call was wrong or the
-script fails by itself."""
+memory, what the memory is for, and what would make it fit. The script runs to its end with shortened loops: a few steps
+of training, a few epochs, the first batches and the last one of an evaluation. The kernel keeps what it and its
+children write from your files; devices and the network are as they are. SCRIPT is a file or, with -m, a module. Exits
+with 0 if it fits, 1 if it does not or that is not sure, 2 if the call was wrong, the script fails by itself, or there
+is nothing to tell: it takes no step, or no memory of the card."""
 
 from __future__ import annotations
 
@@ -37,10 +38,10 @@ def _steps(text: str) -> int | None:
     if text == "all":
         return None
     try:
-        return arguments.count(1)(text)
+        return arguments.count(0)(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of steps: write 1 or more, or 'all'"
+            f"{text!r} is no number of steps: write 1 or more, 0 for a script that does not train, or 'all'"
         ) from None
 
 
@@ -54,6 +55,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+_STEPS = "end a training loop after N optimizer steps; 0: the script does not train; all: end none (3)"
 _SPREAD = "with --nproc: a script for one device, its model spread by torch's {}"
 
 
@@ -65,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="CARD", help=f"a size, as 24GiB, or one of {', '.join(c.name for c in cards.CARDS)}")
     add("--compute-capability", metavar="X.Y", help="instead of the card's own (8.0 for a size)")
     add("--context", type=arguments.size, metavar="SIZE", help="taken by the CUDA context (450MiB)")
-    add("--steps", type=_steps, default=3, metavar="N", help="stop after N optimizer steps, or 'all' (3)")
+    add("--steps", type=_steps, default=3, metavar="N", help=_STEPS)
     add("--seconds", type=_seconds, default=600, metavar="S", help="stop a run after S seconds (600)")
     add(
         "--backend",
@@ -266,6 +268,8 @@ def _on_fake_tensors(
             shown.enter_context(Followed(output.name, progress.script))
         answer = fake_run.run(script, options.seconds, output.fileno())
     found = fake_estimate.made_of(answer, " ".join(argv), card, reason)
+    if options.steps is not None and answer.steps >= options.steps:
+        found.covered = [f"{answer.steps} steps, then it was ended: what comes after was not seen"]
     return found, 0 if found.verdict in ("", "fits") else 1, ""
 
 

@@ -27,6 +27,7 @@ class Answer:
     error: str | None = None
     seconds: float = 0.0
     host_peak: int = 0
+    covered: list[str] = field(default_factory=list)  # how much of the script was seen
     versions: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)  # what a later child tells besides

@@ -27,12 +27,12 @@ class FakeScript(Training):
 
     def run(self, device: str) -> None:
         from memopt.estimation import script
-        from memopt.estimation.watch import Steps
+        from memopt.estimation.loops import Loops
 
         saved(redirected(self.protection, self.folder))
-        steps = Steps(self.count)
+        loops = Loops(self.count, stop=True)
         end = script.run(self.argv, self.module)
         if end.error is not None:
             raise end.error
         if end.stopped == "exit" and end.status:
-            raise RuntimeError(f"it ended with status {end.status} after {steps.done} steps")
+            raise RuntimeError(f"it ended with status {end.status} after {loops.done} steps")

@@ -76,7 +76,13 @@ def estimate(
     on = None if card is None else card if isinstance(card, Card) else cards.card(card)
     training = Training(fn_or_model, sample, optimizer, loss, amp, steps, train)
     asked = Request(
-        [_MODULE, ""], "", cards.NO_LIMIT, module=True, seconds=seconds, steps=steps, backend=backend
+        [_MODULE, ""],
+        "",
+        cards.NO_LIMIT,
+        module=True,
+        seconds=seconds,
+        steps=steps if train else 0,
+        backend=backend,
     )
     if method != FAKE:
         from memopt.estimation import crossing

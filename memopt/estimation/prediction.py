@@ -62,6 +62,7 @@ class Estimate:
     largest_batch: dict[str, Any] | None = None
     smallest_card: dict[str, Any] | None = None
     steps: int = 0
+    covered: list[str] = field(default_factory=list)  # how much of the script was seen
     error: str | None = None
     versions: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
@@ -128,6 +129,7 @@ class Estimate:
             "largest_batch": self.largest_batch,
             "smallest_card": self.smallest_card,
             "steps": self.steps,
+            "covered": self.covered,
             "error": self.error,
             "sources": self.sources(),
             "versions": self.versions,

@@ -12,18 +12,20 @@ BACKENDS = ("native", "expandable", "pool")
 # Techniques that a script can be run with; CHECKPOINT is followed by ":" and a budget in bytes.
 FUSED, EIGHT_BITS, CHECKPOINT = "fused", "eight bits", "checkpoint"
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS = "offload activations", "offload layers"
+SHORTEN = ("all", "training", "none")  # of a script's loops
 
 
 @dataclass(frozen=True)
 class Request:
     """argv: a script, or where `module` is set a module, and its arguments. The device has `memory` bytes, of which a
     context takes `context`; each cuDNN plan asks for `cudnn_workspace`. fraction: the part of an unknown mask that
-    holds (guesses.py). steps: of an optimizer, after which the script ends; seconds: after which it does. backend:
-    which allocator. batch_size: of each DataLoader, instead of the script's. protection, share_memory: of the user's
-    files, protection.py's; the answer's folder is private, and is for what the script writes too. compute: every
-    operation is computed, so nothing is guessed: for sizes that the host can hold. ranks: of a job in which it is
-    number `rank`, 0 for none; spread: how a script that knows of one device is spread over them ("ddp", "fsdp", "tp").
-    techniques: of those above, which the script is run with. answer, recording: files to write."""
+    holds (guesses.py). steps: of an optimizer, after which its loops end, and the script where `shorten` says none;
+    0: it does not train. seconds: after which the script ends. backend: which allocator. batch_size: of each
+    DataLoader, instead of the script's. protection, share_memory: of the user's files, protection.py's; the answer's
+    folder is private, and is for what the script writes too. compute: every operation is computed, so nothing is
+    guessed: for sizes that the host can hold. ranks: of a job in which it is number `rank`, 0 for none; spread: how a
+    script that knows of one device is spread over them ("ddp", "fsdp", "tp"). techniques: of those above, which the
+    script is run with. answer, recording: files to write."""
 
     argv: list[str]
     answer: str
@@ -36,6 +38,7 @@ class Request:
     cudnn_workspace: int = 0
     fraction: float = 1.0
     steps: int | None = None
+    shorten: str = "all"
     seconds: float | None = None
     backend: str = "native"
     batch_size: int | None = None
@@ -63,4 +66,6 @@ def read(path: str) -> Request:
         raise ValueError(f"{path} names no script: argv is empty")
     if request.backend not in BACKENDS:
         raise ValueError(f"{path}: backend is one of {', '.join(BACKENDS)}, not {request.backend!r}")
+    if request.shorten not in SHORTEN:
+        raise ValueError(f"{path}: shorten is one of {', '.join(SHORTEN)}, not {request.shorten!r}")
     return request

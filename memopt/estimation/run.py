@@ -18,14 +18,16 @@ import torch
 
 import memopt
 import memopt.sim
-from memopt.estimation import pretended_ranks, script, spread_model
+from memopt.estimation import coverage, loop_source, pretended_ranks, script, spread_model
 from memopt.estimation.guesses import Guesses
 from memopt.estimation.limits import BatchSize, TimeLimit
+from memopt.estimation.loader_passes import LoaderPasses
+from memopt.estimation.loops import Loops
 from memopt.estimation.protection import Files
 from memopt.estimation.request import Request
 from memopt.estimation.script import End
 from memopt.estimation.techniques import Techniques
-from memopt.estimation.watch import Peaks, Requests, Steps
+from memopt.estimation.watch import Peaks, Requests
 from memopt.profiling import recorder, recording_file
 from memopt.profiling.recording import Line
 from memopt.profiling.user_code import is_user_file
@@ -46,7 +48,13 @@ class Run:
         if request.backend == "pool":
             torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
         self._guesses = Guesses(request.fraction)
-        self._peaks, self._requests, self._steps = Peaks(), Requests(), Steps(request.steps)
+        self._peaks, self._requests, self._loops = (
+            Peaks(),
+            Requests(),
+            Loops(request.steps, request.shorten == "none"),
+        )
+        self._passes = LoaderPasses(self._loops, evaluations=request.shorten == "all")
+        loop_source.install(self._loops, self._guesses.asserts)
         self._batch_size = None if request.batch_size is None else BatchSize(request.batch_size)
         self._techniques = Techniques(request.techniques)
         self._recorder = recorder.start("cuda") if request.record else None
@@ -93,7 +101,7 @@ class Run:
 
     def _too_late(self, leave: Callable[[int], NoReturn]) -> None:
         """In another thread, while the script waits somewhere and cannot be stopped."""
-        self._answer(End("seconds", 0))
+        self._answer(script.out_of_time())
         sys.stdout.flush()
         sys.stderr.flush()
         leave(0)
@@ -110,6 +118,7 @@ class Run:
     def _tell(self, end: End) -> None:
         self._peaks.note()
         answer = self._figures() | self._how_it_ended(end) | self._attribution() | self._surroundings()
+        answer |= coverage.told(end, self._loops, self._passes)
         answer["seconds"] = round(time.monotonic() - self._started, 3)
         answer["host_peak"] = _host_peak()
         _write(Path(self.request.answer), answer)
@@ -121,7 +130,7 @@ class Run:
             "peak_reserved": self._peaks.reserved,
             "device_peak": max(memopt.sim.stats(device)["bytes_peak"] for device in devices),
             "retries": self._peaks.retries,
-            "steps": self._steps.done,
+            "steps": self._loops.done,
             "guesses": self._guesses.rows(),
             "hangs_on_fraction": self._guesses.hang_on_fraction,
             "cudnn": memopt.sim.workspace_reads() > 0,
@@ -135,7 +144,7 @@ class Run:
         return {
             "stopped": end.stopped,
             "exit_status": end.status,
-            "error": None if end.error is None else f"{type(end.error).__name__}: {end.error}",
+            "error": None if end.error is None else script.described(end.error),
             "oom": None if end.out_of_memory is None else self._where_it_ran_out(end.out_of_memory),
             "failed_requests": len(self._requests.failed),
         }

@@ -93,6 +93,7 @@ def rows(found: Estimate) -> list[tuple[str, str]]:
     said += [("lines" if n == 0 else "", _row(row)) for n, row in enumerate(found.by_line[:_ROWS])]
     named = [row for row in found.by_module if row.get("name")]
     said += [("modules" if n == 0 else "", _row(row)) for n, row in enumerate(named[:_ROWS])]
+    said += [("covered" if n == 0 else "", line) for n, line in enumerate(found.covered)]
     if found.backends:
         said.append(("allocators", " | ".join(map(_backend, found.backends))))
     if found.largest_batch:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 
 from memopt.estimation.watch import Stopped
 from memopt.oom.recognition import followed
+from memopt.profiling.user_code import is_user_file
 from memopt.running.as_main import run_as_main
 
 _HERE = str(Path(__file__).resolve().parents[1])
@@ -19,12 +22,13 @@ _HERE = str(Path(__file__).resolve().parents[1])
 @dataclass(frozen=True)
 class End:
     """stopped: "end", "exit", "error", or why it was Stopped. out_of_memory: the exception that ended it, or led to
-    the one that did."""
+    the one that did. where: the script's line at which it was stopped."""
 
     stopped: str
     status: int
     error: BaseException | None = None
     out_of_memory: torch.OutOfMemoryError | None = None
+    where: str = ""
 
 
 def run(argv: list[str], module: bool) -> End:
@@ -32,13 +36,36 @@ def run(argv: list[str], module: bool) -> End:
     try:
         run_as_main(argv, module)
     except Stopped as stopped:
-        return End(stopped.why, 0)
+        return End(stopped.why, 0, where=_where(traceback.extract_tb(stopped.__traceback__)))
     except SystemExit as exit_:
         return End("exit", _status(exit_))
     except BaseException as error:
         behind = (one for one in followed(error, everything=True) if isinstance(one, torch.OutOfMemoryError))
         return End("error", 1, error, next(behind, None))
     return End("end", 0)
+
+
+def out_of_time() -> End:
+    """As it stands now, asked by another thread than its own."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return End("seconds", 0, where=_where(traceback.extract_stack(frame)) if frame else "")
+
+
+def _where(frames: Iterable[traceback.FrameSummary]) -> str:
+    found = [frame for frame in frames if is_user_file(frame.filename)]
+    return f"{Path(found[-1].filename).name}:{found[-1].lineno} ({found[-1].name})" if found else ""
+
+
+def described(error: BaseException) -> str:
+    """With the remedy, where there is one that the error does not name."""
+    text = f"{type(error).__name__}: {error}"
+    if any(type(one).__name__ == "TritonMissing" for one in followed(error, everything=True)):
+        text += (
+            "\ntorch.compile needs triton on the simulated device too: install it (pip install triton) beside the "
+            "torch that runs this, name another Python that has it with --python, or compile nothing "
+            "(TORCH_COMPILE_DISABLE=1)"
+        )
+    return text
 
 
 def _status(exit_: SystemExit) -> int:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memopt import _C
-from memopt.estimation import advice, cards, search
+from memopt.estimation import advice, cards, coverage, search
 from memopt.estimation.advice import Tried
 from memopt.estimation.answer import Answer
 from memopt.estimation.batch_option import BatchOption
 from memopt.estimation.cards import Card
 from memopt.estimation.child_process import ChildFailed
 from memopt.estimation.prediction import SIMULATED, Advice, Backend, Estimate
-from memopt.estimation.request import BACKENDS, Request
+from memopt.estimation.request import BACKENDS, SHORTEN, Request
 
 # A convolution's plan may want this much and more; torch takes one with less where it does not fit.
 CUDNN_WORKSPACE = 256 << 20
@@ -40,6 +40,14 @@ class ScriptFailed(RuntimeError):
         self.answer = answer
 
 
+class NothingToTell(ScriptFailed):
+    """The script has not come to what an estimate is about; the message says to what."""
+
+    def __init__(self, answer: Answer, why: str) -> None:
+        RuntimeError.__init__(self, f"nothing to tell: {why}")
+        self.answer = answer
+
+
 @dataclass
 class Survey:
     """`run` answers a request; `shown` is the first, whose script the user sees. `request` has no limit of memory."""
@@ -53,15 +61,18 @@ class Survey:
     jobs: int = 1
     say: Callable[[str], None] = lambda text: None
     runs: int = 0
+    shorten: str = SHORTEN[0]  # what of the script's loops, so that it does not fail
 
     # ---- single runs -----------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, what: str, run: Run | None = None) -> Answer:
         self.say(what)
         self.runs += 1
-        answer = (run or self.run)(request)
+        answer, self.shorten = coverage.ask(run or self.run, replace(request, shorten=self.shorten))
         if answer.failed:
             raise ScriptFailed(answer)
+        if why := coverage.nothing(answer, request.steps):
+            raise NothingToTell(answer, why)
         return answer
 
     def _on(self, card: Card, request: Request) -> Request:
@@ -132,6 +143,7 @@ class Survey:
             guesses=free.guesses,
             unmodelled=free.unmodelled,
             steps=free.steps,
+            covered=said.covered,
             error=free.error,
             versions=free.versions,
             simulated=said.simulated,
@@ -143,6 +155,8 @@ class Survey:
             outcomes += self._widen(found, free)
         if outcomes:
             found.verdict = "fits" if all(outcomes) else "unsure" if any(outcomes) else "does not fit"
+            if found.verdict == "fits" and free.more.get("unseen"):
+                found.verdict = "unsure"
         if compare:
             self._compare(found, free, limited)
         if found.verdict not in ("", "fits"):

@@ -1,16 +1,14 @@
-"""What is watched while a script runs on the simulated device: peaks, requests that failed, optimizer steps.
+"""What is watched while a script runs on the simulated device: peaks, and requests that failed.
 
 Nothing here allocates on the device or holds a tensor."""
 
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any, NamedTuple
 
 import torch
 import torch.cuda.memory as torch_memory
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Stopped(BaseException):
@@ -72,19 +70,3 @@ class Requests:
     def _tell(self, device: int, asked: int, total: int, free: int) -> None:
         allocated = torch.cuda.memory_stats(device).get("allocated_bytes.all.current", 0)
         self.failed.append(Failed(asked, allocated))
-
-
-class Steps:
-    """Optimizer steps; the script ends at the last one that is wanted, of whichever optimizer comes to it first."""
-
-    def __init__(self, wanted: int | None) -> None:
-        self.done = 0
-        self._wanted = wanted
-        self._of_each: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        register_optimizer_step_post_hook(self._count)
-
-    def _count(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        steps = self._of_each[optimizer] = self._of_each.get(optimizer, 0) + 1
-        self.done = max(self.done, steps)
-        if self._wanted is not None and steps >= self._wanted:
-            raise Stopped("steps")

@@ -36,7 +36,7 @@ def _source(path: str) -> None:
     main.__file__, main.__loader__ = path, importlib.machinery.SourceFileLoader("__main__", path)
     main.__builtins__ = __builtins__
     sys.modules["__main__"] = main
-    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+    exec(main.__loader__.source_to_code(Path(path).read_bytes(), path), main.__dict__)
 
 
 def _is_archive(path: str) -> bool:

@@ -79,10 +79,12 @@ def test_the_peaks_bytes_are_somebodys(whole):
     assert sum(row["bytes"] for row in whole["by_module"]) == sum(found.values())
 
 
-def test_a_script_ends_at_the_wanted_step_and_a_recorder_changes_no_peak(tmp_path, whole):
+def test_a_loop_ends_at_the_wanted_step_and_a_recorder_changes_no_peak(tmp_path, whole):
     answer = estimate(tmp_path, TRAIN, steps=2)
-    assert (answer["stopped"], answer["exit_status"], answer["steps"]) == ("steps", 0, 2)
+    assert (answer["stopped"], answer["exit_status"], answer["steps"]) == ("exit", 3, 2)
     assert answer["peak_allocated"] == whole["peak_allocated"] and answer["by_category"] is None
+    answer = estimate(tmp_path, TRAIN, steps=2, shorten="none")
+    assert (answer["stopped"], answer["exit_status"], answer["steps"]) == ("steps", 0, 2)
 
 
 def test_out_of_memory_names_the_line_and_what_was_asked_for(tmp_path, whole):
@@ -131,7 +133,12 @@ def test_a_script_without_reads_is_estimated_as_it_computes(tmp_path):
 
 def test_a_request_that_makes_no_sense_is_refused_before_anything_runs(tmp_path):
     given = {"argv": ["train.py"], "answer": str(tmp_path / "answer.json"), "memory": 1 << 30}
-    for wrong, word in (({"color": 1}, "color"), ({"backend": "x"}, "backend"), ({"argv": []}, "argv")):
+    for wrong, word in (
+        ({"color": 1}, "color"),
+        ({"backend": "x"}, "backend"),
+        ({"shorten": "x"}, "shorten"),
+        ({"argv": []}, "argv"),
+    ):
         path = tmp_path / "request.json"
         path.write_text(json.dumps(given | wrong))
         with pytest.raises(ValueError, match=word):

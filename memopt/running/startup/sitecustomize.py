@@ -1,6 +1,6 @@
-"""Python runs this when it starts and finds this folder on its PYTHONPATH: the processes of a simulated run do, and those
-that an estimated script starts. It adds a finder; memopt is loaded, from where this file lies, when something imports
-it or torch."""
+"""Python runs this when it starts and finds this folder on its PYTHONPATH: the processes of a simulated run do, and
+those that an estimated script starts. It adds a finder; memopt is loaded, from where this file lies, when something
+imports it or torch."""
 
 from __future__ import annotations
 
