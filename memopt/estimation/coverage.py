@@ -39,7 +39,7 @@ def _covered(end: End, steps: str, loops: Loops) -> str:
     if end.stopped == "seconds":
         return f"{steps}, then it was stopped by its time limit{_at(end)}: what comes after was not seen"
     if end.stopped == "error":
-        return ""
+        return f"{steps} before it ran out of memory" if end.out_of_memory else ""
     if not loops.short:
         return f"{steps}: the whole script"
     places = [f"{Path(where).name} {_HOW.get(how, f'after {how}')}" for where, how in loops.short.items()]

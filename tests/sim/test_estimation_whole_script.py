@@ -198,6 +198,7 @@ def test_what_an_evaluation_keeps_of_each_batch_is_counted_over_all(tmp_path, sl
     assert found["printed"] == ("5 batches\n" if slowly else "40 batches\n")
     assert "keeps 1.00 MiB a batch: 40.0 MiB over all 40 batches" in found["covered"][1]
     tight = estimate(tmp_path, GATHERED.replace("SLOWLY", slowly), steps=3, memory=50 * MIB)
+    assert tight["covered"][0] == "1 step before it ran out of memory"
     assert tight["oom"]["line"] == (11 if slowly else 12)
 
 
