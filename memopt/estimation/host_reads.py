@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,12 @@ from torch.utils._pytree import tree_map
 from memopt.estimation.guesses import Guesses
 
 _aten = torch.ops.aten
+
+# What they ask of values that they are given, and what a sound program's answer.
+_CHECKS = {
+    _aten.normal: (True, True),  # is no standard deviation negative? It asks twice.
+    _aten.multinomial: (True, False),  # are all weights finite and none negative; is their sum 0?
+}
 
 
 class Known(Protocol):
@@ -53,9 +59,10 @@ class HostReads:
                 self._library.impl(operation, answer, "CUDA")
 
     @contextlib.contextmanager
-    def checks(self, answers: Iterable[bool]) -> Iterator[None]:
-        """Within it an operation runs that asks so many times whether its arguments are valid; unknown ones are."""
-        before, self._checks = self._checks, list(answers)
+    def checks(self, operation: Any) -> Iterator[None]:
+        """Within it an operation runs, which may ask whether its arguments are valid: of what it has worked out of
+        them for that nobody knows anything."""
+        before, self._checks = self._checks, list(_CHECKS.get(operation, ()))
         try:
             yield
         finally:
@@ -84,9 +91,8 @@ class HostReads:
 
     def _item(self, tensor: torch.Tensor) -> Any:
         torch.cuda.current_stream(tensor.device).synchronize()  # as the read would wait
-        valid = self._checks.pop(0) if self._checks else None
-        if valid is not None and self._twins.get(tensor) is None:
-            return valid
+        if self._checks:
+            return self._checks.pop(0)
         values = self._known(tensor, "test" if tensor.dtype == torch.bool else "value", "the value")
         if values is not None:
             return values.item()

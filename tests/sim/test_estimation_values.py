@@ -258,3 +258,29 @@ def test_a_script_allocates_with_the_mode_what_it_allocates_without(mode, name, 
     with mode:
         watched = train(make_optimizer, recompute)
     assert watched == plain
+
+
+def infer(model, x) -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.inference_mode():
+        for _ in range(2):
+            model(x).softmax(-1).reshape(-1).topk(3)
+    return torch.cuda.max_memory_allocated()
+
+
+def test_inference_allocates_with_the_mode_what_it_allocates_without(mode):
+    layers = [
+        nn.Embedding(1000, 128),
+        Block(False),
+        nn.Unflatten(1, (8, 8)),
+        nn.Flatten(1, 2),
+        nn.Linear(128, 1000),
+    ]
+    model, x = nn.Sequential(*layers).cuda().eval(), torch.randint(0, 1000, (16, 64)).cuda()
+    infer(model, x)  # what libraries take once
+    plain = infer(model, x)
+    with mode:
+        watched = infer(model, x)
+    assert watched == plain
