@@ -106,14 +106,10 @@ class Loops:
         self._unasked += 1
         if self._stack:
             *around, loop = self._stack
-            loop.own[who] += 1
-            if loop.own[who] > 1:
-                self._repeats.add(loop.place)
-            if not loop.turn:
-                self._turns[loop.place] += 1
-                loop.turn = self._turns[loop.place]
-            for one in around:
-                one.within = True
+            self._count(loop, who)
+            if loop.place in self._repeats:
+                for one in around:
+                    one.within = True
             if self.steps is not None and loop.turn > _PASSES and not any(not one.fed for one in around):
                 raise Stopped("steps")
         if self.steps is not None and self._unasked > _FOR_OTHERS * self.steps + _UNASKED:
@@ -127,6 +123,14 @@ class Loops:
         self.early[line] = every
         return True
 
+    def _count(self, loop: Loop, who: int) -> None:
+        loop.own[who] += 1
+        if loop.own[who] > 1:
+            self._repeats.add(loop.place)
+        if not loop.turn:
+            self._turns[loop.place] += 1
+            loop.turn = self._turns[loop.place]
+
     # ---- loops --------------------------------------------------------------------------------------------------
 
     def enter(self, place: object, where: str, periodic: bool = False) -> Loop:
@@ -136,7 +140,11 @@ class Loops:
 
     def leave(self, loop: Loop) -> None:
         if loop in self._stack:
-            self._stack.remove(loop)
+            place = self._stack.index(loop)
+            del self._stack[place]
+            if place and loop.place not in self._repeats:  # over parts of a batch, or optimizers
+                for who in loop.own:
+                    self._count(self._stack[place - 1], who)
         if loop.last:
             self.last.pop(loop.periodic, None)
 

@@ -92,10 +92,14 @@ LOOPS = {
     "while true": (3, "while True:\n    step()\n    if count() == 9999:\n        break"),
     "epochs": (3 + 2 + 8, "for epoch in range(999):\n    for n in range(999):\n        step()"),
     "accumulated": (3, "for n in range(999):\n    for part in range(6):\n        backward()\n    step()"),
+    "parts": (
+        3,
+        "for n in range(999):\n    for part in (0, 1):\n        backward()\n        if part:\n            step()",
+    ),
     "periodic": (4, "for n in range(1, 9999):\n    step()\n    if n % 500 == 0:\n        print('due')"),
     "too short": (4, "for n in range(1, 9):\n    step()\n    if n % 9 == 0:\n        print('due')"),
     "skipping": (4, "for n in range(1, 9999):\n    step()\n    if n % 9:\n        continue\n    backward()"),
-    "a loader without end": (10, "batches = cycle()\nwhile count() < 9999:\n    next(batches)\n    step()"),
+    "a loader without end": (11, "batches = cycle()\nwhile count() < 9999:\n    next(batches)\n    step()"),
     # Until the other one has stepped twice, and one in which it is its turn.
     "two optimizers": (9, "for n in range(1, 9999):\n    step()\n    if n % 4 == 0:\n        other.step()"),
     # No training loops, or short ones: these are left as they are.
