@@ -2,8 +2,8 @@
 
 Its script is a JSON file: bytes `fixed`, `each` (of one of a batch), `masks` (where all of them are selected); `kept`,
 the allocator's share beyond the tensors, by backend; `option`, the script's option for its batch, if it has one;
-`batch`, that of its own; `techniques`, what each saves that meets
-something in it; `data`, the most that there are; `loaders`, DataLoaders that it makes; `ends`: how it ends by
+`batch`, that of its own; `techniques`, what each saves that meets something in it; `slow`, those with which it takes no
+step in its time; `data`, the most that there are; `loaders`, DataLoaders that it makes; `ends`: how it ends by
 itself."""
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def main() -> None:
     met = {name.partition(":")[0]: ["AdamW"] for name in request["techniques"]}
     met = {name: of for name, of in met.items() if name in script.get("techniques", {})}
     saved = sum(script["techniques"][name] for name in met)
+    if set(met) & set(script.get("slow", ())):  # its time is over before it takes a step
+        met["stuck"] = []
     peak = allocated(script, batch, request["fraction"]) - saved
     reserved = (
         held(script, batch, request["fraction"], request["cudnn_workspace"], request["backend"]) - saved
@@ -90,7 +92,7 @@ def main() -> None:
         "guesses": [{"kind": "shape", "what": "nonzero", "where": "train.py:9", "count": 2}]
         if script["masks"]
         else [],
-        "steps": 0 if status else request["steps"],
+        "steps": 0 if status or "stuck" in met else request["steps"],
         "stopped": stopped,
         "exit_status": status,
         "loaders_of_batch_size": script.get("loaders", 1) if request["batch_size"] else None,

@@ -277,6 +277,20 @@ def test_only_what_fits_when_it_is_tried_is_advised(script, capfd):
     }
 
 
+def test_a_technique_that_takes_too_long_is_not_advised(script, capfd):
+    path = script(techniques={"eight bits": 60 * MIB}, slow=["eight bits"])
+    found = answer(capfd, "--gpu", allocated() - 50 * MIB + cards.CONTEXT, path, status=1)
+    assert [one["what"].partition(" of")[0] for one in found["would_fit"]] == ["a card"]
+    assert all(one["seconds"] < 600 for one in requests(path) if one["techniques"])
+
+
+def test_the_largest_batch_is_searched_beside_the_advice(script, capfd):
+    path = script(techniques={"eight bits": 60 * MIB})
+    card = allocated() - 50 * MIB + cards.CONTEXT
+    found = answer(capfd, "--max-batch", "--gpu", card, path, "--batch-size", 8, status=1)
+    assert found["largest_batch"]["exact"] and found["would_fit"][0]["what"].startswith("memopt.optim.AdamW(")
+
+
 def test_where_none_is_enough_alone_two_are_tried_together(script, capfd):
     said, asked = advised(script, capfd, 50 * MIB, eight_bits=30 * MIB, fused=20 * MIB, checkpoint=30 * MIB)
     first, second = [one for what, one in said.items() if not what.startswith("a card")]

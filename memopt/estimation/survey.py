@@ -5,6 +5,7 @@ hardware knows is run at both ends: cuDNN's workspaces, and how many elements a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ MOST_BATCH = 1 << 20
 # Fractions of a mask that stand for "nearly nothing": a script may fail where it is none at all.
 _FEW = (0.0, 1 / 64)
 _RANKS = 8  # of which each is run
+# What a run with a technique may take: so many times what the script's own took.
+_TIMES, _LEAST_SECONDS = 20.0, 60.0
 
 Run = Callable[[Request], Answer]
 
@@ -160,20 +163,24 @@ class Survey:
         if compare:
             self._compare(found, free, limited)
         if found.verdict not in ("", "fits"):
-            if mend and self.card is not None:
-                if self.batch is not None and (self.batch.size or 0) > 1:
-                    self._try_batches(found, self.card, self.batch)
+            if mend and self.card is not None and self.batch is not None and (self.batch.size or 0) > 1:
+                self._try_batches(found, self.card, self.batch)
+            if compare and self.card is not None:
                 found.advice = self._advice(found, self.card)
         found.runs = self.runs
         return found
 
     def _advice(self, found: Estimate, card: Card) -> list[Advice]:
         def attempt(techniques: list[str], backend: str) -> Tried:
-            request = self._on(card, replace(self.request, techniques=techniques, backend=backend))
+            # What hangs with a technique must not keep the answer back.
+            seconds = min(self.request.seconds or math.inf, max(_LEAST_SECONDS, _TIMES * found.seconds))
+            changed = replace(self.request, techniques=techniques, backend=backend, seconds=seconds)
+            request = self._on(card, changed)
             what = f"with {' and '.join(techniques)} on {card}"
             try:
                 answer = self._ask(request, what)
-                return Tried(self._is_sure(found, request, answer, what), answer)
+                whole = answer.steps >= found.steps
+                return Tried(whole and self._is_sure(found, request, answer, what), answer)
             except (ScriptFailed, ChildFailed) as error:
                 self.say(f"it does not run {what}: {error}")
                 return Tried(False, None)
