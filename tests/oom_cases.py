@@ -36,6 +36,8 @@ MEMORY = {
     "two leaks": 110,
     "kept by the forward": 150,
     "leak in memopt's pool": 80,
+    "two optimizers": 108,
+    "two optimizers, one of them new": 92,
 }
 
 
@@ -302,6 +304,20 @@ def kept_by_the_forward(changes):
     train(model, optimizer_of(model, changes), 768, changes=changes)
 
 
+def two_optimizers(changes):
+    """That step in turn, as a GAN's."""
+    first, second = blocks(4), blocks(4)
+    one, other = optimizer_of(first, changes), optimizer_of(second, changes, "Adam")
+    for _ in range(4):
+        for model, optimizer in ((first, one), (second, other)):
+            if "zero_grad" not in changes:
+                optimizer.zero_grad()
+            model(torch.ones(512, 256, device="cuda")).square().mean().backward()
+            optimizer.step()
+            if "zero_grad" in changes:
+                optimizer.zero_grad()
+
+
 CASES = {
     "activations": activations,
     "first forward": first_forward,
@@ -321,6 +337,8 @@ CASES = {
     "two leaks": two_leaks,
     "kept by the forward": kept_by_the_forward,
     "leak in memopt's pool": leak,
+    "two optimizers": two_optimizers,
+    "two optimizers, one of them new": two_optimizers,
 }
 
 if __name__ == "__main__":

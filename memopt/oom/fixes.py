@@ -64,7 +64,7 @@ class Situation:
     capacity: int
     phase: str
     pool: bool  # memopt's allocator is in use
-    first: bool  # no optimizer has taken a step
+    first: bool  # an optimizer has not taken its first step
     evaluating: bool  # every model is in eval()
     holders: dict[int, Holder] = field(default_factory=dict)
     moments: dict[int, list[int]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def situation(
         capacity,
         phase,
         pool,
-        bool(models) and not evaluating and _no_step_yet(census.optimizers),
+        bool(models) and _one_has_not_stepped(census.optimizers),
         evaluating,
         {
             one.address: Holder(any_element(one.name), one.where, one.only_in_graph)
@@ -115,10 +115,17 @@ def _moments(device: str, census: Census) -> dict[int, list[int]]:
     return found
 
 
-def _no_step_yet(optimizers: list[torch.optim.Optimizer]) -> bool:
+def _one_has_not_stepped(optimizers: list[torch.optim.Optimizer]) -> bool:
     """As far as their states tell: plain SGD has none."""
-    telling = [one for one in optimizers if type(one) is not torch.optim.SGD or one.defaults["momentum"]]
-    return bool(telling) and not any(one.state for one in telling)
+    telling = (one for one in optimizers if type(one) is not torch.optim.SGD or one.defaults["momentum"])
+    return any(_lacks_states(one) for one in telling)
+
+
+def _lacks_states(optimizer: torch.optim.Optimizer) -> bool:
+    stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    if not optimizer.state or any(p not in optimizer.state for p in stepped):
+        return True
+    return len({len(state) for state in optimizer.state.values()}) > 1  # it makes them, one after the other
 
 
 def _amsgrad(optimizer: torch.optim.Optimizer) -> bool:
@@ -127,9 +134,11 @@ def _amsgrad(optimizer: torch.optim.Optimizer) -> bool:
 
 def _stepping(optimizer: torch.optim.Optimizer, device: str) -> Stepping:
     groups = optimizer.param_groups
-    stepped = [p for group in groups for p in group["params"] if p.grad is not None]
+    mine = [p for group in groups for p in group["params"] if p.requires_grad]
+    stepped = [p for p in mine if p.grad is not None] or mine  # gradients may be none at the moment
     plain = all(
-        str(p.device) == device and p.is_floating_point() and type(p.grad) is torch.Tensor for p in stepped
+        str(p.device) == device and p.is_floating_point() and (p.grad is None or type(p.grad) is torch.Tensor)
+        for p in stepped
     )
     loops = not any(
         group.get("fused") or group.get("differentiable") or group.get("capturable") for group in groups

@@ -104,7 +104,7 @@ class OomReport:
         if now.first and now.phase != "optimizer step":
             least = sum(self.bytes.parts[name] for name in CATEGORIES) + self.asked
             lines.append(
-                f"  Needs       at least {_C.format_size(least)}: its first step had not come to its end"
+                f"  Needs       at least {_C.format_size(least)}: a first step had not come to its end"
             )
         untried = [one for one in now.untried if not any(one in fix.text for fix in self.tried.fixes)]
         if self.tried.why:

@@ -24,7 +24,7 @@ import torch
 
 from memopt import _C
 from memopt.log import logger
-from memopt.oom.fixes import Fix, Holder, Situation
+from memopt.oom.fixes import Fix, Holder, Situation, Stepping
 from memopt.oom.known_run import NEVER, Blocks, KnownRun, Plan, known_run
 from memopt.profiling.recording import GRADIENTS, OPTIMIZER, Recording
 
@@ -88,7 +88,9 @@ def _tried(recording: Recording, now: Situation, until: float) -> Tried:
     plan = None
     if not run.lag and now.phase == "optimizer step" and len(now.optimizers) == 1 and not len(run.steps):
         plan = now.optimizers[0].plan
-    if not run.lag and plan is None:
+    if plan is None and now.first:
+        return Tried([], "an optimizer had not taken its first step")
+    if plan is None and not run.lag:
         return Tried([], "the rest of the step had not been seen before")
     with _replays(now, until) as replay:
         trial = _Trial(run, now, plan, replay, until)
@@ -170,23 +172,32 @@ def _changes(run: KnownRun, now: Situation, first_step: bool) -> Iterator[Change
             yield Change(
                 "optimizer.zero_grad() right after optimizer.step()", apply=_freed_at_the_step(gradients)
             )
-    fused = [one for one in now.optimizers if one.loops_fused]
     passing = _passing(run)
-    if fused and (first_step or bool(passing.any())):
+    if (
+        now.optimizers
+        and all(one.loops_fused for one in now.optimizers)
+        and (first_step or bool(passing.any()))
+    ):
         yield Change(
-            f"torch.optim.{fused[0].kind}(…, fused=True)",
+            f"torch.optim.{_kinds(now.optimizers)}(…, fused=True)",
             "the same up to rounding",
-            _fused(passing, fused[0].parameters),
-            fused[0].fused_plan,
+            _fused(passing, now.optimizers),
+            now.optimizers[0].fused_plan,
         )
     adam = [one for one in now.optimizers if one.eight_bit_plan is not None]
     if adam and (first_step or now.moments):
+        # What another optimizer's step takes is not told from theirs.
+        gone = passing if len(adam) == len(now.optimizers) else torch.zeros_like(passing)
         yield Change(
-            f"memopt.optim.{adam[0].kind}(…, state_bits=8)",
+            f"memopt.optim.{_kinds(adam)}(…, state_bits=8)",
             "other results: states of 8 bits",
-            _in_eight_bits(now, passing, adam[0].parameters),
+            _in_eight_bits(now, gone, adam),
             adam[0].eight_bit_plan,
         )
+
+
+def _kinds(optimizers: list[Stepping]) -> str:
+    return " and ".join(dict.fromkeys(one.kind for one in optimizers))
 
 
 def _settings() -> str:
@@ -232,12 +243,12 @@ def _let_go(run: KnownRun, now: Situation) -> Iterator[Change]:
         if not _worth(run, now, which):
             continue
         at = f" ({where})" if where else ""
-        around = "torch.no_grad() around the evaluation, or " if now.evaluating else ""
-        text = (
-            f"{around}{name} without its graph: .item() or .detach(){at}"
-            if in_graph
-            else f"{name} kept on the host, or not at all{at}"
-        )
+        if not in_graph:
+            text = f"{name} kept on the host, or not at all{at}"
+        elif now.evaluating:
+            text = f"torch.no_grad() around the evaluation, or {name} without its graph: .item() or .detach(){at}"
+        else:
+            text = f"{name} without its graph, where no backward() goes through it: .item() or .detach(){at}"
         yield Change(text, apply=_gone_an_iteration_later(which))
 
 
@@ -275,20 +286,20 @@ def _passing(run: KnownRun) -> torch.Tensor:
     return (run.blocks.category == OPTIMIZER) & (run.blocks.died < NEVER)
 
 
-def _fused(passing: torch.Tensor, parameters: int) -> Callable[[KnownRun, Blocks], Blocks]:
+def _fused(passing: torch.Tensor, optimizers: list[Stepping]) -> Callable[[KnownRun, Blocks], Blocks]:
     """Nothing passes, and the count of steps of each parameter is a tensor on the device."""
 
     def apply(run: KnownRun, blocks: Blocks) -> Blocks:
         size = blocks.size.clone()
         states = ((blocks.category == OPTIMIZER) & (blocks.died == NEVER)).nonzero().flatten()
-        size[states[:1]] += parameters * _SMALLEST
+        size[states[:1]] += sum(one.parameters for one in optimizers) * _SMALLEST
         return replace(blocks, size=size, there=blocks.there & ~passing)
 
     return apply
 
 
 def _in_eight_bits(
-    now: Situation, passing: torch.Tensor, parameters: int
+    now: Situation, passing: torch.Tensor, optimizers: list[Stepping]
 ) -> Callable[[KnownRun, Blocks], Blocks]:
     def apply(run: KnownRun, blocks: Blocks) -> Blocks:
         size = blocks.size.clone()
@@ -296,7 +307,7 @@ def _in_eight_bits(
             parts = now.moments.get(int(run.address[block]))
             if parts is not None:
                 size[block] = sum(-(-part // _SMALLEST) * _SMALLEST for part in parts)
-        return _fused(passing, parameters)(run, replace(blocks, size=size))
+        return _fused(passing, optimizers)(run, replace(blocks, size=size))
 
     return apply
 
