@@ -11,7 +11,6 @@ from memopt.estimation import child_process
 
 # The probe's answer: a program that is no Python may end with status 0 too.
 _READY = "memopt: the simulated device can run here"
-_INSTALL = "pip install --no-deps torch (its CUDA build; 1.4 GB on disk, no GPU needed)"
 
 
 class NoInterpreter(RuntimeError):
@@ -28,7 +27,7 @@ def find(python: str | None = None) -> str:
             readiness()
         except RuntimeError as error:
             raise NoInterpreter(
-                f"{error}. Name a Python that has it with python= (--python), or install it: {_INSTALL}"
+                f"{error}; or name another Python with python= (--python). No GPU is needed"
             ) from None
         return sys.executable
     path = shutil.which(os.path.expanduser(python))
