@@ -36,14 +36,14 @@ class CudaRecorder(Recorder):
     def _start(self, modules: bool) -> None:
         # torch's own answer to this crashes where no device is in use yet.
         self._own_history = not (torch.cuda.is_initialized() and _has_history())
-        if self._own_history:
-            self._switch_on()
         self._program.start(modules)
         if torch.cuda.is_initialized():
+            if self._own_history:
+                self._switch_on()
             for device in range(torch.cuda.device_count()):
                 self._begun[device] = self._count(device)
             self._cuda_begins()
-        else:
+        else:  # to switch it on now would begin CUDA, and so keep forked processes from it
             torch.cuda._lazy_call(self._cuda_begins)  # type: ignore[no-untyped-call]
 
     def _switch_on(self) -> None:
@@ -68,7 +68,7 @@ class CudaRecorder(Recorder):
 
     def _stop(self) -> None:
         self._running = False
-        if self._own_history:
+        if self._own_history and torch.cuda.is_initialized():
             torch.cuda.memory._record_memory_history(None)
         if not self._by_time and torch.cuda.is_initialized():
             _set_metadata("")
