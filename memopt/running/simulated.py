@@ -39,6 +39,20 @@ def _compute() -> None:
 
     compute.install(Computed())
     _speak_by_gloo()
+    _share_nothing()
+
+
+def _share_nothing() -> None:
+    """A process has no way to another one's card. torch would say "operation not supported" of it."""
+    import torch
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError(
+            "a tensor on a simulated card cannot be shared with another process, which has a card of its own: share "
+            "it before it goes to the card, or run with one process"
+        )
+
+    torch.UntypedStorage._share_cuda_ = refused  # type: ignore[assignment, method-assign]
 
 
 def _speak_by_gloo() -> None:

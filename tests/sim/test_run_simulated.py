@@ -96,8 +96,15 @@ def test_processes_that_the_script_starts_have_a_card_with_values_too(tmp_path, 
         "process.join(); "
         f"print(*torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context={way!r}))"
     )
-    done = memopt(tmp_path, "-q", "--no-record", "--sim", "1GiB", "train.py", call, text=CHILDREN + MAIN)
+    # Recorded: nothing of CUDA's may begin before the script does, or a forked process could not use it.
+    done = memopt(tmp_path, "-q", "--sim", "1GiB", "train.py", call, text=CHILDREN + MAIN)
     assert done.stdout == "6.0\ntensor([[0, 1]]) tensor([[1, 1]])\n", done.stderr
+
+
+def test_a_tensor_on_the_card_is_not_shared_and_the_remedy_is_said(tmp_path):
+    call = "mp.get_context('spawn').Process(target=print, args=(torch.ones(3).cuda(),)).start()"
+    done = memopt(tmp_path, "-q", "--no-record", "--sim", "1GiB", "train.py", call, text=CHILDREN + MAIN)
+    assert done.returncode == 1 and "which has a card of its own: share it before" in done.stderr
 
 
 def test_a_python_of_its_own_has_one_and_its_path_is_its_own(tmp_path):
