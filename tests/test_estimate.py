@@ -474,7 +474,7 @@ def test_processes_that_a_script_leaves_end_with_it(script, capfd):
 
 def test_a_child_that_does_not_keep_its_limit_is_ended(script, capfd, monkeypatch):
     monkeypatch.setattr(child_process, "_GRACE", 0.2)
-    assert "was ended by SIGKILL" in refused(capfd, "--seconds", "0.2", script(ends="hang"))
+    assert "was ended by SIGTERM" in refused(capfd, "--seconds", "0.2", script(ends="hang"))
 
 
 def test_leaving_ends_the_children(script):
@@ -495,7 +495,7 @@ def test_leaving_ends_the_children(script):
         while not Path(path + ".requests").exists():
             time.sleep(0.01)
     thread.join(600)
-    assert not thread.is_alive() and "SIGKILL" in failures[0]
+    assert not thread.is_alive() and "SIGTERM" in failures[0]
 
 
 def test_answers_of_another_form_are_refused():

@@ -202,7 +202,7 @@ ODD = {
     ),
     "reads standard input": ("input('which data? ')\n" + TRAIN, 2, "EOFError"),
     "ends by os._exit": (TRAIN + "import os; os._exit(0)\n", 0, ""),
-    "ends by os._exit with a status": (TRAIN + "import os; os._exit(3)\n", 2, "status 3"),
+    "ends by os._exit with a status": (TRAIN.replace("3", "1") + "import os; os._exit(3)\n", 2, "status 3"),
     "kills itself": ("import os; os.kill(os.getpid(), 9)\n", 2, "SIGKILL"),
     "becomes another program": ("import os; os.execvp('true', ['true'])\n", 2, "without an answer"),
     "needs the network": (

@@ -87,7 +87,7 @@ def test_a_folder_is_what_it_was_after_every_way_to_write(way, user, folders, tm
     assert len(did) >= (len(ways_to_write.WAYS) - 8 if way == "overlay" else 20), log.read_text()
     if way == "overlay":
         copies = Path(f"{private}/scratch/files{files}")
-        assert {"open_w", "daemon", "shell_append"} <= {path.name for path in copies.iterdir()}
+        assert {"open_w", "forked", "shell_append"} <= {path.name for path in copies.iterdir()}
 
 
 def test_the_corpus_does_harm_where_nothing_protects(folders):
@@ -179,13 +179,14 @@ LEAVES = """
 import os, signal, sys, time
 from memopt.estimation.descendants import fork_watched
 fork_watched()
+ready, told = os.pipe()
 for _ in range(3):
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.write(1, f"{os.getpid()}\\n".encode())
-            os.close(1)
+            os.write(told, b"x")
             time.sleep(600)
         os._exit(0)
 
@@ -204,7 +205,7 @@ def ended(pid: int) -> bool:
 )
 def test_daemons_end_with_the_process_that_started_them(end, status):
     process = subprocess.Popen(
-        [sys.executable, "-c", LEAVES + end],
+        [sys.executable, "-c", LEAVES + "for _ in range(3): os.read(ready, 1)\n" + end],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(HERE.parent)},
