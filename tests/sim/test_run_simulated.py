@@ -131,7 +131,10 @@ def test_a_python_of_its_own_has_one_and_its_path_is_its_own(tmp_path):
 
 
 def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path):
-    text = "import os, signal, torch\ntorch.ones(3).cuda()\nos.kill(os.getppid(), signal.SIGINT)\nsignal.pause()\n"
+    text = (
+        "import os, signal, time, torch\ntorch.ones(3).cuda()\nos.kill(os.getppid(), signal.SIGINT)\n"
+        "while True:\n    time.sleep(0.1)\n"
+    )
     folder = tmp_path / "temporary"
     folder.mkdir()
     done = memopt(tmp_path, "--sim", "1GiB", "train.py", text=text, TMPDIR=str(folder))
