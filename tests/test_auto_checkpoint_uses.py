@@ -126,7 +126,7 @@ def test_no_step_leaves_anything(family: str) -> None:
         steps(count)
         return [after - start for after, start in zip(standing(), before, strict=True)]
 
-    steps(5)
+    steps(60)  # tables of CPython 3.14's are still growing after five
     few, many = 4, 1000 if SOAK else 28
     found = []
     # Looking leaves some blocks itself, and the interpreter's and torch's own tables grow, less and less, in a plain

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(wanted.get("ENVIRONMENT") or {})
     if wanted.get("SIM", {}) is not None:
         activate(wanted.get("SIM", {}))
+        # What CPython 3.14 starts by default would be a process without the device.
+        multiprocessing.set_start_method("fork")
 
 
 def constants(file: Path) -> dict[str, object]:

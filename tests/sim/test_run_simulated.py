@@ -28,7 +28,7 @@ model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.L
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 data = TensorDataset(torch.randn(64, 16), torch.randint(0, 2, (64,)))
 for epoch in range(2):
-    for x, y in DataLoader(data, 16, num_workers=2):
+    for x, y in DataLoader(data, 16, num_workers=2, multiprocessing_context="fork"):
         loss = torch.nn.functional.cross_entropy(model(x.to(device)), y.to(device))
         loss.backward()
         optimizer.step()
