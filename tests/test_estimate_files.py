@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -244,11 +245,14 @@ def test_a_killed_estimate_takes_its_children_along(request, work):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a suite behind a shell's & ignores it
     )
     assert process.stdout is not None
     while "started" not in (text := process.stdout.readline()):
         assert text, "it ended"
-    process.send_signal(2)
+    process.send_signal(signal.SIGINT)
     process.communicate(timeout=600)
     assert not left_behind("876543")
     assert sorted(path.name for path in work.iterdir()) == ["model.pt", "train.py"]
