@@ -16,6 +16,7 @@ import ways_to_write
 from test_protection import kernel_has
 
 HERE = Path(__file__).resolve().parent
+DAEMON = f"9{os.getpid()}"  # how long a process of ours sleeps: no other suite's does
 REFUSED = {"overlay": "", "landlock": "unshare", "neither": "unshare,landlock_create_ruleset"}
 TRAIN = """
 import torch
@@ -197,7 +198,7 @@ def left_behind(mark):
 ODD = {
     "deletes its own folder": ("import os, shutil\nshutil.rmtree(os.getcwd())\nos.chdir('/')\n" + TRAIN, 0, ""),
     "starts daemons": (
-        "import subprocess\nsubprocess.Popen(['sleep', '987654'], start_new_session=True)\n" + TRAIN,
+        f"import subprocess\nsubprocess.Popen(['sleep', '{DAEMON}'], start_new_session=True)\n" + TRAIN,
         0,
         "",
     ),
@@ -226,14 +227,14 @@ def test_an_odd_script_has_a_named_outcome_and_leaves_nothing(estimate, tmp_path
     assert "Traceback" not in said.split("memopt estimate:")[-1]
     if expected == 0:
         assert found["by_category"]["parameters"] == WEIGHT
-    assert not left_behind("987654")
+    assert not left_behind(DAEMON)
     assert list(temporary.iterdir()) == []
 
 
 def test_a_killed_estimate_takes_its_children_along(request, work):
     """An interrupt of the command, while the script waits."""
     (work / "train.py").write_text(
-        "import subprocess, time\nsubprocess.Popen(['sleep', '876543'], start_new_session=True)\n"
+        f"import subprocess, time\nsubprocess.Popen(['sleep', '{DAEMON}'], start_new_session=True)\n"
         "open('started', 'w')\nprint('started', flush=True)\ntime.sleep(600)\n"
     )
     line = [request.config.getoption("--sim-python"), "-m", "memopt", "estimate", "--quick", "train.py"]
@@ -254,6 +255,6 @@ def test_a_killed_estimate_takes_its_children_along(request, work):
         assert text, "it ended"
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=600)
-    assert not left_behind("876543")
+    assert not left_behind(DAEMON)
     assert sorted(path.name for path in work.iterdir()) == ["model.pt", "train.py"]
     assert process.returncode != 0

@@ -231,7 +231,7 @@ def state(folder: str) -> dict[str, tuple[object, ...]]:
     for path in [Path(folder), *sorted(Path(folder).rglob("*"))]:
         of = path.lstat()
         content: tuple[object, ...] = ()
-        if stat.S_ISREG(of.st_mode):
+        if stat.S_ISREG(of.st_mode) and os.access(path, os.R_OK):
             content = (hashlib.sha256(path.read_bytes()).hexdigest(), flags_of(path))
         attributes = os.listxattr(path, follow_symlinks=False)
         found[str(path)] = (
