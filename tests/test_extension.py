@@ -372,6 +372,10 @@ CALLS: dict[str, list[tuple]] = {
         (2, "x", ["a" * 5000], len, 4096), (0, "x", [], len, 0), (1, "x", 1, len, 0), (),
     ],
     "shared_copy": [(b"",), (b"x" * 100,), (1,), ()],
+    # What would confine this process, or make it another's parent, is in tests/test_protection.py.
+    "overlay_files": [("relative", []), ("relative", ["/tmp"]), ("relative", [1]), ("relative", 1), (1, []), ()],
+    "refuse_writes": [(["/no/such/folder"],), ([1],), (["a\0b"],), (1,), ()],
+    "adopt_orphans": [(1,)],
 }  # fmt: skip
 
 
