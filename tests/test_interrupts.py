@@ -78,10 +78,10 @@ def test_an_estimate_ends_its_children(
     python = ["--python", request.config.getoption("--sim-python")] if way == "simulated" else []
     process = started(tmp_path, "-m", "memopt", "estimate", *python, "script.py")
     assert process.stderr is not None
-    ready, pid = process.stderr.readline().split()
-    assert ready == "ready" and pid != str(process.pid)
+    told = next(line.split() for line in process.stderr if line.startswith("script| "))
+    assert told[:2] == ["script|", "ready"] and told[2] != str(process.pid)
     interrupt(process, "estimate", group)
-    assert not Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{told[2]}").exists()
 
 
 def test_an_interrupt_does_not_wait_for_runs_beside_it() -> None:
