@@ -20,9 +20,10 @@ import torch
 print("on standard output")
 print("on standard error", file=sys.stderr)
 warnings.warn("The pynvml package is deprecated. Please install another.", FutureWarning)
-model = torch.nn.Linear(8, 8)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = torch.nn.Linear(8, 8, device=device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model(torch.ones(2, 8)).sum().backward()
+model(torch.ones(2, 8, device=device)).sum().backward()
 sys.stderr.write("\\rstep 1\\rstep 2\\n")
 optimizer.step()
 """
