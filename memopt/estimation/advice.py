@@ -1,4 +1,4 @@
-"""What would make a script fit its card. Each is a run with it applied; what does not fit then is left out."""
+"""Changes that make a script fit its card. Each is a run with it applied; one that does not fit then is left out."""
 
 from __future__ import annotations
 

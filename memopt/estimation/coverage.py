@@ -1,4 +1,4 @@
-"""How much of a script an estimate has seen, and what is asked again where shortening it was too much."""
+"""The part of a script that an estimate has seen, and the runs that follow where shortening it was too much."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from memopt.user_cache import user_cache
 
 
 def kept() -> Path | None:
-    """Where compiled files are kept from run to run; made. None for a user without a cache that may be written to."""
+    """The folder in which compiled files are kept from run to run; made. None for a user without a cache
+    that may be written to."""
     cache = user_cache()
     if cache is None:
         return None

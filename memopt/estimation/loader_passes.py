@@ -116,7 +116,7 @@ class LoaderPasses:
         return not _skip_to_last(batches, left)
 
     def _runs_whole(self, this: _Pass, grows: int, left: int | None) -> bool:
-        """Whether a pass whose memory grows is to go on."""
+        """True for a pass whose memory grows and that is to go on."""
         where = this.loop.where
         each = f"{Path(where).name} keeps {_C.format_size(grows)} a batch"
         if left is None:
@@ -180,7 +180,7 @@ def _batches_left(batches: Any, given: int) -> int | None:
 
 
 def _skip_to_last(batches: Any, left: int | None) -> bool:
-    """Whether the pass comes to its last batch by itself now."""
+    """True where the pass comes to its last batch by itself now."""
     if left is None or left > _SKIPPED or batches._dataset_kind == dataloader._DatasetKind.Iterable:
         return False
     batches._sampler_iter = iter(deque(batches._sampler_iter, maxlen=1))

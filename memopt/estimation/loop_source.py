@@ -190,7 +190,7 @@ def _calls(body: Iterable[ast.AST]) -> bool:
 
 
 def _is_generator(function: ast.FunctionDef) -> bool:
-    """Whether it yields by itself, not in a function within."""
+    """True where it yields by itself, not in a function within."""
     waiting: list[ast.AST] = [*function.body]
     while waiting:
         node = waiting.pop()

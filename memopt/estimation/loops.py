@@ -149,7 +149,7 @@ class Loops:
             self.last.pop(loop.periodic, None)
 
     def ends(self, loop: Loop) -> bool:
-        """Whether it is to end before its next iteration, of which it has not asked since `seen`."""
+        """True where it is to end before its next iteration, of which it has not asked since `seen`."""
         loop.seen, self._unasked = self.taken, 0
         if loop.within:
             loop.within = False
@@ -177,7 +177,7 @@ class Loops:
 
 
 class For:
-    """What a script's `for` iterates over, in the place of `iterable`."""
+    """The object that a script's `for` iterates over, in the place of `iterable`."""
 
     def __init__(self, loops: Loops, iterable: Iterable[Any], where: str, periodic: bool) -> None:
         self._iterator = iter(iterable)

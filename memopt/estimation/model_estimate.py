@@ -51,7 +51,9 @@ def estimate(
     It runs in a child process on a simulated device, with PyTorch's own allocator deciding, if this Python, or the one
     that python= names, has PyTorch's CUDA build; parameters go there as shapes. Else, or where the model cannot be sent
     there, it runs on fake tensors in a fork, which is the weaker way: .method says which it was, and method="simulated
-    device" or "fake tensors" insists. quick: one run, without ranges and comparisons. Nothing of yours is changed.
+    device" or "fake tensors" insists. quick: one run, without ranges and comparisons. The model, the optimizer and the
+    sample stay as they are; what a function itself writes to files is not kept from them by the kernel, as the
+    command's scripts are.
 
     steps: of training, in each run. backend: the allocator that decides, "native", PyTorch's with expandable segments,
     or "pool", memopt's. seconds: that a run may take before it is ended, with a RuntimeError.
