@@ -9,6 +9,8 @@ TESTS = -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-load
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
+# Objects are of pattern rules alone: make would delete them at its end, and build anew what the next one runs.
+.SECONDARY:
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -105,10 +107,10 @@ bench: environments  ## every benchmark (benchmarks/bench_*.py) beside its peer;
 notebooks: build  ## executes the notebooks, in full, in place
 	@$(ENVIRONMENT) notebook >build/python-notebook
 	@cd notebooks && for n in *.ipynb; do echo "executing $$n" >&2; \
-	    "$$(cat ../build/python-notebook)" ../tests/execute_notebook.py $$n || exit 1; done
+	    "$$(cat ../build/python-notebook)" ../tests/tooling/execute_notebook.py $$n || exit 1; done
 
 docs: build  ## the API's pages, from its docstrings: build/docs/memopt.html
-	@"$$($(ENVIRONMENT) docs)" tests/make_docs.py
+	@"$$($(ENVIRONMENT) docs)" tests/tooling/make_docs.py
 
 # ---- fuzzing ----------------------------------------------------------------------------------------------------------
 FUZZ_SECONDS ?= 60
@@ -176,7 +178,7 @@ C_FILES = $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')
 
 lint: build  ## ruff, mypy, both compilers' warnings, clang-format, clang-tidy; says which tool is missing
 	@$(ENVIRONMENT) lint >build/python-lint
-	@$(PYTHON) tests/lint.py "$$(cat build/python-lint)"
+	@$(PYTHON) tests/tooling/lint.py "$$(cat build/python-lint)"
 
 format: build  ## rewrites Python and C in the project's style
 	@$(ENVIRONMENT) lint >build/python-lint

@@ -1,4 +1,4 @@
-/* What an alloc and its free take in the allocator's core, on the test double; bench_alloc_core.py runs this, and
+/* What an alloc and its free take in the allocator's core, on the model device; bench_alloc_core.py runs this, and
  * `make build/c/bench/alloc_core` compiles it with the flags of the extension.
  *
  *     alloc_core PATTERN LIVE THREADS SEED       LIVE blocks stay live meanwhile, a share of them each thread's
@@ -29,7 +29,7 @@
 
 #include "alloc/pool.h"
 #include "alloc/trace_ring.h"
-#include "driver/driver_double.h"
+#include "driver/model_device.h"
 
 enum {
     BATCH = 1024, /* blocks of a step */
@@ -50,7 +50,7 @@ typedef struct contender {
     const char *name;
     bool traced;
     mo_pool *pool; /* NULL: malloc */
-    mo_double device;
+    mo_model_device device;
     uintptr_t *live;
 } contender;
 
@@ -169,7 +169,7 @@ static void open_contender(contender *c)
     mo_trace *ring;
 
     if (c != contenders) {
-        mo_double_open(&c->device, CAPACITY, GRANULARITY);
+        mo_model_device_open(&c->device, CAPACITY, GRANULARITY);
         if (mo_pool_open(&c->device.table, &settings, &said, &c->pool))
             stop("%s", said.text);
     }
@@ -359,8 +359,9 @@ static void answer_calls(contender *c)
 {
     const uint64_t *calls = c->device.calls;
 
-    printf("%" PRIu64 "\n", calls[MO_DOUBLE_create] + calls[MO_DOUBLE_release] + calls[MO_DOUBLE_map] +
-                                calls[MO_DOUBLE_unmap] + calls[MO_DOUBLE_grant]);
+    printf("%" PRIu64 "\n", calls[MO_MODEL_DEVICE_create] + calls[MO_MODEL_DEVICE_release] +
+                                calls[MO_MODEL_DEVICE_map] + calls[MO_MODEL_DEVICE_unmap] +
+                                calls[MO_MODEL_DEVICE_grant]);
 }
 
 static void answer(char *line)

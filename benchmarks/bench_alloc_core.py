@@ -1,7 +1,7 @@
-"""What a request costs the host: alloc and free in the allocator's core, and torch.empty and del from Python.
+"""The host's cost of a request: alloc and free in the allocator's core, and torch.empty and del from Python.
 
-The core is timed by a C program (alloc_core.c, which make compiles as the extension is) on the test double, a device of
-numbers whose calls take no time. Three patterns:
+A C program (alloc_core.c, which make compiles as the extension is) times the core on the model device, whose calls take
+no time. Three patterns:
 
     again      a block, and its free at once
     replace    any one of the live blocks is freed, and one of its size made: nothing of it is in the cache
@@ -172,7 +172,7 @@ def main() -> int:
 
     report = harness.Report("bench_alloc_core", options)
     report.note("pairs of a sample", options.pairs)
-    report.note("device", "the test double for the core, the simulated device for torch")
+    report.note("device", "the model device for the core, the simulated device for torch")
     if options.only != "python":
         report_core(report, options.patterns, options.live, options.threads, options.pairs)
     if options.only != "core":

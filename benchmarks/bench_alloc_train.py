@@ -1,4 +1,4 @@
-"""What whole training loops need of a device under each allocator: PyTorch's own, its expandable segments, memopt's.
+"""Device memory for whole training loops under each allocator: PyTorch's own, its expandable segments, memopt's.
 
 The loops are those of workloads.py, on memopt's simulated device: PyTorch's real CUDA code and real allocators, kernels
 that do nothing, and a device that counts every call and every byte. For each loop and allocator:

@@ -1,4 +1,4 @@
-"""What memopt.auto_checkpoint promises of a step: its peak, its memory as the machine sees it, its time.
+"""The promises of memopt.auto_checkpoint about a step: its peak, its memory as the machine sees it, its time.
 
 Six models, five budgets each, from just feasible to just below the plain step; a fresh process for each row. Live bytes
 are measured in a step at torch's allocator, what kernels take to work in among them; peak RSS is the kernel's highest
@@ -67,7 +67,7 @@ def row(family: str, budget: int, small: bool) -> dict[str, Any]:
 
     from benchmarks import checkpoint_models
     from memopt import auto_checkpoint
-    from memopt.checkpointing.stage_costs import bytes_of
+    from memopt._checkpoint.stages.costs import bytes_of
 
     work = checkpoint_models.make(family, small=small)
     auto_checkpoint(work.model, work.sample, memory_budget=budget, loss=work.loss)

@@ -1,9 +1,9 @@
-"""What memopt.backward adds to a step, and what a step in pieces costs.
+"""The cost of memopt.backward in a step that fits, and of a step in micro-batches.
 
 On the CPU (with --cuda on a GPU): a step of the demo task with loss.backward() and with memopt.backward, in turns in
 one process, nothing failing; and memopt.backward's own time, by a loss that takes none, beside a hundredth of the step.
 Then the same step in two pieces, by memopt.backward that knows its size and by the loop that one would write by hand,
-which halves the batch, weights the losses and accumulates; and the step in which each of them meets its out of memory,
+which halves the batch, weights the losses and accumulates; and the step in which each of them runs out of memory,
 planted in the middle of the backward pass.
 """
 
@@ -22,7 +22,7 @@ from torch import nn  # noqa: E402
 
 import memopt  # noqa: E402
 from benchmarks import harness, tasks  # noqa: E402
-from memopt.pieces import step as pieces  # noqa: E402
+from memopt._microbatch import backward as pieces  # noqa: E402
 
 OVERHEAD = 0.01  # of a step
 

@@ -1,8 +1,8 @@
-"""What memopt.enable() without recording adds to a training step: under a hundredth.
+"""The cost of memopt.enable() without recording in a training step: under a hundredth.
 
 A step of the demo task on the CPU, with what enable() watches and without, in turns in one process; then the watch's
-own time a step, beside a hundredth of the step. Nothing is added to an allocation: the report of an out of memory costs
-when there is one. Looks at live tensors, which a rise of memory asks for, are counted where one is taken.
+own time a step, beside a hundredth of the step. Nothing is added to an allocation: the report of an out-of-memory error
+costs time only when there is one. Snapshots of live tensors, taken when memory rises, are counted where one is taken.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch  # noqa: E402
 
 import memopt  # noqa: E402
 from benchmarks import harness, tasks  # noqa: E402
-from memopt.owners.growth import GrowthWatch  # noqa: E402
+from memopt._memory.live.growth import GrowthWatch  # noqa: E402
 
 LIMIT = 0.01  # of a step
 

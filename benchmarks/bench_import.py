@@ -1,4 +1,4 @@
-"""What `import memopt` adds to the start of a bare interpreter: nothing of torch, CUDA or NumPy is loaded by it.
+"""The cost of `import memopt` at the start of a bare interpreter: nothing of torch, CUDA or NumPy is loaded by it.
 
 Whole processes, `python -c pass` against `python -c "import memopt"`, in turns. The claim is under 50 ms.
 """

@@ -1,4 +1,4 @@
-"""What memopt.offload_activations saves and costs: 12 transformer blocks under AdamW, activations 70 % of the peak.
+"""Savings and costs of memopt.offload_activations: 12 transformer blocks under AdamW, activations 70 % of the peak.
 
 Memory, on the simulated device, whose allocators are the real ones (PyTorch's, and memopt's pool) and whose kernels do
 nothing, after a first step: the most bytes live at once for
@@ -148,7 +148,7 @@ def measure(name: str, allocator: str, dim: int, real: bool) -> dict[str, Any]:
         after = memopt._C.copy_counts(0)
         answer |= {way: (after[way] - counts[way]) // 5 for way in ("bytes_out", "bytes_in")}
         answer["needed"] = context.last.bytes_out
-        answer["pinned"] = memopt.offloading.host_memory.host_memory(torch.device("cuda", 0)).nbytes
+        answer["pinned"] = memopt._offload.pinned_pool.host_memory(torch.device("cuda", 0)).nbytes
     return answer
 
 

@@ -47,7 +47,7 @@ def main() -> int:
     from torch import nn
 
     import memopt
-    from tests.offloaded_models import Transformer, loss_of, words_of
+    from tests.helpers.offloaded_models import Transformer, loss_of, words_of
 
     torch.set_num_threads(1)
     blocks, width = (6, 256) if chosen.quick else (12, 1024)
@@ -211,7 +211,7 @@ def main() -> int:
             model = make()
             handle = memopt.offload_layers(model, device="cuda")
             if not prefetch:
-                handle._visits.carrier.typical = 0
+                handle._residency.carrier.typical = 0
             keep.append(handle)
             return trainer(model, timed)
 

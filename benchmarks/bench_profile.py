@@ -1,4 +1,4 @@
-"""What looking at memory costs: memopt.enable() and a recording, of a CPU step and of an allocation.
+"""The cost of looking at memory: memopt.enable() and a recording, of a CPU step and of an allocation.
 
 A CPU step is the demo task's (gpt, small), forward, backward and optimizer: plain, after memopt.enable(), and while the
 recorder runs, which on a CPU sees every operation.
@@ -39,7 +39,7 @@ from torch import nn  # noqa: E402
 
 import memopt  # noqa: E402
 from benchmarks import harness, tasks  # noqa: E402
-from memopt.profiling import recorder  # noqa: E402
+from memopt._memory.recording import recorder  # noqa: E402
 
 MODULES, REQUESTS, ENTRIES = 200, 10, 200_000
 STEP_MS = 50

@@ -17,12 +17,12 @@ from pathlib import Path
 import harness
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 import chromium  # noqa: E402
 import made_recordings  # noqa: E402
 
-from memopt.pages import report_page  # noqa: E402
+from memopt._memory.html import report_page  # noqa: E402
 
 LIMIT_SECONDS = 3.0
 ZOOM = """(async () => {

@@ -1,4 +1,4 @@
-"""What the file names of a large data set cost in DataLoader's workers: a plain list, the names pickled into NumPy
+"""Memory of a large data set's file names in DataLoader's workers: a plain list, the names pickled into NumPy
 arrays, memopt.data.SharedList and SharedStrings.
 
 Memory: under fork, spawn and forkserver 4 workers read 2 million names (some 55 characters each), all of them, in

@@ -1,4 +1,4 @@
-"""What states of 8 bits do to training: the loss of AdamW with fp32 states, with memopt's of 8 bits, and with the 8-bit
+"""8-bit states in training: the loss of AdamW with fp32 states, with memopt's of 8 bits, and with the 8-bit
 map that bitsandbytes uses, at the end of the same training with the same data, for several seeds.
 
 The task is gpt-small (tasks.py), at its learning rate falling to 0 by a cosine. The map is "dynamic tree quantization"

@@ -89,9 +89,9 @@ class Steps:
     """Ways of doing the demo task's step, as memopt.compare_steps wants them."""
 
     def __init__(self, steps: int) -> None:
-        from memopt.demo import tasks
+        from memopt import demo
 
-        self.task = tasks.get("gpt", "small")
+        self.task = demo.get_task("gpt", "small")
         self.steps = steps
 
     def batches(self, device: str) -> Iterator[Any]:
@@ -204,7 +204,7 @@ def on_the_cpu(steps: int) -> list[dict[str, Any]]:
 
 def _states(found: Any, name: str) -> Any:
     """The same comparison, of the bytes of optimizer state alone."""
-    from memopt.step_comparison import StepComparison
+    from memopt.types import StepComparison
 
     alone = {
         key: dataclasses.replace(one, peak=one.by_category["optimizer"])
@@ -240,7 +240,7 @@ def on_the_simulated_device() -> list[dict[str, Any]]:
     return [
         row(
             "the batch, now and then",
-            "a step in pieces after an out of memory, here on a card of 60 % of the peak",
+            "a step in micro-batches after an out-of-memory error, here on a card of 60 % of the peak",
             "loss = memopt.backward(compute_loss, x, y, model=model)",
             found,
             "pieces",
@@ -318,7 +318,7 @@ def workers(quick: bool) -> list[dict[str, Any]]:
     from torch.utils.data import DataLoader
 
     import memopt
-    from memopt.demo.library_text import standard_library_text
+    from memopt.demo import standard_library_text
 
     text = standard_library_text()["train"].decode().splitlines()
     lines = [f"{n}: {line}" for n in range(2 if quick else 8) for line in text]

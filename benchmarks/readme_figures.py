@@ -1,13 +1,14 @@
-"""The tables of figures in README.md, written from the JSON in benchmarks/results between markers.
+"""The tables of figures in README.md and of scripts in benchmarks/README.md, written between markers.
 
     python benchmarks/readme_figures.py            rewrites them (`make bench` ends with it)
-    python benchmarks/readme_figures.py --check    exits with 1 if README says anything else than the JSON
+    python benchmarks/readme_figures.py --check    exits with 1 if one says anything else than scripts and JSON
 
 A row names a benchmark, a case in its JSON and the contenders; nothing here is a number. A benchmark whose JSON is not
 there is said not to have been run in full."""
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks/results"
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
 
 
 @dataclass(frozen=True)
@@ -226,18 +228,24 @@ ROWS = [
         ),
     ),
     Row(
-        "`memopt estimate`: peak, of ten scripts the one furthest off",
+        "`memopt estimate`: peak, of ten trainings the one furthest off",
         "bench_estimate",
         "",
         "{}",
-        (Value("peak allocated, the script furthest from its computed run", "estimate", number(2, " %")),),
+        (
+            Value(
+                "peak allocated of a long training, the script furthest from its computed run",
+                "estimate",
+                number(2, " %"),
+            ),
+        ),
     ),
     Row(
-        "… at full size, the slowest",
+        "… seconds of one run at full size, the slowest",
         "bench_estimate",
         "",
         "{}",
-        (Value("seconds at full size, the slowest", "estimate", number(1, " s")),),
+        (Value("seconds at full size, a long training, the slowest", "estimate", number(1, " s")),),
     ),
     speed(
         "`memopt.backward` in a step that fits",
@@ -409,29 +417,60 @@ def demo() -> str:
     return "\n".join(lines)
 
 
-BLOCKS = {"demo": demo, "figures": table}
+def scripts() -> str:
+    """A row a script: what its docstring says it measures, and its results in JSON with the goals they reach."""
+    lines = ["| script | measures | results |", "| --- | --- | --- |"]
+    for script in sorted(BENCHMARKS.glob("*.py")):
+        text = ast.get_docstring(ast.parse(script.read_text())) or ""
+        results = sorted(RESULTS.glob(f"{script.stem}.*json"))
+        if not results and not script.name.startswith("bench_"):
+            continue  # what the others stand on
+        told = ", ".join(
+            f"[{one.name}](results/{one.name}){_goals(json.loads(one.read_text()))}" for one in results
+        )
+        about = " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+        lines.append(f"| `{script.name}` | {about} | {told or 'not run in full yet'} |")
+    return "\n".join(lines)
 
 
-def rewritten(readme: str) -> str:
-    for name, write in BLOCKS.items():
+def _goals(found: dict[str, object]) -> str:
+    entries = [*_listed(found.get("comparisons")), *_listed(found.get("figures"))]
+    met = [entry["goal_met"] for entry in entries if entry["goal_met"] is not None]
+    if not met:
+        return ""
+    missed = [str(entry["case"]).replace("|", "\\|") for entry in entries if entry["goal_met"] is False]
+    return f": {sum(met)} of {len(met)} goals" + (f"; missed: {'; '.join(missed)}" if missed else "")
+
+
+def _listed(entries: object) -> list[dict[str, object]]:
+    return entries if isinstance(entries, list) else []
+
+
+BLOCKS = {README: {"demo": demo, "figures": table}, BENCHMARKS / "README.md": {"scripts": scripts}}
+
+
+def rewritten(file: Path, text: str) -> str:
+    for name, write in BLOCKS[file].items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        before, begins, rest = readme.partition(begin)
+        before, begins, rest = text.partition(begin)
         _, ends, after = rest.partition(end)
         if not begins or not ends:
-            raise SystemExit(f"README.md has no {begin} … {end}")
-        readme = f"{before}{begin}\n{write()}\n{end}{after}"
-    return readme
+            raise SystemExit(f"{file.name} has no {begin} … {end}")
+        text = f"{before}{begin}\n{write()}\n{end}{after}"
+    return text
 
 
 def main() -> int:
-    readme = README.read_text()
-    wanted = rewritten(readme)
-    if sys.argv[1:] == ["--check"]:
-        if readme != wanted:
-            print("README.md's figures are not those of benchmarks/results: run benchmarks/readme_figures.py")
-        return int(readme != wanted)
-    README.write_text(wanted)
-    return 0
+    stale = False
+    for file in BLOCKS:
+        text = file.read_text()
+        wanted = rewritten(file, text)
+        if sys.argv[1:] != ["--check"]:
+            file.write_text(wanted)
+        elif text != wanted:
+            print(f"{file.relative_to(ROOT)} is not what benchmarks/readme_figures.py writes: run it")
+            stale = True
+    return int(stale)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 TASK = "gpt"
 SIZE = "medium"
@@ -45,8 +45,8 @@ def record(path: Path) -> None:
 def picture(recording: Path, to: Path) -> None:
     import chromium
 
-    from memopt.pages import report_page
-    from memopt.profiling import recording_file
+    from memopt._memory.html import report_page
+    from memopt._memory.recording import recording_file
 
     page = recording.with_suffix(".html")
     title = f"{STEPS} steps of a {SIZE} GPT, batch 16, AdamW"

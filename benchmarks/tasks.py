@@ -1,4 +1,4 @@
-"""The two training tasks that every benchmark, example and test of memopt uses: those of `memopt demo` (memopt/demo/
+"""The two training tasks that every benchmark, example and test of memopt uses: those of `memopt demo` (memopt/_demo/
 tasks.py), and how many bytes a step of them holds.
 
     task = tasks.get("gpt", "small")
@@ -30,16 +30,16 @@ if str(ROOT) not in sys.path:  # started as a script: this folder is on the path
 import torch  # noqa: E402
 
 from benchmarks.live_bytes import StepMemory, measure_step  # noqa: E402
-from memopt.demo import tasks as demo_tasks  # noqa: E402
-from memopt.demo.library_text import (  # noqa: E402
+from memopt._demo import tasks as demo_tasks  # noqa: E402
+from memopt._demo.library_text import (  # noqa: E402
     VOCABULARY,
     decode,
     standard_library_text,
     text_digest,
     text_tokens,
 )
-from memopt.demo.models import Block, make_cnn  # noqa: E402
-from memopt.demo.tasks import Batch, digits  # noqa: E402
+from memopt._demo.models import Block, make_cnn  # noqa: E402
+from memopt._demo.tasks import Batch, digits  # noqa: E402
 
 __all__ = [
     "TASKS",
@@ -100,7 +100,7 @@ TASKS = {name: Task(**vars(task)) for name, task in demo_tasks.TASKS.items()}
 
 def get(kind: str, size: str = "small") -> Task:
     """The task "gpt" or "cnn" in size "small", "medium" or "large"."""
-    return TASKS[demo_tasks.get(kind, size).name]
+    return TASKS[demo_tasks.get_task(kind, size).name]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,14 +1,16 @@
 """memopt: train bigger models in the memory you have, with PyTorch.
 
-Importing it changes nothing: each switch is explicit. Neither torch nor a GPU is needed to import it; what needs one
-says so when it is first used, and without torch dir() and help() list what works without. `python -m memopt doctor`
-tells what works on this machine and why the rest does not."""
+Importing it changes nothing: each switch is explicit. Neither torch nor a GPU is needed to import it; a function that
+needs one says so when it is first used, and without torch dir() and help() list what works without. `python -m memopt
+doctor` reports what works on this machine, and why the rest does not.
+"""
 
 from __future__ import annotations
 
 import importlib
 
-from memopt.lazy_names import lazy_names
+from memopt._runtime import old_names
+from memopt._runtime.lazy_names import lazy_names
 
 TYPE_CHECKING = (
     False  # type checkers take it for typing's; importing typing would double what this import costs
@@ -26,29 +28,30 @@ except ImportError as error:
     raise ImportError(f"memopt._C cannot be loaded ({error}): {hint}") from error
 
 if TYPE_CHECKING:
-    from memopt import amp, batch_sizes, chain, compress, cuda, data, deploy, optim, sim
-    from memopt.batch_sizes import BatchSize, find_batch_size
-    from memopt.checkpointing import (
+    from memopt import amp, batch_sizes, chain, compress, cuda, data, demo, deploy, optim, sim, types
+    from memopt._checkpoint import (
         checkpoint,
         checkpoint_sequential,
         create_selective_checkpoint_contexts,
         set_checkpoint_early_stop,
     )
-    from memopt.checkpointing.auto_checkpoint import auto_checkpoint, undo_checkpoint
-    from memopt.diagnosis import doctor
-    from memopt.estimation.model_estimate import estimate
-    from memopt.lower_precision import to_dtype_
-    from memopt.model_comparison.comparing import compare_models
-    from memopt.offloading.activations import offload_activations
-    from memopt.offloading.layers import offload_layers
-    from memopt.owners.device_bytes import device_bar
-    from memopt.owners.live import live_tensors
-    from memopt.pieces.step import backward
-    from memopt.profiling.session import profile
-    from memopt.releasing import release
-    from memopt.step_comparison import compare_steps
-    from memopt.switches import disable, enable, patch
+    from memopt._checkpoint.auto import auto_checkpoint, undo_checkpoint
+    from memopt._compare.models import compare_models
+    from memopt._compare.steps import compare_steps
+    from memopt._estimate.model import estimate
+    from memopt._memory.live.device_bytes import device_bar
+    from memopt._memory.live.live_tensors import live_tensors
+    from memopt._memory.recording.session import profile
+    from memopt._memory.release import release
+    from memopt._microbatch.backward import backward
+    from memopt._offload.activations import offload_activations
+    from memopt._offload.layers import offload_layers
+    from memopt._runtime.doctor import doctor
+    from memopt._runtime.switches import disable, enable, patch
+    from memopt._runtime.to_dtype import to_dtype_
+    from memopt.batch_sizes import BatchSize, find_batch_size
 
+old_names.install()
 Error = _engines.Error
 __version__ = _engines.__version__
 __all__ = [
@@ -68,6 +71,7 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "cuda",
     "data",
+    "demo",
     "deploy",
     "device_bar",
     "disable",
@@ -85,6 +89,7 @@ __all__ = [
     "set_checkpoint_early_stop",
     "sim",
     "to_dtype_",
+    "types",
     "undo_checkpoint",
 ]
 
@@ -93,46 +98,48 @@ __getattr__, __dir__ = lazy_names(
     {
         "BatchSize": "memopt.batch_sizes",
         "find_batch_size": "memopt.batch_sizes",
-        "doctor": "memopt.diagnosis",
-        "estimate": "memopt.estimation.model_estimate",
-        "disable": "memopt.switches",
-        "enable": "memopt.switches",
-        "patch": "memopt.switches",
-        "profile": "memopt.profiling.session",
-        "release": "memopt.releasing",
-        "compare_models": "memopt.model_comparison.comparing",
-        "compare_steps": "memopt.step_comparison",
-        "to_dtype_": "memopt.lower_precision",
-        "checkpoint": "memopt.checkpointing",
-        "checkpoint_sequential": "memopt.checkpointing",
-        "create_selective_checkpoint_contexts": "memopt.checkpointing",
-        "set_checkpoint_early_stop": "memopt.checkpointing",
-        "auto_checkpoint": "memopt.checkpointing.auto_checkpoint",
-        "undo_checkpoint": "memopt.checkpointing.auto_checkpoint",
-        "backward": "memopt.pieces.step",
-        "device_bar": "memopt.owners.device_bytes",
-        "live_tensors": "memopt.owners.live",
-        "offload_activations": "memopt.offloading.activations",
-        "offload_layers": "memopt.offloading.layers",
+        "doctor": "memopt._runtime.doctor",
+        "estimate": "memopt._estimate.model",
+        "disable": "memopt._runtime.switches",
+        "enable": "memopt._runtime.switches",
+        "patch": "memopt._runtime.switches",
+        "profile": "memopt._memory.recording.session",
+        "release": "memopt._memory.release",
+        "compare_models": "memopt._compare.models",
+        "compare_steps": "memopt._compare.steps",
+        "to_dtype_": "memopt._runtime.to_dtype",
+        "checkpoint": "memopt._checkpoint",
+        "checkpoint_sequential": "memopt._checkpoint",
+        "create_selective_checkpoint_contexts": "memopt._checkpoint",
+        "set_checkpoint_early_stop": "memopt._checkpoint",
+        "auto_checkpoint": "memopt._checkpoint.auto",
+        "undo_checkpoint": "memopt._checkpoint.auto",
+        "backward": "memopt._microbatch.backward",
+        "device_bar": "memopt._memory.live.device_bytes",
+        "live_tensors": "memopt._memory.live.live_tensors",
+        "offload_activations": "memopt._offload.activations",
+        "offload_layers": "memopt._offload.layers",
         "amp": None,
         "batch_sizes": None,
         "chain": None,
         "compress": None,
         "cuda": None,
         "data": None,
+        "demo": None,
         "deploy": None,
         "optim": None,
         "sim": None,
+        "types": None,
     },
 )
 
 
 def load_ipython_extension(ipython: object) -> None:
-    """%load_ext memopt: memopt.enable(), %memopt and %%memopt."""
-    importlib.import_module("memopt.torch_version").require("%load_ext memopt")
-    importlib.import_module("memopt.notebooks.extension").load(ipython)
+    """Load the notebook extension (%load_ext memopt): memopt.enable(), and the magics %memopt and %%memopt."""
+    importlib.import_module("memopt._runtime.torch_version").require("%load_ext memopt")
+    importlib.import_module("memopt._jupyter.extension").load(ipython)
 
 
 def unload_ipython_extension(ipython: object) -> None:
-    """%unload_ext memopt: memopt.disable(), and the magics are gone."""
-    importlib.import_module("memopt.notebooks.extension").unload(ipython)
+    """Unload the notebook extension (%unload_ext memopt): memopt.disable(), and the magics are removed."""
+    importlib.import_module("memopt._jupyter.extension").unload(ipython)

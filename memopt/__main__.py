@@ -10,20 +10,20 @@ import sys
 from typing import Any
 
 import memopt
-from memopt import log
-from memopt.commands import check_writable, demo, diff, doctor, estimate, replay, report, run
-from memopt.torch_version import missing
+from memopt._cli import check_writable, demo, diff, doctor, estimate, replay, report, run
+from memopt._runtime import log
+from memopt._runtime.torch_version import missing
 
 COMMANDS = [demo, run, estimate, report, diff, replay, doctor]
 
 
 def add_loudness(to: argparse.ArgumentParser, **default: Any) -> None:
-    to.add_argument("-v", "--verbose", action="count", help="say more (twice: everything)", **default)
-    to.add_argument("-q", "--quiet", action="store_true", help="say only what was asked for", **default)
+    to.add_argument("-v", "--verbose", action="count", help="print more messages (twice: all)", **default)
+    to.add_argument("-q", "--quiet", action="store_true", help="print errors only", **default)
 
 
 def in_words(argv: list[str]) -> list[str]:
-    """`memopt help`, `memopt help COMMAND` and `memopt version`, as other programs have them."""
+    """Translate `memopt help`, `memopt help COMMAND` and `memopt version` into options."""
     if argv[:1] == ["help"]:
         return [*argv[1:2], "--help"]
     return ["--version"] if argv == ["version"] else argv
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "-o", "--output", metavar="FILE", help="write the answer to FILE instead of the screen"
         )
-        sub.add_argument("-f", "--force", action="store_true", help="write over FILE where it exists")
+        sub.add_argument("-f", "--force", action="store_true", help="overwrite FILE if it exists")
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     return top
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return int(status)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is under way ends by itself
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # work under way ends by itself
         print(f"memopt {options.command}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except ImportError as error:

@@ -1,22 +1,27 @@
-"""What to keep and what to make again: the fastest schedule of a chain of stages that fits a memory budget, found by
-dynamic programming in C. Needs neither torch nor a GPU.
+"""Optimal schedules of recomputation and offload for a chain of stages under a memory budget.
 
-    chain = memopt.chain.Chain([memopt.chain.Stage(saved_bytes, output_bytes, forward_seconds, backward_seconds), …],
-                               input_bytes)
-    schedule = memopt.chain.solve(chain, "4GiB")
-    print(schedule.picture()); schedule.seconds, schedule.peak_bytes, schedule.ops
+They are found by dynamic programming in C. Neither torch nor a GPU is needed.
 
-A chain's last stage is the loss. Write a[i] for the input of stage i (a[0] is always there, held by the caller and
-never counted), s[i] for what stage i saves for its backward, its output a[i+1] within it. The state of a step is a set
-of inputs, a set of saved sets and one gradient, at first the seed's. Operations:
+Example:
+    >>> stages = [memopt.chain.Stage(saved_bytes, output_bytes, forward_seconds, backward_seconds), ...]
+    >>> schedule = memopt.chain.solve(memopt.chain.Chain(stages, input_bytes), "4GiB")
+    >>> print(schedule.picture())
+    >>> schedule.seconds, schedule.peak_bytes, schedule.ops
 
+The last stage of a chain is the loss. a[i] is the input of stage i; a[0] is always there, held by the caller and never
+counted. s[i] is the saved set of stage i: the tensors that its backward needs, its output a[i+1] included. The state of
+a step is a set of inputs, a set of saved sets and one gradient, at first the seed's.
+
+Operations:
     fnone i        needs a[i] or s[i-1]; makes a[i+1]; frees a[i]
     fck i          the same, and keeps a[i]
     fall i         the same, and makes s[i] in place of a[i+1]; takes remake_seconds right before bwd i
     bwd i          needs s[i], the gradient of a[i+1], and a[i] or s[i-1]; makes the gradient of a[i]; frees the others
-    drop_input i   frees a[i]                    drop_saved i   frees s[i]
+    drop_input i   frees a[i]
+    drop_saved i   frees s[i]
 
-fnone, fck and fall need forward_overhead_bytes more while they run, bwd backward_overhead_bytes."""
+fnone, fck and fall need forward_overhead_bytes more while they run, bwd backward_overhead_bytes.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +58,11 @@ def _size(value: int | str, what: str) -> int:
 
 
 class InfeasibleBudget(ValueError):
-    """No schedule fits. least_budget: the least memory_budget, in bytes, with which the same call finds one."""
+    """No schedule of the chain fits the budget.
+
+    Attributes:
+        least_budget: The least memory_budget, in bytes, for which the same call finds a schedule.
+    """
 
     def __init__(self, message: str, least_budget: int = 0) -> None:
         super().__init__(message)
@@ -62,7 +71,18 @@ class InfeasibleBudget(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """Another way for a stage to run forwards in full: what it then saves (its output within), and what that costs."""
+    """An alternative for a stage's full forward run: a saved set of another size, at another cost.
+
+    Attributes:
+        name: Name of the option, as operations give it.
+        saved_bytes: Bytes of the saved set, the stage's output included.
+        forward_seconds: Time of the forward run.
+        backward_seconds: Time of the backward run.
+        forward_overhead_bytes: Bytes that the forward run needs besides, while it runs.
+        backward_overhead_bytes: Bytes that the backward run needs besides, while it runs.
+        remake_seconds: Time of a forward run right before the stage's own backward, which may stop early; None for
+            forward_seconds.
+    """
 
     name: str
     saved_bytes: int
@@ -87,9 +107,24 @@ class Option:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a chain, as it was measured. saved_bytes includes the output; input_grad_bytes None: as large as the
-    input. A stage can always be kept in full, or run without keeping anything and made again later; what else it can
-    do is in options."""
+    """One stage of a chain, with its measured costs.
+
+    A stage can always be kept in full, or run without keeping anything and be run again later; further choices are in
+    options.
+
+    Attributes:
+        saved_bytes: Bytes of the saved set, the stage's output included.
+        output_bytes: Bytes of the output.
+        forward_seconds: Time of the forward run.
+        backward_seconds: Time of the backward run.
+        forward_overhead_bytes: Bytes that the forward run needs besides, while it runs.
+        backward_overhead_bytes: Bytes that the backward run needs besides, while it runs.
+        remake_seconds: Time of a forward run right before the stage's own backward, which may stop early; None for
+            forward_seconds. It cannot stop early where its output is needed: leave it None for the loss.
+        input_grad_bytes: Bytes of the gradient of the input; None for as many as the input's.
+        options: Alternatives for the full forward run.
+        name: Name of the stage, for tables and errors.
+    """
 
     saved_bytes: int
     output_bytes: int
@@ -108,16 +143,28 @@ class Stage:
         object.__setattr__(self, "options", tuple(self.options))
         names = [option.name for option in self.options]
         if "" in names or len({*names}) < len(names):
-            raise ValueError(f"options={names}: each needs a name of its own")
+            raise ValueError(f"options={names}: each needs a unique name")
 
     def with_offload(
         self, nbytes: int | str, bandwidth: float, *, back: float | None = None, name: str = "offload"
     ) -> Stage:
-        """This stage with one more option: nbytes of what it saves leave the device while it runs, at `bandwidth` bytes
-        a second, and come back, at `back` (bandwidth), while its backward runs. They are there during both."""
+        """Return this stage with an option that offloads part of its saved set.
+
+        The bytes leave the device while the stage runs and come back while its backward runs; they are on the device
+        during both.
+
+        Args:
+            nbytes: Bytes that leave the device ("1GiB" too).
+            bandwidth: Bytes per second from the device.
+            back: Bytes per second to the device; None for bandwidth.
+            name: Name of the option.
+
+        Raises:
+            ValueError: A bandwidth is not positive, or nbytes is more than the stage saves besides its output.
+        """
         size = self._part(nbytes)
         if not (bandwidth > 0 and (back is None or back > 0)):
-            raise ValueError(f"bandwidth={bandwidth}, back={back}: bytes a second are more than 0")
+            raise ValueError(f"bandwidth={bandwidth}, back={back}: a bandwidth is more than 0")
         forward = max(self.forward_seconds, size / bandwidth)
         return self._with(
             Option(
@@ -132,7 +179,16 @@ class Stage:
         )
 
     def with_selective(self, nbytes: int | str, seconds: float, *, name: str = "selective") -> Stage:
-        """This stage with one more option: nbytes of what it saves are made again in its backward, in `seconds`."""
+        """Return this stage with an option that recomputes part of its saved set in its backward.
+
+        Args:
+            nbytes: Bytes that are recomputed ("1GiB" too).
+            seconds: Time that recomputing them takes.
+            name: Name of the option.
+
+        Raises:
+            ValueError: nbytes is more than the stage saves besides its output.
+        """
         size = self._part(nbytes)
         return self._with(
             Option(
@@ -177,8 +233,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages one after the other, the last one being the loss. output_grad_bytes: of the seed of the backward; None: as
-    large as the last stage's output. Raises ValueError for what makes no sense, naming the stage."""
+    """Stages in order, the last of which is the loss.
+
+    Args:
+        stages: The stages.
+        input_bytes: Bytes of the chain's input.
+        output_grad_bytes: Bytes of the seed of the backward; None for as many as the last stage's output.
+
+    Raises:
+        ValueError: A figure makes no sense; the message names the stage.
+    """
 
     stages: tuple[Stage, ...]
     input_bytes: int
@@ -209,18 +273,24 @@ class Chain:
 
     @property
     def plain_seconds(self) -> float:
-        """Of a step that keeps everything."""
+        """Seconds of a step that keeps everything."""
         return sum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
 
     def keep_all(self) -> Schedule:
-        """The schedule of a plain step."""
+        """Return the schedule of a plain step, which keeps everything."""
         stages = range(len(self.stages))
         return Schedule(self, [("fall", i) for i in stages] + [("bwd", i) for i in reversed(stages)])
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One operation of a schedule: its seconds, the bytes that are there while it runs, and after it."""
+    """One operation of a schedule, as replayed.
+
+    Attributes:
+        seconds: Time of the operation.
+        during_bytes: Bytes that are allocated while it runs.
+        after_bytes: Bytes that are allocated after it.
+    """
 
     seconds: float
     during_bytes: int
@@ -228,10 +298,23 @@ class Moment:
 
 
 class Schedule:
-    """The operations of a step over a chain, in order. It is replayed when it is made: ValueError says which operation
-    cannot be done, and why.
+    """The operations of a training step over a chain, in order.
 
-    seconds, peak_bytes: what it takes, counted as memory_budget is: all but the chain's own input."""
+    solve() and Table make schedules. A schedule is replayed when it is made.
+
+    Args:
+        chain: The chain.
+        ops: Operations: ("fck", stage), or ("fall", stage, option) for an option of the stage.
+        memory_budget: Budget in bytes, for validate().
+        curve: (memory_budget, seconds) of smaller budgets, for the property of that name.
+
+    Raises:
+        ValueError: An operation cannot be done; the message says which, and why.
+
+    Attributes:
+        seconds: Time of the step.
+        peak_bytes: Most bytes allocated at once, everything counted but the chain's own input.
+    """
 
     def __init__(
         self,
@@ -265,7 +348,14 @@ class Schedule:
         return _C.chain_replay(*self.chain._native, native)
 
     def validate(self, memory_budget: int | str | None = None) -> None:
-        """Replays it again. ValueError where it cannot be done, or peaks above memory_budget (None: its own)."""
+        """Replay the schedule again and check its peak.
+
+        Args:
+            memory_budget: Bytes, or "8GiB"; None for the schedule's own budget.
+
+        Raises:
+            ValueError: An operation cannot be done, or the peak is above the budget.
+        """
         budget = self.memory_budget if memory_budget is None else _size(memory_budget, "memory_budget")
         _, peak, at, _ = self._replay()
         if budget is not None and peak > budget:
@@ -275,16 +365,19 @@ class Schedule:
             )
 
     def curve(self) -> tuple[tuple[int, float], ...]:
-        """What every smaller budget gives, from the table that this schedule comes from: (memory_budget, seconds), from
-        the least feasible budget to this one's. A step with that budget takes those seconds or fewer."""
+        """Seconds by budget: pairs (memory_budget, seconds), from the least feasible budget to this schedule's.
+
+        A step with that budget takes those seconds or fewer.
+
+        Raises:
+            ValueError: The schedule was made by hand, not by solve() or a Table.
+        """
         if not self._curve:
-            raise ValueError(
-                "only what solve() or a Table returns has a curve: this schedule was made by hand"
-            )
+            raise ValueError("this schedule was made by hand: only those of solve() or a Table have a curve")
         return self._curve
 
     def table(self) -> str:
-        """A line an operation."""
+        """Return the operations as text, one line for each."""
         wide = max(len(_words(op)) for op in self.ops)
         lines = [f"{'operation':{wide}}  {'seconds':>10}  {'during':>9}  {'after':>9}"]
         for at, (op, moment) in enumerate(zip(self.ops, self.moments, strict=True)):
@@ -294,10 +387,16 @@ class Schedule:
         return "\n".join([*lines, self._sum()])
 
     def picture(self, width: int = 100) -> str:
-        """Memory and stages over the operations, in at most `width` columns and the names:
+        """Draw memory and stages over the operations as text.
 
-        n c F B x   the stage runs: fnone, fck, fall, bwd, a drop
-        =           what it saved is there                   -   its input is
+        Args:
+            width: Columns of the drawing, the stages' names not counted.
+
+        Returns:
+            The drawing, a row for each stage, in these marks:
+                n c F B x: the stage runs fnone, fck, fall, bwd, a drop
+                =: its saved set is there
+                -: its input is there
         """
         names = [stage.name or str(i) for i, stage in enumerate(self.chain.stages)]
         wide = max(map(len, [*names, "memory"]))
@@ -349,9 +448,11 @@ def _words(op: Op) -> str:
 
 
 class Table:
-    """All budgets up to memory_budget at once: one run of the solver. See solve() for the arguments.
+    """Schedules for every budget up to memory_budget, from one run of the solver; the arguments are those of solve().
 
-    least_budget: the least feasible budget in bytes, which may be more than memory_budget."""
+    Attributes:
+        least_budget: The least feasible budget in bytes, which may be more than memory_budget.
+    """
 
     def __init__(
         self, chain: Chain, memory_budget: int | str, slots: int = 500, *, level: str = "default"
@@ -364,16 +465,26 @@ class Table:
         self.least_budget = self._table.least_budget
 
     def curve(self) -> list[tuple[int, float]]:
-        """(memory_budget, seconds) from the least feasible budget to the table's own: with that budget a step takes
-        those seconds or fewer. Empty where the table's own is not feasible."""
+        """Return pairs (memory_budget, seconds), from the least feasible budget to the table's own.
+
+        A step with that budget takes those seconds or fewer. Empty if the table's own budget is not feasible.
+        """
         return self._table.curve()
 
     def schedule(self, memory_budget: int | str | None = None) -> Schedule:
-        """The schedule for a budget up to the table's own (None: that one). InfeasibleBudget where none fits."""
+        """Return the fastest schedule for a budget.
+
+        Args:
+            memory_budget: Bytes, or "8GiB", up to the table's own budget; None for that one.
+
+        Raises:
+            InfeasibleBudget: No schedule fits.
+            ValueError: The budget is above the table's own.
+        """
         budget = self.memory_budget if memory_budget is None else _size(memory_budget, "memory_budget")
         if budget > self.memory_budget:
             raise ValueError(
-                f"memory_budget={budget} is above the table's own, {self.memory_budget}: make another"
+                f"memory_budget={budget} is above the table's own, {self.memory_budget}: make another table"
             )
         if budget < self.least_budget:
             least = self.least_budget
@@ -392,14 +503,22 @@ class Table:
 
 
 def solve(chain: Chain, memory_budget: int | str, slots: int = 500, *, level: str = "default") -> Schedule:
-    """The fastest schedule of the chain that fits.
+    """Find the fastest schedule of the chain that fits the budget.
 
-    memory_budget: bytes, or "8GiB"; everything is counted but the chain's own input, which its caller holds.
-    slots: how finely the budget is divided; time and memory of the solver grow with it. Where all sizes have a divisor
-    that goes into the budget no more than `slots` times, nothing is rounded.
-    level: "persistent" is the classical optimum, in which what is kept stays until its backward; "default" also drops
-    inputs and makes them again late; "full" searches more of that, and is for short chains and the least budgets. But
-    for what is rounded, none is slower than the one before.
+    Args:
+        chain: The chain.
+        memory_budget: Bytes, or "8GiB". Everything is counted but the chain's own input, which its caller holds.
+        slots: Number of units that the budget is divided into. The solver's time and memory grow with it. Sizes are
+            rounded up to units, unless they have a common divisor that goes into the budget at most `slots` times.
+        level: "persistent" is the classical optimum, in which a kept tensor stays until its backward; "default" also
+            drops inputs and recomputes them late; "full" searches more of that, and is for short chains and the least
+            budgets. Rounding apart, no level is slower than the one before it.
 
-    InfeasibleBudget, with .least_budget, where no schedule fits."""
+    Returns:
+        The schedule.
+
+    Raises:
+        InfeasibleBudget: No schedule fits; its least_budget is the least budget that does.
+        ValueError: An argument makes no sense.
+    """
     return Table(chain, memory_budget, slots, level=level).schedule()

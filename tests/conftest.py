@@ -1,6 +1,6 @@
 """One pytest over three kinds of test, so that its closing line speaks for all of them:
 
-* `tests/test_*.py` run here;
+* `tests/unit`, `tests/integration` and `tests/tooling` run here;
 * `tests/c/**/test_*.c` are binaries: built by make, started once each, a test an item (c_tests.py);
 * `tests/sim/test_*.py` need PyTorch's CUDA build on the simulated device, which has to be activated before torch is
   imported: each file runs in a process of its own under `.venv/sim` (sim_tests.py).
@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parent), str(HERE / "helpers"), str(HERE / "tooling")]
 
 from c_tests import CFile  # noqa: E402
 from sim_tests import SimFile, in_sim_environment  # noqa: E402
@@ -106,6 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _config = config
     # Threads that wait for others while those have no core would keep it from them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.pop("COLUMNS", None)  # texts are folded to it; xdist's workers say 80
     os.environ.setdefault("MEMOPT_SEED", str(int.from_bytes(os.urandom(4), "big") | 1))
 
 
@@ -120,7 +121,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {str(HERE / file): place for place, file in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(str(item.path), len(places)))
+    rooms = {
+        "c": 0,
+        "sim": 1,
+    }  # in these a test is part of a program that is started once; then the others by name
+
+    def place(item: pytest.Item) -> tuple[int, int, str]:
+        room = item.path.relative_to(HERE).parts[0]
+        return (
+            places.get(str(item.path), len(places)),
+            rooms.get(room, 2),
+            item.path.name if room not in rooms else "",
+        )
+
+    items.sort(key=place)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

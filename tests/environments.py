@@ -187,10 +187,10 @@ def fill_cpu(python: Path, _: argparse.Namespace) -> None:
     folder = site_packages(python) / "nvidia" / "cu13" / "lib"
     folder.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(ROOT / "memopt" / "sim"))
-    import elf
+    import _elf
 
     for library in sorted((ROOT / "memopt" / "sim" / "cu13").glob("sim_*.so")):
-        link = folder / elf.read(library).soname
+        link = folder / _elf.read(library).soname
         link.unlink(missing_ok=True)
         link.symlink_to(library)
 

@@ -7,7 +7,7 @@
 #ifndef MO_BLOCK_H
 #define MO_BLOCK_H
 
-#include "alloc/order.h"
+#include "alloc/stream_order.h"
 #include "alloc/pool.h"
 #include "base/assert.h"
 
@@ -25,9 +25,9 @@ struct mo_block {
     uint8_t stream;            /* live: number of its stream; else of the last one it had */
     mo_block *previous, *next; /* by address, within the span */
     mo_span *span;
-    mo_use use;       /* free, hole: what may still use it; live: the streams recorded beside its own */
-    size_t requested; /* live: bytes asked for */
-    uint64_t serial;  /* live: number of the allocation */
+    mo_last_use last_use; /* free, hole: what may still use it; live: the streams recorded beside its own */
+    size_t requested;     /* live: bytes asked for */
+    uint64_t serial;      /* live: number of the allocation */
 };
 
 typedef struct mo_block_store {
@@ -77,7 +77,7 @@ static inline mo_block *mo_block_take(mo_block_store *store)
     block->stream = 0;
     block->previous = block->next = NULL;
     block->span = NULL;
-    block->use = (mo_use){0};
+    block->last_use = (mo_last_use){0};
     block->requested = 0;
     block->serial = 0;
     return block;

@@ -12,10 +12,10 @@ typedef struct chunk {
 
 /* ---- the spare ones ---------------------------------------------------------------------------------------- */
 
-static void add_spare(mo_granules *granules, mo_granule *granule, mo_use use)
+static void add_spare(mo_granules *granules, mo_granule *granule, mo_last_use use)
 {
     granule->owner = NULL;
-    granule->use = use;
+    granule->last_use = use;
     granule->previous = NULL;
     granule->next = granules->spare;
     if (granule->next)
@@ -80,7 +80,7 @@ mo_status mo_granule_create(mo_granules *granules, mo_detail *detail)
         return status;
     }
     granules->count++;
-    add_spare(granules, granule, (mo_use){0});
+    add_spare(granules, granule, (mo_last_use){0});
     return MO_OK;
 }
 
@@ -111,7 +111,7 @@ mo_status mo_granule_map(mo_granules *granules, mo_granule *granule, mo_span *sp
         return status;
     slot->granule = granule;
     slot->span = span;
-    slot->use = (mo_use){0};
+    slot->last_use = (mo_last_use){0};
     slot->granted = false;
     slot->next_view = granule->views;
     granule->views = slot;
@@ -149,10 +149,10 @@ mo_status mo_granule_unmap(mo_granules *granules, mo_slot *slot, mo_address addr
     return MO_OK;
 }
 
-void mo_granule_disown(mo_granules *granules, mo_slot *slot, mo_use use)
+void mo_granule_disown(mo_granules *granules, mo_slot *slot, mo_last_use use)
 {
     MO_ASSERT(mo_slot_owned(slot));
-    slot->use = use;
+    slot->last_use = use;
     granules->stale_count++;
     add_spare(granules, slot->granule, use);
 }

@@ -26,12 +26,12 @@ typedef struct mo_granule mo_granule;
 typedef struct mo_slot mo_slot;
 
 struct mo_slot {
-    mo_granule *granule; /* what is mapped here, NULL: nothing */
-    mo_slot *next_view;  /* of the same granule */
-    mo_span *span;       /* set when something is first mapped */
-    mo_block *first;     /* the lowest block that begins in this slot, NULL: none (zone.h) */
-    mo_use use;          /* what may still use the mapping; owned: as of the last frees in it (zone.h) */
-    bool granted;        /* the mapping is accessible */
+    mo_granule *granule;  /* what is mapped here, NULL: nothing */
+    mo_slot *next_view;   /* of the same granule */
+    mo_span *span;        /* set when something is first mapped */
+    mo_block *first;      /* the lowest block that begins in this slot, NULL: none (zone.h) */
+    mo_last_use last_use; /* what may still use the mapping; owned: as of the last frees in it (zone.h) */
+    bool granted;         /* the mapping is accessible */
 };
 
 struct mo_granule {
@@ -39,7 +39,7 @@ struct mo_granule {
     mo_slot *owner;     /* NULL: spare */
     mo_slot *views;
     mo_granule *previous, *next; /* among the spare ones */
-    mo_use use;                  /* what may still have used it when it last was spare */
+    mo_last_use last_use;        /* what may still have used it when it last was spare */
 };
 
 typedef struct mo_granules {
@@ -74,7 +74,7 @@ mo_status mo_granules_grant(mo_granules *granules, mo_slot *slots, mo_address ad
 mo_status mo_granule_unmap(mo_granules *granules, mo_slot *slot, mo_address address, mo_detail *detail);
 
 /* The slot's granule becomes spare; its view goes stale. use: what may still use it. */
-void mo_granule_disown(mo_granules *granules, mo_slot *slot, mo_use use);
+void mo_granule_disown(mo_granules *granules, mo_slot *slot, mo_last_use use);
 /* A spare granule becomes the slot's own, where it is mapped already. */
 void mo_granule_own(mo_granules *granules, mo_slot *slot);
 

@@ -1,4 +1,4 @@
-/* The text of an out of memory: from plain numbers to sentences, with nothing asked of a device or a pool.
+/* The text of an out-of-memory error: from plain numbers to sentences, with nothing asked of a device or a pool.
  *
  * It begins as torch's own, word for word and number for number (users and libraries match on it):
  *

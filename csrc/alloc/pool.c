@@ -2,7 +2,14 @@
 
 #include <string.h>
 
-#include "alloc/pool_parts.h"
+#include "alloc/arena.h"
+#include "alloc/oom_facts.h"
+#include "alloc/oom_retry.h"
+#include "alloc/placement.h"
+#include "alloc/pool_check.h"
+#include "alloc/pool_wait.h"
+#include "alloc/remap.h"
+#include "alloc/segments.h"
 #include "alloc/trace_ring.h"
 #include "base/assert.h"
 #include "base/hostmem.h"
@@ -10,7 +17,7 @@
 #include "driver/driver_cuda.h"
 #include "driver/forked.h"
 
-#define REPEATING 256               /* requests foretold right in a row, until a step is taken to repeat */
+#define REPEATING 256               /* requests predicted right in a row, until a step is taken to repeat */
 #define RECALLED  ((size_t)1 << 20) /* requests larger than this are put where they were the last time */
 
 /* ---- the process's pools --------------------------------------------------------------------------------- */
@@ -70,6 +77,8 @@ mo_status mo_pool_of_device(int device, mo_pool **out, mo_detail *detail)
             for (int other = 0; other < MO_MAX_DEVICES && !status; other++)
                 if (mo_pool_if_open(other))
                     status = mo_pool_grant_again(mo_pool_if_open(other), detail);
+            if (!status && defaults.preallocate)
+                status = mo_pool_preallocate(pool, (mo_arena_id){0, 0}, defaults.preallocate, detail);
             if (status && pool) {
                 mo_pool_close(pool, NULL);
                 pool = NULL;
@@ -102,7 +111,7 @@ mo_status mo_pool_open(mo_driver *driver, const mo_pool_settings *settings, mo_d
     if (!pool->settings.huge_limit)
         pool->settings.huge_limit = MO_HUGE_LIMIT;
     pool->granules.size = driver->granularity;
-    if (settings->recall && mo_recall_open(&pool->recall, NULL))
+    if (settings->recall && mo_step_predictor_open(&pool->predictor, NULL))
         pool->settings.recall = false; /* slower steps, nothing else */
     mo_arena_start(pool, &pool->general, (mo_arena_id){0, 0});
     pool->general.references = 1;
@@ -122,9 +131,9 @@ mo_status mo_pool_close(mo_pool *pool, mo_detail *detail)
     mo_status status = pool->driver->synchronize(pool->driver, detail);
 
     note_failure(&status, mo_arenas_close(pool, detail));
-    mo_order_close(&pool->order);
+    mo_stream_order_close(&pool->order);
     mo_granules_close(&pool->granules);
-    mo_recall_close(&pool->recall);
+    mo_step_predictor_close(&pool->predictor);
     mo_address_map_close(&pool->live);
     mo_blocks_close(&pool->blocks);
     mo_host_free(pool);
@@ -137,7 +146,7 @@ mo_status mo_pool_close(mo_pool *pool, mo_detail *detail)
 static mo_status search(mo_pool *pool, const mo_request *request, mo_address hint, mo_detail *detail,
                         mo_block **out, mo_address *at)
 {
-    mo_block *waiting, *block = hint ? mo_place_at(pool, request, hint) : NULL;
+    mo_block *waiting, *block = hint ? mo_remap_at(pool, request, hint) : NULL;
     mo_status status;
 
     if (block) {
@@ -148,7 +157,7 @@ static mo_status search(mo_pool *pool, const mo_request *request, mo_address hin
     }
     block = mo_fit(pool, request, &waiting);
     if (!block && waiting) {
-        mo_order_poll(&pool->order);
+        mo_stream_order_poll(&pool->order);
         block = mo_fit(pool, request, &waiting);
     }
     if (block || !pool->granules.size) {
@@ -164,7 +173,7 @@ static mo_status search(mo_pool *pool, const mo_request *request, mo_address hin
         return status;
     }
     if (!pool->settings.double_map || request->captured || pool->granules.stale_count)
-        mo_order_probe(&pool->order); /* on the slow path only */
+        mo_stream_order_probe(&pool->order); /* on the slow path only */
     for (mo_effort effort = MO_EFFORT_SWITCH;; effort++) {
         status = mo_place(pool, request, effort, detail, out, at);
         if ((status != MO_NO_DEVICE_MEMORY && status != MO_NOT_READY) || effort == MO_EFFORT_CREATE)
@@ -188,8 +197,8 @@ static mo_status grant_request(mo_pool *pool, const mo_request *request, mo_bloc
     mo_arena *arena = request->arena;
     mo_status status = MO_OK;
 
-    if (!mo_order_own(request->stream, block->use))
-        status = mo_order_join(&pool->order, request->stream, false, block->use, detail);
+    if (!mo_stream_order_own(request->stream, block->last_use))
+        status = mo_stream_order_join(&pool->order, request->stream, false, block->last_use, detail);
     if (!status)
         status = mo_blocks_reserve(&pool->blocks, 2, detail);
     if (!status)
@@ -197,7 +206,7 @@ static mo_status grant_request(mo_pool *pool, const mo_request *request, mo_bloc
     if (status)
         return status;
     block = mo_zone_take(request->zone, block, at, request->size);
-    block->use = (mo_use){0};
+    block->last_use = (mo_last_use){0};
     block->requested = request->requested;
     block->stream = (uint8_t)request->stream;
     block->serial = ++pool->serial;
@@ -226,9 +235,9 @@ static mo_status fulfil(mo_pool *pool, mo_request *request, bool again, mo_detai
     mo_status status;
 
     if (pool->settings.recall) {
-        signature = mo_recall_signature(request->size, request->stream, request->arena->number);
-        hint = mo_recall_foretell(&pool->recall, signature);
-        request->foretold = hint && pool->recall.run >= REPEATING;
+        signature = mo_step_predictor_signature(request->size, request->stream, request->arena->number);
+        hint = mo_step_predictor_predict(&pool->predictor, signature);
+        request->predicted = hint && pool->predictor.run >= REPEATING;
         /* Smaller ones tell what comes next as well as others do, and fall into place by best fit alone; to look for their
          * old place would take longer, among the thousands of blocks that may begin in one granule. */
         if (request->size <= RECALLED || again)
@@ -248,7 +257,7 @@ static mo_status fulfil(mo_pool *pool, mo_request *request, bool again, mo_detai
     if (again)
         pool->stats.num_alloc_retries++;
     if (pool->settings.recall)
-        mo_recall_learn(&pool->recall, signature, at);
+        mo_step_predictor_learn(&pool->predictor, signature, at);
     return MO_OK;
 }
 
@@ -281,15 +290,9 @@ static mo_status make_request(mo_pool *pool, mo_arena *arena, size_t size, mo_st
     return status;
 }
 
-static mo_status no_arena(mo_arena_id id, mo_detail *detail)
-{
-    return mo_fail(detail, MO_INVALID, 0, "there is no memory pool (%llu, %llu) on this device", id.first,
-                   id.second);
-}
-
 /* One attempt. UNLOCKS where it fails; MO_NOT_READY then asks for another. *arena: whose it is, NULL: nobody's. */
 static mo_status alloc_locked(mo_pool *pool, bool named, mo_arena_id id, size_t size, mo_stream stream,
-                              mo_ladder *ladder, mo_detail *detail, mo_arena **arena, mo_address *out)
+                              mo_oom_retry *retry, mo_detail *detail, mo_arena **arena, mo_address *out)
 {
     mo_request request;
     mo_block *block = NULL;
@@ -298,14 +301,15 @@ static mo_status alloc_locked(mo_pool *pool, bool named, mo_arena_id id, size_t 
 
     if (status)
         return status;
-    *arena = named ? mo_arena_find(pool, id) : pool->routes ? mo_arena_routed(pool, stream) : &pool->general;
-    status =
-        *arena ? make_request(pool, *arena, size, stream, number, detail, &request) : no_arena(id, detail);
+    *arena = named          ? mo_arena_named(pool, id, detail)
+             : pool->routes ? mo_arena_routed(pool, stream)
+                            : &pool->general;
+    status = *arena ? make_request(pool, *arena, size, stream, number, detail, &request) : MO_INVALID;
     if (status)
         return status;
-    status = fulfil(pool, &request, ladder->rung > 0, detail, &block);
+    status = fulfil(pool, &request, retry->step > 0, detail, &block);
     if (status == MO_NO_DEVICE_MEMORY) {
-        status = mo_ladder_climb(pool, &request, ladder, detail);
+        status = mo_oom_retry_next(pool, &request, retry, detail);
         return status ? status : MO_NOT_READY;
     }
     if (status)
@@ -325,11 +329,13 @@ static void trace_oom(mo_pool *pool, size_t size, mo_stream stream, const mo_are
     mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_OOM, 0, free_bytes, size, stream, arena->id);
 }
 
-/* With the pressure call between two attempts; named: `id` counts, else the routes do. */
+/* named: `id` counts, else the routes do. */
 static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, mo_stream stream,
                        mo_detail *detail, mo_address *out)
 {
     mo_detail own;
+    mo_oom_retry retry = {0};
+    mo_arena *arena = NULL;
     mo_status status;
 
     detail = detail ? detail : &own;
@@ -344,33 +350,19 @@ static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, m
             detail, MO_UNSUPPORTED, 0,
             "CU_STREAM_PER_THREAD is another stream in each thread, and memopt's allocator cannot tell "
             "them apart: use a stream that was created");
-    for (int attempt = 0;; attempt++) {
-        mo_ladder ladder = {0};
-        mo_pressure pressure;
-        void *user;
-        mo_arena *arena = NULL;
-
-        mo_lock_take(&pool->lock);
-        do
-            status = alloc_locked(pool, named, id, size, stream, &ladder, detail, &arena, out);
-        while (status == MO_NOT_READY);
-        if (!status && attempt && !ladder.rung)
-            pool->stats.num_alloc_retries++; /* pressure is a rung too */
-        pressure = pool->pressure;
-        user = pool->pressure_user;
-        if (arena && status == MO_NO_DEVICE_MEMORY && (attempt || !pressure)) {
-            pool->stats.num_ooms++;
-            mo_pool_describe_oom(pool, arena, size, detail);
-            if (pool->trace)
-                trace_oom(pool, size, stream, arena);
-        }
-        MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);
-        mo_lock_give(&pool->lock);
-        if (status != MO_NO_DEVICE_MEMORY || attempt || !pressure)
-            return status;
-        pressure(user, pool->driver->device,
-                 size); /* whatever it says: another thread may have freed since */
+    mo_lock_take(&pool->lock);
+    do
+        status = alloc_locked(pool, named, id, size, stream, &retry, detail, &arena, out);
+    while (status == MO_NOT_READY);
+    if (arena && status == MO_NO_DEVICE_MEMORY) {
+        pool->stats.num_ooms++;
+        mo_pool_describe_oom(pool, arena, size, detail);
+        if (pool->trace)
+            trace_oom(pool, size, stream, arena);
     }
+    MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);
+    mo_lock_give(&pool->lock);
+    return status;
 }
 
 mo_status mo_pool_alloc(mo_pool *pool, size_t size, mo_stream stream, mo_detail *detail, mo_address *out)
@@ -430,19 +422,19 @@ static void free_block(mo_pool *pool, mo_block *block)
     mo_zone *zone = block->span->zone;
     mo_arena *arena = zone->arena;
     uint64_t own = 1ull << block->stream;
-    bool shared = (block->use.streams & ~own) != 0;
+    bool shared = (block->last_use.streams & ~own) != 0;
 
-    block->use.streams |= own;
-    block->use.tick = ++pool->order.tick;
-    for (uint64_t rest = block->use.streams; rest; rest &= rest - 1) {
+    block->last_use.streams |= own;
+    block->last_use.tick = ++pool->order.tick;
+    for (uint64_t rest = block->last_use.streams; rest; rest &= rest - 1) {
         mo_stream_state *state = &pool->order.streams[__builtin_ctzll(rest)];
 
         state->users--;
-        state->last = block->use.tick;
+        state->last = block->last_use.tick;
     }
     /* Marked now, it is known the sooner to be over; where that fails, whoever wants the memory marks again. */
     if (shared)
-        mo_order_mark(&pool->order, block->use.streams, block->use.tick, NULL);
+        mo_stream_order_mark(&pool->order, block->last_use.streams, block->last_use.tick, NULL);
     mo_stat_add(&pool->stats, MO_ALLOCATION, zone->column, -1);
     mo_stat_add(&pool->stats, MO_ALLOCATED_BYTES, zone->column, -(int64_t)block->size);
     mo_stat_add(&pool->stats, MO_REQUESTED_BYTES, zone->column, -(int64_t)block->requested);
@@ -499,8 +491,8 @@ mo_status mo_pool_record_stream(mo_pool *pool, mo_address address, mo_stream str
         pool->stats.foreign_streams++;
         status = not_live(address, detail);
     }
-    if (!status && number != block->stream && !(block->use.streams >> number & 1)) {
-        block->use.streams |= 1ull << number;
+    if (!status && number != block->stream && !(block->last_use.streams >> number & 1)) {
+        block->last_use.streams |= 1ull << number;
         pool->order.streams[number].users++;
     }
     if (!status && pool->trace)
@@ -540,50 +532,21 @@ void mo_pool_limit(mo_pool *pool, size_t budget)
     mo_lock_give(&pool->lock);
 }
 
-size_t mo_pool_budget(mo_pool *pool)
-{
-    size_t budget;
-
-    if (mo_forked())
-        return pool->settings.budget;
-    mo_lock_take(&pool->lock);
-    budget = pool->settings.budget;
-    mo_lock_give(&pool->lock);
-    return budget;
-}
-
-void mo_pool_on_pressure(mo_pool *pool, mo_pressure call, void *user)
-{
-    if (mo_forked())
-        return;
-    mo_lock_take(&pool->lock);
-    pool->pressure = call;
-    pool->pressure_user = user;
-    mo_lock_give(&pool->lock);
-}
-
-mo_status mo_pool_trim(mo_pool *pool, size_t keep, mo_detail *detail, size_t *freed)
-{
-    size_t held;
-    mo_status status;
-
-    if (mo_forked())
-        return mo_forked_refuse("giving memory back", detail);
-    mo_lock_take(&pool->lock);
-    mo_pool_wait(pool, NULL); /* what is not over then is kept */
-    held = mo_pool_held(pool);
-    status = mo_pool_shrink(pool, keep, detail);
-    *freed = held - mo_pool_held(pool);
-    MO_CHECK_ALL(mo_pool_check_locked(pool, NULL) == MO_OK);
-    mo_lock_give(&pool->lock);
-    return status;
-}
-
 void mo_pool_trace(mo_pool *pool, mo_trace *ring)
 {
     if (mo_forked())
         return;
     mo_lock_take(&pool->lock);
     pool->trace = ring;
+    mo_lock_give(&pool->lock);
+}
+
+void mo_pool_step(mo_pool *pool)
+{
+    if (mo_forked())
+        return;
+    mo_lock_take(&pool->lock);
+    if (pool->trace)
+        mo_trace_put(pool->trace, pool->driver->device, MO_TRACE_STEP, 0, 0, 0, NULL, (mo_arena_id){0, 0});
     mo_lock_give(&pool->lock);
 }

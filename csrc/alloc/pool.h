@@ -7,7 +7,7 @@
  *     held <= (1 + slack) * live peak, where granules that are free elsewhere can be moved instead of creating more
  *     live blocks lie on granules that their zone owns; a granule has one owner
  *
- * Streams (order.h): a block that is freed may be given to another stream, or its granules elsewhere, only where that
+ * Streams (stream_order.h): a block that is freed may be given to another stream, or its granules elsewhere, only where that
  * stream is ordered behind all that used it; where it is not, it is made to wait on the device, never on the host.
  *
  * Arenas: memory that is kept apart, known by torch's pool number. {0, 0} is the general one; a graph's private pool and
@@ -15,7 +15,7 @@
  * addresses).
  *
  * One lock a pool; any thread may call, with or without the GIL; no function calls Python. None waits for the device
- * but the ladder of mo_pool_alloc (bounded), trim, pause and close. A call that fails has changed nothing. */
+ * but the retries of mo_pool_alloc (bounded; oom_retry.h), trim, pause and close. A call that fails has changed nothing. */
 #ifndef MO_POOL_H
 #define MO_POOL_H
 
@@ -41,9 +41,10 @@ typedef struct mo_pool_settings {
     size_t budget;   /* physical bytes held at most; 0: what the device has */
     size_t slack;    /* thousandths of the live peak that are created before granules are moved; default 20 */
     bool double_map; /* a granule may be mapped at its new place while old work still uses the old one */
-    bool recall;     /* a step that repeats is placed as it was last time (recall.h) */
+    bool recall;     /* a step that repeats is placed as it was last time (step_predictor.h) */
     size_t huge_limit;  /* smallest request, in bytes, of a zone for huge ones, at least; 0: MO_HUGE_LIMIT */
     size_t small_limit; /* largest request, in bytes, that lies in a zone for small ones; 0: MO_SMALL_LIMIT */
+    size_t preallocate; /* physical bytes that mo_pool_of_device holds from the start; 0: none */
 } mo_pool_settings;
 
 /* What a pool opened by mo_pool_of_device gets: at first budget 0, slack 20, double_map off, recall on. Set before the
@@ -99,14 +100,9 @@ mo_status mo_pool_trim(mo_pool *pool, size_t keep, mo_detail *detail, size_t *fr
 
 /* budget: physical bytes, 0 for none. What is held already stays held (then the next trim brings it down). */
 void mo_pool_limit(mo_pool *pool, size_t budget);
-size_t mo_pool_budget(mo_pool *pool); /* 0: none */
 
 /* Holds at least `bytes` of physical memory for arena from now on, created at once. */
 mo_status mo_pool_preallocate(mo_pool *pool, mo_arena_id arena, size_t bytes, mo_detail *detail);
-
-/* Called, without the pool's lock, when a request would fail; true: something was freed, try once more. */
-typedef bool (*mo_pressure)(void *user, int device, size_t wanted);
-void mo_pool_on_pressure(mo_pool *pool, mo_pressure call, void *user);
 
 /* ---- arenas --------------------------------------------------------------------------------------------- */
 
@@ -195,6 +191,9 @@ void mo_pool_fragmentation(mo_pool *pool, mo_fragmentation *out);
 
 /* Events go there from now on; NULL: nowhere. The ring must outlive its use (its owner keeps it for ever). */
 void mo_pool_trace(mo_pool *pool, mo_trace *ring);
+
+/* Notes the end of a step, which the program alone knows of, where the pool is traced. */
+void mo_pool_step(mo_pool *pool);
 
 /* Walks everything and compares it with the equations above and those of the parts. MO_CORRUPT names the first that
  * does not hold. */

@@ -7,9 +7,9 @@
 
 #include "base/hostmem.h"
 #include "base/size.h"
-#include "driver/driver_double.h"
+#include "driver/model_device.h"
 
-/* Operations of every stream that end while the allocator waits in its ladder: about what a device does in the
+/* Operations of every stream that end while the allocator waits before it fails: about what a device does in the
  * while. */
 enum { WORK_PER_PAUSE = 64 };
 
@@ -21,7 +21,7 @@ typedef struct stream_state {
 typedef struct run {
     const mo_trace_text *trace;
     const mo_replay_options *options;
-    mo_double device;
+    mo_model_device device;
     mo_pool *pool;
     mo_address *addresses; /* by block */
     stream_state *streams;
@@ -108,10 +108,11 @@ static void complete(run *r, bool all)
         for (uint32_t i = 0; i < r->trace->stream_count; i++) {
             const stream_state *s = &r->streams[i];
             uint64_t queued, over, goal;
-            mo_double_progress(&r->device, s->handle, &queued, &over);
+            mo_model_device_progress(&r->device, s->handle, &queued, &over);
             goal = all ? queued : s->last_step;
             if (over < goal)
-                moved |= mo_double_complete(&r->device, s->handle, goal - over) && r->trace->stream_count > 1;
+                moved |= mo_model_device_complete(&r->device, s->handle, goal - over) &&
+                         r->trace->stream_count > 1;
         }
     }
 }
@@ -123,9 +124,9 @@ static void work(run *r, const mo_trace_event *e)
     const size_t size = r->trace->blocks[e->block].size;
 
     if (r->options->check && size)
-        mo_double_use(&r->device, stream, r->addresses[e->block], size, e->block + 1);
+        mo_model_device_use(&r->device, stream, r->addresses[e->block], size, e->block + 1);
     else
-        mo_double_submit(&r->device, stream);
+        mo_model_device_submit(&r->device, stream);
     if (!r->options->lazy)
         complete(r, true);
 }
@@ -151,9 +152,10 @@ static mo_status wait_between(run *r, const mo_trace_event *e)
 /* All that was counted so far. */
 static mo_replay_step counted(run *r)
 {
-    static const mo_double_call memory_calls[] = {
-        MO_DOUBLE_create, MO_DOUBLE_release,       MO_DOUBLE_map,         MO_DOUBLE_unmap,
-        MO_DOUBLE_grant,  MO_DOUBLE_segment_alloc, MO_DOUBLE_segment_free};
+    static const mo_model_device_call memory_calls[] = {
+        MO_MODEL_DEVICE_create,      MO_MODEL_DEVICE_release, MO_MODEL_DEVICE_map,
+        MO_MODEL_DEVICE_unmap,       MO_MODEL_DEVICE_grant,   MO_MODEL_DEVICE_segment_alloc,
+        MO_MODEL_DEVICE_segment_free};
     mo_replay_step sum = {.held = r->device.used};
     mo_stats stats;
 
@@ -181,7 +183,7 @@ static mo_status end_step(run *r)
     complete(r, !r->options->lazy);
     for (uint32_t i = 0; i < r->trace->stream_count; i++) {
         uint64_t over;
-        mo_double_progress(&r->device, r->streams[i].handle, &r->streams[i].last_step, &over);
+        mo_model_device_progress(&r->device, r->streams[i].handle, &r->streams[i].last_step, &over);
     }
     if (r->device.violations)
         return mo_fail(r->detail, MO_CORRUPT, 0, "%s", r->device.violation);
@@ -296,10 +298,10 @@ static mo_status open_run(run *r)
     r->result.live_peak = mo_trace_text_live_peak(t, o->device, &devices);
     if (!memory && (!mo_mul_ok(r->result.live_peak, 4, &memory) || !mo_add_ok(memory, 1u << 30, &memory)))
         memory = INT64_MAX;
-    mo_double_open(&r->device, memory, o->granularity);
+    mo_model_device_open(&r->device, memory, o->granularity);
     r->device.work_per_pause = WORK_PER_PAUSE;
     if (o->check)
-        mo_double_watch(&r->device);
+        mo_model_device_watch(&r->device);
     if (o->device >= MO_MAX_DEVICES || !(devices >> o->device & 1))
         return mo_fail(r->detail, MO_INVALID, 0, "the trace has no request on device %" PRIu32, o->device);
     r->addresses = mo_host_calloc(t->block_count, sizeof *r->addresses);
@@ -327,10 +329,10 @@ static mo_status close_run(run *r, mo_status status)
         mo_status s = mo_pool_close(r->pool, status ? NULL : r->detail);
         status = status ? status : s;
     }
-    const size_t left = mo_double_live(&r->device);
+    const size_t left = mo_model_device_live(&r->device);
     if (left && !status)
         status = mo_fail(r->detail, MO_CORRUPT, 0, "the allocator has left %zu objects on the device", left);
-    mo_double_close(&r->device);
+    mo_model_device_close(&r->device);
     mo_host_free(r->addresses);
     mo_host_free(r->streams);
     mo_host_free(r->arenas);

@@ -1,4 +1,4 @@
-/* Runs a trace through the allocator itself, on a device of numbers (driver_double.h), to learn how little memory it
+/* Runs a trace through the allocator itself, on a device of numbers (model_device.h), to learn how little memory it
  * gets by with and what it asks of the driver.
  *
  *     live_peak = the largest sum of requested bytes live at once <= frontier <= peak_reserved with no limit
@@ -22,7 +22,7 @@ typedef struct mo_replay_options {
     bool double_map;    /* the same */
     bool recall;        /* the same */
     bool lazy;          /* the device is one step behind the host */
-    bool check;         /* mo_pool_check() at the end of every step, and the double watches who uses what */
+    bool check;         /* mo_pool_check() at the end of every step, and the device watches who uses what */
     uint32_t device;    /* of the trace: mo_replay_device */
     size_t granularity; /* bytes; 0: a device without virtual memory */
 } mo_replay_options;
@@ -46,7 +46,7 @@ typedef struct mo_replay_result {
     size_t live_peak;
     size_t peak_reserved;  /* of the device: what was created and not given back, mapped or not */
     uint64_t operations;   /* requests, frees and record_streams that were put to the allocator */
-    uint64_t nanoseconds;  /* that it took for them, the double's time included */
+    uint64_t nanoseconds;  /* that it took for them, the model device's time included */
     mo_replay_step total;  /* held: at the end */
     mo_replay_step *steps; /* step_count; one, the whole, for a trace without `s` */
     uint32_t step_count;

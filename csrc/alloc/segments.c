@@ -1,5 +1,5 @@
-/* Devices without virtual memory management: memory comes with its addresses, in segments that neither move nor grow. */
-#include "alloc/pool_parts.h"
+#include "alloc/segments.h"
+
 #include "base/size.h"
 
 mo_status mo_segment_add(mo_pool *pool, mo_zone *zone, size_t size, mo_detail *detail, mo_block **out)

@@ -46,7 +46,7 @@ typedef struct mo_stat {
 typedef struct mo_stats {
     mo_stat of[MO_STAT_KIND_COUNT][MO_STAT_COLUMN_COUNT];
     /* torch's single numbers */
-    uint64_t num_alloc_retries;    /* requests that succeeded only on a rung of the ladder */
+    uint64_t num_alloc_retries;    /* requests that succeeded only when they were retried */
     uint64_t num_ooms;             /* requests that failed for want of memory */
     uint64_t num_sync_all_streams; /* times the host waited for the device */
     uint64_t num_device_alloc;     /* create and segment_alloc calls */

@@ -12,10 +12,8 @@
 #include "driver/driver_cuda.h"
 #include "driver/forked.h"
 
-static _Atomic(mo_pool *) pools[MO_MAX_DEVICES];
 static _Atomic(double) fractions[MO_MAX_DEVICES]; /* 1 - the fraction, so that 0 means all */
 static atomic_bool current;
-static atomic_size_t preallocate;
 static _Atomic(mo_torch_observer) observer;
 
 static struct {
@@ -37,19 +35,7 @@ static bool in_child(void)
 
 /* ---- the pool of a device ------------------------------------------------------------------------------- */
 
-mo_pool *mo_torch_hooks_pool(int device)
-{
-    return device < 0 || device >= MO_MAX_DEVICES
-               ? NULL
-               : atomic_load_explicit(&pools[device], memory_order_acquire);
-}
-
-void mo_torch_hooks_preallocate(size_t bytes)
-{
-    atomic_store(&preallocate, bytes);
-}
-
-/* The text of an out of memory that no pool could word: the context, or the preallocation, had no room. */
+/* The text of an out-of-memory error that no pool could word: the context, or the preallocation, had no room. */
 static mo_status no_room(int device, size_t wanted, mo_driver *driver, mo_detail *detail)
 {
     mo_out_of_memory facts = {.device = device, .wanted = wanted};
@@ -63,43 +49,25 @@ static mo_status no_room(int device, size_t wanted, mo_driver *driver, mo_detail
     return MO_NO_DEVICE_MEMORY;
 }
 
-/* Opens the device's pool. Another thread waits here until what is held from the start is held. */
-static mo_status first_use(int device, size_t wanted, mo_pool **out, mo_detail *detail)
+/* Opens it where this is the first use of the device. */
+static mo_status pool_of(int device, size_t wanted, mo_pool **out, mo_detail *detail)
 {
-    static mo_lock lock = MO_LOCK_INIT;
-    const size_t held = atomic_load(&preallocate);
     mo_driver *driver = NULL;
-    mo_pool *pool = NULL;
     mo_status status;
 
+    if (mo_forked())
+        return mo_forked_refuse("memopt's allocator", detail);
+    *out = mo_pool_if_open(device);
+    if (*out)
+        return MO_OK;
     status = mo_driver_cuda_get(device, &driver, detail);
     if (status == MO_NO_DEVICE_MEMORY)
         return no_room(device, wanted, NULL, detail);
-    if (status)
-        return status;
-    mo_lock_take(&lock);
-    pool = mo_torch_hooks_pool(device);
-    if (!pool) {
-        status = mo_pool_of_device(device, &pool, detail);
-        if (!status && held)
-            status = mo_pool_preallocate(pool, (mo_arena_id){0, 0}, held, detail);
-        if (!status)
-            atomic_store_explicit(&pools[device], pool, memory_order_release);
-    }
-    mo_lock_give(&lock);
-    if (status == MO_NO_DEVICE_MEMORY)
-        return no_room(device, held, driver, detail);
     if (!status)
-        *out = pool;
+        status = mo_pool_of_device(device, out, detail);
+    if (status == MO_NO_DEVICE_MEMORY)
+        return no_room(device, mo_pool_defaults().preallocate, driver, detail);
     return status;
-}
-
-static mo_status pool_of(int device, size_t wanted, mo_pool **out, mo_detail *detail)
-{
-    if (mo_forked())
-        return mo_forked_refuse("memopt's allocator", detail);
-    *out = mo_torch_hooks_pool(device);
-    return *out ? MO_OK : first_use(device, wanted, out, detail);
 }
 
 static void throw(const mo_detail *detail) __attribute__((noreturn));
@@ -162,7 +130,7 @@ void memopt_free(void *address, ssize_t size, int device, void *stream)
     (void)size, (void)stream;
     if (!address || in_child())
         return;
-    pool = mo_torch_hooks_pool(device);
+    pool = mo_pool_if_open(device);
     if (pool)
         mo_pool_free(pool, (mo_address)address, NULL); /* it counts what it refuses */
     else
@@ -173,7 +141,7 @@ void memopt_free(void *address, ssize_t size, int device, void *stream)
 static mo_pool *holder(void *address, mo_address *base, size_t *size)
 {
     for (int device = 0; device < MO_MAX_DEVICES; device++) {
-        mo_pool *pool = mo_torch_hooks_pool(device);
+        mo_pool *pool = mo_pool_if_open(device);
         if (pool && mo_pool_base(pool, (mo_address)address, NULL, base, size) == MO_OK)
             return pool;
     }
@@ -232,7 +200,7 @@ void mo_torch_hook_reset(void)
         return;
     mo_trace_collect();
     for (int device = 0; device < MO_MAX_DEVICES; device++) {
-        mo_pool *pool = mo_torch_hooks_pool(device);
+        mo_pool *pool = mo_pool_if_open(device);
         if (pool)
             mo_pool_trim(pool, 0, NULL, &freed); /* it counts what the driver refuses */
     }
@@ -349,7 +317,7 @@ static void end_or_release(int device, mo_arena_id id, mo_status (*call)(mo_pool
 
     if (in_child())
         return;
-    pool = mo_torch_hooks_pool(device);
+    pool = mo_pool_if_open(device);
     status = pool ? call(pool, id, NULL) : MO_INVALID;
     if (status)
         count(status == MO_INVALID ? &counts.unbalanced : &counts.failed);

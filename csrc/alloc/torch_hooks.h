@@ -63,12 +63,6 @@ const mo_torch_hook *mo_torch_hooks(void);
 /* Whether torch allocates through memopt: it has initialised CUDA with memopt's allocator as the current one. */
 bool mo_torch_hooks_current(void);
 
-/* The pool of a device that is in use, else NULL. Makes no context. */
-mo_pool *mo_torch_hooks_pool(int device);
-
-/* Bytes that each device's general arena holds from its first use on; 0: it grows. Before the first use. */
-void mo_torch_hooks_preallocate(size_t bytes);
-
 /* The part of a device's memory that torch was told to use at most, 1 where it was told nothing. */
 double mo_torch_hooks_fraction(int device);
 

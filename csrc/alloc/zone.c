@@ -104,7 +104,7 @@ static mo_block *split(mo_zone *zone, mo_block *block, size_t size)
     rest->size = block->size - size;
     rest->span = block->span;
     rest->state = block->state;
-    rest->use = block->use;
+    rest->last_use = block->last_use;
     rest->stream = block->stream;
     rest->previous = block;
     rest->next = block->next;
@@ -122,7 +122,7 @@ static void absorb(mo_zone *zone, mo_block *block, mo_block *next)
     MO_ASSERT(block->next == next && block->state == next->state);
     remove_start(next);
     block->size += next->size;
-    block->use = mo_use_union(block->use, next->use);
+    block->last_use = mo_last_use_union(block->last_use, next->last_use);
     block->next = next->next;
     if (block->next)
         block->next->previous = block;
@@ -217,7 +217,8 @@ static void note_use(const mo_block *block)
 
     mo_block_slots(block, &low, &high);
     for (size_t i = first; i <= last; i++)
-        slots[i].use = i >= low && i < high ? block->use : mo_use_union(slots[i].use, block->use);
+        slots[i].last_use =
+            i >= low && i < high ? block->last_use : mo_last_use_union(slots[i].last_use, block->last_use);
 }
 
 /* Blocks of a small zone are not worth it: few of them give a slot away, and each free would cost more. */
@@ -246,32 +247,33 @@ void mo_zone_disown(mo_zone *zone, mo_block *block, size_t slot, size_t count)
     for (size_t i = slot; i < slot + count; i++)
         if (span->slots[i].granule->handle)
             mo_granule_disown(zone->granules, &span->slots[i],
-                              uses_by_slot(zone, span) ? mo_use_of_both(span->slots[i].use, block->use)
-                                                       : block->use);
+                              uses_by_slot(zone, span)
+                                  ? mo_last_use_of_both(span->slots[i].last_use, block->last_use)
+                                  : block->last_use);
         else
             mo_granule_forget(zone->granules, &span->slots[i]);
     zone->owned -= count;
     block = isolate(zone, block, mo_slot_address(span, slot), count * zone->granules->size);
     block->state = MO_BLOCK_HOLE;
-    block->use = (mo_use){0};
+    block->last_use = (mo_last_use){0};
     join(zone, block);
 }
 
 mo_block *mo_zone_own(mo_zone *zone, mo_span *span, size_t slot, size_t count)
 {
     mo_block *block = mo_span_block_at(span, mo_slot_address(span, slot));
-    mo_use use = {0};
+    mo_last_use use = {0};
 
     MO_ASSERT(block->state == MO_BLOCK_HOLE);
     for (size_t i = slot; i < slot + count; i++) {
         MO_ASSERT(mo_slot_owned(&span->slots[i]));
-        span->slots[i].use = span->slots[i].granule->use;
-        use = mo_use_union(use, span->slots[i].use);
+        span->slots[i].last_use = span->slots[i].granule->last_use;
+        use = mo_last_use_union(use, span->slots[i].last_use);
     }
     zone->owned += count;
     block = isolate(zone, block, mo_slot_address(span, slot), count * zone->granules->size);
     block->state = MO_BLOCK_FREE;
-    block->use = use;
+    block->last_use = use;
     return join(zone, block);
 }
 

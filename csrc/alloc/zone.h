@@ -8,7 +8,7 @@
  *     no two neighbours are both free, or both holes; holes begin and end at slots
  *     the free blocks are those of the free set, the holes those of the list
  *     slot.first = the lowest block that begins in it; bit i of starts = slot i has one
- *     slot.use: covers what the last blocks in it were used by; where one block held all of it last, is that alone. (A free
+ *     slot.last_use: covers what the last blocks in it were used by; where one block held all of it last, is that alone. (A free
  *               block's use is all its slots' together, and says of none how long ago it was.) Not kept in small zones
  *
  * Functions that split take blocks from the store: two at most, reserved by the caller. None can fail, unless it says
@@ -30,10 +30,10 @@ struct mo_span {
     mo_span *next;
     mo_address base;
     size_t size;
-    size_t slot_count; /* 0: a segment */
-    int slot_shift;    /* log2 of a slot's size, 0: it has none */
-    size_t fresh;      /* slots from here on were never mapped */
-    size_t swept;      /* where the search for stale views to unmap goes on */
+    size_t slot_count;   /* 0: a segment */
+    int slot_shift;      /* log2 of a slot's size, 0: it has none */
+    size_t fresh;        /* slots from here on were never mapped */
+    size_t stale_search; /* where the search for stale views to unmap goes on */
     mo_slot *slots;
     uint64_t *starts[MO_STARTS_LEVELS]; /* [0]: a bit a slot; [n + 1]: a bit a word of [n] */
     mo_block *lowest;
@@ -76,6 +76,12 @@ static inline mo_address mo_slot_address(const mo_span *span, size_t slot)
     return span->base + slot * span->zone->granules->size;
 }
 
+/* The address of a slot that something is or was mapped in. */
+static inline mo_address mo_view_address(const mo_slot *slot)
+{
+    return mo_slot_address(slot->span, (size_t)(slot - slot->span->slots));
+}
+
 /* The slots that lie in the block as a whole: [*low, *high), none where *low >= *high. */
 static inline void mo_block_slots(const mo_block *block, size_t *low, size_t *high)
 {
@@ -86,7 +92,7 @@ static inline void mo_block_slots(const mo_block *block, size_t *low, size_t *hi
 /* Cuts [address, address + size) out of a free block; it is live then, its use what the memory's was. */
 mo_block *mo_zone_take(mo_zone *zone, mo_block *block, mo_address address, size_t size);
 
-/* A live block becomes free, with what block->use says, and joins its free neighbours. Returns the joined block. */
+/* A live block becomes free, with what block->last_use says, and joins its free neighbours. Returns the joined block. */
 mo_block *mo_zone_put(mo_zone *zone, mo_block *block);
 
 /* `count` whole slots of a free block become a hole and their granules spare (suspended ones are dropped). */

@@ -1,5 +1,5 @@
 /* The device as the engines see it: one table of functions a device, and nothing else of CUDA. An engine that
- * holds a mo_driver cannot tell the CUDA driver (driver_cuda.h) from the test double (driver_double.h).
+ * holds a mo_driver cannot tell the CUDA driver (driver_cuda.h) from the model device (model_device.h).
  *
  * For every function:
  *   - pointers are non-NULL, `detail` alone may be NULL; result parameters come last and are written on MO_OK only;

@@ -3,7 +3,7 @@
 #if defined(__x86_64__)
 #include "optim/update_kernels.h"
 
-#include "optim/vector_avx2.h"
+#include "base/simd_avx2.h"
 #include "optim/vector_run.h"
 #include "optim/adam8_code.h"
 

@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 #include "optim/update_kernels.h"
 
-#include "optim/vector_avx2.h"
+#include "base/simd_avx2.h"
 #include "optim/update_vector.h"
 
 const mo_update_kernels mo_update_avx2 = {

@@ -19,27 +19,10 @@ static inline bool is_plain(const mo_run *run)
 WORD vec load_as(mo_float kind, const void *x, size_t i, size_t n)
 {
     const uint16_t *at = (const uint16_t *)x + i;
-    uint16_t part[LANES] = {0};
 
     if (kind == MO_F32)
         return load((const float *)x + i, n);
-    if (n < LANES) {
-        memcpy(part, at, n * sizeof *at);
-        at = part;
-    }
-    return kind == MO_F16 ? load_f16(at) : as_float(left(load_words(at), 16));
-}
-
-WORD void store_half(uint16_t *at, veci bits, size_t n)
-{
-    uint16_t part[LANES];
-
-    if (n == LANES) {
-        store_words(at, bits);
-    } else {
-        store_words(part, bits);
-        memcpy(at, part, n * sizeof *at);
-    }
+    return kind == MO_F16 ? f16_to_float(load_h(at, n)) : as_float(left(words(load_h(at, n)), 16));
 }
 
 WORD veci bf16_bits(veci bits, veci addend)
@@ -68,9 +51,10 @@ WORD void store_as(mo_float kind, void *x, size_t i, vec value, size_t n)
     if (kind == MO_F32)
         store((float *)x + i, value, n);
     else if (kind == MO_F16)
-        store_half((uint16_t *)x + i, f16_bits(value), n);
+        store_h((uint16_t *)x + i, f16_from_float(value), n);
     else
-        store_half((uint16_t *)x + i, bf16_bits(bits, add(alli(0x7FFF), both(right(bits, 16), alli(1)))), n);
+        store_h((uint16_t *)x + i, halves(bf16_bits(bits, add(alli(0x7FFF), both(right(bits, 16), alli(1))))),
+                n);
 }
 
 WORD vec load_p(const mo_run *run, size_t i, size_t n)
@@ -85,8 +69,10 @@ WORD void store_p(const mo_run *run, size_t i, vec value, size_t n)
     if (run->stochastic && !run->master && run->kind != MO_F32) {
         const veci dither = add(ramp(MO_DITHER_INDEX), alli(mo_dither(run->index + (uint32_t)i, run->step)));
         const veci bits = as_bits(value);
-        store_half((uint16_t *)run->p + i,
-                   run->kind == MO_F16 ? f16_dithered(bits, dither) : bf16_bits(bits, right(dither, 16)), n);
+        const veci stored =
+            run->kind == MO_F16 ? f16_dithered(bits, dither) : bf16_bits(bits, right(dither, 16));
+
+        store_h((uint16_t *)run->p + i, halves(stored), n);
     } else {
         store_as(run->kind, run->p, i, value, n);
     }

@@ -70,8 +70,25 @@ static int add_build(PyObject *module)
     return failed || PyModule_AddStringConstant(module, "__version__", MEMOPT_VERSION) < 0 ? -1 : 0;
 }
 
+int mo_py_add_type(PyObject *module, PyType_Spec *spec, PyObject **kept)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    int failed = !type || PyModule_AddType(module, (PyTypeObject *)type) < 0;
+
+    if (kept)
+        *kept = type; /* even where it was not added: the state's end sees to it */
+    else
+        Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
+
 static int module_exec(PyObject *module)
 {
+    static int (*const inits[])(PyObject *) = {
+#define INIT(name) mo_py_##name##_init,
+        MO_BINDINGS(INIT)
+#undef INIT
+    };
     mo_module_state *state = mo_state(module);
     mo_detail detail;
     mo_status status = mo_pin_library(&detail);
@@ -83,16 +100,11 @@ static int module_exec(PyObject *module)
         mo_raise(module, status, &detail);
         return -1;
     }
-    if (add_build(module) < 0 || mo_py_units_init(module) < 0 || mo_py_driver_init(module) < 0 ||
-        mo_py_alloc_init(module) < 0 || mo_py_statistics_init(module) < 0 || mo_py_kernels_init(module) < 0 ||
-        mo_py_trace_init(module) < 0 || mo_py_pool_init(module) < 0 || mo_py_tensor_init(module) < 0 ||
-        mo_py_optim_init(module) < 0 || mo_py_adam8_init(module) < 0 || mo_py_scaler_init(module) < 0 ||
-        mo_py_chain_init(module) < 0 || mo_py_checkpoint_init(module) < 0 ||
-        mo_py_transfer_init(module) < 0 || mo_py_ring_init(module) < 0 || mo_py_disk_init(module) < 0 ||
-        mo_py_module_calls_init(module) < 0 || mo_py_shared_init(module) < 0 ||
-        mo_py_cpu_log_init(module) < 0 || mo_py_widen_init(module) < 0 || mo_py_mapped_init(module) < 0 ||
-        mo_py_confine_init(module) < 0)
+    if (add_build(module) < 0)
         return -1;
+    for (size_t i = 0; i < sizeof inits / sizeof *inits; i++)
+        if (inits[i](module) < 0)
+            return -1;
     return 0;
 }
 

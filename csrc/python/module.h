@@ -3,7 +3,7 @@
  * Every Python object of ours lives in the module state (so sub-interpreters and a second import are safe);
  * what the engines know lives in C, process-wide, and is not here. Built against the limited API of
  * CPython 3.11. A binding file py_x.c offers `int mo_py_x_init(PyObject *module)`, which adds its functions
- * and types; the module's exec slot is the list of them. */
+ * and types, and is one of MO_BINDINGS. */
 #ifndef MO_MODULE_H
 #define MO_MODULE_H
 
@@ -51,27 +51,20 @@ static inline mo_module_state *mo_state(PyObject *module)
  *     MO_IO                       OSError             all others           memopt.Error */
 PyObject *mo_raise(PyObject *module, mo_status status, const mo_detail *detail);
 
-int mo_py_units_init(PyObject *module);
-int mo_py_driver_init(PyObject *module);
-int mo_py_alloc_init(PyObject *module);
-int mo_py_statistics_init(PyObject *module);
-int mo_py_kernels_init(PyObject *module);
-int mo_py_trace_init(PyObject *module);
-int mo_py_pool_init(PyObject *module);
-int mo_py_tensor_init(PyObject *module);
-int mo_py_optim_init(PyObject *module);
-int mo_py_adam8_init(PyObject *module);
-int mo_py_scaler_init(PyObject *module);
-int mo_py_chain_init(PyObject *module);
-int mo_py_checkpoint_init(PyObject *module);
-int mo_py_transfer_init(PyObject *module);
-int mo_py_module_calls_init(PyObject *module);
-int mo_py_ring_init(PyObject *module);
-int mo_py_disk_init(PyObject *module);
-int mo_py_shared_init(PyObject *module);
-int mo_py_cpu_log_init(PyObject *module);
-int mo_py_widen_init(PyObject *module);
-int mo_py_mapped_init(PyObject *module);
-int mo_py_confine_init(PyObject *module);
+/* Adds the type of a spec to the module, under the last part of its name. kept: where a reference of the module's state
+ * goes; NULL: nowhere. 0, or -1 with an exception. */
+int mo_py_add_type(PyObject *module, PyType_Spec *spec, PyObject **kept);
+
+/* The binding files, in the order in which the exec slot calls them. */
+/* clang-format off */
+#define MO_BINDINGS(X)                                                                                       \
+    X(units) X(driver) X(alloc) X(statistics) X(kernels) X(trace) X(pool) X(tensor) X(optim) X(adam8)        \
+    X(scaler) X(chain) X(checkpoint) X(transfer) X(ring) X(disk) X(module_calls) X(shared) X(shared_items)   \
+    X(shared_mapping) X(cpu_log) X(widen) X(mapped) X(confine)
+/* clang-format on */
+
+#define MO_BINDING_INIT(name) int mo_py_##name##_init(PyObject *module);
+MO_BINDINGS(MO_BINDING_INIT)
+#undef MO_BINDING_INIT
 
 #endif

@@ -4,12 +4,11 @@
 #include "alloc/torch_throw.h"
 #include "driver/forked.h"
 
-PyDoc_STRVAR(
-    prepare_doc,
-    "allocator_prepare($module, /)\n--\n\n"
-    "Finds what memopt needs in the torch that is loaded, before torch is given the allocator.\n"
-    "Returns '', or what is missing: an out of memory is a plain RuntimeError then, with the same text.\n"
-    "Raises memopt.Error where torch is not loaded.");
+PyDoc_STRVAR(prepare_doc,
+             "allocator_prepare($module, /)\n--\n\n"
+             "Finds what memopt needs in the torch that is loaded, before torch is given the allocator.\n"
+             "Returns '', or what is missing: out-of-memory errors are plain RuntimeErrors then.\n"
+             "Raises memopt.Error where torch is not loaded.");
 
 static PyObject *allocator_prepare(PyObject *module, PyObject *unused)
 {
@@ -64,8 +63,8 @@ static PyObject *allocator_configure(PyObject *module, PyObject *args)
     settings.slack = (size_t)slack;
     settings.double_map = double_map;
     settings.recall = recall;
+    settings.preallocate = (size_t)preallocate;
     mo_pool_set_defaults(settings);
-    mo_torch_hooks_preallocate((size_t)preallocate);
     Py_RETURN_NONE;
 }
 
@@ -99,7 +98,7 @@ static PyObject *allocator_trim(PyObject *module, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "in:allocator_trim", &device, &keep) || parse_device(module, device) < 0)
         return NULL;
-    pool = mo_torch_hooks_pool(device);
+    pool = mo_pool_if_open(device);
     if (pool && mo_forked())
         status = mo_forked_refuse("memopt.cuda.trim", &detail);
     else if (pool) {
@@ -160,7 +159,7 @@ PyDoc_STRVAR(
     observe_doc,
     "allocator_observe($module, observer, /)\n--\n\n"
     "Has observer(device, bytes asked for, device's bytes, free bytes) called instead of the one before\n"
-    "when an out of memory is about to be raised; None: nobody, as before the interpreter ends.");
+    "when an out-of-memory error is about to be raised; None: nobody, as before the interpreter ends.");
 
 static PyObject *allocator_observe(PyObject *module, PyObject *wanted)
 {
@@ -190,7 +189,7 @@ static PyObject *allocator_misuse(PyObject *module, PyObject *unused)
 
     (void)module, (void)unused;
     for (int device = 0; device < MO_MAX_DEVICES && !mo_forked(); device++) {
-        mo_pool *pool = mo_torch_hooks_pool(device);
+        mo_pool *pool = mo_pool_if_open(device);
         mo_stats s;
         if (!pool)
             continue;

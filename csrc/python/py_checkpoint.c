@@ -217,7 +217,7 @@ static PyObject *engine_is_hook(PyObject *self, PyObject *pack)
 PyDoc_STRVAR(engine_doc,
              "CheckpointEngine(**names)\n--\n\n"
              "Activation checkpointing, over torch's functions by their names here: push_hooks, pop_hooks,\n"
-             "save_input, …. See memopt/checkpointing/engine.py.");
+             "save_input, …. See memopt/_checkpoint/drop_in/engine.py.");
 
 static PyMethodDef methods[] = {
     {"run", engine_run, METH_VARARGS, run_doc},
@@ -258,7 +258,7 @@ int mo_py_checkpoint_init(PyObject *module)
         if (!types[i])
             return -1;
     }
-    if (PyModule_AddObjectRef(module, "Surroundings", types[MO_SURROUNDINGS_TYPE]) < 0)
+    if (PyModule_AddType(module, (PyTypeObject *)types[MO_SURROUNDINGS_TYPE]) < 0)
         return -1;
-    return PyModule_AddObjectRef(module, "CheckpointEngine", types[MO_ENGINE_TYPE]);
+    return PyModule_AddType(module, (PyTypeObject *)types[MO_ENGINE_TYPE]);
 }

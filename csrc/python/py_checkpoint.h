@@ -1,7 +1,7 @@
 /* Activation checkpointing: a region is a function that ran under hooks which keep none of the tensors that autograd would
  * save; at their first use in a backward pass it runs once more, and those tensors are taken from that.
  *
- *     Engine         torch's functions, found once by memopt/checkpointing/engine.py, and the hooks that all regions share
+ *     Engine         torch's functions, found once by memopt/_checkpoint/drop_in/engine.py, and the hooks that all regions share
  *     surroundings   what a run depends on beside its arguments: random states, autocast
  *     region         one run of a function, its arguments, and the forms of what it saved (checkpoint/saved_list.h)
  *     holder         stands in the graph for one saved tensor: a region and an index

@@ -259,16 +259,7 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-static int add(PyObject *module, PyType_Spec *of, const char *name)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, of, NULL);
-    int failed = !type || PyModule_AddObjectRef(module, name, type) < 0;
-
-    Py_XDECREF(type);
-    return failed ? -1 : 0;
-}
-
 int mo_py_disk_init(PyObject *module)
 {
-    return add(module, &job_spec, "DiskJob") < 0 ? -1 : add(module, &spec, "Disk");
+    return mo_py_add_type(module, &job_spec, NULL) < 0 ? -1 : mo_py_add_type(module, &spec, NULL);
 }

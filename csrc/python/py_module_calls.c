@@ -544,9 +544,5 @@ static PyMethodDef functions[] = {
 
 int mo_py_module_calls_init(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-    int failed = !type || PyModule_AddObjectRef(module, "ModuleCalls", type) < 0;
-
-    Py_XDECREF(type);
-    return failed ? -1 : PyModule_AddFunctions(module, functions);
+    return mo_py_add_type(module, &spec, NULL) < 0 ? -1 : PyModule_AddFunctions(module, functions);
 }

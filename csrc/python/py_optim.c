@@ -320,9 +320,5 @@ static PyType_Spec spec = {
 
 int mo_py_optim_init(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-    int failed = !type || PyModule_AddObjectRef(module, "UpdatePlan", type) < 0;
-
-    Py_XDECREF(type);
-    return failed ? -1 : 0;
+    return mo_py_add_type(module, &spec, NULL);
 }

@@ -464,7 +464,5 @@ static PyType_Spec spec = {
 
 int mo_py_scaler_init(PyObject *module)
 {
-    PyObject *type = mo_state(module)->gradients = PyType_FromModuleAndSpec(module, &spec, NULL);
-
-    return type ? PyModule_AddObjectRef(module, "Gradients", type) : -1;
+    return mo_py_add_type(module, &spec, &mo_state(module)->gradients);
 }

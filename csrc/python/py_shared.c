@@ -332,11 +332,7 @@ static PyMethodDef methods[] = {
 
 int mo_py_shared_init(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-
-    mo_state(module)->shared_memory = type;
-    if (!type || PyModule_AddObjectRef(module, "SharedMemory", type) < 0 ||
-        PyModule_AddFunctions(module, methods) < 0)
-        return -1;
-    return mo_py_shared_items_init(module) < 0 || mo_py_shared_mapping_init(module) < 0 ? -1 : 0;
+    return mo_py_add_type(module, &spec, &mo_state(module)->shared_memory) < 0
+               ? -1
+               : PyModule_AddFunctions(module, methods);
 }

@@ -87,7 +87,4 @@ PyObject *mo_shared_reader_decode(const mo_shared_reader *reader, mo_shared_curs
 PyObject *mo_shared_reader_close(PyObject *self, PyObject *unused);
 PyObject *mo_shared_reader_memory(PyObject *self, void *unused);
 
-int mo_py_shared_items_init(PyObject *module);
-int mo_py_shared_mapping_init(PyObject *module);
-
 #endif

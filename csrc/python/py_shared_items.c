@@ -320,10 +320,6 @@ static PyType_Spec spec = {
 
 int mo_py_shared_items_init(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-    const int failed = !type || PyModule_AddObjectRef(module, "SharedItems", type) < 0;
-
-    Py_XDECREF(type);
     mo_state(module)->shared_iterator = PyType_FromModuleAndSpec(module, &iterator_spec, NULL);
-    return failed || !mo_state(module)->shared_iterator ? -1 : 0;
+    return mo_state(module)->shared_iterator ? mo_py_add_type(module, &spec, NULL) : -1;
 }

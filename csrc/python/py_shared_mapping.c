@@ -197,9 +197,5 @@ static PyType_Spec spec = {
 
 int mo_py_shared_mapping_init(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-    const int failed = !type || PyModule_AddObjectRef(module, "SharedMapping", type) < 0;
-
-    Py_XDECREF(type);
-    return failed ? -1 : 0;
+    return mo_py_add_type(module, &spec, NULL);
 }

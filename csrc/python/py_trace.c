@@ -3,7 +3,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "alloc/pool_step.h"
+#include "alloc/pool.h"
 #include "alloc/replay.h"
 #include "alloc/trace_export.h"
 #include "alloc/trace_ring.h"

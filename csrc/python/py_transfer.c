@@ -485,9 +485,5 @@ static PyMethodDef methods[] = {
 
 int mo_py_transfer_init(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-    int failed = !type || PyModule_AddObjectRef(module, "PinnedMemory", type) < 0;
-
-    Py_XDECREF(type);
-    return failed ? -1 : PyModule_AddFunctions(module, methods);
+    return mo_py_add_type(module, &spec, NULL) < 0 ? -1 : PyModule_AddFunctions(module, methods);
 }

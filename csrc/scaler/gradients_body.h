@@ -1,59 +1,213 @@
-/* The loops over elements of gradients_generic.c, _avx2.c and _avx512.c, written once in terms of sixteen lanes of fp32 or
- * eight of fp64. The file that includes this has defined, for its instruction set:
+/* The loops over elements of gradients_generic.c, _avx2.c and _avx512.c, in the words of base/simd_*.h, which the file that
+ * includes this has included: sixteen lanes of fp32, or eight of fp64, are PARTS vectors.
  *
- *     lanes, tops, sums       16 fp32, 16 uint32_t, 16 double             wide, wide_tops     8 double, 8 uint64_t
- *     lanes_zero, lanes_all(float), lanes_mul, lanes_add                  wide_zero, …        the same
- *     tops_load, tops_store, tops_max(tops, lanes), tops_join             wide_tops_load, …   the same
- *     tops_suspect(tops, lanes scale)     any lane with |top * scale| not 0 and not in [2^-48, 2^60)
- *     sums_load, sums_add(sums, lanes), sums_store
- *     load_K(at), load_some_K(at, n), store_K(at, lanes), store_some_K(at, n, lanes)    K of f32, f16, bf16; and f64
- *
- * load_some: 0 in the lanes from n on, 0 < n < all, and nothing beyond n is read or written. A store returns what was
- * stored, as lanes: rounded. All of it is inlined: `kind`, `stores` and `norms` are constants in every kernel. */
+ * All of it is inlined: `kind`, `stores` and `norms` are constants in every kernel, and so is n where it is all. */
 #ifndef MO_GRADIENTS_BODY_H
 #define MO_GRADIENTS_BODY_H
 
-INLINE lanes load(mo_float kind, const void *at)
+enum { PARTS = 16 / LANES };
+
+typedef struct lanes {
+    vec part[PARTS];
+} lanes;
+
+typedef struct tops {
+    veci part[PARTS];
+} tops;
+
+typedef struct sums {
+    vecd low[PARTS], high[PARTS]; /* halves of each part */
+} sums;
+
+typedef struct wide {
+    vecd part[PARTS];
+} wide;
+
+typedef struct wide_tops {
+    vecl part[PARTS];
+} wide_tops;
+
+#define EACH_PART for (size_t k = 0; k < PARTS; k++)
+
+/* How many of n elements are left from part k of `size` on. */
+WORD int from_part(size_t n, size_t k, int size)
 {
-    return kind == MO_F32 ? load_f32(at) : kind == MO_F16 ? load_f16(at) : load_bf16(at);
+    return (int)n - (int)k * size;
 }
 
-INLINE lanes load_some(mo_float kind, const void *at, size_t n)
+/* ---- sixteen fp32 ---------------------------------------------------------------------------------------- */
+
+WORD lanes lanes_all(float x)
 {
-    return kind == MO_F32   ? load_some_f32(at, n)
-           : kind == MO_F16 ? load_some_f16(at, n)
-                            : load_some_bf16(at, n);
+    lanes r;
+
+    EACH_PART
+    r.part[k] = all(x);
+    return r;
 }
 
-INLINE lanes store(mo_float kind, void *at, lanes y)
+WORD lanes lanes_mul(lanes x, lanes y)
 {
-    return kind == MO_F32 ? store_f32(at, y) : kind == MO_F16 ? store_f16(at, y) : store_bf16(at, y);
+    EACH_PART
+    x.part[k] = mul(x.part[k], y.part[k]);
+    return x;
 }
 
-INLINE lanes store_some(mo_float kind, void *at, size_t n, lanes y)
+WORD lanes lanes_add(lanes x, lanes y)
 {
-    return kind == MO_F32   ? store_some_f32(at, n, y)
-           : kind == MO_F16 ? store_some_f16(at, n, y)
-                            : store_some_bf16(at, n, y);
+    EACH_PART
+    x.part[k] = sum(x.part[k], y.part[k]);
+    return x;
+}
+
+WORD tops tops_zero(void)
+{
+    tops r;
+
+    EACH_PART
+    r.part[k] = alli(0);
+    return r;
+}
+
+WORD tops tops_load(const uint32_t *at)
+{
+    tops r;
+
+    EACH_PART
+    r.part[k] = load_bits(at + k * LANES);
+    return r;
+}
+
+WORD void tops_store(uint32_t *at, tops top)
+{
+    EACH_PART
+    store_bits(at + k * LANES, top.part[k]);
+}
+
+WORD tops tops_join(tops x, tops y)
+{
+    EACH_PART
+    x.part[k] = larger_bits(x.part[k], y.part[k]);
+    return x;
+}
+
+WORD tops tops_max(tops top, lanes x)
+{
+    EACH_PART
+    top.part[k] = larger_bits(top.part[k], as_bits(magnitude(x.part[k])));
+    return top;
+}
+
+/* Whether |top * scale| of any lane is not 0 and not in [2^-48, 2^60). */
+WORD bool tops_suspect(tops top, lanes scale)
+{
+    bool fits = true;
+
+    EACH_PART
+    fits &= all_zero_or_in(magnitude(mul(as_float(top.part[k]), scale.part[k])), 0x1p-48f, 0x1p60f);
+    return !fits;
+}
+
+WORD sums sums_load(const double *at)
+{
+    sums r;
+
+    EACH_PART
+    {
+        r.low[k] = load_d(at + k * LANES, WIDE);
+        r.high[k] = load_d(at + k * LANES + WIDE, WIDE);
+    }
+    return r;
+}
+
+WORD sums sums_add(sums s, lanes x)
+{
+    EACH_PART
+    {
+        s.low[k] = sum_d(s.low[k], low_wide(x.part[k]));
+        s.high[k] = sum_d(s.high[k], high_wide(x.part[k]));
+    }
+    return s;
+}
+
+WORD void sums_store(double *at, sums s)
+{
+    EACH_PART
+    {
+        store_d(at + k * LANES, s.low[k], WIDE);
+        store_d(at + k * LANES + WIDE, s.high[k], WIDE);
+    }
+}
+
+/* n of 16: 0 in the lanes from n on. */
+WORD lanes load_lanes(mo_float kind, const void *at, size_t n)
+{
+    lanes r;
+
+    EACH_PART
+    {
+        const int here = from_part(n, k, LANES);
+
+        if (kind == MO_F32) {
+            r.part[k] = load((const float *)at + k * LANES, here);
+        } else {
+            const vech x = load_h((const uint16_t *)at + k * LANES, here);
+
+            r.part[k] = kind == MO_F16 ? f16_to_float(x) : as_float(left(words(x), 16));
+        }
+    }
+    return r;
+}
+
+/* By integers, since vcvtneps2bf16 takes subnormals for zeros. */
+WORD veci bf16_bits(vec y)
+{
+    const veci bits = as_bits(y), odd = both(right(bits, 16), alli(1));
+
+    return if_nan(y, alli(0x7FC0), right(add(bits, add(odd, alli(0x7FFF))), 16));
+}
+
+/* Returns what was stored: rounded. */
+WORD lanes store_lanes(mo_float kind, void *at, size_t n, lanes y)
+{
+    EACH_PART
+    {
+        const int here = from_part(n, k, LANES);
+
+        if (kind == MO_F32) {
+            store((float *)at + k * LANES, y.part[k], here);
+        } else if (kind == MO_F16) {
+            const vech rounded = f16_from_float(y.part[k]);
+
+            store_h((uint16_t *)at + k * LANES, rounded, here);
+            y.part[k] = f16_to_float(rounded);
+        } else {
+            const veci rounded = bf16_bits(y.part[k]);
+
+            store_h((uint16_t *)at + k * LANES, halves(rounded), here);
+            y.part[k] = as_float(left(rounded, 16));
+        }
+    }
+    return y;
 }
 
 /* Sixteen elements, or n of them where n is less. */
-INLINE void step(mo_float kind, int stores, int norms, char *at, size_t n, lanes scale, tops *top, lanes *sum)
+WORD void step(mo_float kind, int stores, int norms, char *at, size_t n, lanes scale, tops *top, lanes *sum)
 {
-    const lanes x = n < 16 ? load_some(kind, at, n) : load(kind, at);
+    const lanes x = load_lanes(kind, at, n);
     lanes y = x;
 
     *top = tops_max(*top, x);
     if (stores) {
         y = lanes_mul(x, scale);
-        y = n < 16 ? store_some(kind, at, n, y) : store(kind, at, y);
+        y = store_lanes(kind, at, n, y);
     }
     if (norms)
         *sum = lanes_add(*sum, lanes_mul(y, y));
 }
 
-INLINE void run(mo_float kind, int stores, int norms, mo_gradients_lanes *state, void *memory, size_t count,
-                float inv_scale)
+WORD void run(mo_float kind, int stores, int norms, mo_gradients_lanes *state, void *memory, size_t count,
+              float inv_scale)
 {
     const lanes scale = lanes_all(stores ? inv_scale : 1.0f);
     const size_t size = mo_float_size(kind);
@@ -63,7 +217,7 @@ INLINE void run(mo_float kind, int stores, int norms, mo_gradients_lanes *state,
 
     while (count > 0) {
         const size_t n = count < MO_GRADIENTS_BLOCK ? count : MO_GRADIENTS_BLOCK;
-        lanes sum0 = lanes_zero(), sum1 = lanes_zero(), sum2 = lanes_zero(), sum3 = lanes_zero();
+        lanes sum0 = lanes_all(0), sum1 = lanes_all(0), sum2 = lanes_all(0), sum3 = lanes_all(0);
         tops top = tops_zero();
         char *at = x;
         size_t left = n;
@@ -105,32 +259,98 @@ INLINE void run(mo_float kind, int stores, int norms, mo_gradients_lanes *state,
         sums_store(state->sums, total);
 }
 
-/* The same of fp64. */
-INLINE void wide_step(int stores, int norms, double *at, size_t n, wide scale, wide_tops *top, wide *sum)
+/* ---- eight fp64 ------------------------------------------------------------------------------------------- */
+
+WORD wide wide_all(double x)
 {
-    const wide x = n < 8 ? load_some_f64(at, n) : load_f64(at);
+    wide r;
+
+    EACH_PART
+    r.part[k] = all_d(x);
+    return r;
+}
+
+WORD wide wide_mul(wide x, wide y)
+{
+    EACH_PART
+    x.part[k] = mul_d(x.part[k], y.part[k]);
+    return x;
+}
+
+WORD wide wide_add(wide x, wide y)
+{
+    EACH_PART
+    x.part[k] = sum_d(x.part[k], y.part[k]);
+    return x;
+}
+
+WORD wide load_wide(const double *at, size_t n)
+{
+    wide r;
+
+    EACH_PART
+    r.part[k] = load_d(at + k * WIDE, from_part(n, k, WIDE));
+    return r;
+}
+
+WORD void store_wide(double *at, size_t n, wide y)
+{
+    EACH_PART
+    store_d(at + k * WIDE, y.part[k], from_part(n, k, WIDE));
+}
+
+WORD wide_tops wide_tops_load(const uint64_t *at)
+{
+    wide_tops r;
+
+    EACH_PART
+    r.part[k] = load_bits_d(at + k * WIDE);
+    return r;
+}
+
+WORD void wide_tops_store(uint64_t *at, wide_tops top)
+{
+    EACH_PART
+    store_bits_d(at + k * WIDE, top.part[k]);
+}
+
+WORD wide_tops wide_tops_join(wide_tops x, wide_tops y)
+{
+    EACH_PART
+    x.part[k] = larger_bits_d(x.part[k], y.part[k]);
+    return x;
+}
+
+WORD wide_tops wide_tops_max(wide_tops top, wide x)
+{
+    EACH_PART
+    top.part[k] = larger_bits_d(top.part[k], magnitude_bits_d(x.part[k]));
+    return top;
+}
+
+/* The same of fp64. */
+WORD void wide_step(int stores, int norms, double *at, size_t n, wide scale, wide_tops *top, wide *sum)
+{
+    const wide x = load_wide(at, n);
     wide y = x;
 
     *top = wide_tops_max(*top, x);
     if (stores) {
         y = wide_mul(x, scale);
-        if (n < 8) {
-            store_some_f64(at, n, y);
-            y = load_some_f64(at, n); /* 0 where there is nothing, even under an infinite scale */
-        } else {
-            store_f64(at, y);
-        }
+        store_wide(at, n, y);
+        if (n < 8)
+            y = load_wide(at, n); /* 0 where there is nothing, even under an infinite scale */
     }
     if (norms)
         *sum = wide_add(*sum, wide_mul(y, y));
 }
 
-INLINE void run_wide(int stores, int norms, mo_gradients_lanes *state, void *memory, size_t count,
-                     float inv_scale)
+WORD void run_wide(int stores, int norms, mo_gradients_lanes *state, void *memory, size_t count,
+                   float inv_scale)
 {
     const wide scale = wide_all((double)inv_scale);
-    wide sum0 = wide_load(state->sums), sum1 = wide_zero();
-    wide_tops top0 = wide_tops_load(state->wide_tops), top1 = wide_tops_zero();
+    wide sum0 = load_wide(state->sums, 8), sum1 = wide_all(0);
+    wide_tops top0 = wide_tops_load(state->wide_tops), top1 = top0;
     double *x = memory;
 
     for (; count >= 16; count -= 16, x += 16) {
@@ -145,11 +365,11 @@ INLINE void run_wide(int stores, int norms, mo_gradients_lanes *state, void *mem
         wide_step(stores, norms, x, count, scale, &top1, &sum1);
     wide_tops_store(state->wide_tops, wide_tops_join(top0, top1));
     if (norms)
-        wide_store(state->sums, wide_add(sum0, sum1));
+        store_wide(state->sums, 8, wide_add(sum0, sum1));
 }
 
 #define KERNEL(name, call)                                                                                   \
-    static void name(mo_gradients_lanes *state, void *x, size_t count, float inv_scale)                      \
+    VECTOR static void name(mo_gradients_lanes *state, void *x, size_t count, float inv_scale)               \
     {                                                                                                        \
         call;                                                                                                \
     }

@@ -28,9 +28,6 @@ enum {
     MO_GRADIENTS_BLOCK = 1024, /* elements; a piece that is not a gradient's last is a multiple of it */
 };
 
-/* A call left in a loop over elements would cost more than the loop. */
-#define INLINE static inline __attribute__((always_inline))
-
 /* Begins as zeros; pieces of any kinds may follow each other. */
 typedef struct mo_gradients_lanes {
     double sums[16] __attribute__((aligned(64))); /* fp64 elements: the first eight */

@@ -3,7 +3,7 @@
     python csrc/simcuda/build_libraries.py [OUT]          OUT: memopt/sim
 
 Needs a C compiler that also assembles and links (gcc or clang), and nothing of NVIDIA's. A library is its hand-written
-sources plus a stub for every other function that symbols/<set>/<soname>.txt lists, so that whatever links NVIDIA's
+sources plus a stub for every other function that symbols/<name>.txt lists, so that whatever links NVIDIA's
 library of that soname links ours. The files are called sim_*.so, with NVIDIA's soname inside: torch looks for the text
 "libcudart.so" in /proc/self/maps and would open NVIDIA's own libraries beside these.
 
@@ -21,16 +21,25 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SETS = {"cu12": 12, "cu13": 13}
 WORKERS = 2
 
-_spec = importlib.util.spec_from_file_location("memopt_sim_elf", ROOT / "memopt" / "sim" / "elf.py")
-assert _spec and _spec.loader
-elf = sys.modules["memopt_sim_elf"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(elf)
+
+def _module(name: str, path: Path) -> Any:
+    """From a file, for this one is loaded so by setup.py."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+elf = _module("memopt_sim_elf", ROOT / "memopt" / "sim" / "_elf.py")
+symbols = _module("memopt_sim_symbols", HERE / "symbols.py")
 
 COMPILE = ["-std=c11", "-D_GNU_SOURCE", "-Os", "-g0", "-fPIC", "-fno-asynchronous-unwind-tables"]
 COMPILE += [f"-I{ROOT}", f"-I{ROOT}/csrc"]
@@ -133,8 +142,7 @@ class _Link:
         self.library, self.set_name, self.out, self.cc = library, set_name, out, cc
         self.folder = folder / library.name
         self.target = out / library.file
-        self.list = _list_of(library, set_name)
-        self.soname = self.list.name.removesuffix(".txt")
+        self.exports = _exports_of(library, set_name)
         self.sources = sorted(path for pattern in library.sources for path in HERE.glob(pattern))
         missing = [pattern for pattern in library.sources if not list(HERE.glob(pattern))]
         if missing:
@@ -145,7 +153,8 @@ class _Link:
     def is_fresh(self) -> bool:
         if not self.target.exists():
             return False
-        inputs = [*self.sources, *HERE.glob("*.h"), *HERE.glob("library_stub.*"), self.list, Path(__file__)]
+        inputs = [*self.sources, *HERE.glob("*.h"), *HERE.glob("library_stub.*"), Path(__file__)]
+        inputs += [symbols.FOLDER / f"{self.library.name}.txt", Path(symbols.__file__)]
         inputs += [ROOT / "csrc" / "driver" / "cuda_types.h", *(ROOT / "kernels").glob("*.cuh")]
         built = self.target.stat().st_mtime_ns
         return all(path.stat().st_mtime_ns <= built for path in inputs if path.exists())
@@ -161,25 +170,24 @@ class _Link:
         self.objects.append(target)
 
     def link(self) -> None:
-        nodes = _read_list(self.list)
-        listed = {name for names in nodes.values() for name in names}
+        listed = self.exports.names
         defined = frozenset().union(*(elf.defined_in_object(path) for path in self.objects))
         unlisted = sorted(name for name in defined - listed if PUBLIC.fullmatch(name))
         if unlisted:
             raise BuildError(
-                f"{self.library.file}: {', '.join(unlisted)} defined but not in {self.list.name}"
+                f"{self.library.file}: {', '.join(unlisted)} defined but not in symbols/{self.library.name}.txt"
             )
         stubs = self.folder / "stubs.S"
         stubs.write_text(_stub_source(self.library, sorted(listed - defined)))
         script = self.folder / "exports.map"
-        script.write_text(_version_script(self.library, nodes))
+        script.write_text(_version_script(self.library, self.exports))
         self.out.mkdir(parents=True, exist_ok=True)
         fresh = self.target.with_name(f".{self.target.name}.{os.getpid()}")
         command = [
             *self.cc,
             *LINK,
             f"-I{ROOT}",
-            f"-Wl,-soname,{self.soname}",
+            f"-Wl,-soname,{self.exports.soname}",
             f"-Wl,--version-script={script}",
             "-o",
             str(fresh),
@@ -204,25 +212,13 @@ class _Link:
             print(done.stderr, file=sys.stderr)
 
 
-def _list_of(library: Library, set_name: str) -> Path:
-    lists = list((HERE / "symbols" / set_name).glob(f"lib{library.name}.so.*.txt"))
-    if len(lists) != 1:
+def _exports_of(library: Library, set_name: str) -> Any:
+    try:
+        return symbols.load(library.name).of[SETS[set_name]]
+    except (OSError, KeyError) as error:
         raise BuildError(
-            f"{library.file}: {len(lists)} symbol lists for lib{library.name} in symbols/{set_name}, not 1"
-        )
-    return lists[0]
-
-
-def _read_list(path: Path) -> dict[str, list[str]]:
-    """Version node ('' for none) -> names."""
-    nodes: dict[str, list[str]] = {}
-    node = ""
-    for line in path.read_text().splitlines():
-        if line.startswith("@"):
-            node = line[1:]
-        elif line and not line.startswith("#"):
-            nodes.setdefault(node, []).append(line)
-    return nodes
+            f"{library.file}: symbols/{library.name}.txt does not list it for {set_name}"
+        ) from error
 
 
 def _stub_source(library: Library, names: list[str]) -> str:
@@ -237,17 +233,11 @@ def _stub_source(library: Library, names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _version_script(library: Library, nodes: dict[str, list[str]]) -> str:
+def _version_script(library: Library, exports: Any) -> str:
     """Exports exactly the listed names; of the device and the runtime also what control.h declares and what the
     simulated libraries ask of each other."""
-    if "" in nodes and len(nodes) > 1:
-        raise BuildError(f"{library.file}: a library's exports are versioned or not, never both")
     ours = ["simcuda_*", "sim_*"] if library.name in ("cuda", "cudart") else []
-    text = []
-    for node, names in sorted(nodes.items()):
-        text.append(f"{node} {{ global: {'; '.join([*names, *ours])};{'' if text else ' local: *;'} }};")
-        ours = []
-    return "\n".join(text) + "\n"
+    return f"{exports.node} {{ global: {'; '.join([*sorted(exports.names), *ours])}; local: *; }};\n"
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
  * A library here keeps handles, descriptors and plans as NVIDIA's does, answers every size question, and
  * computes nothing: a product, a convolution or a factorisation succeeds and leaves its output as it was.
  * Real numbers, where a test wants them, come from running each ATen op on the CPU over the same memory
- * (memopt/sim/compute.py).
+ * (memopt/sim/_compute.py).
  *
  * Workspace sizes are not NVIDIA's: where the size is a secret of the library it is 0, a lower bound, or what
  * the setting `cudnn_workspace` says. Before activation there is no device, so no handle can be made.

@@ -1,4 +1,4 @@
-"""Write symbols/{cu12,cu13}/<soname>.txt: the functions that NVIDIA's libraries export, kept as data.
+"""Write symbols/<name>.txt (symbols.py): the functions that NVIDIA's libraries export, kept as data.
 
     python csrc/simcuda/list_symbols.py [--only PACKAGE ...] [--torch TORCH_LIB_DIR ...]
 
@@ -8,8 +8,7 @@ NVIDIA's is kept but function names. The driver and NVML are in no wheel, so the
 cuda.h and nvml.h. With --torch, whatever those torch builds import is added, and an import that no list holds is
 reported: the exit status is then 1.
 
-A list: '#' lines say where it comes from, '@node' opens the names of one version node, a name a line; names before the
-first '@' are exported unversioned. Lists only grow: a name once listed stays, as older torch builds may import it.
+Lists only grow: a name once listed stays, as older torch builds may import it.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-LISTS = HERE / "symbols"
+import symbols
 
-_spec = importlib.util.spec_from_file_location("elf", HERE.parents[1] / "memopt" / "sim" / "elf.py")
+HERE = Path(__file__).resolve().parent
+
+_spec = importlib.util.spec_from_file_location("elf", HERE.parents[1] / "memopt" / "sim" / "_elf.py")
 assert _spec and _spec.loader
 elf = sys.modules["elf"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(elf)
@@ -82,32 +82,20 @@ HEADERS = {
 Names = dict[str, set[str]]  # version node ('' for none) -> names
 
 
-def load(path: Path) -> Names:
-    names: Names = {}
-    node = ""
-    for line in path.read_text().splitlines():
-        if line.startswith("@"):
-            node = line[1:]
-        elif line and not line.startswith("#"):
-            names.setdefault(node, set()).add(line)
-    return names
-
-
-def store(path: Path, source: str, names: Names) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sources = {source}
-    if path.exists():
-        kept = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
-        sources |= {line for line in kept if line.split(" ")[0] != source.split(" ")[0]}
-        for node, old in load(path).items():
-            names.setdefault(node, set()).update(old)
-    text = [f"# {line}" for line in sorted(sources)]
-    for node in sorted(names):
-        if node:
-            text.append(f"@{node}")
-        text += sorted(names[node])
-    path.write_text("\n".join(text) + "\n")
-    print(f"{path.relative_to(HERE)}: {sum(map(len, names.values()))} names")
+def add(major: str, soname: str, source: str, names: Names) -> None:
+    """To the list of a library, which has one version node or none."""
+    if len(names) > 1:
+        raise SystemExit(
+            f"{soname}: {len(names)} version nodes, where a list holds one: {', '.join(sorted(names))}"
+        )
+    library = symbols.named(soname)
+    exports = library.of.setdefault(int(major.removeprefix("cu")), symbols.Exports(soname))
+    for node, found in names.items():
+        exports.node = node
+        exports.names |= found
+    library.sources = {one for one in library.sources if one.split(" ")[0] != source.split(" ")[0]} | {source}
+    symbols.store(library)
+    print(f"{library.path.relative_to(HERE)}, {major}: {len(exports.names)} names")
 
 
 def from_library(file: Path) -> Names:
@@ -148,19 +136,14 @@ def list_package(major: str, package: str) -> None:
             for soname in wanted:
                 (member,) = [name for name in archive.namelist() if name.endswith("/" + soname)]
                 library = Path(archive.extract(member, folder))
-                store(LISTS / major / f"{soname}.txt", source, from_library(library))
-                if package in EITHER:
-                    store(LISTS / "cu12" / f"{soname}.txt", source, from_library(library))
+                for each in PACKAGES if package in EITHER else (major,):
+                    add(each, soname, source, from_library(library))
             if package in HEADERS[major]:
                 header, soname = HEADERS[major][package]
                 (member,) = [name for name in archive.namelist() if name.endswith("/" + header)]
                 names = from_header(archive.read(member).decode(errors="replace"))
                 for each in HEADERS:  # one driver serves programs of every CUDA major
-                    store(
-                        LISTS / each / f"{soname}.txt",
-                        f"{source} {header}",
-                        {k: set(v) for k, v in names.items()},
-                    )
+                    add(each, soname, f"{source} {header}", names)
 
 
 def add_torch(folder: Path) -> list[str]:
@@ -169,8 +152,9 @@ def add_torch(folder: Path) -> list[str]:
     runtime = {
         soname for library in libraries for soname in library.needed if soname.startswith("libcudart.so.")
     }
-    major = "cu" + runtime.pop().rsplit(".", 1)[1]
-    lists = {path.name.removesuffix(".txt"): load(path) for path in (LISTS / major).glob("*.txt")}
+    number = int(runtime.pop().rsplit(".", 1)[1])
+    listed = [symbols.load(path.stem).of for path in symbols.FOLDER.glob("*.txt")]
+    lists = {of[number].soname: {of[number].node: set(of[number].names)} for of in listed if number in of}
     unknown = []
     for library in libraries:
         for symbol in library.imports:
@@ -182,7 +166,7 @@ def add_torch(folder: Path) -> list[str]:
                 held = any(symbol.name in names.get("", ()) for names in lists.values())
                 unknown += [] if held else [f"{library.soname}: {symbol.name}"]
     for soname, names in lists.items():
-        store(LISTS / major / f"{soname}.txt", "torch imports", names)
+        add(f"cu{number}", soname, "torch imports", names)
     return unknown
 
 

@@ -3,17 +3,17 @@ the number of batches that are accumulated)."""
 
 from __future__ import annotations
 
-from memopt.lazy_names import lazy_names
+from memopt._runtime.lazy_names import lazy_names
 
 TYPE_CHECKING = False  # type checkers take it for typing's
 
 if TYPE_CHECKING:
-    from memopt.batch_sizes.accumulation import Accumulation
-    from memopt.batch_sizes.adaptive import BatchSize
-    from memopt.batch_sizes.batch_sampler import AdaptiveBatchSampler
-    from memopt.batch_sizes.found import FoundBatchSize, NoBatchSizeFits, Trial
-    from memopt.batch_sizes.learning_rate import rescale_learning_rate_, scaled_learning_rate
-    from memopt.batch_sizes.search import find_batch_size
+    from memopt._batch_size.accumulation import Accumulation
+    from memopt._batch_size.adaptive import BatchSize
+    from memopt._batch_size.batch_sampler import AdaptiveBatchSampler
+    from memopt._batch_size.find_batch_size import find_batch_size
+    from memopt._batch_size.learning_rate import rescale_learning_rate_, scaled_learning_rate
+    from memopt._batch_size.result import FoundBatchSize, NoBatchSizeFits, Trial
 
 __all__ = [
     "Accumulation",
@@ -30,14 +30,14 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     globals(),
     {
-        "Accumulation": "memopt.batch_sizes.accumulation",
-        "AdaptiveBatchSampler": "memopt.batch_sizes.batch_sampler",
-        "BatchSize": "memopt.batch_sizes.adaptive",
-        "FoundBatchSize": "memopt.batch_sizes.found",
-        "NoBatchSizeFits": "memopt.batch_sizes.found",
-        "Trial": "memopt.batch_sizes.found",
-        "find_batch_size": "memopt.batch_sizes.search",
-        "rescale_learning_rate_": "memopt.batch_sizes.learning_rate",
-        "scaled_learning_rate": "memopt.batch_sizes.learning_rate",
+        "Accumulation": "memopt._batch_size.accumulation",
+        "AdaptiveBatchSampler": "memopt._batch_size.batch_sampler",
+        "BatchSize": "memopt._batch_size.adaptive",
+        "FoundBatchSize": "memopt._batch_size.result",
+        "NoBatchSizeFits": "memopt._batch_size.result",
+        "Trial": "memopt._batch_size.result",
+        "find_batch_size": "memopt._batch_size.find_batch_size",
+        "rescale_learning_rate_": "memopt._batch_size.learning_rate",
+        "scaled_learning_rate": "memopt._batch_size.learning_rate",
     },
 )

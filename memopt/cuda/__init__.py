@@ -1,9 +1,9 @@
-"""Device memory: the allocator that torch can be given, and what it knows."""
+"""Device memory: memopt's allocator for torch, memory pools, statistics and traces."""
 
-from memopt.cuda.current_allocator import allocator, trim
-from memopt.cuda.pool import CudaPool
-from memopt.cuda.statistics import fragmentation, memory_snapshot, memory_stats
-from memopt.cuda.tracing import record_trace, save_trace, stop_trace, trace_step
+from memopt.cuda._allocator import allocator, trim
+from memopt.cuda._pool import CudaPool
+from memopt.cuda._statistics import fragmentation, memory_snapshot, memory_stats
+from memopt.cuda._tracing import record_trace, save_trace, stop_trace, trace_step
 
 __all__ = [
     "CudaPool",

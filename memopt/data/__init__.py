@@ -1,26 +1,26 @@
-"""What feeds the model: containers that worker processes share instead of copying, preprocessing kept on disk, rows
-that stay in a file, and batches that are on the device when they are asked for."""
+"""Data for training.
+
+Containers that worker processes share instead of copying, preprocessing kept on disk, rows that stay in a file, and
+batches that are on the device when they are asked for.
+"""
 
 from __future__ import annotations
 
-from memopt.lazy_names import lazy_names
+from memopt._runtime.lazy_names import lazy_names
 
 TYPE_CHECKING = False  # type checkers take it for typing's
 
 if TYPE_CHECKING:
-    from memopt.data.caching import cached
-    from memopt.data.folder_stream import FolderStream
-    from memopt.data.mapped_dataset import MmapDataset
-    from memopt.data.mapped_writer import MmapWriter
-    from memopt.data.prefetching import Prefetcher
-    from memopt.data.shared_dict import SharedDict
-    from memopt.data.shared_list import SharedList
-    from memopt.data.shared_strings import SharedStrings
-    from memopt.data.tuning import tune
-    from memopt.data.worker_watch import watch
+    from memopt.data._cache.caching import cached
+    from memopt.data._mmap.mapped_dataset import MmapDataset
+    from memopt.data._mmap.mapped_writer import MmapWriter
+    from memopt.data._prefetch.prefetcher import Prefetcher
+    from memopt.data._shared.shared_dict import SharedDict
+    from memopt.data._shared.shared_sequence import SharedList, SharedStrings
+    from memopt.data._tuning.tuning import tune
+    from memopt.data._tuning.worker_watch import watch
 
 __all__ = [
-    "FolderStream",
     "MmapDataset",
     "MmapWriter",
     "Prefetcher",
@@ -32,18 +32,26 @@ __all__ = [
     "watch",
 ]
 
-__getattr__, __dir__ = lazy_names(
+_find, __dir__ = lazy_names(
     globals(),
     {
-        "FolderStream": "memopt.data.folder_stream",
-        "MmapDataset": "memopt.data.mapped_dataset",
-        "MmapWriter": "memopt.data.mapped_writer",
-        "Prefetcher": "memopt.data.prefetching",
-        "SharedDict": "memopt.data.shared_dict",
-        "SharedList": "memopt.data.shared_list",
-        "SharedStrings": "memopt.data.shared_strings",
-        "cached": "memopt.data.caching",
-        "tune": "memopt.data.tuning",
-        "watch": "memopt.data.worker_watch",
+        "MmapDataset": "memopt.data._mmap.mapped_dataset",
+        "MmapWriter": "memopt.data._mmap.mapped_writer",
+        "Prefetcher": "memopt.data._prefetch.prefetcher",
+        "SharedDict": "memopt.data._shared.shared_dict",
+        "SharedList": "memopt.data._shared.shared_sequence",
+        "SharedStrings": "memopt.data._shared.shared_sequence",
+        "cached": "memopt.data._cache.caching",
+        "tune": "memopt.data._tuning.tuning",
+        "watch": "memopt.data._tuning.worker_watch",
     },
 )
+
+
+def __getattr__(name: str) -> object:
+    if name == "FolderStream":
+        raise AttributeError(
+            "memopt.data.FolderStream has become a worked example: copy LineStream from notebooks/06_data_path.ipynb, "
+            "section 'A folder as a stream', and adapt it"
+        )
+    return _find(name)

@@ -1,17 +1,19 @@
 """A simulated CUDA device under PyTorch's own CUDA build: no GPU, no driver, the same allocator, streams and graphs.
 
-    import memopt.sim
-    memopt.sim.activate(memory="8GiB")     # first: it must come before torch
-    import torch
-    torch.empty(1 << 20, device="cuda")    # PyTorch's real caching allocator, on host memory
+Kernels compute nothing, unless an op runs under Compute or its kernel has a host body (emulate). csrc/simcuda/ says
+what is simulated, and how far it can be trusted. The simulated libraries never load into a process that has a real
+driver; see activate().
 
-Kernels compute nothing, unless an op runs under Compute or its kernel has a host body (emulate). What is simulated, and
-how far it is trusted, is said in csrc/simcuda/. It never loads where a real driver does; see activate().
+Example:
+    >>> import memopt.sim
+    >>> memopt.sim.activate(memory="8GiB")  # first: it must come before torch
+    >>> import torch
+    >>> torch.empty(1 << 20, device="cuda")  # PyTorch's real caching allocator, on host memory
 """
 
-from memopt.lazy_names import lazy_names
-from memopt.sim.activation import activate, is_active, libraries, readiness
-from memopt.sim.control import (
+from memopt._runtime.lazy_names import lazy_names
+from memopt.sim._activation import activate, is_active, libraries, readiness
+from memopt.sim._control import (
     calls,
     emulate,
     fail,
@@ -24,7 +26,7 @@ from memopt.sim.control import (
     stats,
     workspace_reads,
 )
-from memopt.sim.coverage import coverage
+from memopt.sim._coverage import coverage
 
 __all__ = [
     "Compute",
@@ -47,4 +49,4 @@ __all__ = [
 ]
 
 # It needs torch, which activate() must precede.
-__getattr__, __dir__ = lazy_names(globals(), {"Compute": "memopt.sim.compute"})
+__getattr__, __dir__ = lazy_names(globals(), {"Compute": "memopt.sim._compute"})

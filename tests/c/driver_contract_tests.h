@@ -1,4 +1,4 @@
-/* What driver.h promises, as tests of any mo_driver: test_driver_double.c and test_driver_cuda.c (over the
+/* What driver.h promises, as tests of any mo_driver: test_model_device.c and test_driver_cuda.c (over the
  * simulated device) give each a device to run on and list them under their own names. A check here is one
  * that both must pass, so it asks for "refused", never for a code. */
 #ifndef MEMOPT_DRIVER_CONTRACT_TESTS_H

@@ -1,4 +1,4 @@
-/* A pool on a test double that watches it, and the words that tests of it use.
+/* A pool on a model device that watches it, and the words that tests of it use.
  *
  *     open_pool(…)    a fresh device and pool        close_pool()   nothing is left, and nothing was violated
  *     get, put        alloc and free, with the model's checks and a use of every byte on the device
@@ -10,7 +10,7 @@
 
 #include "alloc/pool_parts.h"
 #include "base/hostmem.h"
-#include "driver/driver_double.h"
+#include "driver/model_device.h"
 #include "interval_model.h"
 #include "test.h"
 
@@ -31,7 +31,7 @@
             TEST_FAIL("%s gives %s: %s", #call, mo_status_name(ok_), said.text);                             \
     } while (0)
 
-static mo_double device;
+static mo_model_device device;
 static mo_pool *pool;
 static mo_detail said;
 static size_t host_before;
@@ -69,9 +69,9 @@ static mo_status fixture_synchronize(mo_driver *driver, mo_detail *detail)
 static void open_pool(size_t capacity, size_t granularity, mo_pool_settings settings)
 {
     mo_host_fail_never();
-    mo_double_close(&device);
-    mo_double_open(&device, capacity, granularity);
-    mo_double_watch(&device);
+    mo_model_device_close(&device);
+    mo_model_device_open(&device, capacity, granularity);
+    mo_model_device_watch(&device);
     device.work_per_pause = 1000;
     meanwhile = NULL;
     double_pause = device.table.pause;
@@ -103,12 +103,12 @@ __attribute__((unused)) static void close_pool(void)
     meanwhile = NULL;
     CHECK_OK(mo_pool_check(pool, &said));
     CHECK_OK(mo_pool_close(pool, &said));
-    CHECK_EQ(mo_double_live(&device), 0);
+    CHECK_EQ(mo_model_device_live(&device), 0);
     CHECK_EQ(device.used, 0);
     CHECK_EQ(mo_host_live(), host_before);
     CHECK_CLEAN();
     model_clear(&model);
-    mo_double_close(&device);
+    mo_model_device_close(&device);
 }
 
 /* Notes a block that was given out, and uses it. */
@@ -121,7 +121,7 @@ __attribute__((unused)) static model_block *take_in(mo_address address, size_t s
     CHECK_EQ(base, address);
     CHECK_EQ(rounded, (size + MO_ALIGNMENT - 1) / MO_ALIGNMENT * MO_ALIGNMENT);
     model_block *block = model_add(&model, address, rounded, size, stream);
-    mo_double_use(&device, stream, address, size, block->owner);
+    mo_model_device_use(&device, stream, address, size, block->owner);
     CHECK_CLEAN();
     return block;
 }
@@ -159,13 +159,13 @@ __attribute__((unused)) static void use_on(mo_address address, mo_stream stream)
     CHECK_OK(m->event_record(m, e, block->stream, &said));
     CHECK_OK(m->stream_wait(m, stream, e, &said));
     CHECK_OK(m->event_destroy(m, e, &said));
-    mo_double_use(&device, stream, block->address, block->requested, block->owner);
+    mo_model_device_use(&device, stream, block->address, block->requested, block->owner);
     CHECK_OK(mo_pool_record_stream(pool, address, stream, &said));
 }
 
 __attribute__((unused)) static void finish(mo_stream stream)
 {
-    mo_double_complete(&device, stream, SIZE_MAX);
+    mo_model_device_complete(&device, stream, SIZE_MAX);
 }
 
 __attribute__((unused)) static mo_stats stats_now(void)
@@ -184,12 +184,13 @@ __attribute__((unused)) static size_t held(void)
 /* Calls of the table that change memory: what a steady step makes none of. */
 __attribute__((unused)) static uint64_t memory_calls(void)
 {
-    return device.calls[MO_DOUBLE_create] + device.calls[MO_DOUBLE_release] + device.calls[MO_DOUBLE_map] +
-           device.calls[MO_DOUBLE_unmap] + device.calls[MO_DOUBLE_grant] +
-           device.calls[MO_DOUBLE_segment_alloc] + device.calls[MO_DOUBLE_segment_free];
+    return device.calls[MO_MODEL_DEVICE_create] + device.calls[MO_MODEL_DEVICE_release] +
+           device.calls[MO_MODEL_DEVICE_map] + device.calls[MO_MODEL_DEVICE_unmap] +
+           device.calls[MO_MODEL_DEVICE_grant] + device.calls[MO_MODEL_DEVICE_segment_alloc] +
+           device.calls[MO_MODEL_DEVICE_segment_free];
 }
 
-/* An out of memory that says so in torch's words. */
+/* An out-of-memory error that says so in torch's words. */
 #define CHECK_OUT_OF_MEMORY(call)                                                                            \
     do {                                                                                                     \
         said = (mo_detail){.text = ""};                                                                      \
@@ -231,14 +232,16 @@ __attribute__((unused)) static void check_stats(void)
               ALL(MO_ALLOCATED_BYTES).current + ALL(MO_INACTIVE_SPLIT_BYTES).current);
     }
     CHECK_EQ(ALL(MO_SEGMENT).current,
-             device.blocks[MO_DOUBLE_HANDLE].live + device.blocks[MO_DOUBLE_SEGMENT].live);
+             device.blocks[MO_MODEL_DEVICE_HANDLE].live + device.blocks[MO_MODEL_DEVICE_SEGMENT].live);
     CHECK_EQ(s.driver_calls, memory_calls());
     CHECK_EQ(s.num_device_alloc - s.num_device_free, (uint64_t)ALL(MO_SEGMENT).current);
-    CHECK(s.num_device_alloc <= device.calls[MO_DOUBLE_create] + device.calls[MO_DOUBLE_segment_alloc]);
-    CHECK_EQ(s.num_device_free, device.calls[MO_DOUBLE_release] + device.calls[MO_DOUBLE_segment_free]);
+    CHECK(s.num_device_alloc <=
+          device.calls[MO_MODEL_DEVICE_create] + device.calls[MO_MODEL_DEVICE_segment_alloc]);
+    CHECK_EQ(s.num_device_free,
+             device.calls[MO_MODEL_DEVICE_release] + device.calls[MO_MODEL_DEVICE_segment_free]);
 #undef ALL
-    if (mo_pool_budget(pool))
-        CHECK(held() <= mo_pool_budget(pool));
+    if (pool->settings.budget)
+        CHECK(held() <= pool->settings.budget);
 }
 
 #endif

@@ -32,7 +32,7 @@ TEST(one_that_is_taken_is_zero_but_for_its_priority_whatever_was_in_it)
         CHECK(block->priority);
         CHECK(!block->address && !block->size && !block->requested && !block->serial);
         CHECK(!block->link[0] && !block->link[1] && !block->previous && !block->next && !block->span);
-        CHECK(!block->state && !block->stream && !block->use.streams && !block->use.tick);
+        CHECK(!block->state && !block->stream && !block->last_use.streams && !block->last_use.tick);
         memset(block, 0xA5, sizeof *block);
         mo_block_give(&store, block);
     }

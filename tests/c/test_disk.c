@@ -4,7 +4,7 @@
 
 #include "base/hostmem.h"
 #include "child.h"
-#include "driver/driver_double.h"
+#include "driver/model_device.h"
 #include "failing_files.h"
 
 enum { PLACES = 8, ROOM = 16 << 10 };
@@ -52,7 +52,7 @@ static mo_status read_back(size_t i, mo_detail *detail)
     return status ? status : mo_disk_finish(&disk, &job, detail);
 }
 
-static mo_double device;
+static mo_model_device device;
 static mo_copies copies;
 static mo_ticket ticket;
 static char *pinned;
@@ -60,8 +60,8 @@ static char *pinned;
 static void start_device(void)
 {
     mo_address on_device;
-    mo_double_close(&device);
-    mo_double_open(&device, 1 << 20, 0);
+    mo_model_device_close(&device);
+    mo_model_device_open(&device, 1 << 20, 0);
     CHECK_EQ(device.table.segment_alloc(&device.table, ROOM, NULL, &on_device), MO_OK);
     CHECK_EQ(device.table.pinned_alloc(&device.table, ROOM, NULL, (void **)&pinned), MO_OK);
     CHECK_EQ(mo_copies_open(&device.table, &copies, NULL), MO_OK);
@@ -260,8 +260,8 @@ TEST(a_write_waits_for_the_copy_that_fills_its_memory)
     CHECK(!mo_disk_over(&disk, &jobs[0]));
     CHECK_EQ(failing.calls[FAIL_WRITE], 0);
     memset(pinned, 2, ROOM);
-    mo_double_complete(&device, NULL, SIZE_MAX);
-    mo_double_complete(&device, copies.lines[MO_OUT].stream, SIZE_MAX);
+    mo_model_device_complete(&device, NULL, SIZE_MAX);
+    mo_model_device_complete(&device, copies.lines[MO_OUT].stream, SIZE_MAX);
     CHECK_EQ(mo_disk_finish(&disk, &jobs[0], NULL), MO_OK);
     CHECK_EQ(read_back(0, NULL), MO_OK);
     CHECK(back[0][0] == 2 && back[0][ROOM - 1] == 2);
@@ -273,7 +273,7 @@ TEST(a_copy_that_fails_fails_the_write_behind_it)
     start_device();
     start();
     mo_detail detail;
-    mo_double_fail(&device, MO_DOUBLE_event_query, 0, 1, MO_DRIVER);
+    mo_model_device_fail(&device, MO_MODEL_DEVICE_event_query, 0, 1, MO_DRIVER);
     CHECK_EQ(begin_behind(), MO_OK);
     CHECK_EQ(mo_disk_finish(&disk, &jobs[0], &detail), MO_DRIVER);
     CHECK(strstr(detail.text, "event_query"));
@@ -291,8 +291,8 @@ TEST(what_has_not_begun_is_taken_back)
         CHECK_EQ(begin_write(i, ROOM, NULL), MO_OK);
     mo_disk_cancel(&disk, &jobs[4]);
     mo_disk_cancel(&disk, &jobs[2]);
-    mo_double_complete(&device, NULL, SIZE_MAX);
-    mo_double_complete(&device, copies.lines[MO_OUT].stream, SIZE_MAX);
+    mo_model_device_complete(&device, NULL, SIZE_MAX);
+    mo_model_device_complete(&device, copies.lines[MO_OUT].stream, SIZE_MAX);
     for (size_t i = 0; i < 4; i++)
         if (i != 2)
             CHECK_EQ(mo_disk_finish(&disk, &jobs[i], NULL), MO_OK);
@@ -310,8 +310,8 @@ static void *complete_later(void *unused)
         full = disk.counts.waits == 1;
         mo_lock_give(&disk.lock);
     }
-    mo_double_complete(&device, NULL, SIZE_MAX);
-    mo_double_complete(&device, copies.lines[MO_OUT].stream, SIZE_MAX);
+    mo_model_device_complete(&device, NULL, SIZE_MAX);
+    mo_model_device_complete(&device, copies.lines[MO_OUT].stream, SIZE_MAX);
     return unused;
 }
 

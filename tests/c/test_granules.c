@@ -3,14 +3,14 @@
 #include "alloc/granules.h"
 
 #include "base/hostmem.h"
-#include "driver/driver_double.h"
+#include "driver/model_device.h"
 #include "test.h"
 
 #define SIZE     ((size_t)1 << 16)
 #define SLOTS    48
 #define GRANULES 40
 
-static mo_double device;
+static mo_model_device device;
 static mo_granules granules;
 static mo_detail said;
 static mo_address base;
@@ -34,8 +34,8 @@ static size_t lost;       /* granules that the driver would not take back */
 static void open_granules(void)
 {
     mo_granules_close(&granules);
-    mo_double_close(&device);
-    mo_double_open(&device, GRANULES * SIZE, SIZE);
+    mo_model_device_close(&device);
+    mo_model_device_open(&device, GRANULES * SIZE, SIZE);
     granules = (mo_granules){.driver = &device.table, .size = SIZE};
     memset(slots, 0, sizeof slots);
     memset(made, 0, sizeof made);
@@ -62,8 +62,9 @@ static int number_of(const mo_granule *granule)
 
 static uint64_t calls(void)
 {
-    return device.calls[MO_DOUBLE_create] + device.calls[MO_DOUBLE_release] + device.calls[MO_DOUBLE_map] +
-           device.calls[MO_DOUBLE_unmap] + device.calls[MO_DOUBLE_grant];
+    return device.calls[MO_MODEL_DEVICE_create] + device.calls[MO_MODEL_DEVICE_release] +
+           device.calls[MO_MODEL_DEVICE_map] + device.calls[MO_MODEL_DEVICE_unmap] +
+           device.calls[MO_MODEL_DEVICE_grant];
 }
 
 static void check_all(void)
@@ -92,9 +93,9 @@ static void check_all(void)
         stale += g >= 0 && !owned;
         CHECK(slots[i].granule == (g >= 0 ? made[g] : NULL));
         CHECK_EQ(mo_slot_owned(&slots[i]), owned);
-        CHECK_EQ(mo_double_behind(&device, at(i)), g >= 0 ? made[g]->handle : 0);
+        CHECK_EQ(mo_model_device_behind(&device, at(i)), g >= 0 ? made[g]->handle : 0);
         if (g >= 0 && !suspended[g])
-            CHECK_EQ(mo_double_usable(&device, at(i), SIZE), slots[i].granted);
+            CHECK_EQ(mo_model_device_usable(&device, at(i), SIZE), slots[i].granted);
     }
     for (const mo_granule *g = granules.spare, *before = NULL; g; before = g, g = g->next, listed++) {
         CHECK(g->previous == before);
@@ -162,12 +163,12 @@ static void own(int i)
 
 static void disown(int i)
 {
-    const mo_use use = {1ull << i, (uint64_t)i + 100};
+    const mo_last_use use = {1ull << i, (uint64_t)i + 100};
 
     mo_granule_disown(&granules, &slots[i], use);
     owner_of[mapped[i]] = NULL;
-    CHECK(slots[i].use.streams == use.streams && slots[i].use.tick == use.tick);
-    CHECK(slots[i].granule->use.streams == use.streams && slots[i].granule->use.tick == use.tick);
+    CHECK(slots[i].last_use.streams == use.streams && slots[i].last_use.tick == use.tick);
+    CHECK(slots[i].granule->last_use.streams == use.streams && slots[i].granule->last_use.tick == use.tick);
     CHECK(granules.spare == slots[i].granule); /* what was used last is asked first */
 }
 
@@ -207,7 +208,7 @@ TEST(a_run_is_granted_by_one_call_and_by_one_that_fails_not_at_all)
     open_granules();
     for (int i = 0; i < 8; i++)
         CHECK(create() && map(i, i + 4));
-    mo_double_fail(&device, MO_DOUBLE_grant, 0, 1, MO_DRIVER);
+    mo_model_device_fail(&device, MO_MODEL_DEVICE_grant, 0, 1, MO_DRIVER);
     CHECK_EQ(mo_granules_grant(&granules, &slots[4], at(4), 8, &said), MO_DRIVER);
     for (int i = 4; i < 12; i++)
         CHECK(!slots[i].granted);
@@ -215,7 +216,7 @@ TEST(a_run_is_granted_by_one_call_and_by_one_that_fails_not_at_all)
     CHECK_OK(mo_granules_grant(&granules, &slots[4], at(4), 8, &said));
     for (int i = 0; i < SLOTS; i++)
         CHECK_EQ(slots[i].granted, i >= 4 && i < 12);
-    CHECK_EQ(device.calls[MO_DOUBLE_grant], 2);
+    CHECK_EQ(device.calls[MO_MODEL_DEVICE_grant], 2);
     check_all();
 }
 
@@ -239,11 +240,11 @@ TEST(a_suspended_granule_keeps_its_slot_and_gives_its_memory_back)
     CHECK_OK(mo_granule_suspend(&granules, &slots[5], at(5), &said));
     suspended[0] = true;
     check_all();
-    CHECK(!mo_double_usable(&device, at(5), SIZE));
+    CHECK(!mo_model_device_usable(&device, at(5), SIZE));
     CHECK_OK(mo_granule_restore(&granules, &slots[5], at(5), &said));
     suspended[0] = false;
     check_all();
-    CHECK(mo_double_usable(&device, at(5), 2 * SIZE));
+    CHECK(mo_model_device_usable(&device, at(5), 2 * SIZE));
     CHECK_OK(mo_granule_suspend(&granules, &slots[6], at(6), &said));
     mo_granule_forget(&granules, &slots[6]);
     made[1] = NULL;
@@ -256,23 +257,24 @@ TEST(a_suspended_granule_keeps_its_slot_and_gives_its_memory_back)
 
 TEST(suspending_and_restoring_fail_at_any_call_with_nothing_changed)
 {
-    static const mo_double_call down[] = {MO_DOUBLE_unmap, MO_DOUBLE_release},
-                                up[] = {MO_DOUBLE_create, MO_DOUBLE_map, MO_DOUBLE_grant};
+    static const mo_model_device_call down[] = {MO_MODEL_DEVICE_unmap, MO_MODEL_DEVICE_release},
+                                      up[] = {MO_MODEL_DEVICE_create, MO_MODEL_DEVICE_map,
+                                              MO_MODEL_DEVICE_grant};
 
     open_granules();
     CHECK(create() && map(0, 5));
     CHECK_OK(mo_granules_grant(&granules, &slots[5], at(5), 1, &said));
     own(5);
     for (size_t i = 0; i < 2; i++) {
-        mo_double_fail(&device, down[i], 0, 1, MO_DRIVER);
+        mo_model_device_fail(&device, down[i], 0, 1, MO_DRIVER);
         CHECK_EQ(mo_granule_suspend(&granules, &slots[5], at(5), &said), MO_DRIVER);
         check_all();
-        CHECK(mo_double_usable(&device, at(5), SIZE));
+        CHECK(mo_model_device_usable(&device, at(5), SIZE));
     }
     CHECK_OK(mo_granule_suspend(&granules, &slots[5], at(5), &said));
     suspended[0] = true;
     for (size_t i = 0; i < 3; i++) {
-        mo_double_fail(&device, up[i], 0, 1, MO_NO_DEVICE_MEMORY);
+        mo_model_device_fail(&device, up[i], 0, 1, MO_NO_DEVICE_MEMORY);
         CHECK_EQ(mo_granule_restore(&granules, &slots[5], at(5), &said), MO_NO_DEVICE_MEMORY);
         check_all();
     }
@@ -300,8 +302,8 @@ TEST(thousands_of_granules_come_and_go_in_the_host_memory_of_their_most)
     size_t live;
 
     mo_granules_close(&granules);
-    mo_double_close(&device);
-    mo_double_open(&device, most * SIZE, SIZE);
+    mo_model_device_close(&device);
+    mo_model_device_open(&device, most * SIZE, SIZE);
     granules = (mo_granules){.driver = &device.table, .size = SIZE};
     live = mo_host_live();
     for (int round = 0; round < 3; round++) {
@@ -320,12 +322,13 @@ TEST(thousands_of_granules_come_and_go_in_the_host_memory_of_their_most)
 
 static void fail_sometimes(uint64_t *random)
 {
-    static const mo_double_call kinds[] = {MO_DOUBLE_create, MO_DOUBLE_release, MO_DOUBLE_map,
-                                           MO_DOUBLE_unmap, MO_DOUBLE_grant};
+    static const mo_model_device_call kinds[] = {MO_MODEL_DEVICE_create, MO_MODEL_DEVICE_release,
+                                                 MO_MODEL_DEVICE_map, MO_MODEL_DEVICE_unmap,
+                                                 MO_MODEL_DEVICE_grant};
 
-    mo_double_fail_never(&device);
+    mo_model_device_fail_never(&device);
     if (test_random(random) % 8 == 0)
-        mo_double_fail(&device, kinds[test_random(random) % 5], 0, 1, MO_DRIVER);
+        mo_model_device_fail(&device, kinds[test_random(random) % 5], 0, 1, MO_DRIVER);
 }
 
 TEST(any_sequence_of_operations_leaves_what_the_table_says)
@@ -379,12 +382,12 @@ TEST(any_sequence_of_operations_leaves_what_the_table_says)
                 else if (alone(i) && slots[i].granted)
                     suspended[here] = !mo_granule_suspend(&granules, &slots[i], at(i), &said);
             }
-            mo_double_fail_never(&device);
+            mo_model_device_fail_never(&device);
             check_all();
         }
     }
     mo_granules_close(&granules);
-    mo_double_close(&device);
+    mo_model_device_close(&device);
 }
 
 TEST_MAIN

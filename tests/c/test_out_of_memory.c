@@ -1,4 +1,4 @@
-/* What an out of memory says: torch's words first, then what is true of the numbers, then what would help. */
+/* The text of an out-of-memory error: torch's words first, then what is true of the numbers, then what would help. */
 #include "alloc/out_of_memory.h"
 
 #include "test.h"

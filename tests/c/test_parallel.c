@@ -1,5 +1,5 @@
 /* The loop without torch, with a library that has torch's two functions, and in a fork's child. What is loaded stays
- * loaded, so each of these is a process of its own. torch's own pool is tests/test_parallel.py's. */
+ * loaded, so each of these is a process of its own. torch's own pool is tests/integration/test_parallel.py's. */
 #include "base/parallel.h"
 
 #include <dlfcn.h>

@@ -1,5 +1,6 @@
 /* Where requests go, from inside the pool: every site's price is compared with that of all others of a small space. */
-#include "alloc/gather.h"
+#include "alloc/placement.h"
+#include "alloc/remap.h"
 #include "base/size.h"
 #include "pool_fixture.h"
 
@@ -12,7 +13,7 @@ static mo_request request_of(size_t size, mo_stream stream)
 {
     mo_request request = {.arena = &pool->general, .zone = large(), .size = size, .requested = size};
 
-    CHECK_OK(mo_order_number(&pool->order, stream, &said, &request.stream));
+    CHECK_OK(mo_stream_order_number(&pool->order, stream, &said, &request.stream));
     return request;
 }
 
@@ -36,7 +37,7 @@ static mo_block *first_fit(const mo_request *request, int scan, mo_block **waiti
                     next = b;
         if (!next)
             return NULL;
-        if (!mo_order_missing(&pool->order, request->stream, false, next->use))
+        if (!mo_stream_order_missing(&pool->order, request->stream, false, next->last_use))
             return next;
         if (!*waiting)
             *waiting = next;
@@ -67,10 +68,10 @@ static price price_of(const mo_request *request, mo_span *span, mo_address low, 
         if (mo_slot_owned(slot))
             continue;
         p.need++;
-        if (mo_switchable(pool, request, &site, slot, &elsewhere))
+        if (mo_remap_switchable(pool, request, &site, slot, &elsewhere))
             continue;
         p.calls += slot->granule ? 2 : 1;
-        p.possible &= !slot->granule || mo_order_over(&pool->order, slot->use);
+        p.possible &= !slot->granule || mo_stream_order_over(&pool->order, slot->last_use);
     }
     return p;
 }
@@ -79,7 +80,7 @@ static bool open_to(const mo_request *request, const mo_block *block, bool join)
 {
     return block->state == MO_BLOCK_HOLE ||
            (block->state == MO_BLOCK_FREE &&
-            (join || !mo_order_missing(&pool->order, request->stream, false, block->use)));
+            (join || !mo_stream_order_missing(&pool->order, request->stream, false, block->last_use)));
 }
 
 /* Whether [low, high) holds nothing that the request may not have. */
@@ -193,7 +194,7 @@ static void drain(uint64_t *random)
         put(model.blocks[test_random(random) % model.count].address);
     finish(A);
     finish(B);
-    mo_order_poll(&pool->order);
+    mo_stream_order_poll(&pool->order);
 }
 
 static mo_pool_settings settings_of(uint64_t r)
@@ -247,10 +248,10 @@ TEST(no_site_is_cheaper_than_the_one_that_is_chosen)
                 for (int i = 0; i < 20; i++) { /* memory returns to many places */
                     request = request_of(past[i].size, A);
                     if (past[i].size)
-                        mo_place_at(pool, &request, past[i].address);
+                        mo_remap_at(pool, &request, past[i].address);
                 }
             }
-            mo_order_poll(&pool->order);
+            mo_stream_order_poll(&pool->order);
             request = request_of(some_size(&random), n % 3 ? A : B);
             request.size = mo_ceil_div(request.size, MO_ALIGNMENT) * MO_ALIGNMENT;
             if (mo_fit(pool, &request, &block) || (join && block)) /* needs no site */
@@ -258,7 +259,7 @@ TEST(no_site_is_cheaper_than_the_one_that_is_chosen)
             best = cheapest(&request, join, effort == MO_EFFORT_CREATE);
             if (!best.possible || best.shares)
                 continue;
-            calls = device.calls[MO_DOUBLE_map] + device.calls[MO_DOUBLE_unmap];
+            calls = device.calls[MO_MODEL_DEVICE_map] + device.calls[MO_MODEL_DEVICE_unmap];
             status = mo_place(pool, &request, effort, &said, &block, &at);
             CHECK_OK(mo_pool_check(pool, &said));
             CHECK_CLEAN();
@@ -266,11 +267,11 @@ TEST(no_site_is_cheaper_than_the_one_that_is_chosen)
                 CHECK(status == MO_NO_DEVICE_MEMORY || status == MO_NOT_READY);
                 continue;
             }
-            calls = device.calls[MO_DOUBLE_map] + device.calls[MO_DOUBLE_unmap] - calls;
+            calls = device.calls[MO_MODEL_DEVICE_map] + device.calls[MO_MODEL_DEVICE_unmap] - calls;
             placed++;
             CHECK(block->state == MO_BLOCK_FREE && block->address <= at &&
                   at + request.size <= block->address + block->size);
-            CHECK(mo_double_usable(&device, at, request.size));
+            CHECK(mo_model_device_usable(&device, at, request.size));
             if (pool->settings.double_map) /* else what moves is unmapped where it was, too */
                 CHECK_EQ(calls, best.calls);
         }
@@ -384,14 +385,14 @@ TEST(memory_returns_to_an_address_without_a_call_or_not_at_all)
 
                     possible = !p.calls && !p.shares;
                 }
-                block = mo_place_at(pool, &request, past[i].address);
+                block = mo_remap_at(pool, &request, past[i].address);
                 CHECK_EQ(memory_calls(), calls);
                 CHECK(!possible || block);
                 CHECK(!live || !block);
                 if (block) {
                     CHECK(block->state == MO_BLOCK_FREE && block->address <= past[i].address &&
                           past[i].address + past[i].size <= block->address + block->size);
-                    CHECK(mo_double_usable(&device, past[i].address, past[i].size));
+                    CHECK(mo_model_device_usable(&device, past[i].address, past[i].size));
                 }
                 given += block != NULL;
                 refused += !block;
@@ -411,10 +412,10 @@ TEST(an_address_that_is_none_of_the_zone_is_not_given)
     open_pool(64 * MIB, GRANULE, plain_settings);
     get(4 * MIB, A);
     request = request_of(2 * MIB, A);
-    CHECK(!mo_place_at(pool, &request, 512));
-    CHECK(!mo_place_at(pool, &request, large()->spans->base + large()->spans->size));
-    CHECK(!mo_place_at(pool, &request, large()->spans->base + large()->spans->size - MIB));
-    CHECK(!mo_place_at(pool, &request, large()->spans->base - MIB));
+    CHECK(!mo_remap_at(pool, &request, 512));
+    CHECK(!mo_remap_at(pool, &request, large()->spans->base + large()->spans->size));
+    CHECK(!mo_remap_at(pool, &request, large()->spans->base + large()->spans->size - MIB));
+    CHECK(!mo_remap_at(pool, &request, large()->spans->base - MIB));
     put(model.blocks[0].address);
     close_pool();
 }
@@ -432,7 +433,7 @@ TEST(an_address_whose_block_ends_with_its_span_is_given_again)
     CHECK_EQ(address, base);
     put(address);
     request = request_of(4 * GRANULE, A);
-    CHECK(mo_place_at(pool, &request, base) == span->lowest);
+    CHECK(mo_remap_at(pool, &request, base) == span->lowest);
     close_pool();
 }
 
@@ -501,8 +502,9 @@ TEST(what_is_preallocated_is_held_and_serves)
 
 TEST(whichever_call_fails_the_pool_is_sound_and_the_next_request_succeeds)
 {
-    static const mo_double_call kinds[] = {MO_DOUBLE_reserve, MO_DOUBLE_create, MO_DOUBLE_map,
-                                           MO_DOUBLE_unmap,   MO_DOUBLE_grant,  MO_DOUBLE_memory_info};
+    static const mo_model_device_call kinds[] = {MO_MODEL_DEVICE_reserve, MO_MODEL_DEVICE_create,
+                                                 MO_MODEL_DEVICE_map,     MO_MODEL_DEVICE_unmap,
+                                                 MO_MODEL_DEVICE_grant,   MO_MODEL_DEVICE_memory_info};
     size_t failures = 0;
 
     for (size_t kind = 0; kind < sizeof kinds / sizeof *kinds; kind++)
@@ -512,7 +514,7 @@ TEST(whichever_call_fails_the_pool_is_sound_and_the_next_request_succeeds)
                 mo_status status;
 
                 open_pool(64 * MIB, GRANULE, (mo_pool_settings){.double_map = settings});
-                mo_double_fail(&device, kinds[kind], after, 1, MO_DRIVER);
+                mo_model_device_fail(&device, kinds[kind], after, 1, MO_DRIVER);
                 for (int i = 0; i < 6; i++) {
                     const size_t size = (size_t)(3 + 5 * i % 8) * 2 * MIB;
 
@@ -529,7 +531,7 @@ TEST(whichever_call_fails_the_pool_is_sound_and_the_next_request_succeeds)
                         put(address);
                     CHECK_POOL();
                 }
-                mo_double_fail_never(&device);
+                mo_model_device_fail_never(&device);
                 while (model.count)
                     put(model.blocks[0].address);
                 close_pool();

@@ -19,8 +19,8 @@ TEST(a_size_of_zero_is_address_zero_and_counts_for_nothing)
 TEST(opening_makes_no_call_of_the_driver_but_reserve)
 {
     open_pool(64 * MIB, GRANULE, plain_settings);
-    for (int call = 0; call < MO_DOUBLE_CALL_COUNT; call++)
-        if (call != MO_DOUBLE_reserve)
+    for (int call = 0; call < MO_MODEL_DEVICE_CALL_COUNT; call++)
+        if (call != MO_MODEL_DEVICE_reserve)
             CHECK_EQ(device.calls[call], 0);
     close_pool();
 }
@@ -172,7 +172,7 @@ TEST(the_blocks_that_are_listed_are_those_that_live_and_all_that_is_held)
             const model_block *block = model_at(&model, v->address);
             bytes += v->size;
             CHECK(v->state != MO_BLOCK_HOLE);
-            CHECK(mo_double_usable(&device, v->address, v->size));
+            CHECK(mo_model_device_usable(&device, v->address, v->size));
             if (k && blocks[k - 1].small == v->small && blocks[k - 1].address < v->address)
                 CHECK_EQ(v->starts_segment, blocks[k - 1].address + blocks[k - 1].size != v->address);
             CHECK(k || v->starts_segment);

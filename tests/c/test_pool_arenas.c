@@ -107,9 +107,9 @@ TEST(arenas_open_and_close_thousands_of_times_and_leave_nothing)
             put(b), put(a);
         CHECK(!is_open(id));
         if (i == 100)
-            reservations = device.blocks[MO_DOUBLE_RESERVATION].live, host = mo_host_live();
+            reservations = device.blocks[MO_MODEL_DEVICE_RESERVATION].live, host = mo_host_live();
         if (i > 100) {
-            CHECK(device.blocks[MO_DOUBLE_RESERVATION].live <= reservations);
+            CHECK(device.blocks[MO_MODEL_DEVICE_RESERVATION].live <= reservations);
             CHECK(mo_host_live() <= host + 8);
         }
         CHECK(held() <= 64 * MIB);
@@ -148,7 +148,7 @@ TEST(a_live_block_of_a_closed_arena_keeps_its_memory_and_no_more)
     put(b);
     CHECK_OK(mo_pool_arena_release(pool, graph, &said));
     get(24 * MIB, A);
-    CHECK(mo_double_usable(&device, a, 8 * MIB));
+    CHECK(mo_model_device_usable(&device, a, 8 * MIB));
     CHECK_POOL();
     put(a);
     get(8 * MIB, A);
@@ -198,7 +198,7 @@ TEST(granules_of_a_pinned_arena_never_move)
     for (int i = 0; i < 4; i++)
         blocks[i] = get_in(graph, 8 * MIB, A);
     for (size_t i = 0; i < 16; i++)
-        behind[i] = mo_double_behind(&device, blocks[i / 4] + i % 4 * GRANULE);
+        behind[i] = mo_model_device_behind(&device, blocks[i / 4] + i % 4 * GRANULE);
     for (int i = 0; i < 4; i++)
         put(blocks[i]);
     finish(A);
@@ -210,8 +210,8 @@ TEST(granules_of_a_pinned_arena_never_move)
     put(get(24 * MIB, A));
     CHECK_OK(mo_pool_trim(pool, 0, &said, &freed));
     for (size_t i = 0; i < 16; i++) {
-        CHECK(mo_double_usable(&device, blocks[i / 4] + i % 4 * GRANULE, GRANULE));
-        CHECK_EQ(mo_double_behind(&device, blocks[i / 4] + i % 4 * GRANULE), behind[i]);
+        CHECK(mo_model_device_usable(&device, blocks[i / 4] + i % 4 * GRANULE, GRANULE));
+        CHECK_EQ(mo_model_device_behind(&device, blocks[i / 4] + i % 4 * GRANULE), behind[i]);
     }
     CHECK_POOL();
     CHECK_OK(mo_pool_arena_release(pool, graph, &said));
@@ -230,13 +230,13 @@ TEST(granules_of_a_pinned_arena_do_not_move_within_it_either)
     mo_physical behind[8];
     for (size_t i = 0; i < 8; i++) {
         blocks[i] = get_in(graph, 4 * MIB, A);
-        behind[i] = mo_double_behind(&device, blocks[i]);
+        behind[i] = mo_model_device_behind(&device, blocks[i]);
     }
     for (size_t i = 0; i < 8; i += 2)
         put(blocks[i]);
     CHECK_OUT_OF_MEMORY(mo_pool_alloc_in(pool, graph, 16 * MIB, A, &said, &address));
     for (size_t i = 0; i < 8; i++)
-        CHECK_EQ(mo_double_behind(&device, blocks[i]), behind[i]);
+        CHECK_EQ(mo_model_device_behind(&device, blocks[i]), behind[i]);
     CHECK_POOL();
     close_pool();
 }
@@ -462,8 +462,8 @@ TEST(a_pause_gives_the_memory_back_and_keeps_the_addresses)
         CHECK_EQ(device.used, 10 * MIB);
         CHECK_EQ(held(), 10 * MIB);
         for (size_t i = 0; i < 6; i++)
-            CHECK(!mo_double_usable(&device, blocks[i], 1));
-        CHECK(mo_double_usable(&device, other, 10 * MIB));
+            CHECK(!mo_model_device_usable(&device, blocks[i], 1));
+        CHECK(mo_model_device_usable(&device, other, 10 * MIB));
         CHECK(mo_pool_alloc_in(pool, mine, MIB, A, &said, &address) != MO_OK);
         CHECK(said.text[0]);
         CHECK_POOL();
@@ -474,9 +474,9 @@ TEST(a_pause_gives_the_memory_back_and_keeps_the_addresses)
         CHECK(!info_of(mine).paused);
         CHECK_EQ(info_of(mine).live_blocks, 4);
         for (size_t i = 0; i < model.count; i++) {
-            CHECK(mo_double_usable(&device, model.blocks[i].address, model.blocks[i].size));
-            mo_double_use(&device, model.blocks[i].stream, model.blocks[i].address, model.blocks[i].size,
-                          model.blocks[i].owner);
+            CHECK(mo_model_device_usable(&device, model.blocks[i].address, model.blocks[i].size));
+            mo_model_device_use(&device, model.blocks[i].stream, model.blocks[i].address,
+                                model.blocks[i].size, model.blocks[i].owner);
         }
         CHECK_POOL();
         get_in(mine, 6 * MIB, A);
@@ -495,13 +495,13 @@ TEST(pausing_twice_and_resuming_what_runs_do_no_harm)
     CHECK_OK(mo_pool_arena_retain(pool, mine, false, 0, &said));
     const mo_address a = get_in(mine, 6 * MIB, A);
     (void)mo_pool_resume(pool, mine, &said); /* whatever it answers */
-    CHECK(mo_double_usable(&device, a, 6 * MIB));
+    CHECK(mo_model_device_usable(&device, a, 6 * MIB));
     CHECK_OK(mo_pool_pause(pool, mine, &said));
     (void)mo_pool_pause(pool, mine, &said);
     CHECK_EQ(device.used, 0);
     CHECK_POOL();
     CHECK_OK(mo_pool_resume(pool, mine, &said));
-    CHECK(mo_double_usable(&device, a, 6 * MIB));
+    CHECK(mo_model_device_usable(&device, a, 6 * MIB));
     (void)mo_pool_resume(pool, mine, &said);
     CHECK_EQ(device.used, held());
     CHECK_POOL();
@@ -522,7 +522,7 @@ TEST(a_resume_without_room_fails_and_can_be_tried_again)
     CHECK_POOL();
     put(b);
     CHECK_OK(mo_pool_resume(pool, mine, &said));
-    CHECK(mo_double_usable(&device, a, 40 * MIB));
+    CHECK(mo_model_device_usable(&device, a, 40 * MIB));
     CHECK_POOL();
     CHECK_OK(mo_pool_arena_release(pool, mine, &said));
     close_pool();

@@ -19,7 +19,8 @@ static bool try_get(mo_arena_id arena, size_t size, mo_stream stream)
         return false;
     }
     const size_t rounded = (size + MO_ALIGNMENT - 1) / MO_ALIGNMENT * MO_ALIGNMENT;
-    mo_double_use(&device, stream, address, size, model_add(&model, address, rounded, size, stream)->owner);
+    mo_model_device_use(&device, stream, address, size,
+                        model_add(&model, address, rounded, size, stream)->owner);
     return true;
 }
 
@@ -37,7 +38,7 @@ static void share(size_t i, mo_stream stream)
         return;
     const model_block *block = &model.blocks[i];
     if (mo_pool_record_stream(pool, block->address, stream, &said) == MO_OK)
-        mo_double_use(&device, stream, block->address, block->requested, block->owner);
+        mo_model_device_use(&device, stream, block->address, block->requested, block->owner);
 }
 
 /* Everything a pool does, on every path: small and large, growth, moving, another stream's memory, recorded streams, a
@@ -68,8 +69,8 @@ static void session(void)
         if (mo_pool_route(pool, graph, (mo_route){NULL, NULL, NULL}, &said) == MO_OK) {
             mo_address address;
             if (mo_pool_alloc(pool, 3 * MIB, B, &said, &address) == MO_OK)
-                mo_double_use(&device, B, address, 3 * MIB,
-                              model_add(&model, address, 3 * MIB, 3 * MIB, B)->owner);
+                mo_model_device_use(&device, B, address, 3 * MIB,
+                                    model_add(&model, address, 3 * MIB, 3 * MIB, B)->owner);
             CHECK_OK(mo_pool_unroute(pool, graph, &said));
         }
         CHECK_OK(mo_pool_arena_release(pool, graph, &said));
@@ -101,10 +102,10 @@ static mo_pool_settings settings_number(int number)
 static void is_well(void)
 {
     CHECK_POOL();
-    mo_double_fail_never(&device);
+    mo_model_device_fail_never(&device);
     mo_host_fail_never();
     for (size_t i = 0; i < model.count; i++)
-        CHECK(mo_double_usable(&device, model.blocks[i].address, model.blocks[i].size));
+        CHECK(mo_model_device_usable(&device, model.blocks[i].address, model.blocks[i].size));
     free_some(1);
     if (!try_get(GENERAL, 40 * MIB, B) || !try_get(GENERAL, 700, A))
         TEST_FAIL("%s: a pool that nothing fails any more says: %s", position, said.text);
@@ -115,33 +116,34 @@ static void is_well(void)
 static void ends(size_t refused)
 {
     const mo_status status = mo_pool_close(pool, &said);
-    if (mo_double_live(&device) > 3 * refused) /* a handle, its mapping, and its reservation */
+    if (mo_model_device_live(&device) > 3 * refused) /* a handle, its mapping, and its reservation */
         TEST_FAIL("%zu things are left on the device: %zu reservations, %zu handles, %zu mappings, %zu "
                   "segments, %zu "
                   "events",
-                  mo_double_live(&device), device.blocks[MO_DOUBLE_RESERVATION].live,
-                  device.blocks[MO_DOUBLE_HANDLE].live, device.blocks[MO_DOUBLE_MAPPING].live,
-                  device.blocks[MO_DOUBLE_SEGMENT].live, device.blocks[MO_DOUBLE_EVENT].live);
+                  mo_model_device_live(&device), device.blocks[MO_MODEL_DEVICE_RESERVATION].live,
+                  device.blocks[MO_MODEL_DEVICE_HANDLE].live, device.blocks[MO_MODEL_DEVICE_MAPPING].live,
+                  device.blocks[MO_MODEL_DEVICE_SEGMENT].live, device.blocks[MO_MODEL_DEVICE_EVENT].live);
     CHECK(refused || status == MO_OK);
     CHECK_EQ(mo_host_live(), host_before);
     CHECK_CLEAN();
 }
 
-static bool gives_back(mo_double_call call)
+static bool gives_back(mo_model_device_call call)
 {
-    return call == MO_DOUBLE_release || call == MO_DOUBLE_unmap || call == MO_DOUBLE_unreserve ||
-           call == MO_DOUBLE_segment_free || call == MO_DOUBLE_event_destroy || call == MO_DOUBLE_synchronize;
+    return call == MO_MODEL_DEVICE_release || call == MO_MODEL_DEVICE_unmap ||
+           call == MO_MODEL_DEVICE_unreserve || call == MO_MODEL_DEVICE_segment_free ||
+           call == MO_MODEL_DEVICE_event_destroy || call == MO_MODEL_DEVICE_synchronize;
 }
 
 /* One failure of `call` at every position of the session, then `count` of them. */
-static void survives(mo_double_call call, size_t granularity, mo_status failure, uint64_t count)
+static void survives(mo_model_device_call call, size_t granularity, mo_status failure, uint64_t count)
 {
     for (int number = 0; number < 4; number++)
         for (uint64_t after = 0;; after += count == 1 ? 1 : 3) {
             snprintf(position, sizeof position, "%s fails %" PRIu64 " times after %" PRIu64 ", settings %d",
-                     mo_double_call_name(call), count, after, number);
+                     mo_model_device_call_name(call), count, after, number);
             open_pool(256 * MIB, granularity, settings_number(number));
-            mo_double_fail(&device, call, after, count, failure);
+            mo_model_device_fail(&device, call, after, count, failure);
             session();
             const bool reached = device.plan[call].count < count;
             is_well();
@@ -153,97 +155,97 @@ static void survives(mo_double_call call, size_t granularity, mo_status failure,
 
 TEST(any_reserve_may_fail)
 {
-    survives(MO_DOUBLE_reserve, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_reserve, GRANULE, MO_NO_DEVICE_MEMORY, 2);
+    survives(MO_MODEL_DEVICE_reserve, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_reserve, GRANULE, MO_NO_DEVICE_MEMORY, 2);
 }
 
 TEST(any_create_may_fail)
 {
-    survives(MO_DOUBLE_create, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_create, GRANULE, MO_DRIVER, 4);
+    survives(MO_MODEL_DEVICE_create, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_create, GRANULE, MO_DRIVER, 4);
 }
 
 TEST(any_create_may_find_the_device_full)
 {
-    survives(MO_DOUBLE_create, GRANULE, MO_NO_DEVICE_MEMORY, 1);
-    survives(MO_DOUBLE_create, GRANULE, MO_NO_DEVICE_MEMORY, 9);
+    survives(MO_MODEL_DEVICE_create, GRANULE, MO_NO_DEVICE_MEMORY, 1);
+    survives(MO_MODEL_DEVICE_create, GRANULE, MO_NO_DEVICE_MEMORY, 9);
 }
 
 TEST(any_map_may_fail)
 {
-    survives(MO_DOUBLE_map, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_map, GRANULE, MO_DRIVER, 4);
+    survives(MO_MODEL_DEVICE_map, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_map, GRANULE, MO_DRIVER, 4);
 }
 
 TEST(any_grant_may_fail)
 {
-    survives(MO_DOUBLE_grant, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_grant, GRANULE, MO_DRIVER, 4);
+    survives(MO_MODEL_DEVICE_grant, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_grant, GRANULE, MO_DRIVER, 4);
 }
 
 TEST(any_unmap_may_fail)
 {
-    survives(MO_DOUBLE_unmap, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_unmap, GRANULE, MO_DRIVER, 4);
+    survives(MO_MODEL_DEVICE_unmap, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_unmap, GRANULE, MO_DRIVER, 4);
 }
 
 TEST(any_release_may_fail)
 {
-    survives(MO_DOUBLE_release, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_release, GRANULE, MO_DRIVER, 4);
+    survives(MO_MODEL_DEVICE_release, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_release, GRANULE, MO_DRIVER, 4);
 }
 
 TEST(any_event_create_may_fail)
 {
-    survives(MO_DOUBLE_event_create, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_event_create, GRANULE, MO_DRIVER, 4);
+    survives(MO_MODEL_DEVICE_event_create, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_event_create, GRANULE, MO_DRIVER, 4);
 }
 
 TEST(any_event_record_may_fail)
 {
-    survives(MO_DOUBLE_event_record, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_event_record, GRANULE, MO_DRIVER, 4);
+    survives(MO_MODEL_DEVICE_event_record, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_event_record, GRANULE, MO_DRIVER, 4);
 }
 
 TEST(any_event_query_may_fail)
 {
-    survives(MO_DOUBLE_event_query, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_event_query, GRANULE, MO_DRIVER, 4);
+    survives(MO_MODEL_DEVICE_event_query, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_event_query, GRANULE, MO_DRIVER, 4);
 }
 
 TEST(any_stream_wait_may_fail)
 {
-    survives(MO_DOUBLE_stream_wait, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_stream_wait, GRANULE, MO_DRIVER, 4);
+    survives(MO_MODEL_DEVICE_stream_wait, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_stream_wait, GRANULE, MO_DRIVER, 4);
 }
 
 TEST(any_capture_id_may_fail)
 {
-    survives(MO_DOUBLE_capture_id, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_capture_id, GRANULE, MO_DRIVER, 4);
+    survives(MO_MODEL_DEVICE_capture_id, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_capture_id, GRANULE, MO_DRIVER, 4);
 }
 
 TEST(any_synchronize_may_fail)
 {
-    survives(MO_DOUBLE_synchronize, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_synchronize, GRANULE, MO_DRIVER, 1);
 }
 
 TEST(any_memory_info_may_fail)
 {
-    survives(MO_DOUBLE_memory_info, GRANULE, MO_DRIVER, 1);
-    survives(MO_DOUBLE_memory_info, GRANULE, MO_DRIVER, 4);
+    survives(MO_MODEL_DEVICE_memory_info, GRANULE, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_memory_info, GRANULE, MO_DRIVER, 4);
 }
 
 TEST(any_segment_alloc_may_fail)
 {
-    survives(MO_DOUBLE_segment_alloc, 0, MO_DRIVER, 1);
-    survives(MO_DOUBLE_segment_alloc, 0, MO_NO_DEVICE_MEMORY, 3);
+    survives(MO_MODEL_DEVICE_segment_alloc, 0, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_segment_alloc, 0, MO_NO_DEVICE_MEMORY, 3);
 }
 
 TEST(any_segment_free_may_fail)
 {
-    survives(MO_DOUBLE_segment_free, 0, MO_DRIVER, 1);
-    survives(MO_DOUBLE_segment_free, 0, MO_DRIVER, 3);
+    survives(MO_MODEL_DEVICE_segment_free, 0, MO_DRIVER, 1);
+    survives(MO_MODEL_DEVICE_segment_free, 0, MO_DRIVER, 3);
 }
 
 TEST(host_memory_may_end_anywhere)
@@ -269,8 +271,8 @@ TEST(host_memory_may_end_while_a_pool_is_opened)
 {
     const mo_pool_settings settings = settings_number(0);
     for (uint64_t after = 0;; after++) {
-        mo_double_close(&device);
-        mo_double_open(&device, 256 * MIB, GRANULE);
+        mo_model_device_close(&device);
+        mo_model_device_open(&device, 256 * MIB, GRANULE);
         const size_t before = mo_host_live();
         mo_host_fail_after(after);
         const mo_status status = mo_pool_open(&device.table, &settings, &said, &pool);
@@ -278,7 +280,7 @@ TEST(host_memory_may_end_while_a_pool_is_opened)
         if (status) {
             CHECK_EQ(status, MO_NO_HOST_MEMORY);
             CHECK_EQ(mo_host_live(), before);
-            CHECK_EQ(mo_double_live(&device), 0);
+            CHECK_EQ(mo_model_device_live(&device), 0);
             continue;
         }
         CHECK_OK(mo_pool_close(pool, &said));
@@ -292,8 +294,8 @@ TEST(host_memory_may_end_while_a_pool_is_opened)
 
 TEST(closing_goes_on_where_the_driver_refuses_and_says_so)
 {
-    for (int call = 0; call < MO_DOUBLE_CALL_COUNT; call++) {
-        if (!gives_back((mo_double_call)call))
+    for (int call = 0; call < MO_MODEL_DEVICE_CALL_COUNT; call++) {
+        if (!gives_back((mo_model_device_call)call))
             continue;
         for (uint64_t after = 0; after < 40; after++) {
             open_pool(256 * MIB, GRANULE, plain_settings);
@@ -302,12 +304,12 @@ TEST(closing_goes_on_where_the_driver_refuses_and_says_so)
             use_on(model.blocks[0].address, B);
             put(model.blocks[0].address);
             get(20 * MIB, A);
-            mo_double_fail(&device, (mo_double_call)call, after, 1, MO_DRIVER);
+            mo_model_device_fail(&device, (mo_model_device_call)call, after, 1, MO_DRIVER);
             const mo_status status = mo_pool_close(pool, &said);
             const bool reached = !device.plan[call].count;
-            if (reached && call != MO_DOUBLE_event_destroy)
+            if (reached && call != MO_MODEL_DEVICE_event_destroy)
                 CHECK_EQ(status, MO_DRIVER);
-            CHECK(mo_double_live(&device) <= (reached ? 3 : 0));
+            CHECK(mo_model_device_live(&device) <= (reached ? 3 : 0));
             CHECK_EQ(mo_host_live(), host_before);
             if (!reached)
                 break;
@@ -319,15 +321,15 @@ TEST(a_driver_that_is_gone_takes_everything_back_with_success)
 {
     open_pool(256 * MIB, GRANULE, plain_settings);
     get(5 * MIB, A);
-    mo_double_fail(&device, MO_DOUBLE_create, 0, UINT64_MAX, MO_DRIVER);
-    mo_double_fail(&device, MO_DOUBLE_event_record, 0, UINT64_MAX, MO_DRIVER);
-    mo_double_fail(&device, MO_DOUBLE_map, 0, UINT64_MAX, MO_DRIVER);
+    mo_model_device_fail(&device, MO_MODEL_DEVICE_create, 0, UINT64_MAX, MO_DRIVER);
+    mo_model_device_fail(&device, MO_MODEL_DEVICE_event_record, 0, UINT64_MAX, MO_DRIVER);
+    mo_model_device_fail(&device, MO_MODEL_DEVICE_map, 0, UINT64_MAX, MO_DRIVER);
     mo_address address;
     CHECK(mo_pool_alloc(pool, 9 * MIB, A, &said, &address) != MO_OK);
     CHECK(said.text[0]);
     put(model.blocks[0].address);
     CHECK_POOL();
-    mo_double_fail_never(&device);
+    mo_model_device_fail_never(&device);
     close_pool();
 }
 

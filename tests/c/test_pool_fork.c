@@ -34,9 +34,7 @@ static void every_call_answers(void)
     (void)mo_pool_base(pool, block, &said, &base, &size);
     (void)mo_pool_trim(pool, 0, &said, &freed);
     mo_pool_limit(pool, 64 * MIB);
-    (void)mo_pool_budget(pool);
     (void)mo_pool_preallocate(pool, GENERAL, 4 * MIB, &said);
-    mo_pool_on_pressure(pool, NULL, NULL);
     (void)mo_pool_arena_retain(pool, mine, false, 0, &said);
     (void)mo_pool_arena_release(pool, mine, &said);
     (void)mo_pool_route(pool, mine, (mo_route){NULL, NULL, NULL}, &said);

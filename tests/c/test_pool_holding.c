@@ -193,7 +193,7 @@ static void a_repeated_step_calls_nothing(size_t granularity, bool double_map, b
             const uint64_t before = memory_calls();
             run_step(events, n);
             if (behind) /* the host is a step ahead of the device */
-                mo_double_complete(&device, A, step ? n : 0);
+                mo_model_device_complete(&device, A, step ? n : 0);
             else
                 finish(A);
             if (step >= 9 && memory_calls() != before)
@@ -248,8 +248,8 @@ TEST(a_step_that_repeats_with_data_from_a_second_stream_makes_no_memory_call)
             run_step(events, n);
             put(batch);
             batch = next;
-            mo_double_complete(&device, B, behind ? 8 : SIZE_MAX);
-            mo_double_complete(&device, A, behind ? (step ? n + 4 : 0) : SIZE_MAX);
+            mo_model_device_complete(&device, B, behind ? 8 : SIZE_MAX);
+            mo_model_device_complete(&device, A, behind ? (step ? n + 4 : 0) : SIZE_MAX);
             if (step >= 10 && memory_calls() != before)
                 TEST_FAIL("step %d of %zu requests makes %" PRIu64 " memory calls", step, n,
                           memory_calls() - before);
@@ -265,7 +265,7 @@ TEST(on_one_stream_no_event_is_recorded_and_no_wait_is_made)
     open_pool(1024 * MIB, GRANULE, plain_settings);
     for (int i = 0; i < 300; i++)
         put(get(1 + (size_t)i * 7919 % (9 * MIB), A));
-    CHECK_EQ(device.calls[MO_DOUBLE_event_record] + device.calls[MO_DOUBLE_stream_wait], 0);
+    CHECK_EQ(device.calls[MO_MODEL_DEVICE_event_record] + device.calls[MO_MODEL_DEVICE_stream_wait], 0);
     CHECK_EQ(stats_now().events_recorded + stats_now().stream_waits, 0);
     close_pool();
 }

@@ -10,7 +10,6 @@ TEST(a_budget_is_used_to_its_last_granule_and_never_passed)
     mo_address blocks[32], address = 0;
     settings.budget = 64 * MIB;
     open_pool(1024 * MIB, GRANULE, settings);
-    CHECK_EQ(mo_pool_budget(pool), 64 * MIB);
     put(get(64 * MIB, A));
     for (int i = 0; i < 32; i++)
         blocks[i] = get(2 * MIB, A);
@@ -70,7 +69,6 @@ TEST(a_lower_limit_leaves_what_is_held_and_trim_brings_it_down)
     put(a);
     finish(A);
     mo_pool_limit(pool, 32 * MIB);
-    CHECK_EQ(mo_pool_budget(pool), 32 * MIB);
     CHECK(held() >= 72 * MIB);
     CHECK_POOL();
     CHECK_OK(mo_pool_trim(pool, 0, &said, &freed));
@@ -79,7 +77,6 @@ TEST(a_lower_limit_leaves_what_is_held_and_trim_brings_it_down)
     mo_address address;
     CHECK_OUT_OF_MEMORY(mo_pool_alloc(pool, 8 * MIB, A, &said, &address));
     mo_pool_limit(pool, 0);
-    CHECK_EQ(mo_pool_budget(pool), 0);
     get(8 * MIB, A);
     CHECK_POOL();
     close_pool();
@@ -150,29 +147,9 @@ TEST(after_a_trim_no_stale_mapping_keeps_memory)
     CHECK_EQ(device.used, 32 * MIB);
     mo_pool_fragmentation(pool, &f);
     CHECK_EQ(f.stale_bytes, 0);
-    CHECK_EQ(device.blocks[MO_DOUBLE_MAPPING].live, 16);
+    CHECK_EQ(device.blocks[MO_MODEL_DEVICE_MAPPING].live, 16);
     CHECK_POOL();
     close_pool();
-}
-
-/* ---- pressure ------------------------------------------------------------------------------------------ */
-
-static struct {
-    int calls;
-    mo_address victim;
-    size_t wanted;
-} pressed;
-
-static bool free_the_victim(void *user, int ordinal, size_t wanted)
-{
-    mo_fragmentation f;
-    pressed.calls++;
-    pressed.wanted = wanted;
-    mo_pool_fragmentation(pool, &f); /* takes the lock: it must be free */
-    if (user != &pressed || ordinal != device.table.device || !pressed.victim)
-        return false;
-    model_remove(&model, pressed.victim);
-    return mo_pool_free(pool, pressed.victim, NULL) == MO_OK;
 }
 
 TEST(an_arena_never_holds_more_than_its_own_budget_whatever_lies_free_elsewhere)
@@ -209,35 +186,6 @@ TEST(an_arena_never_holds_more_than_its_own_budget_whatever_lies_free_elsewhere)
         CHECK_POOL();
         close_pool();
     }
-}
-
-TEST(pressure_is_asked_for_help_without_the_lock_and_the_request_tried_again)
-{
-    mo_pool_settings settings = plain_settings;
-    mo_address address;
-    settings.budget = 32 * MIB;
-    open_pool(1024 * MIB, GRANULE, settings);
-    memset(&pressed, 0, sizeof pressed);
-    pressed.victim = get(16 * MIB, A);
-    get(10 * MIB, A);
-    mo_pool_on_pressure(pool, free_the_victim, &pressed);
-    put(get(6 * MIB, A));
-    CHECK_EQ(pressed.calls, 0); /* there was room */
-    get(20 * MIB, A);
-    CHECK_EQ(pressed.calls, 1);
-    CHECK(pressed.wanted >= 20 * MIB);
-    CHECK_EQ(stats_now().num_ooms, 0);
-    CHECK(stats_now().num_alloc_retries >= 1);
-    pressed.victim = 0; /* it has nothing more */
-    CHECK_OUT_OF_MEMORY(mo_pool_alloc(pool, 20 * MIB, A, &said, &address));
-    CHECK_EQ(pressed.calls, 2); /* asked once a request */
-    const int calls = pressed.calls;
-    mo_pool_on_pressure(pool, NULL, NULL);
-    CHECK_OUT_OF_MEMORY(mo_pool_alloc(pool, 20 * MIB, A, &said, &address));
-    CHECK_EQ(pressed.calls, calls);
-    check_stats();
-    CHECK_POOL();
-    close_pool();
 }
 
 TEST_MAIN

@@ -1,7 +1,7 @@
 /* A step is an event of the trace, in its place among the others, and nothing where there is no trace. */
-#include "alloc/pool_step.h"
+#include "alloc/pool.h"
 #include "alloc/trace_ring.h"
-#include "driver/driver_double.h"
+#include "driver/model_device.h"
 #include "test.h"
 
 TEST(a_step_stands_between_the_requests_around_it)
@@ -10,14 +10,14 @@ TEST(a_step_stands_between_the_requests_around_it)
     mo_trace_record got[16];
     uint16_t ops[16];
     mo_address a, b;
-    mo_double device;
+    mo_model_device device;
     mo_detail why;
     mo_pool *pool;
     mo_trace *ring;
     uint64_t first;
     int count = 0;
 
-    mo_double_open(&device, 1u << 30, 2u << 20);
+    mo_model_device_open(&device, 1u << 30, 2u << 20);
     CHECK_EQ(mo_pool_open(&device.table, &settings, &why, &pool), MO_OK);
     CHECK_EQ(mo_trace_open(16, &why, &ring), MO_OK);
     mo_pool_step(pool); /* nobody listens */
@@ -33,7 +33,7 @@ TEST(a_step_stands_between_the_requests_around_it)
     CHECK(ops[0] == MO_TRACE_ALLOC && ops[1] == MO_TRACE_STEP && ops[2] == MO_TRACE_ALLOC);
     CHECK_EQ(mo_pool_close(pool, &why), MO_OK);
     mo_trace_close(ring);
-    mo_double_close(&device);
+    mo_model_device_close(&device);
 }
 
 TEST_MAIN

@@ -1,7 +1,7 @@
 #include "pool_fixture.h"
 
 /* Several streams: a block, or its granules, pass from one to another only in order. The double judges each use
- * (mo_double_watch), whether the device is quick, slow, or stands still; luck does not count. */
+ * (mo_model_device_watch), whether the device is quick, slow, or stands still; luck does not count. */
 
 typedef struct setting {
     size_t granularity;
@@ -33,7 +33,7 @@ TEST(its_own_stream_gets_a_block_back_at_once_and_without_an_event)
         CHECK_EQ(get(size, A), a);
         put(a);
     }
-    CHECK_EQ(device.calls[MO_DOUBLE_event_record], 0);
+    CHECK_EQ(device.calls[MO_MODEL_DEVICE_event_record], 0);
     close_pool();
 }
 
@@ -44,11 +44,11 @@ TEST(another_stream_that_gets_the_block_waits_on_the_device_and_the_host_does_no
     open_pool(64 * MIB, GRANULE, settings);
     const mo_address a = get(8 * MIB, A);
     put(a);
-    CHECK(!mo_double_ordered(&device, A, B));
-    get(8 * MIB, B); /* the double's verdict is in get() */
-    CHECK(mo_double_ordered(&device, A, B));
+    CHECK(!mo_model_device_ordered(&device, A, B));
+    get(8 * MIB, B); /* the device's verdict is in get() */
+    CHECK(mo_model_device_ordered(&device, A, B));
     CHECK_EQ(stats_now().num_sync_all_streams, 0);
-    CHECK_EQ(device.calls[MO_DOUBLE_synchronize], 0);
+    CHECK_EQ(device.calls[MO_MODEL_DEVICE_synchronize], 0);
     close_pool();
 }
 
@@ -59,11 +59,11 @@ TEST(a_stream_that_was_recorded_is_waited_for_as_well)
         settings.budget = 8 * MIB;
         open_pool(64 * MIB, GRANULE, settings);
         const mo_address a = get(8 * MIB, A);
-        mo_double_use(&device, B, a, 8 * MIB, model.blocks[0].owner);
+        mo_model_device_use(&device, B, a, 8 * MIB, model.blocks[0].owner);
         CHECK_OK(mo_pool_record_stream(pool, a + (in_the_middle ? 5 * MIB : 0), B, &said));
         put(a);
         get(8 * MIB, A); /* behind B now */
-        CHECK(mo_double_ordered(&device, B, A));
+        CHECK(mo_model_device_ordered(&device, B, A));
         close_pool();
     }
 }
@@ -74,11 +74,11 @@ TEST(what_is_not_recorded_is_not_waited_for_and_the_double_sees_it)
     settings.budget = 8 * MIB;
     open_pool(64 * MIB, GRANULE, settings);
     const mo_address a = get(8 * MIB, A);
-    mo_double_use(&device, B, a, 8 * MIB, model.blocks[0].owner);
+    mo_model_device_use(&device, B, a, 8 * MIB, model.blocks[0].owner);
     put(a); /* and record_stream was forgotten */
     mo_address again;
     CHECK_OK(mo_pool_alloc(pool, 8 * MIB, A, &said, &again));
-    mo_double_use(&device, A, again, 8 * MIB, 99);
+    mo_model_device_use(&device, A, again, 8 * MIB, 99);
     CHECK(device.violations > 0); /* so these tests can fail */
     device.violations = 0;
     CHECK_OK(mo_pool_free(pool, again, &said));
@@ -134,10 +134,11 @@ TEST(free_never_waits_and_never_touches_the_device)
         blocks[i] = get((size_t)(i + 1) * 300 * KIB, i % 2 ? A : B);
     for (int i = 0; i < 40; i += 3)
         use_on(blocks[i], C);
-    const uint64_t syncs = device.calls[MO_DOUBLE_synchronize], calls = memory_calls(), clock = device.clock;
+    const uint64_t syncs = device.calls[MO_MODEL_DEVICE_synchronize], calls = memory_calls(),
+                   clock = device.clock;
     for (int i = 0; i < 40; i++)
         put(blocks[i]);
-    CHECK_EQ(device.calls[MO_DOUBLE_synchronize], syncs);
+    CHECK_EQ(device.calls[MO_MODEL_DEVICE_synchronize], syncs);
     CHECK_EQ(memory_calls(), calls);
     CHECK(device.clock - clock < 1000); /* no pause: a call is a nanosecond */
     CHECK_POOL();
@@ -187,7 +188,7 @@ TEST(a_stream_with_live_memory_is_known_however_many_come_after_it)
         put(get(2 * MIB, (mo_stream)(0x1000 + i * 0x10)));
         CHECK_OK(device.table.synchronize(&device.table, NULL));
     }
-    mo_double_use(&device, A, a, 8 * MIB, model_at(&model, a)->owner);
+    mo_model_device_use(&device, A, a, 8 * MIB, model_at(&model, a)->owner);
     put(a);
     get(12 * MIB, B); /* get() sees whether it waits for A */
     CHECK_POOL();
@@ -204,7 +205,7 @@ TEST(events_of_many_streams_are_all_given_back)
             use_on(a, (mo_stream)(0x1000 + (i + 1 + round) % STREAMS * 0x10));
             put(a); /* nothing is over: an event each, on both */
         }
-    CHECK(device.blocks[MO_DOUBLE_EVENT].live > 2 * STREAMS);
+    CHECK(device.blocks[MO_MODEL_DEVICE_EVENT].live > 2 * STREAMS);
     size_t freed;
     CHECK_OK(mo_pool_trim(pool, 0, &said, &freed));
     CHECK_EQ(held(), 0);
@@ -253,18 +254,19 @@ TEST(what_a_capture_used_is_not_given_to_another_stream_while_it_lasts)
     open_pool(1024 * MIB, GRANULE, plain_settings);
     const mo_arena_id graph = {7, 0};
     CHECK_OK(mo_pool_arena_retain(pool, graph, true, 0, &said));
-    mo_double_capture(&device, A, 5);
+    mo_model_device_capture(&device, A, 5);
     const mo_address a = get_in(graph, 6 * MIB, A);
-    const uint64_t events = device.calls[MO_DOUBLE_event_record] + device.calls[MO_DOUBLE_stream_wait];
+    const uint64_t events =
+        device.calls[MO_MODEL_DEVICE_event_record] + device.calls[MO_MODEL_DEVICE_stream_wait];
     put(a);
     const mo_address again = get_in(graph, 6 * MIB, A); /* the capture itself is in order */
     CHECK_EQ(again, a);
     put(again);
     const mo_address other = get_in(graph, 6 * MIB, B);
     CHECK(other + 6 * MIB <= a || a + 6 * MIB <= other);
-    CHECK_EQ(device.calls[MO_DOUBLE_event_record] + device.calls[MO_DOUBLE_stream_wait], events);
+    CHECK_EQ(device.calls[MO_MODEL_DEVICE_event_record] + device.calls[MO_MODEL_DEVICE_stream_wait], events);
     put(other);
-    mo_double_capture(&device, A, 0);
+    mo_model_device_capture(&device, A, 0);
     CHECK_POOL();
     CHECK_OK(mo_pool_arena_release(pool, graph, &said));
     close_pool();
@@ -275,11 +277,11 @@ TEST(a_stream_recorded_in_a_capture_is_waited_for_only_after_it)
     open_pool(1024 * MIB, GRANULE, plain_settings);
     const mo_address a = get(6 * MIB, A);
     use_on(a, B);
-    mo_double_capture(&device, B, 9);
+    mo_model_device_capture(&device, B, 9);
     put(a);
     const mo_address b = get(6 * MIB, A); /* B cannot be marked now: so not a */
     CHECK(b + 6 * MIB <= a || a + 6 * MIB <= b);
-    mo_double_capture(&device, B, 0);
+    mo_model_device_capture(&device, B, 0);
     put(b);
     CHECK_POOL();
     close_pool();
@@ -315,7 +317,7 @@ static void random_wait(uint64_t *random, uint64_t streams)
     CHECK_OK(m->event_destroy(m, e, &said));
 }
 
-/* Random requests of a correct program. An out of memory must have a reason: with all that is free moved together,
+/* Random requests of a correct program. An out-of-memory error must have a reason: with all that is free moved together,
  * there would still be no room. */
 static void churn(uint64_t *random, const setting *s, uint64_t streams, int operations)
 {
@@ -348,12 +350,12 @@ static void churn(uint64_t *random, const setting *s, uint64_t streams, int oper
                 use_on(any->address, stream_number(test_random(random) % streams));
         } else if (what < 94) {
             if (any)
-                mo_double_use(&device, any->stream, any->address, any->requested, any->owner);
+                mo_model_device_use(&device, any->stream, any->address, any->requested, any->owner);
         } else if (what < 96) {
             random_wait(random, streams);
         } else if (s->pace == RANDOM) {
-            mo_double_complete(&device, stream_number(test_random(random) % streams),
-                               test_random(random) % 20);
+            mo_model_device_complete(&device, stream_number(test_random(random) % streams),
+                                     test_random(random) % 20);
         }
         if (s->pace == QUICK)
             for (uint64_t k = 0; k < 2 * streams; k++)
@@ -439,25 +441,27 @@ static void captures_beside_work(uint64_t seed, bool double_map)
         } else if (what < 90 && any && !(capturing && any->stream == captured)) {
             use_on(any->address, stream);
         } else if (what < 96) {
-            mo_double_complete(&device, stream_number(test_random(&random) % 4), test_random(&random) % 30);
+            mo_model_device_complete(&device, stream_number(test_random(&random) % 4),
+                                     test_random(&random) % 30);
         } else if (what < 98 && capturing && graph_blocks < 16) {
             mo_address address;
             const size_t size = random_size(&random) % (4 * MIB) + 1;
             CHECK_OK(mo_pool_alloc_in(pool, graph, size, captured, &said, &address));
             for (size_t k = 0; k < model.count; k++)
                 CHECK(model.blocks[k].address != address);
-            CHECK(mo_double_idle(&device, address, size)); /* replays come after nothing in particular */
+            CHECK(
+                mo_model_device_idle(&device, address, size)); /* replays come after nothing in particular */
             in_graph[graph_blocks++] = address;
         } else if (what >= 98) {
             capturing = !capturing;
-            mo_double_capture(&device, captured, capturing ? ++captures : 0);
+            mo_model_device_capture(&device, captured, capturing ? ++captures : 0);
             while (!capturing && graph_blocks)
                 CHECK_OK(mo_pool_free(pool, in_graph[--graph_blocks], &said));
         }
         CHECK_POOL();
     }
     CHECK(captures > 5);
-    mo_double_capture(&device, captured, 0);
+    mo_model_device_capture(&device, captured, 0);
     while (graph_blocks)
         CHECK_OK(mo_pool_free(pool, in_graph[--graph_blocks], &said));
     CHECK_OK(mo_pool_arena_release(pool, graph, &said));

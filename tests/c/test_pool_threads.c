@@ -97,7 +97,7 @@ static void *work(void *argument)
             if (mo_pool_free(pool, block.address, &detail))
                 w->failed = "free";
         } else if (what < 94) {
-            mo_double_complete(&device, stream, 5);
+            mo_model_device_complete(&device, stream, 5);
         } else if (what < 96) {
             mo_stats stats;
             mo_fragmentation f;
@@ -170,42 +170,6 @@ TEST(threads_share_a_pool_at_its_budget)
 TEST(threads_share_segments)
 {
     threads_share((mo_pool_settings){.budget = 80 * MIB, .slack = 20}, 0);
-}
-
-/* ---- pressure from another thread ------------------------------------------------------------------------ */
-
-static void *free_and_get(void *argument)
-{
-    mo_address *address = argument;
-    mo_detail detail;
-    if (mo_pool_free(pool, *address, &detail) == MO_OK)
-        *address = 0;
-    return NULL;
-}
-
-/* While one thread is under pressure, another may use the pool: nobody holds its lock. */
-static bool let_another_free(void *user, int ordinal, size_t wanted)
-{
-    pthread_t other;
-    (void)ordinal, (void)wanted;
-    if (pthread_create(&other, NULL, free_and_get, user))
-        return false;
-    pthread_join(other, NULL);
-    return !*(mo_address *)user;
-}
-
-TEST(another_thread_can_free_while_one_is_under_pressure)
-{
-    mo_pool_settings settings = plain_settings;
-    mo_address victim, got;
-    settings.budget = 16 * MIB;
-    open_pool(64 * MIB, GRANULE, settings);
-    CHECK_OK(mo_pool_alloc(pool, 16 * MIB, A, &said, &victim));
-    mo_pool_on_pressure(pool, let_another_free, &victim);
-    CHECK_OK(mo_pool_alloc(pool, 12 * MIB, A, &said, &got));
-    CHECK_EQ(victim, 0);
-    CHECK_POOL();
-    close_pool();
 }
 
 /* ---- statistics are read while others work ------------------------------------------------------------------ */

@@ -1,4 +1,4 @@
-/* Over the double: what torch.cuda.MemPool would be given. */
+/* On the model device: what torch.cuda.MemPool would be given. */
 #include "alloc/segment_source.h"
 
 #include "pool_fixture.h"

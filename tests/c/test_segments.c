@@ -1,5 +1,7 @@
 /* Devices without virtual memory, from inside the pool. */
-#include "alloc/pool_parts.h"
+#include "alloc/arena.h"
+#include "alloc/placement.h"
+#include "alloc/segments.h"
 #include "pool_fixture.h"
 
 static const mo_pool_settings settings = {.slack = 20};
@@ -30,9 +32,9 @@ static void check_held(void)
     CHECK_EQ(mo_pool_held(pool), bytes);
     CHECK_EQ(device.used, bytes);
     CHECK_EQ(pool->stats.num_device_alloc - pool->stats.num_device_free,
-             device.blocks[MO_DOUBLE_SEGMENT].live);
+             device.blocks[MO_MODEL_DEVICE_SEGMENT].live);
     CHECK_EQ(pool->granules.calls,
-             device.calls[MO_DOUBLE_segment_alloc] + device.calls[MO_DOUBLE_segment_free]);
+             device.calls[MO_MODEL_DEVICE_segment_alloc] + device.calls[MO_MODEL_DEVICE_segment_free]);
     CHECK_POOL();
 }
 
@@ -49,7 +51,7 @@ TEST(a_segment_holds_the_request_in_whole_steps_and_is_free)
         CHECK_OK(mo_segment_add(pool, large(), sizes[i], &said, &block));
         CHECK_EQ(block->state, MO_BLOCK_FREE);
         CHECK_EQ(block->size, expected);
-        CHECK(mo_double_usable(&device, block->address, block->size));
+        CHECK(mo_model_device_usable(&device, block->address, block->size));
         CHECK_EQ(span_count(large()), i + 1);
         check_held();
     }
@@ -73,7 +75,7 @@ TEST(no_budget_is_exceeded_and_nothing_is_asked_of_the_device_then)
     CHECK_EQ(mo_segment_add(pool, large(), 5 * MIB, &said, &block), MO_NO_DEVICE_MEMORY);
     CHECK(strstr(said.text, "budget"));
     CHECK_OK(mo_segment_add(pool, large(), 4 * MIB, &said, &block));
-    CHECK_EQ(device.calls[MO_DOUBLE_segment_alloc], 3);
+    CHECK_EQ(device.calls[MO_MODEL_DEVICE_segment_alloc], 3);
     check_held();
     CHECK_EQ(mo_segment_add(pool, large(), SIZE_MAX - 5, &said, &block), MO_NO_DEVICE_MEMORY);
     CHECK_OK(mo_pool_arena_release(pool, bounded, &said));
@@ -86,7 +88,7 @@ TEST(a_call_that_fails_leaves_no_segment)
     mo_block *block;
 
     open_pool(256 * MIB, 0, settings);
-    mo_double_fail(&device, MO_DOUBLE_segment_alloc, 0, 1, MO_NO_DEVICE_MEMORY);
+    mo_model_device_fail(&device, MO_MODEL_DEVICE_segment_alloc, 0, 1, MO_NO_DEVICE_MEMORY);
     CHECK_EQ(mo_segment_add(pool, large(), 4 * MIB, &said, &block), MO_NO_DEVICE_MEMORY);
     check_held();
     for (uint64_t after = 0; after < 2; after++) {
@@ -98,7 +100,7 @@ TEST(a_call_that_fails_leaves_no_segment)
     }
     CHECK_OK(mo_segment_add(pool, large(), 4 * MIB, &said, &block));
     check_held();
-    mo_double_fail(&device, MO_DOUBLE_segment_free, 0, 1, MO_DRIVER);
+    mo_model_device_fail(&device, MO_MODEL_DEVICE_segment_free, 0, 1, MO_DRIVER);
     CHECK_EQ(mo_segments_free(pool, large(), 0, &said), MO_DRIVER);
     check_held();
     CHECK_EQ(span_count(large()), 1);

@@ -1,5 +1,5 @@
 /* The solver against the paper's recurrence, written as it stands; and what every level promises, on random chains.
- * That the schedules are as good as any, tests/test_chain_oracle.py asks. */
+ * That the schedules are as good as any, tests/unit/checkpoint/test_chain_oracle.py asks. */
 #include "checkpoint/solver.h"
 
 #include <math.h>

@@ -1,5 +1,5 @@
 /* A std::function as libstdc++ lays it out, made by hand: what is copied, asked and destroyed. torch's own come in
- * tests/sim/test_current_allocator.py. */
+ * tests/sim/test_pluggable_allocator.py. */
 #include "alloc/stream_filter.h"
 
 #include <stddef.h>

@@ -1,10 +1,11 @@
 /* The hooks as torch calls them, over the simulated device as libcuda.so.1, without torch: an exception is
  * std::runtime_error here, which ends the child that nobody catches it in. With torch:
- * tests/sim/test_current_allocator.py. */
+ * tests/sim/test_pluggable_allocator.py. */
 #include "alloc/torch_hooks.h"
 
 #include <pthread.h>
 
+#include "alloc/pool_parts.h"
 #include "child.h"
 #include "driver/driver_cuda.h"
 #include "simulated_device.h"
@@ -14,7 +15,7 @@
 static mo_stats stats(int device)
 {
     mo_stats s = {0};
-    mo_pool *pool = mo_torch_hooks_pool(device);
+    mo_pool *pool = mo_pool_if_open(device);
     if (pool)
         mo_pool_read_stats(pool, &s);
     return s;
@@ -184,19 +185,23 @@ TEST(a_request_that_cannot_be_met_throws)
 
 static void hold_from_the_start(void)
 {
+    mo_pool_settings settings = mo_pool_defaults();
     simulated_devices();
-    mo_torch_hooks_preallocate(20 * MIB);
-    CHECK(!mo_torch_hooks_pool(0));
+    settings.preallocate = 20 * MIB;
+    mo_pool_set_defaults(settings);
+    CHECK(!mo_pool_if_open(0));
     void *a = memopt_malloc(1000, 0, NULL);
     CHECK_EQ(held(0), 20 * MIB);
-    CHECK(!mo_torch_hooks_pool(1)); /* used by nobody */
+    CHECK(!mo_pool_if_open(1)); /* used by nobody */
     memopt_free(a, 1000, 0, NULL);
 }
 
 static void hold_more_than_there_is(void)
 {
+    mo_pool_settings settings = mo_pool_defaults();
     simulated_devices();
-    mo_torch_hooks_preallocate(100 * MIB);
+    settings.preallocate = 100 * MIB;
+    mo_pool_set_defaults(settings);
     memopt_malloc(1000, 0, NULL);
 }
 
@@ -214,11 +219,11 @@ static void a_budget_and_a_fraction(void)
     settings.budget = 16 * MIB;
     mo_pool_set_defaults(settings);
     mo_torch_hook_fraction(0.5, 0);
-    CHECK_EQ(mo_pool_budget(mo_torch_hooks_pool(0)), 16 * MIB); /* the smaller */
+    CHECK_EQ(mo_pool_if_open(0)->settings.budget, 16 * MIB); /* the smaller */
     mo_torch_hook_fraction(0.125, 0);
-    CHECK_EQ(mo_pool_budget(mo_torch_hooks_pool(0)), 8 * MIB);
+    CHECK_EQ(mo_pool_if_open(0)->settings.budget, 8 * MIB);
     mo_torch_hook_fraction(1, 0);
-    CHECK_EQ(mo_pool_budget(mo_torch_hooks_pool(0)), 16 * MIB);
+    CHECK_EQ(mo_pool_if_open(0)->settings.budget, 16 * MIB);
 }
 
 TEST(of_a_budget_and_a_fraction_the_smaller_counts)
@@ -232,7 +237,7 @@ static void be_current(void)
     CHECK(!mo_torch_hooks_current());
     mo_torch_hook_init(2);
     CHECK(mo_torch_hooks_current());
-    CHECK(!mo_torch_hooks_pool(0)); /* and no context was made */
+    CHECK(!mo_pool_if_open(0)); /* and no context was made */
 }
 
 TEST(torch_has_it_as_its_current_one_when_it_says_so)
@@ -309,7 +314,7 @@ TEST(a_free_that_is_refused_is_counted_and_never_thrown)
     CHECK_EQ(live_blocks(1), 1);
     memopt_free(b, 1, 1, (void *)0x77); /* of a wrong size and stream: the pool knows better */
     CHECK_EQ(live_blocks(1), 0);
-    CHECK_EQ(mo_pool_check(mo_torch_hooks_pool(0), NULL), MO_OK);
+    CHECK_EQ(mo_pool_check(mo_pool_if_open(0), NULL), MO_OK);
 }
 
 TEST(an_address_is_found_in_its_block_on_any_device)
@@ -347,7 +352,7 @@ static void do_nothing(void *unused)
 static size_t pending(int device)
 {
     mo_fragmentation f;
-    mo_pool_fragmentation(mo_torch_hooks_pool(device), &f);
+    mo_pool_fragmentation(mo_pool_if_open(device), &f);
     return f.pending_bytes;
 }
 
@@ -375,12 +380,12 @@ TEST(a_fraction_is_a_limit_until_another_one)
     simulated_devices();
     void *a = memopt_malloc(1000, 0, NULL);
     mo_torch_hook_fraction(0.25, 0);
-    CHECK_EQ(mo_pool_budget(mo_torch_hooks_pool(0)), 16 * MIB);
+    CHECK_EQ(mo_pool_if_open(0)->settings.budget, 16 * MIB);
     CHECK(mo_torch_hooks_fraction(0) == 0.25 && mo_torch_hooks_fraction(1) == 1);
     mo_torch_hook_fraction(0, 0);
-    CHECK_EQ(mo_pool_budget(mo_torch_hooks_pool(0)), 1);
+    CHECK_EQ(mo_pool_if_open(0)->settings.budget, 1);
     mo_torch_hook_fraction(1, 0);
-    CHECK_EQ(mo_pool_budget(mo_torch_hooks_pool(0)), 0);
+    CHECK_EQ(mo_pool_if_open(0)->settings.budget, 0);
     CHECK(mo_torch_hooks_fraction(-1) == 1 && mo_torch_hooks_fraction(MO_MAX_DEVICES) == 1);
     memopt_free(a, 1000, 0, NULL);
 }
@@ -411,7 +416,7 @@ static mo_stream_filter only(mo_stream stream)
 static mo_arena_info arena(mo_arena_id id)
 {
     mo_arena_info info = {.references = 0};
-    mo_pool_arena_info(mo_torch_hooks_pool(0), id, NULL, &info);
+    mo_pool_arena_info(mo_pool_if_open(0), id, NULL, &info);
     return info;
 }
 
@@ -439,7 +444,7 @@ TEST(a_private_pool_serves_the_streams_of_its_filter_and_gives_back_when_release
     CHECK_EQ(arena(id).references, 0);
     memopt_free(outside, 3000, 0, NULL);
     memopt_free(later, 3000, 0, ours);
-    CHECK_EQ(mo_pool_check(mo_torch_hooks_pool(0), NULL), MO_OK);
+    CHECK_EQ(mo_pool_check(mo_pool_if_open(0), NULL), MO_OK);
 }
 
 TEST(a_pool_that_two_graphs_share_lives_as_long_as_the_longer)
@@ -541,7 +546,7 @@ TEST(threads_ask_and_free_at_once)
         pthread_join(threads[i], NULL);
     CHECK_EQ(live_blocks(0) + live_blocks(1), before);
     for (int device = 0; device < 2; device++)
-        CHECK_EQ(mo_pool_check(mo_torch_hooks_pool(device), NULL), MO_OK);
+        CHECK_EQ(mo_pool_check(mo_pool_if_open(device), NULL), MO_OK);
 }
 
 TEST_MAIN

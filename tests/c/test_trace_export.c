@@ -2,7 +2,7 @@
 #include "alloc/replay.h"
 #include "alloc/trace_export.h"
 #include "base/hostmem.h"
-#include "driver/driver_double.h"
+#include "driver/model_device.h"
 #include "test.h"
 
 #define MIB ((size_t)1 << 20)
@@ -130,7 +130,7 @@ TEST(a_pools_events_are_replayed)
     for (int round = test_rounds(20, 1000); round; round--) {
         mo_pool_settings settings = {.slack = 20, .recall = true};
         mo_address address[SLOTS] = {0};
-        mo_double device;
+        mo_model_device device;
         mo_pool *pool;
         mo_trace *ring;
         mo_block_view *live;
@@ -139,7 +139,7 @@ TEST(a_pools_events_are_replayed)
         mo_replay_result result;
         size_t live_count;
 
-        mo_double_open(&device, 1u << 30, 2 * MIB);
+        mo_model_device_open(&device, 1u << 30, 2 * MIB);
         CHECK_EQ(mo_pool_open(&device.table, &settings, &why, &pool), MO_OK);
         CHECK_EQ(mo_trace_open(KEPT, &why, &ring), MO_OK);
         mo_pool_trace(pool, ring);
@@ -178,7 +178,7 @@ TEST(a_pools_events_are_replayed)
         mo_host_free(live);
         CHECK_EQ(mo_pool_close(pool, &why), MO_OK);
         mo_trace_close(ring);
-        mo_double_close(&device);
+        mo_model_device_close(&device);
     }
 }
 

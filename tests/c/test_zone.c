@@ -2,7 +2,7 @@
 #include "alloc/zone.h"
 
 #include "base/hostmem.h"
-#include "driver/driver_double.h"
+#include "driver/model_device.h"
 #include "test.h"
 
 #define UNIT     ((size_t)MO_ALIGNMENT)
@@ -11,7 +11,7 @@
 #define SLOTS    70 /* more than a word of the bitmap */
 #define UNITS    (SLOTS * PER_SLOT)
 
-static mo_double device;
+static mo_model_device device;
 static mo_granules granules;
 static mo_block_store store;
 static mo_zone zone;
@@ -22,8 +22,8 @@ static size_t host_before;
 typedef struct unit {
     mo_block_state state;
     uint64_t owner; /* live: number of the allocation; else of the last one, 0: none since the memory came */
-    mo_use use;     /* of all of the free block */
-    mo_use own;     /* of the last allocation, or of the memory as it came */
+    mo_last_use last_use; /* of all of the free block */
+    mo_last_use own;      /* of the last allocation, or of the memory as it came */
 } unit;
 
 static unit model[UNITS];
@@ -42,7 +42,7 @@ static void close_zone(void)
         mo_zone_forget_span(&zone, zone.spans);
     mo_granules_close(&granules);
     mo_blocks_close(&store);
-    mo_double_close(&device);
+    mo_model_device_close(&device);
 }
 
 static void open_zone(size_t slots)
@@ -51,7 +51,7 @@ static void open_zone(size_t slots)
 
     close_zone();
     host_before = mo_host_live();
-    mo_double_open(&device, (size_t)1 << 30, SIZE);
+    mo_model_device_open(&device, (size_t)1 << 30, SIZE);
     granules = (mo_granules){.driver = &device.table, .size = SIZE};
     memset(&zone, 0, sizeof zone);
     zone.store = &store;
@@ -89,7 +89,7 @@ static size_t start_of_block(size_t u)
     return u;
 }
 
-static bool same_use(mo_use a, mo_use b)
+static bool same_use(mo_last_use a, mo_last_use b)
 {
     return a.streams == b.streams && a.tick == b.tick;
 }
@@ -98,7 +98,7 @@ static bool same_use(mo_use a, mo_use b)
 static void check_slot_use(size_t slot)
 {
     const unit *units = &model[slot * PER_SLOT];
-    const mo_use use = span->slots[slot].use;
+    const mo_last_use use = span->slots[slot].last_use;
     bool same = true;
 
     for (int i = 0; i < PER_SLOT; i++) {
@@ -124,7 +124,7 @@ static void check_all(void)
         if (block->state == MO_BLOCK_LIVE)
             CHECK_EQ(block->serial, model[u].owner);
         if (block->state != MO_BLOCK_HOLE)
-            CHECK(same_use(block->use, model[u].use));
+            CHECK(same_use(block->last_use, model[u].last_use));
         for (size_t v = u; v < end; v++)
             CHECK(mo_span_block_at(span, at(v)) == block &&
                   mo_span_block_at(span, at(v) + UNIT - 1) == block);
@@ -155,12 +155,12 @@ static void check_all(void)
 static void unite(size_t u)
 {
     const size_t start = start_of_block(u), end = end_of_block(u);
-    mo_use use = {0};
+    mo_last_use use = {0};
 
     for (size_t v = start; v < end; v++)
-        use = mo_use_union(use, model[v].use);
+        use = mo_last_use_union(use, model[v].last_use);
     for (size_t v = start; v < end; v++)
-        model[v].use = use;
+        model[v].last_use = use;
 }
 
 /* ---- the operations, on both -------------------------------------------------------------------------------------------- */
@@ -180,15 +180,15 @@ static void take(size_t from, size_t count)
     }
 }
 
-static void put(size_t u, mo_use use)
+static void put(size_t u, mo_last_use use)
 {
     const size_t start = start_of_block(u), end = end_of_block(u);
     mo_block *block = mo_span_block_at(span, at(u));
 
-    block->use = use;
+    block->last_use = use;
     block = mo_zone_put(&zone, block);
     for (size_t v = start; v < end; v++)
-        model[v] = (unit){.state = MO_BLOCK_FREE, .owner = model[v].owner, .use = use, .own = use};
+        model[v] = (unit){.state = MO_BLOCK_FREE, .owner = model[v].owner, .last_use = use, .own = use};
     unite(start);
     CHECK(block == mo_span_block_at(span, at(u)));
 }
@@ -205,7 +205,7 @@ static void disown(size_t slot, size_t count)
     for (size_t i = slot; i < slot + count; i++)
         if (suspended[i - slot])
             CHECK(span->slots[i].granule == suspended[i - slot] &&
-                  same_use(span->slots[i].granule->use, span->slots[i].use));
+                  same_use(span->slots[i].granule->last_use, span->slots[i].last_use));
         else
             CHECK(!span->slots[i].granule && !span->slots[i].granted);
     memset(&model[slot * PER_SLOT], 0, count * PER_SLOT * sizeof *model);
@@ -230,8 +230,8 @@ static void own(size_t slot, size_t count)
     }
     for (size_t u = slot * PER_SLOT; u < (slot + count) * PER_SLOT; u++)
         model[u] = (unit){.state = MO_BLOCK_FREE,
-                          .use = span->slots[u / PER_SLOT].granule->use,
-                          .own = span->slots[u / PER_SLOT].granule->use};
+                          .last_use = span->slots[u / PER_SLOT].granule->last_use,
+                          .own = span->slots[u / PER_SLOT].granule->last_use};
     CHECK_OK(mo_blocks_reserve(&store, 2, &said));
     block = mo_zone_own(&zone, span, slot, count);
     unite(slot * PER_SLOT);
@@ -262,14 +262,14 @@ TEST(memory_is_carved_from_either_end_and_the_middle_and_joins_again)
     check_all();
     take(18, 3);
     check_all();
-    put(12, (mo_use){1, 5});
+    put(12, (mo_last_use){1, 5});
     check_all();
-    put(26, (mo_use){2, 9});
+    put(26, (mo_last_use){2, 9});
     check_all();
-    put(19, (mo_use){4, 7});
+    put(19, (mo_last_use){4, 7});
     check_all();
     CHECK_EQ(mo_span_block_at(span, at(12))->size, 4 * SIZE);
-    CHECK(same_use(mo_span_block_at(span, at(12))->use, (mo_use){7, 9}));
+    CHECK(same_use(mo_span_block_at(span, at(12))->last_use, (mo_last_use){7, 9}));
     disown(4, 2);
     check_all();
     own(4, 2);
@@ -288,7 +288,7 @@ TEST(all_of_a_block_is_taken_without_a_block_to_spare)
     take(0, UNITS);
     CHECK_EQ(store.spare_count, spare);
     check_all();
-    put(0, (mo_use){0});
+    put(0, (mo_last_use){0});
     disown(0, SLOTS);
     CHECK_EQ(store.spare_count, spare);
     check_all();
@@ -319,7 +319,7 @@ static void one_operation(uint64_t *random)
 {
     const uint64_t r = test_random(random);
     const size_t u = (r >> 8) % UNITS, start = start_of_block(u), end = end_of_block(u), slot = u / PER_SLOT;
-    const mo_use use = {1ull << (r >> 20) % 6, (r >> 30) % 1000};
+    const mo_last_use use = {1ull << (r >> 20) % 6, (r >> 30) % 1000};
     size_t count = 1;
 
     switch (model[u].state) {

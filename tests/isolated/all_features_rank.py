@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
-from memopt.demo.tasks import Batch, Task
+from memopt._demo.tasks import Batch, Task
 
 TASK = Task("gpt", "tiny", 8, 1e-3, (("length", 64), ("dim", 32), ("layers", 3), ("heads", 2)))
 STEPS = 4

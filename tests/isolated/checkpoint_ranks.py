@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memopt
 from memopt.chain import InfeasibleBudget
-from tests.residual import Residual
+from tests.helpers.residual import Residual
 
 
 def squares(out: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""A step under a limit of address space: pieces where they fit, else the least capacity by name. Says "pieces", then
-"least"."""
+"""A step under a limit of address space: micro-batches where they fit, else the least capacity by name.
+
+Says "cut", then "least"."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import resource
 import torch
 
 import memopt
-from memopt.pieces import room
+from memopt._runtime.host_memory import address_space_bytes
 
 MIB = 1 << 20
 
@@ -22,7 +23,7 @@ model.zero_grad()
 
 
 def limit(mib: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (room._address_space() + mib * MIB, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes() + mib * MIB, resource.RLIM_INFINITY))
 
 
 calls = []
@@ -38,7 +39,7 @@ memopt.backward(fn, x, model=model)
 for parameter, expected in zip(model.parameters(), plain, strict=True):
     assert (parameter.grad - expected).norm() <= 1e-5 * expected.norm()
 assert calls[0] == 8 and min(calls) < 8, calls
-print("pieces")
+print("cut")
 
 model.zero_grad()
 limit(4)

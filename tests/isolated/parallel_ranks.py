@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memopt
 from memopt.chain import InfeasibleBudget
-from tests.residual import Residual
+from tests.helpers.residual import Residual
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 SHORT = sys.argv[4] == "short"

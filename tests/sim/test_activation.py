@@ -38,7 +38,7 @@ def fake_torch(folder: Path, version: str) -> Path:
 
 READ_THE_COPY = """
 import importlib, pathlib
-importlib.import_module("memopt.sim.coverage")._PACKAGE = pathlib.Path(__file__).parent / "sets"
+importlib.import_module("memopt.sim._coverage")._PACKAGE = pathlib.Path(__file__).parent / "sets"
 """
 
 # Runs at the end of the process, when the attempt has been made.
@@ -56,8 +56,8 @@ def look():
 
 def broken_sets(folder: Path) -> Path:
     """A copy of both sets to break: the folder of the one that this environment's torch takes."""
-    from memopt.sim.activation import _torch_lib_dir
-    from memopt.sim.coverage import library_set
+    from memopt.sim._activation import _torch_lib_dir
+    from memopt.sim._coverage import library_set
 
     shutil.copytree(ROOT / "memopt" / "sim", folder / "sets", ignore=shutil.ignore_patterns("*.py", "__py*"))
     return folder / "sets" / library_set(_torch_lib_dir()).name
@@ -219,8 +219,8 @@ def test_importing_the_package_loads_no_library(run_script):
 def test_libraries_that_are_loaded_but_not_activated_are_a_machine_without_a_gpu(run_script):
     done = run_script(
         "import ctypes, pathlib, memopt.sim\n"
-        "from memopt.sim.activation import _open, _torch_lib_dir\n"
-        "from memopt.sim.coverage import library_set\n"
+        "from memopt.sim._activation import _open, _torch_lib_dir\n"
+        "from memopt.sim._coverage import library_set\n"
         "device = _open(library_set(_torch_lib_dir()))\n"
         "print(device.cuInit(0))\n"
         "import torch\n"
@@ -243,7 +243,7 @@ def test_an_unmodified_script_runs_after_activation(run_script, tmp_path):
 def test_settings_are_handed_to_a_process_by_the_environment(run_script):
     done = run_script(
         "import os, subprocess, sys, memopt.sim\n"
-        "from memopt.sim.activation import VARIABLE, activate_from, active_settings\n"
+        "from memopt.sim._activation import VARIABLE, activate_from, active_settings\n"
         "if VARIABLE not in os.environ:\n"
         "    memopt.sim.activate('3GiB', devices=2, compute_capability='9.0', context='256MiB')\n"
         "    child = {**os.environ, VARIABLE: active_settings()}\n"
@@ -263,7 +263,7 @@ def test_settings_are_handed_to_a_process_by_the_environment(run_script):
 )
 def test_settings_that_are_none_are_refused_and_another_activation_works(run_script, settings, named):
     done = run_script(
-        "import memopt.sim\nfrom memopt.sim.activation import activate_from\n"
+        "import memopt.sim\nfrom memopt.sim._activation import activate_from\n"
         f"try:\n    activate_from({settings!r})\nexcept ValueError as error:\n    print(error)\n"
         "memopt.sim.activate()\n"
     )

@@ -12,7 +12,7 @@ import torch
 
 import memopt
 from memopt import sim
-from memopt.demo.tasks import Batch, Task, TaskData
+from memopt._demo.tasks import Batch, Task, TaskData
 
 SIM = {"memory": "1GiB"}
 # cuBLAS's own would be most of what so small a model takes.
@@ -77,7 +77,7 @@ def trained(
     if schedule:
         x, y = next(TASK.batches(1, device))
         kept = {"optimizer": optimizer, "loss": lambda logits: TASK.loss_of(logits, y)}
-        memopt.auto_checkpoint(model, x, memory_budget=BUDGET, offload="cpu" if offload else None, **kept)
+        memopt.auto_checkpoint(model, x, memory_budget=BUDGET, to="cpu" if offload else None, **kept)
         assert not model.plan.keeps_all
     if layers:
         memopt.offload_layers(model)
@@ -111,7 +111,7 @@ def test_allocator_schedule_offload_scaler_and_a_captured_optimizer_train_as_pla
             memory_budget=BUDGET - AHEAD,
             optimizer=optimizer,
             accumulate=True,
-            offload="cpu",
+            to="cpu",
             loss=lambda logits: TASK.loss_of(logits, y),
         )
     assert model.plan.offloaded

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from memopt.checkpointing.workspaces import workspace_bytes
-from tests import budget_models
+from memopt._checkpoint.stages.workspaces import workspace_bytes
+from tests.helpers import budget_models
 
 SIM = {"memory": "1GiB"}
 SEED = int(os.environ.get("MEMOPT_SEED") or random.randrange(1 << 30))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.backward_steps import Trial, assert_swept, fails_at_every, kept, sweep, trial  # noqa: F401
+from tests.helpers.backward_steps import Trial, assert_swept, fails_at_every, kept, sweep, trial  # noqa: F401
 
 SIM = {"memory": "1GiB"}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memopt
-from tests.backward_steps import Trial, assert_swept, fails_at_every, kept, sweep, trial  # noqa: F401
+from tests.helpers.backward_steps import Trial, assert_swept, fails_at_every, kept, sweep, trial  # noqa: F401
 
 SIM = {"memory": "1GiB"}
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import memopt
 from memopt import sim
-from tests.backward_steps import MEMORY, MIB, SAMPLES, SOAK, Net, Trial, trial  # noqa: F401
+from tests.helpers.backward_steps import MEMORY, MIB, SAMPLES, SOAK, Net, Trial, trial  # noqa: F401
 
 SIM = {"memory": "1GiB"}
 
@@ -158,7 +158,7 @@ def test_a_training_run_in_less_memory_has_the_plain_ones_losses(trial: Trial, a
     assert max(abs(a - b) for a, b in zip(plain, cut, strict=True)) < (2e-2 if amp else 1e-4)
 
 
-def test_nothing_stays_of_steps_in_pieces(trial: Trial) -> None:  # noqa: F811
+def test_nothing_stays_of_cut_steps(trial: Trial) -> None:  # noqa: F811
     sim.set_memory(between(trial, 0.5))
     held = []
     for number in range(40 if SOAK else 8):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.backward_steps import SOAK, Trial, fails_at_every, kept, trial  # noqa: F401
+from tests.helpers.backward_steps import SOAK, Trial, fails_at_every, kept, trial  # noqa: F401
 
 SIM = {"memory": "1GiB"}
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

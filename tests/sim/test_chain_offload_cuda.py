@@ -1,5 +1,5 @@
-"""Offload inside a schedule, to pinned host memory, on the simulated device: the order of copies and computation, what
-is on the device meanwhile, and the plain run's gradients."""
+"""Offload inside a schedule, to pinned host memory and through it to a disk, on the simulated device: the order of
+copies and computation, what is on the device meanwhile, and the plain run's gradients."""
 
 from __future__ import annotations
 
@@ -7,28 +7,32 @@ import copy
 import gc
 import os
 import random
+import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import memopt
-from memopt import sim
-from memopt.checkpointing import auto_checkpoint as automatic
-from memopt.checkpointing import offload
-from memopt.checkpointing.bandwidth import Bandwidth, bandwidth
-from memopt.checkpointing.chain_offload import ChainOffload, Pinned
-from memopt.checkpointing.chain_runner import ChainRunner
-from memopt.checkpointing.stage_costs import Meter, bytes_of
-from memopt.checkpointing.workspaces import workspace_bytes
-from tests.residual import Residual
+from memopt import _C, sim
+from memopt._checkpoint import auto as automatic
+from memopt._checkpoint.runner import ChainRunner
+from memopt._checkpoint.stages.costs import Meter, bytes_of
+from memopt._checkpoint.stages.workspaces import workspace_bytes
+from memopt._offload import pinned_memory, transfers
+from memopt._offload.bandwidth import Bandwidth, bandwidth
+from memopt._offload.pinned_pool import PinnedPool, host_memory
+from memopt._offload.schedule_sets import ScheduleOffload
+from tests.helpers.residual import Residual
 
 SIM = {"memory": "1GiB"}
 
 SEED = int(os.environ.get("MEMOPT_SEED", "0"))
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
+CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
 COUNT = MIB // 8  # elements of what a stage saves
 
@@ -85,103 +89,84 @@ class Stage(nn.Module):
         return out
 
 
-AHEAD = {
-    # The computation overtakes the copies, or they it: each as far as it may without waiting for the other.
-    "computation": lambda choose: sim.progress(-1, 1),
-    "copies": lambda choose: sim.progress(-1, offload.stream_of(torch.device("cuda", 0)).cuda_stream),
-    "neither": lambda choose: None,
-    "either": lambda choose: sim.progress(
-        choose.randrange(4), choose.choice([1, offload.stream_of(torch.device("cuda", 0)).cuda_stream])
-    ),
-}
+def ahead_by(which: str, choose: random.Random) -> Callable[[], object]:
+    """The computation overtakes the copies, or they it: each as far as it may without waiting for the other."""
+    streams = _C.copy_counts(0)
+    computation, out, back = 1, streams["stream_out"], streams["stream_in"]
+    return {
+        "computation": lambda: sim.progress(-1, computation),
+        "out": lambda: sim.progress(-1, out),
+        "in": lambda: sim.progress(-1, back),
+        "neither": lambda: None,
+        "either": lambda: sim.progress(choose.randrange(4), choose.choice([computation, out, back])),
+    }[which]
 
 
-def wrong_after(steps: int, ahead: str, later: str, seed: int = 0) -> int:
+def in_use(where: ScheduleOffload) -> int:
+    rings = [ring for memory in where._memory.values() for _, ring in memory._pieces]
+    return sum(ring.held()[0] for ring in rings)
+
+
+def wrong_after(steps: int, ahead: str, later: str, seed: int = 0, to: str | Path = "cpu") -> int:
     """How many tensors came back as something else than they were."""
-    choose = random.Random(seed)
-    stages = [Stage(k, lambda: AHEAD[ahead](choose)) for k in range(5)]
-    where = ChainOffload("cpu", dict.fromkeys(range(5), MIB))
+    run_ahead = ahead_by(ahead, random.Random(seed))
+    stages = [Stage(k, run_ahead) for k in range(5)]
+    where = ScheduleOffload(str(to), dict.fromkeys(range(5), MIB))
     runner = ChainRunner(stages, everything(5, later), offload=where)
     sim.lazy(True)
     for _ in range(steps):
         x = torch.empty(4, device="cuda", requires_grad=True)
         out = runner(x).sum()
-        if ahead == "computation":
+        if ahead in ("computation", "in"):
             torch.cuda.synchronize()  # else it could not begin the backward pass without the copies
         out.backward()
     torch.cuda.synchronize()
     sim.lazy(False)
-    assert where.made == 1
+    assert [memory.nbytes for memory in where._memory.values()] == [5 * MIB] * (to == "cpu")
     return sum(not torch.equal(source, seen) for stage in stages for source, seen in stage.pairs)
 
 
 @pytest.mark.parametrize("later", ["", "both"])
-@pytest.mark.parametrize("ahead", AHEAD)
-def test_what_comes_back_is_what_went_whoever_is_ahead(ahead: str, later: str) -> None:
+@pytest.mark.parametrize("ahead", ["computation", "out", "in", "neither", "either"])
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_what_comes_back_is_what_went_whoever_is_ahead(
+    tmp_path: Path, to: str, ahead: str, later: str
+) -> None:
+    place = "cpu" if to == "cpu" else tmp_path
     for n in range((100 if SOAK else 4) if ahead == "either" else 1):
-        assert wrong_after(3, ahead, later, SEED + n) == 0, f"seed {SEED + n}"
-
-
-def without_wait_in(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-    """That function no longer makes a stream wait."""
-    function = getattr(owner, name)
-
-    def call(*args, **kwargs):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
-            patch.setattr(torch.cuda.Stream, "wait_event", lambda *_: None)
-            return function(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, call)
+        assert wrong_after(3, ahead, later, SEED + n, place) == 0, f"seed {SEED + n}"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "ahead"),
-    [
-        (offload.Offload, "keep", "copies"),
-        (offload.Offload, "finish", "computation"),
-        (offload.Arrival, "__init__", "copies"),
-        (offload.Arrival, "tensor", "computation"),
-    ],
+    ("owner", "name"), [(transfers.PinnedTransfer, "settle"), (pinned_memory.IncomingBytes, "tensor")]
 )
-def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, ahead: str) -> None:
-    """The test above fails without any one of them."""
-    without_wait_in(monkeypatch, owner, name)
-    assert wrong_after(3, ahead, "") > 0
-
-
-def test_a_tensor_that_was_fetched_and_is_not_wanted_keeps_its_memory_until_it_is_there(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_each_wait_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, owner: type, name: str
 ) -> None:
-    for fault in (False, True):
-        if fault:
-            without_wait_in(monkeypatch, offload.Arrival, "__del__")
-        host = torch.full((COUNT,), 1).pin_memory()
-        source, seen = torch.full((COUNT,), 2).pin_memory(), torch.full((COUNT,), -1).pin_memory()
-        sim.lazy(True)
-        fetched = offload.OnHost(host, torch.device("cuda", 0))
-        fetched.fetch()
-        del fetched
-        other = torch.empty(COUNT, dtype=torch.int64, device="cuda")  # in the same memory
-        other.copy_(source, non_blocking=True)
-        sim.progress(-1, 1)
-        sim.progress()
-        seen.copy_(other, non_blocking=True)
-        torch.cuda.synchronize()
-        sim.lazy(False)
-        assert torch.equal(seen, source) != fault
+    """The test above fails without any one of them. (Those in C: tests/c/test_copies.c.)"""
+    if to == "disk" and owner is transfers.PinnedTransfer:
+        owner = transfers.StagedDiskTransfer
+    function = getattr(owner, name)
+
+    def call(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_C, "copy_await", lambda *_: None)
+            return function(*args)
+
+    monkeypatch.setattr(owner, name, call)
+    assert wrong_after(3, "computation", "", to="cpu" if to == "cpu" else tmp_path) > 0
 
 
 def test_memory_is_free_for_the_next_stage_while_the_device_has_not_done_anything() -> None:
     """The order is by streams: nobody waits, and nothing is kept back for a copy that is yet to be made."""
     count = 12
-    choose = random.Random(0)
-    stages = [Stage(k, lambda: AHEAD["neither"](choose)) for k in range(count)]
+    stages = [Stage(k, ahead_by("neither", random.Random(0))) for k in range(count)]
     taken = {}
     for later in ("", "both"):
-        runner = ChainRunner(
-            stages, everything(count, later), offload=ChainOffload("cpu", dict.fromkeys(range(count), MIB))
-        )
+        where = ScheduleOffload("cpu", dict.fromkeys(range(count), MIB))
+        runner = ChainRunner(stages, everything(count, later), offload=where)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         sim.lazy(True)
@@ -196,33 +181,41 @@ def test_memory_is_free_for_the_next_stage_while_the_device_has_not_done_anythin
     assert 2 <= taken["both"] < 2.1
 
 
-def test_a_step_that_repeats_takes_no_more_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    build = Pinned.exactly
-    monkeypatch.setattr(Pinned, "exactly", lambda nbytes: made.append(nbytes) or build(nbytes))
-    monkeypatch.delattr(Pinned, "__init__")  # nothing finds no room in its slot
-    assert wrong_after(4, "neither", "both") == 0
-    assert made == [5 * MIB]
+def test_a_plans_host_memory_is_what_its_sets_take_and_not_rounded_up() -> None:
+    where = ScheduleOffload("cpu", {0: 32 * MIB, 1: MIB})
+    small, larger = (torch.zeros(n * MIB, dtype=torch.uint8, device="cuda") for n in (1, 40))
+    sets = [where.transfer(small) for _ in range(33)]
+    assert where._memory[0].nbytes == 33 * MIB
+    of_a_larger_batch = where.transfer(larger)
+    assert where._memory[0].nbytes == 73 * MIB
+    del sets, of_a_larger_batch
+    assert in_use(where) == 0
 
 
-def test_a_plans_host_memory_is_not_rounded_up_to_a_power_of_two() -> None:
-    def pinned_by_torch() -> int:
-        return torch.cuda.host_memory_stats()["allocated_bytes.current"]
+def test_a_host_that_can_lock_no_more_is_an_error_that_says_what_to_do() -> None:
+    flat = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
+    sim.fail("cuMemHostAlloc", count=9)
+    try:
+        with pytest.raises(MemoryError, match="ulimit -l"):
+            ScheduleOffload("cpu", {0: MIB}).transfer(flat)
+    finally:
+        sim.fail_clear()
 
-    before, where = pinned_by_torch(), ChainOffload("cpu", {0: 32 * MIB, 1: MIB})
-    slot = where.slot(0)
-    assert pinned_by_torch() == before
-    assert slot.place.memory.is_pinned()
-    assert slot.place.memory.nbytes == slot.place.memory.untyped_storage().nbytes() == 33 * MIB
-    larger = torch.zeros(40 * MIB, dtype=torch.uint8, device="cuda")
-    place, _ = slot.take(larger.nbytes)  # of a larger batch: taken each time, so from torch's cache
-    assert pinned_by_torch() == before + 64 * MIB
-    assert place.memory.is_pinned()
+
+def test_little_pinned_memory_is_used_again_and_again_on_the_way_to_a_disk(tmp_path: Path) -> None:
+    host_memory(CUDA).trim()
+    before = host_memory(CUDA).peak
+    stages = [Stage(k, lambda: None) for k in range(40)]
+    where = ScheduleOffload(str(tmp_path), dict.fromkeys(range(40), MIB))
+    runner = ChainRunner(stages, everything(40, "both"), offload=where)
+    runner(torch.empty(4, device="cuda", requires_grad=True)).sum().backward()
+    assert host_memory(CUDA).peak <= max(before, 6 * MIB)
+    assert where._space.disk.counts()[:2] == (40 * MIB, 40 * MIB)
 
 
 def test_all_goes_when_the_pass_does() -> None:
     stages = [Stage(k, lambda: None) for k in range(3)]
-    where = ChainOffload("cpu", dict.fromkeys(range(3), MIB))
+    where = ScheduleOffload("cpu", dict.fromkeys(range(3), MIB))
     runner = ChainRunner(stages, everything(3, "both"), offload=where)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -239,37 +232,37 @@ def test_all_goes_when_the_pass_does() -> None:
         gc.collect()
         assert there is None or there() is None
         assert torch.cuda.memory_allocated() == before
-        assert all(len(free) == where.made == 1 for free in where._free.values())
+        assert in_use(where) == 0
 
 
 def test_a_stage_that_fails_leaves_no_copy_that_nobody_waits_for() -> None:
     stages = [Stage(k, lambda: None) for k in range(2)]
     stages[1].run_ahead = lambda: 1 / 0
-    runner = ChainRunner(stages, everything(2), offload=ChainOffload("cpu", dict.fromkeys(range(2), MIB)))
+    runner = ChainRunner(stages, everything(2), offload=ScheduleOffload("cpu", dict.fromkeys(range(2), MIB)))
     sim.lazy(True)
     with pytest.raises(ZeroDivisionError):
         runner(torch.empty(4, device="cuda", requires_grad=True))
     torch.cuda.current_stream().synchronize()
-    assert offload.stream_of(torch.device("cuda", 0)).query()
+    assert torch.cuda.ExternalStream(_C.copy_counts(0)["stream_out"]).query()
 
 
 @pytest.mark.parametrize("finishing", [False, True])
 def test_a_copy_comes_before_what_the_tensors_stream_and_the_finishing_one_do(finishing: bool) -> None:
-    source, others = torch.full((COUNT,), 1).pin_memory(), torch.full((COUNT,), 2).pin_memory()
-    tensor = source.to("cuda")
+    source, others = (torch.full((8 * COUNT,), n, dtype=torch.uint8).pin_memory() for n in (1, 2))
+    tensor, memory = source.to("cuda"), PinnedPool(CUDA)
+    room = memory.take(MIB)
     torch.cuda.synchronize()
     sim.lazy(True)
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
-    copies = offload.Offload()
     with torch.cuda.stream(one):
-        kept = copies.keep(tensor, held=True)
+        transfer = transfers.PinnedTransfer(tensor, room, one.cuda_stream)
     with torch.cuda.stream(other):
-        copies.finish()
+        transfer.settle()
     with torch.cuda.stream(other if finishing else one):
         tensor.copy_(others, non_blocking=True)
         torch.cuda.current_stream().synchronize()
     torch.cuda.synchronize()
-    assert torch.equal(kept.host, source)
+    assert torch.equal(room.memory, source)
     assert torch.equal(tensor.cpu(), others)
 
 
@@ -282,8 +275,12 @@ class DeviceMeter(Meter):
             super().see(storage)
 
 
-def test_auto_checkpoint_on_a_device_offloads_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(automatic, "bandwidth", lambda *_: Bandwidth(1e13, 1e13, True))
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_auto_checkpoint_on_a_device_offloads_within_its_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    place = "cpu" if to == "cpu" else tmp_path
+    monkeypatch.setattr(automatic, "bandwidth", lambda *_: Bandwidth(1e13, 1e13))
     torch.manual_seed(0)
     plain = nn.Sequential(*(Residual(64, 0.1) for _ in range(5))).cuda()
     sample = torch.randn(512, 64, device="cuda")
@@ -304,9 +301,10 @@ def test_auto_checkpoint_on_a_device_offloads_within_its_budget(monkeypatch: pyt
     overlapped = 0
     for share in (0.75, 0.9):
         budget = int(most * share) + workspaces
-        memopt.auto_checkpoint(model, sample, memory_budget=budget, offload="cpu")
+        memopt.auto_checkpoint(model, sample, memory_budget=budget, to=place)
         assert model.plan.offloaded, str(model.plan)
-        assert "offloaded to pinned memory of the host" in str(model.plan)
+        where = "pinned memory of the host" if to == "cpu" else str(tmp_path)
+        assert f"offloaded to {where}" in str(model.plan)
         overlapped += sum(op in ("sent", "fetch") for op, *_ in model.plan.operations)
         for _ in range(2):
             assert peak(model) + workspaces <= model.plan.peak_bytes <= budget
@@ -324,33 +322,37 @@ def test_auto_checkpoint_on_a_device_offloads_within_its_budget(monkeypatch: pyt
     assert overlapped
 
 
-def test_the_speed_of_a_device_is_measured_once() -> None:
-    device = torch.device("cuda", 0)
-    first = bandwidth("cpu", device)
-    assert first.beside and min(first.out, first.back) > 0
-    assert bandwidth("cpu", device) is first
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_the_speed_of_a_place_is_measured_once(tmp_path: Path, to: str) -> None:
+    place = "cpu" if to == "cpu" else str(tmp_path)
+    first = bandwidth(place, CUDA)
+    assert min(first) > 0
+    assert bandwidth(place, CUDA) is first
 
 
 @pytest.mark.parametrize("later", ["", "both"])
+@pytest.mark.parametrize("to", ["cpu", "disk"])
 def test_all_that_a_stage_saved_is_on_its_way_back_before_any_of_it_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, later: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, later: str
 ) -> None:
-    events = []
-    fetch, back = offload.OnHost.fetch, offload.OnHost.back
+    events, begun = [], set()
+    kind = transfers.PinnedTransfer if to == "cpu" else transfers.StagedDiskTransfer
+    fetch, back = kind.fetch, kind.back
 
-    def noted_fetch(self: offload.OnHost) -> None:
-        if self._arrival is None:
-            events.append(("fetch", self.host.data_ptr()))
+    def noted_fetch(self: transfers.StorageTransfer) -> None:
+        if self not in begun:
+            begun.add(self)
+            events.append(("fetch", self))
         fetch(self)
 
-    def noted_back(self: offload.OnHost) -> torch.Tensor:
-        events.append(("back", self.host.data_ptr()))
+    def noted_back(self: transfers.StorageTransfer) -> torch.Tensor:
+        events.append(("back", self))
         return back(self)
 
-    monkeypatch.setattr(offload.OnHost, "fetch", noted_fetch)
-    monkeypatch.setattr(offload.OnHost, "back", noted_back)
+    monkeypatch.setattr(kind, "fetch", noted_fetch)
+    monkeypatch.setattr(kind, "back", noted_back)
     stages = [nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3)]
-    where = ChainOffload("cpu", dict.fromkeys(range(3), 4 * MIB))
+    where = ScheduleOffload("cpu" if to == "cpu" else str(tmp_path), dict.fromkeys(range(3), 4 * MIB))
     x = torch.empty(512, 512, device="cuda", requires_grad=True)
     ChainRunner(stages, everything(3, later), offload=where)(x).sum().backward()
     kinds = [kind for kind, _ in events]
@@ -359,4 +361,52 @@ def test_all_that_a_stage_saved_is_on_its_way_back_before_any_of_it_is_waited_fo
     first = 2 * each if later else each  # the next stage's with the last one's
     assert kinds[: first + 1] == ["fetch"] * first + ["back"]
     # What was saved last is wanted first.
-    assert events[first][1] == events[0][1]
+    assert events[first][1] is events[0][1]
+
+
+def test_what_was_read_is_copied_to_the_device_before_it_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the stage behind runs backward, the disk has read all of this one's set."""
+    begun = []
+    wanted_first: list[bool] = []
+    copy_back, back = transfers.StagedDiskTransfer._copy_back, transfers.StagedDiskTransfer.back
+
+    def noted(self: transfers.StagedDiskTransfer, *args: object) -> None:
+        begun.append(self)
+        copy_back(self, *args)
+
+    def noted_back(self: transfers.StagedDiskTransfer) -> torch.Tensor:
+        wanted_first.append(self not in begun)
+        return back(self)
+
+    def wait_for_the_disk(*_: object) -> None:
+        while any(one._read is not None and not one._read.over() for one in reading):
+            time.sleep(1e-3)
+
+    reading: list[transfers.StagedDiskTransfer] = []
+    fetch = transfers.StagedDiskTransfer.fetch
+
+    def noted_fetch(self: transfers.StagedDiskTransfer) -> None:
+        fetch(self)
+        if self._read is not None:
+            reading.append(self)
+
+    monkeypatch.setattr(transfers.StagedDiskTransfer, "_copy_back", noted)
+    monkeypatch.setattr(transfers.StagedDiskTransfer, "back", noted_back)
+    monkeypatch.setattr(transfers.StagedDiskTransfer, "fetch", noted_fetch)
+
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.exp()
+            z = y.tanh()
+            return z.sin() * y.cos()
+
+    where = ScheduleOffload(str(tmp_path), dict.fromkeys(range(2), 4 * MIB))
+    x = torch.empty(512, 512, device="cuda", requires_grad=True)
+    first, second = Two(), Two()
+    first.register_full_backward_pre_hook(wait_for_the_disk)
+    ChainRunner([first, second], everything(2, "both"), offload=where)(x).sum().backward()
+    of_each = len(wanted_first) // 2
+    assert of_each >= 2
+    assert not any(wanted_first[of_each:])

@@ -13,11 +13,11 @@ import torch.utils.checkpoint as torchs
 
 import memopt
 from memopt import checkpoint, sim
+from memopt._checkpoint.drop_in import devices
+from memopt._checkpoint.drop_in.selective import HostCopy
+from memopt._checkpoint.stages.costs import Meter
 from memopt.chain import InfeasibleBudget
-from memopt.checkpointing import devices
-from memopt.checkpointing.offload import Offload
-from memopt.checkpointing.stage_costs import Meter
-from tests import split_models
+from tests.helpers import split_models
 
 SIM = {"memory": "1GiB", "devices": 2}
 MODES = pytest.mark.parametrize("use_reentrant", [False, True])
@@ -205,29 +205,39 @@ def written(request):
 
 def test_a_copy_to_the_host_comes_before_what_overwrites_the_tensor(written):
     source, tensor = written
-    offload, others = Offload(), torch.full((1000,), -1).pin_memory()
-    kept = offload.keep(tensor)
-    offload.finish()
+    kept, others = HostCopy.of(tensor), torch.full((1000,), -1).pin_memory()
+    kept.transfer.settle()
     tensor.copy_(others, non_blocking=True)
     torch.cuda.current_stream().synchronize()  # of the other stream only what this one waits for
     assert torch.equal(tensor.cpu(), others)
     torch.cuda.synchronize()
-    assert torch.equal(kept.host, source) and kept.host.is_pinned()
+    assert torch.equal(kept.transfer._room.memory.view(torch.int64), source)
 
 
 def test_a_copy_from_the_host_comes_after_the_one_to_it(written):
     source, tensor = written
-    back = Offload().keep(tensor).back()
+    back = HostCopy.of(tensor).back()
     torch.cuda.current_stream().synchronize()
     assert torch.equal(back.cpu(), source)
 
 
 def test_only_plain_tensors_of_the_device_are_copied():
-    offload = Offload()
-    assert offload.keep(torch.ones(3)) is None
-    assert offload.keep(torch.nn.Parameter(torch.ones(3, device="cuda"))) is None
-    strided = torch.arange(12, device="cuda").view(3, 4).t()
-    assert offload.keep(strided).back().stride() == strided.stride()
+    assert HostCopy.of(torch.ones(3)) is None
+    assert HostCopy.of(torch.nn.Parameter(torch.ones(3, device="cuda"))) is None
+    whole = torch.arange(24).view(4, 6)
+    on_device = whole.cuda()
+    for part in (
+        lambda t: t.t(),
+        lambda t: t[1:3],
+        lambda t: t[:, 2:5],
+        lambda t: t[1, 3],
+        lambda t: t[:, ::2].t(),
+    ):
+        with sim.Compute():
+            back = HostCopy.of(part(on_device)).back()
+        assert torch.equal(back.cpu(), part(whole))
+        assert back.stride() == torch.empty_like(part(whole)).stride()
+    assert HostCopy.of(on_device[:0]) is None
 
 
 def gradients_of(run, modules, seed):

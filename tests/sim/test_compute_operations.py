@@ -120,6 +120,22 @@ def test_products_whose_result_has_another_type():
     torch.testing.assert_close(got.cpu(), a.float() @ b.float())
 
 
+@pytest.mark.parametrize("shape", [(8, 4), (8, 4, 5, 5)])
+@pytest.mark.parametrize("own", [True, False])
+def test_normalized_batches_in_training_and_then_in_evaluation(shape, own):
+    torch.manual_seed(0)
+    weight, factor = torch.rand(4) + 1, torch.randn(shape)
+
+    def normalized(x, weight):
+        mean, var = torch.zeros(4, device=x.device), torch.ones(4, device=x.device)
+        arguments = mean, var, weight, torch.zeros_like(weight)
+        with torch.backends.cudnn.flags(enabled=not own):
+            trained = functional.batch_norm(x, *arguments, training=True)
+            return ((trained + functional.batch_norm(x, *arguments)) * factor.to(x.device)).sum()
+
+    alike(normalized, torch.randn(shape), weight, rtol=1e-4, atol=1e-5)
+
+
 def test_what_the_cpu_has_in_single_precision_alone():
     x = torch.rand(6, 4)
     with memopt.sim.Compute():
@@ -254,7 +270,7 @@ import threading
 import memopt.sim
 memopt.sim.activate("1GiB")
 import torch
-from memopt.sim.compute import Compute, install
+from memopt.sim._compute import Compute, install
 install(Compute())
 found = []
 thread = threading.Thread(target=lambda: found.append(torch.ones(3, device="cuda").sum().item()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memopt import _C, sim
-from memopt.offloading.transfers import Arrival, pinned_tensor
+from memopt._offload.pinned_memory import IncomingBytes, pinned_tensor
 
 SIM = {"memory": "1GiB"}
 
@@ -44,12 +44,13 @@ def there_and_back(ahead: str, *, await_out: bool = True, after: bool = True, aw
     tensor.copy_(other, non_blocking=True)
     run_ahead(ahead)
     with torch.cuda.stream(reader):
-        arrival = Arrival(host, CUDA, out if after else 0)
+        incoming = IncomingBytes(SIZE, CUDA)
+        incoming.begin(host, out if after else 0)
         run_ahead(ahead)
         if await_in:
-            back = arrival.tensor()
+            back = incoming.tensor()
         else:
-            back, arrival._awaited = arrival._tensor, True
+            back, incoming._awaited = incoming._tensor, True
         seen.copy_(back, non_blocking=True)
         sim.progress(-1, reader.cuda_stream)
     run_ahead(ahead)
@@ -70,14 +71,15 @@ def test_each_wait_is_needed(fault: str, ahead: str) -> None:
     assert not there_and_back(ahead, **{fault: False})
 
 
-def test_the_memory_of_an_arrival_that_nobody_wanted_is_kept_until_it_is_there() -> None:
+def test_the_memory_of_a_copy_in_that_nobody_wanted_is_kept_until_it_is_there() -> None:
     for fault in (False, True):
         host, source, seen = pinned_tensor(CUDA, SIZE), full(2), full(0)
         host.fill_(1)
         sim.lazy(True)
-        arrival = Arrival(host, CUDA)
-        arrival._awaited = fault
-        del arrival
+        incoming = IncomingBytes(SIZE, CUDA)
+        incoming.begin(host)
+        incoming._awaited = fault
+        del incoming
         other = torch.empty(SIZE, dtype=torch.uint8, device=CUDA)  # in the same memory
         other.copy_(source, non_blocking=True)
         run_ahead("computation")
@@ -109,11 +111,12 @@ def test_another_streams_reader_keeps_the_memory() -> None:
     host, source, seen = pinned_tensor(CUDA, SIZE), full(2), full(0)
     host.fill_(1)
     sim.lazy(True)
-    arrival = Arrival(host, CUDA)
+    incoming = IncomingBytes(host.numel(), CUDA)
+    incoming.begin(host)
     reader = torch.cuda.Stream()
     with torch.cuda.stream(reader):
-        seen.copy_(arrival.tensor(), non_blocking=True)
-    del arrival
+        seen.copy_(incoming.tensor(), non_blocking=True)
+    del incoming
     other = torch.empty(SIZE, dtype=torch.uint8, device=CUDA)
     other.copy_(source, non_blocking=True)
     run_ahead("in")

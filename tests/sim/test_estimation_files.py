@@ -30,6 +30,7 @@ except FileExistsError:
     pass
 
 os.makedirs("out/deep/er")
+assert os.statvfs("out/deep").f_namemax == os.pathconf("out/deep", "PC_NAME_MAX") > 8
 model = torch.nn.Linear(8, 8).cuda()
 torch.save({"model": model.state_dict(), "step": 7}, "out/deep/model.pt")
 assert torch.load("out/deep/model.pt")["step"] == 7

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt.estimation import values as estimation_values
-from memopt.estimation.guesses import Guesses
-from memopt.estimation.values import Values
+from memopt._estimate import values as estimation_values
+from memopt._estimate.guesses import Guesses
+from memopt._estimate.values import Values
 
 SIM = {"memory": "40GiB", "blank": True}
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
@@ -183,18 +183,18 @@ def test_random_numbers_on_the_device_leave_the_hosts_alone(values):
 
 def test_twins_go_with_their_tensors(values):
     gc.collect()
-    before = len(values.twins._twins), values.twins._bytes
+    before = len(values.shadows._shadows), values.shadows._bytes
     for _ in range(20):
         kept = [torch.arange(1000, device="cuda") + n for n in range(5)]
         assert kept[3][0].item() == 3
     del kept
     gc.collect()
-    assert (len(values.twins._twins), values.twins._bytes) == before
+    assert (len(values.shadows._shadows), values.shadows._bytes) == before
 
 
 def test_twins_that_would_take_too_much_are_not_kept(values):
     large = torch.zeros((1 << 22) + 1, dtype=torch.int64, device="cuda")
-    assert values.twins.get(large) is None
+    assert values.shadows.get(large) is None
     assert large[0].item() == 0 and kinds(values) == ["value"]
 
 

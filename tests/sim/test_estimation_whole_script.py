@@ -66,11 +66,11 @@ def test_training_and_evaluation_are_shortened_and_the_script_comes_to_its_end(t
     assert (found["stopped"], found["exit_status"], printed[-1]) == ("end", 0, "end")
     ran = [line for line in printed if line.startswith("epoch")]
     assert ran[:3] == ["epoch 0 has 3 steps", "epoch 1 has 2 steps", "epoch 2 has 1 steps"]
-    assert len(ran) == 10 and found["steps"] == 3 + 2 + 8
+    assert len(ran) == 10 and ran[-1] == "epoch 11 has 1 steps" and found["steps"] == 3 + 2 + 8
     # A loader that evaluates gives its first batches and its last one, which is smaller.
     assert printed.count("evaluated 5 batches, the last of 5") == 10
     # By itself after the seventh, and in the last iteration of the loop.
-    assert [line for line in printed if line.startswith("saved")] == ["saved after 7", "saved after 10"]
+    assert [line for line in printed if line.startswith("saved")] == ["saved after 7", "saved after 12"]
     assert found["covered"][1].endswith("in the last iteration: train.py:28 (every 7)")
     assert found["files_not_kept"] == [str(tmp_path / "model.pt")]
     assert "the script ran to its end" in found["covered"][0]
@@ -87,13 +87,17 @@ def test_a_peak_after_the_training_is_that_of_the_whole_script_computed(tmp_path
 
 
 LOOPS = {
-    "range": (3, "for n in range(9999):\n    step()"),
+    "range": (4, "for n in range(9999):\n    step()"),
     "while": (3, "while count() < 9999:\n    step()"),
     "while true": (3, "while True:\n    step()\n    if count() == 9999:\n        break"),
-    "epochs": (3 + 2 + 8, "for epoch in range(999):\n    for n in range(999):\n        step()"),
-    "accumulated": (3, "for n in range(999):\n    for part in range(6):\n        backward()\n    step()"),
+    "progress bar": (
+        4,
+        "bar = Bar()\nfor n in bar:\n    step()\nprint('shown', *shown, '; again', sum(1 for n in bar))",
+    ),
+    "epochs": (4 + 3 + 7 + 2, "for epoch in range(999):\n    for n in range(999):\n        step()"),
+    "accumulated": (4, "for n in range(999):\n    for part in range(6):\n        backward()\n    step()"),
     "parts": (
-        3,
+        4,
         "for n in range(999):\n    for part in (0, 1):\n        backward()\n        if part:\n            step()",
     ),
     "periodic": (4, "for n in range(1, 9999):\n    step()\n    if n % 500 == 0:\n        print('due')"),
@@ -117,6 +121,13 @@ LOOPS = {
 OPTIMIZER = "torch.optim.SGD(model.parameters(), momentum=0.9)"
 EACH = """
 def {name}():
+    shown = []
+    class Bar:
+        def __init__(self):
+            self.iterable = range(0, 9999, 2)
+        def __iter__(self):
+            for n in self.iterable:
+                yield shown.append(n)
     model, x = torch.nn.Linear(8, 8).cuda(), torch.zeros(4, 8, device="cuda")
     optimizer = torch.optim.Adam(model.parameters())
     other, another = ({others})
@@ -153,6 +164,7 @@ def test_loops_that_take_steps_end_after_a_few_and_no_others_do(tmp_path):
     expected = {functions[name]: steps for name, (steps, _) in LOOPS.items()}
     said = dict(line.split() for line in printed if line.startswith("loop_"))
     assert {name: int(steps) for name, steps in said.items()} == expected
+    assert "shown 0 2 4 9998 ; again 5000" in printed
     assert (printed.count("due"), printed.count("each"), printed.count("forward")) == (1, 8, 50)
     assert found["peak_allocated"] > 64 * MIB
 
@@ -160,8 +172,8 @@ def test_loops_that_take_steps_end_after_a_few_and_no_others_do(tmp_path):
 def test_backward_passes_are_steps_where_there_is_no_optimizer(tmp_path):
     body = "del optimizer\nfor n in range(999):\n    model(torch.zeros(1, 8).cuda()).sum().backward()\nprint(n + 1)\n"
     found = estimate(tmp_path, script(body), steps=3)
-    assert found["printed"] == "3\n"
-    assert found["steps"] == 0 and found["trained"] and found["covered"][0].startswith("3 backward passes")
+    assert found["printed"] == "999\n"
+    assert found["steps"] == 0 and found["trained"] and found["covered"][0].startswith("4 backward passes")
 
 
 def test_a_loop_that_cannot_be_ended_ends_the_script_which_is_told(tmp_path):
@@ -176,6 +188,53 @@ def test_a_script_that_takes_too_long_is_told_where_it_was(tmp_path):
     found = estimate(tmp_path, source, steps=3, seconds=0.5)
     assert found["stopped"] == "seconds" and "time limit at train.py:" in found["covered"][0]
     assert "(test)" in found["covered"][0]
+
+
+UNEQUAL = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+    def __getitem__(self, index):
+        return torch.zeros(5000 if index == 260 else 100 + index % 60)
+
+def collate(texts):
+    if "slowly" in sys.argv:
+        import time; time.sleep(0.5)
+    texts = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    return {"of": texts.numpy() if "arrays" in sys.argv else texts}
+
+model = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(Texts(), 4, collate_fn=collate, num_workers=2)
+for epoch in range(2):
+    for batch in loader:
+        model(torch.as_tensor(batch["of"]).cuda()[..., None]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+with torch.no_grad():
+    for batch in loader:
+        model(torch.as_tensor(batch["of"]).cuda()[..., None]).mean()
+"""
+
+
+@pytest.mark.parametrize("how", ["", "evaluation alone", "arrays", "slowly"])
+def test_of_batches_that_differ_in_size_the_largest_is_seen(tmp_path, how):
+    source = (
+        UNEQUAL
+        if how != "evaluation alone"
+        else UNEQUAL.replace("loader:\n        model", "[next(iter(loader))]:\n        model", 1)
+    )
+    found = estimate(tmp_path, source, *how.split(), steps=3)
+    if how == "slowly":
+        assert "as read in 5 s" in found["covered"][1] and "of 100," in found["covered"][1]
+        return
+    computed = estimate(tmp_path, source, *how.split(), steps=None, compute=True)
+    assert found["peak_allocated"] == computed["peak_allocated"]
+    assert "the last is the largest of 100" in found["covered"][1]
 
 
 GATHERED = """
@@ -206,6 +265,50 @@ def test_what_an_evaluation_keeps_of_each_batch_is_counted_over_all(tmp_path, sl
     assert tight["oom"]["line"] == (11 if slowly else 12)
 
 
+@pytest.mark.parametrize("kept, grows", [("n", False), ("torch.ones(1 << 18, device='cuda')", True)])
+def test_what_each_iteration_of_a_training_keeps_is_told(tmp_path, kept, grows):
+    body = f"kept = []\nfor n in range(30):\n    train_step()\n    kept.append({kept})\n"
+    found = estimate(tmp_path, START + body, steps=3)
+    assert found["printed"] == "" and found["steps"] < 30
+    told = "more is kept with each iteration, not counted beyond those that ran: train.py:11 1.00 MiB"
+    assert found["covered"][1:] == ([told] if grows else [])
+
+
+RUNS_OUT = {  # where, and whether that is said to be an evaluation
+    "evaluation": (True, "train_step()\nmodel.eval()\nwith torch.no_grad():\n    model(x)"),
+    "sampling": (True, "train_step()\nwith torch.inference_mode():\n    x + 1"),
+    "training": (False, "train_step()\nmodel(x)"),
+    "before training": (False, "with torch.no_grad():\n    model(x)"),
+    "backward": (False, "train_step()\nLarge.apply(model(x[:4])).sum().backward()"),
+    "step": (False, "train_step()\noptimizer.param_groups[0]['params'].append(large)\noptimizer.step()"),
+    "checkpoint": (False, "train_step()\ncheckpoint(model, x.requires_grad_(), use_reentrant=True)"),
+}
+LARGE = """
+from torch.utils.checkpoint import checkpoint
+x = torch.randn(1 << 20, 8, device="cuda")
+large = torch.zeros(1 << 23, device="cuda", requires_grad=True)
+large.grad = large.detach()
+
+class Large(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.empty(1 << 25, device="cuda")
+        return gradient
+
+"""
+
+
+@pytest.mark.parametrize("where", RUNS_OUT)
+def test_running_out_in_an_evaluation_after_training_is_told_apart(tmp_path, where):
+    evaluates, body = RUNS_OUT[where]
+    found = estimate(tmp_path, START + LARGE + body + "\n", steps=3, memory=104 * MIB)
+    assert found["oom"]["evaluates"] is evaluates
+
+
 def test_a_batch_that_is_larger_than_the_one_before_is_not_kept(tmp_path):
     body = """\
         train_step()
@@ -220,7 +323,7 @@ def test_a_batch_that_is_larger_than_the_one_before_is_not_kept(tmp_path):
 
 def test_what_is_imported_is_shortened_and_its_bytecode_stays_the_scripts(tmp_path):
     (tmp_path / "engine.py").write_text(
-        "def fit(step):\n    for n in range(1000):\n        step()\n    return n + 1\n"
+        "def fit(step):\n    taken = 0\n    while taken < 1000:\n        step()\n        taken += 1\n    return taken\n"
     )
     for how in (3, None):
         found = estimate(

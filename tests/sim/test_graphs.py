@@ -58,7 +58,7 @@ def test_graphed_callables_run_forward_and_backward():
 
 def test_replay_runs_a_kernel_with_a_host_body_in_stream_order():
     """What it was launched with is what it is replayed with, on the values of that time."""
-    library = memopt.sim.control.device_library()
+    library = memopt.sim._control.device_library()
     image = b".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry add_one() { ret; }\n\0"
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     x = torch.zeros(100, dtype=torch.int32).cuda()

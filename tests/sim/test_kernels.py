@@ -16,8 +16,9 @@ import pytest
 import torch
 from nvrtc_wheel import nvrtc
 
-from memopt import _C, amp, kernels, sim
-from memopt.amp import foreach_unscale
+from memopt import _C, amp, sim
+from memopt._runtime import kernels
+from memopt.amp import _foreach_unscale
 
 SIM = {"memory": "1GiB"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,7 +153,7 @@ def test_dense_tensors_of_any_stride_order_are_ours_and_the_rest_is_torchs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passed: list[torch.Tensor] = []
-    monkeypatch.setattr(foreach_unscale, "torchs_unscale_", lambda grads, found, inv: passed.extend(grads))
+    monkeypatch.setattr(_foreach_unscale, "torchs_unscale_", lambda grads, found, inv: passed.extend(grads))
 
     class Sub(torch.Tensor):
         pass
@@ -281,7 +282,8 @@ def test_the_embedded_image_is_what_serves_here_if_there_is_one() -> None:
 # ---- loading, each in a process of its own -----------------------------------------------------------------
 CHILD = """
 import json, sys
-from memopt import _C, kernels, sim
+from memopt import _C, sim
+from memopt._runtime import kernels
 refusals, capability, directory = json.loads(sys.argv[1]), sys.argv[2], kernels.cache_directory()
 sim.activate(memory="64MiB", compute_capability=capability)
 for code in refusals:
@@ -352,7 +354,8 @@ def test_a_refused_image_is_compiled_by_nvrtc_once_and_then_comes_from_the_cache
 # The image may be there or not: what is left is what the simulated device's own compiler makes.
 WITHOUT_IMAGE = """
 import json, os, sys
-from memopt import _C, kernels, sim
+from memopt import _C, sim
+from memopt._runtime import kernels
 sim.activate(memory="64MiB")
 import torch
 if _C.kernel_status()["embedded_bytes"]:
@@ -473,7 +476,8 @@ def test_a_device_newer_than_the_compiler_gets_ptx(tmp_path: Path) -> None:
 def test_a_forked_child_is_told_so_and_does_not_hang(tmp_path: Path) -> None:
     script = """
 import os
-from memopt import _C, kernels, sim
+from memopt import _C, sim
+from memopt._runtime import kernels
 sim.activate(memory="64MiB")
 import torch
 kernels.prepare()

@@ -144,7 +144,7 @@ def test_the_profiler_falls_back_to_the_host_side():
 
 
 def test_what_is_not_simulated_is_remembered_by_name():
-    library = memopt.sim.control.device_library()
+    library = memopt.sim._control.device_library()
     before = memopt.sim.missing_calls().get("cuMulticastCreate", 0)
     assert library.cuMulticastCreate(None, None) == 801  # CUDA_ERROR_NOT_SUPPORTED
     assert memopt.sim.missing_calls()["cuMulticastCreate"] == before + 1

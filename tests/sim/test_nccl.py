@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memopt.sim.coverage import library_set
+from memopt.sim._coverage import library_set
 
 SIM = {"memory": "1GiB"}
 

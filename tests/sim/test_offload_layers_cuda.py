@@ -16,7 +16,7 @@ from torch import nn
 
 import memopt
 from memopt import sim
-from tests.offloaded_models import Transformer, loss_of, words_of
+from tests.helpers.offloaded_models import Transformer, loss_of, words_of
 
 SIM = {"memory": "1GiB"}
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
@@ -112,7 +112,7 @@ def test_bytes_copied_are_the_bytes_needed() -> None:
     for _ in range(2):
         before = handle.bytes_in, handle.bytes_out
         run(other, next_word())
-        tied = other.head.weight.nbytes  # visits twice, under two names
+        tied = other.head.weight.nbytes  # is copied twice, under two names
         everything = sum(p.nbytes for p in other.parameters()) + tied
         assert handle.bytes_out - before[1] == everything
         # What a backward pass needs of a block: all but what is only added.
@@ -273,7 +273,7 @@ def test_what_a_layer_did_before_it_raised_can_go_backwards() -> None:
         return found.pop().square().sum()
 
     same(plain, other, features, steps=2)
-    assert handle._visits.here() == 0
+    assert handle._residency.here() == 0
     same(plain, other, next_word())
 
 
@@ -387,7 +387,7 @@ def test_what_autocast_made_of_a_parameter_is_not_kept_either() -> None:
 
 
 def handle_bytes(model: nn.Module) -> int:
-    return model.__dict__["_call_impl"].visits.here()
+    return model.__dict__["_call_impl"].residency.here()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -408,7 +408,7 @@ def test_checkpointed_layers_and_parts_of_them(checkpoint: Any, reentrant: bool,
 
     plain, other, handle = pair(Checkpointed())
     same(plain, other, next_word())
-    assert handle._visits.here() == 0
+    assert handle._residency.here() == 0
 
 
 def test_activations_may_leave_too() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import memopt
-from memopt import sim
-from memopt.offloading import layer_copies
+from memopt import _C, sim
+from memopt._offload import device_carrier
 
 SIM = {"memory": "256MiB"}
 MIB = 1 << 20
@@ -37,30 +37,27 @@ def whole(model: nn.Module, values: list[torch.Tensor]) -> None:
     assert all(map(torch.equal, parameters, values))
 
 
-@pytest.mark.parametrize("way", ["Inward", "Outward"])
+@pytest.mark.parametrize("way", ["copy_batch", "copy_out"])
 def test_the_nth_transfer_fails_and_the_model_is_whole(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     model = chain().cuda()
     values = [p.detach().cpu().clone() for p in model.parameters()]
     handle = memopt.offload_layers(model)
     with sim.Compute():
         expected = step(model)
-    copy_ = torch.Tensor.copy_
+    copy_ = getattr(_C, way)
     calls = [0, 0]
-    carrier = handle._visits.carrier
-    stream = carrier.inward.stream if way == "Inward" else carrier.outward.stream
 
-    def failing(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.cuda.current_stream() == stream:
-            calls[0] += 1
-            if calls[0] > calls[1]:
-                raise RuntimeError("planted: CUDA error")
-        return copy_(self, *args, **kwargs)
+    def failing(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] > calls[1]:
+            raise RuntimeError("planted: CUDA error")
+        return copy_(*args)
 
     for n in range(100):
         calls[:] = 0, n
         model.zero_grad()
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "copy_", failing)
+            patch.setattr(_C, way, failing)
             try:
                 step(model)
             except RuntimeError as error:
@@ -68,11 +65,11 @@ def test_the_nth_transfer_fails_and_the_model_is_whole(monkeypatch: pytest.Monke
             else:
                 break
         whole(model, values)
-        assert not handle._visits._active
+        assert not handle._residency._active
         handle.release()
-        assert handle._visits.here() == 0
+        assert handle._residency.here() == 0
     # 4 come for the forward pass, and one again; one is there still, and the first is not wanted. 4 go.
-    assert n == (5 if way == "Inward" else 4)
+    assert n == (5 if way == "copy_batch" else 4)
     with sim.Compute():
         assert all(map(torch.equal, expected, step(model)))
     handle.remove()
@@ -99,7 +96,7 @@ def test_the_nth_allocation_fails_and_the_model_is_whole() -> None:
         left = sim.calls("cudaMalloc")
         sim.fail_clear()
         whole(model, values)
-        assert not handle._visits._active
+        assert not handle._residency._active
         if done and n > 2:
             break
     assert left
@@ -156,11 +153,11 @@ def test_a_backward_pass_that_raised_leaves_nothing_where_the_model_is_called_by
         hook.remove()
         for _ in range(3):
             assert all(map(torch.equal, expected, by_parts()))
-            assert handle._visits.here() == 0
-            assert not handle._visits._tasks
+            assert handle._residency.here() == 0
+            assert not handle._residency._tasks
         for _ in range(3):  # nor do forward passes whose graphs are dropped
             by_parts(backward=False)
-        assert not handle._visits._trail
+        assert not handle._residency._trail
     handle.remove()
 
 
@@ -276,7 +273,7 @@ def test_prefetching_that_finds_no_memory_waits_until_it_is_needed(monkeypatch: 
     handle = memopt.offload_layers(model)
     with sim.Compute():
         expected = step(model)
-    fetch = layer_copies.Inward.fetch
+    fetch = device_carrier.ToDevice.fetch
     calls = []
 
     def short(self: Any, hosts: Any) -> Any:
@@ -285,7 +282,7 @@ def test_prefetching_that_finds_no_memory_waits_until_it_is_needed(monkeypatch: 
             raise torch.OutOfMemoryError("planted")
         return fetch(self, hosts)
 
-    monkeypatch.setattr(layer_copies.Inward, "fetch", short)
+    monkeypatch.setattr(device_carrier.ToDevice, "fetch", short)
     with sim.Compute():
         assert all(map(torch.equal, expected, step(model)))
     handle.remove()

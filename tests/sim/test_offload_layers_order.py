@@ -1,5 +1,5 @@
 """The order of copies and computation in offload_layers, on a device that does its work as late as it may or, on one
-stream, as early: what a layer reads is its parameter, what comes home is its gradient. Each wait is needed."""
+stream, as early: what a layer reads is its parameter, what comes back is its gradient. Each wait is needed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 import memopt
-from memopt import sim
-from memopt.offloading import layer_copies
-from memopt.offloading.visiting_parameter import Departure
+from memopt import _C, sim
+from memopt._offload import device_carrier
 
 SIM = {"memory": "1GiB"}
 
@@ -63,11 +62,6 @@ class Layer(nn.Module):
         return Reads.apply(x, self.weight, self)
 
 
-def streams_of(handle: Any) -> tuple[int, int]:
-    carrier = handle._visits.carrier
-    return carrier.inward.stream.cuda_stream, carrier.outward.stream.cuda_stream
-
-
 def wrong_after(steps: int, ahead: str, seed: int = 0, *, late: bool = False) -> int:
     """How many values were not what they should be. late: the device does nothing until the host waits for it."""
     choose = random.Random(seed)
@@ -85,7 +79,8 @@ def wrong_after(steps: int, ahead: str, seed: int = 0, *, late: bool = False) ->
     layers = [Layer(k, run_ahead) for k in range(5)]
     model = nn.Sequential(*layers)
     handle = memopt.offload_layers(model, device="cuda")
-    where += streams_of(handle)
+    streams = _C.copy_counts(0)
+    where += streams["stream_in"], streams["stream_out"]
     wrong = 0
     x = torch.empty(4, device="cuda", requires_grad=True)
     torch.cuda.synchronize()
@@ -120,7 +115,7 @@ def wrong_after(steps: int, ahead: str, seed: int = 0, *, late: bool = False) ->
 
 
 @pytest.mark.parametrize("ahead", ["computation", "copies", "neither", "either"])
-def test_layers_read_their_parameters_and_gradients_come_home_whoever_is_ahead(ahead: str) -> None:
+def test_layers_read_their_parameters_and_gradients_come_back_whoever_is_ahead(ahead: str) -> None:
     for n in range((200 if SOAK else 3) if ahead == "either" else 1):
         assert wrong_after(3, ahead, SEED + n) == 0, f"seed {SEED + n}"
 
@@ -135,9 +130,8 @@ def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
-            patch.setattr(torch.cuda.Stream, "wait_event", lambda *_: None)
-            patch.setattr(torch.cuda.Event, "synchronize", lambda *_: None)
+            patch.setattr(_C, "copy_await", lambda *_: None)
+            patch.setattr(_C, "copy_wait", lambda *_: None)
             return function(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, call)
@@ -146,17 +140,15 @@ def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "ahead", "late"),
     [
-        (layer_copies.Inward, "fetch", "copies", False),
-        (layer_copies.Inward, "settle", "neither", True),
-        (layer_copies.DeviceCopy, "tensor", "computation", False),
-        (layer_copies.Outward, "send", "copies", False),
-        (Departure, "wait", "neither", False),
+        (device_carrier.ToDevice, "settle", "neither", True),
+        (device_carrier.DeviceCopy, "tensor", "computation", False),
+        (device_carrier.GradTransfer, "wait", "neither", False),
     ],
 )
 def test_each_wait_is_needed(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, ahead: str, late: bool
 ) -> None:
-    """The tests above fail without any one of them."""
+    """The tests above fail without any one of them. (Those in C: tests/c/test_copies.c.)"""
     without(monkeypatch, owner, name)
     assert wrong_after(3, ahead, late=late) > 0
 
@@ -164,13 +156,13 @@ def test_each_wait_is_needed(
 def test_a_copy_that_nobody_wanted_keeps_its_memory_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     for fault in (False, True):
         if fault:
-            without(monkeypatch, layer_copies.DeviceCopy, "__del__")
+            without(monkeypatch, device_carrier.DeviceCopy, "__del__")
         host = torch.full((COUNT,), 1.0).pin_memory()
         source, seen = torch.full((COUNT,), 2.0).pin_memory(), (NEVER - 1).pin_memory()
-        inward = layer_copies.Inward(torch.device("cuda", 0))
+        to_device = device_carrier.ToDevice(torch.device("cuda", 0))
         torch.cuda.synchronize()
         sim.lazy(True)
-        inward.fetch([host])
+        to_device.fetch([host])
         other = torch.empty(COUNT, device="cuda")  # in the same memory
         other.copy_(source, non_blocking=True)
         sim.progress(-1, 1)
@@ -184,19 +176,19 @@ def test_a_copy_that_nobody_wanted_keeps_its_memory_until_it_is_made(monkeypatch
 def test_a_gradient_keeps_its_memory_until_its_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     for fault in (False, True):
         if fault:
-            without(monkeypatch, layer_copies.Outward, "_release")
+            without(monkeypatch, device_carrier.ToHost, "_release")
         source, others = (torch.full((COUNT,), value).pin_memory() for value in (1.0, 2.0))
-        outward = layer_copies.Outward(torch.device("cuda", 0), 0)
+        to_host = device_carrier.ToHost(torch.device("cuda", 0), 0)
         # Memory is there, on the host as on the device: taking it anew would wait for the device.
-        warm = [outward.memory.lend(NEVER) for _ in range(2)], [NEVER.cuda() for _ in range(10)]
+        warm = [to_host.memory.lend(NEVER) for _ in range(2)], [NEVER.cuda() for _ in range(10)]
         del warm
         gradient, after = source.cuda(), source.cuda()
         torch.cuda.synchronize()
         sim.lazy(True)
-        home, _ = outward.send(gradient)
+        on_host, _ = to_host.send(gradient)
         place = gradient.data_ptr()
         del gradient
-        outward.send(after)  # another's gradient: the first one's memory is the computation's again
+        to_host.send(after)  # another's gradient: the first one's memory is the computation's again
         taken = [torch.empty(COUNT, device="cuda") for _ in range(8)]
         assert place in [tensor.data_ptr() for tensor in taken]
         for tensor in taken:
@@ -204,42 +196,8 @@ def test_a_gradient_keeps_its_memory_until_its_copy_is_made(monkeypatch: pytest.
         sim.progress(-1, 1)
         torch.cuda.synchronize()
         sim.lazy(False)
-        assert torch.equal(home, source) != fault
-        del home  # giving its memory back waits for the device
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_computation_waits_for_a_fetch_that_fails_alone(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    """Not for one that is made while the program handles an exception of its own."""
-    copy_ = torch.Tensor.copy_
-    hosts = [torch.full((COUNT,), 1.0).pin_memory() for _ in range(2)]
-    source, seen = torch.full((COUNT,), 2.0).pin_memory().cuda(), (NEVER - 1).pin_memory()
-    inward = layer_copies.Inward(torch.device("cuda", 0))
-
-    def failing(self: torch.Tensor, host: torch.Tensor, **options: Any) -> torch.Tensor:
-        if host.data_ptr() == hosts[1].data_ptr():
-            raise MemoryError("planted")
-        return copy_(self, host, **options)
-
-    torch.cuda.synchronize()
-    sim.lazy(True)
-    try:
-        raise KeyError("the program's own")
-    except KeyError:
-        if fails:
-            with monkeypatch.context() as patch, pytest.raises(MemoryError, match="planted"):
-                patch.setattr(torch.Tensor, "copy_", failing)
-                inward.fetch(hosts)
-        else:
-            copies = inward.fetch(hosts)
-    seen.copy_(source, non_blocking=True)
-    sim.progress(-1, 1)
-    assert torch.equal(seen, source.new_full((COUNT,), 2.0, device="cpu")) != fails
-    torch.cuda.synchronize()
-    sim.lazy(False)
-    assert fails or len(copies) == 2
+        assert torch.equal(on_host, source) != fault
+        del on_host  # giving its memory back waits for the device
 
 
 def test_a_look_at_what_was_saved_is_over_when_the_program_goes_on() -> None:
@@ -262,14 +220,14 @@ def test_a_look_at_what_was_saved_is_over_when_the_program_goes_on() -> None:
 def test_copies_overlap_the_layer_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a layer's forward begins, the next one's copy has begun, and the layer after that has not."""
     begun: list[list[int]] = []
-    fetch = layer_copies.Inward.fetch
+    fetch = device_carrier.ToDevice.fetch
     now: list[int] = []
 
     def noted(self: Any, hosts: Any) -> Any:
         now.extend(int(host[0]) for host in hosts)
         return fetch(self, hosts)
 
-    monkeypatch.setattr(layer_copies.Inward, "fetch", noted)
+    monkeypatch.setattr(device_carrier.ToDevice, "fetch", noted)
     layers = [Layer(k, lambda: begun.append(list(now))) for k in range(5)]
     model = nn.Sequential(*layers)
     handle = memopt.offload_layers(model, device="cuda")

@@ -1,4 +1,4 @@
-"""The report of an out of memory: its parts add up, its culprits are the planted ones, and the exception is torch's.
+"""The report of an out-of-memory error: its parts add up, its culprits are the planted ones, the exception is torch's.
 Scripts run on a device of their own, with torch's allocator and memopt's."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.oom import observer, page, uncaught
-from memopt.oom.fixes import Fix
-from memopt.oom.report import LINES, OomReport, shares
-from memopt.oom.trials import Tried
-from memopt.profiling.recording import CATEGORIES
+from memopt._memory.oom import observer, page, uncaught
+from memopt._memory.oom.fixes import Fix
+from memopt._memory.oom.report import LINES, OomReport, shares
+from memopt._memory.oom.trials import TriedFixes
+from memopt._memory.recording.recording import CATEGORIES
 
 SIM = {"memory": "256MiB", "context": "8MiB"}
 MIB = 1 << 20
@@ -28,7 +28,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def enabled(monkeypatch: pytest.MonkeyPatch):
     """And cuBLAS's workspaces, which torch keeps, are gone. Names are searched for as long as that takes."""
-    monkeypatch.setattr("memopt.oom.report._SEARCH", 60.0)
+    monkeypatch.setattr("memopt._memory.oom.report._SEARCH", 60.0)
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     memopt.enable()
@@ -221,7 +221,9 @@ def test_where_nothing_is_recorded_nothing_is_said_to_fit():
 def test_the_advice_has_room_within_the_lines_of_a_report():
     _, report = out_of_memory()
     long = [f"x{n}" + "y" * 100 for n in range(6)]
-    full = replace(report, facts={name: name for name in long}, tried=Tried([Fix(one, MIB) for one in long]))
+    full = replace(
+        report, facts={name: name for name in long}, tried=TriedFixes([Fix(one, MIB) for one in long])
+    )
     lines = str(full).splitlines()
     assert len(lines) <= LINES and lines[-len(full.advice()) :] == full.advice()
     assert all(one in str(full) for one in long)
@@ -346,7 +348,7 @@ def test_a_page_that_cannot_be_written_is_said_and_nothing_hangs(why, tmp_path, 
     if why == "plotly":
         monkeypatch.setitem(sys.modules, "plotly.offline", None)
     else:
-        monkeypatch.setattr("memopt.pages.report_page.html", html)
+        monkeypatch.setattr("memopt._memory.html.report_page.html", html)
     if why == "hangs":
         monkeypatch.setattr(page, "_SECONDS", 0.05)
     capfd.readouterr()

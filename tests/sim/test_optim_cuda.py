@@ -9,6 +9,7 @@ import torch
 import memopt.amp
 import memopt.optim
 from memopt import sim
+from memopt.optim._one_pass import ScaledStep
 
 SIM = {"memory": "1GiB", "devices": 2}
 SHAPES = [(), (3,), (0,), (64, 65), (5000,), (8, 3, 4, 4)]
@@ -259,11 +260,11 @@ def test_a_captured_step_is_replayed_with_other_factors_and_flags(kind: str):
             optimizer.step()
         assert same_bits(everything(captured), everything(plain))
     factor, found_inf = torch.tensor(0.5).cuda(), torch.tensor(0.0).cuda()
-    captured._memopt_factor, captured.found_inf = {torch.device("cuda", 0): factor}, found_inf
+    scaled = ScaledStep(found_inf, None, {torch.device("cuda", 0): factor}, False)
     graph = torch.cuda.CUDAGraph()
     before = everything(captured)
     with torch.cuda.graph(graph):
-        captured.step()
+        captured._memopt_step(lambda _: scaled)
     assert same_bits(before, everything(captured))  # nothing has run yet
     given = [p.grad for p in params]
     for number, (scale, bad, lr) in enumerate(
@@ -284,8 +285,8 @@ def test_a_captured_step_is_replayed_with_other_factors_and_flags(kind: str):
         rate.copy_(torch.tensor(lr))
         graph.replay()
         plain.param_groups[0]["lr"] = float(torch.tensor(lr))
-        plain._memopt_factor, plain.found_inf = {torch.device("cpu"): torch.tensor(scale)}, torch.tensor(bad)
-        plain.step()
+        by = {torch.device("cpu"): torch.tensor(scale)}
+        plain._memopt_step(lambda _: ScaledStep(torch.tensor(bad), None, by, False))  # noqa: B023
         assert same_bits(everything(captured), everything(plain))
 
 

@@ -21,7 +21,7 @@ class Allocator:
     """malloc and free by address, as change_current_allocator takes them, and what was asked of them."""
 
     def __init__(self) -> None:
-        self.device = memopt.sim.control.device_library()
+        self.device = memopt.sim._control.device_library()
         self.asked: list[int] = []
         self.freed = 0
         self.recorded: list[tuple[int, int]] = []

@@ -22,7 +22,8 @@ from prefetched_steps import (
 )
 
 from memopt import _C, sim
-from memopt.data import Prefetcher, batch_memory, batch_transport
+from memopt.data import Prefetcher
+from memopt.data._prefetch import batch_memory, batch_transport
 
 SIM = {"memory": "1GiB"}
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.profiling import recorder, torch_history
-from memopt.sim.interpreter_exit import wait_for_workers
+from memopt._memory.recording import recorder, torch_history
+from memopt.sim._interpreter_exit import wait_for_workers
 
 SIM = {"memory": "256MiB", "devices": 2}
 WORKSPACE = 8320 << 10
@@ -154,7 +154,7 @@ def test_a_programs_own_history_is_used_and_left_on():
 
 def test_a_history_that_is_not_as_torch_writes_it_is_refused():
     for trace in ([{"action": "alloc"}], [{"action": "alloc", "addr": "x", "size": 1, "stream": 0}], 7):
-        with pytest.raises(ValueError, match="not as torch writes it"):
+        with pytest.raises(ValueError, match="not in torch's format"):
             torch_history.read({"device_traces": [trace], "segments": []}, 0)
 
 

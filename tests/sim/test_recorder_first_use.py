@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import memopt.sim; memopt.sim.activate(memory="256MiB")
 import torch
-from memopt.profiling import recorder
+from memopt._memory.recording import recorder
 recording = recorder.start()
 assert not torch.cuda.is_initialized()
 assert recording.recording().blocks == 0 and recording.devices() == [] and not torch.cuda.is_initialized()

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import memopt.cuda
-from memopt.profiling import recorder
-from memopt.sim.interpreter_exit import wait_for_workers
+from memopt._memory.recording import recorder
+from memopt.sim._interpreter_exit import wait_for_workers
 
 SIM = {"memory": "256MiB"}
 

@@ -1,5 +1,5 @@
-"""`python -m memopt run` of a script on CUDA: the device's history, the out of memory, and memopt's allocator by a
-flag."""
+"""`python -m memopt run` of a script on CUDA: the device's history, the out-of-memory error, and memopt's allocator by
+a flag."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from memopt.profiling import recording_file
+from memopt._memory.recording import recording_file
 
 SIM = {"memory": "64MiB"}
 ROOT = Path(__file__).resolve().parents[2]

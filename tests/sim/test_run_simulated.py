@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt.profiling import recording_file
+from memopt._memory.recording import recording_file
 
 SIM = {"memory": "64MiB"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +149,7 @@ def test_a_wrong_call_is_told_with_the_remedy(tmp_path):
         ("--sim", "many", "train.py"): "write a size, as '24GiB'",
         ("--sim", "100MiB", "train.py"): "CUDA context",
         ("--sim", "8GiB", "--python", "/nowhere/python", "train.py"): "no Python at '/nowhere/python'",
-        ("--python", sys.executable, "train.py"): "--python goes with --sim",
+        ("--python", sys.executable, "train.py"): "--python needs --sim",
     }
     for arguments, message in cases.items():
         done = memopt(tmp_path, *arguments)

@@ -210,7 +210,7 @@ def test_observers_are_told_of_an_out_of_memory_before_it_is_raised(passes):
             block(1 << 40)
         except torch.OutOfMemoryError:
             told.append("tells nobody")
-        raise KeyError("the out of memory comes all the same")
+        raise KeyError("the out-of-memory error comes all the same")
     torch._C._cuda_attach_out_of_memory_observer(first)
     torch._C._cuda_attach_out_of_memory_observer(lambda *facts: told.append(("second", *facts)))
     kept = block(300 << 20)

@@ -1,0 +1,18 @@
+/* The host waits for the device. Each function here UNLOCKS the pool while it waits: blocks, arenas and numbers of streams
+ * that its caller knew of may be gone after it, and are looked up again. */
+#ifndef MO_POOL_WAIT_H
+#define MO_POOL_WAIT_H
+
+#include "alloc/pool_parts.h"
+
+/* Until all that was freed so far is over, however long that takes; but for what is being captured, which has no end.
+ * Arenas are settled, too. */
+mo_status mo_pool_wait(mo_pool *pool, mo_detail *detail);
+
+/* Until the whole device is done: not while a graph is captured, which CUDA may end for that. */
+mo_status mo_pool_synchronize(mo_pool *pool, mo_detail *detail);
+
+/* Where all numbers are taken and one may become free. The stream's number. */
+mo_status mo_pool_number_stream(mo_pool *pool, mo_stream stream, mo_detail *detail, unsigned *out);
+
+#endif

@@ -1,0 +1,251 @@
+"""memopt.BatchSize: a batch size that a loop can change step by step."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from memopt._memory.live import traceback_frames
+from memopt._memory.oom.recognition import is_out_of_memory
+from memopt._runtime.log import logger
+
+if TYPE_CHECKING:
+    from memopt._batch_size.batch_sampler import AdaptiveBatchSampler
+
+Result = TypeVar("Result")
+
+
+class BatchSize:
+    """A batch size that shrinks after an out-of-memory error and grows back. int() of it is the size now.
+
+    After an out-of-memory error at n it is n * shrink, rounded down, or what it has just grown from, at least
+    `minimum`. After grow_after steps in a row that fitted it grows halfway to the least size that did not fit; one
+    below that it stays, so a second epoch runs out of memory no more. Only after forget_after steps in a row is that
+    size tried again, because what took the memory may have ended by then; each time that this turns out wrong,
+    forget_after doubles.
+
+    What a failed step has changed is not undone, but for random states in run(): gradients and weights are the
+    program's. Begin a step with zero_grad(), and see memopt.backward where an exact gradient of a larger batch is
+    wanted.
+
+    Args:
+        size: The size to begin with.
+        maximum: The largest size; by default `size`.
+        minimum: The least size.
+        shrink: The share of a size that did not fit to go on with.
+        grow_after: The number of steps in a row that have to fit before it grows.
+        forget_after: The number of steps in a row after which a size that did not fit is tried again.
+
+    Raises:
+        ValueError: Numbers that make no sense.
+
+    Example:
+        >>> size = memopt.BatchSize(64)
+        >>> while training:  # again with fewer where it runs out of memory
+        ...     loss = size.run(lambda n: step(buffer.sample(n)))
+        >>> loader = DataLoader(dataset, batch_sampler=size.sampler(RandomSampler(dataset)))
+        >>> for x, y in loader:
+        ...     with size.attempt():  # an out-of-memory error ends here, and so does this batch:
+        ...         step(x, y)  # the sampler gives its samples again, in smaller batches
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        maximum: int | None = None,
+        minimum: int = 1,
+        shrink: float = 0.5,
+        grow_after: int = 50,
+        forget_after: int = 2000,
+    ) -> None:
+        maximum = size if maximum is None else maximum
+        if not 1 <= minimum <= size <= maximum:
+            raise ValueError(
+                f"1 <= minimum <= size <= maximum does not hold of minimum={minimum}, size={size}, maximum={maximum}"
+            )
+        if not 0 < shrink < 1:
+            raise ValueError(
+                f"shrink={shrink!r}: what is left of a size that failed is between 0 and 1 of it"
+            )
+        if grow_after < 1 or forget_after < 1:
+            raise ValueError(
+                f"grow_after={grow_after}, forget_after={forget_after}: numbers of steps, 1 or more"
+            )
+        self.value, self.maximum, self.minimum = size, maximum, minimum
+        self.shrink, self.grow_after, self.forget_after = shrink, grow_after, forget_after
+        self.failures = 0  # outs of memory so far
+        self._bound: int | None = None  # the least size that has failed, if it is not forgotten
+        self._before: int | None = None  # the size that this one grew from, until it has proved itself
+        self._forgot = False  # the last bound, and it has not proved to be right
+        self._good = 0  # steps in a row that fitted, at this size
+        self._good_in_all = 0  # since the last that failed
+        self._samplers: list[AdaptiveBatchSampler] = []
+
+    def __int__(self) -> int:
+        return self.value
+
+    __index__ = __int__
+
+    def __repr__(self) -> str:
+        bound = f", {self._bound} did not fit" if self._bound is not None else ""
+        return (
+            f"BatchSize({self.value} of at most {self.maximum}{bound}, {self.failures} times out of memory)"
+        )
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[[int], Result]) -> Result:
+        """Call a function of the size, and again with smaller ones after out-of-memory errors.
+
+        Each call begins with the same random states.
+
+        Args:
+            fn: A step, called with the size.
+
+        Returns:
+            What fn returns.
+
+        Raises:
+            torch.OutOfMemoryError: fn runs out of memory at the least size. Other exceptions of fn are passed on, too.
+        """
+        from memopt._runtime.state_snapshot import RandomState
+
+        random_state = RandomState()
+        while True:
+            with self.attempt():
+                return fn(self.value)
+            random_state.restore()  # it ran out of memory
+
+    def attempt(self) -> Attempt:
+        """Return a context for one step.
+
+        An out-of-memory error ends with the block: the size shrinks, `.failed` of what `with` gives is True, the frames
+        of the step are emptied, and the program goes on behind the block. At the least size it is raised. What the
+        block itself has in variables stays: put the step into a function.
+        """
+        return Attempt(self)
+
+    def worked(self) -> None:
+        """Count a step that fitted: for loops that catch by themselves."""
+        self._good += 1
+        self._good_in_all += 1
+        if self._bound is not None and self._good_in_all >= self.forget_after:
+            self._good = self._good_in_all = 0
+            self._grow(min(self._bound, self.maximum))
+            self._bound, self._forgot = None, True
+        elif self._good >= self.grow_after:
+            self._good, self._before, self._forgot = 0, None, False
+            most = self.maximum if self._bound is None else min(self.maximum, self._bound - 1)
+            self._grow((self.value + most + 1) // 2)
+
+    def failed(self, size: int | None = None) -> None:
+        """Shrink after a step that ran out of memory: for loops that catch by themselves.
+
+        Call it outside of the handler, where the step's tensors are gone.
+
+        Args:
+            size: The step's samples; by default the size now.
+        """
+        size = self.value if size is None else size
+        self.failures += 1
+        self._bound = size if self._bound is None else min(self._bound, size)
+        self._good = self._good_in_all = 0
+        if size > self.value:
+            return  # a batch that a loader's workers had made before the size shrank
+        if self._forgot:
+            self.forget_after *= 2
+        # What it has just grown from has fitted; where it had fitted itself, something else has taken memory.
+        smaller = int(self.value * self.shrink) if self._before is None else self._before
+        self._forgot, self._before = False, None
+        self._set(max(self.minimum, smaller))
+
+    def _grow(self, value: int) -> None:
+        if value > self.value:
+            self._before = self.value
+            self._set(value)
+
+    def _set(self, value: int) -> None:
+        logger.info("batch size: %d, was %d", value, self.value)
+        self.value = value
+
+    # ---- data and resuming -----------------------------------------------------------------------------------------
+
+    def sampler(self, samples: Any, *, drop_last: bool = False) -> AdaptiveBatchSampler:
+        """Make a batch sampler for torch's DataLoader(batch_sampler=), of this size at every batch.
+
+        Args:
+            samples: A Sampler, or any iterable of indices.
+            drop_last: Leave out a last batch that is smaller.
+
+        Returns:
+            An AdaptiveBatchSampler.
+        """
+        from memopt._batch_size.batch_sampler import AdaptiveBatchSampler
+
+        made = AdaptiveBatchSampler(samples, self, drop_last=drop_last)
+        self._samplers.append(made)
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for load_state_dict() of another one, to go on as this one would; numbers only."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of another one.
+
+        Args:
+            state: What state_dict() returned.
+
+        Raises:
+            ValueError: It is none, or its size is outside this one's bounds; nothing has changed then.
+        """
+        if set(state) != set(_STATE):
+            raise ValueError(
+                f"this is no state of a BatchSize: it has {sorted(state)}, and not {sorted(_STATE)}"
+            )
+        if not self.minimum <= state["value"] <= self.maximum:
+            raise ValueError(f"the state's size {state['value']} is not in {self.minimum} … {self.maximum}")
+        for name in _STATE:
+            setattr(self, name, state[name])
+
+
+_STATE = ("value", "failures", "forget_after", "_bound", "_before", "_forgot", "_good", "_good_in_all")
+
+
+class Attempt:
+    """One step under a BatchSize.
+
+    `size`: of its batch, by the sampler if there is one; `failed`: whether it ran out of memory.
+    """
+
+    def __init__(self, of: BatchSize) -> None:
+        self._of = of
+        batches = [batch for sampler in of._samplers if (batch := sampler.open) is not None]
+        self.size = max(map(len, batches), default=of.value)
+        self.failed = False
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: types.TracebackType | None
+    ) -> bool:
+        of = self._of
+        self.failed = error is not None and self.size > of.minimum and is_out_of_memory(error)
+        if self.failed:
+            of.failed(self.size)
+            # `with` holds the exception until this returns; and with it all that the step's frames have.
+            traceback_frames.empty(error)
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+        elif error is None:
+            of.worked()
+        for sampler in of._samplers:
+            sampler.ended(self.failed)
+        return self.failed

@@ -1,0 +1,112 @@
+"""The result of a search for a batch size, with every trial that it ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memopt import _C
+from memopt._C import Error
+from memopt._runtime.table import ResultTable, paragraphs
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One size that was run.
+
+    `peak`: the most bytes of tensors that lived at once; `held`: what the device had to have for it, what other
+    processes hold included (on the CPU, the same as peak); where it ran out of memory, both are of what it had got so
+    far. `retries`: requests that the allocator could meet only after it had emptied its cache: the sign of a size that
+    fits barely. `why`: what ended it, "" where it fits.
+    """
+
+    batch_size: int
+    fits: bool
+    steps: int
+    peak: int
+    held: int
+    seconds: float
+    retries: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class FoundBatchSize:
+    """A batch size that has been run, with `steps` steps one after the other, and fitted.
+
+    Print it, or show it in a notebook: a table of all trials. int() of it is the size. `stopped`: why no larger one was
+    taken; `room`: the bytes that a step may take, `headroom` of the device kept free; `notes`: what else there is to
+    know, such as recompilations.
+    """
+
+    batch_size: int
+    device: str
+    room: int
+    total: int
+    headroom: float
+    stopped: str
+    tried: list[Trial]
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+    def __int__(self) -> int:
+        return self.batch_size
+
+    __index__ = __int__
+
+    @property
+    def peak(self) -> int:
+        """Bytes of tensors that live at once with this size."""
+        return next(
+            trial.peak for trial in reversed(self.tried) if trial.fits and trial.batch_size == self.batch_size
+        )
+
+    @property
+    def samples(self) -> int:
+        """That were computed for the answer's sake alone: all of what was tried is undone."""
+        return sum(trial.batch_size * trial.steps for trial in self.tried)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [self._headline(), *table(self.tried).lines(), *(f"  note: {note}" for note in self.notes)]
+        )
+
+    __repr__ = __str__
+
+    def _headline(self) -> str:
+        kept = f", {self.headroom:.0%} kept free" if self.headroom else ""
+        return (
+            f"batch size {self.batch_size} on {self.device} ({_C.format_size(self.room)} may be taken{kept}): "
+            f"{self.stopped}; {len(self.tried)} tries, {self.seconds:.1f} s"
+        )
+
+    def _repr_html_(self) -> str:
+        notes = (f"note: {note}" for note in self.notes)
+        return paragraphs([self._headline()]) + table(self.tried).html() + paragraphs(notes)
+
+
+class NoBatchSizeFits(Error):
+    """Not even the least batch size fits. `least`: bytes that its step takes at least; `tried`: all tries."""
+
+    def __init__(self, message: str, least: int, tried: list[Trial]) -> None:
+        super().__init__(message)
+        self.least, self.tried = least, tried
+
+
+_HEADS = ("batch size", "", "peak", "held", "seconds", "")
+
+
+def _cells(trial: Trial) -> tuple[str, ...]:
+    said = [trial.why, f"the allocator had to retry {trial.retries} times" if trial.retries else ""]
+    return (
+        str(trial.batch_size),
+        "fits" if trial.fits else "does not fit",
+        _C.format_size(trial.peak),
+        _C.format_size(trial.held),
+        f"{trial.seconds:.2f}",
+        ", ".join(filter(None, said)),
+    )
+
+
+def table(tried: list[Trial]) -> ResultTable:
+    """The tries in the order in which they were made."""
+    return ResultTable([_cells(trial) for trial in tried], _HEADS, left=(5,))

@@ -1,0 +1,202 @@
+"""Plans that are tested before they are used: a step is run by each, and compared with the allocator's figures.
+
+A chain's cost is a sum of parts, each measured by itself. The sizes of the allocator's blocks, and the memory that
+autograd and the caller hold between the parts, show in a whole step only.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from memopt._checkpoint.plan.make_plan import plan_for
+from memopt._checkpoint.plan.plan import Plan
+from memopt._checkpoint.stages import ranks
+from memopt._checkpoint.stages.allocator_bytes import AllocatorBytes, allocator_bytes, block_bytes
+from memopt._checkpoint.stages.costs import local, synchronize
+from memopt._checkpoint.stages.measure import ChainMeasurement
+from memopt._checkpoint.stages.workspaces import workspace_bytes
+from memopt._offload.bandwidth import Bandwidth
+from memopt._runtime.log import logger
+from memopt.chain import InfeasibleBudget, Op
+from memopt.optim._state_bytes import OptimizerBytes
+
+TRIES = 8
+STEPS = 3  # the optimizer's state comes after the first one; what is cached by then may be split otherwise in the next
+SPARE = 256  # a least budget that is named has so many parts and one more: a device's cached blocks differ a little
+SPARE_OF_RANKS = 2048  # bytes at least: what collectives' threads hold differs from step to step
+
+Candidate = tuple[Plan, list[Op], set[int]]
+
+
+class MeasuredPeaks(NamedTuple):
+    """Most bytes alive in a forward and backward pass, and while the optimizer steps."""
+
+    in_passes: int
+    in_step: int
+
+
+class TrialStep(NamedTuple):
+    """A step to test a plan with. Both functions run by the plan.
+
+    forward() returns what its caller holds until the next step: the model's result and the loss, say. backward() begins
+    with that.
+    """
+
+    forward: Callable[[], Any]
+    backward: Callable[[Any], None]
+
+
+def checked_plan(
+    measured: ChainMeasurement,
+    budget: int,
+    slots: int,
+    *,
+    beside: OptimizerBytes,
+    accumulate: bool,
+    whose: str,
+    run_by: Callable[[Candidate], TrialStep],
+    speed: Bandwidth | None = None,
+    distributed: bool = False,
+) -> Candidate:
+    """The fastest plan whose step is within the budget.
+
+    beside: the optimizer's. accumulate: gradients are there when a step begins. whose: for InfeasibleBudget's words.
+    run_by: the step of a plan. speed: of offloading. distributed: over ranks, which then find the same."""
+    device = measured.device
+    fixed = beside.there_bytes + sum(block_bytes(size, device) for size in beside.coming)
+
+    def candidate(room: int | None) -> Candidate:
+        return plan_for(measured, room, slots, beside=fixed, accumulate=accumulate, whose=whose, speed=speed)
+
+    def tried(found: Candidate) -> MeasuredPeaks:
+        plan = found[0]
+        taken = bytes_of_step(measured, run_by(found), beside, accumulate=accumulate)
+        if distributed:
+            taken = MeasuredPeaks(*ranks.most(measured, taken))
+        logger.debug(
+            "auto_checkpoint: a step by a plan for %d bytes took %d, %d as the optimizer stepped; the budget is %d",
+            plan.peak_bytes,
+            *taken,
+            budget,
+        )
+        plan.memory_budget = budget
+        plan.peak_bytes = max(taken) or plan.peak_bytes
+        return taken
+
+    room = budget
+    for _ in range(TRIES):
+        try:
+            found = candidate(room)
+        except InfeasibleBudget:
+            break
+        foreseen = found[0].peak_bytes
+        try:
+            taken = tried(found)
+        except torch.OutOfMemoryError:
+            if distributed:
+                raise  # the other ranks wait in this one's collectives
+            taken = MeasuredPeaks(budget + budget // 16, 0)
+        if found[0].peak_bytes <= budget and max(taken) <= budget:
+            return found
+        if taken.in_step > budget:
+            break  # whatever the stages do
+        room = min(room, foreseen) - (taken.in_passes - budget)
+    found = candidate(None)
+    taken = tried(found)
+    plan = found[0]
+    if plan.peak_bytes <= budget:
+        return found
+    least = plan.peak_bytes + max(plan.peak_bytes // SPARE, SPARE_OF_RANKS if distributed else 0)
+    if taken.in_step > taken.in_passes:
+        for_what = (
+            f"when the optimizer steps, which takes {sum(beside.passing)} beside parameters, gradients and state: give "
+            f"it {least} or more, or an optimizer that takes less (foreach=False, or one of memopt.optim)"
+        )
+    else:
+        for_what = (
+            f"{plan.fixed_bytes} of them needed however its {len(measured.chain.names)} stages are run: "
+            f"give it {least} or more, or a smaller batch"
+        )
+    raise InfeasibleBudget(
+        f"memory_budget is {budget} bytes, and {whose} takes at least {least} on this sample, {for_what}",
+        least,
+    )
+
+
+def bytes_of_step(
+    measured: ChainMeasurement, step: TrialStep, beside: OptimizerBytes, *, accumulate: bool
+) -> MeasuredPeaks:
+    """Return the most bytes alive in a training step, by the device's allocator; zeros if it cannot be asked.
+
+    Gradients are dropped afterwards.
+    """
+    device = measured.device
+    allocator = allocator_bytes(device, blocks=True)
+    if type(allocator) is AllocatorBytes:
+        return MeasuredPeaks(0, 0)
+    measured.clear_gradients()
+    gc.collect()  # else garbage of before goes in the middle, and so would what has been cast
+    torch.clear_autocast_cache()
+    workspace_bytes(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    storages = [local(t).untyped_storage() for t in (*measured.standing, *beside.there)]
+    storages = [one for one in (*storages, *measured.others) if one.device == device]
+    standing = allocator.of_storages({one._cdata: one for one in storages}.values())
+    most = stepping = 0
+    state: Sequence[torch.Tensor] = ()
+    held: Any = None
+    allocator.start()
+    try:
+        before, _ = allocator.restart()
+        for n in range(STEPS):
+            allocator.restart()
+            held = step.forward()
+            with out_of_autocast(device):
+                step.backward(held)
+            synchronize(device)
+            _, peak = allocator.now_and_peak()
+            if n == 0:
+                state = [torch.empty(size, dtype=torch.uint8, device=device) for size in beside.coming]
+            # In blocks of their own: one that is hardly larger than what is asked for is not split.
+            passing = [torch.empty(size, dtype=torch.uint8, device=device) for size in beside.passing]
+            now, _ = allocator.now_and_peak()
+            del passing
+            most = max(most, peak - before)
+            stepping = max(stepping, now - before)
+            if not accumulate:
+                measured.clear_gradients()
+    finally:
+        allocator.stop()
+        measured.clear_gradients()
+        del held, state
+    standing += beside.unseen
+    return MeasuredPeaks(most + standing, stepping + standing) if most else MeasuredPeaks(0, 0)
+
+
+@contextmanager
+def out_of_autocast(device: torch.device) -> Iterator[None]:
+    """Enter the state after the `with torch.autocast()` of a forward pass: no cached casts, and none is kept."""
+    kinds = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.amp.is_autocast_available(kind)]
+    enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    if not enabled:
+        yield
+        return
+    depth = 0
+    while torch.autocast_decrement_nesting() > 0:
+        depth += 1
+    for kind in enabled:
+        torch.set_autocast_enabled(kind, False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        for kind in enabled:
+            torch.set_autocast_enabled(kind, True)
+        for _ in range(depth + 1):
+            torch.autocast_increment_nesting()

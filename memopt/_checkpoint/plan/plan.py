@@ -1,0 +1,316 @@
+"""The result of auto_checkpoint: the stages found, their measured costs, the schedule chosen, and the reasons."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from memopt import _C
+from memopt._offload.schedule_sets import OPTION
+from memopt.chain import Chain, Op, Option, Schedule, Stage, Table
+
+if TYPE_CHECKING:
+    from memopt._checkpoint.runner import ChainRunner
+    from memopt._checkpoint.stages.costs import StageBytes, StageSeconds
+    from memopt._offload.bandwidth import Bandwidth
+
+REST = "(rest of the model)"
+SAVING = "save"  # the option of a stage to save everything
+RUNS = {"fall": "all", "fck": "its input", "fnone": "nothing"}
+_AWAY = "all, offloaded"
+
+
+class StepOverhead(NamedTuple):
+    """Memory of a step that the chain's own costs do not include, or include for too short a time.
+
+    gradients: bytes of parameter gradients that stage i's backward leaves behind; while it runs, its overhead counts
+    them. outputs: bytes of stage i's output, 0 where stage i itself saves it; they are freed by the backward of stage i
+    + 1. remade: most bytes that stage i makes when it runs again right before its backward and stops early. result:
+    bytes of the model's return value, which the caller may keep; last: the part of them in the last stage's output.
+    external: gradients of arguments that skip stages, as (stage whose backward makes it, stage whose backward uses it
+    or -1, bytes).
+    """
+
+    gradients: Sequence[int]
+    outputs: Sequence[int]
+    remade: Sequence[int]
+    result: int
+    last: int
+    external: Sequence[tuple[int, int, int]] = ()
+
+    def peak(self, schedule: Schedule) -> int:
+        return max(self.during(schedule))
+
+    def during(self, schedule: Schedule) -> list[int]:
+        """Return the bytes at each operation."""
+        rest = len(self.gradients) - 1  # what comes after the stages
+        made = 0
+        there: list[int] = []
+        following = rest + 1  # its gradient is there
+        saved: set[int] = set()
+        ran: set[int] = set()
+        for operation, moment, after in zip(
+            schedule.ops, schedule.moments, [*schedule.ops[1:], ("", -1)], strict=True
+        ):
+            op, stage, *_ = operation
+            now = moment.during_bytes + made
+            if op == "fall" and stage in ran and after[:2] == ("bwd", stage):
+                now -= max(0, in_full(schedule.chain, operation) - self.remade[stage])
+            ran.add(stage)
+            if following <= rest:
+                # The caller's, but not twice while the last stage's saved set is there.
+                now += self.result + (0 if rest - 1 in saved else self.last)
+            if following < rest and following - 1 in saved:
+                now -= self.outputs[following - 1]
+            there.append(now)
+            if op == "fall":
+                saved.add(stage)
+            elif op in ("bwd", "drop_saved"):
+                saved.discard(stage)
+            if op == "bwd":
+                made += self.gradients[stage]
+                made += sum(size for begin, _, size in self.external if begin == stage)
+                made -= sum(size for _, end, size in self.external if end == stage)
+                following = stage
+        return there
+
+
+def in_full(chain: Chain, operation: Op) -> int:
+    """Return the bytes that the chain counts for a `fall`."""
+    _, k, *name = operation
+    stage = chain.stages[k]
+    way = next((option for option in stage.options if name and option.name == name[0]), stage)
+    return way.saved_bytes + way.forward_overhead_bytes
+
+
+def without_clock(chain: Chain) -> Chain:
+    """Return the chain with seconds that depend on its bytes alone, in proportion to each stage's saved bytes."""
+
+    def unmeasured(way: Stage | Option) -> dict[str, Any]:
+        seconds = float(way.saved_bytes)
+        return {"forward_seconds": seconds, "backward_seconds": seconds, "remake_seconds": None}
+
+    stages = []
+    for stage in chain.stages:
+        options = tuple(replace(option, **unmeasured(option)) for option in stage.options)
+        stages.append(replace(stage, **unmeasured(stage), options=options))
+    return replace(chain, stages=tuple(stages))
+
+
+def fastest(
+    chain: Chain, around: StepOverhead, memory_budget: int, slots: int
+) -> tuple[Schedule | None, int]:
+    """Return the fastest schedule within the budget, memory around the chain included, and the least peak known.
+
+    Gradients are made when most saved tensors are gone; counting them from the start would waste that much.
+    """
+    # Where the chain counts an output longer than it lives, or a forward that ends early in full, its peak is above the
+    # true one.
+    early = [max(0, in_full(chain, ("fall", k)) - size) for k, size in enumerate(around.remade)]
+    table = Table(chain, max(memory_budget + max(*around.outputs, *early), 0), slots)
+    for budget, _ in sorted(table.curve(), reverse=True):
+        schedule = table.schedule(budget)
+        peak = around.peak(schedule)
+        if peak <= memory_budget:
+            return schedule, peak
+    least, peak = leanest(chain, around, slots)
+    return (least if peak <= memory_budget else None), peak
+
+
+def leanest(chain: Chain, around: StepOverhead, slots: int) -> tuple[Schedule, int]:
+    """Return the schedule with the least known peak, memory around the chain included, and that peak.
+
+    It depends neither on the stages' seconds nor on a budget, so it stays the same when other seconds are measured.
+    """
+    unclocked = without_clock(chain)
+    table = Table(unclocked, 2 * Table(unclocked, 0, slots).least_budget, slots)
+    found = [Schedule(chain, table.schedule(budget).ops) for budget, _ in table.curve()]
+    least = min(found, key=around.peak)
+    return least, around.peak(least)
+
+
+def keep_all(chain: Chain) -> Schedule:
+    """Return the plain step, in which each stage saves everything by its cheapest option."""
+    ways = [
+        ((k, SAVING) if any(option.name == SAVING for option in stage.options) else (k,))
+        for k, stage in enumerate(chain.stages)
+    ]
+    return Schedule(chain, [("fall", *way) for way in ways] + [("bwd", *way) for way in reversed(ways)])
+
+
+def with_copies(
+    schedule: Schedule, during: Sequence[int], nbytes: Sequence[int], memory_budget: int
+) -> tuple[list[Op], int]:
+    """The operations for the runner, with the times of the copies of offloaded sets; and the peak.
+
+    To the solver a set leaves while its own stage runs forwards and returns while it runs backwards, whole in both.
+    Where the budget leaves room, copies get more time: "sent", which waits for a set's copies and lets its memory go,
+    comes after the next stage's run, and "fetch" before the backward of the stage behind it. So they overlap with those
+    too. Options of no concern to the runner are left out.
+
+    during: bytes that are there at each operation. nbytes: of each stage's set.
+    """
+    ops, there = schedule.ops, list(during)
+    before: defaultdict[int, list[Op]] = defaultdict(list)
+    after: defaultdict[int, list[Op]] = defaultdict(list)
+
+    def room(first: int, last: int, more: int) -> bool:
+        """Takes `more` bytes during these operations, if they are there."""
+        fits = all(there[n] + more <= memory_budget for n in range(first, last + 1))
+        if fits:
+            for n in range(first, last + 1):
+                there[n] += more
+        return fits
+
+    for at, (op, k, *option) in enumerate(ops):
+        if op != "fall" or option != [OPTION]:
+            continue
+        end = next(n for n in range(at, len(ops)) if ops[n][:2] in (("bwd", k), ("drop_saved", k)))
+        following = next((n for n in range(at + 1, end) if ops[n][0] in RUNS), None)
+        behind = next((n for n in reversed(range(at + 1, end)) if ops[n][0] == "bwd"), None)
+        if following is not None and room(at + 1, following, nbytes[k]):
+            after[following].append(("sent", k))
+        if ops[end][0] == "bwd" and behind is not None and room(behind, end - 1, nbytes[k]):
+            before[behind].append(("fetch", k))
+    out: list[Op] = []
+    for n, (op, k, *option) in enumerate(ops):
+        out += [*before[n], (op, k, OPTION) if option == [OPTION] else (op, k), *after[n]]
+    return out, max(there)
+
+
+class Plan:
+    """The plan of a checkpointed model, `model.plan`; str() explains it.
+
+    Attributes:
+        stages: Names of the modules in the order in which they run; modules that form one stage are listed together.
+        chain: The memopt.chain.Chain. Its last stage is everything after the stages, the loss included.
+        schedule: The memopt.chain.Schedule of a step.
+        measured_bytes: Measured bytes of each stage.
+        measured_seconds: Measured seconds of each stage.
+        memory_budget: Bytes, of everything that lives in a forward and backward pass.
+        fixed_bytes: Bytes that live however the stages run: parameters, buffers, the optimizer's state, the sample,
+            tensors saved around the stages, and memory of the stages besides each other's outputs.
+        gradient_bytes: Bytes of parameter gradients that each stage's backward leaves behind.
+        peak_bytes: Predicted peak of a step by the schedule.
+        seconds: Predicted time of the stages in that step.
+        plain_bytes: Predicted peak of a step that keeps everything.
+        plain_seconds: Predicted time of the stages in that step.
+        offload: The place where stages may offload to, None for none.
+        bandwidth: Its measured speed.
+        offload_slots: Bytes at that place, by number of the stage that uses it.
+        operations: The schedule's operations with the times of offload copies, as the runner has them.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[StageBytes],
+        times: Sequence[StageSeconds],
+        chain: Chain,
+        schedule: Schedule,
+        around: StepOverhead,
+        memory_budget: int,
+        fixed_bytes: int,
+        bandwidth: Bandwidth | None = None,
+    ) -> None:
+        self.stages = [stage.name for stage in chain.stages[:-1]]
+        self.chain, self.schedule = chain, schedule
+        self.measured_bytes, self.measured_seconds = list(sizes), list(times)
+        self.gradient_bytes = list(around.gradients)
+        self.memory_budget, self.fixed_bytes = memory_budget, fixed_bytes
+        self.bandwidth = bandwidth
+        self.offload: str | None = None
+        self.offload_slots: dict[int, int] = {}
+        self.operations, peak = with_copies(
+            schedule,
+            around.during(schedule),
+            [size.movable for size in sizes],
+            memory_budget - fixed_bytes,
+        )
+        self.peak_bytes = fixed_bytes + peak
+        self.seconds = schedule.seconds
+        self.plain_bytes = fixed_bytes + around.peak(keep_all(chain))
+        self.plain_seconds = chain.plain_seconds
+        self.runner: ChainRunner | None = None
+
+    def _runs(self) -> Counter[int]:
+        return Counter(k for op, k, *_ in self.schedule.ops if op in RUNS)
+
+    @property
+    def offloaded(self) -> set[int]:
+        """Numbers of the stages whose saved set is offloaded at some time."""
+        return {k for op, k, *option in self.schedule.ops if op == "fall" and option == [OPTION]}
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the budget needs no recomputation and no offload: the plain run fits."""
+        return max(self._runs().values()) == 1 and not self.offloaded
+
+    def _first_keeps(self) -> dict[int, str]:
+        """Return the tensors' treatment in each stage's first run: kept, dropped or offloaded."""
+        first: dict[int, str] = {}
+        for op, k, *option in self.schedule.ops:
+            if op in RUNS:
+                first.setdefault(k, _AWAY if option == [OPTION] else RUNS[op])
+        return first
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures of str() as JSON-able values; in bytes and seconds."""
+        runs, first = self._runs(), self._first_keeps()
+        measured = zip([*self.stages, REST], self.measured_bytes, self.measured_seconds, strict=True)
+        return {
+            "memory_budget": self.memory_budget,
+            "fixed_bytes": self.fixed_bytes,
+            "gradient_bytes": sum(self.gradient_bytes),
+            "peak_bytes": self.peak_bytes,
+            "seconds": self.seconds,
+            "plain_bytes": self.plain_bytes,
+            "plain_seconds": self.plain_seconds,
+            "stages": [
+                {
+                    "name": name,
+                    "saved_bytes": sizes.saved,
+                    "output_bytes": sizes.output,
+                    "forward_seconds": time.full_forward,
+                    "backward_seconds": time.backward,
+                    "runs": runs[k],
+                    "keeps": first[k],
+                }
+                for k, (name, sizes, time) in enumerate(measured)
+            ],
+        }
+
+    def __str__(self) -> str:
+        runs, size, first = self._runs(), _C.format_size, self._first_keeps()
+        names = [*self.stages, REST]
+        width = max(map(len, [*names, "stage"]))
+        lines = [
+            f"{len(self.stages)} stages within {size(self.memory_budget)}: {size(self.peak_bytes)} and "
+            f"{self.seconds * 1e3:.1f} ms a step; with everything kept {size(self.plain_bytes)} and "
+            f"{self.plain_seconds * 1e3:.1f} ms",
+            f"{size(self.fixed_bytes)} of it lives however the stages are run; the backward pass makes "
+            f"{size(sum(self.gradient_bytes))} of gradients",
+            *self._of_offload(),
+            f"{'stage':<{width}}  {'saves':>10}  {'output':>10}  {'forward':>10}  {'backward':>10}  "
+            "runs  at first keeps",
+        ]
+        for k, (name, sizes, time) in enumerate(
+            zip(names, self.measured_bytes, self.measured_seconds, strict=True)
+        ):
+            lines.append(
+                f"{name:<{width}}  {size(sizes.saved):>10}  {size(sizes.output):>10}  "
+                f"{time.full_forward * 1e3:>7.2f} ms  {time.backward * 1e3:>7.2f} ms  {runs[k]:>4}  {first[k]}"
+            )
+        return "\n".join(lines)
+
+    def _of_offload(self) -> list[str]:
+        if self.offload is None or self.bandwidth is None:
+            return []
+        size = _C.format_size
+        nbytes = sum(self.measured_bytes[k].movable for k in self.offloaded)
+        where = "pinned memory of the host" if self.offload == "cpu" else self.offload
+        return [
+            f"{size(nbytes)} of what {len(self.offloaded)} stages save is offloaded to {where}, at "
+            f"{size(int(self.bandwidth.out))} a second and {size(int(self.bandwidth.back))} back"
+        ]

@@ -1,0 +1,1 @@
+"""A model's stages: found, split, measured, and run with the state that each needs."""

@@ -1,0 +1,406 @@
+"""Costs of each stage of a chain, measured in place: bytes of storages, seconds of wall time.
+
+A dispatch mode sees the outputs of every operation, and storages report their deaths; each storage counts once. Memory
+that an operation takes for itself while it runs (cuDNN's workspaces, temporaries) comes from the device's allocator: on
+CUDA from its statistics, on the CPU from a hook (csrc/alloc/torch_cpu.h). Seconds are the minimum of several runs; a
+device that runs asynchronously is synchronized before and after each.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt._checkpoint.stages.allocator_bytes import CpuBytes, allocator_bytes, block_bytes
+from memopt._offload.pinned_pool import aligned
+from memopt._offload.schedule_sets import can_go
+
+
+class Meter(TorchDispatchMode):
+    """Live bytes, now and at the peak, of the storages that operations make while the mode is on.
+
+    device: the one whose allocator is asked what each operation takes besides, and whose peak is reset for that; None:
+    none.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.allocator = allocator_bytes(device)
+        self.live = self.peak = self.made = 0
+        self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.older: set[int] = set()  # of the known: those that were there before
+        self.given_before = 0  # bytes that the allocator had given then
+        self.ignored: set[int] = set()
+        self.device = device
+        self.met: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # that operations took and none put out
+
+    def __enter__(self) -> Meter:
+        self.allocator.start()
+        self.older = set(self.known)
+        self.given_before, _ = self.allocator.restart()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.allocator.stop()
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count these tensors from now on."""
+        for tensor in tensors:
+            storage = local(tensor).untyped_storage()
+            self.ignored.add(storage._cdata)
+            self.see(storage)
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        identity = storage._cdata
+        # torch keeps the Python object of a storage for as long as C++ uses it: the reference dies with the storage.
+        ref, before = self.known.get(identity) or (weakref.ref(storage, lambda _: self.died(identity)), 0)
+        size = 0 if identity in self.ignored else block_bytes(storage.nbytes(), storage.device)
+        self.known[identity] = (ref, size)
+        self.live += size - before
+        self.made += max(0, size - before)
+        self.peak = max(self.peak, self.live)
+
+    def died(self, identity: int) -> None:
+        _, size = self.known.pop(identity)
+        self.ignored.discard(identity)
+        self.older.discard(identity)
+        self.live -= size
+
+    def others(self) -> list[torch.UntypedStorage]:
+        """Return the device's storages that are there after the step.
+
+        They are memory that operations took without returning it as a result, and results that something keeps, such as
+        a mask or cuDNN's dropout state.
+        """
+        refs = [*self.met.values(), *(ref for ref, size in self.known.values() if size)]
+        found = {one._cdata: one for ref in refs if (one := ref()) is not None and one.device == self.device}
+        return list(found.values())
+
+    def unseen(self) -> int:
+        """Return live bytes that no operation returned.
+
+        A Python number that a graph keeps is a tensor of 8 bytes, which no hook sees. On a CPU; on another device they
+        are the host's.
+        """
+        if not isinstance(self.allocator, CpuBytes):
+            return 0
+        now, _ = self.allocator.now_and_peak()
+        storages = [ref() for identity, (ref, _) in self.known.items() if identity not in self.older]
+        seen = sum(int(one.nbytes()) for one in storages if one is not None)
+        return max(0, now - self.given_before - seen)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = self.made
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device == self.device:
+                storage = local(leaf).untyped_storage()
+                if storage._cdata not in self.known:
+                    self.met[storage._cdata] = weakref.ref(storage)
+        before, _ = self.allocator.restart()
+        out = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                self.see(local(leaf).untyped_storage())
+        now, peak = self.allocator.now_and_peak()
+        # What stays is no passing memory (cuBLAS's workspace), garbage that was collected meanwhile not its own.
+        passing = max(0, peak - max(now, before + self.made - made))
+        self.peak = max(self.peak, self.live + passing)
+        return out
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's part on this rank: it has no storage of its own, and the size of the whole."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def bytes_of(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = ()) -> int:
+    """Return the bytes of these tensors' storages, each counted once, without the storages of `beside`."""
+    counted = {local(t).untyped_storage()._cdata for t in beside if t.layout is torch.strided}
+    total = 0
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = local(tensor).untyped_storage()
+            if storage._cdata not in counted:
+                counted.add(storage._cdata)
+                total += block_bytes(storage.nbytes(), storage.device)
+    return total
+
+
+class StageBytes(NamedTuple):
+    """Measured bytes of a stage.
+
+    saved: the saved set of a full forward with the output, without the input and what was there before.
+
+    The overheads are memory that lives besides while it runs: in a full forward; in a forward that keeps only the
+    output (run_overhead: the other's saved tensors live here for a while); in one that ends once all is saved
+    (remake_overhead: besides the saved set without the output); in the backward pass.
+
+    parameter_grad: gradients that the backward pass makes and leaves; its overhead counts them too if they exist at its
+    peak. saves_input, saves_output: whether its backward pass needs them; saved_beside_output: the saved set without
+    the output. changes_input: in place; what it makes of its input then counts as its own, output or saved.
+    """
+
+    saved: int
+    output: int
+    input_grad: int
+    forward_overhead: int
+    run_overhead: int
+    remake_overhead: int
+    backward_overhead: int
+    parameter_grad: int
+    saved_count: int  # tensors that it saves
+    saves_input: bool
+    saves_output: bool
+    saved_beside_output: int
+    changes_input: bool = False
+    movable: int = 0  # bytes of the saved set that the stage alone holds: they can be kept elsewhere
+    movable_room: int = 0  # that they take there
+    numbers: int = 0  # bytes of numbers of Python's that its graph keeps, in none of the others
+
+
+class StageSeconds(NamedTuple):
+    """Measured seconds of a stage. remake: a forward with a graph that ends once all is saved."""
+
+    forward: float
+    full_forward: float
+    remake: float
+    backward: float
+
+
+class Enough(Exception):
+    pass
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device.type).synchronize(device)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    return next((t.device for t in tensors), torch.device("cpu"))
+
+
+class Seed(torch.autograd.Function):
+    """A scalar whose backward makes the gradients of these tensors: only the engine holds them, as within a model."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.shapes = [(t.shape, t.dtype, t.device) for t in tensors]
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
+
+
+class Movable:
+    """Storages that a run saves and nothing else holds: they are freed after it if the graph gets none of them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+        self.last: dict[int, int] = {}  # address -> index in seen
+
+    def see(self, tensor: torch.Tensor) -> None:
+        if can_go(tensor):
+            storage = tensor.untyped_storage()
+            last = self.last.get(storage._cdata)
+            if last is None or self.seen[last][0]() is None:
+                self.last[storage._cdata] = len(self.seen)
+                self.seen.append((weakref.ref(storage), storage.nbytes()))
+
+    def gone(self) -> list[int]:
+        return [nbytes for ref, nbytes in self.seen if ref() is None]
+
+
+class GraphIsGone(ValueError):
+    """A stage was run without keeping what its graph saves, and a gradient is taken through it."""
+
+    def __init__(self, name: str = "a stage") -> None:
+        super().__init__(
+            f"{name} takes gradients within its own forward, or leaves a tensor elsewhere than in its output or an "
+            "attribute (in a list, say) that a gradient is taken of: auto_checkpoint() cannot measure it. Return that "
+            "tensor, or checkpoint the other parts by memopt.checkpoint()"
+        )
+
+
+def no_backward(_: object) -> torch.Tensor:
+    raise GraphIsGone
+
+
+def stage_bytes(
+    function: Callable[..., Any], arguments: Any, linked: Any, standing: list[torch.Tensor], trainable: Any
+) -> StageBytes:
+    for parameter in trainable:
+        parameter.grad = None
+    args, kwargs = arguments()
+    given = tensors_in((args, kwargs))
+    inputs = linked(args, kwargs)
+    saved: list[torch.Tensor] = []
+    first: list[tuple[torch.dtype, torch.Size]] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        first.append((tensor.dtype, tensor.shape))
+        movable.see(tensor)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    movable = Movable()
+    device = device_of([*standing, *given])
+    meter = Meter(device)
+    meter.ignore([*standing, *given])
+    with meter, torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(note, no_backward):
+            out = function(*args, **kwargs)
+        run_peak = meter.peak
+        gone = movable.gone()
+        del out
+    remake_peak = bytes_to_remake(function, arguments, standing, len(first))
+    args, kwargs = arguments()
+    given, inputs = tensors_in((args, kwargs)), linked(args, kwargs)
+    before = [t._version for t in given]
+    meter = Meter(device)
+    meter.ignore([*standing, *given])
+    with meter, torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
+            out = function(*args, **kwargs)
+        if [(t.dtype, t.shape) for t in saved] != first:
+            raise RuntimeError(
+                f"it saves {len(first)} tensors, then {len(saved)}, or tensors of other shapes or dtypes"
+            )
+        outputs = tensors_in(out)
+        unchanged = [t for t, version in zip(given, before, strict=True) if t._version == version]
+        changes_input = len(unchanged) < len(given)
+        given = unchanged
+        # An output that is a view of an input holds as many bytes as one of its own would: while it lives, they do.
+        output = bytes_of(outputs, standing)
+        own = bytes_of([*saved, *outputs], [*standing, *given])
+        numbers = meter.unseen()
+        kept = max(own, output)
+        count = len(saved)
+        saves_input = bytes_of(saved, standing) > bytes_of(saved, [*standing, *inputs])
+        beside_output = bytes_of(saved, [*standing, *given, *outputs])
+        saves_output = bytes_of(saved, [*standing, *given]) > beside_output
+        saved.clear()
+        forward_overhead = max(0, meter.peak - own)
+        ends = [t for t in outputs if t.requires_grad]
+        output_grad = bytes_of(ends)
+        seed = Seed.apply(*ends) if ends else torch.zeros((), requires_grad=True)
+        one = torch.ones_like(seed)
+        meter.ignore([seed, one])
+        # By now nobody but the graph, if it does, holds the output.
+        del out, outputs, ends
+        held = meter.peak = meter.live
+        seed.backward(one)
+        # One that is changed in place is not what its gradient is kept for, but as large.
+        grads = [t.grad if t.is_leaf else t for t in inputs if t.requires_grad]
+        input_grad = bytes_of([grad for grad in grads if grad is not None])
+        parameter_grad = bytes_of([p.grad for p in trainable if p.grad is not None])
+        backward_overhead = max(0, meter.peak - held - output_grad - input_grad)
+    return StageBytes(
+        saved=kept,
+        output=output,
+        input_grad=input_grad,
+        forward_overhead=forward_overhead,
+        run_overhead=max(0, run_peak - output),
+        remake_overhead=max(0, (kept + forward_overhead if changes_input else remake_peak) - beside_output),
+        backward_overhead=backward_overhead,
+        parameter_grad=parameter_grad,
+        saved_count=count,
+        saves_input=saves_input,
+        saves_output=saves_output,
+        saved_beside_output=beside_output,
+        changes_input=changes_input,
+        movable=sum(gone),
+        movable_room=sum(map(aligned, gone)),
+        numbers=numbers,
+    )
+
+
+def bytes_to_remake(
+    function: Callable[..., Any], arguments: Any, standing: list[torch.Tensor], count: int
+) -> int:
+    """Return the peak bytes of a forward that ends once `count` tensors are saved."""
+    args, kwargs = arguments()
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.detach())
+        if len(saved) == count:
+            raise Enough
+        return saved[-1]
+
+    given = tensors_in((args, kwargs))
+    meter = Meter(device_of([*standing, *given]))
+    meter.ignore([*standing, *given])
+    with meter, torch.enable_grad():
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, no_backward):
+                function(*args, **kwargs)
+        except Enough:
+            pass  # as it is meant to end
+        return meter.peak
+
+
+def stage_seconds(
+    function: Callable[..., Any], arguments: Any, trainable: list[torch.Tensor], count: int
+) -> StageSeconds:
+    args, kwargs = arguments()
+    device = device_of(tensors_in((args, kwargs)))
+
+    @contextmanager
+    def timed(into: list[float]) -> Iterator[None]:
+        synchronize(device)
+        start = time.perf_counter()
+        yield
+        synchronize(device)
+        into.append(time.perf_counter() - start)
+
+    seconds: list[float] = []
+    for parameter in trainable:
+        parameter.grad = None
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, no_backward)
+    with torch.enable_grad(), hooks, timed(seconds):
+        out = function(*args, **kwargs)
+    del out
+    args, kwargs = arguments()
+    with torch.enable_grad():
+        with timed(seconds):
+            out = function(*args, **kwargs)
+        left = count
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise Enough
+            return tensor.detach()
+
+        again, again_kwargs = arguments()
+        with timed(seconds):
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
+                    function(*again, **again_kwargs)
+            except Enough:
+                if left:
+                    raise
+        ends = [t for t in tensors_in(out) if t.requires_grad]
+        with timed(seconds):
+            if ends:
+                Seed.apply(*ends).backward()
+    return StageSeconds(*seconds)

@@ -1,0 +1,357 @@
+"""Costs of a chain, measured with a sample: each stage by itself, in its place in the model.
+
+The model is run twice, for bytes and for seconds, with something else in its stages' places: it runs each forward and
+backward by itself and then gives the output on without a graph, so that never more than one stage's saved set is there.
+The graph of what is around the stages (an embedding before, the loss after) is made as ever, and measured too."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memopt._checkpoint.runner import Held, StageCall, unchangeable
+from memopt._checkpoint.stages.allocator_bytes import block_bytes
+from memopt._checkpoint.stages.costs import (
+    Meter,
+    StageBytes,
+    StageSeconds,
+    bytes_of,
+    device_of,
+    local,
+    stage_bytes,
+    stage_seconds,
+    synchronize,
+    tensors_in,
+)
+from memopt._checkpoint.stages.groups import group_bytes, group_seconds
+from memopt._checkpoint.stages.model_chain import repeatedly, without_graph
+from memopt._checkpoint.stages.module_state import Changes, cut
+from memopt._checkpoint.stages.workspaces import workspace_bytes
+
+Loss = Callable[[Any], torch.Tensor]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+REPEATS = 3  # of each stage, to time it
+
+
+def default_loss(out: Any) -> torch.Tensor:
+    """The output's `loss`, or else the sum of its tensors that need a gradient."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    ends = [t for t in tensors_in(out) if t.requires_grad]
+    if not ends:
+        raise ValueError("no output of the model needs a gradient: there is nothing to checkpoint for")
+    return torch.stack([t.sum() for t in ends]).sum()
+
+
+def untaken(size: StageBytes) -> StageBytes:
+    """Of a stage whose output the next one does not take: nothing keeps it but the stage itself, if it saves it."""
+    return size._replace(
+        saved=size.saved if size.saves_output else size.saved_beside_output,
+        output=0,
+        forward_overhead=size.forward_overhead + size.output,
+        run_overhead=size.run_overhead + size.output,
+    )
+
+
+class Measurable(Protocol):
+    @property
+    def functions(self) -> Sequence[Callable[..., Any]]:
+        """The function of each stage."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of each stage."""
+
+    @property
+    def changing(self) -> Collection[int]:
+        """Stages that change their input in place."""
+
+    @property
+    def lingering(self) -> Sequence[int | None]:
+        """Of each stage another one, whose input its caller still holds, or None."""
+
+    @property
+    def norms(self) -> Sequence[Sequence[torch.nn.Module]]:
+        """Of each stage the modules whose running statistics are copied when it runs again."""
+
+    @property
+    def state(self) -> Sequence[Changes]:
+        """Of each stage what its runs change in modules."""
+
+    @property
+    def standing(self) -> Sequence[torch.Tensor]:
+        """Bytes allocated before and after a step."""
+
+    @property
+    def trainable(self) -> Sequence[torch.Tensor]:
+        """Tensors whose gradients a step makes and leaves."""
+
+    def run(self, run: Callable[..., Any]) -> Any:
+        """One forward pass, in which stage k is run(k, its arguments)."""
+
+
+class ExternalGrad(NamedTuple):
+    """The gradient of an argument that skips stages: it is there from the backward of the last stage that takes it to
+    that of the stage that made it, or was the last before it was made; -1: none was."""
+
+    storage: int
+    taken_by: int
+    made_by: int
+    nbytes: int
+
+
+def made_before(changes: Changes) -> list[torch.Tensor]:
+    """Tensors that hooks have made for a stage, with a graph: weights of their norms and directions."""
+    values = [slot.get() for slot in changes]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+
+
+class ChainMeasurement:
+    """Bytes and seconds of a chain's stages, and of what comes after the last.
+
+    stage_bytes, stage_seconds: a list each, the last entry for what comes after the stages: the rest of the model, the
+    loss. standing_bytes: parameters, buffers, the sample, and others: what else the operations of a step took that was
+    there before, such as the loss's targets. external_grads: gradients of arguments that are not the output of the
+    stage before. input_bytes: of the first stage. held_bytes: what else lives
+    from before the last stage to the backward pass, however the stages are run: saved around them, or an argument of
+    one that is not the output of the stage before. result_bytes: of what the model returns, the loss and its gradient,
+    beside the last stage's output. workspace_bytes: cuBLAS's own."""
+
+    def __init__(self, chain: Measurable, loss: Loss) -> None:
+        self.chain, self.loss = chain, loss
+        self.functions = chain.functions
+        self.trainable, self.standing = list(chain.trainable), list(chain.standing)
+        self.device = device_of(self.standing)
+        self.input_bytes = self.held_bytes = self.result_bytes = 0
+        self.state_bytes = 0  # random states, which live beside the stages on a CPU
+        self.returns_last = False  # the last stage's output is among what the model returns
+        self.stage_bytes: list[StageBytes] = []
+        self.stage_seconds: list[StageSeconds] = []
+        self.linked_bytes: list[int] = []  # of each stage's input
+        self.externals: list[torch.Tensor] = []
+        self.outputs: list[Any] = []  # of the stage that ran last
+        self.last_outputs: list[torch.Tensor] = []
+        self.external_grads: list[ExternalGrad] = []
+        self.others: list[torch.UntypedStorage] = []
+        torch.clear_autocast_cache()  # what finding the chain has left there
+        self.made_before: list[torch.Tensor] = []  # of the stage that runs
+        self.measure_bytes()
+        self.standing_bytes = bytes_of(self.standing)
+        self.standing_bytes += sum(block_bytes(one.nbytes(), one.device) for one in self.others)
+        self.measure_seconds()
+        self.workspace_bytes = workspace_bytes(self.device)
+
+    def forward(self, stage: Callable[[int, StageCall, list[Held]], None], ended: Callable[[], None]) -> Any:
+        """One forward pass: each stage is stage(), then gives its output on without a graph; after the last ended()."""
+
+        def run(k: int, *args: Any, **kwargs: Any) -> Any:
+            call = StageCall(args, kwargs, self.outputs, self.chain.state[k])
+            linked = call.take_linked()
+            self.made_before = made_before(self.chain.state[k])
+            with call.state.again():
+                stage(k, call, linked)
+            self.clear_gradients()
+            out = without_graph(self.functions[k], args, kwargs, self.chain.names[k])
+            cut(self.chain.state[k], call.state.modules.tensors)
+            self.last_outputs = [unchangeable(tensor) for tensor in tensors_in(out)]
+            call.state.random.forget_unchanged()
+            self.state_bytes += call.state.random.nbytes if self.device.type == "cpu" else 0
+            call.note_outputs(out)
+            self.outputs = call.outputs
+            if k == len(self.functions) - 1:
+                ended()
+            return out
+
+        for changes in self.chain.state:
+            cut(changes)
+        return self.chain.run(run)
+
+    def note_externals(self, k: int, call: StageCall, made_by: dict[int, int]) -> None:
+        """Of stage k's arguments that are not the output of the stage before. made_by: storage -> the stage that it was
+        made by, or behind."""
+        standing = {local(t).untyped_storage()._cdata for t in self.standing}
+        for leaf in call.leaves:
+            if isinstance(leaf, Held) and leaf.requires_grad and leaf.tensor.layout is torch.strided:
+                identity = local(leaf.tensor).untyped_storage()._cdata
+                if identity not in standing:
+                    nbytes = block_bytes(local(leaf.tensor).nbytes, leaf.tensor.device)
+                    self.external_grads.append(ExternalGrad(identity, k, made_by.get(identity, -1), nbytes))
+
+    def arguments(self, k: int, call: StageCall, linked: list[Held]) -> Callable[[], Arguments]:
+        """A function that makes stage k's arguments anew for each run by itself."""
+        if k not in self.chain.changing:
+            return lambda: call.arguments(linked)
+        return lambda: call.arguments(
+            [Held.of(held.tensor.clone(), held.requires_grad) for held in linked], changing=True
+        )
+
+    def gradient_bytes(self, made: list[torch.Tensor]) -> tuple[int, int]:
+        """Of the parameters that hooks made these of, after a backward pass through that, and at the most in it."""
+        if not made:
+            return 0, 0
+        self.clear_gradients()
+        meter = Meter(self.device)
+        meter.ignore([*self.standing, *made])
+        with meter:
+            torch.autograd.backward(made, [torch.ones_like(tensor) for tensor in made], retain_graph=True)
+            gradients = bytes_of([p.grad for p in self.trainable if p.grad is not None])
+        self.clear_gradients()
+        return gradients, meter.peak
+
+    def clear_gradients(self) -> None:
+        for parameter in self.trainable:
+            parameter.grad = None
+
+    def measure_bytes(self) -> None:
+        saved: list[torch.Tensor] = []  # around the stages
+        meter = Meter(self.device)
+        meter.ignore(self.standing)
+        before_last = live = 0
+        made_by: dict[int, int] = {}
+
+        def stage(k: int, call: StageCall, linked: list[Held]) -> None:
+            nonlocal made_by
+            made_by = {identity: made_by.get(identity, k - 1) for identity in meter.known}
+            self.note_externals(k, call, made_by)
+            places = [place for place, _, _ in call.links]
+            state = call.state.modules
+            given = [leaf.tensor for leaf in call.leaves if isinstance(leaf, Held)]
+            self.externals += [*given, *state.tensors]
+            # What is computed between two stages makes the one's gradient of the other's, when its backward is over.
+            between = 0
+            if k and not places:
+                between = self.stage_bytes[-1].output
+                self.stage_bytes[-1] = untaken(self.stage_bytes[-1])
+            if k == 0:
+                self.input_bytes = bytes_of(given, self.standing)
+
+            def inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
+                leaves = pytree.tree_leaves((args, kwargs))
+                return [leaves[p] for p in places] if places else tensors_in(leaves)
+
+            arguments = self.arguments(k, call, linked)
+            with repeatedly(self.chain.names[k]):
+                function = state.repeatable(self.functions[k])
+                standing = [*self.standing, *state.tensors]
+                size = stage_bytes(function, arguments, inputs, standing, self.trainable)
+            more = bytes_of([b for norm in self.chain.norms[k] for b in norm.buffers(recurse=False)])
+            self.linked_bytes.append(bytes_of([held.tensor for held in linked]))
+            if (first := self.chain.lingering[k]) is not None:
+                more += self.linked_bytes[first]
+            gradients, peak = self.gradient_bytes(self.made_before)
+            self.stage_bytes.append(
+                size._replace(
+                    input_grad=size.input_grad + between,
+                    backward_overhead=max(0, size.backward_overhead - between, size.parameter_grad + peak),
+                    parameter_grad=size.parameter_grad + gradients,
+                    forward_overhead=size.forward_overhead + more,
+                    run_overhead=size.run_overhead + more,
+                    remake_overhead=size.remake_overhead + more,
+                )
+            )
+
+        def ended() -> None:
+            nonlocal before_last, live
+            before_last = len(saved)
+            meter.ignore(self.last_outputs)
+            live = meter.peak = meter.live
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor.detach())
+            return saved[-1]
+
+        with meter, torch.enable_grad():
+            with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
+                out = self.forward(stage, ended)
+                value = self.loss(out)
+                # The loss is its caller's as well, and so is the gradient that the backward pass begins with.
+                result = [*tensors_in(out), value]
+                beside = bytes_of(result, [*self.standing, *self.last_outputs])
+                self.result_bytes = beside + value.nbytes
+                self.returns_last = beside < bytes_of(result, self.standing)
+                del out, result
+            held = [*self.standing, *saved[:before_last], *self.externals]
+            # A stage's numbers are there for as long as any graph of it: as if always.
+            numbers = sum(size.numbers for size in self.stage_bytes)
+            self.held_bytes = bytes_of(held, self.standing) + self.state_bytes + numbers
+            kept = bytes_of([*saved[before_last:], value], [*held, *self.last_outputs])
+            forward_overhead = max(0, meter.peak - live - kept)
+            saved.clear()
+            output = value.untyped_storage().nbytes()
+            live = meter.peak = meter.live
+            value.backward()
+            input_grad = bytes_of([t.grad for t in self.last_outputs if t.grad is not None])
+            made = bytes_of([p.grad for p in self.trainable if p.grad is not None])
+            backward_overhead = max(0, meter.peak - live - input_grad)
+        self.stage_bytes.append(
+            StageBytes(
+                saved=max(kept, output),
+                output=output,
+                input_grad=input_grad,
+                forward_overhead=forward_overhead,
+                run_overhead=forward_overhead,
+                remake_overhead=forward_overhead + output,
+                backward_overhead=backward_overhead,
+                parameter_grad=made,
+                saved_count=0,
+                saves_input=True,
+                saves_output=True,
+                saved_beside_output=kept - output,
+            )
+        )
+        del value, held
+        self.forget()
+        torch.clear_autocast_cache()
+        if meter.live:
+            gc.collect()
+        self.others = meter.others()
+        # The gradient that accumulates begins with the last stage in the forward pass's order.
+        self.external_grads = list({found.storage: found for found in self.external_grads}.values())
+
+    def measure_seconds(self, repeats: int = REPEATS) -> None:
+        end = 0.0
+
+        def stage(k: int, call: StageCall, linked: list[Held]) -> None:
+            count = self.stage_bytes[k].saved_count
+            function = call.state.modules.repeatable(self.functions[k])
+            with repeatedly(self.chain.names[k]):
+                runs = [
+                    stage_seconds(function, self.arguments(k, call, linked), self.trainable, count)
+                    for _ in range(repeats)
+                ]
+            self.stage_seconds.append(StageSeconds(*(min(column) for column in zip(*runs, strict=True))))
+
+        def ended() -> None:
+            nonlocal end
+            synchronize(self.device)
+            end = time.perf_counter()
+
+        rest = []
+        for n in range(repeats):
+            with torch.enable_grad():
+                value = self.loss(self.forward(stage if n == 0 else lambda k, call, linked: None, ended))
+                synchronize(self.device)
+                between = time.perf_counter()
+                value.backward()
+                synchronize(self.device)
+                rest.append((between - end, time.perf_counter() - between))
+            self.forget()
+        forward, backward = (min(column) for column in zip(*rest, strict=True))
+        self.stage_seconds.append(StageSeconds(forward, forward, forward, backward))
+
+    def of_groups(self, groups: Sequence[range]) -> tuple[list[StageBytes], list[StageSeconds]]:
+        """The costs of these groups of stages, each as one, and of what comes after the last."""
+        sizes = [group_bytes(self.stage_bytes[g.start : g.stop]) for g in groups]
+        times = [group_seconds(self.stage_seconds[g.start : g.stop]) for g in groups]
+        return [*sizes, self.stage_bytes[-1]], [*times, self.stage_seconds[-1]]
+
+    def forget(self) -> None:
+        self.externals, self.outputs, self.last_outputs, self.made_before = [], [], [], []
+        self.clear_gradients()

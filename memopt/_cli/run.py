@@ -1,0 +1,111 @@
+"""Run an unmodified script under memopt: record its memory, explain an out-of-memory error, and print a summary of
+the memory's use at the end. The script's exit code is kept. The recording is written to memopt-<script>.<pid>.mopt, for
+`memopt report` and `memopt diff`. Under torchrun, as `torchrun --nproc-per-node 4 -m memopt run script.py`, each rank
+writes its recording to the folder memopt-<script>.<job>, or the one that -o names (on several nodes, one that all of
+them see), and the rank that ends last reports on all of them, with a page. With --sim the script runs on a simulated
+card of that size, which needs PyTorch's CUDA build and no GPU: PyTorch's own CUDA allocator decides what fits, and the
+host computes each operation, in as much host memory as the script takes on the card."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from memopt._cli import arguments
+from memopt._estimate import cards, interpreters
+from memopt._run import parent
+from memopt._run.ranks_folder import Place
+from memopt._run.request import RunRequest
+from memopt.sim import _activation
+
+NAME = "run"
+HELP = "run a script and record its memory"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--backend",
+        choices=("native", "pool"),
+        help="allocator: torch's, or memopt's (MEMOPT_BACKEND, native)",
+    )
+    add(
+        "--budget",
+        type=arguments.size,
+        metavar="SIZE",
+        help="most memory that the allocator holds, such as '20GiB' (MEMOPT_BUDGET)",
+    )
+    add(
+        "--on-oom",
+        choices=("report", "raise"),
+        help="explain an out-of-memory error, or not (MEMOPT_ON_OOM, report)",
+    )
+    add(
+        "--sim",
+        metavar="CARD",
+        help="run it on a simulated card of that size (8GiB) or name (rtx4090), with real values",
+    )
+    add("--python", metavar="PATH", help="with --sim: the Python that has PyTorch's CUDA build (this one)")
+    add("--device", choices=("cuda", "cpu"), help="device to record (CUDA if there is one, else the CPU)")
+    add("--no-record", action="store_true", help="do not record")
+    add(
+        "--max-events",
+        type=arguments.count(1),
+        default=200_000,
+        metavar="N",
+        help="number of births and deaths of blocks to keep, the most recent ones (200000)",
+    )
+    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module and its arguments")
+    add("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a script and its arguments")
+
+
+def is_one_of_several() -> bool:
+    """Whether -o names a folder that the ranks of a job share."""
+    return Place.of(os.environ) is not None
+
+
+def run(options: argparse.Namespace) -> int:
+    argv = options.script if options.module is None else options.module
+    if not argv or (options.module is not None and options.script):
+        raise OSError("name a script to run, or -m and a module, followed by its arguments")
+    if options.module is None and not Path(argv[0]).exists():
+        raise OSError(f"{argv[0]}: there is no such script")
+    simulated, python = None, sys.executable
+    if options.sim is not None:
+        try:
+            simulated, python = _card(options.sim), interpreters.find(options.python)
+        except (ValueError, interpreters.NoInterpreter) as error:
+            raise OSError(f"--sim: {error}") from None
+    elif options.python is not None:
+        raise OSError(
+            "--python needs --sim: without it, start memopt with the Python that is to run the script"
+        )
+    output = options.output
+    request = RunRequest(
+        argv=argv,
+        module=options.module is not None,
+        folder="",
+        output=str(Path(output).resolve()) if output else None,
+        record=not options.no_record,
+        device=options.device,
+        max_events=options.max_events,
+        backend=options.backend,
+        memory_budget=options.budget,
+        on_oom=options.on_oom,
+        simulated=simulated,
+    )
+    return parent.run(request, options.quiet, python, noise=bool(options.verbose))
+
+
+def _card(text: str) -> str:
+    """Return the settings of the simulated device; in a job, the node has as many devices as ranks."""
+    found, place = cards.card(text), Place.of(os.environ)
+    return _activation.settings_of(
+        memory=found.usable,
+        devices=1 if place is None else place.local_count,
+        compute_capability=found.compute_capability,
+        multiprocessors=found.multiprocessors,
+        context=found.context,
+    )

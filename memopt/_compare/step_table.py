@@ -1,0 +1,178 @@
+"""Savings and costs of a step's variants, as text, a table in a notebook, bars, or numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memopt import _C
+from memopt._compare.step_measurements import RECORDED, MeasuredStep
+from memopt._runtime.table import Html, ResultTable, paragraphs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# As the report page has them, in light colours.
+COLOURS = {
+    "parameters": "#334f9f",
+    "gradients": "#d97d11",
+    "optimizer": "#29a58f",
+    "activations": "#cf432a",
+    "inputs": "#64205c",
+    "other": "#606a73",
+}
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """Result of compare_steps(). `measured` by the variants' names; the first is the one compared with."""
+
+    measured: dict[str, MeasuredStep]
+    steps: int
+    device: str
+
+    def __getitem__(self, name: str) -> MeasuredStep:
+        return self.measured[name]
+
+    @property
+    def base(self) -> str:
+        return next(iter(self.measured))
+
+    def saved(self, name: str) -> float | None:
+        """Return the share of the first variant's peak that this one saves.
+
+        Args:
+            name: The variant.
+
+        Returns:
+            A share, negative if it needs more; None if one of the two ran out of memory.
+        """
+        mine, other = self.measured[name], self.measured[self.base]
+        if mine.failed or other.failed or not other.peak:
+            return None
+        return 1 - mine.peak / other.peak
+
+    def time_ratio(self, name: str) -> float | None:
+        """Return the median seconds of a step over the first variant's.
+
+        Args:
+            name: The variant.
+
+        Returns:
+            None if one has no times, or if the middle halves of both overlap: the difference is within the noise.
+        """
+        mine, other = self.measured[name].quartiles, self.measured[self.base].quartiles
+        if mine is None or other is None or (mine[0] <= other[1] and other[0] <= mine[1]):
+            return None
+        own, first = self.measured[name].step_seconds, self.measured[self.base].step_seconds
+        assert own is not None and first
+        return own / first
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able: bytes, seconds and losses, as measured."""
+        rows = {
+            name: {**one.as_dict(), "saved": self.saved(name), "time_ratio": self.time_ratio(name)}
+            for name, one in self.measured.items()
+        }
+        return {"device": self.device, "steps": self.steps, "variants": rows}
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        columns = self._columns()
+        lines = ResultTable([*zip(*columns.values(), strict=True)], [*columns]).lines(gap="   ")
+        return "\n".join([self._title(), *lines, *(f"  {note}" for note in self._notes())])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Static: no script, no style but its own cells'."""
+        columns = self._columns()
+        most = max(one.peak for one in self.measured.values()) or 1
+        columns["what the peak is made of"] = [_bar(one, most) for one in self.measured.values()]
+        table = ResultTable([*zip(*columns.values(), strict=True)], [*columns])
+        legend = Html(_legend(self.measured))
+        return paragraphs([self._title(), *self._notes()]) + table.html() + paragraphs([legend])
+
+    def plot(self) -> Figure:
+        """A matplotlib Figure: bars of the peak by what it is made of and, where they were timed, of a step's seconds
+        with the middle half of them. Raises ImportError without matplotlib (pip install "memopt[notebook]")."""
+        from memopt._compare import step_bars
+
+        return step_bars.draw(self)
+
+    def _title(self) -> str:
+        what = "a simulated device" if self._untimed() else self.device
+        timed = "" if self._untimed() else "; the median time of the others"
+        return (
+            f"{self.steps} steps each on {what}: live bytes of what a variant made, at the peak of {RECORDED} steps"
+            f"{timed}"
+        )
+
+    def _untimed(self) -> bool:
+        return not any(one.seconds for one in self.measured.values())
+
+    def _columns(self) -> dict[str, list[str]]:
+        """The cells by the column's title."""
+        size = _C.format_size
+        rows: Mapping[str, MeasuredStep] = self.measured
+        columns = {
+            "": list(rows),
+            "peak": ["out of memory" if one.failed else size(one.peak) for one in rows.values()],
+            "saved": [self._saved(name) for name in rows],
+        }
+        if any(one.held is not None for one in rows.values()):
+            held = [size(one.held) if one.held is not None else "" for one in rows.values()]
+            columns["allocator held"] = held
+        if any(one.resident is not None for one in rows.values()):
+            grown = [size(one.resident) if one.resident is not None else "" for one in rows.values()]
+            columns["process grew by"] = grown
+        if not self._untimed():
+            columns["a step"] = [_seconds(one.step_seconds) if one.seconds else "" for one in rows.values()]
+            columns["time"] = [self._time(name) for name in rows]
+        if any(one.losses for one in rows.values()):
+            losses = ["" if one.loss is None or one.failed else f"{one.loss:.4f}" for one in rows.values()]
+            columns["last loss"] = losses
+        return columns
+
+    def _saved(self, name: str) -> str:
+        share = self.saved(name)
+        return "" if share is None or name == self.base else f"{round(share, 2) + 0.0:.0%}"  # + 0.0: no "-0%"
+
+    def _time(self, name: str) -> str:
+        if name == self.base or not self.measured[name].seconds or not self.measured[self.base].seconds:
+            return ""
+        ratio = self.time_ratio(name)
+        return "within the noise" if ratio is None else f"{ratio:.2f} x"
+
+    def _notes(self) -> list[str]:
+        return [f"{name}: {one.failed}" for name, one in self.measured.items() if one.failed] + [
+            f"{name}: building it took {_C.format_size(one.building)} for a moment, more than its steps"
+            for name, one in self.measured.items()
+            if one.building > one.peak and not one.failed
+        ]
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _bar(one: MeasuredStep, most: int) -> Html:
+    parts = "".join(
+        f"<div title='{name} {_C.format_size(size)}' "
+        f"style='background:{COLOURS[name]};width:{240 * size / most:.1f}px'></div>"
+        for name, size in one.by_category.items()
+        if size
+    )
+    return Html(f"<div style='display:flex;height:14px'>{parts}</div>")
+
+
+def _legend(measured: Mapping[str, MeasuredStep]) -> str:
+    return " &nbsp; ".join(
+        f"<span style='display:inline-block;width:10px;height:10px;background:{colour}'></span> {name}"
+        for name, colour in COLOURS.items()
+        if any(one.by_category[name] for one in measured.values())
+    )

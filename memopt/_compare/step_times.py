@@ -1,0 +1,143 @@
+"""Seconds of a training step on this machine: models by turns, round by round, one there at a time."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memopt._compare.candidates import Candidate, same_random_states
+from memopt._estimate.training import AMP, as_arguments, loss_of
+from memopt._runtime.log import logger
+
+SAMPLE_SECONDS = 0.3  # of steps in a round, and one at least
+MOST_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Step:
+    """The parts of a step beside the forward."""
+
+    device: torch.device
+    optimizer: Any = None
+    loss: Callable[[Any], Any] | None = None
+    amp: str | None = None
+    train: bool = True
+
+
+@dataclass
+class Times:
+    """Of one model: the median of each round. `error`: why there are no more."""
+
+    rounds: list[float] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.rounds) if self.rounds and self.error is None else None
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        return (min(self.rounds), max(self.rounds)) if self.rounds and self.error is None else None
+
+
+def measure(models: list[Candidate], step: Step, rounds: int) -> dict[str, Times]:
+    """Each model is made anew in each round, in another order; what goes wrong with one is its own."""
+    found = {one.name: Times() for one in models}
+    for number in range(rounds):
+        first = number % len(models) if models else 0
+        for one in models[first:] + models[:first]:
+            times = found[one.name]
+            if times.error is not None:
+                continue
+            logger.info("compare_models: %s, round %d of %d", one.name, number + 1, rounds)
+            try:
+                times.rounds.append(_round(one, step))
+            except Exception as error:  # whatever a model of the user's raises
+                times.error = f"{type(error).__name__}: {error}"
+            gc.collect()
+    return found
+
+
+def _round(candidate: Candidate, step: Step) -> float:
+    with same_random_states():
+        model, sample = candidate.whole()
+        model = model.to(step.device).train(step.train)
+        args, kwargs = as_arguments(_own(sample, step.device))
+        optimizer = step.optimizer(model.parameters()) if step.optimizer is not None and step.train else None
+        seconds: list[float] = []
+        while len(seconds) < 2 or (sum(seconds[1:]) < SAMPLE_SECONDS and len(seconds) < MOST_STEPS):
+            begun = _now(step.device)
+            autocast = nullcontext() if step.amp is None else torch.autocast(step.device.type, AMP[step.amp])
+            with torch.set_grad_enabled(step.train), autocast:
+                out = model(*args, **kwargs)
+                total = loss_of(out, step.loss) if step.train else None
+            del out
+            if total is not None:
+                total.backward()
+                del total
+                if optimizer is not None:
+                    optimizer.step()
+                model.zero_grad(set_to_none=True)
+            seconds.append(_now(step.device) - begun)
+    return statistics.median(seconds[1:])  # the first has what is done once
+
+
+def _own(sample: Any, device: torch.device) -> Any:
+    """A model may write into what it is given, and its backward pass into gradients: neither is to be the caller's."""
+    return pytree.tree_map(
+        lambda leaf: (
+            leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+        ),
+        sample,
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+def rates(device: torch.device) -> tuple[float, float]:
+    """FLOPs a second of a large matrix product, bytes a second of a copy, read and written: the best of some."""
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = torch.rand(size, size, device=device), torch.rand(size, size, device=device)
+    source = torch.rand((64 << 20) // 4, device=device)
+    target = torch.empty_like(source)
+    with torch.no_grad():
+        flops = 2 * size**3 / _best(lambda: torch.mm(a, b), device)
+        moved = 2 * source.nbytes / _best(lambda: target.copy_(source), device)
+    return flops, moved
+
+
+def _best(run: Callable[[], object], device: torch.device) -> float:
+    seconds = []
+    for _ in range(5):
+        begun = _now(device)
+        run()
+        seconds.append(_now(device) - begun)
+    return min(seconds)
+
+
+def machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "the CPU"
+    )
+    return f"{name}, {torch.get_num_threads()} threads"

@@ -1,0 +1,1 @@
+"""Prediction of a script's device memory on a machine that has no such device."""

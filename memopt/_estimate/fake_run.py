@@ -1,0 +1,357 @@
+"""A training on fake tensors, which have shapes and no memory.
+
+It serves where there is no CUDA build of torch, or where a model cannot be sent to another process. No CUDA code runs,
+so it is less exact. It runs in a fork of this process: its changes to the process are gone afterwards, and code that
+ends an interpreter (some paths of fake attention) does not end this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import memopt
+from memopt._estimate import protection
+from memopt._estimate.answer import Answer
+from memopt._estimate.cuda_meta_kernels import LikeCuda
+from memopt._estimate.descendants import fork_watched
+from memopt._estimate.guesses import Guesses
+from memopt._estimate.protection import Protection
+from memopt._estimate.training import TrainingTask
+from memopt._memory.recording.operations_recorder import OperationsRecorder, _Operations
+from memopt._runtime.process import ChildFailed, ended
+
+_BLOCK = 512  # an allocator's least unit
+
+
+# What ends a test that a training which goes well passes, such as torch.isfinite(x).all().
+_TRUE = {torch.ops.aten.mul, torch.ops.aten.isfinite, torch.ops.aten.all}
+
+
+class _HostReads(_Operations):
+    """A mode that answers the program's reads of tensors without values, and counts these answers."""
+
+    def __init__(self, recorder: OperationsRecorder) -> None:
+        super().__init__(recorder)
+        self.guesses = Guesses()
+        self._true: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that say all is well
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if func.overloadpacket in _TRUE and isinstance(out, torch.Tensor):
+                self._true[id(out)] = weakref.ref(out)
+            return out
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            dtype = args[0].dtype
+            if not dtype.is_floating_point and dtype is not torch.bool:
+                raise RuntimeError(
+                    f"it reads the value of a {dtype} tensor, on which shapes may depend: only the simulated device "
+                    "knows it; name a Python that has PyTorch's CUDA build"
+                ) from None
+            self.guesses.add("value", f"the value of {str(dtype).removeprefix('torch.')}")
+            if dtype is torch.bool:
+                known = self._true.get(id(args[0]))
+                return known is not None and known() is args[0]
+            return 1.0
+
+
+class _FakeRecorder(OperationsRecorder):
+    """A recorder of the fake storages of one mode.
+
+    Fake storages have no address: each gets a unique one, and the size that a block would have. Tensors that
+    torch.compile has left in this process belong to other modes, and may have no size in bytes.
+    """
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__(max_events=1 << 22)
+        self._fakes = fakes
+        self._mode = self.reads = _HostReads(self)
+        self._next = _BLOCK
+
+    def see(self, tensor: torch.Tensor, here: bool = True) -> None:
+        if not self._running or not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._fakes:
+            return
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        identity, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
+        known = self._live.get(identity)
+        if known is not None:
+            if known[2] == size:
+                return
+            self._died(identity)
+        if not size:
+            return
+        ref = weakref.ref(storage, lambda _: self._died(identity))
+        self._live[identity] = ref, self._next, size
+        self._note(1, self._next, size, self._stack() if here else 0)
+        self._next += size
+
+
+def run(training: TrainingTask, seconds: float, protected: Protection, output: int = 2) -> Answer:
+    """Run the training on fake tensors and return its answer.
+
+    output: a file descriptor for the training's output. Raises ChildFailed if it does not run on fake tensors.
+    """
+    with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder:
+        return _run(training, seconds, protected, os.path.realpath(folder), output)
+
+
+def _run(training: TrainingTask, seconds: float, protected: Protection, folder: str, output: int) -> Answer:
+    read, write = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        _in_child(training, protected, folder, write, output)
+    os.close(write)
+    try:
+        told = _heard(read, seconds)
+    except BaseException:  # an interrupt too
+        os.kill(pid, signal.SIGTERM)
+        raise
+    finally:
+        os.close(read)
+        _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        raise ChildFailed(f"the process with the fake tensors {ended(-os.WTERMSIG(status))}")
+    answer = json.loads(told)
+    if "failed" in answer:
+        raise ChildFailed(f"it does not run on fake tensors: {answer['failed']}", answer["trace"])
+    return Answer.from_json(answer)
+
+
+def _heard(read: int, seconds: float) -> bytes:
+    import select
+
+    end, parts = time.monotonic() + seconds, [b""]
+    while True:
+        ready, _, _ = select.select([read], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            raise ChildFailed(f"the fake tensors took more than {seconds:.0f} s")
+        part = os.read(read, 1 << 20)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def _in_child(training: TrainingTask, protected: Protection, folder: str, write: int, output: int) -> None:
+    """Run the training in the forked child. Never returns, because none of the parent's code may run in this process
+    again."""
+    try:
+        os.dup2(output, 2)
+        os.dup2(2, 1)  # standard output is for the answer
+        torch.set_num_threads(1)  # the threads that share work are not here either
+        told: dict[str, Any] = {}
+        _tell(lambda: _confine(protected, folder), told)
+        if not told:
+            # In a thread of its own, so that no line that waits in this one is taken for the one that asked for memory.
+            thread = threading.Thread(target=_tell, args=(lambda: told.update(_answer(training)), told))
+            thread.start()
+            thread.join()
+        sys.stdout.flush()
+        with os.fdopen(write, "wb") as out:
+            out.write(json.dumps(told).encode())
+    finally:
+        os._exit(0)
+
+
+def _confine(protected: Protection, folder: str) -> None:
+    """A fork has one thread, however many its parent has."""
+    fork_watched()
+    opened = protection.open_for_writing()
+    protection.confine(protected, folder)
+    protection.reopen(protected, opened, folder)
+    protection.saved(protection.redirected(protected, folder))
+
+
+def _tell(run: Callable[[], None], told: dict[str, Any]) -> None:
+    try:
+        run()
+    except BaseException as error:
+        told |= {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+
+
+def _answer(training: TrainingTask) -> dict[str, Any]:
+    begun = time.monotonic()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _as_in_a_fork_of_fakes()
+    _make_fake(training, mode)
+    recorder = _FakeRecorder(mode)
+    steps = _Steps()
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        recorder._start(modules=True)
+        stack.callback(recorder._stop)
+        stack.callback(recorder._program.stop)
+        for tensor in _fakes():
+            recorder.see(tensor, here=False)
+        with LikeCuda():
+            training.run("cpu")
+        recording = recorder.recording()
+    peak, event = recording.peak()
+    return {
+        "peak_allocated": peak,
+        "peak_reserved": peak,
+        "by_category": recording.by_category(event),
+        "by_line": [line._asdict() for line in recording.by_line(event)],
+        "by_module": [line._asdict() for line in recording.by_module(event)],
+        "guesses": recorder.reads.guesses.rows(),
+        "steps": steps.done,
+        "seconds": time.monotonic() - begun,
+        "versions": {
+            "memopt": memopt.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _as_in_a_fork_of_fakes() -> None:
+    """Patch torch for fake tensors for the rest of this process.
+
+    Patched are conversions of modules, CUDA's autocast, which a CPU build would switch off, and DataLoader's workers,
+    to which fake tensors cannot be sent.
+    """
+    from torch.utils.data import DataLoader
+
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    for owner, changed in (
+        (torch.autocast, lambda given: given | {"device_type": "cpu"}),
+        (DataLoader, lambda given: given | _NO_WORKERS),
+    ):
+        _with_arguments(owner, changed)
+
+
+_NO_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
+
+
+def _with_arguments(owner: Any, changed: Any) -> None:
+    """Change the arguments that a class's constructor gets."""
+    plain, signature = owner.__init__, inspect.signature(owner.__init__)
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        given.pop("self")
+        plain(self, **changed(given))
+
+    owner.__init__ = init
+
+
+def _apply(self: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
+    """Apply a conversion as torch does. torch swaps a fake parameter with another, which a recorder's reference
+    forbids."""
+    made: dict[int, torch.Tensor] = {}
+    for module in self.modules() if recurse else [self]:
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    with torch.no_grad():
+                        changed = change(tensor)
+                    if changed is not tensor and isinstance(tensor, torch.nn.Parameter):
+                        changed = torch.nn.Parameter(changed, tensor.requires_grad)
+                    made[id(tensor)] = changed
+                table[name] = made[id(tensor)]
+    return self
+
+
+class _Steps:
+    """A counter of an optimizer's steps.
+
+    Steps go over all parameters at once if nobody has chosen, as on a CUDA device, because that takes more memory.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+        register_optimizer_step_pre_hook(self._as_on_cuda)
+        register_optimizer_step_post_hook(self._count)
+
+    def _as_on_cuda(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = not group.get("differentiable")
+
+    def _count(self, *_: Any) -> None:
+        self.done += 1
+
+
+def _fakes() -> Iterator[FakeTensor]:
+    return (thing for thing in gc.get_objects() if type(thing) is FakeTensor)
+
+
+def _make_fake(training: TrainingTask, mode: FakeTensorMode) -> None:
+    """Replace real tensors by fake ones: of the model, the optimizer, the sample, and of modules that a function
+    reaches."""
+    from torch.utils import _pytree as pytree
+
+    from_meta: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if not tensor.is_meta:
+            return mode.from_tensor(tensor)  # one and the same each time
+        if id(tensor) not in from_meta:
+            with mode:
+                made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            needs_grad = tensor.requires_grad
+            parameter = isinstance(tensor, torch.nn.Parameter)
+            from_meta[id(tensor)] = torch.nn.Parameter(made, needs_grad) if parameter else made
+        return from_meta[id(tensor)]
+
+    for module in {id(m): m for root in _reached(training) for m in root.modules()}.values():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = fake(tensor)
+    if isinstance(training.optimizer, torch.optim.Optimizer):
+        optimizer = training.optimizer
+        states = {fake(p): s for p, s in optimizer.state.items()}
+        optimizer.state.clear()
+        for parameter, state in states.items():
+            optimizer.state[parameter] = pytree.tree_map_only(torch.Tensor, fake, state)
+        for group in optimizer.param_groups:
+            group["params"] = [fake(p) for p in group["params"]]
+    training.sample = pytree.tree_map_only(torch.Tensor, fake, training.sample)
+
+
+def _reached(training: TrainingTask) -> Iterable[torch.nn.Module]:
+    """The module, or those that a function holds: in its closure, its defaults, the globals that it names, and as its
+    object."""
+    subject = training.subject
+    held = [subject, training.loss]
+    for function in (subject, training.loss):
+        if isinstance(function, types.MethodType):
+            held += [function.__self__, *getattr(function.__self__, "__dict__", {}).values()]
+            function = function.__func__
+        if isinstance(function, types.FunctionType):
+            held += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+            held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            held += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [thing for thing in held if isinstance(thing, torch.nn.Module)]

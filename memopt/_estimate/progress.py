@@ -1,0 +1,92 @@
+"""The progress of an estimate on standard error, with the script's own output, each line of it labelled.
+
+On a terminal it is one line that changes, drawn by rich if that is installed; elsewhere a line for each phase, if lines
+are wanted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from memopt._runtime.log import logger
+
+_LABEL = "script| "
+_ERASE = "\r\x1b[K"
+
+
+class Progress:
+    """The display of progress; say(text) shows what has begun.
+
+    enabled: without it nothing is shown. lines: without a terminal, show a line for each phase; else phases go to
+    memopt's log alone, which -v shows.
+    """
+
+    def __init__(self, enabled: bool = True, *, lines: bool = False) -> None:
+        self._lock = threading.Lock()
+        self._begun = time.monotonic()
+        terminal = enabled and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._lines = enabled and lines and not terminal
+        self._rich = _rich_status() if terminal else None
+        self._plain = terminal and self._rich is None
+        self._now = ""  # the plain line
+
+    def __enter__(self) -> Progress:
+        if self._rich is not None:
+            self._rich.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            if self._rich is not None:
+                self._rich.stop()
+            self._draw("")
+
+    def say(self, text: str) -> None:
+        """A phase has begun."""
+        line = f"memopt estimate: {text}"
+        with self._lock:
+            if self._lines:
+                print(line, file=sys.stderr, flush=True)
+                return
+            logger.info("estimate: %s (%.1f s)", text, time.monotonic() - self._begun)
+            if self._rich is not None:
+                from rich.text import Text
+
+                self._rich.update(Text(line))
+            self._draw(line)
+
+    def script(self, line: str) -> None:
+        """Print a line that the script has written, above the progress."""
+        with self._lock:
+            if self._rich is not None:
+                from rich.text import Text
+
+                self._rich.console.print(Text(_LABEL + line))
+                return
+            now = self._now
+            self._draw("")
+            print(_LABEL + line, file=sys.stderr, flush=True)
+            self._draw(now)
+
+    def _draw(self, line: str) -> None:
+        if self._plain and line != self._now:
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            sys.stderr.write(_ERASE + line[: width - 1])
+            sys.stderr.flush()
+            self._now = line
+
+
+def _rich_status() -> Any:
+    """Return rich's status, None if rich is not installed (pip install 'memopt[progress]')."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(stderr=True).status("")

@@ -1,0 +1,319 @@
+"""A script's run on the simulated device from beginning to end, and the answer that reports it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+import memopt
+import memopt.sim
+from memopt._estimate import (
+    coverage,
+    fake_process_group,
+    loop_source,
+    parallelism,
+    processes,
+    script,
+    shared_tensors,
+)
+from memopt._estimate.guesses import Guesses
+from memopt._estimate.limits import BatchSizeOverride, TimeLimit
+from memopt._estimate.loader_passes import LoaderPasses
+from memopt._estimate.loops import Loops
+from memopt._estimate.protection import Files
+from memopt._estimate.request import Request
+from memopt._estimate.script import End
+from memopt._estimate.techniques import Techniques
+from memopt._estimate.watch import Peaks, Requests, Stopped
+from memopt._memory.recording import recorder, recording_file
+from memopt._memory.recording.recording import Line
+from memopt._memory.recording.user_code import is_user_file
+from memopt._runtime.host_memory import peak_resident_bytes
+
+_TELLS = 0.25  # seconds between what a process that the script has started says of itself
+# Of torch: what trains without gradients being recorded.
+_TRAINING = tuple(
+    str(Path(torch.__file__).parent / name) for name in ("autograd", "optim", "utils/checkpoint.py")
+)
+
+
+class Run:
+    """The run of a script, one for each process: its patches of torch stay.
+
+    main: False in a process that the script has started. Its answer is a file of processes.py's, and a process that
+    uses no card has none.
+    """
+
+    def __init__(self, request: Request, started: float, files: Files, main: bool = True) -> None:
+        self.request, self._main, self._started = request, main, started
+        self._pid, self._answered = os.getpid(), False
+        self._since: float | None = None  # this process has used a card
+        if request.ranks:
+            fake_process_group.install(request.rank, request.ranks)
+        if request.spread is not None:
+            parallelism.install(request.spread, request.ranks)
+        if request.backend == "pool":
+            torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
+        self._guesses = Guesses(request.fraction)
+        self._peaks, self._requests, self._loops = (
+            Peaks(),
+            Requests(),
+            Loops(request.steps, request.shorten == "none"),
+        )
+        self._passes = LoaderPasses(self._loops, evaluations=request.shorten == "all")
+        loop_source.install(self._loops, self._guesses.asserts)
+        self._batch_size = None if request.batch_size is None else BatchSizeOverride(request.batch_size)
+        self._techniques = Techniques(request.techniques)
+        self._recorder = recorder.start("cuda") if request.record else None
+        self._files = files
+        self._answering = threading.RLock()
+        if not main:
+            self._of_this_process()
+        torch.cuda._lazy_call(self._on_card)
+        if not request.ranks:
+            os.register_at_fork(after_in_child=self._forked)
+            self._watch_processes()
+            if torch.distributed.is_available():
+                fake_process_group.install_in_started(lambda: not self._main)
+        if not request.compute:
+            shared_tensors.install()
+
+    def execute(self) -> int:
+        """Run the script, write the answer, and return the exit status."""
+        leave = os._exit
+        os._exit = self.leaving(leave)  # type: ignore[assignment]
+        seconds = self.request.seconds
+        limit = None if seconds is None else TimeLimit(seconds, lambda: self._too_late(leave))
+        try:
+            with self.values():
+                end = script.run(self.request.argv, self.request.module)
+        finally:
+            os._exit = leave
+            if limit is not None:
+                limit.end()
+        self.answer(end)
+        if end.error is not None and end.out_of_memory is None:
+            script.show(end.error)
+        return end.status
+
+    def values(self) -> contextlib.AbstractContextManager[object]:
+        if self.request.compute:
+            from memopt._estimate.computed import Computed
+
+            return Computed()
+        from memopt._estimate import values
+
+        mode = values.Values(self._guesses)
+        values.install(mode)
+        return mode
+
+    def leaving(self, leave: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
+        """Replace os._exit, which ends the script; the end of a worker that it forks is not the script's."""
+
+        def left(status: int) -> NoReturn:
+            if os.getpid() == self._pid:
+                self.answer(End("exit", status))
+            leave(status)
+
+        return left
+
+    def _too_late(self, leave: Callable[[int], NoReturn]) -> None:
+        """End the process from another thread, while the script waits somewhere and cannot be stopped."""
+        self.answer(script.out_of_time())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        leave(0)
+
+    # ---- processes that the script starts ----------------------------------------------------------------------
+
+    def _of_this_process(self) -> None:
+        self._pid, self._answered, self._since = os.getpid(), False, None
+        self._started = time.monotonic()
+        self.request = replace(
+            self.request,
+            answer=processes.file_of_this_process(self.request.answer),
+            recording=None,
+            seconds=None,
+        )
+
+    def _forked(self) -> None:
+        """Begin anew in a forked child, which has the patches of torch too."""
+        self._main = False
+        self._answering = threading.RLock()
+        self._guesses.forget()
+        self._of_this_process()
+        if self._recorder is not None and not torch.cuda._initialized:
+            self._recorder = recorder.start("cuda")  # the other does not follow
+
+    def _watch_processes(self) -> None:
+        """Watch multiprocessing's processes, at their end."""
+        original = BaseProcess.run
+
+        @functools.wraps(original)
+        def run(process: BaseProcess) -> None:
+            end = End("end", 0)
+            try:
+                original(process)
+            except Stopped as stopped:
+                end = script.ended_by(stopped)
+            except BaseException as error:
+                end = script.ended_by(error)
+                if isinstance(error, SystemExit) and end.out_of_memory is None:
+                    end = End("exit", 0)  # its status is its parent's business
+                raise
+            finally:
+                self.answer(end)
+
+        BaseProcess.run = run  # type: ignore[method-assign, assignment]
+
+    def _on_card(self) -> None:
+        self._since = processes.now() if self._main else processes.begun()
+        if not self._main:
+            threading.Thread(target=self._keep_telling, daemon=True).start()
+
+    def _keep_telling(self) -> None:
+        while not self._answered:
+            with self._answering:
+                if not self._answered:
+                    self._peaks.note(accumulated=False)
+                    with self._files.plainly():
+                        _write(Path(self.request.answer), self._use())
+            time.sleep(_TELLS)
+
+    def _use(self) -> dict[str, Any]:
+        """Return this process's use of cards, with its time span."""
+        used = {
+            device: memopt.sim.stats(device)["bytes_peak"] - shared_tensors.received[device]
+            for device in range(self.request.devices)
+        }
+        return {
+            "since": self._since,
+            "until": processes.now(),
+            "devices": {
+                device: [*self._peaks.of.get(device, (0, 0)), peak]
+                for device, peak in used.items()
+                if peak > self.request.context and self._since  # a context alone, each card has
+            },
+            "steps": self._loops.done,
+            **coverage.so_far(self._loops),
+        }
+
+    # ---- the answer ---------------------------------------------------------------------------------------------
+
+    def answer(self, end: End) -> None:
+        with self._answering:
+            if self._answered or not (self._main or self._since):
+                return
+            self._answered = True
+            with self._files.plainly():
+                self._tell(end)
+
+    def _tell(self, end: End) -> None:
+        self._peaks.note()
+        answer = self._figures() | self._how_it_ended(end) | self._attribution() | self._process_facts()
+        answer |= coverage.told(end, self._loops, self._passes)
+        answer["seconds"] = round(time.monotonic() - self._started, 3)
+        answer["host_peak"] = peak_resident_bytes()
+        _write(Path(self.request.answer), answer)
+
+    def _figures(self) -> dict[str, Any]:
+        devices = range(self.request.devices)
+        return {
+            **self._use(),
+            "peak_allocated": self._peaks.allocated,
+            "peak_reserved": self._peaks.reserved,
+            "device_peak": max(memopt.sim.stats(device)["bytes_peak"] for device in devices),
+            "retries": self._peaks.retries,
+            "guesses": self._guesses.rows(),
+            "hangs_on_fraction": self._guesses.hang_on_fraction,
+            "cudnn": memopt.sim.workspace_reads() > 0,
+            "unmodelled": [f"{name} ({count} calls)" for name, count in memopt.sim.missing_calls().items()],
+            "files_not_kept": self._files.written(),
+            "techniques": self._techniques.applied,
+            "loaders_of_batch_size": None if self._batch_size is None else self._batch_size.loaders,
+        }
+
+    def _how_it_ended(self, end: End) -> dict[str, Any]:
+        return {
+            "stopped": end.stopped,
+            "exit_status": end.status,
+            "error": None if end.error is None else script.described(end.error),
+            "oom": None if end.out_of_memory is None else self._where_it_ran_out(end.out_of_memory),
+            "failed_requests": len(self._requests.failed),
+        }
+
+    def _where_it_ran_out(self, error: torch.OutOfMemoryError) -> dict[str, Any]:
+        failed = self._requests.failed[-1] if self._requests.failed else None
+        every = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in every if is_user_file(frame.filename) and frame.filename != __file__]
+        innermost = frames[-1] if frames else None
+        return {
+            "file": innermost and innermost.filename,
+            "line": innermost and innermost.lineno,
+            "text": innermost and innermost.line,
+            "function": innermost and innermost.name,
+            "asked": failed and failed.asked,
+            "allocated": failed and failed.allocated,
+            "evaluates": failed is not None
+            and not failed.gradients
+            and self._loops.trained
+            and not any(frame.filename.startswith(_TRAINING) for frame in every),
+            "message": str(error),
+        }
+
+    def _attribution(self) -> dict[str, Any]:
+        """Return the bytes at the peak by category, line and module; all None without a recorder."""
+        if self._recorder is None:
+            return {"by_category": None, "by_line": None, "by_module": None}
+        recording = self._recorder.recording()
+        recording.facts["simulated"] = self._simulated()
+        if self.request.recording is not None:
+            recording_file.save(recording, self.request.recording)
+        return {
+            "by_category": recording.by_category(),
+            "by_line": _rows(recording.by_line()),
+            "by_module": _rows(recording.by_module()),
+            "recorded_peak": recording.peak()[0],
+        }
+
+    def _process_facts(self) -> dict[str, Any]:
+        return {
+            "versions": {
+                "memopt": memopt.__version__,
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda,
+                "cudnn": torch.backends.cudnn.version(),
+                "python": platform.python_version(),
+            },
+            "simulated": self._simulated(),
+        }
+
+    def _simulated(self) -> dict[str, Any]:
+        names = "compute_capability multiprocessors memory context cudnn_workspace fraction backend".split()
+        values = "computed" if self.request.compute else "known where the script reads them, or guessed"
+        return {name: getattr(self.request, name) for name in names} | {"values": values}
+
+
+def _rows(lines: list[Line]) -> list[dict[str, Any]]:
+    return [line._asdict() for line in lines]
+
+
+def _write(path: Path, answer: dict[str, Any]) -> None:
+    """Write all of it or nothing, because a reader may be waiting for the file."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(answer, indent=1) + "\n")
+    part.replace(path)

@@ -1,0 +1,342 @@
+"""The parent process of an estimate: it chooses the runs, and combines their answers.
+
+A run on the card tells whether the script fits and where it ends; one on a card without limit, how much it needs. What
+only hardware knows is run at both ends: cuDNN's workspaces, and the number of elements that a computed mask selects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memopt import _C
+from memopt._estimate import advice, cards, coverage, search
+from memopt._estimate.advice import TriedTechnique
+from memopt._estimate.answer import Answer
+from memopt._estimate.batch_option import BatchOption
+from memopt._estimate.cards import Card
+from memopt._estimate.prediction import SIMULATED, Advice, Backend, Estimate
+from memopt._estimate.request import BACKENDS, SHORTEN, Request
+from memopt._runtime.process import ChildFailed
+
+# A convolution's plan may want this much and more; torch takes one with less where it does not fit.
+CUDNN_WORKSPACE = 256 << 20
+MOST_BATCH = 1 << 20
+# Fractions of a mask that stand for "nearly nothing": a script may fail where it is none at all.
+_FEW = (0.0, 1 / 64)
+_RANKS = 8  # of which each is run
+# What a run with a technique may take: so many times what the script's own took.
+_TIMES, _LEAST_SECONDS = 20.0, 60.0
+
+Run = Callable[[Request], Answer]
+
+
+class ScriptFailed(RuntimeError):
+    """The script ended for a reason of its own. `answer`: what was seen until then."""
+
+    def __init__(self, answer: Answer) -> None:
+        text = f"it ended with status {answer.exit_status}" if answer.stopped == "exit" else "it failed"
+        said = answer.error or answer.more.get("output")
+        super().__init__(f"{text}: {said}" if said else text)
+        self.answer = answer
+
+
+class NothingToTell(ScriptFailed):
+    """The script has not come to what an estimate is about; the message says to what."""
+
+    def __init__(self, answer: Answer, why: str) -> None:
+        RuntimeError.__init__(self, f"nothing to tell: {why}")
+        self.answer = answer
+
+
+@dataclass
+class Survey:
+    """The runs of an estimate.
+
+    `run` answers a request; `shown` is the first, whose script the user sees. `request` has no limit of memory.
+    """
+
+    title: str
+    request: Request
+    run: Run
+    shown: Run
+    card: Card | None = None
+    batch: BatchOption | None = None
+    jobs: int = 1
+    say: Callable[[str], None] = lambda text: None
+    runs: int = 0
+    shorten: str = SHORTEN[0]  # what of the script's loops, so that it does not fail
+
+    # ---- single runs -----------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request, what: str, run: Run | None = None) -> Answer:
+        self.say(what)
+        self.runs += 1
+        answer, self.shorten = coverage.ask(run or self.run, replace(request, shorten=self.shorten))
+        if answer.failed:
+            raise ScriptFailed(answer)
+        if why := coverage.nothing(answer, request.steps):
+            raise NothingToTell(answer, why)
+        return answer
+
+    def _on(self, card: Card, request: Request) -> Request:
+        return replace(
+            request,
+            memory=card.usable,
+            context=card.context,
+            compute_capability=card.compute_capability,
+            multiprocessors=card.multiprocessors,
+        )
+
+    def _completes(self, request: Request, card: Card, free: Answer | None, what: str) -> bool:
+        """Whether a request runs on a card; `free`, its run without a limit, often decides that already."""
+        contexts = card.context * (1 if free is None else free.contexts)
+        if free is not None and free.held + contexts <= card.usable:
+            return True
+        if free is not None and free.peak_allocated + contexts > card.usable:
+            return False
+        return self._ask(self._on(card, request), what).completed
+
+    def runs_on(self, card: Card) -> bool:
+        """Whether the script is sure to run on a card, cuDNN's workspaces included."""
+        workspace = self.request.cudnn_workspace or CUDNN_WORKSPACE
+        asked = [self.request, replace(self.request, cudnn_workspace=workspace)]
+        return all(self._ask(self._on(card, one), f"on {card}").completed for one in asked)
+
+    def highest_rank(self) -> dict[str, Any]:
+        """Make the request that of the rank with the highest peak.
+
+        A model that is parallelized here is alike on all ranks, but for sizes that do not divide, of which rank 0 has
+        most. Of more than eight ranks a few are run.
+        """
+        count = self.request.ranks
+        several = range(count) if count <= _RANKS else sorted({0, 1, count // 2, count - 1})
+        ranks = [0] if self.request.spread else list(several)
+        asked = [(replace(self.request, rank=rank), f"rank {rank} of {count}") for rank in ranks]
+        answers = self._several(asked) if len(asked) > 1 else []
+        peaks = {rank: answer.peak_allocated for rank, answer in zip(ranks, answers, strict=False)}
+        rank = max(peaks, key=lambda rank: peaks[rank], default=0)
+        self.request = replace(self.request, rank=rank)
+        return {"count": count, "rank": rank, "spread": self.request.spread, "peaks": peaks}
+
+    # ---- the answer ------------------------------------------------------------------------------------------------
+
+    def estimate(self, *, ranges: bool = True, compare: bool = True, fixes: bool = True) -> Estimate:
+        """Estimate the request as it is.
+
+        `ranges`: run at both ends of unknown values; `compare`: with the other allocators; `fixes`: search for a batch
+        size that fits if this one does not. Raises ScriptFailed if the script fails by itself, ChildFailed if no child
+        answers.
+        """
+        limited, told = None, replace(self.request, record=True)
+        if self.card is not None:
+            limited = self._ask(self._on(self.card, told), f"{self.title} on {self.card}", self.shown)
+        if limited is not None and limited.completed and not limited.retries:
+            free = limited
+        else:
+            shown = self.shown if limited is None else None
+            free = self._ask(told, f"{self.title} on a card without limit", shown)
+        if free.oom is not None:
+            raise ChildFailed(f"it asks for more than {_C.format_size(cards.NO_LIMIT)}: {free.oom}")
+        said = limited if limited is not None and limited.oom else free
+        found = Estimate(
+            title=self.title,
+            method=SIMULATED,
+            allocated=(free.peak_allocated,) * 2,
+            reserved=(free.held,) * 2,
+            context=(self.card.context if self.card else cards.CONTEXT) * free.contexts,
+            processes=free.processes,
+            card=self.card,
+            oom=limited.oom if limited is not None else None,
+            retries=limited.retries if limited is not None else 0,
+            by_category=free.by_category,
+            by_line=free.by_line,
+            by_module=free.by_module,
+            guesses=free.guesses,
+            unmodelled=free.unmodelled,
+            steps=free.steps,
+            covered=said.covered,
+            error=free.error,
+            versions=free.versions,
+            simulated=said.simulated,
+            seconds=free.seconds,
+            host_peak=free.host_peak,
+        )
+        outcomes = [] if limited is None else [limited.completed]
+        if ranges:
+            outcomes += self._widen(found, free)
+        if outcomes:
+            found.verdict = "fits" if all(outcomes) else "unsure" if any(outcomes) else "does not fit"
+            if found.verdict == "fits" and free.more.get("unseen"):
+                found.verdict = "unsure"
+        if compare:
+            self._compare(found, free, limited)
+        if found.verdict not in ("", "fits"):
+            if fixes and self.card is not None and self.batch is not None and (self.batch.size or 0) > 1:
+                self._try_batches(found, self.card, self.batch)
+            if compare and self.card is not None:
+                found.advice = self._advice(found, self.card)
+        found.runs = self.runs
+        return found
+
+    def _advice(self, found: Estimate, card: Card) -> list[Advice]:
+        def attempt(techniques: list[str], backend: str) -> TriedTechnique:
+            # What hangs with a technique must not keep the answer back.
+            seconds = min(self.request.seconds or math.inf, max(_LEAST_SECONDS, _TIMES * found.seconds))
+            changed = replace(self.request, techniques=techniques, backend=backend, seconds=seconds)
+            request = self._on(card, changed)
+            what = f"with {' and '.join(techniques)} on {card}"
+            try:
+                answer = self._ask(request, what)
+                whole = answer.steps >= found.steps
+                return TriedTechnique(whole and self._is_sure(found, request, answer, what), answer)
+            except (ScriptFailed, ChildFailed) as error:
+                self.say(f"it does not run {what}: {error}")
+                return TriedTechnique(False, None)
+
+        return advice.find(found, card, self.request.backend, attempt)
+
+    def _is_sure(self, found: Estimate, request: Request, answer: Answer, what: str) -> bool:
+        """Whether a run on a card completes, also with workspaces if they make a difference."""
+        if answer.completed and found.reserved[0] != found.reserved[1] and found.unknowns:
+            answer = self._ask(replace(request, cudnn_workspace=CUDNN_WORKSPACE), f"{what}, with workspaces")
+        return answer.completed
+
+    def _several(self, asked: list[tuple[Request, str]]) -> list[Answer]:
+        pool = ThreadPoolExecutor(max(1, self.jobs))
+        try:
+            return list(pool.map(lambda one: self._ask(*one), asked))
+        finally:
+            # Of an interrupt nobody waits: the children that the threads wait for end with the block of ScriptChildren.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _widen(self, found: Estimate, free: Answer) -> list[bool]:
+        """Make the figures ranges by runs at the other end of unknown values; return whether each of the runs
+        completes."""
+        asked: list[tuple[Request, str]] = []
+        if free.more["cudnn"] and not self.request.cudnn_workspace:
+            workspace = replace(self.request, cudnn_workspace=CUDNN_WORKSPACE)
+            asked.append((workspace, f"with workspaces of {_C.format_size(CUDNN_WORKSPACE)} for cuDNN"))
+        answers = self._several(asked)
+        if free.shape_guesses:
+            few = self._few()
+            asked.append(few[:2])
+            answers.append(few[2])
+        peaks = [(a.peak_allocated, a.held) for a in (free, *answers)]
+        found.allocated = min(p[0] for p in peaks), max(p[0] for p in peaks)
+        found.reserved = min(p[1] for p in peaks), max(p[1] for p in peaks)
+        outcomes = []
+        for (request, what), answer in zip(asked, answers, strict=True):
+            more, held = answer.peak_allocated - free.peak_allocated, answer.held - free.held
+            if more or held:
+                found.unknowns.append(f"{what}: {_signed(more)} allocated, {_signed(held)} reserved")
+            if self.card is not None:
+                outcomes.append(self._completes(request, self.card, answer, f"{what}, on {self.card}"))
+        return outcomes
+
+    def _few(self) -> tuple[Request, str, Answer]:
+        for fraction in _FEW:
+            request = replace(self.request, fraction=fraction)
+            what = f"where masks that the model computes select {fraction:.0%} and not all"
+            try:
+                return request, what, self._ask(request, what)
+            except ScriptFailed:
+                if fraction == _FEW[-1]:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _compare(self, found: Estimate, free: Answer, limited: Answer | None) -> None:
+        others = [name for name in BACKENDS if name != self.request.backend]
+        requests = [replace(self.request, backend=name) for name in others]
+        answers = self._several([(r, f"with the allocator '{r.backend}'") for r in requests])
+        own = None if limited is None else limited.completed
+        found.backends = [Backend(self.request.backend, free.held, own, free.peak_allocated)]
+        for request, answer in zip(requests, answers, strict=True):
+            completes = None
+            if self.card is not None:
+                what = f"with the allocator '{request.backend}' on {self.card}"
+                completes = self._completes(request, self.card, answer, what)
+            found.backends.append(Backend(request.backend, answer.held, completes, answer.peak_allocated))
+
+    # ---- searches --------------------------------------------------------------------------------------------------
+
+    def smallest_card(self, found: Estimate) -> None:
+        """Fill in the least memory that a card needs for this, to within 1 % or 16 MiB, and the card that has it."""
+        context = found.context // found.contexts
+        low, high = found.allocated[0] + found.context, found.needed[1]
+        step = max(16 << 20, high // 100)
+
+        def suffices(memory: int) -> bool:
+            card = Card(
+                _C.format_size(memory),
+                memory,
+                self.request.compute_capability,
+                self.request.multiprocessors,
+                context,
+            )
+            return self._ask(self._on(card, self.request), f"on a card of {card.name}").completed
+
+        needed = search.smallest(suffices, low - step, high, step)
+        card = cards.smallest_with(needed)
+        found.smallest_card = {"bytes": needed, "within": step, "card": card.name if card else None}
+        found.runs = self.runs
+
+    def _try_batches(self, found: Estimate, card: Card, batch: BatchOption) -> None:
+        try:
+            # An approximate suggestion is enough here: do not spend many runs on it.
+            self.largest_batch(found, card, most=(batch.size or 2) - 1, close=1 / 16)
+        except (ScriptFailed, ValueError) as error:
+            self.say(f"no other batch could be tried: {error}")
+
+    def largest_batch(self, found: Estimate, card: Card, most: int = MOST_BATCH, close: float = 0.0) -> int:
+        """Fill in the largest batch size that is sure to run on a card.
+
+        Raises ValueError if the batch size changes nothing, ScriptFailed if the script fails with another one.
+        """
+        if self.batch is None:
+            raise ValueError("there is no batch size that could be changed")
+        batch, peaks = self.batch, dict[int, int]()
+
+        def measure(size: int) -> int | None:
+            request = self._on(card, batch.request(self.request, size))
+            answer = self._ask(request, f"batch {size} on {card}")
+            if answer.more.get("loaders_of_batch_size") == 0:
+                before = "" if answer.completed else ", or none before it runs out of memory"
+                raise ValueError(
+                    f"the script makes no DataLoader{before}, so its batch is not known: name the option that sets it "
+                    "with --batch-option"
+                )
+            if not self._is_sure(found, request, answer, f"batch {size} on {card}"):
+                return None
+            peaks[size] = answer.peak_allocated
+            return answer.peak_allocated
+
+        room, start, known = card.usable - card.context * found.contexts, min(batch.size or 1, most), {}
+        if batch.size:
+            known[batch.size] = found.allocated[1]
+            if found.allocated[1] > room:  # all that does not grow with the batch makes this too much by far
+                start = max(1, batch.size * room // found.allocated[1] // 2)
+        try:
+            best, bounded = search.largest(measure, room, start, most, known=known, close=close)
+        except search.NoEffect:
+            raise ValueError(
+                f"{batch} does not change what the script needs: name the option that does with --batch-option"
+            ) from None
+        found.largest_batch = {
+            "size": best,
+            "peak": peaks.get(best),
+            "option": str(batch),
+            "card": card.name,
+            "bounded": bounded,
+            "exact": not close,
+            "now": batch.size,
+        }
+        found.runs = self.runs
+        return best
+
+
+def _signed(size: int) -> str:
+    return f"{'-' if size < 0 else '+'}{_C.format_size(abs(size))}"

@@ -1,0 +1,202 @@
+"""Techniques applied to a script from outside, so that an estimate can test its advice."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt._estimate import loss_head
+from memopt._estimate.request import (
+    CHECKPOINT,
+    EIGHT_BITS,
+    FUSED,
+    LOSS_HEAD,
+    OFFLOAD_ACTIVATIONS,
+    OFFLOAD_LAYERS,
+)
+
+_HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+
+
+class Techniques:
+    """Techniques installed for the rest of the process, before the script begins.
+
+    Args:
+        wanted: Names of techniques, as a request has them.
+
+    Attributes:
+        applied: Parts of the script that each technique was applied to, such as {"fused": ["AdamW"]}; a technique that
+            was applied to nothing has no entry.
+    """
+
+    def __init__(self, wanted: list[str]) -> None:
+        self.applied: dict[str, list[str]] = {}
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._depth = 0
+        names = {name.partition(":")[0] for name in wanted}
+        if EIGHT_BITS in names:
+            self._eight_bits()
+        if FUSED in names:
+            self._fused()
+        if OFFLOAD_LAYERS in names:
+            self._before_init(torch.optim.Optimizer, self._offload_layers)
+        if CHECKPOINT in names:
+            self._after_init(torch.optim.Optimizer, self._optimizers.add)
+        if LOSS_HEAD in names:
+            loss_head.install(lambda: self.applied.setdefault(LOSS_HEAD, ["cross_entropy"]))
+        budget = next((int(name.partition(":")[2]) for name in wanted if name.startswith(CHECKPOINT)), None)
+        if budget is not None or OFFLOAD_ACTIVATIONS in names:
+            self._around_calls(budget, OFFLOAD_ACTIVATIONS in names)
+
+    def _met(self, technique: str, what: object) -> None:
+        met, name = self.applied.setdefault(technique, []), type(what).__name__
+        if name not in met:
+            met.append(name)
+
+    # ---- optimizers -----------------------------------------------------------------------------------------------
+
+    def _eight_bits(self) -> None:
+        import memopt.optim
+
+        for name in ("Adam", "AdamW"):
+            kind = self._of_eight_bits(getattr(memopt.optim, name))
+            setattr(torch.optim, name, kind)
+            setattr(importlib.import_module(f"torch.optim.{name.lower()}"), name, kind)
+
+    def _of_eight_bits(self, ours: Any) -> type:
+        met = self._met
+
+        class EightBits(ours):  # type: ignore[misc]
+            def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+                if kwargs.get("amsgrad"):
+                    super().__init__(params, *args, **kwargs)
+                    return
+                super().__init__(params, *args, state_bits=8, **kwargs)
+                met(EIGHT_BITS, self)
+
+        EightBits.__name__ = EightBits.__qualname__ = ours.__name__
+        return EightBits
+
+    def _fused(self) -> None:
+        for name in _HAVE_FUSED:
+            kind = getattr(torch.optim, name)
+            kind.__init__ = self._given_fused(kind.__init__)
+
+    def _given_fused(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(optimizer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+            chosen = (kwargs.get(name) for name in ("fused", "foreach", "differentiable"))
+            if any(one is not None and one is not False for one in chosen):
+                original(optimizer, params, *args, **kwargs)
+                return
+            original(optimizer, params, *args, **kwargs | {"fused": True})
+            self._met(FUSED, optimizer)
+
+        return init
+
+    def _before_init(self, kind: type, call: Callable[[Any], object]) -> None:
+        original = kind.__init__  # type: ignore[misc]
+
+        @functools.wraps(original)
+        def init(this: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+            groups = list(params)
+            call(groups)
+            original(this, groups, *args, **kwargs)
+
+        kind.__init__ = init  # type: ignore[misc]
+
+    def _after_init(self, kind: type, call: Callable[[Any], object]) -> None:
+        original = kind.__init__  # type: ignore[misc]
+
+        @functools.wraps(original)
+        def init(this: Any, *args: Any, **kwargs: Any) -> None:
+            original(this, *args, **kwargs)
+            call(this)
+
+        kind.__init__ = init  # type: ignore[misc]
+
+    # ---- models ---------------------------------------------------------------------------------------------------
+
+    def _offload_layers(self, groups: list[Any]) -> None:
+        """Offload layers before the optimizer is made, because its states are to be where the parameters are then."""
+        import memopt
+
+        given = [p for group in groups for p in (group["params"] if isinstance(group, dict) else [group])]
+        stepped = {id(p) for p in given if isinstance(p, torch.Tensor)}
+        for model in _models():
+            if model not in self._offloaded and any(id(p) in stepped for p in model.parameters()):
+                memopt.offload_layers(model)
+                self._offloaded.add(model)
+                self._met(OFFLOAD_LAYERS, model)
+
+    @functools.cached_property
+    def _offloaded(self) -> weakref.WeakSet[nn.Module]:
+        return weakref.WeakSet()
+
+    def _around_calls(self, budget: int | None, offload: bool) -> None:
+        """Wrap each outermost call of a module with gradients, which is a model's forward pass.
+
+        A part of such a model that is called by itself runs again in a backward pass.
+        """
+        import memopt
+
+        original = nn.Module.__call__
+        models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            outermost = not self._depth and torch.is_grad_enabled() and module not in parts
+            if not outermost or not _is_trained(module):
+                return original(module, *args, **kwargs)
+            self._depth += 1
+            try:
+                if module not in models:
+                    models.add(module)
+                    parts.update(part for part in module.modules() if part is not module)
+                    if budget is not None:
+                        self._checkpoint(module, args, kwargs, budget)
+                if not offload:
+                    return original(module, *args, **kwargs)
+                self._met(OFFLOAD_ACTIVATIONS, module)
+                with memopt.offload_activations():
+                    return original(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
+
+    def _checkpoint(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int
+    ) -> None:
+        import memopt
+
+        if args and kwargs:
+            raise ValueError("auto_checkpoint's sample is arguments in order or by name")
+        mine = {id(p) for p in model.parameters()}
+        stepped = (
+            one
+            for one in self._optimizers
+            if any(id(p) in mine for g in one.param_groups for p in g["params"])
+        )
+        memopt.auto_checkpoint(
+            model, kwargs or args, memory_budget=budget, optimizer=next(stepped, None), accumulate=True
+        )
+        self._met(CHECKPOINT, model)
+
+
+def _models() -> list[nn.Module]:
+    """Return modules that are in no other module."""
+    modules = [one for one in gc.get_objects() if isinstance(one, nn.Module)]
+    below = {id(child) for module in modules for child in module._modules.values()}
+    return [module for module in modules if id(module) not in below]
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())

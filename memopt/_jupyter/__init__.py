@@ -1,0 +1,1 @@
+"""Support for Jupyter and IPython: %load_ext memopt."""

@@ -1,0 +1,1 @@
+"""Memory made visible: recordings, live tensors, out-of-memory reports, and HTML of each."""

@@ -1,0 +1,199 @@
+"""Refusals where the micro-batches of a batch cannot have the gradients of the whole.
+
+Decidable beforehand: modules that mix samples (batch norm), gradients that are changed on their way (hooks). By the
+graph of a loss: torch's cross entropy says how many targets it has averaged over. By values: the loss of a batch must
+be the weighted sum of the losses of unequal parts of it. What holds for the batches that were tried by chance (each
+with as many targets that count as the next) cannot be told from what holds always; so it is tried again, at the first,
+second, fourth, eighth … step that is cut.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from memopt.cuda._caller import stacklevel
+
+_DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reductions are there
+
+# By the loss's dtype: what a sum over other tiles may differ by, of the largest loss. TF32 and autocast inside fn do
+# not show in the dtype, so fp32's is wide; a mean over tokens instead of samples is off by more as soon as lengths do.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+_TOLD = "pass exact=False to have it run in micro-batches all the same"
+_ANOTHER = "Draw it outside of fn, or leave out exact=True: gradients of micro-batches are equal in distribution then"
+
+
+Suspects = list[tuple[str, weakref.ref[nn.Module]]]
+
+
+def suspects(modules: Sequence[nn.Module]) -> Suspects:
+    """Modules that mix samples when they are in train mode, by name: the list is kept, the mode is asked each time."""
+    found = []
+    for root in modules:
+        for name, module in root.named_modules():
+            by_name = "BatchNorm" in type(module).__name__ and hasattr(module, "running_mean")
+            if isinstance(module, _BatchNorm | _InstanceNorm) or by_name:
+                found.append((name, weakref.ref(module)))
+    return found
+
+
+def _mixing(found: Suspects) -> Iterator[str]:
+    """The effects of those modules that micro-batches would have otherwise, as they are now."""
+    for name, reference in found:
+        module = reference()
+        if module is None:  # it is part of the model no more
+            continue
+        keeps = getattr(module, "running_mean", None) is not None
+        if isinstance(module, _InstanceNorm):
+            if module.training and keeps:
+                yield f"{_module(name, module)} averages the statistics it keeps over the batch"
+        elif module.training or not keeps:
+            yield f"{_module(name, module)} normalises by the batch's own statistics"
+
+
+def refuse_mixing(found: Suspects) -> None:
+    reasons = list(_mixing(found))
+    if reasons:
+        more = f" (and {len(reasons) - 1} more modules)" if len(reasons) > 1 else ""
+        raise ValueError(
+            f"memopt.backward: a batch in micro-batches would have other gradients than the whole: {reasons[0]}{more}. "
+            f"Put such modules into eval mode, use a norm of single samples (GroupNorm, LayerNorm), or {_TOLD}: each "
+            "micro-batch is normalised by itself then, and running statistics move once a micro-batch"
+        )
+
+
+def refuse_hooks(modules: Sequence[nn.Module]) -> None:
+    """Refuse hooks of parameters, which see the gradient of a micro-batch for that of the batch."""
+    for root in modules:
+        for name, parameter in root.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"memopt.backward: parameter {name} has a hook on its gradient, which would be called for each "
+                    f"micro-batch, with the gradient of that alone. Do its work after backward(), or {_TOLD}"
+                )
+
+
+def refuse_graph(loss: Tensor) -> None:
+    """Refuse a cross entropy that has averaged over other numbers than those of samples. Waits for the device."""
+    for node in _nodes(loss):
+        counted = _counted(node)
+        if counted is not None and counted[0] != counted[1]:
+            raise ValueError(
+                f"memopt.backward: the loss is a mean over {counted[0]:g} of {counted[1]} targets ({counted[2]}), and "
+                "its micro-batches would have other means than the whole. Give what each micro-batch is to count for, "
+                "reduction=lambda *part: (part[1] != -100).sum() for one, or return the losses unreduced "
+                f"(reduction='none'), or {_TOLD}"
+            )
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    left, seen = [loss.grad_fn], 0
+    while left and seen < _DEPTH:
+        node = left.pop(0)
+        if node is None:
+            continue
+        seen += 1
+        yield node
+        left += [following for following, _ in node.next_functions]
+
+
+def _counted(node: Any) -> tuple[float, int, str] | None:
+    """The divisor of a mean of negative log likelihoods, its targets, and why the two may differ."""
+    if not type(node).__name__.startswith("NllLoss") or getattr(node, "_saved_reduction", 0) != 1:
+        return None
+    total, target = node._saved_total_weight, node._saved_target
+    if total.device.type == "meta" or total.numel() != 1:
+        return None
+    ignored = node._saved_ignore_index  # autograd's attribute is unsigned
+    ignored -= 1 << 64 if ignored >= 1 << 63 else 0
+    why = "class weights" if node._saved_weight is not None else f"ignore_index={ignored}"
+    return float(total), target.numel(), why
+
+
+def add_up(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """True where the weighted losses of parts add up to that of `whole`. Waits for the device."""
+    values = [float(part) for part in parts]
+    expected = float(whole)
+    scale = max(abs(expected), *map(abs, values))
+    tolerance = _TOLERANCE.get(whole.dtype, 2e-3)
+    # A part without a mean of its own (nothing of it counts) is none of a mean over samples either.
+    return not math.isfinite(expected) or abs(sum(values) - expected) <= tolerance * scale
+
+
+def refuse_values(whole: Tensor, parts: Sequence[Tensor], reduction: object) -> None:
+    """Raise ValueError for parts whose losses do not add up."""
+    how = repr(reduction) if isinstance(reduction, str) else "of those counts"
+    raise ValueError(
+        f"memopt.backward: the loss is no {how} of samples: {float(whole):.6g} of a batch, of whose parts the weighted "
+        f"losses add up to {sum(map(float, parts)):.6g}. A mean over something else (tokens, pairs)? Give what each "
+        f"micro-batch is to count for, reduction=lambda *part: number, or return a loss for each sample, or {_TOLD}"
+    )
+
+
+class NotOnParts(ValueError):
+    """fn runs on a batch and not on a part of it."""
+
+
+def not_on_parts(start: int, stop: int, samples: int, error: Exception) -> NotOnParts:
+    """The error for a batch of so many samples; `error` is what fn raised on those from start to stop."""
+    part = "a second time"
+    if stop - start < samples:
+        part = f"on a part of it, samples {start} to {stop} of {samples}"
+    return NotOnParts(
+        f"memopt.backward: a batch that runs out of memory cannot be cut, since fn does not run {part} "
+        f"({type(error).__name__}: {error}). Name an argument that every micro-batch needs whole in unbatched=, or say "
+        "in batch_dim= where its samples are. Samples that need each other, as the nodes of a graph do, cannot be cut: "
+        "have memopt.auto_checkpoint() fit the whole, or pass smaller graphs. Where fn only refuses so few samples, "
+        f"{_TOLD}"
+    )
+
+
+def refuse_random_modules(modules: Sequence[nn.Module]) -> None:
+    """exact=True, before anything runs."""
+    for drawing in _drawing(modules):
+        raise ValueError(
+            f"memopt.backward: exact=True, and {drawing} draws another mask for each micro-batch. {_ANOTHER}"
+        )
+
+
+def refuse_randomness() -> None:
+    """exact=True, and fn was seen to draw."""
+    raise ValueError(
+        "memopt.backward: exact=True, and fn draws random numbers, of which micro-batches would draw others. "
+        f"{_ANOTHER}"
+    )
+
+
+def warn_of_randomness(modules: Sequence[nn.Module]) -> None:
+    """A batch is cut, and fn was seen to draw."""
+    names = list(_drawing(modules))
+    more = f" and {len(names) - 1} more modules" if len(names) > 1 else ""
+    who = f"fn ({names[0]}{more})" if names else "fn"
+    warnings.warn(
+        f"memopt.backward: this batch did not fit and runs in micro-batches, and {who} draws random numbers. Each "
+        "micro-batch draws others than the whole would have, so this step's loss and gradients are not those of the "
+        "whole batch, only equal in distribution. For equal ones draw the noise outside and pass it to memopt.backward "
+        "with the batch; exact=True refuses such a fn, exact=False leaves out this warning",
+        RuntimeWarning,
+        stacklevel=stacklevel(),
+    )
+
+
+def _drawing(modules: Sequence[nn.Module]) -> Iterator[str]:
+    for root in modules:
+        for name, module in root.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+                yield _module(name, module)
+
+
+def _module(name: str, module: nn.Module) -> str:
+    return f"{type(module).__name__} {name!r}" if name else type(module).__name__

@@ -1,0 +1,302 @@
+"""The samples of a batch, and how it is cut: tensors and arrays along a dimension, and lists of samples.
+
+They are found in whatever tuples, mappings and dataclasses they are in.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils import _pytree
+
+Lists = Literal["samples", "tensors"]
+_Steps = tuple[int | str, ...]  # from the arguments to a value: positions, keywords, keys, fields
+
+# They have no samples: each micro-batch is given them whole.
+_WHOLE = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    type(None),
+)
+
+
+class Cutting(NamedTuple):
+    """The caller's reading of the arguments.
+
+    unbatched: arguments that every micro-batch is given whole, by position, keyword, key or field. batch_dim: the
+    dimension of the samples, of all tensors or of some by the same names. lists: the meaning of a list that could be
+    both.
+    """
+
+    unbatched: Collection[int | str] = ()
+    batch_dim: int | Mapping[int | str, int] = 0
+    lists: Lists | None = None
+
+    def is_whole(self, steps: _Steps) -> bool:
+        return any(self._names(steps, name) for name in self.unbatched)
+
+    def dim(self, steps: _Steps) -> int:
+        if isinstance(self.batch_dim, int):
+            return self.batch_dim
+        return next((dim for name, dim in self.batch_dim.items() if self._names(steps, name)), 0)
+
+    def key(self) -> Hashable:
+        """Equal where they are."""
+        dims = self.batch_dim if isinstance(self.batch_dim, int) else frozenset(self.batch_dim.items())
+        return frozenset(self.unbatched), dims, self.lists
+
+    @staticmethod
+    def _names(steps: _Steps, name: int | str) -> bool:
+        """A number is an argument's position; a name may stand anywhere."""
+        return name == steps[0] if isinstance(name, int) else name in steps
+
+
+class _Leaf(NamedTuple):
+    steps: _Steps
+    value: Any
+    dim: int
+
+    @property
+    def size(self) -> int | None:
+        """The size of the samples' dimension; None where it has none."""
+        shape = self.value.shape
+        return int(shape[self.dim]) if -len(shape) <= self.dim < len(shape) else None
+
+
+class SplitBatch:
+    """The arguments of a call, their number of samples, and micro-batches of them.
+
+    Raises ValueError where the samples cannot be told, naming the argument and the remedy; TypeError for an argument of
+    which is not known how to cut it.
+    """
+
+    def __init__(self, args: tuple[Any, ...], named: dict[str, Any], cutting: Cutting) -> None:
+        self.args, self.named, self.cutting = args, named, cutting
+        self._tensors: list[_Leaf] = []
+        self._lists: list[_Leaf] = []
+        for steps, value in self._arguments():
+            self._survey(steps, value)
+        self._samples_lists: set[_Steps] = set()
+        self._doubt = ""
+        self.samples = self._count()
+        self.shapes = tuple(
+            (
+                tuple(leaf.value.shape[: leaf.dim]) + tuple(leaf.value.shape[leaf.dim :][1:]),
+                str(leaf.value.dtype),
+            )
+            for leaf in self._tensors
+        )
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return (leaf.value for leaf in self._tensors if isinstance(leaf.value, torch.Tensor))
+
+    def micro_batch(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Samples start to stop: views, where the samples are the first dimension."""
+        if start == 0 and stop == self.samples:
+            return self.args, self.named
+        if self._doubt:
+            raise ValueError(self._doubt)
+        cut = [self._cut((k,), value, start, stop) for k, value in enumerate(self.args)]
+        named = {name: self._cut((name,), value, start, stop) for name, value in self.named.items()}
+        return tuple(cut), named
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
+
+    def _arguments(self) -> Iterator[tuple[_Steps, Any]]:
+        yield from (((k,), value) for k, value in enumerate(self.args))
+        yield from (((name,), value) for name, value in self.named.items())
+
+    def _survey(self, steps: _Steps, value: Any) -> None:
+        if self.cutting.is_whole(steps):
+            return
+        if _is_array(value):
+            self._tensors.append(_Leaf(steps, value, self.cutting.dim(steps)))
+        elif type(value) is list:
+            self._lists.append(_Leaf(steps, value, self.cutting.dim(steps)))
+        elif (children := _children(value)) is not None:
+            for step, child in children:
+                self._survey((*steps, step), child)
+        elif not (isinstance(value, _WHOLE) or callable(value)):
+            raise TypeError(
+                f"{_named(steps)} is a {type(value).__qualname__}, and memopt.backward does not know how to cut one: "
+                "pass the tensors in it, register it with torch.utils._pytree.register_pytree_node, or name it in "
+                "unbatched= if every micro-batch needs it whole"
+            )
+
+    def _count(self) -> int:
+        sizes = {leaf.size for leaf in self._tensors}
+        if not sizes and not self._lists:
+            raise ValueError(
+                "memopt.backward was given no tensor, and so no samples: pass the batch after fn"
+            )
+        samples = self._of_tensors() if sizes else self._of_lists()
+        for leaf in self._lists:
+            self._decide(leaf, samples)
+        return samples
+
+    def _of_tensors(self) -> int:
+        first = self._tensors[0]
+        for leaf in self._tensors:
+            if getattr(leaf.value, "is_nested", False):
+                raise ValueError(
+                    f"{_named(leaf.steps)} is a nested tensor: pass its samples as a list, lists='samples'"
+                )
+            if leaf.size is None or leaf.size != first.size:
+                other = "no such dimension" if leaf.size is None else f"{leaf.size}"
+                raise ValueError(
+                    f"the samples of a batch are its tensors' dimension {leaf.dim}, of which {_named(leaf.steps)} "
+                    f"(shape {tuple(leaf.value.shape)}) has {other}"
+                    + (f", and {_named(first.steps)} {first.size}" if leaf is not first else "")
+                    + f": name it in unbatched=({leaf.steps[-1]!r},) if every micro-batch needs it whole, or say in "
+                    "batch_dim= where its samples are"
+                )
+        assert first.size is not None
+        return first.size
+
+    def _of_lists(self) -> int:
+        """There is no tensor outside of lists."""
+        lengths = {len(leaf.value) for leaf in self._lists}
+        inside = [_sizes_in(leaf) for leaf in self._lists]
+        sizes = set().union(*inside)
+        told = self.cutting.lists
+        samples = told == "samples" or (told is None and not sizes) or (told is None and len(sizes) > 1)
+        if told is None and len(sizes) == 1 and len(lengths) == 1:
+            raise ValueError(
+                f"{_named(self._lists[0].steps)} is a list of {lengths.pop()} whose tensors all have {sizes.pop()} in "
+                "their dimension of samples: say lists='samples' if each element is a sample, lists='tensors' if each "
+                "holds all of them"
+            )
+        found = lengths if samples else sizes
+        if len(found) != 1 or None in found:
+            raise ValueError(
+                f"the lists of the batch have no one number of samples: lengths {sorted(lengths)}, tensors' sizes "
+                f"{sorted(map(str, sizes))}"
+            )
+        (number,) = found
+        assert number is not None
+        return number
+
+    def _decide(self, leaf: _Leaf, samples: int) -> None:
+        """Decide whether a list is one of samples, or holds tensors that have them."""
+        told, sizes = self.cutting.lists, _sizes_in(leaf)
+        by_sample = len(leaf.value) == samples and told != "tensors"
+        by_tensor = sizes == {samples} and told != "samples"
+        if not by_sample and not by_tensor:
+            raise ValueError(
+                f"{_named(leaf.steps)} is a list of {len(leaf.value)}, the batch has {samples} samples: name it in "
+                f"unbatched=({leaf.steps[-1]!r},) if every micro-batch needs it whole"
+            )
+        if (
+            by_sample and by_tensor
+        ):  # by chance, where the last batch is a short one: no reason to stop unless it is cut
+            self._doubt = (
+                f"{_named(leaf.steps)} is a list of {samples} tensors of {samples} samples: say lists='samples' if "
+                "each element is a sample, lists='tensors' if each holds all of them"
+            )
+        elif by_sample:
+            self._samples_lists.add(leaf.steps)
+
+    # ---- cutting -----------------------------------------------------------------------------------------------------
+
+    def _cut(self, steps: _Steps, value: Any, start: int, stop: int) -> Any:
+        if self.cutting.is_whole(steps):
+            return value
+        if _is_array(value):
+            return _narrow(value, self.cutting.dim(steps), start, stop)
+        if type(value) is list and steps in self._samples_lists:
+            return value[start:stop]
+        if _children(value) is None:
+            return value
+        return _rebuilt(value, lambda step, child: self._cut((*steps, step), child, start, stop))
+
+
+def _is_array(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _narrow(value: Any, dim: int, start: int, stop: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        micro_batch = value.narrow(dim, start, stop - start)
+        return micro_batch if dim == 0 else micro_batch.contiguous()  # as .view() in a model expects it
+    return value[(slice(None),) * (dim % value.ndim) + (slice(start, stop),)]
+
+
+def _sizes_in(leaf: _Leaf) -> set[int | None]:
+    """The tensors' numbers of samples, if the list is none of samples."""
+    found: set[int | None] = set()
+    left = list(leaf.value)
+    while left:
+        value = left.pop()
+        if _is_array(value):
+            found.add(_Leaf(leaf.steps, value, leaf.dim).size)
+        elif (children := _children(value)) is not None:
+            left += [child for _, child in children]
+    return found
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _children(value: Any) -> Sequence[tuple[int | str, Any]] | None:
+    """The content of a container, by position, key or field; None for what is none."""
+    if isinstance(value, list | tuple):
+        names = getattr(value, "_fields", None) or range(len(value))
+        return list(zip(names, value, strict=True))
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if _is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if type(value) in _pytree.SUPPORTED_NODES:
+        children, _ = _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)
+        return list(enumerate(children))
+    return None
+
+
+def _rebuilt(value: Any, change: Callable[[int | str, Any], Any]) -> Any:
+    """A container of the same kind, of other children."""
+    children = [change(step, child) for step, child in _children(value) or ()]
+    if isinstance(value, list):
+        return children
+    if isinstance(value, tuple):
+        return type(value)(*children) if hasattr(value, "_fields") else tuple(children)
+    if isinstance(value, Mapping):
+        changed = dict(zip(value, children, strict=True))
+        if type(value) is dict:
+            return changed
+        again: Any = copy.copy(
+            value
+        )  # with what else it carries: BatchEncoding's encodings, a defaultdict's factory
+        for key, child in changed.items():
+            again[key] = child
+        return again
+    if _is_dataclass(value):
+        again = copy.copy(value)
+        for field, child in zip(dataclasses.fields(value), children, strict=True):
+            object.__setattr__(again, field.name, child)  # a frozen one too
+        return again
+    node = _pytree.SUPPORTED_NODES[type(value)]
+    return node.unflatten_fn(children, node.flatten_fn(value)[1])
+
+
+def _named(steps: _Steps) -> str:
+    first, *rest = steps
+    name = f"argument {first}" if isinstance(first, int) else f"argument {first!r}"
+    return name + "".join(f"[{step!r}]" for step in rest)

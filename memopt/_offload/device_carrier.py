@@ -1,0 +1,288 @@
+"""Parameters in host memory, their way to a CUDA device, and their gradients' way back.
+
+    parameter (host) ─ ToHostGrad ─ ToDeviceParam ─ what the layer does (device)
+
+To the device: memory for a copy is taken from the present stream, which had it last; so the copy begins once all is
+done that this stream was given before, and what the stream is given after `tensor()` comes after the copy. Freed, the
+memory is the present stream's at once: it has been given all that reads it.
+To the host: the two nodes' backward brings the gradient there, once. ToDeviceParam's begins the copy, on the device's
+thread of autograd, which goes on at once; ToHostGrad's waits for it, on the thread that called backward(), which has
+nothing else to do. So hooks of the parameter, accumulation into .grad and torch.autograd.grad find a gradient that is
+there. On the device the gradient is held until the present stream waits for the copy, which is when a layer's worth is
+on its way; so of gradients there are two layers' at most, those that leave and those that are being made, and the copy
+had a layer's time to be made in.
+
+The host waits in two places: in `GradTransfer.wait`, of the thread that is about to read the gradient, and in
+`ToDevice.settle`, behind which the program may write to the parameters. The copies are memopt._C's."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memopt import _C
+from memopt._offload.host_parameters import LockedMemory
+from memopt._offload.pinned_memory import CopyIn, dense_bytes
+from memopt._runtime.log import logger
+
+FOREVER = 1e8  # seconds
+
+
+class ToDevice:
+    """The way to the device. copied: bytes, so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copied = 0
+        self._last = 0  # copy that has begun
+
+    def fetch(self, hosts: Sequence[torch.Tensor]) -> list[DeviceCopy]:
+        """Copies that have begun. All memory is taken before any does; so an error leaves none."""
+        tensors = [torch.empty_like(host, device=self.device, requires_grad=False) for host in hosts]
+        owner = torch.cuda.current_stream(self.device)
+        sources, targets = [], []
+        for host, tensor in zip(hosts, tensors, strict=True):
+            source = dense_bytes(host.detach())
+            if source is None:
+                tensor.copy_(host.detach())
+            elif host.nbytes:
+                sources.append(source)
+                targets.append(dense_bytes(tensor))
+        ticket = _C.copy_batch(sources, targets, b"\1" * len(sources), None, owner.cuda_stream)
+        self._last = ticket or self._last
+        self.copied += sum(host.nbytes for host in hosts)
+        return [
+            DeviceCopy(host, tensor, CopyIn(owner, ticket))
+            for host, tensor in zip(hosts, tensors, strict=True)
+        ]
+
+    def settle(self) -> None:
+        """Wait, on the host, for the copies that have begun: what they read may change."""
+        if self._last:
+            _C.copy_wait(self.device.index, self._last, FOREVER)
+            self._last = 0
+
+
+class DeviceCopy:
+    """A parameter's value on the device, or on its way there."""
+
+    __slots__ = ("_awaited", "_copy", "_tensor", "host", "pointer", "version")
+
+    def __init__(self, host: torch.Tensor, tensor: torch.Tensor, copy: CopyIn) -> None:
+        self.host, self._tensor, self._copy = host, tensor, copy
+        self.version, self.pointer = host._version, host.data_ptr()
+        self._awaited = False
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._tensor.nbytes)
+
+    @property
+    def storage(self) -> int:
+        return int(self._tensor.untyped_storage()._cdata)
+
+    def holds(self, host: torch.Tensor) -> bool:
+        """Whether that is what was copied, and has not changed since."""
+        return host is self.host and host._version == self.version and host.data_ptr() == self.pointer
+
+    def tensor(self) -> torch.Tensor:
+        """The copy, for the present stream; not part of any graph."""
+        self._awaited |= self._copy.join(self._tensor)
+        return self._tensor.data  # with a version counter of its own
+
+    def __del__(self) -> None:
+        # Nobody wanted it: the memory must not be another's while it is being written.
+        if not getattr(self, "_awaited", True) and not sys.is_finalizing():
+            _C.copy_await(self._tensor.device.index, self._copy.ticket, self._copy.owner.cuda_stream)
+
+
+class ToHost:
+    """The way from the device. most: bytes of gradients that are kept for their copies' sake, the last at least.
+    copied: bytes, so far."""
+
+    def __init__(self, device: torch.device, most: int) -> None:
+        self.device, self.most = device, most
+        self.memory = LockedMemory(device)
+        self.copied = 0
+        self._leaving: deque[tuple[torch.Tensor, torch.cuda.Stream, int]] = deque()
+        self._held = 0
+
+    def send(self, gradient: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """-> (the gradient on the host, once the copy of that ticket is over)."""
+        host = self.memory.lend(gradient)
+        source = dense_bytes(gradient)
+        if source is None:
+            gradient = torch.empty_like(gradient).copy_(gradient)
+            source = dense_bytes(gradient)
+        owner, ticket = torch.cuda.current_stream(self.device), 0
+        if gradient.nbytes:
+            ticket = _C.copy_out(source, dense_bytes(host), 0, owner.cuda_stream)
+        self._leaving.append((gradient, owner, ticket))
+        self._held += gradient.nbytes
+        self.copied += gradient.nbytes
+        while self._held > self.most and len(self._leaving) > 1:
+            self._release()
+        return host, ticket
+
+    def finish(self) -> None:
+        """Give all gradients' memory back to the computation; the host need not wait."""
+        while self._leaving:
+            self._release()
+
+    def _release(self) -> None:
+        gradient, owner, ticket = self._leaving.popleft()
+        self._held -= gradient.nbytes
+        _C.copy_await(self.device.index, ticket, owner.cuda_stream)
+
+
+# ---- in a graph ------------------------------------------------------------------------------------------------------
+
+
+class GradTransfer:
+    """A gradient on its way to the host."""
+
+    __slots__ = ("device", "ticket")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.ticket = device, 0
+
+    def wait(self) -> None:
+        if self.ticket:
+            _C.copy_wait(self.device.index, self.ticket, FOREVER)
+            self.ticket = 0
+
+
+class ToHostGrad(torch.autograd.Function):
+    """A host parameter in a graph; its gradient is there when its backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, transfer: GradTransfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.transfer.wait()
+        return gradient, None
+
+
+class ToDeviceParam(torch.autograd.Function):
+    """Its copy on the device; its backward sends the gradient to the host."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        on_host: torch.Tensor,
+        copy: torch.Tensor,
+        parameter: torch.Tensor,
+        transfer: GradTransfer,
+        to_host: ToHost,
+    ) -> torch.Tensor:
+        ctx.host_parameter, ctx.transfer, ctx.to_host = parameter, transfer, to_host
+        ctx.set_materialize_grads(False)
+        # Not detach(), which makes a view, whose own views without a graph would need no gradient.
+        return copy.data
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None, None, None]:
+        if gradient is None:
+            on_host = None
+        elif torch.is_grad_enabled() or gradient.layout is not torch.strided:
+            on_host = gradient.to("cpu")  # differentiable, or of no fixed size
+            ctx.to_host.copied += gradient.nbytes if gradient.layout is torch.strided else 0
+        else:
+            on_host, ctx.transfer.ticket = ctx.to_host.send(gradient)
+        return on_host, None, None, None, None
+
+
+def device_parameter(parameter: torch.Tensor, copy: torch.Tensor, to_host: ToHost) -> torch.Tensor:
+    """The copy, as what the parameter is on the device: gradients of it are the parameter's."""
+    if not parameter.requires_grad or torch.is_inference_mode_enabled():
+        return copy
+    transfer = GradTransfer(copy.device)
+    with torch.enable_grad():
+        on_host = ToHostGrad.apply(parameter, transfer)
+        return ToDeviceParam.apply(on_host, copy, parameter, transfer, to_host)  # type: ignore[no-any-return]
+
+
+# ---- the carrier -----------------------------------------------------------------------------------------------------
+
+
+class DeviceCarrier:
+    """typical: a layer's bytes; of copies there are two such at once, where there is no budget. most: the largest
+    layer's. budget: of live bytes on the device, whatever they are."""
+
+    copies = True
+
+    def __init__(self, device: torch.device, typical: int, most: int, budget: int | None) -> None:
+        self.device, self.typical, self.budget = device, typical, budget
+        self.to_device, self.to_host = ToDevice(device), ToHost(device, most)
+        self._room = _BudgetRoom(device, budget) if budget is not None else None
+
+    def travels(self, parameter: torch.Tensor) -> bool:
+        return bool(parameter.device.type == "cpu")
+
+    def fetch(self, parameters: Sequence[torch.Tensor]) -> Sequence[DeviceCopy]:
+        return self.to_device.fetch(parameters)
+
+    def stand_in(self, parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        return device_parameter(parameter, copy, self.to_host)
+
+    def drop(self, copy: DeviceCopy) -> None:
+        """Its memory goes with it."""
+
+    def settle(self) -> None:
+        self.to_device.settle()
+
+    def finish(self) -> None:
+        self.to_host.finish()
+
+    def allowance(self, wanted: int) -> int:
+        if self._room is not None:
+            return self._room.left
+        return beside(self.typical) + max(self.typical - wanted, 0)
+
+    def passed(self, grad_mode: bool) -> None:
+        if self._room is not None:
+            self._room.begin(grad_mode)
+
+
+def beside(typical: int) -> int:
+    """Bytes of copies beside those in use: a layer's, and those of the small ones around it."""
+    return typical + typical // 16
+
+
+class _BudgetRoom:
+    """The bytes that a budget leaves for copies not in use: the first pass of a kind (with a graph, or without) runs
+    with none. Whatever its peak was, so many bytes more at any time stay within the budget."""
+
+    def __init__(self, device: torch.device, budget: int) -> None:
+        self.device, self.budget = device, budget
+        self.left = 0
+        self._least: dict[bool, int] = {}  # the peak with nothing beside what is in use
+        self._kind: bool | None = None
+        self._warned = False
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def begin(self, grad_mode: bool) -> None:
+        """A pass begins: what the last one took is known."""
+        if self._kind is not None:
+            peak = torch.cuda.max_memory_allocated(self.device)
+            self._least[self._kind] = max(self._least.get(self._kind, 0), peak - self.left)
+            if peak > self.budget and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "offload_layers: the step took %d bytes of the device with one layer there at a time: more than "
+                    "memory_budget=%d. Smaller layers (layers=), checkpointing or a smaller batch take less",
+                    peak - self.left,
+                    self.budget,
+                )
+        self._kind = grad_mode
+        least = self._least.get(grad_mode)
+        self.left = 0 if least is None else max(self.budget - least, 0)

@@ -1,0 +1,352 @@
+"""memopt.offload_layers: parameters off the device, copied to it layer by layer."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from memopt import _C
+from memopt._checkpoint.auto import StageForward
+from memopt._offload.device_carrier import DeviceCarrier, beside
+from memopt._offload.host_parameters import HostParameters, file_block, locked_block
+from memopt._offload.layer_residency import LayerResidency
+from memopt._offload.mapped_pages import PageCarrier
+from memopt._offload.model_layers import (
+    Layer,
+    ParameterSlot,
+    check_model,
+    devices_of,
+    find_layers,
+    nbytes,
+)
+
+NAME = "_call_impl"  # what Module.__call__ calls: the hooks, and forward between them
+
+
+_EARLIER = {"bytes_at_home": "bytes_offloaded", "bytes_visiting": "bytes_at_once"}
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The places of a model's bytes. bytes_offloaded: of parameters, off the device; bytes_on_device: of buffers, and
+    of what stays there; bytes_at_once: of parameters that are on the device at once, at the most, without a budget."""
+
+    to: str
+    device: str
+    layers: tuple[tuple[str, int], ...]  # name, bytes
+    bytes_offloaded: int
+    bytes_on_device: int
+    bytes_at_once: int
+    memory_budget: int | None = None
+    note: str = ""
+
+    def __getattr__(self, name: str) -> int:
+        if name not in _EARLIER:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        warnings.warn(f"LayerPlan.{name} is named {_EARLIER[name]} now", DeprecationWarning, stacklevel=2)
+        value: int = getattr(self, _EARLIER[name])
+        return value
+
+    def __str__(self) -> str:
+        if self.note:
+            return self.note
+        where = "pinned memory of the host" if self.to == "cpu" else f"a file in {self.to}"
+        lines = [
+            f"{len(self.layers)} layers' parameters, {_C.format_size(self.bytes_offloaded)}, live in {where} and are "
+            f"copied to {self.device}, the next while one runs: at most {_C.format_size(self.bytes_at_once)} at once"
+            + (f", more within {_C.format_size(self.memory_budget)} in all" if self.memory_budget else ""),
+            f"{_C.format_size(self.bytes_on_device)} of buffers stay on {self.device}",
+        ]
+        width = max(len(name) for name, _ in self.layers) if self.layers else 0
+        lines += [
+            f"  {name or '(the model itself)':{width}}  {_C.format_size(size):>12}"
+            for name, size in self.layers
+        ]
+        return "\n".join(lines)
+
+
+class OffloadedLayers:
+    """Handle of offload_layers().
+
+    plan: what lives where. bytes_in, bytes_out: copied to the device and from it, so far."""
+
+    def __init__(
+        self, model: nn.Module, plan: LayerPlan, host: HostParameters | None, residency: LayerResidency | None
+    ) -> None:
+        self.model, self.plan = model, plan
+        self._host, self._residency = host, residency
+
+    @property
+    def bytes_in(self) -> int:
+        carrier = None if self._residency is None else self._residency.carrier
+        return carrier.to_device.copied if isinstance(carrier, DeviceCarrier) else 0
+
+    @property
+    def bytes_out(self) -> int:
+        carrier = None if self._residency is None else self._residency.carrier
+        return carrier.to_host.copied if isinstance(carrier, DeviceCarrier) else 0
+
+    def release(self) -> None:
+        """Nothing of the parameters is on the device any more: after a step that failed, say, whose copies would else
+        go when the next one begins."""
+        if self._residency is not None:
+            self._residency.drop_all()
+
+    def remove(self) -> nn.Module:
+        """The plain model again, its parameters, with the values of now, on the device on which they were. Returns it;
+        nothing happens the second time.
+
+        Raises RuntimeError where a graph of the model waits for its backward pass, and torch.OutOfMemoryError where
+        the device has no room for the parameters: nothing has changed then."""
+        if self._residency is None or self._host is None:
+            return self.model
+        if self._residency.is_wanted():
+            raise RuntimeError(
+                "offload_layers: a backward pass through this model is still to come: run it, or drop its loss and "
+                "outputs, before .remove()"
+            )
+        self._residency.drop_all()
+        self._host.move_out()
+        _uninstall(self.model)
+        self._residency = self._host = None
+        return self.model
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {type(self.model).__name__}: {self.plan}>"
+
+
+class LayerCall:
+    """Stands in a module as its _call_impl; the class's own is called with the parameters on the device."""
+
+    def __init__(
+        self, module: nn.Module, residency: LayerResidency, layer: Layer, slots: Sequence[ParameterSlot]
+    ) -> None:
+        self.module, self.residency, self.layer, self.slots = module, residency, layer, slots
+        self.own: Callable[..., Any] = getattr(module, NAME)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.residency.run_layer(self.layer, self.slots, self.own, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model is a plain one, on the host."""
+        module = memo.get(id(self.module))
+        return (
+            copy.deepcopy(self.own, memo) if module is None else getattr(type(module), NAME).__get__(module)
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an offloaded model cannot be pickled: save model.state_dict(), or .remove() the handle that "
+            "offload_layers() returned first"
+        )
+
+
+class ModelCall(LayerCall):
+    """Of the model itself, within which its layers are called."""
+
+    def __init__(self, module: nn.Module, residency: LayerResidency) -> None:
+        self.module, self.residency = module, residency
+        self.own = getattr(module, NAME)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.residency.run_model(self.own, args, kwargs)
+        except RuntimeError as error:
+            if "same device" in str(error) and not getattr(error, "__notes__", None):
+                error.add_note(
+                    "offload_layers: is a parameter used outside the call of the layer it belongs to? Name the module "
+                    "that uses it in layers="
+                )
+            raise
+
+
+def offload_layers(
+    model: nn.Module,
+    to: str | os.PathLike[str] = "cpu",
+    memory_budget: int | float | str | None = None,
+    *,
+    layers: Iterable[str | nn.Module] | None = None,
+    device: torch.device | str | int | None = None,
+) -> OffloadedLayers:
+    """Keep a model's parameters off the device that it computes on, and copy them to it layer by layer, in training
+    too.
+
+    The nn.Parameter objects stay, with their names, hooks and ties, and are host tensors to optimizers, .grad with
+    them. Make the optimizer afterwards, or load its state_dict() again, so that its states are on the host too. What
+    a layer's forward writes to its parameters, or assigns to their .data, is copied back when it ends; what is
+    written in place through .data on a device (p.data.mul_()) is lost, as nothing tells of it: write under
+    torch.no_grad(). Buffers stay on the device. Losses and gradients are bit-equal to the plain model's; random
+    states, autocast, checkpointing, accumulation and state_dict() are as they were. In a step a layer's parameters
+    travel to the device for its forward and, those that it saved, for its backward, unless they are there still;
+    gradients travel from it once.
+
+    Args:
+        model: The module whose parameters leave the device, in place.
+        to: "cpu", for a model that computes on a CUDA device: page-locked host memory, from which the next layer's
+            parameters are copied while one runs, and into which each gradient is copied as it comes. A directory: a
+            file in it that has no name, mapped into memory; for a model that computes on the CPU as well, whose
+            parameters then take memory only while their layer runs. The file is gone with the process: state_dict() is
+            the checkpoint.
+        memory_budget: The most live bytes on the device in a step, everything counted: bytes, "8GiB", or a fraction (a
+            float) of the device's memory. What a step leaves of it keeps layers there and fetches more of them ahead;
+            by default that is one block's worth beside the layer that runs. The first step learns what a step leaves,
+            on the device's peak counter, which is reset here.
+        layers: Modules, or their names, whose parameters come and go together; by default the blocks of the model's
+            lists of modules, and what is around them module by module. A parameter may be used only while a module of
+            its layer is called.
+        device: The device that the model computes on; by default its parameters' device, or the present CUDA device if
+            they are on the CPU and there is one.
+
+    Returns:
+        A handle: .plan says what lives where, .remove() brings the plain model back.
+
+    Raises:
+        ValueError: The model cannot be offloaded (parametrized, compiled, wrapped by DDP or FSDP, sparse, on two
+            devices), or an argument has no such value; nothing has changed.
+        TypeError: An argument is of another type; nothing has changed.
+        MemoryError: The host has no memory for the parameters.
+        OSError: The directory has no room for them.
+
+    Example:
+        >>> handle = memopt.offload_layers(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+    """
+    check_model(model)
+    _check_new(model)
+    on = _device(model, device)
+    where = os.fspath(to)
+    if where != "cpu" and not os.path.isdir(where):
+        raise ValueError(
+            f"to={where!r}: expected 'cpu', or a directory in which the parameters' file can be made"
+        )
+    found = find_layers(model, layers)
+    if not found:
+        raise ValueError(f"offload_layers: {type(model).__name__} has no parameters")
+    sizes = tuple((layer.name, nbytes(layer.parameters())) for layer in found)
+    buffers = nbytes({id(b): b for b in model.buffers()}.values())
+    budget = None if memory_budget is None else _budget(memory_budget, on)
+    largest = max(size for _, size in sizes)
+    typical = _typical([size for _, size in sizes])
+    if budget is not None and budget < largest + buffers:
+        raise ValueError(
+            f"memory_budget={memory_budget}: the largest layer's parameters take {largest} bytes and the buffers "
+            f"{buffers}; gradients and activations come on top. Name smaller layers in layers=, or give more"
+        )
+    if on.type == "cpu" and where == "cpu":
+        note = (
+            "nothing is offloaded: the model computes on the CPU, and its parameters are in the host's memory already. "
+            "to= a directory keeps them in a file; device= names a CUDA device to compute on"
+        )
+        warnings.warn(note, stacklevel=2)
+        return OffloadedLayers(model, LayerPlan(where, "cpu", sizes, 0, buffers, 0, budget, note), None, None)
+
+    def make_block(size: int) -> Any:
+        return locked_block(on, size) if where == "cpu" else file_block(where, size)
+
+    host = HostParameters(model, found, make_block)
+    carrier: DeviceCarrier | PageCarrier
+    if on.type == "cuda":
+        carrier = DeviceCarrier(on, typical, largest, budget)
+    else:
+        carrier = PageCarrier(host.blocks, typical, budget)
+    residency = LayerResidency(found, carrier)
+    host.move_in(on)
+    _install(model, residency)
+    plan = LayerPlan(where, str(on), sizes, host.nbytes, buffers, largest + beside(typical), budget)
+    return OffloadedLayers(model, plan, host, residency)
+
+
+def offloaded(model: nn.Module) -> str | None:
+    """The name of the first module of it whose parameters are offloaded; None where there is none."""
+    found = (name for name, one in model.named_modules() if isinstance(one.__dict__.get(NAME), LayerCall))
+    return next(found, None)
+
+
+def _check_new(model: nn.Module) -> None:
+    if (name := offloaded(model)) is not None:
+        whose = f"{name!r} in it" if name else "the model"
+        raise ValueError(f"offload_layers: {whose} is offloaded already: .remove() its handle first")
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get("forward"), StageForward):
+            raise ValueError(
+                f"offload_layers: {name or 'the model'} runs by auto_checkpoint's plan, which knows of no parameters "
+                "that are copied to the device: memopt.undo_checkpoint(model) first, and let activations leave by "
+                "memopt.offload_activations()"
+            )
+
+
+def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
+    there = devices_of(model)
+    if len(there) > 1:
+        raise ValueError(
+            f"offload_layers: the model's parameters are on {', '.join(map(str, there))}: bring them to one device"
+        )
+    if device is not None:
+        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    elif there and there[0].type == "cuda":
+        chosen = there[0]
+    else:
+        chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen.type not in ("cuda", "cpu"):
+        raise ValueError(f"device={device!r}: expected a CUDA device or the CPU")
+    if chosen.type == "cpu" and there and there[0].type == "cuda":
+        raise ValueError(f"device={device!r}: the model is on {there[0]}; model.cpu() first")
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _budget(memory_budget: int | float | str, device: torch.device) -> int:
+    if not isinstance(memory_budget, float):
+        return _C.parse_size(memory_budget)
+    if not 0 < memory_budget <= 1:
+        raise ValueError(f"memory_budget={memory_budget}: a fraction is between 0 and 1; bytes are an int")
+    if device.type != "cuda":
+        raise ValueError(
+            f"memory_budget={memory_budget}: a fraction is of a CUDA device's memory; give bytes"
+        )
+    return int(memory_budget * torch.cuda.get_device_properties(device).total_memory)
+
+
+def _typical(sizes: Sequence[int]) -> int:
+    """Half of all bytes are in layers of that size or larger."""
+    half, found = sum(sizes) / 2, 0
+    for found in sorted(sizes, reverse=True):
+        half -= found
+        if half <= 0:
+            break
+    return found
+
+
+def _install(model: nn.Module, residency: LayerResidency) -> None:
+    """Layers, and what is in them: a part of a layer may be called by itself, when a checkpointed region runs again."""
+    for layer in residency.layers:
+        if not layer.whole:
+            if layer.module is not model:
+                layer.module.__dict__[NAME] = LayerCall(layer.module, residency, layer, layer.slots)
+            continue
+        for module in layer.module.modules():
+            inside = set(module.modules())
+            slots = layer.slots
+            if module is not layer.module:
+                slots = tuple(slot for slot in layer.slots if slot.owner in inside)
+            if slots and NAME not in module.__dict__:
+                module.__dict__[NAME] = LayerCall(module, residency, layer, slots)
+    root = next((layer for layer in residency.layers if layer.module is model), None)
+    if root is not None:
+        model.__dict__.pop(NAME, None)
+        model.__dict__[NAME] = LayerCall(model, residency, root, root.slots)
+    model.__dict__[NAME] = ModelCall(model, residency)
+
+
+def _uninstall(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module.__dict__.get(NAME), LayerCall):
+            del module.__dict__[NAME]

@@ -1,0 +1,282 @@
+"""Saved sets of a schedule's stages, kept off the device: the runs whose operation is ("fall", stage, "offload").
+
+What goes are storages that the stage alone holds, each once, however many views of it were saved: no argument of the
+stage, no parameter, none of its outputs, nothing that lives on elsewhere. A copy begins when the tensor is saved,
+beside the rest of the stage. Then, in this order:
+
+    ended    the stage has run. What its outputs hold stays; what changed since it was saved is copied again
+    settle   what comes after waits for the copies, and the device's memory goes; from here to the next two it holds
+             none of it. Until here, and from `fetch` on, all of it
+    fetch    the way back begins, beside the computation
+    tensor   a saved tensor is wanted
+
+The copies are those of transfers.py. Pinned memory for all sets is taken in one piece when the first of it is wanted,
+and a file on a disk then too; both are used by step after step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memopt._offload.disk_space import DiskSpace
+from memopt._offload.pinned_memory import index_of
+from memopt._offload.pinned_pool import PinnedPool
+from memopt._offload.transfers import DiskTransfer, PinnedTransfer, StorageTransfer, WriteQueue
+
+OPTION = "offload"  # of an operation
+LEAST_BYTES = 1 << 16  # of a storage: 5 µs at 12 GB/s, what starting a copy takes
+
+
+def can_go(tensor: torch.Tensor, least_bytes: int = LEAST_BYTES) -> bool:
+    """Whether the tensor's storage can be copied as bytes, and is worth it."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.untyped_storage().nbytes() >= max(least_bytes, 1)
+    )
+
+
+@contextlib.contextmanager
+def disk_errors(path: str) -> Iterator[None]:
+    """Errors of the disk, with the remedies that auto_checkpoint() has."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(
+            error.errno,
+            f"{(error.strerror or str(error)).removeprefix(path + ': ')}; stages offload there what they saved: give "
+            "auto_checkpoint's to= a directory that can be written to and has room, or a larger memory_budget",
+            path,
+        ) from error
+
+
+class ScheduleOffload:
+    """The place off the device for what stages save.
+
+    to: "cpu" for stages on a CUDA device, or a directory on a disk. sets: bytes of each stage's, its storages
+    aligned(). least_bytes: of a storage that goes."""
+
+    def __init__(
+        self, to: str, sets: Mapping[int, int] | None = None, *, least_bytes: int = LEAST_BYTES
+    ) -> None:
+        self.to, self.sets, self.least_bytes = to, dict(sets or {}), least_bytes
+        # What each stage saved of its outputs last time, by position: not worth beginning to copy.
+        self.outputs: dict[int, set[int]] = {}
+        self._memory: dict[int, PinnedPool] = {}  # by device
+        self._space: DiskSpace | None = None
+        self._writes, self._process = WriteQueue(), os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("to", "sets", "least_bytes")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def begin(self, stage: int, given: Any) -> OffloadedSet:
+        """A run of the stage begins. given: tensors, in any structure, that it does not hold alone."""
+        return OffloadedSet(self, stage, given)
+
+    def transfer(self, flat: torch.Tensor) -> StorageTransfer:
+        """Begin a storage's copy out; it may be used by the present stream. Raises MemoryError or OSError where the
+        place has no room for it."""
+        if not flat.is_cuda:
+            return DiskTransfer(flat, self._disk().take(flat.numel()))
+        transfer: StorageTransfer | None
+        stream = torch.cuda.current_stream(flat.device).cuda_stream
+        if self.to == "cpu":
+            room = self._host(flat.device).take(flat.numel())
+            transfer = None if room is None else PinnedTransfer(flat, room, stream)
+        else:
+            transfer = self._writes.begin(flat, self._disk(), stream, 2 * max(self.sets.values(), default=0))
+        if transfer is None:
+            raise MemoryError(
+                f"the host does not lock {flat.numel()} bytes more for what stages offload: raise `ulimit -l`, or the "
+                "memory limit of the container, or give auto_checkpoint a larger memory_budget"
+            )
+        return transfer
+
+    def written(self) -> None:
+        """Wait until all is where it goes."""
+        self._writes.make_room(0)
+
+    def _host(self, device: torch.device) -> PinnedPool:
+        index = index_of(device)
+        if index not in self._memory:
+            memory = PinnedPool(torch.device("cuda", index))
+            if self.sets and not self._memory:
+                memory.reserve(sum(self.sets.values()))
+            self._memory[index] = memory
+        return self._memory[index]
+
+    def _disk(self) -> DiskSpace:
+        if self._process != os.getpid():  # after a fork the file is the parent's
+            self._space, self._process = None, os.getpid()
+        if self._space is None:
+            self._space = DiskSpace(self.to)
+        return self._space
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """An error of the disk names the remedies, and the next step has another file."""
+        try:
+            with disk_errors(self.to):
+                yield
+        except OSError:
+            self._space = None
+            raise
+
+
+class OffloadedStorage:
+    """A storage that a stage saved: as long as it stays on the device itself (`storage`), else a copy of it."""
+
+    __slots__ = ("__weakref__", "_offload", "_tensor", "_transfer", "_version", "position", "storage")
+
+    def __init__(self, tensor: torch.Tensor, position: int, offload: ScheduleOffload) -> None:
+        self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
+        self.position, self._offload = position, offload
+        self._version = -1  # that was copied
+        self._tensor: torch.Tensor | None = tensor.detach()  # counts versions with the stage's own
+        self._transfer: StorageTransfer | None = None
+
+    def start(self) -> None:
+        """Begin to copy the storage as it is now, unless that has begun."""
+        assert self._tensor is not None
+        assert self.storage is not None
+        if self._version == self._tensor._version:
+            return
+        self._transfer = None  # another may have its room
+        with self._offload.errors():
+            flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+            self._transfer = self._offload.transfer(flat.set_(self.storage))
+        self._version = self._tensor._version
+
+    def stay(self) -> None:
+        self._tensor = self._transfer = None
+
+    def go(self) -> None:
+        """Let the storage go once it is copied, unless somebody else holds it."""
+        assert self.storage is not None
+        if self._transfer is not None:  # an exception may have come before it
+            with self._offload.errors():
+                self._transfer.settle()
+        # torch keeps the Python object of a storage for as long as C++ uses it: the reference dies with the storage.
+        ref = weakref.ref(self.storage)
+        self.storage = self._tensor = None
+        if (living := ref()) is not None:
+            self.storage = living
+            self.stay()
+
+    def fetch(self) -> None:
+        if self.storage is None and self._transfer is not None:
+            with self._offload.errors():
+                self._transfer.fetch()
+
+    def advance(self) -> bool:
+        """Whether a part of the way back is still to begin."""
+        if self._transfer is None:
+            return False
+        try:
+            with self._offload.errors():
+                return self._transfer.advance()
+        except torch.OutOfMemoryError:
+            return True  # not wanted yet: then there may be room
+
+    def back(self) -> torch.UntypedStorage:
+        if self.storage is not None:
+            return self.storage
+        assert self._transfer is not None
+        with self._offload.errors():
+            return self._transfer.back().untyped_storage()
+
+
+class OffloadedTensor:
+    """A saved tensor, as a view of a storage that may be off the device."""
+
+    __slots__ = ("device", "dtype", "offset", "size", "storage", "stride")
+
+    def __init__(self, storage: OffloadedStorage, tensor: torch.Tensor) -> None:
+        self.storage = storage
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def tensor(self) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(self.storage.back(), self.offset, self.size, self.stride)
+
+
+def unpacked(value: torch.Tensor | OffloadedTensor) -> torch.Tensor:
+    return value.tensor() if isinstance(value, OffloadedTensor) else value.detach()
+
+
+def _storages_in(value: Any) -> set[int]:
+    """Addresses of the storages of all dense tensors in any structure."""
+    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return {leaf.untyped_storage()._cdata for leaf in leaves if leaf.layout is torch.strided}
+
+
+class OffloadedSet:
+    """The saved set of one run of a stage. As a context around the run: after an exception no copy is on its way."""
+
+    def __init__(self, offload: ScheduleOffload, stage: int, given: Any) -> None:
+        self.offload, self.stage, self.given = offload, stage, _storages_in(given)
+        self.storages: dict[int, OffloadedStorage] = {}
+        self.expected = offload.outputs.get(stage, set())
+        self.position = -1
+
+    def __enter__(self) -> OffloadedSet:
+        return self
+
+    def __exit__(self, kind: Any, *raised: object) -> None:
+        if kind is not None:
+            with contextlib.suppress(OSError):
+                self.settle()
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor | OffloadedTensor:
+        self.position += 1
+        if not can_go(tensor, self.offload.least_bytes):
+            return tensor.detach()
+        address = tensor.untyped_storage()._cdata
+        if address in self.given or (self.offload.to == "cpu" and not tensor.is_cuda):
+            return tensor.detach()
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return tensor.detach()  # each replay would copy again, with memory that has long been another's
+        storage = self.storages.get(address)
+        if storage is None:
+            storage = self.storages[address] = OffloadedStorage(tensor, self.position, self.offload)
+        if storage.position not in self.expected:
+            storage.start()
+        return OffloadedTensor(storage, tensor)
+
+    def ended(self, out: Any) -> None:
+        outputs, positions = _storages_in(out), set()
+        for address in [address for address in self.storages if address in outputs]:
+            storage = self.storages.pop(address)
+            positions.add(storage.position)
+            storage.stay()
+        self.offload.outputs[self.stage] = positions
+        for storage in self.storages.values():
+            storage.start()
+
+    def settle(self) -> None:
+        """Let all go; the first error, once all has."""
+        failure = None
+        for storage in self.storages.values():
+            try:
+                storage.go()
+            except OSError as error:
+                failure = failure or error
+                storage.stay()
+        self.storages.clear()
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                failure = None  # which holds this frame

@@ -1,0 +1,243 @@
+"""One storage's way off the device and back, beside the computation: through pinned memory, to a disk, or both."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections import deque
+
+import torch
+
+from memopt import _C
+from memopt._offload.disk_space import DiskRoom, DiskSpace
+from memopt._offload.pinned_memory import CopyIn, IncomingBytes
+from memopt._offload.pinned_pool import PinnedPool, PinnedRoom, aligned, host_memory
+
+
+class StorageTransfer:
+    """A storage whose copy out begins when this is made; flat: the whole of it, as torch.uint8."""
+
+    __slots__ = ("__weakref__",)
+
+    def settle(self) -> None:
+        """Let what the present stream is given from here on have the memory: the caller lets it go."""
+        raise NotImplementedError
+
+    def fetch(self) -> None:
+        """Begin the way back, before anybody wants it. Raises MemoryError where there is no room for that."""
+        raise NotImplementedError
+
+    def advance(self) -> bool:
+        """Begin the next part of the way back, if what it waits for is over. Return whether one is still to begin."""
+        return False
+
+    def back(self) -> torch.Tensor:
+        """The bytes again, for the present stream."""
+        raise NotImplementedError
+
+    def join(self, storage: torch.UntypedStorage) -> None:
+        """Give the same bytes, which somebody else has already, to the present stream too."""
+
+    def forget(self) -> None:
+        """Drop what came back, which nobody needs for now: the next fetch() brings it anew."""
+        raise NotImplementedError
+
+
+class DiskTransfer(StorageTransfer):
+    """From the CPU to a disk."""
+
+    __slots__ = ("_flat", "_nbytes", "_read", "_room", "_written")
+
+    def __init__(self, flat: torch.Tensor, room: DiskRoom) -> None:
+        self._room, self._nbytes = room, flat.numel()
+        self._written = room.disk.write(flat, room.offset)
+        self._read: _C.DiskJob | None = None
+        self._flat: torch.Tensor | None = None
+
+    def settle(self) -> None:
+        self._written.finish()
+
+    def fetch(self) -> None:
+        if self._read is None:
+            flat = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
+            self._read, self._flat = self._room.disk.read(flat, self._written), flat
+
+    def back(self) -> torch.Tensor:
+        self.fetch()
+        assert self._read is not None
+        assert self._flat is not None
+        self._read.finish()
+        return self._flat
+
+    def forget(self) -> None:
+        self._read = self._flat = None
+
+
+class _DeviceTransfer(StorageTransfer):
+    """From a CUDA device to pinned memory, at first. stream: the one that the tensor was made on."""
+
+    __slots__ = ("_copy_in", "_device", "_incoming", "_out", "_stream")
+
+    def __init__(self, flat: torch.Tensor, room: PinnedRoom, stream: int) -> None:
+        self._device, self._stream = flat.device, stream
+        self._incoming: IncomingBytes | None = None
+        self._copy_in: CopyIn | None = None
+        self._out = _C.copy_out(flat, room.memory, room.after, stream)
+
+    def settle(self) -> None:
+        _C.copy_await(self._device.index, self._out, self._stream)
+        _C.copy_await(self._device.index, self._out)
+
+    def join(self, storage: torch.UntypedStorage) -> None:
+        if self._copy_in is not None:  # else it has never left
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            self._copy_in.join(flat.set_(storage))
+
+    def forget(self) -> None:
+        self._incoming = None
+
+    def _copy_back(self, room: PinnedRoom, after: int = 0) -> None:
+        assert self._incoming is not None
+        self._copy_in = self._incoming.begin(room.memory, after)
+        room.mark = self._copy_in.ticket
+
+
+class PinnedTransfer(_DeviceTransfer):
+    """From a CUDA device to pinned memory. stream: the one that the tensor was made on."""
+
+    __slots__ = ("_room",)
+
+    def __init__(self, flat: torch.Tensor, room: PinnedRoom, stream: int) -> None:
+        self._room = room
+        super().__init__(flat, room, stream)
+
+    def fetch(self) -> None:
+        if self._incoming is None:
+            self._incoming = IncomingBytes(self._room.memory.numel(), self._device)
+            self._copy_back(self._room, self._out)
+
+    def back(self) -> torch.Tensor:
+        self.fetch()
+        assert self._incoming is not None
+        return self._incoming.tensor()
+
+
+class StagedDiskTransfer(_DeviceTransfer):
+    """From a CUDA device through pinned memory to a disk. The device's memory waits for the copy alone; the host waits
+    for the disk where it has to be read, and where more than a few storages (`WriteQueue`) wait to be written.
+
+    limit: bytes of pinned memory in all, which only what is wanted at once may exceed; None for none."""
+
+    __slots__ = ("_limit", "_memory", "_nbytes", "_read", "_room", "_staging", "_written")
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        room: DiskRoom,
+        memory: PinnedPool,
+        staging: PinnedRoom,
+        stream: int,
+        limit: int | None = None,
+    ) -> None:
+        self._room, self._memory = room, memory
+        self._nbytes, self._limit = flat.numel(), limit
+        self._staging: PinnedRoom | None = None
+        self._read: _C.DiskJob | None = None
+        self._written: _C.DiskJob | None = None
+        super().__init__(flat, staging, stream)
+        self._staging = staging
+        self._written = room.disk.write(staging.memory, room.offset, self._device.index, self._out)
+
+    @property
+    def is_written(self) -> bool:
+        assert self._written is not None
+        return self._written.over()
+
+    def written(self) -> None:
+        """Wait until it is; the pinned memory goes."""
+        assert self._written is not None
+        self._written.finish()
+        self._staging = None
+
+    def fetch(self) -> None:
+        self._begin_read(self._limit)
+
+    def _begin_read(self, limit: int | None) -> None:
+        if self._incoming is not None:
+            return
+        assert self._written is not None
+        if self._staging is not None:
+            self.written()
+        staging = self._memory.take(self._nbytes, limit)
+        if staging is None:
+            raise MemoryError(f"{self._nbytes} bytes of pinned memory, to read what was offloaded to a disk")
+        incoming = IncomingBytes(self._nbytes, self._device)
+        # What was copied in from this memory last may still be on its way.
+        self._read = self._room.disk.read(staging.memory, self._written, self._device.index, staging.after)
+        self._staging, self._incoming = staging, incoming
+
+    def advance(self) -> bool:
+        if self._read is not None and self._read.over():
+            self._read_is_over()
+        return self._read is not None
+
+    def _read_is_over(self) -> None:
+        assert self._read is not None
+        assert self._staging is not None
+        self._read.finish()
+        self._copy_back(self._staging)
+        self._read = self._staging = None
+
+    def back(self) -> torch.Tensor:
+        least = self._memory.nbytes + aligned(self._nbytes)
+        self._begin_read(None if self._limit is None else max(self._limit, least))
+        if self._read is not None:
+            self._read_is_over()
+        assert self._incoming is not None
+        return self._incoming.tensor()
+
+    def __del__(self) -> None:
+        # Nobody wants it any more. The pinned memory must not be another's while it is written to the disk, or the copy
+        # out still fills it: for that no disk waits that has failed before, or has refused the job.
+        if getattr(self, "_staging", None) is not None and self._read is None and not sys.is_finalizing():
+            with contextlib.suppress(OSError, _C.Error):  # what failed is of no concern either
+                if self._written is not None:
+                    self._written.finish()
+            with contextlib.suppress(_C.Error):
+                _C.copy_wait(self._device.index, self._out, 1e8)
+
+
+class WriteQueue:
+    """Staged transfers still to be written: of more than `limit` bytes, the oldest is waited for."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[weakref.ref[StagedDiskTransfer], int]] = deque()
+        self._nbytes = 0
+
+    def begin(
+        self, flat: torch.Tensor, space: DiskSpace, stream: int, limit: int, memory_limit: int | None = None
+    ) -> StagedDiskTransfer | None:
+        """Begin a transfer behind at most `limit` bytes of others. None where it would take more pinned memory than
+        `memory_limit` in all, or than the host can pin."""
+        nbytes, memory = flat.numel(), host_memory(flat.device)
+        self.make_room(max(limit, nbytes))
+        staging = memory.take(nbytes, memory_limit)
+        if staging is None:
+            self.make_room(0)
+            staging = memory.take(nbytes, memory_limit)
+        if staging is None:
+            return None
+        transfer = StagedDiskTransfer(flat, space.take(nbytes), memory, staging, stream, memory_limit)
+        self._waiting.append((weakref.ref(transfer), nbytes))
+        self._nbytes += nbytes
+        return transfer
+
+    def make_room(self, limit: int) -> None:
+        while self._waiting:
+            oldest = self._waiting[0][0]()
+            if oldest is not None and self._nbytes <= limit and not oldest.is_written:
+                return
+            self._nbytes -= self._waiting.popleft()[1]
+            if oldest is not None:
+                oldest.written()

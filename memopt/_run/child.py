@@ -1,0 +1,196 @@
+"""The process in which the script runs. It ends as the script does; what was recorded is written when the interpreter
+ends, however it ends, but for a signal that cannot be caught: then the parent tells what it saw."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from memopt._run.import_hook import call_after_torch
+from memopt._run.ranks_folder import Place
+from memopt._run.request import RunRequest
+from memopt._run.runpy_main import run_as_main
+
+if TYPE_CHECKING:
+    from memopt._memory.recording.recorder import Recorder
+    from memopt._memory.recording.recording import Recording
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PROGRESS_SECONDS = 0.5
+_MOST_ROWS = 100  # of lines, and of modules
+
+
+def main() -> None:
+    """`python -c "from memopt._run.child import main; main()" REQUEST`."""
+    request = RunRequest.from_json(sys.argv[1])
+    # The parent has blocked what it waits for, and a mask is inherited.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    ended_by: list[BaseException] = []
+    atexit.register(_end_as_interrupted, ended_by)  # the first, so it runs last
+    run = _Run(request)
+    run.prepare()
+    try:
+        run_as_main(request.argv, request.module)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        ended_by.append(error)
+        _show_only_the_programs_frames(interrupts=request.simulated is None)
+        raise
+
+
+def _end_as_interrupted(ended_by: list[BaseException]) -> None:
+    """An interpreter that an interrupt ends dies of the signal, unless code was run from a string since, as finish()
+    does with what it imports: then it ends with 1."""
+    if any(isinstance(error, KeyboardInterrupt) for error in ended_by):
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
+
+
+def _show_only_the_programs_frames(interrupts: bool) -> None:
+    """interrupts: an uncaught one is shown too; else the parent tells of it."""
+    hook = sys.excepthook
+
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        if issubclass(kind, KeyboardInterrupt) and not interrupts:
+            return None
+        return hook(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = shown
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith((_PACKAGE, "<string>", "<frozen"))
+
+
+class _Run:
+    def __init__(self, request: RunRequest) -> None:
+        self._request = request
+        self._folder = Path(request.folder)
+        self._pid = os.getpid()
+        self._recorder: Recorder | None = None
+        self._finished = False
+        self._begun = time.monotonic()
+        self._steps, self._told = 0, 0.0
+
+    def prepare(self) -> None:
+        call_after_torch(self._torch_is_there)
+        leave = os._exit
+
+        def finish_and_leave(status: int) -> Any:
+            self.finish()
+            leave(status)
+
+        os._exit = finish_and_leave
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminated)
+            if Place.of(os.environ) is not None:
+                # Of a rank that waits for another one in a collective: no handler of Python's runs there.
+                self._stack = open(self._folder / "stack.txt", "w")  # noqa: SIM115
+                faulthandler.register(signal.SIGTERM, self._stack, all_threads=False, chain=True)
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.finish()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _torch_is_there(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        import memopt
+
+        # What the program registers from now on runs before it, what torch has registered after it.
+        atexit.register(self.finish)
+        asked = self._request
+        try:
+            memopt.enable(asked.backend, asked.memory_budget, asked.on_oom)  # type: ignore[arg-type]
+        except (ValueError, ImportError, memopt.Error) as error:
+            print(f"memopt run: {error}", file=sys.stderr)
+            sys.exit(2)
+        if asked.record:
+            from memopt._memory.recording import recorder
+
+            try:
+                self._recorder = recorder.start(asked.device, max_events=asked.max_events)
+            except (RuntimeError, ValueError) as error:
+                self._failed(f"nothing is recorded: {error}")
+        register_optimizer_step_post_hook(self._progress)
+
+    def _progress(self, *_: Any) -> None:
+        """The progress that the parent reports of a child that is killed."""
+        self._steps += 1
+        now = time.monotonic()
+        if now - self._told >= _PROGRESS_SECONDS and os.getpid() == self._pid:
+            self._told = now
+            torch = sys.modules["torch"]
+            told: dict[str, Any] = {"steps": self._steps, "seconds": now - self._begun}
+            if torch.cuda.is_initialized():
+                told["allocated"] = torch.cuda.memory_allocated()
+                told["peak_allocated"] = torch.cuda.max_memory_allocated()
+            part = self._folder / "progress.part"
+            part.write_text(json.dumps(told))
+            part.replace(self._folder / "progress.json")
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Writes what was recorded. A forked child has nothing to write; a failure here changes nothing of how the
+        program ends."""
+        if self._finished or os.getpid() != self._pid:
+            return
+        self._finished = True
+        if self._recorder is None:
+            return
+        try:
+            self._write(self._recorder)
+        except Exception as error:
+            self._failed(f"the recording could not be written: {type(error).__name__}: {error}")
+
+    def _write(self, running: Recorder) -> None:
+        from memopt._memory.recording import leaks, recording_file, summary
+
+        try:
+            recordings = [recording for recording in running.recordings() if recording.blocks]
+        finally:
+            running.stop()
+        if not recordings:
+            self._failed("nothing was recorded: the program used no device")
+            return
+        path = self._request.output or f"memopt-{self._request.name}.{self._pid}.mopt"
+        recording_file.save(recordings, path)
+        recordings.sort(key=lambda recording: -recording.peak()[0])
+        found = leaks.with_holders(recordings[0], leaks.find(recordings[0]))
+        texts = [summary.text(recordings[0], found), *map(summary.text, recordings[1:])]
+        texts.append(f"  recorded in {path}: python -m memopt report {path}")
+        (self._folder / "summary.txt").write_text("\n".join(texts) + "\n")
+        (self._folder / "figures.json").write_text(json.dumps(_figures(recordings[0])))
+
+    def _failed(self, text: str) -> None:
+        (self._folder / "failure.txt").write_text(text + "\n")
+
+
+def _figures(recording: Recording) -> dict[str, Any]:
+    """Figures by which the ranks of a job are compared, readable without torch."""
+    from memopt._memory.recording import summary
+
+    told = summary.as_dict(recording)
+    event = told["peak_event"]
+    steps = [mark.event for mark in recording.marks if mark.kind == "step"]
+    names = ("device", "peak", "peak_reserved", "oom", "steps", "by_category")
+    return {
+        **{name: told[name] for name in names},
+        "peak_step": 1 + sum(step < event for step in steps),
+        "by_line": told["by_line"][:_MOST_ROWS],
+        "by_module": told["by_module"][:_MOST_ROWS],
+    }

@@ -1,0 +1,247 @@
+"""The process that starts the script's, watches its memory from outside, and is still there when it is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memopt import _C
+from memopt._run import merged_report
+from memopt._run.memory_curve import MemoryCurve
+from memopt._run.ranks_folder import Place, RanksFolder
+from memopt._run.request import RunRequest
+from memopt._runtime.host_memory import Limit, limit_of
+
+_WATCHED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
+_FROM_THE_TERMINAL = 0x80  # si_code SI_KERNEL: the child, in the same group, has had it too
+# Of the time that torchrun gives its ranks, 30 s, so that there is some left to tell.
+_PATIENCE = 20.0
+_SECOND_LINE = 30.0  # seconds after which a simulated run is spoken of again
+_START = "from memopt._run.child import main; main()"
+
+
+def run(request: RunRequest, quiet: bool, python: str = sys.executable, noise: bool = True) -> int:
+    """Runs it by `python` to its end, says on standard error what was seen, and returns the script's exit code; of one
+    that a signal ended, 128 and the signal's number, as a shell gives it. noise: of a simulated run, what libraries say
+    when they are imported is heard too."""
+    place = Place.of(os.environ)
+    ranks = None
+    if place is not None:
+        ranks = RanksFolder(request.output or f"memopt-{request.name}.{place.job}", place)
+        ranks.begin()
+        request = replace(request, output=ranks.recording)
+    with tempfile.TemporaryDirectory(prefix="memopt-run-") as folder:
+        request = replace(request, folder=folder)
+        before = limit_of()
+        # Blocked before there is a child, so that none is lost; the child unblocks them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        try:
+            begun = time.monotonic()
+            progress = _Progress(request, quiet or (place is not None and place.rank > 0))
+            child = subprocess.Popen(_command(request, python), env=_environment(request, noise))
+            curve = MemoryCurve(child.pid)
+            patience = None if ranks is None else _PATIENCE
+            ended_from_outside = _watch(child, curve, patience, progress)
+            seconds = time.monotonic() - begun
+            if ranks is not None:
+                outcome = _outcome(
+                    request, child.pid, child.returncode, seconds, curve, before, ended_from_outside
+                )
+                if ranks.end(outcome, wait=ended_from_outside):
+                    if not quiet:
+                        merged_report.tell(ranks.path, _say)
+                elif child.returncode != 0 and not ended_from_outside:
+                    _say(merged_report.first_words(outcome, ranks.place))
+                # torchrun ends ranks when one fails: this one has ended, and its status stays what it was.
+                while signal.sigtimedwait({signal.SIGTERM}, 0) is not None:
+                    pass
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        status = child.returncode
+        if ranks is None and (not quiet or status < 0):
+            sys.stdout.flush()
+            print(
+                _said(request, child.pid, status, seconds, curve, before, quiet),
+                file=sys.stderr,
+                end="",
+                flush=True,
+            )
+        return status if status >= 0 else 128 - status
+
+
+def _command(request: RunRequest, python: str) -> list[str]:
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    return [python, *flags, "-c", _START, request.to_json()]
+
+
+def _environment(request: RunRequest, noise: bool) -> dict[str, str] | None:
+    """None where it is this process's own."""
+    if request.simulated is None:
+        return None
+    from memopt._run import library_noise, simulated
+
+    return simulated.environment(
+        request.simulated, os.environ if noise else library_noise.without(os.environ)
+    )
+
+
+class _Progress:
+    """Of a simulated run, which takes longer than one on a device: lines on standard error, for what the script itself
+    writes goes to the same terminal. They say that it begins, when its first step is done, and after that, where
+    somebody looks on, how far it is, ever more rarely."""
+
+    def __init__(self, request: RunRequest, quiet: bool) -> None:
+        self._file, self._begun = Path(request.folder) / "progress.json", time.monotonic()
+        self._next = math.inf if quiet or request.simulated is None else 0.0
+        if self._next == 0.0:
+            settings = dict(part.split("=") for part in (request.simulated or "").split())
+            card = _C.format_size(int(settings["memory"]))
+            _say(
+                f"memopt run: {request.argv[0]} on a simulated card of {card}, computed by this machine's processors"
+            )
+
+    def look(self) -> None:
+        seconds = time.monotonic() - self._begun
+        if seconds < self._next or not self._file.exists():
+            return
+        told = json.loads(self._file.read_text())
+        steps, peak = told["steps"], told.get("peak_allocated", 0)
+        done = "its first optimizer step is" if steps == 1 else f"{steps} optimizer steps are"
+        _say(f"memopt run: {done} done after {seconds:.1f} s, {_C.format_size(peak)} allocated at the most")
+        self._next = max(_SECOND_LINE, 2 * seconds) if sys.stderr.isatty() else math.inf
+
+
+def _watch(
+    child: subprocess.Popen[bytes], curve: MemoryCurve, patience: float | None, progress: _Progress
+) -> bool:
+    """Whether it was told from outside to end. patience: seconds that it may take then."""
+    until = math.inf
+    while True:
+        curve.sample()
+        progress.look()
+        told = signal.sigtimedwait(_WATCHED, curve.interval)
+        if told is not None and told.si_signo != signal.SIGCHLD and told.si_code != _FROM_THE_TERMINAL:
+            child.send_signal(told.si_signo)
+            if patience is not None:
+                until = min(until, time.monotonic() + patience)
+        if child.poll() is not None:
+            return until < math.inf
+        if time.monotonic() > until:
+            child.kill()
+
+
+def _said(
+    request: RunRequest, pid: int, status: int, seconds: float, curve: MemoryCurve, before: Limit, quiet: bool
+) -> str:
+    size = _C.format_size
+    name = " ".join(request.argv[:1])
+    if request.simulated is not None and status == -signal.SIGINT:
+        recorded = _read(Path(request.folder) / "summary.txt").rstrip("\n").rpartition("\n")[2].strip()
+        return f"memopt run: {name} (pid {pid}) was interrupted after {seconds:.1f} s{recorded and f'; {recorded}'}\n"
+    lines = [f"memopt run: {name} (pid {pid}) {_ended(status)} after {seconds:.1f} s"]
+    if curve.samples:
+        lines.append(
+            f"  host memory, at most {size(curve.peak)}: {curve.bars()} {size(curve.samples[-1].total)} at the end"
+        )
+    if status < 0:
+        lines += _of_a_signal(-status, curve, before, Path(request.folder))
+    for file in ("failure.txt", "summary.txt"):
+        text = _read(Path(request.folder) / file)
+        if text and not quiet:
+            lines += text.rstrip("\n").splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _outcome(
+    request: RunRequest, pid: int, status: int, seconds: float, curve: MemoryCurve, before: Limit, asked: bool
+) -> dict[str, Any]:
+    """Of one rank among several. asked: from outside, to end."""
+    folder = Path(request.folder)
+    figures, progress = _read(folder / "figures.json"), _read(folder / "progress.json")
+    return {
+        "program": " ".join((["-m"] if request.module else []) + request.argv),
+        "pid": pid,
+        "status": status,
+        "ended": _ended(status),
+        "seconds": round(seconds, 3),
+        "host_peak": curve.peak,
+        "of_a_signal": _of_a_signal(-status, curve, before, folder, asked) if status < 0 else [],
+        "failure": _read(folder / "failure.txt").strip(),
+        "was_at": _was_at(_read(folder / "stack.txt")),
+        "figures": json.loads(figures) if figures else None,
+        "progress": json.loads(progress) if progress else None,
+    }
+
+
+def _was_at(stack: str) -> list[str]:
+    """The lines that were running when the end came from outside, the innermost first, without memopt's and torch's."""
+    first, _, _ = stack[1:].partition("Current thread")  # each time that it was asked there is one
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', first)
+    ours = str(Path(__file__).resolve().parents[1])
+    return [
+        f"{Path(file).name}:{line} in {function}"
+        for file, line, function in frames
+        if not file.startswith((ours, "<")) and f"{os.sep}site-packages{os.sep}" not in file
+    ]
+
+
+def _ended(status: int) -> str:
+    if status >= 0:
+        return f"ended with {status}"
+    try:
+        return f"was ended by signal {-status} ({signal.Signals(-status).name})"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def _of_a_signal(
+    number: int, curve: MemoryCurve, before: Limit, folder: Path, asked: bool = False
+) -> list[str]:
+    lines = []
+    size = _C.format_size
+    if number == signal.SIGKILL and asked:
+        lines.append(f"  it did not end within {_PATIENCE:g} s of being asked to, and was killed then")
+    elif number == signal.SIGKILL:
+        now = limit_of()
+        of = f"{size(now.size)}, {now.where}" if now.size else "not known"
+        killed = (now.kills or 0) - (before.kills or 0)
+        if killed > 0:
+            why = f"the kernel's out-of-memory killer has struck there ({killed} times)"
+        elif now.kills is None:
+            why = "whether the kernel's out-of-memory killer struck is not to be seen from here"
+        else:
+            why = "no kill for want of memory is counted there, so somebody sent the signal"
+        lines.append(f"  limit of host memory: {of}: {why}")
+        for pid, name, grown, rate in curve.growth()[:3]:
+            who = "the script itself" if pid == curve.pid else name
+            lines.append(
+                f"  who grew: pid {pid} ({who}) by {size(grown)}, {size(round(rate))} a second at the end"
+            )
+    text = _read(folder / "progress.json")
+    if text:
+        told = json.loads(text)
+        device = f", {size(told['allocated'])} allocated on the device" if "allocated" in told else ""
+        lines.append(
+            f"  last heard of after {told['steps']} optimizer steps, {told['seconds']:.1f} s{device}"
+        )
+    if number == signal.SIGKILL:
+        lines.append("  no recording: it lived in the process that was killed")
+    return lines
+
+
+def _read(file: Path) -> str:
+    return file.read_text() if os.path.exists(file) else ""

@@ -1,0 +1,77 @@
+"""A program on a simulated card with real values, it and each Python that it starts: the environment brings the device
+to a process, which gets it when it imports torch (startup/sitecustomize.py)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memopt._run.import_hook import call_after_torch, call_before_torch
+from memopt.sim import _activation
+
+_STARTUP = str(Path(__file__).resolve().parent / "startup")
+
+
+def environment(settings: str, before: Mapping[str, str]) -> dict[str, str]:
+    """`before`, and what lets processes with it have a device of these settings (activation.settings_of)."""
+    folders = [_STARTUP, *filter(None, [before.get("PYTHONPATH")])]
+    return {**before, _activation.VARIABLE: settings, "PYTHONPATH": os.pathsep.join(folders)}
+
+
+def begin() -> None:
+    """In a process with such an environment, before it imports torch."""
+    call_before_torch(_activate)
+    call_after_torch(_compute)
+
+
+def _activate() -> None:
+    if not _activation.is_active():
+        _activation.activate_from()
+
+
+def _compute() -> None:
+    from memopt._estimate.computed import Computed
+    from memopt.sim import _compute as compute
+
+    compute.install(Computed())
+    _speak_by_gloo()
+    _share_nothing()
+
+
+def _share_nothing() -> None:
+    """A process has no way to another one's card. torch would say "operation not supported" of it."""
+    import torch
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError(
+            "a tensor on a simulated card cannot be shared with another process, which has a card of its own: share "
+            "it before it goes to the card, or run with one process"
+        )
+
+    torch.UntypedStorage._share_cuda_ = refused  # type: ignore[assignment, method-assign]
+
+
+def _speak_by_gloo() -> None:
+    """Ranks are processes, whose simulated cards no NCCL connects; gloo goes through the host, with the same values."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        ranks = kwargs.get("world_size", -1)
+        ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks < 0 else ranks
+        if ranks > 1 and (backend is None or "nccl" in backend):
+            if os.environ.get("RANK", "0") == "0":
+                said = "memopt run: simulated cards have no NCCL between them: their ranks speak by gloo"
+                print(said, file=sys.stderr)
+            backend = "gloo"
+        original(backend, *args, **kwargs)
+
+    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group

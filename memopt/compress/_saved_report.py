@@ -1,0 +1,157 @@
+"""Report of a technique: bytes in memory and on disk, before and after, and the effect on accuracy."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from memopt import _C
+from memopt._runtime.state_snapshot import Modes
+from memopt._runtime.storages import storage_bytes
+from memopt.compress._saved_bytes import disk_bytes, standing
+
+Evaluate: TypeAlias = Callable[[Any], float] | None
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The bytes of a model.
+
+    `memory`: of the storages of parameters and buffers, each counted once. `disk`: of the file that
+    torch.save(model.state_dict(), file) makes, None where the model cannot be saved.
+    """
+
+    memory: int
+    disk: int | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The changes made, and the bytes that they saved. Print it.
+
+    Attributes:
+        technique: The name of the technique.
+        before: Bytes before it.
+        after: Bytes after it.
+        changed: Names of the layers or tensors that are others now.
+        skipped: By name, why a layer stayed as it was.
+        notes: Other things to know.
+        accuracy_before: What `evaluate` said of the model before, None without one.
+        accuracy_after: What `evaluate` said of the model afterwards.
+    """
+
+    technique: str
+    before: Bytes
+    after: Bytes
+    changed: tuple[str, ...]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+
+    @property
+    def saved(self) -> int:
+        """Bytes of memory; negative where it takes more than before."""
+        return self.before.memory - self.after.memory
+
+    @property
+    def saved_on_disk(self) -> int | None:
+        """Bytes of the saved model; negative where it takes more than before."""
+        if self.before.disk is None or self.after.disk is None:
+            return None
+        return self.before.disk - self.after.disk
+
+    @property
+    def accuracy_change(self) -> float | None:
+        """Accuracy after less before; None where either was not measured."""
+        if self.accuracy_before is None or self.accuracy_after is None:
+            return None
+        return self.accuracy_after - self.accuracy_before
+
+    def __str__(self) -> str:
+        lines = [f"{self.technique}: {shortened(self.changed) or 'nothing changed'}"]
+        lines.append(_line("memory", self.before.memory, self.after.memory))
+        if self.before.disk is not None and self.after.disk is not None:
+            lines.append(_line("on disk", self.before.disk, self.after.disk))
+        if self.accuracy_change is not None:
+            lines.append(
+                f"  accuracy {self.accuracy_before:.6g} -> {self.accuracy_after:.6g} ({self.accuracy_change:+.3g})"
+            )
+        for why in dict.fromkeys(self.skipped.values()):
+            alike = [name for name, reason in self.skipped.items() if reason == why]
+            lines.append(
+                f"  {alike[0]} stays: {why}" if len(alike) == 1 else f"  {shortened(alike)} stay: {why}"
+            )
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def shortened(names: Iterable[str]) -> str:
+    """The first names, and how many there are; empty where there are none."""
+    first = [*names]
+    more = ", …" if len(first) > 4 else ""
+    return f"{', '.join(first[:4])}{more} ({len(first)})" if first else ""
+
+
+def _line(what: str, before: int, after: int) -> str:
+    share = f" ({(before - after) / before:.1%})" if before else ""
+    return (
+        f"  {what} {_C.format_size(before)} -> {_C.format_size(after)}, saved {signed(before - after)}{share}"
+    )
+
+
+def signed(nbytes: int) -> str:
+    """Bytes as they are shown, also below zero."""
+    return f"-{_C.format_size(-nbytes)}" if nbytes < 0 else str(_C.format_size(nbytes))
+
+
+def measure(model: nn.Module, notes: list[str] | None = None) -> Bytes:
+    """A model's bytes as it stands. Why it cannot be saved, where it cannot, is added to the notes."""
+    return bytes_of(standing(model), model.state_dict, notes)
+
+
+def bytes_of(
+    tensors: Iterable[torch.Tensor], state: Callable[[], Any], notes: list[str] | None = None
+) -> Bytes:
+    """The bytes of tensors, and of the file that torch.save() makes of a state."""
+    memory = storage_bytes(tensors)
+    try:
+        return Bytes(memory, disk_bytes(state()))
+    except Exception as error:  # whatever the state's own classes raise: saving is not what was asked for
+        if notes is not None:
+            notes.append(f"bytes on disk are not known, torch.save() fails: {type(error).__name__}: {error}")
+        return Bytes(memory, None)
+
+
+def check_evaluate(evaluate: Any) -> None:
+    if evaluate is not None and not callable(evaluate):
+        raise TypeError(
+            f"evaluate={evaluate!r}: expected a function that is given the model and returns a number"
+        )
+
+
+def score(model: nn.Module, evaluate: Evaluate) -> float | None:
+    """The result of `evaluate` for the model in eval mode, without gradients."""
+    if evaluate is None:
+        return None
+    modes = Modes(model)
+    try:
+        model.eval()
+        with torch.no_grad():
+            value = evaluate(model)
+    finally:
+        modes.restore()
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"evaluate(model) returned {type(value).__name__}, and not a number") from error

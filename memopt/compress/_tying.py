@@ -1,0 +1,182 @@
+"""memopt.compress.tie_(): parameters that become one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.compress._all_or_nothing import Outcome, carry_out
+from memopt.compress._duplicate_storages import duplicates, is_constant, same_bytes
+from memopt.compress._model_checks import check_model, unusable
+from memopt.compress._saved_report import Evaluate, Report, shortened
+
+_FUNCTION = "tie_"
+
+
+def tie_(
+    model: nn.Module, pairs: Iterable[tuple[str, str]] | None = None, *, evaluate: Evaluate = None
+) -> Report:
+    """Make parameters of a model one, so that they are kept once, saved once and trained together.
+
+    The values of the second are gone; the report says where they differed. Its gradient goes too, and an optimizer that
+    was made before still steps the old parameter: make it afterwards. To untie, give a module a parameter of its own.
+
+    Args:
+        model: The model.
+        pairs: Names (kept, tied): the second becomes the first, whose values stay. Both are parameters ("embed.weight",
+            "head.weight"), or both modules with parameters of the same names and shapes ("layers.0", "layers.1"), each
+            of which is tied. None: the matrices (two dimensions or more) that duplicates(model) finds equal byte for
+            byte in storages of their own. Vectors and tensors of one repeated value are left out, and named in the
+            report: fresh norms and biases are equal because nothing has trained them yet. Name them in pairs to tie
+            them.
+        evaluate: A function of the model that returns its accuracy; it is called before and after, in eval mode and
+            without gradients.
+
+    Returns:
+        A Report.
+
+    Raises:
+        TypeError: An argument is none of its kind. The model is unchanged then, as with ValueError.
+        ValueError: Names that the model does not have, parameters of other shapes, types, devices or requires_grad, one
+            that would be tied to itself or to two others, and nothing to tie.
+
+    Example:
+        >>> memopt.compress.tie_(model, [("embed.weight", "head.weight")])
+    """
+    check_model(model, _FUNCTION, replaces=True)
+    skipped: dict[str, str] = {}
+    wanted = _equal_pairs(model, skipped) if pairs is None else list(_parameter_pairs(model, pairs))
+    for kept, tied in wanted:
+        _check(model, kept, tied)
+    _check_chains(model, wanted)
+
+    def change(outcome: Outcome) -> None:
+        outcome.skipped.update(skipped)
+        for kept, tied in wanted:
+            first, second = model.get_parameter(kept), model.get_parameter(tied)
+            if not same_bytes(first, second):
+                outcome.notes.append(f"{tied} had other values than {kept}: they are gone")
+            for owner, name in _places(model, second):
+                setattr(owner, name, first)  # an RNN holds it in a list too
+            outcome.changed.append(tied)
+        outcome.notes.append("an optimizer that was made before steps the old parameters: make it anew")
+
+    return carry_out(model, _FUNCTION, change, evaluate)
+
+
+def _equal_pairs(model: nn.Module, skipped: dict[str, str]) -> list[tuple[str, str]]:
+    """Pairs of equal matrices. What is equal and is none goes to `skipped`, by name with the reason."""
+    parameters = dict(model.named_parameters())
+    found = []
+    for group in duplicates(model).equal:
+        for trained in (True, False):
+            alike = [
+                name for name in group if name in parameters and parameters[name].requires_grad == trained
+            ]
+            if len(alike) < 2:
+                continue
+            if why := _accidental(parameters[alike[0]]):
+                skipped.update(dict.fromkeys(alike, why))
+            else:
+                found += [(alike[0], other) for other in alike[1:]]
+    if not found:
+        left = f" (equal, and left out: {shortened(skipped)})" if skipped else ""
+        raise ValueError(
+            f"{_FUNCTION}: no two matrices of the model are equal{left}: name pairs= to tie other parameters"
+        )
+    return found
+
+
+def _accidental(parameter: torch.Tensor) -> str:
+    """The reason why a parameter may equal another by accident; empty if it hardly can."""
+    if parameter.dim() < 2:
+        return "it equals another, but is no matrix; name it in pairs to tie it"
+    if is_constant(parameter):
+        return "it equals another, but is one value throughout; name it in pairs to tie it"
+    return ""
+
+
+def _parameter_pairs(model: nn.Module, pairs: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(pairs, str) or not isinstance(pairs, Iterable):
+        raise TypeError(f"{_FUNCTION}: pairs={pairs!r}: expected a list of (name, name)")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules())
+    count = 0
+    for pair in pairs:
+        if isinstance(pair, str) or not isinstance(pair, Iterable):
+            raise TypeError(f"{_FUNCTION}: {pair!r} is no pair of names")
+        names = list(pair)
+        if len(names) != 2 or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"{_FUNCTION}: {pair!r} is no pair of names")
+        for name in names:
+            if name not in parameters and name not in modules:
+                raise ValueError(f"{_FUNCTION}: the model has no parameter or module {name!r}")
+        kept, tied = names
+        count += 1
+        if kept in parameters and tied in parameters:
+            yield kept, tied
+        elif kept in modules and tied in modules:
+            yield from _of_modules(kept, modules[kept], tied, modules[tied])
+        else:
+            raise ValueError(
+                f"{_FUNCTION}: of {kept!r} and {tied!r} one is a parameter and the other a module"
+            )
+    if not count:
+        raise ValueError(f"{_FUNCTION}: pairs is empty: None ties what is equal")
+
+
+def _of_modules(kept: str, first: nn.Module, tied: str, second: nn.Module) -> Iterator[tuple[str, str]]:
+    one, other = dict(first.named_parameters()), dict(second.named_parameters())
+    if set(one) != set(other) or not one:
+        apart = sorted(set(one) ^ set(other))
+        raise ValueError(
+            f"{_FUNCTION}: {kept!r} and {tied!r} have not the same parameters"
+            + (f": {', '.join(apart[:4])} is in one of them" if apart else ", but none")
+        )
+    for name in one:
+        yield f"{kept}.{name}", f"{tied}.{name}"
+
+
+def _check(model: nn.Module, kept: str, tied: str) -> None:
+    first, second = model.get_parameter(kept), model.get_parameter(tied)
+    if first is second:
+        raise ValueError(f"{_FUNCTION}: {kept} and {tied} are one parameter already")
+    for what in ("shape", "dtype", "device", "layout", "requires_grad"):
+        one, other = getattr(first, what), getattr(second, what)
+        if one != other:
+            raise ValueError(f"{_FUNCTION}: {kept} and {tied} differ in {what}: {one} and {other}")
+    for name, one in ((kept, first), (tied, second)):
+        if why := unusable(one):
+            raise ValueError(f"{_FUNCTION}: {name} {why}")
+    if type(first) is not type(second):
+        raise ValueError(
+            f"{_FUNCTION}: {kept} is a {type(first).__name__} and {tied} a {type(second).__name__}"
+        )
+
+
+def _check_chains(model: nn.Module, wanted: list[tuple[str, str]]) -> None:
+    """Refuse pairs in which a parameter is both replaced and tied to."""
+    gone: dict[int, str] = {}
+    for kept, tied in wanted:
+        second = id(model.get_parameter(tied))
+        if second in gone:
+            raise ValueError(f"{_FUNCTION}: {tied} is tied twice, with {gone[second]} and with {kept}")
+        gone[second] = kept
+    for kept, tied in wanted:
+        if id(model.get_parameter(kept)) in gone:
+            raise ValueError(
+                f"{_FUNCTION}: {tied} is to be tied to {kept}, which is tied to {gone[id(model.get_parameter(kept))]}: "
+                "name that one"
+            )
+
+
+def _places(model: nn.Module, parameter: torch.Tensor) -> list[tuple[nn.Module, str]]:
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, found in module._parameters.items()
+        if found is parameter
+    ]

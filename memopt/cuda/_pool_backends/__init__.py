@@ -1,0 +1,1 @@
+"""CudaPool's memory under each allocator, and on the CPU."""

@@ -1,0 +1,1 @@
+"""Rows of tensors in memory-mapped files: MmapDataset, MmapWriter."""

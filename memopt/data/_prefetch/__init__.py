@@ -1,0 +1,1 @@
+"""Batches copied to the device ahead of their use: Prefetcher."""

@@ -1,0 +1,273 @@
+"""A batch's way to the device that uses it.
+
+To a CUDA device a batch begins its way when it is sent, and is awaited, and widened, when it arrives. All order is kept
+by the streams, so that the host waits for nothing but room in pinned memory (batch_memory.py):
+
+    send     memory is taken from the present stream, `home`. The copy begins once all is done that home was given
+             before: whatever had that memory last. It runs beside what home is given afterwards. All tensors of a batch
+             go in one call (_C.copy_batch), in order with home once and not each.
+    arrive   what the present stream is given afterwards comes after the copy. So the memory needs no record_stream,
+             and is home's again the moment the program lets go of it, under any allocator; only where another stream
+             than home uses the batch does the allocator have to be told.
+    widen    on the present stream, when it arrives: until then a batch is as small as it came. The narrow tensors'
+             memory is home's again at once.
+
+A tensor that is pinned is copied from where it lies, any other by way of pinned memory. What has a method `to` of its
+own goes by that, on home: in order, but not beside anything.
+
+A batch is looked at once (once more before, where it is widened): a mapping may make its tensors at each access."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+import torch
+
+from memopt import _C
+from memopt.data._prefetch.batch_memory import batch_memory
+from memopt.data._prefetch.batch_tree import mapped
+from memopt.data._prefetch.dequantize import Widening
+
+_APART = 64  # bytes: from multiples of it on _C.copy_batch puts tensors into a batch's pinned memory
+# Those that _C.copy_batch can read by DLPack, of every torch that memopt runs on. Of others it is given the bytes.
+_READABLE = frozenset(
+    getattr(torch, name)
+    for name in (
+        "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
+    ).split()
+)
+
+
+class Sent(Protocol):
+    def arrive(self) -> Any: ...
+
+
+class Transport(Protocol):
+    ahead: bool  # whether it is of use to send a batch before it is wanted
+
+    def send(self, batch: Any) -> Sent: ...
+
+
+class ToCpu:
+    """Nothing travels."""
+
+    ahead = False
+
+    def __init__(self, widening: Widening | None) -> None:
+        self.widening = widening
+
+    def send(self, batch: Any) -> Sent:
+        narrow = _narrow_paths(batch, self.widening)
+        return _Here(mapped(batch, lambda _, leaf: _moved(leaf, torch.device("cpu"))), narrow, self.widening)
+
+
+class _Here:
+    def __init__(self, batch: Any, narrow: frozenset[str], widening: Widening | None) -> None:
+        self._batch, self._narrow, self._widening = batch, narrow, widening
+
+    def arrive(self) -> Any:
+        return _widened(self._batch, self._narrow, self._widening)
+
+
+class ToCuda:
+    """device: with an index. depth: batches that will be on their way at once."""
+
+    ahead = True
+
+    def __init__(self, device: torch.device, depth: int, widening: Widening | None) -> None:
+        assert device.index is not None
+        torch.cuda.init()  # torch's own error where there is no CUDA, before stream() asks for more
+        self.device, self.index, self.depth, self.widening = device, int(device.index), depth, widening
+        self.memory = batch_memory(device)
+
+    def send(self, batch: Any) -> Sent:
+        """An error leaves nothing that is still read or written."""
+        narrow = _narrow_paths(batch, self.widening)
+        if not torch.is_inference_mode_enabled():
+            return _OnItsWay(self, batch, narrow)
+        with torch.inference_mode(False):  # what is made in inference mode could not be trained on after it
+            return _OnItsWay(self, batch, narrow)
+
+    def stream(self) -> int:
+        """The present one's address. torch.cuda.current_stream() takes twenty times as long, twice a batch."""
+        return int(torch._C._cuda_getCurrentRawStream(self.index))  # type: ignore[attr-defined]
+
+
+class _OnItsWay:
+    _ticket, _awaited = 0, False
+
+    def __init__(self, transport: ToCuda, batch: Any, narrow: frozenset[str]) -> None:
+        self._transport, self._narrow = transport, narrow
+        device = transport.device
+        # By the id of a leaf that is kept here, since it may have been made for this one look.
+        moved: dict[int, tuple[Any, Any]] = {}
+        hosts: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+
+        def move(_: str, leaf: Any) -> Any:
+            if (found := moved.get(id(leaf))) is not None:
+                return found[1]
+            if _C.plain_bytes(leaf) and not leaf.requires_grad:  # nearly every one, and they may be many
+                there = torch.empty_like(leaf, device=device)
+                hosts.append(leaf)
+                targets.append(there)
+            elif _is_plain(leaf):
+                there = torch.empty_like(leaf, device=device)
+                host, target = _pair(leaf, there)
+                hosts.append(host)
+                targets.append(target)
+            else:
+                with torch.no_grad():
+                    there = _moved(leaf, device)
+            moved[id(leaf)] = leaf, there
+            return there
+
+        self._batch = mapped(batch, move)
+        self._home = transport.stream()  # after the first use of the device
+        if hosts:
+            self._copy(hosts, targets)
+        by_methods = len(moved) > len(hosts)
+        self._begun = torch.cuda.current_stream(device).record_event() if by_methods else None
+        self._moved = [there for _, there in moved.values()]
+
+    def _copy(self, hosts: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        memory = self._transport.memory
+        pinned = bytes([host.is_pinned() for host in hosts])
+        total = 0
+        for host, lies in zip(hosts, pinned, strict=True):
+            if not lies:
+                total += -(-host.nbytes // _APART) * _APART
+        with memory.lock:
+            slot = memory.take(total, self._transport.depth)
+            if total and slot is None:
+                hosts, targets = _without(pinned, hosts, targets)
+                pinned = b"\1" * len(hosts)
+            room = None if slot is None else slot.room
+            self._ticket = _C.copy_batch(hosts, targets, pinned, room, self._home)
+            if self._ticket:
+                # The rest lies in the room, whoever has it now.
+                read = [host for host, lies in zip(hosts, pinned, strict=True) if lies] if any(pinned) else ()
+                memory.hold(self._ticket, (slot, read))
+
+    def arrive(self) -> Any:
+        """The batch, for the present stream. After an error, it may be asked for again."""
+        transport = self._transport
+        user = transport.stream()
+        _C.copy_await(transport.index, self._ticket, user)
+        if user != self._home:
+            self._lend(torch.cuda.current_stream(transport.device))
+        self._awaited = True
+        return _widened(self._batch, self._narrow, transport.widening)
+
+    def _lend(self, user: torch.cuda.Stream) -> None:
+        """To a stream whose memory it is not."""
+        if self._begun is not None:
+            user.wait_event(self._begun)
+        for one in self._moved:
+            if callable(record := getattr(one, "record_stream", None)):
+                record(user)
+
+    def __del__(self) -> None:
+        # Nobody wanted it: the memory must not be another's while it is being written.
+        if self._ticket and not self._awaited and not sys.is_finalizing():
+            _C.copy_await(self._transport.index, self._ticket, self._home)
+
+
+# ---- leaves ---------------------------------------------------------------------------------------------------------
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether it is a tensor whose bytes are all there is to it."""
+    return (
+        type(leaf) in (torch.Tensor, torch.nn.Parameter)
+        and leaf.is_cpu
+        and leaf.layout is torch.strided
+        and not (leaf.requires_grad or leaf.is_quantized or leaf.is_neg() or leaf.is_conj())
+        and leaf.numel() > 0
+    )
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    """By its own method, on the present stream."""
+    if isinstance(leaf, torch.Tensor) and leaf.device == device:
+        return leaf
+    if device.type == "cuda" and callable(pin := getattr(leaf, "pin_memory", None)) and _is_on_cpu(leaf):
+        leaf = pin()
+    try:
+        return leaf.to(device, non_blocking=True)
+    except TypeError:
+        return leaf.to(device)
+
+
+def _is_on_cpu(leaf: Any) -> bool:
+    """As far as it says."""
+    return (
+        str(getattr(leaf, "device", "cpu")) == "cpu" and getattr(leaf, "layout", None) is not torch.sparse_coo
+    )
+
+
+def _without(
+    pinned: bytes, hosts: list[torch.Tensor], targets: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those that are pinned, and theirs. The others are copied, on the present stream: the host waits."""
+    left: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for host, there, lies in zip(hosts, targets, pinned, strict=True):
+        if lies:
+            left[0].append(host)
+            left[1].append(there)
+        else:
+            there.copy_(host)
+    return left
+
+
+def _pair(leaf: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as _C.copy_batch takes them."""
+    if not leaf.is_contiguous() and leaf.stride() != there.stride():
+        leaf = leaf.clone()  # it had gaps, or one number in several places
+    return (leaf, there) if leaf.dtype in _READABLE else (_bytes_of(leaf), _bytes_of(there))
+
+
+def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
+    flat = torch.empty(0, dtype=torch.uint8, device=dense.device)
+    return flat.set_(dense.untyped_storage(), dense.storage_offset() * dense.itemsize, (dense.nbytes,))
+
+
+# ---- widening -------------------------------------------------------------------------------------------------------
+
+
+def _narrow_paths(batch: Any, widening: Widening | None) -> frozenset[str]:
+    """Of the leaves that are to be widened, all of which can be."""
+    if widening is None:
+        return frozenset()
+    leaves: dict[str, Any] = {}
+    mapped(batch, lambda path, leaf: leaves.setdefault(path, leaf))
+    if missing := widening.missing(leaves):
+        there = ", ".join(f"{path!r} ({_described(leaf)})" for path, leaf in leaves.items())
+        raise ValueError(f"widen={missing[0]!r} is nothing in this batch, which has {there or 'no tensors'}")
+    narrow = frozenset(path for path, leaf in leaves.items() if widening.applies(path, leaf))
+    for path in narrow:
+        widening.check(path, leaves[path])
+    return narrow
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)}"
+    return type(leaf).__qualname__
+
+
+def _widened(batch: Any, narrow: frozenset[str], widening: Widening | None) -> Any:
+    if widening is None or not narrow:
+        return batch
+    wide: dict[int, tuple[Any, torch.Tensor]] = {}  # by the id of a leaf that is kept here
+
+    def widen(path: str, leaf: Any) -> Any:
+        if path not in narrow:
+            return leaf
+        if id(leaf) not in wide:
+            wide[id(leaf)] = leaf, widening(leaf)
+        return wide[id(leaf)][1]
+
+    with torch.inference_mode(False), torch.no_grad():
+        return mapped(batch, widen)

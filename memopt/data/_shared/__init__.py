@@ -1,0 +1,1 @@
+"""Containers in memory that worker processes share."""

@@ -1,0 +1,1 @@
+"""DataLoader settings by measurement, and the memory of its workers: tune, watch."""

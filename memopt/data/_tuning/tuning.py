@@ -1,0 +1,290 @@
+"""memopt.data.tune: a DataLoader's settings by measurement, within a budget of the host's memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from memopt import _C
+from memopt._runtime.host_memory import available
+from memopt._runtime.log import logger
+from memopt._runtime.torch_version import require
+from memopt.data._tuning import tuning_trial
+from memopt.data._tuning.loader_settings import Settings
+from memopt.data._tuning.tuning_report import Tuning
+from memopt.data._tuning.tuning_trial import Bounds, LoaderTrial
+
+_USED_AT_MOST = 0.9  # of what is free, where no budget is given
+_AS_FAST = 0.95  # of the fastest is as fast: what is measured in seconds varies so much
+_FASTER = 1.05
+_SPARE = 1.1  # over what a training step needs
+_TURN_SECONDS = 0.05  # that persistent workers have to save an epoch
+
+
+def tune(
+    loader: Any,
+    ram: int | str | None = None,
+    *,
+    seconds: float = 5.0,
+    batches: int = 200,
+    startup: float = 60.0,
+    workers: Iterable[int] | None = None,
+    step_seconds: float | None = None,
+) -> Tuning:
+    """Find a DataLoader's settings by measurement, within a budget of the host's memory.
+
+    Tries num_workers, prefetch_factor, pin_memory and persistent_workers, and proposes the settings with the least
+    memory among those as fast as the fastest. Each trial really iterates the loader, in a fork of this process that
+    ends with the trial: the loader, its dataset, the state of samplers and generators and the random state here stay
+    as they are. Map-style and iterable datasets, any start method and subclasses of DataLoader such as torchdata's
+    StatefulDataLoader are supported. Needs Linux.
+
+    Memory is that of the trial's processes (PSS: of a page that n of them share, an nth each; copies that workers make
+    by reading a list's objects are included) and shared memory with the batches under way. Mapped files are shown
+    apart: they are page cache. More workers than would fit, by what fewer took, are not tried. A trial is stopped when
+    what it takes, and once more what came between two of the last looks, every 10 ms or a little more, would not fit.
+
+    A setting that fails (a worker dies, a dataset cannot be pickled to spawned workers, no batch comes) is a row that
+    says so. pin_memory is tried where an accelerator can be used in a fork; else it stays as it is. The fork reads
+    batches only as far as that takes memory (a byte a page), with one torch thread. Each trial of a stream begins
+    where the loader stands.
+
+    Args:
+        loader: A torch DataLoader.
+        ram: The most that loading may take beyond what this process has already, in bytes or as "8GiB". None: nine
+            tenths of what the host, or the tightest cgroup around this process, has free, divided by LOCAL_WORLD_SIZE;
+            never more.
+        seconds: Time to iterate in a trial, from the first batch on.
+        batches: The most batches in a trial (and three times what workers have under way).
+        startup: Seconds to wait for the first batch.
+        workers: Numbers of workers to try. Default: 0, 1, 2, 4, … up to the CPUs that this process may use, and the
+            loader's own; more are tried as long as they help.
+        step_seconds: Duration of a training step: the least is proposed that gives batches 1.1 times as fast.
+
+    Returns:
+        A table of all that was measured, and the proposal. `.loader()` makes the loader.
+
+    Raises:
+        TypeError: `loader` is not a DataLoader.
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> found = memopt.data.tune(loader, ram="8GiB")
+        >>> loader = found.loader()
+    """
+    require("memopt.data.tune()")
+    from torch.utils.data import DataLoader
+
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"memopt.data.tune: a {type(loader).__qualname__} is no torch DataLoader: give the DataLoader itself, "
+            "before it is wrapped"
+        )
+    for name, value in (("seconds", seconds), ("batches", batches), ("startup", startup)):
+        if not value > 0:
+            raise ValueError(f"memopt.data.tune: {name}={value}: more than 0")
+    if step_seconds is not None and not step_seconds > 0:
+        raise ValueError(f"memopt.data.tune: step_seconds={step_seconds}: more than 0")
+    counts = _ladder(loader.num_workers) if workers is None else sorted(set(workers))
+    if not counts or any(not isinstance(one, int) or one < 0 for one in counts):
+        raise ValueError(f"memopt.data.tune: workers={counts}: numbers of workers, 0 or more")
+    budget, budget_is = _budget(ram)
+    search = _Search(loader, Bounds(seconds, batches, startup, budget), step_seconds)
+    search.workers(counts)
+    search.prefetch()
+    search.pinned()
+    search.persistent()
+    proposal, reason = search.proposal()
+    found = Tuning(proposal, search.current, search.trials, budget, budget_is, reason, search.notes, loader)
+    logger.info("%s", found)
+    return found
+
+
+def _ranks_here() -> int:
+    """Processes of the same job on this machine, which share what it has."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(said)) if said.isdecimal() else 1
+
+
+def _budget(ram: int | str | None) -> tuple[int, str]:
+    ranks = _ranks_here()
+    free = available(swap=False)
+    part = None if free is None else int(_USED_AT_MOST * free) // ranks
+    among = f", {ranks} ranks share it" if ranks > 1 else ""
+    if ram is None:
+        if part is None:
+            raise ValueError("memopt.data.tune: how much memory is free is not known here; give ram=")
+        return part, f"nine tenths of the {_C.format_size(free or 0)} that are free{among}"
+    asked = _C.parse_size(ram)
+    if asked == 0:
+        raise ValueError("memopt.data.tune: ram=0: every loader takes some")
+    if part is not None and asked > part:
+        return (
+            part,
+            f"ram={ram} is more than nine tenths of the {_C.format_size(free or 0)} that are free{among}",
+        )
+    return asked, f"ram={ram}"
+
+
+def _ladder(current: int) -> list[int]:
+    cpus = max(1, len(os.sched_getaffinity(0)) // _ranks_here())
+    powers = [2**n for n in range(cpus.bit_length()) if 2**n <= cpus]
+    return sorted({0, *powers, cpus, current})
+
+
+class _Search:
+    """The trials, in their order, and what follows from them."""
+
+    def __init__(self, loader: Any, bounds: Bounds, step_seconds: float | None) -> None:
+        self.loader, self.bounds, self.step_seconds = loader, bounds, step_seconds
+        self.current = Settings.of(loader)
+        self.trials: list[LoaderTrial] = []
+        self.notes: list[str] = []
+        self.pins = self.current.pin_memory
+        self.persists: bool | None = None
+
+    def workers(self, counts: list[int]) -> None:
+        # One after the other from few to many: what few take says what more would.
+        without_gain = 0
+        for count in counts:
+            settings = self.current.with_workers(count)._replace(persistent_workers=False)
+            expected = self._expected(count)
+            if expected is not None and expected > self.bounds.budget:
+                self.trials.append(
+                    LoaderTrial(settings, problem=f"not tried: would take about {_C.format_size(expected)}")
+                )
+                return
+            best = max((one.rate or 0.0 for one in self._rated()), default=0.0)
+            trial = self._try(settings)
+            # What stops or fails with a few does so with more; without workers a dataset may fail alone.
+            if (trial.problem and count) or self._enough(trial):
+                return
+            without_gain = 0 if (trial.rate or 0.0) > _FASTER * best else without_gain + 1
+            if without_gain == 2 and count >= self.current.num_workers:
+                return
+
+    def prefetch(self) -> None:
+        best = self._best()
+        if best is None or not best.settings.num_workers:
+            return
+        for ahead in (1, 4):
+            if ahead == best.settings.prefetch_factor:
+                continue
+            settings = best.settings._replace(prefetch_factor=ahead)
+            more = best.batch_bytes * (settings.outstanding - best.settings.outstanding)
+            if best.own + more > self.bounds.budget:
+                size = _C.format_size(best.own + more)
+                self.trials.append(LoaderTrial(settings, problem=f"not tried: would take about {size}"))
+            else:
+                self._try(settings)
+
+    def pinned(self) -> None:
+        best = self._best()
+        kind = tuning_trial.accelerator_of_a_fork()
+        if kind is None:
+            self.notes.append("pin_memory stays as it is: there is no accelerator here")
+        elif kind == tuning_trial.UNFIT:
+            self.notes.append(
+                "pin_memory stays as it is: this process has asked CUDA for its devices already, and a fork of it "
+                "cannot use them; tune before torch.cuda.is_available() is called and anything is on the GPU"
+            )
+        elif kind == tuning_trial.SILENT:
+            self.notes.append(
+                "pin_memory stays as it is: a fork that was asked for the accelerator gave no answer"
+            )
+        elif best is not None:
+            plain, pinned = (
+                self._try(best.settings._replace(pin_memory=pin), device=kind) for pin in (False, True)
+            )
+            if pinned.complete and plain.complete:
+                self.pins = (pinned.rate or 0.0) > _FASTER * (plain.rate or 0.0)
+            elif pinned.problem:
+                self.pins = False
+
+    def persistent(self) -> None:
+        best = self._best()
+        if best is None or not best.settings.num_workers:
+            return
+        anew, kept = (
+            self._try(best.settings._replace(persistent_workers=keep), epochs=True) for keep in (False, True)
+        )
+        if anew.again is None or kept.again is None or kept.problem:
+            return
+        saved = anew.again - kept.again
+        self.persists = saved > _TURN_SECONDS
+        if (
+            self.persists
+            and not self.current.persistent_workers
+            and hasattr(self.loader.dataset, "set_epoch")
+        ):
+            self.persists = False
+            self.notes.append(
+                f"persistent_workers would save {saved:.3g} s an epoch, but workers that stay do not see the "
+                "dataset's set_epoch()"
+            )
+
+    def proposal(self) -> tuple[Settings, str]:
+        best = self._best()
+        if best is None:
+            return self.current, "the loader's own: nothing else could be measured within the budget"
+        settings = best.settings._replace(pin_memory=self.pins)
+        if settings.num_workers:
+            keeps = self.current.persistent_workers if self.persists is None else self.persists
+            settings = settings._replace(persistent_workers=keeps)
+        now = next(
+            (one for one in self._rated() if one.settings.num_workers == self.current.num_workers), None
+        )
+        beside = (
+            f", {best.rate / now.rate:.2f} times the loader's own"
+            if now is not None and now is not best and now.rate and best.rate
+            else ""
+        )
+        if self.step_seconds is not None:
+            enough = (
+                "the least that keeps up" if self._enough(best) else "the fastest, and it does not keep up"
+            )
+            why = f"{enough} with a step of {self.step_seconds:g} s"
+        else:
+            why = "the least memory of what is as fast as the fastest"
+        return settings, f"{why}: {best.rate:.4g} batches/s in {_C.format_size(best.own)}{beside}"
+
+    def _try(self, settings: Settings, *, epochs: bool = False, device: str | None = None) -> LoaderTrial:
+        trial = tuning_trial.measure(self.loader, settings, self.bounds, epochs=epochs, device=device)
+        if device is not None:
+            trial.note = trial.note or f"copied to {device}"
+        self.trials.append(trial)
+        return trial
+
+    def _rated(self) -> list[LoaderTrial]:
+        """Trials that compare with one another: of loading alone."""
+        return [
+            one for one in self.trials if one.complete and one.rate and not one.note.startswith("copied to")
+        ]
+
+    def _expected(self, count: int) -> int | None:
+        """Bytes with so many workers, on the line through the last two trials."""
+        known = [one for one in self.trials if one.complete and one.settings.num_workers]
+        if len(known) < 2:
+            return None
+        one, other = known[-2:]
+        each = (other.own - one.own) / (other.settings.num_workers - one.settings.num_workers)
+        return int(other.own + each * (count - other.settings.num_workers))
+
+    def _enough(self, trial: LoaderTrial) -> bool:
+        return (
+            self.step_seconds is not None
+            and trial.complete
+            and (trial.rate or 0.0) * self.step_seconds >= _SPARE
+        )
+
+    def _best(self) -> LoaderTrial | None:
+        """The least memory of those that are fast enough."""
+        rated = self._rated()
+        if not rated:
+            return None
+        enough = [one for one in rated if self._enough(one)]
+        if not enough:
+            fastest = max(one.rate or 0.0 for one in rated)
+            enough = [one for one in rated if (one.rate or 0.0) >= _AS_FAST * fastest]
+        return min(enough, key=lambda one: (one.own, one.settings.num_workers))

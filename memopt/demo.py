@@ -1,0 +1,27 @@
+"""The demo's models and data, for notebooks and experiments: small enough for a CPU, nothing is downloaded."""
+
+from __future__ import annotations
+
+from memopt._runtime.lazy_names import lazy_names
+
+TYPE_CHECKING = False  # type checkers take it for typing's
+
+if TYPE_CHECKING:
+    from memopt._demo.library_text import standard_library_text
+    from memopt._demo.models import GPT, make_cnn
+    from memopt._demo.tasks import Task, digits, get_task
+
+__all__ = ["GPT", "Task", "digits", "get_task", "make_cnn", "standard_library_text"]
+
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
+        "GPT": "memopt._demo.models",
+        "Task": "memopt._demo.tasks",
+        "digits": "memopt._demo.tasks",
+        "get_task": "memopt._demo.tasks",
+        "make_cnn": "memopt._demo.models",
+        "standard_library_text": "memopt._demo.library_text",
+    },
+    torch_for="memopt.demo",
+)

@@ -1,0 +1,146 @@
+"""The report of memopt.deploy.export(): the file's path, what it takes, and how it was checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memopt import _C
+from memopt._runtime.table import Facts
+from memopt.deploy._inference_memory import InferenceMemory
+from memopt.deploy._output_check import Check
+
+
+@dataclass
+class Export:
+    """An exported model. Print it; in a notebook it is a table.
+
+    `files`: what was written, with bytes on disk, the model first; none where no path was given. `size`: of all of it,
+    measured. `parameters`, `buffers`: bytes of the model's storages, each counted once. `checks`: outputs beside those
+    of the live model, a sample each. `memory`: of inference, in a process of its own; None where it was not measured,
+    and `not_measured` says why. `taken_off`: what the live model had on it. `warnings`: of the exporter. `program`:
+    what the exporter returned, where no file was asked for.
+    """
+
+    model: str
+    format: str
+    files: list[tuple[Path, int]]
+    size: int
+    parameters: int
+    buffers: int
+    checks: list[Check] = field(default_factory=list)
+    memory: InferenceMemory | None = None
+    not_measured: str = ""
+    taken_off: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    dynamic: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    program: Any = None
+
+    @property
+    def path(self) -> Path | None:
+        """The first of the files that were written; None where there is none."""
+        return self.files[0][0] if self.files else None
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes that inference takes at its peak; None where it was not measured.
+
+        Of live tensors or, where these are not counted, resident ones.
+        """
+        if self.memory is None:
+            return None
+        return self.memory.resident if self.memory.live is None else self.memory.live
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "model": self.model,
+            "format": self.format,
+            "files": [[str(path), size] for path, size in self.files],
+            "size": self.size,
+            "parameters": self.parameters,
+            "buffers": self.buffers,
+            "checks": [
+                {
+                    "sample": one.sample,
+                    "outputs": one.outputs,
+                    "difference": one.difference,
+                    "tolerance": one.tolerance,
+                    "dtype": None if one.dtype is None else str(one.dtype),
+                }
+                for one in self.checks
+            ],
+            "memory": None if self.memory is None else self.memory.as_dict(),
+            "not_measured": self.not_measured or None,
+            "taken_off": self.taken_off,
+            "warnings": self.warnings,
+            "dynamic": self.dynamic or None,
+            "versions": self.versions,
+            "seconds": self.seconds,
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table's rows, a name and a text each."""
+        where = "" if self.files else ", not kept: no path was given"
+        apart = f" in {len(self.files)} files" if len(self.files) > 1 else ""
+        said = [
+            (
+                "file",
+                f"{_C.format_size(self.size)}{apart}{where}; the model's parameters take "
+                f"{_C.format_size(self.parameters)}, its buffers {_C.format_size(self.buffers)}",
+            )
+        ]
+        if self.dynamic:
+            said.append(("shapes", self.dynamic))
+        said += [("outputs" if n == 0 else "", _check(one)) for n, one in enumerate(self.checks)]
+        if not self.checks:
+            said.append(("outputs", "not compared with the live model's (verify=False)"))
+        if self.memory is not None:
+            said.append(("inference", _inference(self.memory)))
+        elif self.not_measured:
+            said.append(("inference", f"not measured: {self.not_measured}"))
+        if self.taken_off:
+            said.append(("without", ", ".join(self.taken_off)))
+        said += [("warning" if n == 0 else "", one) for n, one in enumerate(self.warnings)]
+        versions = ", ".join(f"{name} {value}" for name, value in self.versions.items())
+        said.append(("source", f"measured on this machine in {self.seconds:.1f} s; {versions}"))
+        return said
+
+    def __str__(self) -> str:
+        return str(Facts(self._headline(), self.rows()))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return Facts(self._headline(), self.rows()).html()
+
+    def _headline(self) -> str:
+        return f"{self.model} as {self.format}" + (f": {self.path}" if self.files else "")
+
+
+def _check(one: Check) -> str:
+    if one.dtype is None:
+        return f"{one.sample}: none to compare"
+    kind = str(one.dtype).removeprefix("torch.")
+    if one.difference == 0:
+        return f"{one.sample}: bit-equal to the live model's ({one.outputs} of them)"
+    return (
+        f"{one.sample}: within {one.difference:.1e} of the largest value of the live model's ({one.outputs} of them, "
+        f"{kind}, {one.tolerance:.0e} is let pass)"
+    )
+
+
+def _inference(memory: InferenceMemory) -> str:
+    live = (
+        "live tensors are not told by this runtime"
+        if memory.live is None
+        else f"{_C.format_size(memory.live)} of live tensors at the peak"
+    )
+    return (
+        f"{live}; a process of its own grows by {_C.format_size(memory.loaded)} when it loads the file and by "
+        f"{_C.format_size(memory.resident)} at the peak, beside {_C.format_size(memory.imports)} of what it imports; "
+        f"{memory.seconds * 1e3:.3g} ms a run, on {memory.where}"
+    )

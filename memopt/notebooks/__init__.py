@@ -1,1 +1,0 @@
-"""In Jupyter and IPython: %load_ext memopt, and what it brings."""

@@ -1,0 +1,419 @@
+"""The base of the one-pass optimizers: a step that C walks, the contract with gradient scalers, and state dicts.
+
+torch's scaler sets, for one call of step(), `found_inf` and, unless the gradients are unscaled already, `grad_scale`:
+the gradients are then divided by it and kept so, as torch's fused optimizers do. memopt's calls `_memopt_step()`, reads
+the gradients in it, and answers with a `ScaledStep`. The walk is memopt._C.UpdatePlan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler, optimizer
+
+from memopt import _C
+from memopt._runtime import kernels
+from memopt.optim._state_layout import FLOATS, is_plain, like, not_like
+
+OWN_OPTIONS = ("state_bits", "min_8bit_size", "master_weights", "stochastic_rounding")
+
+# Where torch's own wrappers of step() are from: hooks and profile, and the learning rates' count of steps.
+TORCHS_WRAPPERS = (optimizer.__file__, lr_scheduler.__file__)
+
+
+class OnePass(torch.optim.Optimizer):
+    """The base, before one of torch.optim's classes, whose states the methods below know how to make."""
+
+    _step_supports_amp_scaling = True
+    _scaled: ScaledStep | None = None  # while _memopt_step() runs step()
+    _plan: _C.UpdatePlan | None = None
+    _is_collected = False  # the plan has collected what the next step() takes
+    _own_defaults: dict[str, Any] | None = None
+    _is_sgd = False
+    _like_p: tuple[str, ...] = ()  # the states that have their parameter's shape
+
+    # ---- a class's own --------------------------------------------------------------------------------------------
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raises ValueError where options of a group exclude each other."""
+
+    def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
+        """Make the missing states of a plain parameter. True: its momentum buffer has no value yet."""
+        raise NotImplementedError
+
+    def _read(self, state: dict[str, Any]) -> None:
+        """Gives the loaded states of one parameter the names that they have here."""
+
+    def _check_state(self, p: Tensor, state: dict[str, Any]) -> str | None:
+        """Says in words which of these cannot be a state of p."""
+        step = state.get("step")
+        if isinstance(step, Tensor) and step.numel() != 1:
+            return f"its state 'step' has the shape {tuple(step.shape)}"
+        return next(filter(None, (not_like(p, state, name) for name in self._like_p)), None)
+
+    def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Brings loaded states of p into the form in which this optimizer keeps them."""
+        raise NotImplementedError
+
+    def _update_by_torch(
+        self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any], found_inf: Tensor | None
+    ) -> None:
+        """Take torch's own step for what is not plain; with found_inf its fused one."""
+        raise NotImplementedError
+
+    def _check_gradient(self, grad: Tensor) -> None:
+        """Raises what torch does where it refuses a gradient."""
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: A function that evaluates the model again and returns the loss.
+
+        Returns:
+            The closure's loss, None without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scaling = self._scaled
+        if scaling is not None:
+            scaling.found_inf = self.found_inf  # a hook may have set another
+        elif hasattr(self, "found_inf") or hasattr(self, "grad_scale"):
+            scaling = ScaledStep(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        plan, first = self._plan, []
+        left = self._collect()
+        if left is None or (left and self._lack_states(left)):
+            if scaling is not None and scaling.is_skipped_on_cpu():
+                if plan is not None:
+                    plan.drop()
+                return loss
+            with torch.no_grad():
+                first = self._complete_all()
+            if first and scaling is not None and scaling.is_skipped():
+                self._forget(first)
+                return loss
+            numbers = [number for number, _ in first]
+            plan = self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, numbers)
+            left = plan.collect(self.state, self.param_groups, True)
+        assert plan is not None and left is not None
+        try:
+            if left:
+                with torch.no_grad():
+                    self._update_left(plan, left, scaling)
+            for number in plan.devices():
+                if number >= 0:
+                    kernels.prepare()
+                if scaling is None:
+                    plan.run(number)
+                else:
+                    device = torch.device("cpu") if number < 0 else torch.device("cuda", number)
+                    plan.run(number, scaling.factor(device), scaling.found_inf_on(device), scaling.store)
+        except BaseException:
+            self._forget(first)
+            raise
+        finally:
+            plan.drop()
+        return loss
+
+    def _memopt_step(
+        self, read: Callable[[_C.Gradients | None], ScaledStep | None], *args: Any, **kwargs: Any
+    ) -> Any:
+        """step(*args, **kwargs) for a scaler that reads the gradients before it.
+
+        Args:
+            read: Called with the gradients that the step has collected for itself, with None where others' code comes
+                between the two. It returns a ScaledStep, or None if the step is to be another.
+            *args: As step()'s.
+            **kwargs: As step()'s.
+
+        Returns:
+            What step() does, or NotImplemented where read() returned None.
+        """
+        try:
+            scaled = read(None if args or kwargs else self._collect_ahead())
+            if scaled is None:
+                return NotImplemented
+            self._scaled = scaled
+            # Hooks and subclasses know torch's scaler.
+            self.found_inf, self.grad_scale = scaled.found_inf, scaled.grad_scale
+            try:
+                return self.step(*args, **kwargs)
+            finally:
+                self._scaled = None
+                del self.found_inf, self.grad_scale
+        finally:
+            self._forget_collected()
+
+    def _lack_states(self, left: list[int]) -> bool:
+        """True where one of these parameters was left for its gradient's order and has yet to get states."""
+        flat = [(p, group) for group in self.param_groups for p in group["params"]]
+        return any(
+            not self.state.get(p)
+            and self._has_states(group)
+            and p.grad.layout is torch.strided
+            and is_plain(p)
+            for p, group in (flat[number] for number in left)
+        )
+
+    def _has_states(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def _collect(self) -> list[int] | None:
+        if self._is_collected:
+            self._is_collected = False
+            return []
+        return None if self._plan is None else self._plan.collect(self.state, self.param_groups)
+
+    def _collect_ahead(self) -> _C.Gradients | None:
+        """Collect for the next step(), and return the gradients that it will take.
+
+        None where it would not take them all, or where others' code runs before it does, which may give parameters
+        other gradients. The caller calls step() at once, and _forget_collected() in any case.
+        """
+        if self._plan is None or not _is_bare(self):
+            return None
+        left = self._plan.collect(self.state, self.param_groups)
+        if left or left is None:
+            self._plan.drop()
+            return None
+        gradients = self._plan.gradients()
+        self._is_collected = True
+        return gradients
+
+    def _forget_collected(self) -> None:
+        if self._is_collected and self._plan is not None:
+            self._plan.drop()
+        self._is_collected = False
+
+    def _complete_all(self) -> list[tuple[int, Tensor]]:
+        first, number = [], 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.layout is torch.strided and is_plain(p):
+                    if self._complete(p, group):
+                        first.append((number, p))
+                number += 1
+        return first
+
+    def _forget(self, first: list[tuple[int, Tensor]]) -> None:
+        """The first step of these was not taken: their buffers have no value still."""
+        if first:
+            self._plan = None
+        for _, p in first:
+            self.state[p].pop("momentum_buffer", None)
+
+    def _update_left(self, plan: _C.UpdatePlan, left: list[int], scaling: ScaledStep | None) -> None:
+        """Update the parameters that the plan could not take.
+
+        Gradients in another order than their parameters, or with gaps, are copied for it; all else is torch's.
+        """
+        flat = [(p, group) for group in self.param_groups for p in group["params"]]
+        self._check_states({p: self.state.get(p, {}) for p in (flat[number][0] for number in left)})
+        rest: dict[tuple[int, torch.device], list[Tensor]] = {}
+        for number in left:
+            p, group = flat[number]
+            self._check_gradient(p.grad)
+            grad = _in_order(p)
+            if grad is not None and plan.add(number, grad):
+                if scaling is not None and scaling.store:
+                    p.grad = grad
+            else:
+                rest.setdefault((id(group), p.device), []).append(p)
+        groups = {id(group): group for group in self.param_groups}
+        for (which, device), params in rest.items():
+            grads, found_inf = [p.grad for p in params], None
+            if scaling is not None:
+                found_inf = scaling.found_inf_on(device)
+                grads = scaling.scaled(params, device)
+            if found_inf is not None and (
+                device.type != "cuda" or any(g.is_sparse or not g.is_floating_point() for g in grads)
+            ):
+                if found_inf.item() != 0:
+                    continue
+                found_inf = None
+            self._update_by_torch(params, grads, groups[which], found_inf)
+
+    def _check_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        places = {
+            id(p): (g, i) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])
+        }
+        for p, state in states.items():
+            wrong = self._check_state(p, state) if id(p) in places else None
+            if wrong:
+                number, index = places[id(p)]
+                names = self.param_groups[number].get("param_names")
+                raise ValueError(
+                    f"parameter {index} of param group {number}{f' ({names[index]})' if names else ''}, of shape "
+                    f"{tuple(p.shape)}: {wrong}; states are taken from an optimizer of the same parameters in the same "
+                    "order"
+                )
+
+    # ---- param groups and state dicts --------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch's optimizers do.
+
+        Args:
+            param_group: Its parameters and options; memopt's own options too.
+
+        Raises:
+            ValueError: differentiable=True, or options that exclude each other.
+        """
+        for name, value in (self._own_defaults or {}).items():
+            self.defaults.setdefault(name, value)
+        if isinstance(param_group, dict):
+            whole = {**self.defaults, **param_group}
+            if whole["differentiable"]:
+                kind = type(self).__name__
+                raise ValueError(
+                    f"memopt.optim.{kind} works outside autograd: use torch.optim.{kind} where differentiable=True"
+                )
+            self._check_group(whole)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of torch's optimizers or memopt's, with any options.
+
+        The states are brought into the form in which this optimizer keeps them; state_bits, master_weights and so on
+        stay as they are here.
+
+        Args:
+            state_dict: What state_dict() returned, of an optimizer of the same parameters in the same order.
+
+        Raises:
+            ValueError: As torch's, and where a state cannot be its parameter's: a tensor of another shape, one of two
+                moments, codes of 8 bits without their scales, a type that no optimizer here keeps. Nothing has changed
+                then.
+        """
+        handle = self.register_load_state_dict_pre_hook(
+            _keep_tensors
+        )  # the last: what the others give is kept
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        before = self.__dict__.get("param_groups", [])  # [] where a pickle is loaded
+        loaded = {p: s for p, s in state["state"].items() if isinstance(s, dict) and _release(s)}
+        for held in loaded.values():
+            self._read(held)
+        if loaded:
+            self._check_states(loaded)
+        super().__setstate__(state)
+        self._plan = None
+        for old, new in zip(before, self.param_groups, strict=False):
+            new.update({name: old[name] for name in OWN_OPTIONS if name in old})
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        with torch.no_grad():
+            for p in loaded:
+                if id(p) in group_of:
+                    self._relay(p, self.state[p], group_of[id(p)])
+
+
+class ScaledStep:
+    """A gradient scaler's part in one step.
+
+    found_inf, grad_scale: as torch's scaler sets them. factors: of each device the fp32 number by which gradients are
+    multiplied, instead of grad_scale; p.grad is then kept as it was used only with unscaled_grads.
+    """
+
+    __slots__ = ("factors", "found_inf", "grad_scale", "store")
+
+    def __init__(
+        self,
+        found_inf: Any,
+        grad_scale: Tensor | None,
+        factors: dict[torch.device, Tensor] | None = None,
+        unscaled_grads: bool = False,
+    ) -> None:
+        # torch's is 0 without gradients.
+        self.found_inf: Tensor | None = found_inf if isinstance(found_inf, Tensor) else None
+        self.grad_scale, self.factors = grad_scale, factors
+        self.store = grad_scale is not None if factors is None else unscaled_grads
+
+    def factor(self, device: torch.device) -> Tensor | None:
+        if self.factors is not None:
+            if device in self.factors:
+                return self.factors[device]
+            raise RuntimeError(
+                f"the scaler gave no factor for {device}: step() of the scaler takes the gradients that it saw"
+            )
+        if self.grad_scale is None:
+            return None
+        scale: Tensor = self.grad_scale.detach().to(device, non_blocking=True)
+        return scale.double().reciprocal().float()  # as GradScaler.unscale_ rounds it
+
+    def found_inf_on(self, device: torch.device) -> Tensor | None:
+        if self.found_inf is None:
+            return None
+        return self.found_inf.detach().to(device=device, dtype=torch.float32, non_blocking=True)
+
+    def is_skipped_on_cpu(self) -> bool:
+        """True where the step is skipped and nothing has to be waited for to know it."""
+        return self.found_inf is not None and self.found_inf.device.type == "cpu" and self.is_skipped()
+
+    def is_skipped(self) -> bool:
+        return self.found_inf is not None and bool(self.found_inf.item() != 0)
+
+    def scaled(self, params: list[Tensor], device: torch.device) -> list[Tensor]:
+        factor = self.factor(device)
+        grads = [p.grad if factor is None else p.grad * factor for p in params]
+        if self.store:
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
+        return grads
+
+
+def _is_bare(stepped: OnePass) -> bool:
+    """True where stepped.step() begins with OnePass.step, apart from torch's own wrappers."""
+    if stepped._optimizer_step_pre_hooks or optimizer._global_optimizer_pre_hooks:
+        return False
+    step: Any = getattr(stepped.step, "__func__", stepped.step)
+    while hasattr(step, "__wrapped__"):
+        code = getattr(step, "__code__", None)
+        if code is None or code.co_filename not in TORCHS_WRAPPERS:
+            return False
+        step = step.__wrapped__
+    return step is OnePass.step
+
+
+class _UncastTensor:
+    """A tensor in a state dict on its way past torch, which would cast it to its parameter's type."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _keep_tensors(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def kept(states: Any) -> Any:
+        if not isinstance(states, dict):
+            return states
+        return {name: _UncastTensor(v) if isinstance(v, Tensor) else v for name, v in states.items()}
+
+    return {**state_dict, "state": {key: kept(states) for key, states in state_dict["state"].items()}}
+
+
+def _release(states: dict[str, Any]) -> bool:
+    kept = [name for name, value in states.items() if isinstance(value, _UncastTensor)]
+    for name in kept:
+        states[name] = states[name].tensor
+    return bool(kept)
+
+
+def _in_order(p: Tensor) -> Tensor | None:
+    """The gradient of p in the order of p's elements; None where it is none of a plain kind."""
+    grad = p.grad
+    if grad is None or type(grad) not in (Tensor, torch.nn.Parameter) or grad.layout is not torch.strided:
+        return None
+    if not is_plain(p) or grad.shape != p.shape or grad.device != p.device or not grad.is_floating_point():
+        return None
+    exact = grad.dtype in FLOATS and torch.float64 not in (p.dtype, grad.dtype)
+    return like(p, grad.dtype if exact else p.dtype, grad)

@@ -1,0 +1,164 @@
+"""The bytes of an optimizer's state, also before it has taken a step."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memopt._checkpoint.stages.allocator_bytes import allocator_bytes
+from memopt._runtime.log import logger
+
+
+class Kind(NamedTuple):
+    """A kind of parameter: all that decides on the bytes of its state."""
+
+    group: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class OptimizerBytes(NamedTuple):
+    """The state that an optimizer has or will have on its parameters' devices.
+
+    there: tensors of its state. coming: bytes of each tensor that its next step adds to them, in that order. passing:
+    bytes of each that a step takes besides, all at the same time; none where no step of a copy could be taken. unseen:
+    bytes of state that are only said to be.
+    """
+
+    there: list[torch.Tensor]
+    coming: list[int]
+    passing: list[int]
+    unseen: int
+
+    @property
+    def there_bytes(self) -> int:
+        return self.unseen + sum(int(t.untyped_storage().nbytes()) for t in self.there)
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes of the state on its parameters' devices, once each parameter that needs a gradient has been stepped.
+
+    The state of a parameter that has none yet is seen on a copy: of each shape a parameter of zeros is stepped by a
+    copy of the optimizer.
+
+    Raises:
+        ValueError: That step fails: an optimizer that wants a closure, or more than its parameters.
+    """
+    found = foretold(optimizer)
+    return found.there_bytes + sum(found.coming)
+
+
+def foretold(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
+    """state_bytes(), in parts."""
+    there: list[torch.Tensor] = []
+    missing: list[Kind] = []
+    trained: list[Kind] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            kind = Kind(index, tuple(p.shape), p.dtype, p.device)
+            if state := optimizer.state.get(p):
+                there += on_device(tensors(state), p.device)
+            elif p.requires_grad:
+                missing.append(kind)
+            if p.requires_grad:
+                trained.append(kind)
+    coming: list[int] = []
+    if missing:
+        try:
+            made = stepped(optimizer, list(dict.fromkeys(missing)))
+        except Exception as error:
+            raise ValueError(
+                f"optimizer: {type(optimizer).__name__} has no state yet, and what it will have is not known, as a "
+                f"step of a copy of it failed ({type(error).__name__}: {error}): give the state's bytes, or the "
+                "optimizer after its first step"
+            ) from error
+        coming = [size for kind in missing for size in made[kind]]
+    try:
+        passing = passing_bytes(optimizer, trained)
+    except Exception as error:  # it wants a closure, say; its state is there
+        logger.info(
+            "what a step of %s takes besides its state is not known: %s", type(optimizer).__name__, error
+        )
+        passing = []
+    return OptimizerBytes(there, coming, passing, 0)
+
+
+def on_device(found: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """One tensor of each storage on the device."""
+    return list({t.untyped_storage()._cdata: t for t in found if t.device == device}.values())
+
+
+def passing_bytes(optimizer: torch.optim.Optimizer, trained: Sequence[Kind]) -> list[int]:
+    """The bytes that a step of all these takes besides its state, at the most.
+
+    torch's foreach implementations take as much for each parameter, at the same time; the others for one after the
+    other, with what is left of the one before.
+    """
+    taken = {kind: taken_by_steps(optimizer, kind, 1) for kind in dict.fromkeys(trained)}
+    most: list[int] = []
+    for index in range(len(optimizer.param_groups)):
+        mine = [kind for kind in trained if kind.group == index and taken[kind]]
+        if mine:
+            smallest = min(mine, key=taken.__getitem__)
+            two, three = (taken_by_steps(optimizer, smallest, count) for count in (2, 3))
+            if three > two:
+                together = [taken[kind] for kind in mine]
+            else:
+                together = [max(taken_by_steps(optimizer, kind, 2) for kind in dict.fromkeys(mine))]
+            most = max(most, together, key=sum)
+    return most
+
+
+def taken_by_steps(optimizer: torch.optim.Optimizer, kind: Kind, count: int) -> int:
+    """Bytes that a step of so many parameters takes besides its state."""
+    trial, _ = trial_of(optimizer, [kind] * count)
+    type(trial).step(trial)
+    allocator = allocator_bytes(kind.device)
+    allocator.start()
+    try:
+        before, _ = allocator.restart()
+        type(trial).step(trial)
+        now, peak = allocator.now_and_peak()
+    finally:
+        allocator.stop()
+    return max(0, peak - max(before, now))
+
+
+def stepped(optimizer: torch.optim.Optimizer, wanted: list[Kind]) -> dict[Kind, list[int]]:
+    """Bytes of each tensor of the state that a step of a copy of the optimizer gives a parameter."""
+    trial, made = trial_of(optimizer, wanted)
+    type(trial).step(trial)
+    return {
+        kind: [t.untyped_storage().nbytes() for t in on_device(tensors(trial.state[p]), p.device)]
+        for kind, p in zip(wanted, made, strict=True)
+    }
+
+
+def trial_of(
+    optimizer: torch.optim.Optimizer, wanted: list[Kind]
+) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
+    """A copy of the optimizer for parameters of zeros, and those."""
+    nothing = {id(p): p.new_empty(0) for group in optimizer.param_groups for p in group["params"]}
+    stateless = copy.copy(optimizer)
+    stateless.state = defaultdict(dict)
+    trial = copy.deepcopy(stateless, dict(nothing))
+    groups: list[list[torch.Tensor]] = [[] for _ in trial.param_groups]
+    made = []
+    for index, shape, dtype, device in wanted:
+        p = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+        p.grad = torch.zeros_like(p)
+        groups[index].append(p)
+        made.append(p)
+    for group, parameters in zip(trial.param_groups, groups, strict=True):
+        group["params"] = parameters
+    return trial, made

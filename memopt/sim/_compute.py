@@ -1,0 +1,324 @@
+"""Real numbers on the simulated device.
+
+Each ATen op first runs on cuda, so that it allocates, launches and frees as it does on a GPU (its kernels do nothing).
+Then the same op runs on CPU tensors over the same memory, and its values are kept. A loss under Compute is the CPU's,
+bit for bit, while the memory behaviour is that of PyTorch's own CUDA allocator.
+
+_host_kernels.py has the CPU forms of cuDNN's operations, fused cells and fused attention. An op whose CPU form lacks
+the 16-bit type is computed in 32 bits. An op that the simulated device cannot run (of sparse and nested tensors) runs
+on the CPU alone and its result is moved over, so that its temporary memory on a GPU is not counted. An op without a CPU
+form, and a CUDA graph, is an error; a kernel launched outside ATen is not, and computes nothing (give it a host body
+with memopt.sim.emulate). torch.compile runs eagerly under it. Every op is followed by a wait for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from memopt.sim import _printing
+from memopt.sim._activation import is_active
+from memopt.sim._host_kernels import HOST_KERNELS
+from memopt.sim._host_tensors import HostGenerators, alias, dispatches, is_plain, on_cuda
+
+_aten = torch.ops.aten
+
+# The shape of the result depends on values: the CPU decides, and its answer is moved over.
+SHAPE_FROM_VALUES = {
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten._unique2.default,
+    _aten.unique_dim.default,
+    _aten.unique_consecutive.default,
+    _aten.bincount.default,
+    _aten.index.Tensor,
+    _aten.repeat_interleave.Tensor,
+}
+# So do these, of which only this mode knows: by name where they are of libraries that may not be there.
+_DECIDED_ON_HOST = {
+    "aten::_nested_tensor_from_mask",
+    "aten::_nested_tensor_from_mask_left_aligned",
+    "torchvision::nms",
+}
+# They read, move or point to what is there, or ask the device or the tensor itself, and compute nothing.
+_AS_THEY_ARE = {
+    _aten._local_scalar_dense.default,
+    _aten._fused_sdp_choice.default,
+    _aten._use_cudnn_ctc_loss.default,
+    _aten._use_cudnn_ctc_loss.Tensor,
+    _aten._use_miopen_ctc_loss.default,
+    _aten._use_miopen_ctc_loss.Tensor,
+    _aten._coalesced_.default,
+    _aten._sparse_coo_tensor_with_dims_and_tensors.default,
+    _aten._sparse_compressed_tensor_with_dims.default,
+    _aten.sparse_compressed_tensor.comp_plain_value_size,
+    _aten._nested_tensor_size.default,
+    _aten._nested_tensor_strides.default,
+    _aten._nested_tensor_storage_offsets.default,
+    _aten.is_set_to.default,  # two aliases of one storage are storages of their own
+    _aten.record_stream.default,
+    _aten.is_pinned.default,
+    _aten._pin_memory.default,
+    _aten.set_.source_Storage,
+    _aten.set_.source_Storage_storage_offset,
+    _aten._cudnn_rnn_flatten_weight.default,  # its copies are real
+    _aten._cudnn_init_dropout_state.default,  # read by cuDNN alone
+}
+# Between processes, and within one: real copies.
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+
+
+class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
+    """A dispatch mode under which simulated CUDA ops have the values of the same ops on the CPU.
+
+    Raises:
+        RuntimeError: The simulated device is not active.
+
+    Example:
+        >>> with memopt.sim.Compute():
+        ...     train()
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        if not is_active():
+            raise RuntimeError(
+                "Compute is for the simulated device: call memopt.sim.activate() before importing torch"
+            )
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generators = HostGenerators()
+
+    def __enter__(self) -> Compute:
+        _printing.entered(self)
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        _printing.left()
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(map(dispatches, types)):
+            if FakeTensor in types:
+                return func(*args, **kwargs)
+            return NotImplemented  # what it does with the tensors within comes here again
+        if isinstance(func, HigherOrderOperator):
+            with self:  # the operations that it is made of
+                return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
+        if func in _AS_THEY_ARE or func.is_view or func.namespace in _COLLECTIVES:
+            return func(*args, **kwargs)
+        if func in SHAPE_FROM_VALUES and any(map(on_cuda, tree_leaves((args, kwargs)))):
+            return self._moved(func, args, kwargs)
+        return self.computed(func, args, kwargs)
+
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return an op's result on cuda, with the values that the CPU computes.
+
+        Results that are not tensors (torch.equal's) are the CPU's.
+
+        Args:
+            func: The op.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            RuntimeError: The shapes of the two results differ.
+        """
+        leaves = tree_leaves((args, kwargs))
+        inputs = [leaf for leaf in leaves if on_cuda(leaf)]
+        if inputs and (func.name() in _DECIDED_ON_HOST or not all(map(is_plain, inputs))):
+            return self._moved(func, args, kwargs)
+        generators = {leaf: self._generators.of(leaf) for leaf in leaves if isinstance(leaf, torch.Generator)}
+        try:
+            result = func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as refused:
+            if not inputs or func._schema.is_mutable:
+                raise
+            return self._moved(func, args, kwargs, refused)
+        results, spec = tree_flatten(result)
+        if not inputs and not any(map(on_cuda, results)):
+            return result
+        if not all(map(is_plain, results)):
+            return self._moved(func, args, kwargs) if inputs else result  # else it was copied, which is real
+        values = _on_host(func, args, kwargs, generators)
+        for generator, on_host in generators.items():
+            self._generators.drawn(generator, on_host)
+        if func in HOST_KERNELS:
+            _keep(result, values)
+            return result
+        written = {
+            tensor.untyped_storage().data_ptr() for tensor in inputs
+        }  # in place and out=: done by aliasing
+        for n, (tensor, value) in enumerate(zip(results, tree_leaves(values), strict=True)):
+            if not isinstance(tensor, torch.Tensor):
+                results[n] = value
+                continue
+            if value is None or not on_cuda(tensor) or not tensor.numel():
+                continue  # None: a gradient that was not asked for, and that the device's kernel makes all the same
+            if tensor.untyped_storage().data_ptr() in written:
+                continue
+            if tensor.shape != value.shape:
+                raise RuntimeError(f"{func}: {tuple(tensor.shape)} on cuda, {tuple(value.shape)} on the CPU")
+            alias(tensor).copy_(value)
+        return tree_unflatten(results, spec)
+
+    def _moved(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refused: RuntimeError | None = None
+    ) -> Any:
+        """Return the CPU's result, moved to the device.
+
+        refused: the device's error, which is raised if the CPU refuses too.
+        """
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if on_cuda(leaf)]
+        if func._schema.is_mutable and not all(map(is_plain, _written(func, args, kwargs))):
+            raise RuntimeError(
+                f"memopt.sim.Compute cannot write to a sparse or nested tensor in place ({func}): "
+                "write the op without the underscore, or call .coalesce() or .to_dense() before it"
+            )
+        try:
+            values = _on_host(func, args, kwargs, {})
+        except RuntimeError as error:
+            raise (refused or error) from None
+        if torch.device(kwargs.get("device") or "cuda").type != "cuda":
+            return values
+        if func._schema.is_mutable:
+            written = _written(func, args, kwargs)
+            return written[0] if len(written) == 1 else tuple(written)
+        return tree_map(
+            lambda leaf: leaf.to(inputs[0].device) if isinstance(leaf, torch.Tensor) else leaf, values
+        )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an op writes to."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return [
+        named[argument.name]
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in named
+    ]
+
+
+def _on_host(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    generators: dict[torch.Generator, torch.Generator],
+) -> Any:
+    """Run an operation on the CPU over the same memory.
+
+    Raises:
+        RuntimeError: The CPU has no such operation; the message names it.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{func} while a CUDA graph is captured: a graph replays kernels, which compute nothing on the simulated "
+            "device, so memopt.sim.Compute has no values for it: run without CUDA graphs, or, for its memory alone, "
+            "without Compute, as `memopt estimate` does"
+        )
+    # Copies are real work: the CPU must not overtake them.
+    for device in {leaf.device for leaf in tree_leaves((args, kwargs)) if on_cuda(leaf)} or {None}:
+        torch.cuda.synchronize(device)
+    run = HOST_KERNELS.get(func, func)
+    there = functools.partial(_on_cpu, generators=generators)
+    try:
+        return run(*tree_map(there, args), **tree_map(there, kwargs))
+    except RuntimeError as error:  # NotImplementedError is one
+        wide = _in_32_bits(run, tree_map(there, args), tree_map(there, kwargs), func._schema.is_mutable)
+        if wide is not None:
+            return wide
+        if not isinstance(error, NotImplementedError):
+            raise
+        raise RuntimeError(
+            f"memopt.sim.Compute has no values for {func}, which the CPU does not compute: write it with ops that the "
+            "CPU has too (for a kernel of your own: memopt.sim.emulate), or ask `memopt estimate`, which needs no "
+            f"values ({str(error).partition('. ')[0]})"
+        ) from None
+
+
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def _in_32_bits(run: Callable[..., Any], args: Any, kwargs: Any, writes: bool) -> Any:
+    """Run the operation with 32-bit types for 16-bit ones; None where that fails too.
+
+    The values get their own dtype back as they are copied.
+    """
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def widened(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype in _SHORT:
+            pairs.append((leaf, leaf.float()))
+            return pairs[-1][1]
+        return torch.float32 if leaf in _SHORT else leaf
+
+    args, kwargs = tree_map(widened, args), tree_map(widened, kwargs)
+    if not pairs:
+        return None
+    try:
+        values = run(*args, **kwargs)
+    except RuntimeError:
+        return None
+    for short, wide in pairs if writes else ():
+        short.copy_(wide)
+    return tree_map(lambda leaf: leaf.to(pairs[0][0].dtype) if _is_wide(leaf) else leaf, values)
+
+
+def _is_wide(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32
+
+
+def install(mode: Compute) -> None:
+    """Enter the mode until the process ends, in this thread and in those that are started later.
+
+    Compiled functions run eagerly, because fullgraph=True would refuse the mode.
+    """
+    start, compiled = threading.Thread.start, torch.compile
+
+    def start_computing(self: threading.Thread) -> None:
+        run = self.run
+
+        def computing() -> None:
+            with mode:
+                run()
+
+        self.run = computing  # type: ignore[method-assign]
+        start(self)
+
+    @functools.wraps(compiled)
+    def compile_nothing(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.set_stance("force_eager")
+        return compiled(*args, **kwargs)
+
+    mode.__enter__()
+    threading.Thread.start = start_computing  # type: ignore[method-assign]
+    torch.compile = compile_nothing  # type: ignore[assignment]
+
+
+def _keep(result: Any, values: Any) -> None:
+    """Write a host kernel's values into the results; a missing value, or None, leaves a result as it is."""
+    for tensor, value in zip(tree_leaves(result), tree_leaves(values), strict=False):
+        if on_cuda(tensor) and isinstance(value, torch.Tensor) and tensor.numel():
+            alias(tensor).copy_(value)
+
+
+def _on_cpu(leaf: object, generators: dict[torch.Generator, torch.Generator]) -> object:
+    if on_cuda(leaf):
+        return alias(leaf)
+    if isinstance(leaf, torch.Generator):
+        return generators.get(leaf, torch.default_generator)
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf

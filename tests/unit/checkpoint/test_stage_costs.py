@@ -1,0 +1,85 @@
+"""What is measured of a stage, where it can be told by hand."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+
+from memopt._checkpoint.stages.costs import Meter, bytes_of, stage_bytes, stage_seconds, tensors_in
+
+ROWS, WIDTH = 32, 16
+UNIT = ROWS * WIDTH * 4
+
+
+def measure(function: nn.Module):
+    standing = [*function.parameters(), *function.buffers()]
+    x = torch.randn(ROWS, WIDTH)
+    return stage_bytes(
+        function,
+        lambda: ((x.clone().requires_grad_(),), {}),
+        lambda args, kwargs: tensors_in(args),
+        standing,
+        [p for p in standing if p.requires_grad],
+    )
+
+
+def test_bytes_of_storages_are_counted_once() -> None:
+    x = torch.zeros(10)
+    assert bytes_of([x, x[2:], x.view(5, 2)]) == 40
+    assert bytes_of([x, torch.zeros(3)], beside=[x[1:]]) == 12
+
+
+def test_the_meter_counts_births_and_deaths() -> None:
+    x = torch.zeros(100)
+    with Meter() as meter:
+        y = torch.zeros(50)
+        z = y[:3]
+        y = x + 1
+        assert (meter.live, meter.peak) == (600, 600)
+        del z
+        assert (meter.live, meter.peak) == (400, 600)
+        meter.ignore([y])
+        assert meter.live == 0
+        y.untyped_storage().resize_(800)
+        del y
+    gc.collect()
+    assert meter.live == 0
+
+
+def test_a_stage_that_saves_its_output() -> None:
+    found = measure(nn.Tanh())
+    assert (found.saved, found.output, found.input_grad) == (UNIT, UNIT, UNIT)
+    assert (found.forward_overhead, found.backward_overhead, found.parameter_grad) == (0, 0, 0)
+    assert found.saved_count == 1
+
+
+def test_a_stage_that_saves_its_input_saves_nothing_of_its_own() -> None:
+    found = measure(nn.Linear(WIDTH, 2 * WIDTH))
+    assert (found.saved, found.output) == (2 * UNIT, 2 * UNIT)
+    assert found.parameter_grad == (WIDTH * 2 * WIDTH + 2 * WIDTH) * 4
+
+
+def test_a_view_of_the_input_holds_the_input() -> None:
+    assert measure(nn.Identity()).output == UNIT
+    assert measure(nn.Identity()).saved == UNIT
+
+
+def test_what_lives_only_while_the_stage_runs_is_overhead() -> None:
+    class Passing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh((x + 1) + (x + 2))  # both sums and their sum, before tanh; nobody saves them
+
+    found = measure(Passing())
+    assert (found.saved, found.forward_overhead) == (UNIT, 2 * UNIT)
+
+
+def test_gradients_and_times() -> None:
+    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(ROWS, WIDTH)
+    count = measure(stage).saved_count
+    seconds = stage_seconds(
+        stage, lambda: ((x.clone().requires_grad_(),), {}), list(stage.parameters()), count
+    )
+    assert all(value > 0 for value in seconds)

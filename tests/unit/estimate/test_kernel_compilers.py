@@ -1,0 +1,41 @@
+"""What torch.compile's compilers are told under an estimate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memopt._estimate import kernel_compilers
+from memopt._memory.recording.user_code import is_user_file
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "sim_cuda.so").write_text("the driver")
+    return tmp_path
+
+
+def test_the_driver_is_found_by_its_name_and_caches_are_apart(clean):
+    for _ in range(2):
+        found = kernel_compilers.environment(clean / "sim_cuda.so", clean)
+    assert (Path(found["TRITON_LIBCUDA_PATH"]) / "libcuda.so.1").read_text() == "the driver"
+    assert found["TRITON_CACHE_DIR"] == str(clean / "cache/memopt/simulated/triton")
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == str(clean / "cache/memopt/simulated/inductor")
+    assert found["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+
+
+def test_where_no_cache_can_be_the_run_has_its_own(clean, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(clean / "sim_cuda.so"))  # no folder
+    found = kernel_compilers.environment(clean / "sim_cuda.so", clean)
+    assert found["TRITON_CACHE_DIR"] == str(clean / "compiled/triton")
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == str(clean / "compiled/inductor")
+
+
+def test_what_a_compiler_wrote_is_not_the_users_code():
+    name = "cuznpyvggexcpgfex73couzre3zc5ouzmbu4kjkb5rqquum3wyhs.py"
+    assert not is_user_file(f"/tmp/torchinductor_me/uz/{name}")
+    assert is_user_file("/home/me/char_rnn.py") and is_user_file(f"/home/me/x{name}")

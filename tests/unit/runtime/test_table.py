@@ -1,0 +1,26 @@
+"""Tables of results, as text and as HTML."""
+
+from memopt._runtime.table import Code, Facts, Html, ResultTable
+
+
+def test_columns_are_aligned_and_cells_are_no_markup():
+    table = ResultTable([("a<b", "1", "says"), ("c", "23", "")], ("", "n", "note"), left=(0, 2))
+    assert table.lines() == ["        n  note", "  a<b   1  says", "  c    23"]
+    assert ResultTable([]).lines() == []
+    page = table.html()
+    assert page.count("<tr>") == 3 and "a&lt;b" in page and "<td>23</td>" in page and "left'>says<" in page
+    assert (
+        "<thead>" not in ResultTable([("x",)]).html()
+        and "<b>x</b>" in ResultTable([(Html("<b>x</b>"),)]).html()
+    )
+
+
+def test_facts_are_folded_at_the_terminals_width_and_source_is_cut(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    facts = Facts("found", [("first", "word " * 20), ("", Code("x = 1 " * 20)), ("<last>", "end")])
+    lines = str(facts).splitlines()
+    assert lines[0] == "found" and lines[1].startswith("  first      word") and max(map(len, lines)) <= 40
+    assert sum("x = 1" in line for line in lines) == 1 and lines[-1] == "  <last>     end"
+    assert "<code>x = 1" in facts.html() and "&lt;last&gt;" in facts.html()
+    monkeypatch.setenv("COLUMNS", "400")
+    assert max(map(len, str(facts).splitlines())) <= 118
