@@ -46,9 +46,12 @@ _FAILURES: pytest.StashKey[dict[str, str | None]] = pytest.StashKey()
 def tests_of(file: Path) -> list[str]:
     """Names of the tests in a file and in the headers beside it that it includes, in their order."""
     found: list[str] = []
-    for name, header in re.findall(r'^(?:TEST\((\w+)\)|#include "(\w+\.h)")', file.read_text(), re.M):
+    pattern = r'^(?:TEST\((\w+)\)|TEST_EACH_ISA\((\w+)\)|#include "(\w+\.h)")'
+    for name, of_each, header in re.findall(pattern, file.read_text(), re.M):
         if name:
             found.append(name)
+        elif of_each:
+            found += [f"{of_each}_{isa}" for isa in ("generic", "avx2", "avx512")]
         elif (beside := file.parent / header).exists():
             found += tests_of(beside)
     return found

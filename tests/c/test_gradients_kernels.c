@@ -1,22 +1,8 @@
-/* The kernels of one instruction set, ISA, on single pieces: against the oracle in double, and bit for bit against the
- * specification. On a processor without it, that it is refused. */
-#ifndef MEMOPT_GRADIENTS_ISA_TESTS_H
-#define MEMOPT_GRADIENTS_ISA_TESTS_H
-
-#include "gradients_oracle.h"
+/* The kernels of every instruction set on single pieces: against the oracle in double, and bit for bit against the specification. */
 #include "scaler/gradients_kernels.h"
 
-/* The table. On a processor that has not the instructions, that it is refused is all there is to see. */
-static const mo_gradients_kernels *table(void)
-{
-    mo_isa isa;
-    mo_detail detail;
-    if (ISA > mo_isa_best()) {
-        CHECK_EQ(mo_isa_choose(mo_isa_name(ISA), &isa, &detail), MO_UNSUPPORTED);
-        TEST_SKIP("%s", detail.text);
-    }
-    return mo_gradients_kernels_of(ISA);
-}
+#include "each_isa.h"
+#include "gradients_oracle.h"
 
 static bool same_lanes(const mo_gradients_lanes *a, const mo_gradients_lanes *b)
 {
@@ -88,9 +74,9 @@ static void check_run(const mo_gradients_kernels *kernels, const piece *original
     free_piece(&q);
 }
 
-TEST(every_size_and_every_start)
+TEST_EACH_ISA(every_size_and_every_start)
 {
-    const mo_gradients_kernels *kernels = table();
+    const mo_gradients_kernels *kernels = mo_gradients_kernels_of(isa);
     uint64_t seed = test_seed();
 
     for (mo_float kind = MO_F32; kind < MO_FLOAT_COUNT; kind++)
@@ -104,9 +90,9 @@ TEST(every_size_and_every_start)
             }
 }
 
-TEST(an_infinity_or_a_nan_in_any_place_is_the_top_and_in_the_sum)
+TEST_EACH_ISA(an_infinity_or_a_nan_in_any_place_is_the_top_and_in_the_sum)
 {
-    const mo_gradients_kernels *kernels = table();
+    const mo_gradients_kernels *kernels = mo_gradients_kernels_of(isa);
     const float bad[] = {INFINITY, -INFINITY, NAN, -NAN};
     uint64_t seed = test_seed();
 
@@ -126,9 +112,9 @@ TEST(an_infinity_or_a_nan_in_any_place_is_the_top_and_in_the_sum)
         }
 }
 
-TEST(every_16_bit_pattern_under_many_scales)
+TEST_EACH_ISA(every_16_bit_pattern_under_many_scales)
 {
-    const mo_gradients_kernels *kernels = table();
+    const mo_gradients_kernels *kernels = mo_gradients_kernels_of(isa);
     const float scales[] = {0.3f,   0.5f,  1,     3, 0x1p-16f, 0x1p-24f, 0x1p-126f,
                             1e-45f, 65536, 3e38f, 0, -0.7f,    INFINITY, NAN};
 
@@ -151,9 +137,9 @@ TEST(every_16_bit_pattern_under_many_scales)
 }
 
 /* Where squares of fp32 overflow or vanish, and where some do and some do not. */
-TEST(norms_of_every_magnitude)
+TEST_EACH_ISA(norms_of_every_magnitude)
 {
-    const mo_gradients_kernels *kernels = table();
+    const mo_gradients_kernels *kernels = mo_gradients_kernels_of(isa);
     uint64_t seed = test_seed();
     const int wide[] = {0, 20, 40, 60, 80, 120};
 
@@ -178,9 +164,9 @@ TEST(norms_of_every_magnitude)
 }
 
 /* Additions that are all rounded the same way are the worst that can happen to a sum. */
-TEST(sums_of_equal_numbers_stay_within_the_bound)
+TEST_EACH_ISA(sums_of_equal_numbers_stay_within_the_bound)
 {
-    const mo_gradients_kernels *kernels = table();
+    const mo_gradients_kernels *kernels = mo_gradients_kernels_of(isa);
     uint64_t seed = test_seed();
 
     for (int round = 0; round < test_rounds(300, 20000); round++) {
@@ -196,9 +182,9 @@ TEST(sums_of_equal_numbers_stay_within_the_bound)
 }
 
 /* A piece in parts, cut at whole blocks, is the piece; and what came before stays. */
-TEST(pieces_add_up)
+TEST_EACH_ISA(pieces_add_up)
 {
-    const mo_gradients_kernels *kernels = table();
+    const mo_gradients_kernels *kernels = mo_gradients_kernels_of(isa);
     uint64_t seed = test_seed();
 
     for (mo_float kind = MO_F32; kind < MO_FLOAT_COUNT; kind++) {
@@ -220,4 +206,4 @@ TEST(pieces_add_up)
     }
 }
 
-#endif
+TEST_MAIN

@@ -1,10 +1,18 @@
-/* What every instruction set's block kernel must do: the specification's parameters, codes and scales, bit for bit. The file that
- * includes this defines RUN, and the ISA that it needs. */
+/* Every instruction set's block kernel: the specification's parameters, codes and scales, bit for bit; that a block's step is Adam's on the
+ * decoded states, and what is coded afterwards right in the mean. */
 #include "optim/update_kernels.h"
 
 #include "../kernels/adam8.cuh"
+#include "each_isa.h"
 #include "float_cases.h"
-#include "needs_isa.h"
+
+static mo_adam_kernel *const kernels[] = {
+    mo_adam8_generic,
+#if defined(__x86_64__)
+    mo_adam8_avx2,
+    mo_adam8_avx512,
+#endif
+};
 
 enum { BLOCKS = 5, ELEMENTS = BLOCKS * MO_ADAM8_ELEMENTS };
 
@@ -86,11 +94,10 @@ static void check_same(const blocks *a, const blocks *b)
     }
 }
 
-TEST(blocks_are_the_specifications_bit_for_bit_over_many_steps)
+TEST_EACH_ISA(blocks_are_the_specifications_bit_for_bit_over_many_steps)
 {
     uint64_t random = test_seed();
 
-    needs_isa(ISA);
     for (int round = 0; round < test_rounds(40, 4000); round++) {
         blocks one = blocks_of(), two = blocks_of();
         const uint32_t index = (uint32_t)test_random(&random) & ~255u;
@@ -104,7 +111,7 @@ TEST(blocks_are_the_specifications_bit_for_bit_over_many_steps)
                 mo_adam_terms_of(1e-3, 0.9, 0.999, 1e-8, 0.1, !flags, round & 4, (float)step - 1, 0.5f);
             const mo_adam_termsf c = mo_adam_narrow(&terms);
             const mo_run first = run_of(&one, n, index, step), second = run_of(&two, n, index, step);
-            RUN(&c, flags, &first);
+            kernels[isa](&c, flags, &first);
             mo_adam8_generic(&c, flags, &second);
             check_same(&one, &two);
             for (size_t i = 0; i < ELEMENTS; i++)
@@ -117,12 +124,11 @@ TEST(blocks_are_the_specifications_bit_for_bit_over_many_steps)
 }
 
 /* Beside the same block without that gradient. */
-TEST(a_gradient_that_is_huge_or_no_number_changes_its_own_element_alone)
+TEST_EACH_ISA(a_gradient_that_is_huge_or_no_number_changes_its_own_element_alone)
 {
     static const float bad[] = {1e20f, -1e20f, 1e30f, FLT_MAX, -FLT_MAX, INFINITY, -INFINITY, NAN};
     uint64_t random = test_seed();
 
-    needs_isa(ISA);
     for (size_t k = 0; k < sizeof bad / sizeof *bad; k++) {
         blocks one = blocks_of(), two = blocks_of();
         const size_t at = test_random(&random) % ELEMENTS;
@@ -136,8 +142,8 @@ TEST(a_gradient_that_is_huge_or_no_number_changes_its_own_element_alone)
             const mo_run first = run_of(&one, ELEMENTS, 0, step), second = run_of(&two, ELEMENTS, 0, step);
             one.g.x[at] = step == 2 ? bad[k] : 0;
             two.g.x[at] = 0;
-            RUN(&c, 0, &first);
-            RUN(&c, 0, &second);
+            kernels[isa](&c, 0, &first);
+            kernels[isa](&c, 0, &second);
             CHECK(isnan(one.p.x[at]) == (step >= 2 && !isfinite(bad[k])));
             if (isnan(one.p.x[at])) /* the one difference that there may be */
                 two.p.x[at] = one.p.x[at];
@@ -149,11 +155,10 @@ TEST(a_gradient_that_is_huge_or_no_number_changes_its_own_element_alone)
 }
 
 /* Up to the sizes at which squares, sums and scales end. */
-TEST(finite_gradients_leave_finite_parameters_and_scales)
+TEST_EACH_ISA(finite_gradients_leave_finite_parameters_and_scales)
 {
     uint64_t random = test_seed();
 
-    needs_isa(ISA);
     for (int round = 0; round < test_rounds(20, 2000); round++) {
         blocks b = blocks_of();
         const float beta1 = (float[]){0, 0.9f, 0.999f}[round % 3];
@@ -168,7 +173,7 @@ TEST(finite_gradients_leave_finite_parameters_and_scales)
                 b.g.x[i] = test_random(&random) % 64
                                ? float_ordinary(&random)
                                : ldexpf(float_ordinary(&random), (int)(test_random(&random) % 127));
-            RUN(&c, round & 2 ? 0 : MO_ADAM_L2, &run);
+            kernels[isa](&c, round & 2 ? 0 : MO_ADAM_L2, &run);
             for (size_t i = 0; i < ELEMENTS; i++)
                 CHECK(isfinite(b.p.x[i]));
             for (size_t k = 0; k < BLOCKS; k++)
@@ -178,11 +183,81 @@ TEST(finite_gradients_leave_finite_parameters_and_scales)
     }
 }
 
-TEST(no_elements_touch_nothing)
+TEST_EACH_ISA(no_elements_touch_nothing)
 {
     const mo_adam_termsf c = {.factor = 1};
     const mo_run none = {.stored = 1};
 
-    needs_isa(ISA);
-    RUN(&c, 0, &none);
+    kernels[isa](&c, 0, &none);
 }
+
+TEST_EACH_ISA(a_blocks_step_is_adams_on_the_decoded_states_before_they_are_coded)
+{
+    const mo_adam_terms terms =
+        mo_adam_terms_of(1e-3, 0.9, 0.999, 1e-8, 0.1, /* decoupled */ 1, /* maximize */ 0, 9, 1);
+    const mo_adam_termsf c = mo_adam_narrow(&terms);
+    uint64_t random = test_seed();
+    blocks b = blocks_of(), before = blocks_of();
+
+    blocks_fill(&b, &random, /* cases */ false);
+    blocks_copy(&before, &b);
+    const mo_run run = run_of(&b, ELEMENTS, 0, 10);
+    kernels[isa](&c, 0, &run);
+    for (size_t k = 0; k < BLOCKS; k++) {
+        float largest_m = 0, largest_v = 0;
+        for (size_t i = k * MO_ADAM8_ELEMENTS; i < (k + 1) * MO_ADAM8_ELEMENTS; i++) {
+            float m = mo_adam8_decode_m(before.m[i], mo_adam8_unit_m(before.m_scale.x[k]));
+            float v = mo_adam8_decode_v(before.v[i], mo_adam8_unit_v(before.v_scale.x[k]));
+            CHECK(b.p.x[i] == mo_adam_elementf(&c, 0, before.p.x[i], before.g.x[i], &m, &v, NULL));
+            largest_m = fmaxf(largest_m, fabsf(m));
+            largest_v = fmaxf(largest_v, v);
+        }
+        CHECK(b.m_scale.x[k] == largest_m && b.v_scale.x[k] == largest_v);
+    }
+    blocks_free(&b);
+    blocks_free(&before);
+}
+
+/* v' = E v: over the steps that the dither goes through, the mean of what is decoded is v to a hundredth of a code. */
+TEST(the_second_moment_is_coded_without_bias)
+{
+    uint64_t random = test_seed();
+
+    for (int round = 0; round < test_rounds(200, 20000); round++) {
+        const float scale = float_ordinary(&random),
+                    v = fabsf(scale) * exp2f(-(float)(test_random(&random) % 1500) / 100);
+        const float per = mo_adam8_per_v(fabsf(scale)), unit = mo_adam8_unit_v(fabsf(scale));
+        const uint32_t index = (uint32_t)test_random(&random);
+        const double code =
+            ((double)v + (double)fabsf(scale) / 63487) / 16; /* the widest a code can be there */
+        double sum = 0;
+        for (uint32_t step = 0; step < 4096; step++)
+            sum += (double)mo_adam8_decode_v(mo_adam8_encode_v(v, per, mo_adam8_dither(index, step)), unit);
+        CHECK(fabs(sum / 4096 - (double)v) <= code / 100 + (double)v * 4e-7);
+    }
+}
+
+TEST_EACH_ISA(gradients_of_zero_leave_zero_states_and_decay_alone)
+{
+    const mo_adam_terms terms =
+        mo_adam_terms_of(1e-3, 0.9, 0.999, 1e-8, 0.1, /* decoupled */ 1, /* maximize */ 0, 0, 1);
+    const mo_adam_termsf c = mo_adam_narrow(&terms);
+    blocks b = blocks_of();
+
+    memset(b.m, 0, ELEMENTS);
+    memset(b.v, 0, ELEMENTS);
+    for (size_t i = 0; i < ELEMENTS; i++) {
+        b.p.x[i] = 2;
+        b.g.x[i] = 0;
+    }
+    for (size_t k = 0; k < BLOCKS; k++)
+        b.m_scale.x[k] = b.v_scale.x[k] = 0;
+    const mo_run run = run_of(&b, ELEMENTS, 0, 1);
+    kernels[isa](&c, 0, &run);
+    for (size_t i = 0; i < ELEMENTS; i++)
+        CHECK(b.p.x[i] == 2 * c.decay && b.m[i] == 0 && b.v[i] == 0);
+    CHECK(b.m_scale.x[0] == 0 && b.v_scale.x[BLOCKS - 1] == 0);
+    blocks_free(&b);
+}
+
+TEST_MAIN

@@ -1,4 +1,0 @@
-#define KERNELS mo_update_avx2
-#include "update_kernel_tests.h"
-
-TEST_MAIN
