@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memopt.compress._input_packing import PackedInputs
     from memopt.compress._saved_report import Report
     from memopt.compress._sparsifying import SparseReport
-    from memopt.data._tuning.tuning_report import Tuning
+    from memopt.data._tuning.tuning import Tuning
     from memopt.data._tuning.worker_watch import WorkerWatch
     from memopt.deploy._export_report import Export
 
@@ -88,7 +88,7 @@ __getattr__, __dir__ = lazy_names(
         "SparseReport": "memopt.compress._sparsifying",
         "StepComparison": "memopt._compare.step_table",
         "Trial": "memopt._batch_size.result",
-        "Tuning": "memopt.data._tuning.tuning_report",
+        "Tuning": "memopt.data._tuning.tuning",
         "WorkerWatch": "memopt.data._tuning.worker_watch",
     },
 )

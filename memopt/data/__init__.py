@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from memopt.data._mmap.mapped_dataset import MmapDataset
     from memopt.data._mmap.mapped_writer import MmapWriter
     from memopt.data._prefetch.prefetcher import Prefetcher
-    from memopt.data._shared.shared_dict import SharedDict
-    from memopt.data._shared.shared_sequence import SharedList, SharedStrings
+    from memopt.data._shared_containers import SharedDict, SharedList, SharedStrings
     from memopt.data._tuning.tuning import tune
     from memopt.data._tuning.worker_watch import watch
 
@@ -38,9 +37,9 @@ _find, __dir__ = lazy_names(
         "MmapDataset": "memopt.data._mmap.mapped_dataset",
         "MmapWriter": "memopt.data._mmap.mapped_writer",
         "Prefetcher": "memopt.data._prefetch.prefetcher",
-        "SharedDict": "memopt.data._shared.shared_dict",
-        "SharedList": "memopt.data._shared.shared_sequence",
-        "SharedStrings": "memopt.data._shared.shared_sequence",
+        "SharedDict": "memopt.data._shared_containers",
+        "SharedList": "memopt.data._shared_containers",
+        "SharedStrings": "memopt.data._shared_containers",
         "cached": "memopt.data._cache.caching",
         "tune": "memopt.data._tuning.tuning",
         "watch": "memopt.data._tuning.worker_watch",

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 
 from memopt.data import cached  # noqa: E402
-from memopt.data._cache import cache_eviction  # noqa: E402
+from memopt.data._cache import cache_folder  # noqa: E402
 
 EACH = 40 << 10
 """Bytes of max_size a value: about half of all values fit, and entries are evicted all the time."""
@@ -124,7 +124,7 @@ def kill_at_random(folder, processes, kills, values, seed):
         "wrong values": 0,
         "half-written files that kills left": parts,
         "leases that were there at the end of the kills": leases,
-        "bytes at the end": cache_eviction.total_size(str(folder)),
+        "bytes at the end": cache_folder.total_size(str(folder)),
         "max_size": values * EACH,
         "last processes": Path(f"{folder}.said").read_text().splitlines(),
     }

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from memopt.data import MmapDataset, MmapWriter  # noqa: E402
-from memopt.data._tuning.process_tree_memory import memory_of  # noqa: E402
+from memopt.data._tuning.worker_watch import process_memory  # noqa: E402
 
 ROW = 8192  # int64: 64 KiB
 BATCH = 64
@@ -71,7 +71,7 @@ def main(path, mebibytes, workers) -> dict[str, object]:
                 peak = peaks.setdefault(name, {"own": 0, "file": 0})
                 peak["own"], peak["file"] = max(peak["own"], own), max(peak["file"], now["RssFile"])
         if number % 64 == 0:
-            every = [memory_of(pid) for pid in pids.values()]
+            every = [process_memory(pid) for pid in pids.values()]
             pss = max(pss, sum(one.anonymous + one.shared for one in every if one is not None))
     return {
         "file, bytes": about.st_size,

@@ -15,7 +15,7 @@ import torch
 import memopt
 from memopt import _C, sim
 from memopt.data import Prefetcher
-from memopt.data._prefetch.batch_memory import batch_memory
+from memopt.data._prefetch.batch_transport import batch_memory
 
 SIM = {"memory": "256MiB"}
 

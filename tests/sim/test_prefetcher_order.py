@@ -23,7 +23,7 @@ from prefetched_steps import (
 
 from memopt import _C, sim
 from memopt.data import Prefetcher
-from memopt.data._prefetch import batch_memory, batch_transport
+from memopt.data._prefetch import batch_transport
 
 SIM = {"memory": "1GiB"}
 
@@ -73,7 +73,7 @@ def test_without_the_wait_for_pinned_memory_a_batch_is_overwritten_by_a_later_on
 def test_without_a_hold_pinned_memory_is_given_again_while_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_memory.BatchMemory, "hold", lambda *_: None)
+    monkeypatch.setattr(batch_transport.BatchMemory, "hold", lambda *_: None)
     assert wrong_after("neither", in_pinned_memory_that_serves_again) > 0
     assert wrong_after("neither", numbers) > 0
 

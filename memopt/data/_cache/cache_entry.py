@@ -2,21 +2,24 @@
 whose metadata has the value's structure as JSON, the entry's key and a checksum of all.
 
 Nothing in it is code, and reading it runs none. Values come back mapped copy-on-write: a change to one stays in the
-process that made it and never reaches the file."""
+process that made it and never reaches the file.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import math
 import os
 import sys
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 from memopt import _C
 from memopt.data import _array_bytes
 from memopt.data._array_bytes import bytes_of
-from memopt.data._cache import zstd
 from memopt.data._mmap import safetensors_layout
 
 FORMAT = "1"
@@ -53,7 +56,7 @@ class _Parts:
     def add(self, raw: memoryview, dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
         """Keeps the bytes; what the structure says of them. A dtype that safetensors lacks goes in as bytes."""
         name = str(len(self.raw))
-        packed = zstd.compressed(raw) if self.compress else None
+        packed = compressed(raw) if self.compress else None
         if packed is not None:
             self.raw[name], self.kinds[name] = packed, ("U8", (len(packed),))
             return {"at": name, "zstd": len(raw)}
@@ -245,10 +248,10 @@ def _bytes_at(
     extent = extents[part["at"]]
     if "zstd" not in part:
         return content, extent.begin, extent.nbytes
-    if zstd.library() is None:
+    if zstandard_library() is None:
         raise Unreadable("it is compressed by zstd: pip install 'memopt[data]' (or zstandard) to read it")
     packed = memoryview(content)[extent.begin : extent.begin + extent.nbytes]
-    return zstd.decompressed(packed, part["zstd"]), 0, part["zstd"]
+    return decompressed(packed, part["zstd"]), 0, part["zstd"]
 
 
 def _read_tensor(buffer: Any, begin: int, nbytes: int, name: str, shape: list[int]) -> Any:
@@ -280,3 +283,63 @@ _READERS: dict[str, Any] = {
     "array": _read_array,
     "scalar": lambda *at: _read_array(*at)[()],
 }
+
+
+# ---- Zstandard -------------------------------------------------------------------------------------------------------
+# Zstandard, by Python's own compression.zstd (3.14 and later) or the package `zstandard`. Where neither is there,
+# nothing is compressed, and what was compressed elsewhere is not read.
+
+
+LEVEL = 3
+"""The library's own default: a few times the speed of a disk, most of the ratio."""
+SAMPLE = 1 << 16
+"""Bytes of the trial that says whether compressing pays."""
+PAYS = 0.5
+"""It pays where at most this share is left: a raw value is mapped as it lies, a compressed one is unpacked into memory
+at each reading, for which half the disk has to be won."""
+
+
+@functools.cache
+def zstandard_library() -> Any:
+    for name in ("compression.zstd", "zstandard"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+@functools.cache
+def _compress() -> Callable[[Any], bytes]:
+    zstd = zstandard_library()
+    if hasattr(zstd, "ZstdCompressor") and zstd.__name__ == "zstandard":
+        return lambda raw: zstd.ZstdCompressor(level=LEVEL).compress(raw)  # type: ignore[no-any-return]
+    return lambda raw: zstd.compress(raw, level=LEVEL)  # type: ignore[no-any-return]
+
+
+def compressed(raw: memoryview) -> bytes | None:
+    """The bytes compressed, or None where that does not pay: by a trial on a piece of it, then by the whole."""
+    if zstandard_library() is None or len(raw) < 4096:
+        return None
+    middle = max(0, (len(raw) - SAMPLE) // 2)
+    trial = raw[middle : middle + SAMPLE]
+    if len(_compress()(trial)) > PAYS * len(trial):
+        return None
+    whole = _compress()(raw) if len(trial) < len(raw) else _compress()(trial)
+    return whole if len(whole) <= PAYS * len(raw) else None
+
+
+def decompressed(packed: memoryview, size: int) -> bytearray:
+    """Decompress to exactly `size` bytes; ValueError for anything else."""
+    zstd = zstandard_library()
+    try:
+        if zstd.__name__ == "zstandard":
+            raw = zstd.ZstdDecompressor().decompress(packed, max_output_size=size)
+        else:
+            unpacking = zstd.ZstdDecompressor()
+            raw = unpacking.decompress(packed, max_length=size + 1)
+    except zstd.ZstdError as error:
+        raise ValueError(f"not what zstd wrote: {error}") from error
+    if len(raw) != size:
+        raise ValueError(f"zstd gave {len(raw)} bytes of {size}")
+    return bytearray(raw)

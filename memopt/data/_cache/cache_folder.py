@@ -4,22 +4,27 @@ An entry is written to a file of another name and renamed when it is whole, so t
 checksum is compared at each reading. Correctness rests on these two alone; leases only save double work. Nothing is
 flushed to the disk (fsync): after a loss of power an entry may be damaged, which is noticed and costs its making.
 
-Where the folder cannot be written, or is full, values are returned uncached, and one warning says so."""
+Where the folder cannot be written, or is full, values are returned uncached, and one warning says so.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import heapq
 import os
+import re
 import sys
 import time
 import uuid
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from memopt import _C
 from memopt._runtime.log import logger
-from memopt.data._cache import cache_entry, cache_eviction, cache_lease
+from memopt.data._cache import cache_entry
 from memopt.data._cache.cache_counters import Counters
 
 TOUCH_SECONDS = 60.0
@@ -39,7 +44,7 @@ class CacheFolder:
         self._mapped = keeps_unlinked_files(self.folder)
         self._warned: set[str] = set()
         self._pause_until = 0.0
-        self._eviction = cache_eviction.Eviction(self.folder, max_size) if max_size is not None else None
+        self._eviction = Eviction(self.folder, max_size) if max_size is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pause_until": 0.0}
@@ -117,15 +122,15 @@ class CacheFolder:
         if self._paused():
             return True, None
         path = self._beside(key, "lease")
-        taken = cache_lease.take(path)
+        taken = take_lease(path)
         return taken is not False, path if taken else None
 
     def wait(self, key: str) -> bool:
         """Waits for another process to make the entry; False: it did not, and has no claim any more."""
         lease = self._beside(key, "lease")
-        arrived = cache_lease.wait(lease, lambda: self.has(key), lambda: self._clock(lease))
+        arrived = wait_for_lease(lease, lambda: self.has(key), lambda: self._clock(lease))
         if not arrived:
-            cache_lease.release(lease)
+            release_lease(lease)
         return arrived
 
     def put(self, key: str, value: Any) -> None:
@@ -174,13 +179,13 @@ class CacheFolder:
 
     def clear(self) -> int:
         """Removes every entry in the folder, of whatever function; what else lies there stays. Returns how many."""
-        count, stayed = cache_eviction.remove_all(self.folder)
+        count, stayed = remove_all(self.folder)
         if stayed:
             self._warn(
                 "clear", f"{stayed} files of {self.folder} are another user's, and stay: ask who owns them"
             )
         if self._eviction is not None:
-            self._eviction = cache_eviction.Eviction(self.folder, self._eviction.max_size)
+            self._eviction = Eviction(self.folder, self._eviction.max_size)
         return count
 
     def _beside(self, key: str, suffix: str) -> str:
@@ -280,3 +285,238 @@ def keeps_unlinked_files(path: str) -> bool:
     """Whether a file that another machine removes stays for those who have it mapped. On a network file system it does
     not: touching the mapping would end the process (SIGBUS), so files are read there instead."""
     return not type_of(path).startswith(NETWORKED)
+
+
+# ---- eviction --------------------------------------------------------------------------------------------------------
+# Eviction of the least recently used entries, which keeps a cache's folder within its size.
+#
+# No process knows what the others write, and there is no ledger that a killed one could leave wrong. So each looks at
+# the folder itself, when it has written its share of the room that the last look found: half of the room divided by how
+# many seem to be writing as fast. Close to the limit a look is due every few hundredths of the size; a look at n
+# entries costs n calls of stat, which makes it some 20 a written entry for one process. Then the folder is emptied to
+# nine tenths.
+
+
+ENTRY = re.compile(r"[0-9a-f]{38}\.safetensors")
+LEFTOVER = re.compile(r"[0-9a-f]{38}\.(lease|[0-9a-z_]+\.part)")
+SHARD = re.compile(r"[0-9a-f]{2}")
+KEPT = 0.9
+"""The share of max_size that is left after entries went."""
+SMALLEST_SHARE = 1 / 16
+"""Of a process that wrote little or nothing yet: so many may begin at once."""
+LEFT_SECONDS = 3600.0
+"""After this long a part of a file or a lease is nobody's: its process was killed."""
+
+
+class Eviction:
+    """The size limit of one folder, as one process sees it."""
+
+    def __init__(self, folder: str, max_size: int) -> None:
+        self.folder = folder
+        self.max_size = max_size
+        self.written = 0
+        """Bytes written by this process since its last look."""
+        self.allowance = 0
+        """Bytes it may write until the next one; none before the first."""
+        self._total: int | None = None
+        self._kept: set[str] = set()
+        """Entries that this process may not remove: another user's, in a folder that is shared."""
+
+    def before_writing(self, nbytes: int) -> tuple[int, int]:
+        """Makes room where it is time to. (entries, bytes) that went."""
+        self.written += nbytes
+        if self.written <= self.allowance:
+            return 0, 0
+        total = total_size(self.folder)
+        gone = count = 0
+        if total + nbytes > self.max_size:
+            count, gone = self._evict(total + nbytes - int(KEPT * self.max_size))
+        grown = total - self._total if self._total is not None else 0
+        share = self.written / grown if grown > 0 else 0.0
+        if self._total is not None and grown <= self.written:
+            share = 1.0  # nobody else wrote anything
+        self._total, self.written = total - gone, nbytes
+        room = self.max_size - self._total
+        self.allowance = int(min(1.0, max(SMALLEST_SHARE, share)) * room / 2)
+        return count, gone
+
+    def _evict(self, excess: int) -> tuple[int, int]:
+        """Removes those used longest ago, `excess` bytes of them at least, as far as this user may."""
+        count = gone = freed = 0
+        while freed < excess:
+            found = self._oldest(excess - freed)
+            for path, size in found:
+                try:
+                    os.unlink(path)
+                except FileNotFoundError:  # another process is at it too
+                    freed += size
+                except OSError as error:
+                    logger.info("cache entry %s cannot be removed: %s", path, error)
+                    self._kept.add(path)
+                else:
+                    count, gone, freed = count + 1, gone + size, freed + size
+            if not found:
+                break  # all that is left is others'
+        return count, gone
+
+    def _oldest(self, excess: int) -> list[tuple[str, int]]:
+        """(path, bytes) of those used longest ago. Of a folder of any size no more than `excess` bytes of entries, and
+        one, are held at once."""
+        oldest: list[tuple[float, str, int]] = []  # a heap: the one used last is on top
+        held = 0
+        for path, there in entries(self.folder):
+            if path in self._kept:
+                continue
+            heapq.heappush(oldest, (-there.st_mtime, path, there.st_size))
+            held += there.st_size
+            while held - oldest[0][2] >= excess:
+                held -= heapq.heappop(oldest)[2]
+        return [(path, size) for _, path, size in oldest]
+
+
+_NOT_OURS = (FileNotFoundError, PermissionError)
+"""It went meanwhile, or is another user's: one such must not keep this process from the others."""
+
+
+def shards(folder: str) -> Iterator[str]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as found:
+        for one in found:
+            if SHARD.fullmatch(one.name):
+                yield one.path
+
+
+def entries(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """(path, what stat says) of the entries, in no order. What goes meanwhile is left out, and what a killed process
+    left lying is removed on the way."""
+    for shard in shards(folder):
+        with contextlib.suppress(*_NOT_OURS), os.scandir(shard) as found:
+            for one in found:
+                with contextlib.suppress(*_NOT_OURS):
+                    if ENTRY.fullmatch(one.name):
+                        yield one.path, one.stat()
+                    elif LEFTOVER.fullmatch(one.name):
+                        written = one.stat(follow_symlinks=False).st_mtime
+                        if time.time() - written > LEFT_SECONDS:
+                            with contextlib.suppress(OSError):  # another user's may stay
+                                os.unlink(one.path)
+
+
+def total_size(folder: str) -> int:
+    """Bytes of all entries together."""
+    return sum(there.st_size for _, there in entries(folder))
+
+
+def remove_all(folder: str) -> tuple[int, int]:
+    """Removes every entry, and what belongs to one: (entries that went, files and folders that are another user's and
+    stayed). Nothing else in the folder is touched."""
+    count = stayed = 0
+    for shard in list(shards(folder)):
+        try:
+            with os.scandir(shard) as found:
+                names = [one.name for one in found]
+        except _NOT_OURS as error:
+            stayed += isinstance(error, PermissionError)
+            continue
+        for name in names:
+            is_entry = ENTRY.fullmatch(name) is not None
+            if not is_entry and not LEFTOVER.fullmatch(name):
+                continue
+            try:
+                os.unlink(os.path.join(shard, name))
+                count += is_entry
+            except _NOT_OURS as error:
+                stayed += isinstance(error, PermissionError)
+        with contextlib.suppress(OSError):
+            os.rmdir(shard)  # another process may just have written into it
+    return count, stayed
+
+
+# ---- leases ----------------------------------------------------------------------------------------------------------
+# Leases: one process makes an entry, and others wait instead of making it too.
+#
+# A lease is a symbolic link beside the entry that names its holder: it is there with its name or not at all, so that
+# one taken by a process that is killed the moment after can be told, too. Nothing hangs on it being right: who ignores
+# it, or breaks it, does the work twice and no more.
+#
+# It cannot be stuck. Of a holder on this machine the kernel says whether it lives; of any other only time does, by the
+# folder's own clock: a lease older than `SECONDS` is nobody's.
+
+
+LEASE_SECONDS = 60.0
+"""Lifetime of a lease whose process cannot be asked; values that take longer to make are made by others too."""
+POLL_SECONDS = (0.001, 0.05)
+"""First and longest pause between two looks at whether the entry is there."""
+
+
+@functools.cache
+def _machine() -> str:
+    """An identity of this machine, since it was started, and of this space of process ids."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{os.uname().nodename} {uuid.getnode()}"
+
+
+def _started(pid: int) -> str | None:
+    """Start time of a process of this machine, in the kernel's ticks: with it a process id is never taken for
+    another's.
+    None: there is none such, or only its corpse."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+@functools.lru_cache(1)
+def _lease_holder(pid: int) -> str:
+    return f"{_machine()} {pid} {_started(pid)}"
+
+
+def take_lease(path: str) -> bool | None:
+    """True: the caller holds the lease now. False: another does. None: no lease can be had here."""
+    holder = _lease_holder(os.getpid())
+    try:
+        try:
+            os.symlink(holder, path)
+        except FileNotFoundError:  # the first of its folder
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.symlink(holder, path)
+    except FileExistsError:
+        return False
+    except OSError:
+        return None  # a folder in which nothing can be written has no leases either
+    return True
+
+
+def release_lease(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def is_leased(path: str, now: Callable[[], float]) -> bool:
+    """Whether somebody alive still seems to be at it. now: seconds by the clock of the folder's file system."""
+    try:
+        holder, written = os.readlink(path), os.lstat(path).st_mtime
+    except OSError:
+        return False
+    *machine, pid, started = ["", "", *holder.split(" ")]
+    if " ".join(machine).strip() == _machine() and pid.isdigit():
+        return _started(int(pid)) == started
+    return now() - written < LEASE_SECONDS
+
+
+def wait_for_lease(path: str, arrived: Callable[[], bool], now: Callable[[], float]) -> bool:
+    """Waits until the entry has arrived (True), or its maker is gone or has had its time (False), whichever is first.
+    So whoever waits waits `SECONDS` at most."""
+    pause, longest = POLL_SECONDS
+    end = time.monotonic() + LEASE_SECONDS
+    while True:
+        if arrived():
+            return True
+        if not is_leased(path, now) or time.monotonic() > end:
+            return arrived()
+        time.sleep(pause)
+        pause = min(2 * pause, longest)

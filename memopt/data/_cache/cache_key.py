@@ -25,7 +25,7 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
-from memopt.data._cache import function_key, name_values
+from memopt.data._cache import function_key, function_names
 
 KEY_BYTES = 20
 """160 bits: among 10^12 entries the chance of any two alike is below 10^-24."""
@@ -155,18 +155,20 @@ class KeyDigest:
             self._path(value)
             self._derived(value, kind, path)
         elif isinstance(value, types.ModuleType):
-            if name_values.is_own_module(value) and not self.versioned:
+            if function_names.is_own_module(value) and not self.versioned:
                 raise Unkeyable(path, value, _OWN_MODULE)
-            self.data("module", name_values.version_named(value.__name__).encode())
+            self.data("module", function_names.version_named(value.__name__).encode())
         elif isinstance(value, type):
             function_key.add_class(self, value, path)
         elif function_key.is_callable_with_code(value):
             function_key.add_callable(self, value, path)
-            if kind.__module__ == "functools" or name_values.is_own(kind.__module__):
+            if kind.__module__ == "functools" or function_names.is_own(kind.__module__):
                 self._derived(value, kind, path, without=_OF_A_WRAPPER)
         elif kind in _BY_REDUCTION:
             made_by, arguments, *_ = value.__reduce_ex__(4)
-            self.data("reduced", f"{name_values.version_named(kind.__module__)}.{kind.__qualname__}".encode())
+            self.data(
+                "reduced", f"{function_names.version_named(kind.__module__)}.{kind.__qualname__}".encode()
+            )
             self.add(made_by, path)
             self.items("arguments", arguments, len(arguments), path)
         elif isinstance(value, logging.Logger):
@@ -193,11 +195,11 @@ class KeyDigest:
 
     def _derived(self, value: Any, kind: type, path: str, without: Container[str] = ()) -> None:
         """Of an object whose content is written down: its class, if that is the program's own, and its attributes."""
-        if not name_values.is_own(kind.__module__) and not getattr(value, "__dict__", None):
+        if not function_names.is_own(kind.__module__) and not getattr(value, "__dict__", None):
             return
         function_key.add_class(self, kind, path)
         self._attributes(
-            value, [one for one in kind.__mro__ if name_values.is_own(one.__module__)], path, without
+            value, [one for one in kind.__mro__ if function_names.is_own(one.__module__)], path, without
         )
 
     def _path(self, value: pathlib.PurePath) -> None:

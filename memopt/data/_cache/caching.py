@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 from memopt import _C
-from memopt.data._cache import cache_lease, function_key, name_values
+from memopt.data._cache import cache_folder, function_key, function_names
 from memopt.data._cache.cache_counters import CacheStatistics
 from memopt.data._cache.cache_folder import CacheFolder
 from memopt.data._cache.cache_key import KeyDigest, Unkeyable, keyed
@@ -151,7 +151,7 @@ class Cache:
             self.folder.put(key, value)
         finally:
             if lease is not None:
-                cache_lease.release(lease)
+                cache_folder.release_lease(lease)
         return value
 
     def statistics(self) -> CacheStatistics:
@@ -186,7 +186,7 @@ class CachedFunction:
         self.__wrapped__ = function
         self.cache = cache
         self._signature = function_key.signature_of(function)
-        name_values.read_ahead()
+        function_names.read_ahead()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         key = self.cache.key(self._named(args, kwargs), f"the arguments of {self.cache.name}")

@@ -15,9 +15,16 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-from memopt.data._cache import function_source, name_values
-from memopt.data._cache.function_source import IMPORT, Chain, codes_in
-from memopt.data._cache.name_values import is_own, is_own_module, name_of_main, version_named
+from memopt.data._cache import function_names
+from memopt.data._cache.function_names import (
+    IMPORT,
+    Chain,
+    codes_in,
+    is_own,
+    is_own_module,
+    name_of_main,
+    version_named,
+)
 
 if TYPE_CHECKING:
     from memopt.data._cache.cache_key import KeyDigest
@@ -177,10 +184,10 @@ def add_code(digest: KeyDigest, function: types.FunctionType, path: str) -> None
 
     reads: set[Chain] = set()
     try:
-        node = function_source.node_of(function, compiled)
+        node = function_names.node_of(function, compiled)
         if node is not None:
-            body = function_source.body_of(node)
-            reads = function_source.reads_of(body)
+            body = function_names.body_of(node)
+            reads = function_names.reads_of(body)
     except RecursionError:
         node = None
     if node is None:
@@ -189,20 +196,20 @@ def add_code(digest: KeyDigest, function: types.FunctionType, path: str) -> None
             one for part in codes_in(code) for one in dis.get_instructions(part) if one.opcode in dis.hasname
         ]
         loaded = {one.argval for one in named if not re.search("ATTR|METHOD", one.opname)}
-        finds = {one.argval for one in named} & name_values.FINDER_ATTRIBUTES
+        finds = {one.argval for one in named} & function_names.FINDER_ATTRIBUTES
         if not digest.versioned and (finds or any(one.opname == "IMPORT_NAME" for one in named)):
             raise digest.refused(path, function, _NO_SOURCE)
     else:
         digest.mark(type(node).__name__, *_parameters(code))
         digest.add(code.co_varnames[: sum(_parameters(code)[1:])], path)
-        digest.data("source", function_source.text_of(body).encode("utf-8", "surrogatepass"))
+        digest.data("source", function_names.text_of(body).encode("utf-8", "surrogatepass"))
     known = loaded.union(code.co_freevars)
     # Without source any name counts; private names within a class have another name in code than in source.
     reads |= {(name,) for name in known.difference(step for chain in reads for step in chain)}
     values: dict[str, Any] = {}
     for chain in sorted(reads):
         if chain[0].startswith(IMPORT) or chain[0] in known:
-            values.update(name_values.read(digest, function, chain, path))
+            values.update(function_names.read(digest, function, chain, path))
     for name, value in sorted(values.items(), key=lambda item: item[0]):
         digest.data("read", name.encode())
         digest.add(value, f"{name.removeprefix(IMPORT)!r}, which {path} uses,")

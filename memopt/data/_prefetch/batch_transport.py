@@ -1,7 +1,7 @@
 """A batch's way to the device that uses it.
 
 To a CUDA device a batch begins its way when it is sent, and is awaited, and widened, when it arrives. All order is kept
-by the streams, so that the host waits for nothing but room in pinned memory (batch_memory.py):
+by the streams, so that the host waits for nothing but room in pinned memory:
 
     send     memory is taken from the present stream, `home`. The copy begins once all is done that home was given
              before: whatever had that memory last. It runs beside what home is given afterwards. All tensors of a batch
@@ -15,18 +15,26 @@ by the streams, so that the host waits for nothing but room in pinned memory (ba
 A tensor that is pinned is copied from where it lies, any other by way of pinned memory. What has a method `to` of its
 own goes by that, on home: in order, but not beside anything.
 
-A batch is looked at once (once more before, where it is widened): a mapping may make its tensors at each access."""
+A batch is looked at once (once more before, where it is widened): a mapping may make its tensors at each access.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
 from typing import Any, Protocol
 
 import torch
 
 from memopt import _C
-from memopt.data._prefetch.batch_memory import batch_memory
-from memopt.data._prefetch.batch_tree import mapped
+from memopt._offload.pinned_memory import pinned_tensor
+from memopt._offload.pinned_pool import ALIGNED
+from memopt._runtime.log import logger
 from memopt.data._prefetch.dequantize import Widening
 
 _APART = 64  # bytes: from multiples of it on _C.copy_batch puts tensors into a batch's pinned memory
@@ -59,7 +67,9 @@ class ToCpu:
 
     def send(self, batch: Any) -> Sent:
         narrow = _narrow_paths(batch, self.widening)
-        return _Here(mapped(batch, lambda _, leaf: _moved(leaf, torch.device("cpu"))), narrow, self.widening)
+        return _Here(
+            map_leaves(batch, lambda _, leaf: _moved(leaf, torch.device("cpu"))), narrow, self.widening
+        )
 
 
 class _Here:
@@ -123,7 +133,7 @@ class _OnItsWay:
             moved[id(leaf)] = leaf, there
             return there
 
-        self._batch = mapped(batch, move)
+        self._batch = map_leaves(batch, move)
         self._home = transport.stream()  # after the first use of the device
         if hosts:
             self._copy(hosts, targets)
@@ -241,7 +251,7 @@ def _narrow_paths(batch: Any, widening: Widening | None) -> frozenset[str]:
     if widening is None:
         return frozenset()
     leaves: dict[str, Any] = {}
-    mapped(batch, lambda path, leaf: leaves.setdefault(path, leaf))
+    map_leaves(batch, lambda path, leaf: leaves.setdefault(path, leaf))
     if missing := widening.missing(leaves):
         there = ", ".join(f"{path!r} ({_described(leaf)})" for path, leaf in leaves.items())
         raise ValueError(f"widen={missing[0]!r} is nothing in this batch, which has {there or 'no tensors'}")
@@ -270,4 +280,216 @@ def _widened(batch: Any, narrow: frozenset[str], widening: Widening | None) -> A
         return wide[id(leaf)][1]
 
     with torch.inference_mode(False), torch.no_grad():
-        return mapped(batch, widen)
+        return map_leaves(batch, widen)
+
+
+# ---- pinned memory ---------------------------------------------------------------------------------------------------
+# Pinned host memory in which batches wait for their copy to a CUDA device, and what else must be left as it is until a
+# copy is over.
+#
+# It is a ring (csrc/transfer/ring.h) of exactly as many bytes as `depth` batches take, pinned when the first one comes.
+# A slot is given back once its copy is over, so the host waits where it is `depth` copies ahead of the device: that is
+# the bound. Batches that grow have a larger ring, by an eighth more than is asked for, and the old one goes when
+# nothing lies in it any more.
+#
+# A batch that comes pinned takes no slot, and the host waits for none: it is kept until its copy is over, and let go
+# when the next batch is sent. So there are as many of them as the host is ahead of the device.
+#
+# All prefetchers of a device have one, which goes with the last of them.
+
+
+_PATIENCE = 0.1  # seconds of a wait in C: then Python's signal handlers have their turn
+
+
+class RingSlot:
+    """Bytes of a ring's memory, until nothing refers to this; room: (memory, begin, end)."""
+
+    __slots__ = ("_number", "_ring", "room")
+
+    def __init__(self, ring: _C.Ring, number: int, room: tuple[torch.Tensor, int, int]) -> None:
+        self._ring, self._number, self.room = ring, number, room
+
+    def __del__(self) -> None:
+        self._ring.give(self._number, 0)
+
+
+class BatchMemory:
+    def __init__(self, device: torch.device) -> None:
+        assert device.index is not None
+        self.device, self._index = device, int(device.index)
+        self.lock = threading.RLock()  # held from take() until what is read is held
+        self._pieces: list[tuple[torch.Tensor, _C.Ring]] = []  # the last one is in use
+        self._flying: deque[tuple[int, object]] = deque()  # tickets, and what they read
+        self._refused = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are pinned, used or not."""
+        return sum(ring.held()[2] for _, ring in self._pieces)
+
+    def take(self, nbytes: int, depth: int) -> RingSlot | None:
+        """Room for a batch, of which there will be `depth` at once. Waits for older copies. None where the batch needs
+        none (nbytes is 0: all of it is pinned already), or the host can pin nothing. In any case what belongs to
+        copies that are over is let go."""
+        slot = -(-nbytes // ALIGNED) * ALIGNED
+        with self.lock:
+            self.settle()
+            if not nbytes:
+                return None
+            if not self._pieces or self._pieces[-1][0].numel() < (slot if self._refused else depth * slot):
+                self._grow(slot, depth)
+            while self._pieces and self._pieces[-1][0].numel() >= slot:
+                memory, ring = self._pieces[-1]
+                if found := ring.take(nbytes):
+                    number, begin, _ = found
+                    return RingSlot(ring, number, (memory, begin, begin + nbytes))
+                self._wait_for_oldest()
+            return None
+
+    def hold(self, ticket: int, what: object) -> None:
+        """Until the copy is over."""
+        with self.lock:
+            self._flying.append((ticket, what))
+
+    def settle(self) -> None:
+        """Release the memory of copies that are over."""
+        with self.lock:
+            while self._flying and _C.copy_over(self._index, self._flying[0][0]):
+                self._flying.popleft()
+            if len(self._pieces) > 1:
+                *old, last = self._pieces
+                self._pieces = [*(piece for piece in old if piece[1].held()[0]), last]
+
+    def _wait_for_oldest(self) -> None:
+        assert self._flying, "room is taken that no copy reads"
+        self._wait(self._flying[0][0])
+        self.settle()
+
+    def _wait(self, ticket: int) -> None:
+        while not _C.copy_wait(self._index, ticket, _PATIENCE):
+            pass
+
+    def _grow(self, slot: int, depth: int) -> None:
+        """A ring for `depth` slots; for fewer where the host cannot."""
+        whole = depth * slot
+        if self._pieces:
+            whole += -(-whole // 8 // ALIGNED) * ALIGNED
+        for size in (whole, depth * slot, slot):
+            if self._pieces and size <= self._pieces[-1][0].numel():
+                return
+            try:
+                memory = pinned_tensor(self.device, size)
+            except MemoryError:
+                continue
+            self._pieces.append((memory, _C.Ring(size, ALIGNED)))
+            break
+        if self.nbytes < depth * slot and not self._refused:
+            self._refused = True
+            logger.warning(
+                "Prefetcher: the host cannot pin %d bytes for %d batches (%d are pinned): their copies do not overlap "
+                "the step, or not all. Free host memory, raise the limit of locked memory, or take a smaller depth",
+                depth * slot,
+                depth,
+                self.nbytes,
+            )
+
+    def __del__(self) -> None:
+        # Tensors that torch has pinned must not be another's while they are read. (Giving back ours waits by itself.)
+        if not sys.is_finalizing() and getattr(self, "_flying", None):
+            self._wait(self._flying[-1][0])
+
+
+_memories: weakref.WeakValueDictionary[int, BatchMemory] = weakref.WeakValueDictionary()
+
+
+def batch_memory(device: torch.device) -> BatchMemory:
+    """Of all prefetchers to that device, whose index is given."""
+    assert device.index is not None
+    found = _memories.get(device.index)
+    if found is None:
+        found = _memories[device.index] = BatchMemory(device)
+    return found
+
+
+# ---- nested batches --------------------------------------------------------------------------------------------------
+# Leaves of a batch: its tensors, and objects that go to a device by a method of their own, however they are nested.
+#
+# Containers are dicts and other mappings, tuples and named tuples, lists and other sequences that can be written to,
+# and dataclasses. A container in which nothing changes is given back as it is; what holds no tensor is left alone.
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None))
+
+
+def moves_itself(value: object) -> bool:
+    """Whether it goes to a device by its method `to`. A mapping does only if it can be pinned too: the others' `to` is
+    that of all their values (Hugging Face's BatchEncoding), which are better moved one by one."""
+    if isinstance(value, type) or not callable(getattr(value, "to", None)):
+        return False
+    return not isinstance(value, Mapping) or callable(getattr(value, "pin_memory", None))
+
+
+def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """The batch with change(path, leaf) in the place of each leaf: a tensor or what moves itself. path: the keys,
+    indices and field names that lead there, with dots between; a batch that is itself a leaf has "". One that is met
+    twice is asked for twice."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, torch.Tensor) or moves_itself(value):
+        return change(path, value)
+    if isinstance(value, Mapping):
+        return _mapping(value, _changed(value.items(), change, path))
+    if isinstance(value, tuple):
+        found = _changed(enumerate(value), change, path)
+        return _tuple(value, found) if found else value
+    if isinstance(value, MutableSequence) and not isinstance(value, bytearray):
+        return _written(value, _changed(enumerate(value), change, path))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return _dataclass(value, _changed(((name, getattr(value, name)) for name in names), change, path))
+    return value
+
+
+def _changed(
+    items: Iterable[tuple[Any, Any]], change: Callable[[str, Any], Any], path: str
+) -> dict[Any, Any]:
+    """Those of the items that are another object afterwards."""
+    before = f"{path}." if path else ""
+    found = {}
+    for key, value in items:
+        new = map_leaves(value, change, f"{before}{key}")
+        if new is not value:
+            found[key] = new
+    return found
+
+
+def _mapping(value: Mapping[Any, Any], found: dict[Any, Any]) -> Any:
+    if not found:
+        return value
+    if type(value) is dict:
+        return {**value, **found}
+    if isinstance(value, MutableMapping):
+        return _written(value, found)
+    return type(value)({**value, **found})  # type: ignore[call-arg]
+
+
+def _tuple(value: tuple[Any, ...], found: dict[int, Any]) -> Any:
+    new = [found.get(i, old) for i, old in enumerate(value)]
+    make = getattr(value, "_make", None)  # of named tuples
+    return make(new) if make is not None else type(value)(new)
+
+
+def _written(value: Any, found: dict[Any, Any]) -> Any:
+    if found:
+        value = copy.copy(value)
+        for key, new in found.items():
+            value[key] = new
+    return value
+
+
+def _dataclass(value: Any, found: dict[str, Any]) -> Any:
+    if found:
+        value = copy.copy(value)
+        for name, new in found.items():
+            object.__setattr__(value, name, new)  # frozen ones, too
+    return value

@@ -27,8 +27,8 @@ _LARGEST = {torch.uint8: 255.0, torch.int8: 127.0, torch.uint16: 65535.0, torch.
 class Widening:
     """The leaves of a batch that are widened, and how.
 
-    keys: their paths (batch_tree.mapped), or those of containers around them; True: all tensors of NARROW. scale: a
-    factor; True divides integers by the largest number of their dtype. channels: the dimension of mean and std."""
+    keys: their paths (batch_transport.map_leaves), or those of containers around them; True: all tensors of NARROW.
+    scale: a factor; True divides integers by the largest number of their dtype. channels: the dimension of mean and std."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import pytest
 from cached_squares import Squares
 
 from memopt.data import cached
-from memopt.data._cache import cache_lease
+from memopt.data._cache import cache_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
@@ -33,7 +33,7 @@ def test_processes_that_are_killed_at_random_leave_no_wrong_value_and_no_lock(tm
     assert happened["kills"] == kills and len(happened["last processes"]) == processes
     assert happened["bytes at the end"] <= 1.1 * happened["max_size"]
     # Whoever comes after them waits for none of the dead, however long a lease is believed of those not known.
-    monkeypatch.setattr(cache_lease, "SECONDS", 1e9)
+    monkeypatch.setattr(cache_folder, "LEASE_SECONDS", 1e9)
     call = cached(cache_killing.make, folder, max_size=happened["max_size"])
     for index in range(values):
         assert cache_killing.same(call(index), cache_killing.make(index))
@@ -61,7 +61,7 @@ def test_a_lease_of_a_killed_process_holds_up_nobody(tmp_path, monkeypatch):
     source = HOLDER.format(root=str(ROOT), tests=str(ROOT / "tests/helpers"), folder=str(tmp_path))
     assert subprocess.run([sys.executable, "-c", source]).returncode == -9
     (lease,) = tmp_path.rglob("*.lease")
-    monkeypatch.setattr(cache_lease, "SECONDS", 1e9)
+    monkeypatch.setattr(cache_folder, "LEASE_SECONDS", 1e9)
     dataset = cached(Squares(), tmp_path, version=1)
     assert dataset[4]["index"] == 4 and dataset.cache.statistics().misses == 1
     assert not os.path.lexists(lease)
@@ -87,12 +87,12 @@ def test_who_holds_no_lease_releases_none(tmp_path, monkeypatch):
 
 def test_a_process_id_that_another_process_has_now_is_not_its_lease(tmp_path):
     lease = tmp_path / "one.lease"
-    assert cache_lease.take(str(lease)) and not cache_lease.take(str(lease))
-    assert cache_lease.is_held(str(lease), time.time)
+    assert cache_folder.take_lease(str(lease)) and not cache_folder.take_lease(str(lease))
+    assert cache_folder.is_leased(str(lease), time.time)
     *machine, started = os.readlink(lease).split(" ")
     lease.unlink()
     lease.symlink_to(" ".join([*machine, str(int(started) - 1)]))
-    assert not cache_lease.is_held(str(lease), time.time)
+    assert not cache_folder.is_leased(str(lease), time.time)
 
 
 @pytest.mark.parametrize("content", ["x", "no lease", "another machine 1 1", "\xff 1"])
@@ -100,9 +100,9 @@ def test_a_lease_of_another_machine_or_of_nobody_is_believed_for_its_time_only(t
     lease = tmp_path / "one.lease"
     lease.symlink_to(content)
     written = lease.lstat().st_mtime
-    assert cache_lease.is_held(str(lease), lambda: written + cache_lease.SECONDS - 1)
-    assert not cache_lease.is_held(str(lease), lambda: written + cache_lease.SECONDS + 1)
-    assert not cache_lease.is_held(str(tmp_path / "none"), time.time)
+    assert cache_folder.is_leased(str(lease), lambda: written + cache_folder.LEASE_SECONDS - 1)
+    assert not cache_folder.is_leased(str(lease), lambda: written + cache_folder.LEASE_SECONDS + 1)
+    assert not cache_folder.is_leased(str(tmp_path / "none"), time.time)
 
 
 def test_who_waits_for_an_entry_gets_it_and_does_not_make_it_too(tmp_path):
@@ -133,9 +133,9 @@ def test_who_waits_for_an_entry_gets_it_and_does_not_make_it_too(tmp_path):
 
 def test_waiting_has_an_end_though_the_maker_lives(tmp_path, monkeypatch):
     lease = tmp_path / "one.lease"
-    assert cache_lease.take(str(lease))  # by this process, which lives
-    monkeypatch.setattr(cache_lease, "SECONDS", 0.05)
-    assert not cache_lease.wait(str(lease), lambda: False, time.time)
+    assert cache_folder.take_lease(str(lease))  # by this process, which lives
+    monkeypatch.setattr(cache_folder, "LEASE_SECONDS", 0.05)
+    assert not cache_folder.wait_for_lease(str(lease), lambda: False, time.time)
 
 
 def test_counts_are_those_of_all_processes_and_their_files_go(tmp_path):

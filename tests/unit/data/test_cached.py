@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader, Subset
 
 import memopt
 from memopt.data import cached
-from memopt.data._cache import cache_eviction, cache_folder, caching
+from memopt.data._cache import cache_folder, caching
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def entries(folder):
-    return sorted(path for path, _ in cache_eviction.entries(str(folder)))
+    return sorted(path for path, _ in cache_folder.entries(str(folder)))
 
 
 def test_a_second_call_is_read_and_equal_however_its_arguments_are_written(tmp_path):
@@ -229,7 +229,7 @@ def test_the_folder_keeps_to_its_size_and_what_was_used_lately_stays(tmp_path):
         if index:
             os.utime(path_of(dataset, index), (10**9 + index,) * 2)  # their order is in no doubt
         assert dataset[0]["index"] == 0  # used again and again
-        assert cache_eviction.total_size(str(tmp_path)) <= 4 << 20
+        assert cache_folder.total_size(str(tmp_path)) <= 4 << 20
     counts = dataset.cache.statistics()
     kept = len(entries(tmp_path))
     assert counts.misses == 150, "the entry in use was evicted"
@@ -251,7 +251,7 @@ def test_several_writers_keep_to_the_size_together(tmp_path):
     for index in range(40):
         for dataset in writers:
             _ = dataset[index]
-        assert cache_eviction.total_size(str(tmp_path)) <= 1.05 * (3 << 20)
+        assert cache_folder.total_size(str(tmp_path)) <= 1.05 * (3 << 20)
 
 
 def test_a_value_larger_than_all_is_returned_and_not_kept(tmp_path):
@@ -281,7 +281,7 @@ def test_what_killed_processes_left_is_removed_once_it_is_old(tmp_path):
     for path in (old, new):
         path.write_bytes(b"half of an entry")
     os.utime(old, (1, 1))
-    assert cache_eviction.total_size(str(tmp_path)) == os.path.getsize(entries(tmp_path)[0])
+    assert cache_folder.total_size(str(tmp_path)) == os.path.getsize(entries(tmp_path)[0])
     assert not old.exists() and new.exists()
 
 
@@ -290,7 +290,7 @@ def test_clear_beside_a_writer_costs_one_entry_and_no_pause(tmp_path, monkeypatc
 
     def cleared_before(part, path):
         monkeypatch.setattr(os, "replace", replace)
-        cache_eviction.remove_all(str(tmp_path))
+        cache_folder.remove_all(str(tmp_path))
         replace(part, path)
 
     monkeypatch.setattr(os, "replace", cleared_before)
@@ -319,7 +319,7 @@ def test_files_of_another_user_stay_and_keep_nobody_from_writing(tmp_path, monke
         assert dataset[index]["index"] == index
     counts = dataset.cache.statistics()
     assert (counts.failed, len(recwarn)) == (0, 0) and counts.evicted > 100
-    assert os.path.exists(first) and cache_eviction.total_size(str(tmp_path)) <= 1 << 20
+    assert os.path.exists(first) and cache_folder.total_size(str(tmp_path)) <= 1 << 20
     with pytest.warns(RuntimeWarning, match="2 files of .* are another user's"):
         assert dataset.cache.clear() > 5
     assert entries(tmp_path) == [first]

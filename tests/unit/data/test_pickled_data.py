@@ -13,10 +13,10 @@ from memopt.data import MmapDataset, MmapWriter, SharedDict, SharedList, SharedS
 
 # By module, and where one has taken in several by class.
 BEFORE = {
-    "_shared.shared_container": "passing",
+    "_shared_containers": "passing",
     "SharedList": "shared_list",
     "SharedStrings": "shared_strings",
-    "_shared.shared_dict": "shared_dict",
+    "SharedDict": "shared_dict",
     "_mmap.mapped_dataset": "mapped_dataset",
     "_mmap.mapped_file": "mapped_file",
     "_cache.caching": "caching",

@@ -19,8 +19,7 @@ from shared_values import KEYS, VALUES, form
 
 import memopt
 from memopt import _C
-from memopt.data import SharedDict
-from memopt.data._shared import shared_container
+from memopt.data import SharedDict, _shared_containers
 
 EXAMPLES = 2000 if os.environ.get("MEMOPT_SOAK") == "1" else 60
 
@@ -99,10 +98,10 @@ def test_what_an_element_raises_is_the_callers():
 
 @pytest.mark.parametrize("free", [0, 100])
 def test_a_machine_with_nothing_free_has_a_limit_too(monkeypatch, free):
-    monkeypatch.setattr(shared_container, "available", lambda: free)
+    monkeypatch.setattr(_shared_containers, "available", lambda: free)
     with pytest.raises(OSError, match="without running out of memory"):
         SharedDict({"a": bytes(5 << 20)})
-    monkeypatch.setattr(shared_container, "available", lambda: None)
+    monkeypatch.setattr(_shared_containers, "available", lambda: None)
     assert SharedDict({"a": 1}) == {"a": 1}
 
 

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from tuned_datasets import Dies, Hoards, Numbers, Stream, Waits
 
 from memopt.data import tune
-from memopt.data._tuning import process_tree_memory, tuning, tuning_trial
-from memopt.data._tuning.loader_settings import Settings, with_settings
-from memopt.data._tuning.tuning_trial import LoaderTrial
+from memopt.data._tuning import tuning, tuning_trial, worker_watch
+from memopt.data._tuning.tuning_trial import LoaderTrial, Settings, with_settings
 
 SHORT = {"seconds": 100, "batches": 20, "startup": 600}  # 20 batches, however busy the machine is
 
@@ -120,7 +119,7 @@ def test_a_trial_that_would_go_over_the_budget_is_stopped_with_its_workers(
     file, budget = tmp_path / "taken", 192
     file.touch()
     read, write = os.pipe()
-    look = process_tree_memory.FamilyMemory.look
+    look = worker_watch.FamilyMemory.look
     let = []
 
     def looks(*arguments, **keywords):
@@ -129,7 +128,7 @@ def test_a_trial_that_would_go_over_the_budget_is_stopped_with_its_workers(
             let.append(os.write(write, b"1"))
         return seen
 
-    monkeypatch.setattr(process_tree_memory.FamilyMemory, "look", looks)
+    monkeypatch.setattr(worker_watch.FamilyMemory, "look", looks)
     found = tune(
         DataLoader(Hoards(read, file)),
         ram=f"{budget}MiB",
@@ -145,7 +144,7 @@ def test_a_trial_that_would_go_over_the_budget_is_stopped_with_its_workers(
     said = [line.split() for line in file.read_text().splitlines()]
     # It is not stopped for nothing.
     assert budget / 3 < max(int(size) for _, size in said) <= budget
-    assert not any(process_tree_memory.is_running(int(pid)) for pid in {pid for pid, _ in said})
+    assert not any(worker_watch.is_running(int(pid)) for pid in {pid for pid, _ in said})
     assert found.proposal == found.current and "nothing else could be measured" in str(found)
 
 
@@ -249,7 +248,7 @@ def test_an_epoch_of_one_batch_is_too_short_and_says_so():
 
 def test_batches_on_their_way_count_and_what_was_there_before_does_not(uncollected):
     before = torch.zeros(64 << 20, dtype=torch.uint8).share_memory_()
-    memory = process_tree_memory.FamilyMemory()
+    memory = worker_watch.FamilyMemory()
     ready, go_on = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from memopt._runtime.log import logger
 from memopt.data import Prefetcher, SharedStrings, watch
-from memopt.data._tuning import refcounted_containers
-from memopt.data._tuning.process_tree_memory import memory_of
+from memopt.data._tuning import worker_watch
+from memopt.data._tuning.worker_watch import process_memory
 
 
 class Inner:
@@ -45,7 +45,7 @@ def test_large_containers_are_found_by_path_with_size_and_mend():
     dataset = Strict([f"name {i:06d}" for i in range(20000)])
     dataset.parts = [{"in": Inner()}, dataset]
     dataset.mixed = tuple([1, "x"] * 1000)
-    found = refcounted_containers.containers_of(dataset)
+    found = worker_watch.containers_of(dataset)
     assert [one.path for one in found] == ["dataset.names", "dataset.parts[0]['in'].boxes", "dataset.mixed"]
     names, boxes, mixed = found
     assert (names.kind, names.length, names.items) == ("list", 20000, "str")
@@ -53,20 +53,20 @@ def test_large_containers_are_found_by_path_with_size_and_mend():
     assert names.remedy == "dataset.names = memopt.data.SharedStrings(dataset.names)"
     assert boxes.remedy.endswith("SharedDict(dataset.parts[0]['in'].boxes)") and boxes.items == "tuple"
     assert mixed.items == "mixed" and "SharedList" in mixed.remedy
-    assert refcounted_containers.containers_of(Names(SharedStrings(dataset.names))) == []
+    assert worker_watch.containers_of(Names(SharedStrings(dataset.names))) == []
 
 
 def test_a_process_is_measured_by_kind_and_a_dead_one_is_none(tmp_path):
-    here = memory_of(os.getpid())
+    here = process_memory(os.getpid())
     assert here is not None and here.resident >= here.pss >= here.dirty > 0
-    assert memory_of(2**22 + 1) is None
+    assert process_memory(2**22 + 1) is None
     (tmp_path / "7").mkdir()
     (tmp_path / "7/smaps_rollup").write_text(
         "0-1 ---p 0 00:00 0 [rollup]\nRss: 100 kB\nPss: 50 kB\nPss_File: 8 kB\nPss_Shmem: 4 kB\n"
         "Pss_Anon: 38 kB\nPrivate_Dirty: 16 kB\n"
     )
     expected = tuple(kib << 10 for kib in (100, 50, 16, 8, 4, 38))
-    assert memory_of(7, str(tmp_path)) == expected
+    assert process_memory(7, str(tmp_path)) == expected
 
 
 def test_the_list_that_workers_copy_is_named_and_the_shared_one_is_not(caplog, monkeypatch):

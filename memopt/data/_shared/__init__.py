@@ -1,1 +1,0 @@
-"""Containers in memory that worker processes share."""
