@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from memopt._memory.live import traceback_frames
-from memopt._memory.oom.recognition import is_out_of_memory
+from memopt._memory.oom import exceptions
+from memopt._memory.oom.exceptions import is_out_of_memory
 from memopt._runtime.log import logger
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class Attempt:
         if self.failed:
             of.failed(self.size)
             # `with` holds the exception until this returns; and with it all that the step's frames have.
-            traceback_frames.empty(error)
+            exceptions.empty_frames(error)
             gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from memopt import _C
 from memopt._batch_size.bracket import Bracket
 from memopt._batch_size.device_memory import BudgetExceeded, DeviceMemory, TrialMemory, device_memory
 from memopt._batch_size.result import FoundBatchSize, NoBatchSizeFits, Trial
-from memopt._memory.oom.recognition import bytes_asked, is_out_of_memory
+from memopt._memory.oom.exceptions import bytes_asked, is_out_of_memory
 from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import TrainingState
 

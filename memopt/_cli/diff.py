@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from memopt._memory.recording import comparison, recording_file
+    from memopt._memory.recording import recording_file, summary
 
     try:
         before, after = recording_file.load(options.before), recording_file.load(options.after)
@@ -39,6 +39,6 @@ def run(options: argparse.Namespace) -> int:
         if not options.quiet:
             print(f"written: {options.output}", file=sys.stderr)
         return 0
-    found = comparison.compare(before, after)
+    found = summary.compare(before, after)
     write(json.dumps(found.as_dict(), indent=2) if options.json else str(found), options.output)
     return 0

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from memopt._memory.live import traceback_frames
-from memopt._memory.oom.recognition import out_of_memory_in
+from memopt._memory.oom import exceptions
+from memopt._memory.oom.exceptions import out_of_memory_in
 from memopt._memory.recording import recorder
 from memopt._memory.recording.recording import CATEGORIES, Recording
 
@@ -97,7 +97,7 @@ def measure(build: Build, steps: int, device: str) -> MeasuredStep:
         if found is None:
             raise
         failed = ". ".join(str(found).split(". ")[:2]) or type(found).__name__
-        traceback_frames.empty(error)  # they hold the step's tensors
+        exceptions.empty_frames(error)  # they hold the step's tensors
     finally:
         watched.close()
         del step

@@ -37,7 +37,7 @@ from memopt._estimate.descendants import fork_watched
 from memopt._estimate.guesses import Guesses
 from memopt._estimate.protection import Protection
 from memopt._estimate.training import TrainingTask
-from memopt._memory.recording.operations_recorder import OperationsRecorder, _Operations
+from memopt._memory.recording.cpu_recorders import OperationsRecorder, _Operations
 from memopt._runtime.process import ChildFailed, ended
 
 _BLOCK = 512  # an allocator's least unit

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from memopt._estimate.watch import Stopped
-from memopt._memory.oom.recognition import followed
+from memopt._memory.oom.exceptions import followed
 from memopt._memory.recording.user_code import is_user_file
 from memopt._run.runpy_main import run_as_main
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from memopt import _C
 from memopt._memory.live.growth import Growth, compare
 from memopt._memory.live.live_tensors import live_tensors
-from memopt._memory.live.source_location import place
 from memopt._memory.recording import recorder
 from memopt._memory.recording.recording import Line
+from memopt._memory.recording.user_code import place
 from memopt._runtime.table import Facts
 
 

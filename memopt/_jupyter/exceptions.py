@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 from memopt._jupyter.release import release
-from memopt._memory.oom import uncaught
-from memopt._memory.oom.recognition import is_out_of_memory
+from memopt._memory.oom import observer
+from memopt._memory.oom.exceptions import is_out_of_memory
 
 
 class ShownExceptions:
@@ -27,7 +27,7 @@ class ShownExceptions:
     def _show(self, exc_tuple: Any = None, *arguments: Any, **named: Any) -> Any:
         error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         try:
-            uncaught.show(error)
+            observer.show(error)
         finally:
             shown = self._before(exc_tuple, *arguments, **named)
         if isinstance(error, KeyboardInterrupt) or is_out_of_memory(error):

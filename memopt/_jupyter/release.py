@@ -10,7 +10,8 @@ import sys
 from dataclasses import dataclass
 
 from memopt import _C
-from memopt._memory.live import heap_snapshot, traceback_frames
+from memopt._memory.live import heap_snapshot
+from memopt._memory.oom import exceptions
 from memopt._memory.release import give_back
 
 
@@ -40,7 +41,7 @@ def release(error: BaseException | None = None) -> ReleasedFrames:
     """
     found = error if error is not None else getattr(sys, "last_value", None)
     before = _live()
-    traceback_frames.empty(found)
+    exceptions.empty_frames(found)
     give_back()
     left = _live()
     freed = {device: size - left.get(device, 0) for device, size in before.items()}

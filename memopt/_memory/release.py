@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memopt import _C
-from memopt._memory.live import traceback_frames
+from memopt._memory.oom import exceptions
 from memopt._offload import pinned_pool
 from memopt._runtime.host_memory import resident_bytes
 
@@ -126,9 +126,7 @@ def release(error: BaseException | None = None, *, top: int = 10) -> Released:
     if top < 0:
         raise ValueError(f"top={top}: the number of groups to print, 0 or more")
     before, resident_before = _bytes(), resident_bytes()
-    frames = (
-        traceback_frames.empty_tracebacks(_tracebacks()) if error is None else traceback_frames.empty(error)
-    )
+    frames = exceptions.empty_tracebacks(_tracebacks()) if error is None else exceptions.empty_frames(error)
     give_back()
     from memopt._memory.live.live_tensors import live_tensors
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from memopt._memory.oom.recognition import is_out_of_memory
+from memopt._memory.oom.exceptions import is_out_of_memory
 from memopt._microbatch import (
     ALONE,
     Agreement,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from memopt._memory.live import traceback_frames
-from memopt._memory.oom.recognition import bytes_asked, out_of_memory_in
+from memopt._memory.oom import exceptions
+from memopt._memory.oom.exceptions import bytes_asked, out_of_memory_in
 from memopt._microbatch import available_memory
 from memopt._runtime.log import logger
 
@@ -53,7 +53,7 @@ def run(call: Callable[[], object], devices: Iterable[torch.device]) -> Failure 
             bytes_asked(cause),
             available_memory.least(cause, devices),
         )
-        traceback_frames.empty(error)
+        exceptions.empty_frames(error)
         del cause
     # Only here is the exception gone: within the handler the interpreter itself holds it.
     torch.clear_autocast_cache()

@@ -40,15 +40,15 @@ def install(chosen: EnableSettings) -> None:
     elif chosen.memory_budget is not None:
         _limit(chosen.memory_budget)
     from memopt._memory.live.growth import GrowthWatch
-    from memopt._memory.oom import observer, uncaught
+    from memopt._memory.oom import observer
 
     if chosen.on_oom == "report":
         if cuda_is_here():
             observer.listen()
-        uncaught.install()
+        observer.install_hooks()
     else:
         observer.ignore()
-        uncaught.remove()
+        observer.remove_hooks()
     from memopt._jupyter import exceptions
 
     exceptions.install()
@@ -68,10 +68,10 @@ def remove() -> None:
     exceptions.remove()
     _growth.stop()
     _growth = None
-    from memopt._memory.oom import observer, uncaught
+    from memopt._memory.oom import observer
 
     observer.ignore()
-    uncaught.remove()
+    observer.remove_hooks()
     for device, fraction in _fractions.items():
         torch.cuda.set_per_process_memory_fraction(fraction, device)
     _fractions.clear()

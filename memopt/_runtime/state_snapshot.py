@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from memopt._memory.live.heap_snapshot import memory_of
+from memopt._runtime.storages import memory_of
 
 # ---- random states -----------------------------------------------------------------------------------------------
 

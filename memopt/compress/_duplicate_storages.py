@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from memopt import _C
-from memopt._memory.live.heap_snapshot import memory_of
-from memopt._runtime.storages import storage_bytes
+from memopt._runtime.storages import memory_of, storage_bytes
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from memopt import _C
-from memopt._memory.live.heap_snapshot import memory_of
-from memopt._runtime.storages import storage_bytes
+from memopt._runtime.storages import memory_of, storage_bytes
 from memopt.compress._all_or_nothing import Outcome, carry_out
 from memopt.compress._chosen_layers import Layers, choose, shown
 from memopt.compress._model_checks import check_model, weight_of

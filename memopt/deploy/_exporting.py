@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from memopt._estimate.model import batch_of
 from memopt._estimate.training import as_arguments
-from memopt._memory.oom.recognition import is_out_of_memory
+from memopt._memory.oom.exceptions import is_out_of_memory
 from memopt._runtime.state_snapshot import Modes, preserve_state
 from memopt._runtime.storages import module_bytes
 from memopt._runtime.torch_version import require

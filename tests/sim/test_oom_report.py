@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import memopt
-from memopt._memory.oom import observer, page, uncaught
+from memopt._memory.oom import observer
 from memopt._memory.oom.fixes import Fix
 from memopt._memory.oom.report import LINES, OomReport, shares
 from memopt._memory.oom.trials import TriedFixes
@@ -157,8 +157,8 @@ def test_a_thread_shows_it_too(capfd: pytest.CaptureFixture[str], monkeypatch: p
 
     thread = threading.Thread(target=work)
     seen: list[object] = []
-    monkeypatch.setitem(uncaught._before, "threading", seen.append)
-    monkeypatch.setattr(threading, "excepthook", uncaught._thread)  # pytest has one of its own
+    monkeypatch.setitem(observer._before, "threading", seen.append)
+    monkeypatch.setattr(threading, "excepthook", observer._thread)  # pytest has one of its own
     thread.start()
     thread.join()
     assert "memopt: CUDA out of memory at test_oom_report.py:" in capfd.readouterr().err
@@ -303,12 +303,12 @@ def test_a_program_that_goes_on_trying_does_not_wait_for_a_report_each_time(monk
 def test_the_report_is_added_to_the_file_that_the_environment_names(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MEMOPT_REPORT", str(tmp_path / "report.txt"))
     error, report = out_of_memory()
-    uncaught.show(error)
-    uncaught.show(error)
+    observer.show(error)
+    observer.show(error)
     assert (tmp_path / "report.txt").read_text() == f"{report.tried_out()}\n" * 2
     assert capfd.readouterr().err.count(f"  Report      {tmp_path}/report.txt\n") == 2
     monkeypatch.setenv("MEMOPT_REPORT", str(tmp_path / "nowhere" / "report.txt"))
-    uncaught.show(error)
+    observer.show(error)
     assert "not written: MEMOPT_REPORT=" in capfd.readouterr().err
 
 
@@ -350,9 +350,9 @@ def test_a_page_that_cannot_be_written_is_said_and_nothing_hangs(why, tmp_path, 
     else:
         monkeypatch.setattr("memopt._memory.html.report_page.html", html)
     if why == "hangs":
-        monkeypatch.setattr(page, "_SECONDS", 0.05)
+        monkeypatch.setattr(observer, "_PAGE_SECONDS", 0.05)
     capfd.readouterr()
-    uncaught.show(error)
+    observer.show(error)
     said = capfd.readouterr().err
     advice = "".join(f"{line}\n" for line in report.tried_out().advice())
     assert said.startswith(

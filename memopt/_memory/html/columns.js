@@ -1,4 +1,4 @@
-// The other half of packed_columns.py: base64 -> zlib -> byte planes -> numbers.
+// The other half of pack_columns (report_page.py): base64 -> zlib -> byte planes -> numbers.
 
 async function inflate(base64) {
   const text = atob(base64);

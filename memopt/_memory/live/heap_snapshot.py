@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from memopt._memory.live.autograd_graph import Walk
 from memopt._memory.live.variables import Variables
 from memopt._memory.recording.recording import (
     ACTIVATIONS,
@@ -28,6 +28,7 @@ from memopt._memory.recording.recording import (
     OPTIMIZER,
     PARAMETERS,
 )
+from memopt._runtime.storages import Memory, memory_of
 
 
 @dataclass(slots=True)
@@ -206,54 +207,94 @@ def _has_graph(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and not tensor.is_leaf
 
 
-Memory = tuple[str, int, int, torch.Tensor]  # device, address, bytes of a storage, and a tensor on it
-
-
-def memory_of(tensor: torch.Tensor) -> list[Memory]:
-    """Return the storages of a tensor: as a rule, its own.
-
-    A sparse tensor has those of its indices and values; a wrapper those of what it wraps; a fake tensor none.
-    """
-    found = []
-    parts = (tensor,) if type(tensor) in _PLAIN and tensor.layout is torch.strided else parts_of(tensor)
-    for part in parts:
-        try:
-            storage = part.untyped_storage()
-            device = storage.device
-            if device.type != "meta" and (nbytes := storage.nbytes()) and (address := storage.data_ptr()):
-                found.append((_named(device), address, nbytes, part))
-        except (NotImplementedError, RuntimeError):
-            continue  # a kind of tensor that has no memory which could be named
-    return found
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Return the tensors that a tensor consists of: as a rule, itself."""
-    if type(tensor) not in _PLAIN:
-        names = getattr(type(tensor), "__tensor_flatten__", None)
-        if names is not None:
-            inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
-            # A DTensor names its mesh, too.
-            return [part for one in inner if isinstance(one, torch.Tensor) for part in parts_of(one)]
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return (tensor._indices(), tensor._values())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return ()
-
-
-@functools.cache
-def _named(device: torch.device) -> str:
-    return str(device)
-
-
 @functools.cache
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ---- autograd's graphs -----------------------------------------------------------------------------------------------
+# Tensors that the nodes of autograd's graphs have saved for the backward pass.
+#
+# Nothing is unpacked. For a saved tensor whose hooks would recompute it (checkpointing) or fetch it (offloading), the
+# object that the pack hook returned is read, because that is what is alive. No lock is taken either: a node may be
+# inspected while it runs, in another thread or in this one.
+
+
+class GraphTensor(NamedTuple):
+    """A tensor that a node keeps; `root` is the number of the tensor whose backward reaches the node."""
+
+    tensor: torch.Tensor
+    node: str
+    root: int
+
+
+class Walk:
+    """A walk over all nodes that these tensors lead to.
+
+    `saved` is filled first, each node once, by the first root that reaches it; `nodes[i]` counts the nodes that root i
+    alone, or first, leads to. The walk stops after some seconds of this thread's CPU time: then `complete` is False.
+    """
+
+    def __init__(self, roots: Iterable[torch.Tensor], seconds: float = float("inf")) -> None:
+        self.roots = list(roots)
+        self.saved: list[GraphTensor] = []
+        self.nodes: dict[int, int] = {}
+        self.complete = True
+        seen: set[Any] = set()
+        end = time.thread_time() + seconds
+        for number, root in enumerate(self.roots):
+            stack, count = [root.grad_fn], 0
+            while stack:
+                node = stack.pop()
+                if node is None or node in seen:
+                    continue
+                seen.add(node)
+                count += 1
+                if count % 256 == 0 and time.thread_time() > end:
+                    self.complete = False
+                    break
+                self.saved += [GraphTensor(tensor, node.name(), number) for tensor in saved_by(node)]
+                stack.extend([following for following, _ in node.next_functions])
+            self.nodes[number] = count
+            if not self.complete:
+                return
+
+
+def saved_by(node: Any) -> Iterator[torch.Tensor]:
+    """The tensors that one node keeps; none once it has let them go."""
+    kind: Any = type(node)
+    for attribute in _attributes(kind):
+        try:
+            value = getattr(node, attribute)
+        except RuntimeError:  # a backward pass has freed them
+            continue
+        yield from _kept(value)
+    if isinstance(node, torch.autograd.function.BackwardCFunction):  # ctx.x = …
+        yield from (value for value in vars(node).values() if isinstance(value, torch.Tensor))
+
+
+def nodes_of(tensor: torch.Tensor, most: int = 1_000_000) -> int:
+    """Count the nodes of the graph behind a tensor, up to `most`."""
+    seen: set[Any] = set()
+    stack = [tensor.grad_fn]
+    while stack and len(seen) < most:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend([following for following, _ in node.next_functions])
+    return len(seen)
+
+
+@functools.cache
+def _attributes(kind: type) -> tuple[str, ...]:
+    """The names under which a kind of node has its saved tensors as they are kept."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _kept(value: Any) -> Iterator[torch.Tensor]:
+    for one in value if isinstance(value, (tuple, list)) else (value,):
+        data = getattr(one, "data", None)  # of a SavedTensor: None once it is released
+        if isinstance(data, torch.Tensor):
+            yield data
+        elif isinstance(data, (tuple, list)):  # what a pack hook gave, such as (device, the copy)
+            yield from (part for part in data if isinstance(part, torch.Tensor))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import bisect
+import functools
+import linecache
 import re
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from memopt import _C
 from memopt._memory.live import heap_snapshot
-from memopt._memory.live.alloc_sites import Creators
-from memopt._memory.live.assignments import GROWN, Binding, binding_of
-from memopt._memory.live.autograd_graph import nodes_of
-from memopt._memory.live.heap_snapshot import HeapSnapshot, HeldStorage
-from memopt._memory.live.source_location import place
-from memopt._memory.live.variables import Path
+from memopt._memory.live.heap_snapshot import HeapSnapshot, HeldStorage, nodes_of
+from memopt._memory.live.variables import Anchor, Path
 from memopt._memory.recording.recording import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS
+from memopt._memory.recording.user_code import NOTEBOOK, cells, is_users, place
 from memopt._runtime.table import ResultTable
 
 
@@ -320,3 +323,171 @@ def _said(group: LiveGroup) -> str:
         f"its graph has {group.nodes} nodes" if group.nodes else "",
     ]
     return ", ".join(filter(None, said))
+
+
+# ---- the line that binds a name --------------------------------------------------------------------------------------
+# The source line that gives a name its value: that binds a variable, grows a list or sets an attribute.
+#
+# It is read from the source's text, because nothing has recorded it.
+
+
+_GROWS = frozenset("append appendleft extend extendleft insert add update setdefault put".split())
+
+
+CONSTANT, VALUE, GROWN, ELEMENT = range(4)  # ranks
+
+
+class Binding(NamedTuple):
+    name: str
+    attribute: bool  # obj.name, not name
+    line: int
+    rank: int  # ELEMENT: one is put in; GROWN: by +=; VALUE: it gets one; CONSTANT: so, or it is a parameter
+    function: int  # first line of the function that it is in, 0 for none
+    owner: str  # the class around it
+    file: str
+    cell: int  # of a notebook, later ones count more
+
+
+def binding_of(path: Path) -> Binding | None:
+    """Return the binding of a path's last name, None without a source or where it does not show."""
+    anchor = path.anchor
+    if anchor is None:
+        return None
+    files = [anchor.file] if anchor.file not in cells() and anchor.file != NOTEBOOK else list(cells())
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if anchor.kind == "attribute" and main and main not in files:  # set from outside its class
+        files.append(main)
+    found = [one for file in files for one in bindings(file) if one.name == anchor.name]
+    found = _in_scope(found, anchor, path.inside)
+    if not found:
+        return None
+    wanted = ELEMENT if path.inside and any(one.rank == ELEMENT for one in found) else GROWN
+
+    def key(one: Binding) -> tuple[int, int, bool, int]:
+        passed = one.file == anchor.file and one.line <= anchor.line  # of a frame that runs
+        return min(one.rank, wanted), one.cell, passed, one.line
+
+    best = max(found, key=key)
+    return best
+
+
+def _in_scope(found: list[Binding], anchor: Anchor, inside: bool) -> list[Binding]:
+    if anchor.kind == "attribute":
+        found = [one for one in found if one.attribute]
+        owner = anchor.owner.rpartition(".")[2]
+        own = [one for one in found if one.owner.rpartition(".")[2] == owner]
+        return own if own and (not inside or any(one.rank >= GROWN for one in own)) else found
+    found = [one for one in found if not one.attribute]
+    if anchor.kind == "local":
+        own = [one for one in found if one.function == anchor.scope]
+        # A closure's variable is bound in the function around it, or only there grown.
+        return (
+            own if any(one.rank >= GROWN for one in own) else own + [one for one in found if one not in own]
+        )
+    local = {(one.function, one.name) for one in found if one.function and one.rank in (CONSTANT, VALUE)}
+    return [one for one in found if (one.function, one.name) not in local] or found
+
+
+@functools.lru_cache(64)
+def bindings(file: str) -> tuple[Binding, ...]:
+    """Return all bindings of a source file or of a notebook's cell."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # no Python: a name that is no file's
+        return ()
+    cell = cells().get(file, 0)
+    return tuple(
+        Binding(name, attribute, line, rank, function, owner, file, cell)
+        for name, attribute, line, rank, function, owner in _bindings_of(tree, 0, "")
+    )
+
+
+_Found = tuple[str, bool, int, int, int, str]
+
+
+def _bindings_of(node: ast.AST, function: int, owner: str) -> Iterator[_Found]:
+    for child in ast.iter_child_nodes(node):
+        inner, its_owner = function, owner
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inner = min([child.lineno, *(one.lineno for one in getattr(child, "decorator_list", []))])
+            arguments = child.args
+            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+                yield argument.arg, False, child.lineno, CONSTANT, inner, owner
+        elif isinstance(child, ast.ClassDef):
+            its_owner = f"{owner}.{child.name}" if owner else child.name
+        yield from _bound_by(child, function, owner)
+        yield from _bindings_of(child, inner, its_owner)
+
+
+def _bound_by(node: ast.AST, function: int, owner: str) -> Iterator[_Found]:
+    targets: list[tuple[ast.expr, int]] = []
+    if isinstance(node, ast.Assign):
+        rank = CONSTANT if isinstance(node.value, ast.Constant) else VALUE
+        targets = [(part, rank) for target in node.targets for part in _target_parts(target)]
+    elif isinstance(node, ast.AugAssign):
+        targets = [(node.target, GROWN)]
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        targets = [(node.target, CONSTANT if isinstance(node.value, ast.Constant) else VALUE)]
+    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        targets = [(part, VALUE) for part in _target_parts(node.target)]
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        targets = [(part, VALUE) for part in _target_parts(node.optional_vars)]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWS:
+        targets = [(node.func.value, ELEMENT)]
+    for target, rank in targets:
+        if isinstance(target, ast.Subscript):
+            target, rank = target.value, ELEMENT
+        line = getattr(node, "lineno", target.lineno)
+        if isinstance(target, ast.Name):
+            yield target.id, False, line, rank, function, owner
+        elif isinstance(target, ast.Attribute):
+            yield target.attr, True, line, rank, function, owner
+
+
+def _target_parts(target: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(target, ast.Tuple | ast.List):
+        for one in target.elts:
+            yield from _target_parts(one)
+    else:
+        yield target.value if isinstance(target, ast.Starred) else target
+
+
+# ---- the line that allocated -----------------------------------------------------------------------------------------
+
+
+class Creators:
+    """The allocating lines of the blocks that are live now. Empty, and cheap, where nothing is recorded."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, tuple[list[int], list[tuple[int, str]]]] = {}
+        torch = sys.modules["torch"]
+        if torch.cuda.is_available() and torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
+            self._read(torch._C._cuda_memorySnapshot(None)["segments"])
+
+    def _read(self, segments: list[dict[str, Any]]) -> None:
+        blocks: dict[str, list[tuple[int, int, str]]] = {}
+        for segment in segments:
+            address = segment["address"]
+            for block in segment["blocks"]:
+                at = block.get("address", address)
+                if block["state"] == "active_allocated" and block.get("frames"):
+                    line = user_line(block["frames"])
+                    blocks.setdefault(f"cuda:{segment['device']}", []).append((at, at + block["size"], line))
+                address += block["size"]
+        for device, found in blocks.items():
+            found.sort()
+            self._blocks[device] = [at for at, _, _ in found], [(end, line) for _, end, line in found]
+
+    def place(self, device: str, address: int) -> str:
+        """Return the line that allocated the block, such as "train.py:41", or ""."""
+        starts, ends = self._blocks.get(device, ([], []))
+        i = bisect.bisect_right(starts, address) - 1
+        return ends[i][1] if i >= 0 and address < ends[i][0] else ""
+
+
+def user_line(frames: list[dict[str, Any]]) -> str:
+    """The innermost line of the user's in a stack as torch has it."""
+    for frame in frames:
+        if frame["filename"] and is_users(frame["filename"]):
+            return place(frame["filename"], frame["line"])
+    return ""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memopt._memory.live.source_location import NOTEBOOK, is_users
+from memopt._memory.recording.user_code import NOTEBOOK, is_users
 
 _Step = tuple[
     Any, str, "Anchor | None"

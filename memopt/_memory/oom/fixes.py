@@ -1,5 +1,6 @@
 """Candidate fixes for a failed request, from what can be seen while everything is alive: the holders of memory, the
-optimizers, and what only another run can show. trials.py tests later whether they fit."""
+optimizers, and what only another run can show. trials.py tests later whether they fit.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from torch.utils.data import BatchSampler
 from memopt import _C
 from memopt._memory.live.heap_snapshot import HeapSnapshot
 from memopt._memory.live.live_tensors import LiveTensor, LiveTensors, any_element
-from memopt._memory.oom.eight_bit_states import state_bytes
 from memopt._memory.oom.known_run import FirstStepRequests
 from memopt._memory.oom.location import Location
+from memopt.optim._state_layout import BLOCK
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _moments(device: str, snapshot: HeapSnapshot) -> dict[int, list[int]]:
         kind, _, state = one.owner.partition("'s ")
         if one.device == device and kind in kinds and state in ("exp_avg", "exp_avg_sq"):
             size = getattr(torch, one.dtype).itemsize
-            found[one.address] = state_bytes(one.nbytes // size, size)
+            found[one.address] = eight_bit_bytes(one.nbytes // size, size)
     return found
 
 
@@ -164,7 +165,7 @@ def _stepping(optimizer: torch.optim.Optimizer, device: str) -> Stepping:
     else:
         passing = [max((count * size for count, size in sizes), default=0)] * 2
     steps = [4] * len(sizes)
-    codes = [part for count, size in sizes for _ in range(2) for part in state_bytes(count, size)]
+    codes = [part for count, size in sizes for _ in range(2) for part in eight_bit_bytes(count, size)]
     return Stepping(
         kind,
         len(stepped),
@@ -206,3 +207,13 @@ def _batch(here: list[LiveTensor], rows: frozenset[int]) -> int:
     loaders = {one.batch_size for one in gc.get_objects() if type(one) is BatchSampler}
     size = max(bytes_of, key=lambda first: bytes_of[first], default=0)
     return size if size > 1 and size in (loaders or inputs) else 0
+
+
+LEAST_IN_EIGHT_BITS = 4096  # elements of a parameter whose states have 8 bits: min_8bit_size
+
+
+def eight_bit_bytes(elements: int, element_size: int) -> list[int]:
+    """Return the bytes of each tensor of one moment of a parameter: codes and scales, or the moment itself."""
+    if elements < LEAST_IN_EIGHT_BITS:
+        return [elements * element_size]
+    return [elements, 4 * -(-elements // BLOCK)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from memopt._memory.live.source_location import is_users, place
+from memopt._memory.recording.user_code import is_users, place
 
 
 class Location(NamedTuple):

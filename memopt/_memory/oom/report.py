@@ -7,22 +7,22 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt import _C
 from memopt._memory.live import heap_snapshot
-from memopt._memory.live.device_bytes import DeviceBytes, blocks_of, category_of, split
-from memopt._memory.live.live_tensors import LiveGroup, LiveTensors, described
-from memopt._memory.live.source_location import cells
-from memopt._memory.oom.contents import contents
+from memopt._memory.live.device_bytes import AllocatorBlocks, DeviceBytes, blocks_of, category_of, split
+from memopt._memory.live.live_tensors import LiveGroup, LiveTensor, LiveTensors, any_element, described
 from memopt._memory.oom.fixes import Situation, situation
-from memopt._memory.oom.fragmentation import Fragmentation, decide
 from memopt._memory.oom.location import Location, location
 from memopt._memory.oom.trials import TriedFixes, tried
-from memopt._memory.recording import recorder
-from memopt._memory.recording.recording import CATEGORIES, Recording
+from memopt._memory.recording import recorder, snapshot_file
+from memopt._memory.recording.recorder import facts
+from memopt._memory.recording.recording import CATEGORIES, COLUMNS, Frame, Recording, Stack
+from memopt._memory.recording.user_code import cells
 from memopt.cuda import _torch_patches
 
 LINES = 20  # at most
@@ -188,7 +188,7 @@ def _gathered(
     here = [tensor for tensor in live.tensors if tensor.device == name]
     running = where.where or "the pass that runs"
     holders = [(one.address, one.created or (running if one.library else one.where)) for one in here]
-    fragmentation = decide(device, asked, allowed, blocks, holders)
+    fragmentation = fragmentation_of(device, asked, allowed, blocks, holders)
     capacity = blocks.reserved + allowed
     return OomReport(
         device=device,
@@ -203,7 +203,7 @@ def _gathered(
         limit=limit,
         seconds=time.perf_counter() - start,
         complete=live.complete,
-        contents=contents(name, capacity, blocks, category_of(name, taken, blocks), live.tensors),
+        contents=contents_of(name, capacity, blocks, category_of(name, taken, blocks), live.tensors),
         rank=_rank(),
     )
 
@@ -260,3 +260,160 @@ def _script() -> str:
 def _rank() -> str:
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     return f"rank {rank} of {world}" if rank is not None and world not in (None, "1") else ""
+
+
+# ---- fragmentation ---------------------------------------------------------------------------------------------------
+
+
+_MOST_EVENTS = 100_000  # that are replayed: some 0.3 s, most of it in reading torch's history
+
+
+@dataclass(frozen=True)
+class Fragmentation:
+    """Fragmentation that made a request fail.
+
+    `largest_free`: the largest range that the allocator, or the driver, could have given. `pinned_by`: the blocks that
+    share a segment with free ranges, and the holder of most of their bytes; `how`: the method that decided.
+    """
+
+    fragmented: bool
+    largest_free: int
+    free_in_cache: int
+    free_on_device: int
+    pinning_blocks: int
+    pinned_by: str
+    how: str
+
+    def __str__(self) -> str:
+        text = (
+            f"{'yes' if self.fragmented else 'no'}. Largest free run {_C.format_size(self.largest_free)}, "
+            f"free in cache {_C.format_size(self.free_in_cache)}"
+        )
+        if self.pinning_blocks and self.free_in_cache:
+            text += f", pinned by {self.pinning_blocks} block{'s' * (self.pinning_blocks > 1)}"
+            text += f" from {self.pinned_by}" if self.pinned_by else ""
+        return f"{text} (by {self.how})"
+
+
+def fragmentation_of(
+    device: int, asked: int, free: int, blocks: AllocatorBlocks, names: list[tuple[int, str]]
+) -> Fragmentation:
+    """Decide whether the request failed because of fragmentation.
+
+    `free`: free bytes of the device that this process may have; `names`: addresses of tensors and their holders.
+    torch's recorded history is replayed on a device of as much memory. Without one, sizes decide: fragmented is a
+    request that would fit into all free memory together.
+    """
+    largest = _largest_run(blocks)
+    enough = blocks.cached + free >= asked
+    how = "the sizes of what is free"
+    if enough:
+        replayed = _fits_under_ours(device, asked, blocks.reserved + free)
+        if replayed is not None:
+            enough, how = replayed, "a replay of what was recorded"
+    pinning = _pinning(blocks)
+    return Fragmentation(
+        enough,
+        max(largest, free),
+        blocks.cached,
+        free,
+        int(pinning.sum()),
+        _largest_holder(blocks, pinning, names),
+        how,
+    )
+
+
+def _largest_run(blocks: AllocatorBlocks) -> int:
+    """Return the largest free range; free neighbours in one segment are one range."""
+    if not len(blocks.size):
+        return 0
+    # A run ends with a live block, and where a segment ends.
+    first = torch.ones_like(blocks.live)
+    first[1:] = blocks.live[1:] | blocks.live[:-1] | (blocks.segment[1:] != blocks.segment[:-1])
+    run = first.cumsum(0) - 1
+    sums = torch.zeros(int(run[-1]) + 1, dtype=torch.int64, device="cpu")
+    sums.index_add_(0, run, torch.where(blocks.live, 0, blocks.size))
+    return int(sums.max())
+
+
+def _pinning(blocks: AllocatorBlocks) -> torch.Tensor:
+    """The live blocks that have free ones in their segment."""
+    count = int(blocks.segment.max()) + 1 if len(blocks.segment) else 0
+    free = torch.zeros(count, dtype=torch.bool, device="cpu")
+    free[blocks.segment[~blocks.live]] = True
+    return blocks.live & free[blocks.segment]
+
+
+def _largest_holder(blocks: AllocatorBlocks, pinning: torch.Tensor, names: list[tuple[int, str]]) -> str:
+    known = [(address, name) for address, name in names if name]
+    where = blocks.containing(torch.tensor([at for at, _ in known], dtype=torch.int64, device="cpu"))
+    sums: dict[str, int] = {}
+    for block, (_, name) in zip(where.tolist(), known, strict=True):
+        if block >= 0 and pinning[block]:
+            sums[name] = sums.get(name, 0) + int(blocks.size[block])
+    return max(sums, key=lambda name: sums[name], default="")
+
+
+def _fits_under_ours(device: int, asked: int, capacity: int) -> bool | None:
+    """Whether the recorded requests and then this one complete on a device of that capacity under memopt's allocator.
+
+    None where nothing is recorded, or too much to be read at once.
+    """
+    if not torch._C._cuda_isHistoryEnabled():
+        return None
+    snapshot: dict[str, Any] = torch._C._cuda_memorySnapshot(None)
+    history = snapshot["device_traces"][device]
+    if not history or len(history) > _MOST_EVENTS:
+        return None
+    traces = [entries if i == device else [] for i, entries in enumerate(snapshot["device_traces"])]
+    try:
+        trace = snapshot_file.as_trace({**snapshot, "device_traces": traces})
+        trace += f"a {1 << 60} {asked} 0 {device}\n".encode()
+        run: Any = _C.replay(trace, capacity, 20, 0, True, True, False, False, device, False)
+    except (ValueError, _C.Error):  # history that does not fit together, as where it was switched on and off
+        return None
+    return bool(run["completed"])
+
+
+# ---- contents --------------------------------------------------------------------------------------------------------
+
+
+def contents_of(
+    device: str, capacity: int, blocks: AllocatorBlocks, category: torch.Tensor, tensors: list[LiveTensor]
+) -> Recording:
+    """Return a recording of the allocator's live blocks.
+
+    Each has the line that binds the variable which leads to it, and that variable in the place of a module. `category`:
+    of each block, live or not.
+    """
+    stacks: dict[Stack, int] = {(): 0}
+    names: dict[str, int] = {"": 0}
+    here = [tensor for tensor in tensors if tensor.device == device]
+    at = blocks.containing(torch.tensor([one.address for one in here], dtype=torch.int64, device="cpu"))
+    stack, name = torch.zeros_like(blocks.size), torch.zeros_like(blocks.size)
+    for one, block in zip(here, at.tolist(), strict=True):
+        if block >= 0 and not name[block]:  # the largest tensor in it: they come first
+            stack[block] = stacks.setdefault(_stack_of(one), len(stacks))
+            title = f"the graph of {one.name}" if one.only_in_graph and one.name else one.name
+            name[block] = names.setdefault(any_element(title), len(names))
+    live = blocks.live
+    columns = dict.fromkeys(COLUMNS, torch.zeros_like(blocks.size[live]))
+    columns |= {"born": columns["born"] - 1, "address": blocks.address[live], "size": blocks.size[live]}
+    columns |= {"stack": stack[live], "module": name[live], "category": category[live]}
+    return Recording(
+        device=device,
+        source="what lived when a request failed; by module are the variables that hold it",
+        columns=columns,
+        times_us=torch.empty(0, dtype=torch.int64, device="cpu"),
+        stacks=list(stacks),
+        modules=list(names),
+        reserved_events=torch.tensor([-1], device="cpu"),
+        reserved_bytes=torch.tensor([blocks.reserved], device="cpu"),
+        capacity=capacity,
+        facts=facts(),
+    )
+
+
+def _stack_of(tensor: LiveTensor) -> Stack:
+    _, _, line = tensor.where.rpartition(":")
+    return (Frame(tensor.file, int(line), ""),) if tensor.file else ()

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from memopt import _C
-from memopt._memory.live.heap_snapshot import memory_of
 from memopt._memory.recording import torch_history
 from memopt._memory.recording.recorder import Recorder, Watch, categories_of, facts, marks_of
 from memopt._memory.recording.recording import OTHER, WORKSPACES, Recording, Stack
+from memopt._runtime.storages import memory_of
 
 
 class CudaRecorder(Recorder):

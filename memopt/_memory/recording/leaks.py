@@ -1,14 +1,19 @@
-"""Detection of leaks: lines whose blocks add up from step to step, and blocks of an earlier step live at the peak."""
+"""Detection of leaks: lines whose blocks add up from step to step, blocks of an earlier step live at the peak, and
+tensors whose autograd graph spans several steps: a sum of losses that was meant to be a number.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from memopt import _C
-from memopt._memory.recording import inplace_advice, long_graphs
+from memopt._memory.recording import inplace_advice
 from memopt._memory.recording.recording import (
     ACTIVATIONS,
     CATEGORIES,
@@ -189,7 +194,7 @@ def with_holders(recording: Recording, found: list[tuple[Leak, torch.Tensor]]) -
     addresses = [column[blocks].tolist() for _, blocks in found]
     graphs = {
         tensor.untyped_storage().data_ptr(): (tensor.nbytes, nodes)
-        for tensor, nodes in long_graphs.find(steps, recording.device)
+        for tensor, nodes in find_long_graphs(steps, recording.device)
     }
     if not found and not graphs:
         return []
@@ -228,3 +233,42 @@ def _born_at(recording: Recording, address: int) -> Frame | None:
     there = (recording.columns["address"] == address) & (recording.columns["died"] == recording.events)
     blocks = there.nonzero().flatten().tolist()
     return user_frame(recording.stacks[int(recording.columns["stack"][blocks[-1]])]) if blocks else None
+
+
+# ---- graphs of several steps -----------------------------------------------------------------------------------------
+
+
+_MOST_NODES = 200_000  # nodes that are looked at behind one tensor
+
+
+def find_long_graphs(steps: int, device: str) -> list[tuple[torch.Tensor, int]]:
+    """Return live tensors on a device whose graph spans several steps, with the number of nodes of that graph.
+
+    In such a graph each parameter is reached in at least three ways, and in about as many as there were steps. A loss
+    reaches at least one of its parameters in one way.
+    """
+    found = []
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor and thing.grad_fn is not None and str(thing.device) == device:
+            ways, nodes = _ways(thing)
+            if ways >= max(3, steps - 1):
+                found.append((thing, nodes))
+    return found
+
+
+def _ways(tensor: torch.Tensor) -> tuple[int, int]:
+    """The least number of edges into a leaf's node, over all leaves behind a tensor; and how many nodes there are."""
+    into: Counter[Any] = Counter()
+    seen: set[Any] = set()
+    stack: list[Any] = [tensor.grad_fn]
+    while stack and len(seen) < _MOST_NODES:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            if following is not None:
+                if hasattr(following, "variable"):  # AccumulateGrad
+                    into[following] += 1
+                stack.append(following)
+    return min(into.values(), default=0), len(seen)

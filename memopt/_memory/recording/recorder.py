@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 import memopt
-from memopt._memory.recording.attribution import Attributions
 from memopt._memory.recording.recording import ACTIVATIONS, INPUTS, OPTIMIZER, OTHER, Mark, Recording, Stack
-from memopt._memory.recording.torch_hooks import ProgramHooks
+from memopt._memory.recording.torch_hooks import Attributions, ProgramHooks
 
 MAX_EVENTS = 200_000
 
@@ -65,13 +64,13 @@ def start(
 
 
 def _start_cpu(max_events: int, modules: bool) -> Recorder:
-    from memopt._memory.recording import cpu_recorder, operations_recorder
+    from memopt._memory.recording import cpu_recorders
 
-    recorder: Recorder = cpu_recorder.CpuRecorder(max_events)
+    recorder: Recorder = cpu_recorders.CpuRecorder(max_events)
     try:
         recorder._start(modules)
     except memopt.Error:  # this torch's allocator is not as it is known, or the program has its own
-        recorder = operations_recorder.OperationsRecorder(max_events)
+        recorder = cpu_recorders.OperationsRecorder(max_events)
         recorder._start(modules)
     return recorder
 

@@ -10,19 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from memopt._memory.recording import (
-    chrome_trace,
-    leaks,
-    recorder,
-    recording_file,
-    summary,
-    tensorboard,
-    torch_snapshot,
-)
+from memopt._memory.recording import exports, leaks, recorder, recording_file, summary
+from memopt._memory.recording.cpu_recorders import unrecorded
 from memopt._memory.recording.leaks import Leak
 from memopt._memory.recording.recorder import MAX_EVENTS, Recorder
 from memopt._memory.recording.recording import Line, Recording
-from memopt._memory.recording.unrecorded import unrecorded
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -78,7 +70,7 @@ class Profile:
         self._since: dict[str, int] = {}
         self._recordings: list[Recording] = []
         self._leaks: list[Leak] | None = None
-        self._boards: list[tensorboard.TensorBoard] = []
+        self._boards: list[exports.TensorBoard] = []
 
     def __enter__(self) -> Profile:
         if self._recorder is not None:
@@ -121,7 +113,7 @@ class Profile:
             for board in self._boards:
                 board.count_step()
 
-    def tensorboard(self, target: Any) -> tensorboard.TensorBoard:
+    def tensorboard(self, target: Any) -> exports.TensorBoard:
         """Write scalars of each step for TensorBoard: peak, peak by category, memory left after the step, memory held.
 
         Each call of the returned object writes the steps since the last; the end of the profile writes the rest, so it
@@ -151,8 +143,8 @@ class Profile:
                 "tensorboard() needs a running profile: call it within `with memopt.profile()`"
             )
         if not hasattr(target, "add_scalar"):
-            tensorboard.summary_writer()
-        self._boards.append(tensorboard.TensorBoard(self._recorder, self._since, target))
+            exports.summary_writer()
+        self._boards.append(exports.TensorBoard(self._recorder, self._since, target))
         return self._boards[-1]
 
     # ---- reading ------------------------------------------------------------------------------------------------
@@ -249,8 +241,8 @@ class Profile:
             path: A file to write it to as well, a pickle that memory_viz opens.
         """
         if path is not None:
-            torch_snapshot.write(self.recordings, path)
-        return torch_snapshot.as_snapshot(self.recordings)
+            exports.write_torch_snapshot(self.recordings, path)
+        return exports.as_torch_snapshot(self.recordings)
 
     @_unseen
     def to_dict(self) -> dict[str, Any]:
@@ -284,9 +276,9 @@ def write(recordings: list[Recording], path: str | Path, *, leaks: list[Leak] | 
     elif name.endswith(".mopt"):
         recording_file.save(recordings, path)
     elif name.endswith((".pickle", ".pkl")):
-        torch_snapshot.write(recordings, path)
+        exports.write_torch_snapshot(recordings, path)
     elif name.endswith(".trace.json"):
-        chrome_trace.write(recordings, path)
+        exports.write_chrome_trace(recordings, path)
     elif name.endswith(".json"):
         found = max(recordings, key=lambda recording: recording.peak()[0])
         Path(path).write_text(json.dumps(summary.as_dict(found, leaks or []), indent=2) + "\n")

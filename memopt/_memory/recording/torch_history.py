@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from memopt import _C
-from memopt._memory.recording.blocks import pair
-from memopt._memory.recording.recording import OTHER, Frame, Mark, Stack
+from memopt._memory.recording.recording import OTHER, Frame, Mark, Stack, pair_events
 from memopt._memory.recording.snapshot_file import integer, text
 
 _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -92,7 +91,7 @@ def _read(snapshot: dict[str, Any], device: int) -> History:
             for entry in entries
         ),
     }
-    born, died, event = pair(is_birth, told["address"])
+    born, died, event = pair_events(is_birth, told["address"])
     columns = {name: column[event] for name, column in told.items()}
     columns |= {"born": born, "died": died}
     alive = set(columns["address"][died == len(entries)].tolist())

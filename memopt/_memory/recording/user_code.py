@@ -1,4 +1,4 @@
-"""Recognition of the user's own source lines: neither torch's, nor an installed package's, nor memopt's."""
+"""The user's own source lines, which are neither torch's, nor an installed package's, nor memopt's, and their names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import linecache
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ _HERE = tuple(
 _COMPILED = re.compile(r"[/\\]c[a-z2-7]{51}\.py$")
 # As it is, and as it was found: by a sys.path of "..", say.
 _MEMOPT = tuple(f"{path.parents[2]}/" for path in (Path(__file__).resolve(), Path(__file__)))
+NOTEBOOK = "<notebook>"  # the file of names that cells have bound: any of them
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -31,6 +33,11 @@ def is_user_file(file: str) -> bool:
         return file.startswith("<ipython-input")
     ours = file.startswith(_HERE) or file.startswith(_MEMOPT)
     return not (ours or _INSTALLED.search(file) or _COMPILED.search(file))
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is the user's; code typed at Python's prompt or given by -c is, too."""
+    return is_user_file(file) or file.startswith(("<stdin", "<string"))
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -55,13 +62,25 @@ def user_frame(stack: Stack) -> Frame | None:
 
 def short_name(frame: Frame) -> str:
     """ "train.py:41"; of a cell of the notebook that runs here "In[3]:2"."""
-    from memopt._memory.live.source_location import cells
+    return place(frame.file, frame.line)
 
-    number = cells().get(frame.file)
-    if number is not None:
-        return f"In[{number}]:{frame.line}"
-    name = frame.file.replace("\\", "/").rsplit("/", 1)[-1]
-    return f"{name}:{frame.line}"
+
+def place(file: str, line: int) -> str:
+    """Return "train.py:41", or in a notebook "In[3]:2"."""
+    return f"{shown(file)}:{line}"
+
+
+def shown(file: str) -> str:
+    """The file's name without its folders, which another system may have named; of a notebook's cell its number."""
+    number = cells().get(file)
+    return file.replace("\\", "/").rsplit("/", 1)[-1] if number is None else f"In[{number}]"
+
+
+def cells() -> dict[str, int]:
+    """The file names that IPython gives its cells, and their numbers; empty in a script."""
+    interactive = sys.modules.get("IPython")
+    shell = interactive.get_ipython() if interactive is not None else None
+    return getattr(getattr(shell, "compile", None), "_filename_map", {})
 
 
 def source_of(frame: Frame) -> str:

@@ -1,7 +1,7 @@
 """The names that a function reads, by its source, and their values.
 
-The source is a syntax tree, which is the same on every CPython, as bytecode is not. It is only taken for a function's if
-it compiles to that function's very code, so a file that was edited since it was imported is not mistaken for what runs.
+The source is a syntax tree, which is the same on every CPython, as bytecode is not. It is taken for a function's only
+if it compiles to that function's very code, so a file edited since it was imported is not mistaken for what runs.
 Names are followed through the program's own modules as far as the source says. Functions that find modules and globals
 by name (import_module, sys.modules, globals) are refused.
 """

@@ -28,7 +28,8 @@ class Widening:
     """The leaves of a batch that are widened, and how.
 
     keys: their paths (batch_transport.map_leaves), or those of containers around them; True: all tensors of NARROW.
-    scale: a factor; True divides integers by the largest number of their dtype. channels: the dimension of mean and std."""
+    scale: a factor; True divides integers by the largest number of their dtype. channels: the dimension of
+    mean and std."""
 
     def __init__(
         self,

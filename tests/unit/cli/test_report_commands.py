@@ -10,7 +10,7 @@ import torch
 
 import memopt
 from memopt.__main__ import main
-from memopt._memory.recording import comparison, recording_file
+from memopt._memory.recording import recording_file, summary
 
 
 def profiled(size: int, more: bool = False):
@@ -109,6 +109,6 @@ def test_two_recordings_differ_by_what_one_has_more(recordings, capsys):
 
 def test_changes_add_up_to_the_difference_of_the_peaks(recordings):
     a, b = (recording_file.load(recordings / name) for name in ("a.mopt", "b.mopt"))
-    found = comparison.compare(a, b)
+    found = summary.compare(a, b)
     for changes in (found.by_category, found.by_line, found.by_module):
         assert sum(change.more for change in changes) == b.peak()[0] - a.peak()[0]

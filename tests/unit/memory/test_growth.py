@@ -240,4 +240,4 @@ def test_enable_watches_and_disable_ends_it():
     assert len(optimizer._global_optimizer_post_hooks) == before + 1
     memopt.disable()
     assert len(optimizer._global_optimizer_post_hooks) == before
-    assert sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__ != "memopt._memory.oom.uncaught"
+    assert sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__ != "memopt._memory.oom.observer"

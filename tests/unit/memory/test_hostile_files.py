@@ -19,7 +19,7 @@ from made_recordings import figures, made, rank
 
 from memopt.__main__ import main
 from memopt._memory.recording import recording_file
-from memopt._memory.recording.torch_snapshot import as_snapshot
+from memopt._memory.recording.exports import as_torch_snapshot
 from memopt.data import MmapDataset, MmapWriter
 from memopt.data._mmap.safetensors_layout import Malformed
 
@@ -82,7 +82,7 @@ def damaged(content, chance):
 
 
 def snapshot():
-    made_up = as_snapshot([made(3)])
+    made_up = as_torch_snapshot([made(3)])
     made_up["device_traces"][0].append({"action": "oom", "size": 5, "addr": 0, "stream": 0})
     made_up["device_traces"][0].insert(0, {"action": "segment_alloc", "size": 5000, "addr": 0, "stream": 0})
     return made_up

@@ -16,7 +16,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils.checkpoint import checkpoint
 
 from memopt import _C
-from memopt._memory.recording.module_calls import ModuleCalls
+from memopt._memory.recording.torch_hooks import ModuleCalls
 
 
 class Noted:

@@ -7,7 +7,7 @@ import errno
 import pytest
 import torch
 
-from memopt._memory.oom.recognition import bytes_asked, followed, is_out_of_memory, out_of_memory_in
+from memopt._memory.oom.exceptions import bytes_asked, followed, is_out_of_memory, out_of_memory_in
 
 OUT = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),

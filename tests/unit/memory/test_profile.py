@@ -265,7 +265,7 @@ def test_a_snapshot_opens_in_torchs_viewer_and_tells_the_same(tmp_path):
 
 
 def test_a_million_events_are_shown_by_fewer_points_that_keep_the_peak():
-    from memopt._memory.recording.chrome_trace import highest
+    from memopt._memory.recording.exports import highest
 
     torch.manual_seed(3)
     values = torch.randint(0, 1 << 40, (1_000_003,))

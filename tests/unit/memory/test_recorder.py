@@ -17,8 +17,6 @@ import memopt
 from memopt import _C
 from memopt._checkpoint.stages.costs import Meter
 from memopt._memory.recording import recorder
-from memopt._memory.recording.attribution import Attributions
-from memopt._memory.recording.blocks import pair
 from memopt._memory.recording.recording import (
     ACTIVATIONS,
     CATEGORIES,
@@ -27,7 +25,9 @@ from memopt._memory.recording.recording import (
     OTHER,
     PARAMETERS,
     Frame,
+    pair_events,
 )
+from memopt._memory.recording.torch_hooks import Attributions
 from memopt._memory.recording.user_code import is_user_file, short_name, user_frame
 
 SEED = int(os.environ.get("MEMOPT_SEED", "0")) or random.randrange(1 << 30)
@@ -94,7 +94,7 @@ def test_births_and_deaths_are_paired_as_one_by_one_they_would_be():
                 live[address] = n
             last[address] = n
         blocks += [(born, len(events)) for born in live.values()]
-        found = pair(
+        found = pair_events(
             torch.tensor([e[0] for e in events], dtype=torch.bool),
             torch.tensor([e[1] for e in events], dtype=torch.int64),
         )
@@ -149,9 +149,9 @@ def test_the_users_line_is_the_innermost_that_is_no_packages():
 
 
 def test_a_notebooks_cell_is_named_by_its_number(monkeypatch):
-    from memopt._memory.live import source_location
+    from memopt._memory.recording import user_code
 
-    monkeypatch.setattr(source_location, "cells", lambda: {"/tmp/ipykernel_7/123.py": 3})
+    monkeypatch.setattr(user_code, "cells", lambda: {"/tmp/ipykernel_7/123.py": 3})
     assert short_name(Frame("/tmp/ipykernel_7/123.py", 2, "f")) == "In[3]:2"
     assert short_name(Frame("/home/me/train.py", 41, "f")) == "train.py:41"
 

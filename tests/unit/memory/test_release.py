@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import memopt
-from memopt._memory.live import traceback_frames
+from memopt._memory.oom import exceptions
 
 MIB = 1 << 20
 
@@ -157,4 +157,4 @@ def test_who_holds_the_rest_is_named():
 
 
 def test_frames_that_are_emptied_are_counted():
-    assert traceback_frames.empty(failure()) == 3  # failure, fails, deeper
+    assert exceptions.empty_frames(failure()) == 3  # failure, fails, deeper

@@ -25,11 +25,17 @@ import memopt
 from memopt import _C
 from memopt.__main__ import main
 from memopt._memory.html import report_page
-from memopt._memory.html.address_space import shorten
-from memopt._memory.html.packed_columns import EXACT, pack
-from memopt._memory.html.plan_table import plan_table
-from memopt._memory.html.source_lines import source_lines
-from memopt._memory.html.summary import peak_of, seconds, sentences, share
+from memopt._memory.html.report_page import (
+    EXACT,
+    pack_columns,
+    peak_of,
+    peak_sentences,
+    plan_table,
+    seconds_text,
+    share_text,
+    shorten_addresses,
+    source_lines,
+)
 from memopt._memory.recording import recording_file
 from memopt._memory.recording.recording import CATEGORIES, Mark
 
@@ -65,14 +71,14 @@ def unpack(packed):
     )
 )
 def test_columns_come_back_as_they_were(columns):
-    packed = pack({name: torch.tensor(column, dtype=torch.int64) for name, column in columns.items()})
+    packed = pack_columns({name: torch.tensor(column, dtype=torch.int64) for name, column in columns.items()})
     assert unpack(packed) == columns
 
 
 @pytest.mark.parametrize("number", [EXACT + 1, -EXACT - 1, 2**63 - 1, -(2**63)])
 def test_a_number_that_a_page_cannot_hold_is_refused_by_name(number):
     with pytest.raises(ValueError, match=f"column 'size' goes from .*{number}"):
-        pack({"size": torch.tensor([number], dtype=torch.int64)})
+        pack_columns({"size": torch.tensor([number], dtype=torch.int64)})
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -82,7 +88,7 @@ def test_a_shortened_space_keeps_blocks_whole_apart_and_in_order(seed):
     blocks = [
         (chance.randrange(spread), chance.choice([0, 1, 50, 4096])) for _ in range(chance.randrange(1, 40))
     ]
-    mapped = shorten(torch.tensor([a for a, _ in blocks]), torch.tensor([s for _, s in blocks]))
+    mapped = shorten_addresses(torch.tensor([a for a, _ in blocks]), torch.tensor([s for _, s in blocks]))
     offsets = mapped.offsets.tolist()
     for (address, size), offset in zip(blocks, offsets, strict=True):
         assert offset >= 0 and offset + size <= mapped.size
@@ -116,7 +122,7 @@ def test_a_lines_bytes_are_those_of_by_line(seed):
 def test_the_summary_says_how_much_when_of_what_and_whose():
     recording = made_recordings.training(3)
     peak = peak_of(recording)
-    said = plain(" ".join(sentences(recording, peak)))
+    said = plain(" ".join(peak_sentences(recording, peak)))
     live = recording.live_bytes()
     assert peak.bytes == int(live.max()) and peak.reserved >= peak.bytes
     assert f"peaked at {_C.format_size(peak.bytes)}," in said and "in step 1 of 3" in said
@@ -125,7 +131,7 @@ def test_the_summary_says_how_much_when_of_what_and_whose():
     assert f"held {_C.format_size(peak.reserved)} then" in said
     assert f"At the end {_C.format_size(int(live[-1]))} were alive" in said
     recording.marks.append(Mark(recording.events - 1, "oom", "train.py:9 <asked> for 4 GiB"))
-    assert "Out of memory: train.py:9 <asked> for 4 GiB." in plain(" ".join(sentences(recording, peak)))
+    assert "Out of memory: train.py:9 <asked> for 4 GiB." in plain(" ".join(peak_sentences(recording, peak)))
 
 
 @pytest.mark.parametrize(
@@ -136,13 +142,15 @@ def test_the_peaks_step_is_the_one_that_had_not_ended(events, step):
     recording = made_recordings.training(1, layers=1)
     recording.marks = [Mark(event, "step") for event in events]
     peak = peak_of(recording)._replace(event=5)
-    said = plain(sentences(recording, peak)[0])
+    said = plain(peak_sentences(recording, peak)[0])
     assert (step in said) if step else ("step" not in said)
 
 
 def test_a_recording_of_nothing_says_so():
     recording = next(r for r in map(made_recordings.anything, range(99)) if not r.blocks)
-    assert sentences(recording, peak_of(recording)) == ["No block of memory lived while this was recorded."]
+    assert peak_sentences(recording, peak_of(recording)) == [
+        "No block of memory lived while this was recorded."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,7 @@ def test_a_recording_of_nothing_says_so():
     ],
 )
 def test_shares_are_never_rounded_to_nothing_or_all(part, whole, text):
-    assert plain(share(part, whole)) == text
+    assert plain(share_text(part, whole)) == text
 
 
 @pytest.mark.parametrize(
@@ -165,7 +173,7 @@ def test_shares_are_never_rounded_to_nothing_or_all(part, whole, text):
     [(0, "0 µs"), (2e-6, "2 µs"), (0.00153, "1.53 ms"), (0.25, "250 ms"), (3.14159, "3.14 s")],
 )
 def test_times_are_shown_in_a_unit_that_fits(value, text):
-    assert plain(seconds(value)) == text
+    assert plain(seconds_text(value)) == text
 
 
 def test_what_a_recording_says_is_text_and_never_markup():

@@ -14,8 +14,7 @@ import torch
 
 from memopt import _C
 from memopt._memory.html import report_page
-from memopt._memory.html.address_space import shorten
-from memopt._memory.html.source_lines import source_lines
+from memopt._memory.html.report_page import shorten_addresses, source_lines
 from memopt._memory.recording.recording import CATEGORIES
 
 SEEDS = range(60 if os.environ.get("MEMOPT_SOAK") == "1" else 5)
@@ -219,7 +218,7 @@ def test_a_click_on_a_moment_shows_what_lived_then(page, run):
 def test_the_tip_tells_the_block_under_the_pointer(page, run):
     left, top, width, height = page.box("#map-0 .nsewdrag")
     block = int(((run.columns["born"] < 0) * run.columns["size"]).argmax())  # there all the time
-    place = int(shorten(run.columns["address"], run.columns["size"]).offsets[block])
+    place = int(shorten_addresses(run.columns["address"], run.columns["size"]).offsets[block])
     size = int(run.columns["size"][block])
     share = (place + size / 2) / page.evaluate("memopt.mostPlaces")
     page.mouse("mouseMoved", left + width / 2, top + height * (1 - share))

@@ -11,8 +11,8 @@ from environment_python import run_there
 from torch import nn
 
 import memopt
+from memopt._memory.recording.exports import step_scalars
 from memopt._memory.recording.recording import CATEGORIES
-from memopt._memory.recording.step_scalars import step_scalars
 
 MIB = 1 << 20
 
@@ -23,7 +23,7 @@ memopt.sim.activate(memory="256MiB")
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 import memopt
-from memopt._memory.recording.step_scalars import step_scalars
+from memopt._memory.recording.exports import step_scalars
 
 def trained(device, folder):
     model = torch.nn.Linear(256, 256, device=device)

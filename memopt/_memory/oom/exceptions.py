@@ -1,11 +1,16 @@
-"""Recognition of exceptions that say that memory ran out, the device's or the host's, whatever raised them."""
+"""Exceptions that say that memory ran out, the device's or the host's, whatever raised them; and the frames of
+tracebacks, which hold the locals of functions that have ended.
+"""
 
 from __future__ import annotations
 
 import errno
+import gc
+import inspect
 import re
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator
 
 # Libraries that allocate for themselves have no exception of their own: what reaches Python is torch's RuntimeError
 # with their status in it.
@@ -98,3 +103,62 @@ def _is_one(error: Exception) -> bool:
 def _is_collectives(error: Exception) -> bool:
     kind = getattr(getattr(sys.modules.get("torch"), "distributed", None), "DistError", None)
     return kind is not None and isinstance(error, kind)
+
+
+# ---- frames of tracebacks --------------------------------------------------------------------------------------------
+
+
+_RESUMABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def empty_frames(error: BaseException | None) -> int:
+    """Clear the frames of an exception's traceback, and of all that it followed, and return their number.
+
+    The exception's text and its traceback lines stay; a debugger finds no locals any more. Frames of functions that
+    still run, or may continue (generators), are left as they are.
+    """
+    return empty_tracebacks(
+        one.__traceback__ for one in followed(error, everything=True) if one.__traceback__ is not None
+    )
+
+
+def empty_tracebacks(tracebacks: Iterable[types.TracebackType]) -> int:
+    """The same, of all the frames that these have."""
+    found = {id(frame): frame for traceback in tracebacks for frame in _frames(traceback)}
+    if any(frame.f_code.co_flags & _RESUMABLE for frame in found.values()):
+        for suspended in _suspended():
+            found.pop(suspended, None)
+    return sum(map(_empty_frame, found.values()))
+
+
+def _frames(traceback: types.TracebackType | None) -> Iterator[types.FrameType]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _suspended() -> Iterator[int]:
+    """Return frames of generators and coroutines that have not ended; up to Python 3.12 clearing one would end it."""
+    for thing in gc.get_objects():
+        for kind, name in _FRAME_OF.items():
+            if type(thing) is kind:
+                yield id(getattr(thing, name))
+
+
+_FRAME_OF = {
+    types.GeneratorType: "gi_frame",
+    types.CoroutineType: "cr_frame",
+    types.AsyncGeneratorType: "ag_frame",
+}
+
+
+def _empty_frame(frame: types.FrameType) -> bool:
+    try:
+        frame.clear()
+    except RuntimeError:  # it runs still: this very call is below it
+        return False
+    if (
+        frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    ):  # a function's: the dict of its locals, if somebody asked for one, is made anew
+        _ = frame.f_locals
+    return True
