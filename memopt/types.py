@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from memopt._runtime.doctor import Diagnosis
     from memopt._runtime.to_dtype import Converted
     from memopt.chain import Schedule
-    from memopt.compress._duplicate_storages import Duplicates
     from memopt.compress._input_packing import PackedInputs
     from memopt.compress._saved_report import Report
     from memopt.compress._sparsifying import SparseReport
+    from memopt.compress._tying import Duplicates
     from memopt.data._tuning.tuning import Tuning
     from memopt.data._tuning.worker_watch import WorkerWatch
     from memopt.deploy._export_report import Export
@@ -69,7 +69,7 @@ __getattr__, __dir__ = lazy_names(
         "Converted": "memopt._runtime.to_dtype",
         "DeviceBytes": "memopt._memory.live.device_bytes",
         "Diagnosis": "memopt._runtime.doctor",
-        "Duplicates": "memopt.compress._duplicate_storages",
+        "Duplicates": "memopt.compress._tying",
         "Estimate": "memopt._estimate.prediction",
         "Export": "memopt.deploy._export_report",
         "FoundBatchSize": "memopt._batch_size.result",

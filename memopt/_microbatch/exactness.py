@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from memopt.cuda._caller import stacklevel
+from memopt._runtime.log import stacklevel
 
 _DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reductions are there
 

@@ -1,4 +1,4 @@
-"""The memopt logger, silent by default.
+"""The memopt logger, silent by default; and the user's line, for warnings.
 
 MEMOPT_LOG=debug|info|warning|error, `-v` on a command, or the program's own logging configuration turn it on.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 logger = logging.getLogger("memopt")
 logger.addHandler(logging.NullHandler())
@@ -30,6 +31,14 @@ def show(level: int) -> None:
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level)
+
+
+def stacklevel() -> int:
+    """Return the stacklevel for warnings.warn() in the calling function: the first caller outside memopt and torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in ("memopt", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 if _asked := os.environ.get("MEMOPT_LOG"):

@@ -10,9 +10,8 @@ from memopt._runtime.lazy_names import lazy_names
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from memopt.amp._clip import clip_grad_norm_
-    from memopt.amp._foreach_unscale import foreach_unscale_
     from memopt.amp._grad_scaler import GradScaler
-    from memopt.amp._update_scale import update_scale_
+    from memopt.amp._scaling import foreach_unscale_, update_scale_
 
 __all__ = ["GradScaler", "clip_grad_norm_", "foreach_unscale_", "update_scale_"]
 
@@ -22,8 +21,8 @@ __getattr__, __dir__ = lazy_names(
     {
         "GradScaler": "memopt.amp._grad_scaler",
         "clip_grad_norm_": "memopt.amp._clip",
-        "foreach_unscale_": "memopt.amp._foreach_unscale",
-        "update_scale_": "memopt.amp._update_scale",
+        "foreach_unscale_": "memopt.amp._scaling",
+        "update_scale_": "memopt.amp._scaling",
     },
     torch_for="memopt.amp",
 )

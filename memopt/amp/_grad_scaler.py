@@ -20,8 +20,7 @@ from memopt import _C
 from memopt._runtime import kernels
 from memopt._runtime.originals import original
 from memopt.amp._clip import clip_grad_norm_, count_as_written, device_of, has_fast_norm, refuse_nonfinite
-from memopt.amp._foreach_unscale import torchs_gradients, torchs_pass
-from memopt.amp._update_scale import update_scale_
+from memopt.amp._scaling import torchs_gradients, torchs_pass, update_scale_
 from memopt.optim._one_pass import OnePass, ScaledStep
 
 if TYPE_CHECKING:

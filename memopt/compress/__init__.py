@@ -12,13 +12,12 @@ TYPE_CHECKING = False  # type checkers take it for typing's
 
 if TYPE_CHECKING:
     from memopt.compress._distillation import DistillationLoss
-    from memopt.compress._duplicate_storages import Duplicates, duplicates
     from memopt.compress._input_packing import PackedInputs, pack_inputs
     from memopt.compress._pruning import prune_
     from memopt.compress._quantizing import quantize_
     from memopt.compress._saved_report import Bytes, Report
     from memopt.compress._sparsifying import SparseReport, sparsify_
-    from memopt.compress._tying import tie_
+    from memopt.compress._tying import Duplicates, duplicates, tie_
 
 __all__ = [
     "Bytes",
@@ -40,11 +39,11 @@ __getattr__, __dir__ = lazy_names(
     {
         "Bytes": "memopt.compress._saved_report",
         "DistillationLoss": "memopt.compress._distillation",
-        "Duplicates": "memopt.compress._duplicate_storages",
+        "Duplicates": "memopt.compress._tying",
         "PackedInputs": "memopt.compress._input_packing",
         "Report": "memopt.compress._saved_report",
         "SparseReport": "memopt.compress._sparsifying",
-        "duplicates": "memopt.compress._duplicate_storages",
+        "duplicates": "memopt.compress._tying",
         "pack_inputs": "memopt.compress._input_packing",
         "prune_": "memopt.compress._pruning",
         "quantize_": "memopt.compress._quantizing",

@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.compress._all_or_nothing import Outcome, carry_out
-from memopt.compress._chosen_layers import Layers, choose, shown
-from memopt.compress._libraries import library
-from memopt.compress._model_checks import check_model, weight_of
+from memopt.compress._model_changes import (
+    Layers,
+    Outcome,
+    carry_out,
+    check_model,
+    choose,
+    library,
+    shown,
+    weight_of,
+)
 from memopt.compress._saved_report import Evaluate, Report
 
 METHODS = ("int8_dynamic", "int8_weight_only", "int4")

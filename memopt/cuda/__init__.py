@@ -2,8 +2,15 @@
 
 from memopt.cuda._allocator import allocator, trim
 from memopt.cuda._pool import CudaPool
-from memopt.cuda._statistics import fragmentation, memory_snapshot, memory_stats
-from memopt.cuda._tracing import record_trace, save_trace, stop_trace, trace_step
+from memopt.cuda._statistics import (
+    fragmentation,
+    memory_snapshot,
+    memory_stats,
+    record_trace,
+    save_trace,
+    stop_trace,
+    trace_step,
+)
 
 __all__ = [
     "CudaPool",

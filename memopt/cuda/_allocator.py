@@ -10,8 +10,8 @@ from memopt import _C
 from memopt._runtime import torch_version
 from memopt._runtime.diagnostic_row import Finding
 from memopt._runtime.log import logger
-from memopt.cuda import _misuse, _torch_patches
-from memopt.cuda._device_index import device_index
+from memopt.cuda import _statistics, _torch_patches
+from memopt.cuda._statistics import device_index
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ def allocator(
         chosen = _chosen(asked)
         _allocator, _settings = _made(chosen), chosen
     _torch_patches.install(_allocator.allocator())
-    _misuse.warn()
+    _statistics.warn_of_misuse()
     return _allocator
 
 
@@ -160,14 +160,14 @@ def trim(device: torch.device | str | int | None = None, keep: int | str = 0) ->
         memopt.Error: The driver failed.
     """
     size = _C.parse_size(keep)
-    _misuse.warn()
+    _statistics.warn_of_misuse()
     return 0 if _allocator is None and device is None else _C.allocator_trim(device_index(device), size)
 
 
 def finding() -> Finding:
     """Return memopt.doctor()'s finding about the allocator."""
     topic, counts = "allocator", _C.allocator_misuse()
-    refused = _misuse.text(counts)
+    refused = _statistics.misuse_text(counts)
     if refused:
         remedy = "look for code that frees device memory by its address, or uses memory of another library as torch's"
         return Finding(topic, "broken", f"refused {refused}", remedy)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memopt import _C
-from memopt.cuda._caller import stacklevel
+from memopt._runtime.log import stacklevel
 
 # Events that are kept where torch asks for all there ever were: 64 bytes each, taken as they come. The C side says why.
 _MOST = 1 << 28

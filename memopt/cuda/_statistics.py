@@ -1,13 +1,18 @@
-"""Statistics of memopt's allocator for a device: counters, fragmentation, and a snapshot of all its blocks."""
+"""Statistics and traces of memopt's allocator for a device.
+
+Counters, fragmentation, a snapshot of all its blocks, and the trace of its requests for `python -m memopt replay`.
+"""
 
 from __future__ import annotations
 
 import sys
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memopt import _C
-from memopt.cuda import _misuse
-from memopt.cuda._device_index import device_index
+from memopt._runtime import torch_version
+from memopt._runtime.log import stacklevel
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +61,7 @@ def memory_stats(device: torch.device | str | int | None = None) -> dict[str, in
     Raises:
         ValueError: device is not a CUDA device.
     """
-    _misuse.warn()
+    warn_of_misuse()
     known = _C.allocator_statistics(_index(device))
     blocks, asked, held = (known[kind]["all"] for kind in ("allocation", "requested_bytes", "reserved_bytes"))
     return {
@@ -175,3 +180,111 @@ def accelerator_statistics(device: int) -> dict[str, Any]:
         "oversize_allocations": dict(_NO_SUCH_THING),
         "oversize_segments": dict(_NO_SUCH_THING),
     }
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+_CAPACITY = 1_000_000  # events, 64 bytes each
+
+
+def record_trace(
+    *,
+    capacity: int = _CAPACITY,
+    stacks: bool = False,
+    clear: bool = True,
+    device: torch.device | str | int | None = None,
+) -> None:
+    """Record the last events of memopt's allocator on a device from now on.
+
+    Args:
+        capacity: Number of events that are kept, 64 bytes of host memory each; at most 2**28. Another capacity than
+            before drops the events kept so far.
+        stacks: Whether to record the Python stack of each request, for all devices. This takes the GIL at every
+            request, and some microseconds.
+        clear: Whether to drop the events kept so far.
+        device: A CUDA device, as torch takes it; by default the current one.
+
+    Raises:
+        memopt.Error: There is no such device.
+        ValueError: The capacity is out of range.
+    """
+    _C.trace_start(device_index(device), capacity, stacks, clear)
+
+
+def stop_trace(device: torch.device | str | int | None = None) -> None:
+    """Stop recording events; those kept so far can still be saved.
+
+    Args:
+        device: A CUDA device, as torch takes it; by default the current one.
+    """
+    _C.trace_stop(device_index(device))
+
+
+def trace_step() -> None:
+    """Mark the end of a training step, so that a replay can report figures for each step."""
+    _C.trace_step()
+
+
+def save_trace(path: str | Path, device: torch.device | str | int | None = None) -> None:
+    """Write the recorded events in the text format that `python -m memopt replay` reads.
+
+    Blocks that were live before the oldest kept event come first.
+
+    Args:
+        path: The file to write.
+        device: A CUDA device, as torch takes it; by default the current one.
+    """
+    Path(path).write_bytes(_C.trace_text(device_index(device)))
+
+
+# ---- misuse that was refused in torch's destructors, where no exception can be raised --------------------------------
+
+
+_MISUSE = {
+    "double_frees": "frees of memory that was free already",
+    "foreign_frees": "frees of addresses that memopt never gave",
+    "foreign_streams": "record_stream() of addresses that memopt never gave",
+    "unbalanced_pools": "ends of private pools that were not begun",
+    "failed_releases": "pieces of memory that the driver refused to take back",
+}
+_told = dict.fromkeys(_MISUSE, 0)
+
+
+def misuse_text(counts: dict[str, int]) -> str:
+    return ", ".join(f"{counts[name]} {what}" for name, what in _MISUSE.items() if counts[name])
+
+
+def warn_of_misuse() -> None:
+    """Warn of misuse that was refused since the last warning. Called by every function that reads the allocator."""
+    counts = _C.allocator_misuse()
+    fresh = {name: max(0, counts[name] - _told[name]) for name in _MISUSE}
+    if any(fresh.values()):
+        _told.update({name: counts[name] for name in _MISUSE})
+        warnings.warn(
+            f"memopt's allocator refused {misuse_text(fresh)}", RuntimeWarning, stacklevel=stacklevel()
+        )
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+def device_index(device: torch.device | str | int | None) -> int:
+    """Return the ordinal of a device, as torch.cuda takes it; None is the current one.
+
+    It initialises nothing: where CUDA was never used, or cannot be (a forked child), the current device is the first.
+
+    Raises:
+        ValueError: It is not a CUDA device.
+    """
+    if isinstance(device, int):
+        return device
+    torch_version.require("memopt.cuda")
+    import torch
+
+    chosen = torch.device("cuda" if device is None else device)
+    if chosen.type != "cuda":
+        raise ValueError(f"device {device!r} is not a CUDA device")
+    if chosen.index is not None:
+        return int(chosen.index)
+    return int(torch.cuda.current_device()) if torch.cuda.is_initialized() else 0

@@ -10,8 +10,7 @@ from memopt._runtime.lazy_names import lazy_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from memopt.optim._adam import Adam
-    from memopt.optim._adamw import AdamW
+    from memopt.optim._adam import Adam, AdamW
     from memopt.optim._sgd import SGD
 
 __all__ = ["SGD", "Adam", "AdamW"]
@@ -19,6 +18,6 @@ __all__ = ["SGD", "Adam", "AdamW"]
 # They are subclasses of torch's, which importing memopt.optim must not need.
 __getattr__, __dir__ = lazy_names(
     globals(),
-    {"SGD": "memopt.optim._sgd", "Adam": "memopt.optim._adam", "AdamW": "memopt.optim._adamw"},
+    {"SGD": "memopt.optim._sgd", "Adam": "memopt.optim._adam", "AdamW": "memopt.optim._adam"},
     torch_for="memopt.optim",
 )

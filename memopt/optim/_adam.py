@@ -1,15 +1,192 @@
-"""Adam in one pass."""
+"""Adam and AdamW in one pass.
+
+Their states are torch's: step, exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. With 8 bits exp_avg_scale and
+exp_avg_sq_scale lie beside codes; master_param is there where there are master weights.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from memopt._runtime.originals import original
-from memopt.optim._adam_states import AdamStates
+from memopt.optim._one_pass import OnePass
+from memopt.optim._state_layout import (
+    blocks,
+    decoded,
+    encoded,
+    is_plain,
+    like,
+    no_codes,
+    not_like,
+    one_step,
+    wants_codes,
+    wants_master,
+)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamStates(OnePass):
+    """The base, before torch.optim.Adam or AdamW, that makes and converts their states."""
+
+    _like_p = ("max_exp_avg_sq", "master_param")
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if group["state_bits"] not in (8, 32):
+            raise ValueError(f"Invalid state_bits value: {group['state_bits']} (8 or 32)")
+        if group["state_bits"] == 8 and group["amsgrad"]:
+            raise ValueError(
+                "amsgrad=True keeps a largest second moment that 8 bits cannot follow: use state_bits=32"
+            )
+
+    def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
+        state = self.state[p]
+        dtype = torch.float32 if wants_master(p, group) else p.dtype
+        state["step"] = one_step(state.get("step", 0.0), p)
+        for name in MOMENTS:
+            if state.get(name) is None:
+                if wants_codes(p, group):
+                    state[name], state[name + "_scale"] = no_codes(p)
+                else:
+                    state[name] = like(p, dtype)
+        if group["amsgrad"] and state.get("max_exp_avg_sq") is None:
+            state["max_exp_avg_sq"] = like(p, dtype)
+        if wants_master(p, group) and state.get("master_param") is None:
+            state["master_param"] = like(p, torch.float32, p)
+        return False
+
+    def _read(self, state: dict[str, Any]) -> None:
+        for name in MOMENTS:
+            if name + "_codes" in state:
+                state[name] = state.pop(name + "_codes")
+
+    def _check_state(self, p: Tensor, state: dict[str, Any]) -> str | None:
+        has = [name for name in MOMENTS if state.get(name) is not None]
+        if len(has) == 1:
+            return f"it has a state {has[0]!r} alone, without {(set(MOMENTS) - {*has}).pop()!r}"
+        for name in has:
+            value, scale = state[name], state.get(name + "_scale")
+            codes = isinstance(value, Tensor) and value.dtype is torch.uint8 and value.shape == p.shape
+            if not codes and scale is None:
+                wrong = not_like(p, state, name)
+            elif not codes or not isinstance(scale, Tensor):
+                wrong = (
+                    f"its states {name!r} and '{name}_scale' are no codes (uint8, of its shape) with scales"
+                )
+            elif scale.shape != (blocks(p),):
+                wrong = f"its state '{name}_scale' has the shape {tuple(scale.shape)}, not {(blocks(p),)}"
+            else:
+                wrong = None
+            if wrong:
+                return wrong
+        return super()._check_state(p, state)
+
+    def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        plain = is_plain(p)
+        dtype = torch.float32 if wants_master(p, group) else p.dtype
+        first, second = (state.get(name) for name in MOMENTS)
+        if wants_codes(p, group) and first is not None and second is not None and second.is_floating_point():
+            # As in kernels/adam8.cuh: what is not finite has no code, and without v there is no m.
+            state["exp_avg"] = first.masked_fill(~second.isfinite(), 0)
+        for name in MOMENTS:
+            value, scale = state.get(name), state.pop(name + "_scale", None)
+            if not isinstance(value, Tensor):
+                continue
+            if isinstance(scale, Tensor) and value.dtype is torch.uint8:
+                if wants_codes(p, group) and value.stride() == p.stride():
+                    state[name] = value.to(p.device)
+                    state[name + "_scale"] = scale.to(device=p.device, dtype=torch.float32)
+                    continue
+                value = decoded(value, scale, name == "exp_avg_sq")
+            if wants_codes(p, group):
+                state[name], state[name + "_scale"] = encoded(value, p, name == "exp_avg_sq")
+            else:
+                state[name] = like(p, dtype, value) if plain else value.to(dtype=p.dtype, device=p.device)
+        largest = state.get("max_exp_avg_sq")
+        if isinstance(largest, Tensor):
+            state["max_exp_avg_sq"] = (
+                like(p, dtype, largest) if plain else largest.to(dtype=p.dtype, device=p.device)
+            )
+        master = state.pop("master_param", None)
+        if isinstance(master, Tensor) and wants_master(p, group):
+            state["master_param"] = like(p, torch.float32, master)
+        if "step" in state:
+            state["step"] = one_step(state["step"], p)
+
+    def state_dict(self, full: bool = False) -> dict[str, Any]:
+        """Return the state, as torch's optimizers do.
+
+        Moments of 8 bits are in it as exp_avg_codes and exp_avg_sq_codes (uint8, of the parameter's shape) beside
+        exp_avg_scale and exp_avg_sq_scale (fp32, one a 256 elements), which only memopt's optimizers can read, with any
+        state_bits. torch's load them without a word; their next step ends in KeyError: 'exp_avg' before it changes
+        anything.
+
+        Args:
+            full: Return fp32 moments instead of codes, which torch.optim's can load, too.
+
+        Returns:
+            A state dict of memopt's optimizers and, without codes, of torch's.
+        """
+        held: dict[str, Any] = super().state_dict()
+        form = _full if full else _coded
+        held["state"] = {k: form(v) if isinstance(v, dict) else v for k, v in held["state"].items()}
+        return held
+
+    def _check_gradient(self, grad: Tensor) -> None:
+        if grad.is_sparse:
+            raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
+
+    def _update_by_torch(
+        self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any], found_inf: Tensor | None
+    ) -> None:
+        states = [self.state[p] for p in params]
+        for p, state in zip(params, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                for name in (*MOMENTS, *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+                    state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        beta1, beta2 = group["betas"]
+        adam(
+            params,
+            grads,
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [s["max_exp_avg_sq"] for s in states] if group["amsgrad"] else [],
+            [s["step"] for s in states],
+            foreach=None if found_inf is None else False,
+            capturable=found_inf is None and all(p.device.type == "cuda" for p in params),
+            fused=None if found_inf is None else True,
+            found_inf=found_inf,
+            has_complex=any(p.is_complex() for p in params),
+            amsgrad=group["amsgrad"],
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+        )
+
+
+def _coded(state: dict[str, Any]) -> dict[str, Any]:
+    """Codes under names that torch's optimizers do not take for moments."""
+    return {name + "_codes" if name + "_scale" in state else name: value for name, value in state.items()}
+
+
+def _full(state: dict[str, Any]) -> dict[str, Any]:
+    full = dict(state)
+    for name in MOMENTS:
+        scale = full.pop(name + "_scale", None)
+        if scale is not None:
+            full[name] = decoded(full[name], scale, name == "exp_avg_sq")
+    return full
+
 
 if TYPE_CHECKING:
     from torch.optim import Adam as _Torchs
@@ -75,4 +252,94 @@ class Adam(AdamStates, _Torchs):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
+        )
+
+
+if TYPE_CHECKING:
+    from torch.optim import AdamW as _Torchs
+else:
+    _Torchs = original(torch.optim, "AdamW")
+
+
+class AdamW(AdamStates, _Torchs):
+    """AdamW in one pass over memory, with torch.optim.AdamW's arguments and results.
+
+    A step does not wait for the GPU, under a gradient scaler neither. foreach, fused and capturable are accepted and
+    change nothing: this step is always fused and may always be captured. As with torch's fused step, a parameter's
+    version counter does not notice the update. The options of memopt's own may be given in a param group, too.
+
+    With the same inputs a step gives torch's numbers to within 6 roundings of their terms in the parameter's type
+    (fp32: 4e-7, fp64: 7e-16), but for these:
+
+    - A gradient beyond 1.8e19, whose square no fp32 holds, makes exp_avg_sq infinite, and its parameter (not one of
+      fp64) stands still but for the decay, as torch's does from 5.8e20 on (betas[1] = 0.999).
+    - fp16 and bf16 parameters have what fused=True gives, which rounds each number once a step; torch's loops round
+      after each operation.
+    - fp64 parameters with an fp32 tensor as lr: torch rounds 1 - lr * weight_decay and the step's size to fp32, this
+      one to fp64: 1.2e-7 of the parameter and of its update.
+    - exp_avg is infinite after an infinite gradient, torch's becomes NaN; the parameter is NaN with both.
+    - Under a gradient scaler it is torch's fused step: fp16 gradients are taken, a skipped step leaves gradients
+      scaled, and a skipped first one makes states of zeros on CUDA.
+    - A parameter whose dtype changes needs its states loaded anew. Before that torch's steps take them or raise,
+      depending on foreach and fused; this one takes fp32 states of fp16 and bf16 parameters and does else as torch's
+      with foreach=None.
+
+    With state_bits=8 a gradient that is infinite or NaN, or whose square no fp32 holds, changes its own parameter alone
+    and leaves it no moments. A smaller one is what the 255 others of its block are measured by: from 1000 times theirs
+    on it slows them for as long as exp_avg_sq remembers it, from 8000 times it costs them their first moments for some
+    steps.
+
+    Args:
+        params: As torch.optim.AdamW's, like all that are not named here.
+        state_bits: 8 keeps the two moments in 2.03 bytes a parameter instead of 8; see state_dict() for how such states
+            are exchanged.
+        min_8bit_size: The least number of elements of a parameter whose moments have 8 bits.
+        master_weights: fp16 and bf16 parameters have an fp32 copy, and fp32 states, that the step works on.
+        stochastic_rounding: fp16 and bf16 parameters without such a copy are rounded up or down at random, so that
+            small updates are not lost on the average; the same on every run.
+
+    Raises:
+        ValueError: As torch's, for differentiable=True, and for amsgrad=True with state_bits=8.
+
+    Example:
+        >>> optimizer = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=8)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_bits: int = 32,
+        min_8bit_size: int = 4096,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        self._own_defaults = {
+            "state_bits": state_bits,
+            "min_8bit_size": min_8bit_size,
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
+        }
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
         )

@@ -18,7 +18,7 @@ from nvrtc_wheel import nvrtc
 
 from memopt import _C, amp, sim
 from memopt._runtime import kernels
-from memopt.amp import _foreach_unscale
+from memopt.amp import _scaling
 
 SIM = {"memory": "1GiB"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +153,7 @@ def test_dense_tensors_of_any_stride_order_are_ours_and_the_rest_is_torchs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passed: list[torch.Tensor] = []
-    monkeypatch.setattr(_foreach_unscale, "torchs_unscale_", lambda grads, found, inv: passed.extend(grads))
+    monkeypatch.setattr(_scaling, "torchs_unscale_", lambda grads, found, inv: passed.extend(grads))
 
     class Sub(torch.Tensor):
         pass

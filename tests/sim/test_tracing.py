@@ -11,7 +11,7 @@ import torch
 import memopt
 from memopt import _C
 from memopt.__main__ import main
-from memopt.cuda import _tracing
+from memopt.cuda import _statistics
 
 SIM = {"memory": "4GiB"}
 MIB = 1 << 20
@@ -22,7 +22,7 @@ def current():
     torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
     torch.empty(1, device="cuda")
     yield
-    _tracing.stop_trace()
+    _statistics.stop_trace()
 
 
 def events(*wanted):
@@ -35,11 +35,11 @@ def replay(path, capsys):
 
 
 def test_requests_are_in_the_trace_in_order():
-    _tracing.record_trace(capacity=1000)
+    _statistics.record_trace(capacity=1000)
     x = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
     address, side = x.data_ptr(), torch.cuda.Stream()
     x.record_stream(side)
-    _tracing.trace_step()
+    _statistics.trace_step()
     del x
     seen = events("alloc", "free", "record_stream", "step")
     assert [event[0] for event in seen] == ["alloc", "record_stream", "step", "free"]
@@ -52,28 +52,28 @@ def test_requests_are_in_the_trace_in_order():
 
 
 def test_a_stopped_trace_keeps_what_it_has_and_takes_no_more():
-    _tracing.record_trace(capacity=1000)
+    _statistics.record_trace(capacity=1000)
     torch.empty(MIB, device="cuda")
-    _tracing.stop_trace()
+    _statistics.stop_trace()
     before = _C.trace_read(0)
     torch.empty(MIB, device="cuda")
     assert _C.trace_read(0) == before and before
     assert _C.trace_state(0)[:2] == (False, 1000)
-    _tracing.record_trace(capacity=1000, clear=False)
+    _statistics.record_trace(capacity=1000, clear=False)
     assert _C.trace_read(0) == before
-    _tracing.record_trace(capacity=1000)
+    _statistics.record_trace(capacity=1000)
     assert _C.trace_read(0) == []
 
 
 def test_a_saved_trace_is_replayed_with_its_live_peak(tmp_path, capsys):
     before = torch.empty(5 * MIB, dtype=torch.uint8, device="cuda")
-    _tracing.record_trace()
+    _statistics.record_trace()
     for step in range(3):
         kept = [torch.empty((step + i) * MIB + 1, dtype=torch.uint8, device="cuda") for i in range(4)]
         del kept
-        _tracing.trace_step()
+        _statistics.trace_step()
     path = tmp_path / "trace.txt"
-    _tracing.save_trace(path)
+    _statistics.save_trace(path)
     found = replay(path, capsys)
     assert found["steps"] == 3 and found["operations"] == 1 + 3 * 8 + others(path)
     assert found["live_peak"] == 5 * MIB + sum((2 + i) * MIB + 1 for i in range(4)) + other_bytes(path)
@@ -96,7 +96,7 @@ def other_bytes(path):
 
 
 def test_stacks_name_the_python_that_asked():
-    _tracing.record_trace(capacity=1000, stacks=True)
+    _statistics.record_trace(capacity=1000, stacks=True)
 
     def who_asks():
         return torch.empty(MIB, device="cuda")
@@ -109,7 +109,7 @@ def test_stacks_name_the_python_that_asked():
     assert frames[0][2] == who_asks.__code__.co_firstlineno + 1
     assert first[7] == second[7]  # asked for on one line
     del x, y
-    _tracing.record_trace(capacity=1000, stacks=False)
+    _statistics.record_trace(capacity=1000, stacks=False)
     who_asks()
     assert events("alloc")[0][7] == 0
 
@@ -117,15 +117,15 @@ def test_stacks_name_the_python_that_asked():
 def test_stacks_are_taken_on_autograds_threads():
     weight = torch.zeros(512, 512, device="cuda", requires_grad=True)
     loss = (weight * 2).sum()
-    _tracing.record_trace(capacity=1000, stacks=True)
+    _statistics.record_trace(capacity=1000, stacks=True)
     loss.backward()  # no Python runs there: no frames, and no harm
     assert events("alloc")
-    _tracing.stop_trace()
+    _statistics.stop_trace()
 
 
 def test_a_thread_that_allocates_and_one_that_frees_do_not_wait_for_each_other():
     """Stacks take the GIL in the midst of a request; the other thread frees with the GIL held."""
-    _tracing.record_trace(capacity=100_000, stacks=True)
+    _statistics.record_trace(capacity=100_000, stacks=True)
     blocks = []
 
     def allocate():
@@ -148,11 +148,11 @@ def test_a_thread_that_allocates_and_one_that_frees_do_not_wait_for_each_other()
         thread.join(120)
         assert not thread.is_alive()
     assert len(events("alloc")) > 5000
-    _tracing.stop_trace()
+    _statistics.stop_trace()
 
 
 def test_an_out_of_memory_is_an_event():
-    _tracing.record_trace(capacity=1000)
+    _statistics.record_trace(capacity=1000)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(5 << 30, dtype=torch.uint8, device="cuda")
     (oom,) = events("oom")
@@ -161,11 +161,11 @@ def test_an_out_of_memory_is_an_event():
 
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="a trace holds 1 to 268435456 events, not 0"):
-        _tracing.record_trace(capacity=0)
+        _statistics.record_trace(capacity=0)
     with pytest.raises(ValueError, match="devices count from 0"):
-        _tracing.record_trace(device=64)
+        _statistics.record_trace(device=64)
     with pytest.raises(memopt.Error):
-        _tracing.record_trace(device=7)
+        _statistics.record_trace(device=7)
 
 
 TRACED = """

@@ -15,7 +15,7 @@ import torch
 from memopt import _C
 from memopt._memory.live.heap_snapshot import HeapSnapshot, take
 from memopt._memory.recording.recording import CATEGORIES, OTHER
-from memopt.cuda._device_index import device_index
+from memopt.cuda._statistics import device_index
 
 FREE, CACHE, CONTEXT, UNKNOWN = "free", "cache", "context", "context and other processes"
 

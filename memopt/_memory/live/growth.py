@@ -25,8 +25,7 @@ from memopt import _C
 from memopt._memory.live import heap_snapshot
 from memopt._memory.live.live_tensors import LiveGroup, LiveTensors, described
 from memopt._runtime.host_memory import own_bytes
-from memopt._runtime.log import logger
-from memopt.cuda._caller import stacklevel
+from memopt._runtime.log import logger, stacklevel
 
 WINDOW = 16  # steps
 RISES = 3  # windows, each with more than the one before

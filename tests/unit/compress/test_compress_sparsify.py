@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memopt
-from memopt.compress import _sparse_layouts, prune_, sparsify_
+from memopt.compress import _sparsifying, prune_, sparsify_
 from memopt.compress._sparsifying import SparseLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*invariant checks")
@@ -112,7 +112,7 @@ def test_it_converts_just_where_that_takes_less_and_below_the_break_even(
 def test_the_break_evens_that_are_promised():
     shape = torch.Size([1000, 1000])
     found = {
-        (layout, index): _sparse_layouts.break_even(shape, 4 * 10**6, 4, layout, index)
+        (layout, index): _sparsifying.break_even(shape, 4 * 10**6, 4, layout, index)
         for layout, index in [("csr", 4), ("csr", 8), ("coo", 8)]
     }
     assert found["coo", 8] == pytest.approx(0.2)

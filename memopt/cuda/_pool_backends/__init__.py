@@ -1,1 +1,0 @@
-"""CudaPool's memory under each allocator, and on the CPU."""
