@@ -28,6 +28,13 @@ from memopt.optim._state_layout import (
     wants_master,
 )
 
+if TYPE_CHECKING:
+    from torch.optim import Adam as _TorchsAdam
+    from torch.optim import AdamW as _TorchsAdamW
+else:
+    _TorchsAdam = original(torch.optim, "Adam")
+    _TorchsAdamW = original(torch.optim, "AdamW")
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -188,13 +195,7 @@ def _full(state: dict[str, Any]) -> dict[str, Any]:
     return full
 
 
-if TYPE_CHECKING:
-    from torch.optim import Adam as _Torchs
-else:
-    _Torchs = original(torch.optim, "Adam")
-
-
-class Adam(AdamStates, _Torchs):
+class Adam(AdamStates, _TorchsAdam):
     """Adam in one pass over memory, with torch.optim.Adam's arguments and results.
 
     It is to torch.optim.Adam what memopt.optim.AdamW is to torch.optim.AdamW.
@@ -255,13 +256,7 @@ class Adam(AdamStates, _Torchs):
         )
 
 
-if TYPE_CHECKING:
-    from torch.optim import AdamW as _Torchs
-else:
-    _Torchs = original(torch.optim, "AdamW")
-
-
-class AdamW(AdamStates, _Torchs):
+class AdamW(AdamStates, _TorchsAdamW):
     """AdamW in one pass over memory, with torch.optim.AdamW's arguments and results.
 
     A step does not wait for the GPU, under a gradient scaler neither. foreach, fused and capturable are accepted and
