@@ -6,6 +6,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -174,14 +175,9 @@ class DistillationLoss(nn.Module):
             None,
         )
         kind = "cpu" if device is None else device.type
-        with torch.no_grad():
-            if self.teacher_dtype in (torch.bfloat16, torch.float16):
-                with torch.autocast(kind, dtype=self.teacher_dtype):
-                    result = teacher(*args, **kwargs)
-            else:
-                with torch.autocast(kind, enabled=False):
-                    result = teacher(*args, **kwargs)
-        return _logits(result, "teacher")
+        low = self.teacher_dtype if self.teacher_dtype in (torch.bfloat16, torch.float16) else None
+        with torch.no_grad(), torch.autocast(kind, dtype=low, enabled=low is not None):
+            return _logits(teacher(*args, **kwargs), "teacher")
 
     def _low(self, leaf: Any) -> Any:
         fits = self.teacher_dtype is not None and isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -374,7 +370,9 @@ class FeatureCapture:
         # Around all else that is hooked to the model.
         self._handles.append(self.model.register_forward_pre_hook(self._begin, prepend=True))
         for name in self.names:
-            self._handles.append(self.model.get_submodule(name).register_forward_hook(_Listener(self, name)))
+            self._handles.append(
+                self.model.get_submodule(name).register_forward_hook(partial(self._give, name))
+            )
         self._handles.append(self.model.register_forward_hook(self._end, always_call=True))
 
     def uninstall(self) -> None:
@@ -401,7 +399,7 @@ class FeatureCapture:
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._running = False
 
-    def give(self, name: str, output: Any) -> None:
+    def _give(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._running:
             return
         found = output[0] if isinstance(output, tuple | list) and output else output
@@ -410,11 +408,3 @@ class FeatureCapture:
                 f"features: the {self.who}'s {name!r} returns a {type(output).__name__}, and no tensor"
             )
         self._found[name] = found
-
-
-class _Listener:
-    def __init__(self, capture: FeatureCapture, name: str) -> None:
-        self._capture, self._name = capture, name
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._capture.give(self._name, output)

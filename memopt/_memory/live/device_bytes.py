@@ -14,6 +14,7 @@ import torch
 
 from memopt import _C
 from memopt._memory.live.heap_snapshot import HeapSnapshot, take
+from memopt._memory.recording import snapshot_file
 from memopt._memory.recording.recording import CATEGORIES, OTHER
 from memopt.cuda._statistics import device_index
 
@@ -123,10 +124,10 @@ def device_bar(device: torch.device | str | int | None = None) -> DeviceBytes:
 def blocks_of(device: int) -> AllocatorBlocks:
     """Return the blocks of torch's or memopt's allocator, without a history."""
     rows = [
-        (block.get("address", 0), block["size"], block["state"] != "inactive", number)
+        (address, block["size"], block["state"] != "inactive", number)
         for number, segment in enumerate(_segments())
         if segment["device"] == device
-        for block in _addressed(segment)
+        for address, block in snapshot_file.blocks_of(segment)
     ]
     table = torch.tensor(sorted(rows), dtype=torch.int64, device="cpu").reshape(-1, 4)
     return AllocatorBlocks(table[:, 0].contiguous(), table[:, 1], table[:, 2].bool(), table[:, 3])
@@ -138,14 +139,6 @@ def _segments() -> list[dict[str, Any]]:
         return list(torch._C._cuda_memorySnapshot(asked)["segments"])
     except RuntimeError:  # torch <= 2.11 knows no such question
         return list(torch._C._cuda_memorySnapshot(None)["segments"])
-
-
-def _addressed(segment: dict[str, Any]) -> list[dict[str, Any]]:
-    address = segment["address"]
-    for block in segment["blocks"]:
-        block.setdefault("address", address)
-        address = block["address"] + block["size"]
-    return list(segment["blocks"])
 
 
 def split(device: int, snapshot: HeapSnapshot, blocks: AllocatorBlocks) -> DeviceBytes:

@@ -19,6 +19,7 @@ from memopt import _C
 from memopt._memory.live import heap_snapshot
 from memopt._memory.live.heap_snapshot import HeapSnapshot, HeldStorage, nodes_of
 from memopt._memory.live.variables import Anchor, Path
+from memopt._memory.recording import snapshot_file
 from memopt._memory.recording.recording import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS
 from memopt._memory.recording.user_code import NOTEBOOK, cells, is_users, place
 from memopt._runtime.table import ResultTable
@@ -467,13 +468,10 @@ class Creators:
     def _read(self, segments: list[dict[str, Any]]) -> None:
         blocks: dict[str, list[tuple[int, int, str]]] = {}
         for segment in segments:
-            address = segment["address"]
-            for block in segment["blocks"]:
-                at = block.get("address", address)
+            for at, block in snapshot_file.blocks_of(segment):
                 if block["state"] == "active_allocated" and block.get("frames"):
                     line = user_line(block["frames"])
                     blocks.setdefault(f"cuda:{segment['device']}", []).append((at, at + block["size"], line))
-                address += block["size"]
         for device, found in blocks.items():
             found.sort()
             self._blocks[device] = [at for at, _, _ in found], [(end, line) for _, end, line in found]

@@ -51,16 +51,8 @@ class HostRecorder(Recorder):
 
     # ---- what the program tells ---------------------------------------------------------------------------------
 
-    def begins(self, phase: str, stack: Stack) -> None:
-        self._watch.phases.begin(phase, self.position("cpu"), stack)
-
-    def ends(self, phase: str) -> None:
-        self._watch.phases.end(phase, self.position("cpu"))
-        if phase == "step":
-            self.mark("step")
-
-    def mark(self, kind: str, text: str = "") -> None:
-        self._watch.marks.append((self.position("cpu"), kind, text))
+    def _now(self) -> list[tuple[Watch, int]]:
+        return [(self._watch, self.position("cpu"))]
 
     # ---- reading ------------------------------------------------------------------------------------------------
 

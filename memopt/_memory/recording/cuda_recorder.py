@@ -102,35 +102,20 @@ class CudaRecorder(Recorder):
     def attribute(self, tensors: Iterable[torch.Tensor], category: int) -> None:
         by_device: dict[int, list[int]] = {}
         for tensor in tensors:
-            if tensor.is_cuda:
-                for part in (tensor,) if type(tensor) in _PLAIN else _parts(tensor):
-                    address = _address(part)
-                    if address:
-                        by_device.setdefault(part.get_device(), []).append(address)
+            for _, address, _, part in memory_of(tensor) if tensor.is_cuda else ():
+                if part.is_cuda:
+                    by_device.setdefault(part.get_device(), []).append(address)
         for device, addresses in by_device.items():
             watch, position = self._watch(device), self._position(device)
             watch.attributions.add(position, addresses, category)
             if len(watch.attributions) > 4 * self._max_events:
                 watch.forget(position - self._max_events)
 
-    def _in_use(self) -> list[int]:
+    def _now(self) -> list[tuple[Watch, int]]:
         if not torch.cuda.is_initialized():
             return []
-        return list({torch.cuda.current_device(), *self._watches})
-
-    def begins(self, phase: str, stack: Stack) -> None:
-        for device in self._in_use():
-            self._watch(device).phases.begin(phase, self._position(device), stack)
-
-    def ends(self, phase: str) -> None:
-        for device in self._in_use():
-            self._watch(device).phases.end(phase, self._position(device))
-        if phase == "step":
-            self.mark("step")
-
-    def mark(self, kind: str, text: str = "") -> None:
-        for device in self._in_use():
-            self._watch(device).marks.append((self._position(device), kind, text))
+        in_use = {torch.cuda.current_device(), *self._watches}
+        return [(self._watch(device), self._position(device)) for device in in_use]
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -254,22 +239,6 @@ def _index(device: torch.device | str | int | None) -> int:
     if isinstance(device, str | torch.device) and torch.device(device).type != "cuda":
         raise ValueError(f"device={device!r}: CUDA devices are recorded here")
     return _index(None) if index is None else index
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the device tensors that a wrapper (a DTensor, say) wraps."""
-    return [part for *_, part in memory_of(tensor) if part.is_cuda]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return the address of the block that the tensor lies in, 0 for none."""
-    try:
-        return int(tensor.untyped_storage().data_ptr())
-    except (NotImplementedError, RuntimeError):  # sparse, or a subclass without memory of its own
-        return 0
 
 
 def _has_history() -> bool:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from memopt import _C
-from memopt._memory.recording.recording import ACTIVATIONS, INPUTS, OTHER, Frame, Recording
-from memopt._memory.recording.user_code import short_name, source_of, user_frame
+from memopt._memory.recording.recording import ACTIVATIONS, INPUTS, OTHER, Recording
+from memopt._memory.recording.user_code import short_name, source_of, user_lines
 
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 # They make a tensor of their argument's shape and type; with "_" behind the name, or in torch.nn.functional with
@@ -40,27 +40,20 @@ class InPlace:
 def find(recording: Recording) -> list[InPlace]:
     """Return the operations that an in-place form would save, largest savings first; lines without a source file are
     left out."""
-    instead: dict[Frame, str] = {}
-    frames: list[Frame | None] = []
-    for stack in recording.stacks:
-        frame = user_frame(stack)
-        frames.append(frame and frame._replace(function=""))
-        if frame is not None and frames[-1] is not None and frames[-1] not in instead:
-            instead[frames[-1]] = rewritten(source_of(frame))
-    known = [frame for frame, text in instead.items() if text]
-    if not known or not recording.blocks:
+    frames, index = user_lines(recording.stacks)
+    instead = [rewritten(source_of(frame)) if frame else "" for frame in frames]
+    if not any(instead) or not recording.blocks:
         return []
-    numbers: dict[Frame | None, int] = {frame: number for number, frame in enumerate(known)}
-    line = torch.tensor([numbers.get(frame, -1) for frame in frames])
     old, new = _overwritten(recording)
-    of = line[recording.columns["stack"][new]]
+    of = torch.tensor(index)[recording.columns["stack"][new]]
     found = []
-    for number in of[of >= 0].unique().tolist():
-        chosen = of == number
+    for number in of.unique().tolist():
+        frame, chosen = frames[number], of == number
+        if frame is None or not instead[number]:
+            continue
         saves = lowered(recording, old[chosen], recording.columns["born"][new[chosen]])
         if saves:
-            frame = known[number]
-            found.append(InPlace(short_name(frame), source_of(frame), instead[frame], saves))
+            found.append(InPlace(short_name(frame), source_of(frame), instead[number], saves))
     return sorted(found, key=lambda one: -one.saves)
 
 

@@ -24,7 +24,7 @@ from memopt._memory.recording.recording import (
     Frame,
     Recording,
 )
-from memopt._memory.recording.user_code import short_name, source_of, user_frame
+from memopt._memory.recording.user_code import short_name, source_of, user_frame, user_lines
 
 _FEWEST_STEPS = 3
 
@@ -104,14 +104,8 @@ def find(recording: Recording) -> list[tuple[Leak, torch.Tensor]]:
     unattributed &= ~(workspace & (recording.columns["category"] == OTHER))
     period = torch.searchsorted(steps, born)  # of a block, the step in which it was made, from 0
     period[born < 0] = -1
-    frames: dict[Frame | None, int] = {}
-    lines = torch.tensor(
-        [
-            frames.setdefault(found and found._replace(function=""), len(frames))
-            for found in map(user_frame, recording.stacks)
-        ]
-    )
-    line = lines[recording.columns["stack"]]
+    frames, index = user_lines(recording.stacks)
+    line = torch.tensor(index)[recording.columns["stack"]]
 
     # A line grows that has left something in two steps at least; the last step's is still in use.
     last = len(steps) - 2
@@ -119,7 +113,7 @@ def find(recording: Recording) -> list[tuple[Leak, torch.Tensor]]:
     pairs = torch.unique(line[left] * len(steps) + period[left]) // len(steps)
     in_steps = torch.bincount(pairs, minlength=len(frames))
     grown = left[in_steps[line[left]] >= 2]
-    found = _of_lines(recording, grown, line, list(frames), period)
+    found = _of_lines(recording, grown, line, frames, period)
 
     # What lives at the peak of what came after the first step, and is of a step before.
     grows = torch.zeros(len(frames), dtype=torch.bool)
@@ -132,7 +126,7 @@ def find(recording: Recording) -> list[tuple[Leak, torch.Tensor]]:
         kept = unattributed & (born <= peak) & (died > peak) & (period >= 0) & (period < now) & ~grows[line]
         over = unattributed & (period >= 0) & (period <= last + 1)  # of a step that has ended
         over[over.clone()] = died[over] > steps[period[over]] + 1
-        for leak, blocks in _of_lines(recording, kept.nonzero().flatten(), line, list(frames), None):
+        for leak, blocks in _of_lines(recording, kept.nonzero().flatten(), line, frames, None):
             # Another step's peak may be as high, with what that one has kept.
             same = (over & (line == line[blocks[0]])).nonzero().flatten()
             saves = inplace_advice.lowered(recording, same, steps[period[same]] + 1)

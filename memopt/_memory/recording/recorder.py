@@ -161,23 +161,35 @@ class Recorder(ABC):
         self._stop()
 
     @abstractmethod
+    def _now(self) -> list[tuple[Watch, int]]:
+        """Return the devices in use, each with the position that it is at."""
+
     def mark(self, kind: str, text: str = "") -> None:
         """Add a mark of the program's at the current event."""
+        for watch, position in self._now():
+            watch.marks.append((position, kind, text))
 
     def recordings(self) -> list[Recording]:
         """Return the recordings of all devices with anything recorded."""
         return [self.recording(device) for device in self.devices()]
 
-    # ---- what the program tells (program.Listener) --------------------------------------------------------------
+    # ---- what the program tells (ProgramHooks) ------------------------------------------------------------------
 
     @abstractmethod
     def attribute(self, tensors: Iterable[torch.Tensor], category: int) -> None: ...
 
-    @abstractmethod
-    def begins(self, phase: str, stack: Stack) -> None: ...
+    def begins(self, phase: str, stack: Stack) -> None:
+        """Note the beginning of "forward" (the first since a backward pass or a step), "backward" or "step"
+        (optimizer's)."""
+        for watch, position in self._now():
+            watch.phases.begin(phase, position, stack)
 
-    @abstractmethod
-    def ends(self, phase: str) -> None: ...
+    def ends(self, phase: str) -> None:
+        """End "backward" or "step"; a forward pass ends with what begins after it."""
+        for watch, position in self._now():
+            watch.phases.end(phase, position)
+        if phase == "step":
+            self.mark("step")
 
 
 def categories_of(

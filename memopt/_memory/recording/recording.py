@@ -232,16 +232,10 @@ class Recording:
             event: Number of the event; by default that of the peak.
             named: Returns the name of a line; by default names are like "train.py:41".
         """
-        from memopt._memory.recording.user_code import short_name, source_of, user_frame
+        from memopt._memory.recording.user_code import short_name, source_of, user_lines
 
         named = named or short_name
-
-        lines: dict[Frame | None, int] = {None: 0}
-        index = [
-            lines.setdefault(found and found._replace(function=""), len(lines))
-            for found in map(user_frame, self.stacks)
-        ]
-        frames = list(lines)
+        frames, index = user_lines(self.stacks)
         rows = self.rows(
             torch.tensor(index)[self.columns["stack"]], [str(n) for n in range(len(frames))], event
         )

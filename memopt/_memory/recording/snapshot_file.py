@@ -75,6 +75,14 @@ def text(value: Any) -> str:
     return value
 
 
+def blocks_of(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the blocks of a snapshot's segment with their addresses, which older torch leaves out."""
+    address = integer(segment["address"])
+    for block in segment["blocks"]:
+        yield integer(block.get("address", address)), block
+        address += integer(block["size"])
+
+
 def is_pickle(content: bytes) -> bool:
     """Whether the content begins as pickles do since protocol 2; a trace in the plain form never does."""
     return content[:1] == pickle.PROTO
@@ -142,13 +150,10 @@ class _Lines:
 
     def segment(self, segment: dict[str, Any]) -> None:
         """Write blocks that are alive at the end without an allocation event: they were there before."""
-        address = integer(segment["address"])
-        for block in segment["blocks"]:
-            at = integer(block.get("address", address))
+        for at, block in blocks_of(segment):
             if block["state"] == "active_allocated" and at not in self.live:
                 size = block.get("requested_size", block["size"])
                 self.block(self.before, at, size, segment["stream"], self.pool(segment, "segment_pool_id"))
-            address += integer(block["size"])
 
 
 def _lines(snapshot: dict[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import torch
 
 from memopt import _C
 from memopt._memory.recording.recording import OTHER, Frame, Mark, Stack, pair_events
-from memopt._memory.recording.snapshot_file import integer, text
+from memopt._memory.recording.snapshot_file import blocks_of, integer, text
 
 _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -132,9 +132,7 @@ def _column(values: Any) -> torch.Tensor:
 def _blocks(segments: list[dict[str, Any]], known: set[int]) -> Any:
     """Yield the blocks that are alive at the end and not `known` by their address: they were there before."""
     for segment in segments:
-        address = integer(segment["address"])
-        for block in segment["blocks"]:
-            at = integer(block.get("address", address))
+        for at, block in blocks_of(segment):
             if block["state"] == "active_allocated" and at not in known:
                 yield {
                     "address": at,
@@ -142,7 +140,6 @@ def _blocks(segments: list[dict[str, Any]], known: set[int]) -> Any:
                     "stream": segment["stream"],
                     "frames": block.get("frames") or [],
                 }
-            address += integer(block["size"])
 
 
 def _ooms(trace: list[dict[str, Any]]) -> list[Mark]:

@@ -12,7 +12,7 @@ import weakref
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,21 +22,11 @@ from torch.utils import _pytree as pytree
 from memopt import _C
 from memopt._memory.recording.recording import GRADIENTS, INPUTS, OPTIMIZER, OTHER, PARAMETERS, Frame, Stack
 
+if TYPE_CHECKING:
+    from memopt._memory.recording.recorder import Recorder
+
 _DEPTH = 64  # frames of a stack
 _OFTEN = 16  # steps between two attributions of what seldom changes: parameters and states
-
-
-class Listener(Protocol):
-    """A receiver of the program's events. A position is whatever the listener counts."""
-
-    def attribute(self, tensors: Iterable[torch.Tensor], category: int) -> None: ...
-
-    def begins(self, phase: str, stack: Stack) -> None:
-        """Note the beginning of "forward" (the first since a backward pass or a step), "backward" or "step"
-        (optimizer's)."""
-
-    def ends(self, phase: str) -> None:
-        """End "backward" or "step"; a forward pass ends with what begins after it."""
 
 
 def stack_here(depth: int) -> Stack:
@@ -51,11 +41,11 @@ def stack_here(depth: int) -> Stack:
 
 
 class ProgramHooks:
-    """The hooks of a listener, active from start() to stop()."""
+    """The hooks of a recorder, active from start() to stop()."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.modules = ModuleCalls(self._enter, self._leave)
-        self._listener = listener
+        self._recorder = recorder
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._backward = threading.Lock()
@@ -86,19 +76,19 @@ class ProgramHooks:
         if not self._in_graph:
             self._in_graph = True
             self._first = id(module)
-            self._listener.begins("forward", ())
+            self._recorder.begins("forward", ())
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module not in self._roots:
             self._roots.add(module)
-            self._listener.attribute(_state_of([module]), PARAMETERS)
+            self._recorder.attribute(_state_of([module]), PARAMETERS)
         if self._first == id(module):  # what the others are given may be what this one made
             given = [
                 leaf
                 for leaf in pytree.tree_leaves((args, kwargs))
                 if isinstance(leaf, torch.Tensor) and leaf.is_leaf and not isinstance(leaf, nn.Parameter)
             ]
-            self._listener.attribute(given, INPUTS)
+            self._recorder.attribute(given, INPUTS)
 
     # ---- backward passes and steps ------------------------------------------------------------------------------
 
@@ -111,13 +101,13 @@ class ProgramHooks:
             if not self._backward.acquire(blocking=False):  # one within another, or beside it
                 return original(*args, **kwargs)
             try:
-                self._listener.begins("backward", stack_here(1))
+                self._recorder.begins("backward", stack_here(1))
                 self._in_graph, self._had_backward = False, True
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    self._listener.attribute(self._gradients(), GRADIENTS)
-                    self._listener.ends("backward")
+                    self._recorder.attribute(self._gradients(), GRADIENTS)
+                    self._recorder.ends("backward")
             finally:
                 self._backward.release()
 
@@ -133,9 +123,9 @@ class ProgramHooks:
             return
         self._optimizers.add(optimizer)
         if not self._had_backward:  # else they were attributed where they were made
-            self._listener.attribute(_gradients_of(_parameters_of([optimizer])), GRADIENTS)
+            self._recorder.attribute(_gradients_of(_parameters_of([optimizer])), GRADIENTS)
         self._in_graph = self._had_backward = False
-        self._listener.begins("step", ())
+        self._recorder.begins("step", ())
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -143,13 +133,13 @@ class ProgramHooks:
         if self._steps < 2 or not self._steps % _OFTEN:
             self._attribute_states([optimizer])
         self._steps += 1
-        self._listener.ends("step")
+        self._recorder.ends("step")
 
     def attribute_all(self) -> None:
         """Attribute all tensors whose purpose is known at this moment."""
-        self._listener.attribute(_state_of(self._roots), PARAMETERS)
+        self._recorder.attribute(_state_of(self._roots), PARAMETERS)
         self._attribute_states(self._optimizers)
-        self._listener.attribute(self._gradients(), GRADIENTS)
+        self._recorder.attribute(self._gradients(), GRADIENTS)
 
     def facts(self) -> dict[str, Any]:
         """Return facts about the models that ran: the auto_checkpoint plan of the first that has one."""
@@ -162,9 +152,9 @@ class ProgramHooks:
         return {} if plan is None else {"plan": plan.as_dict()}
 
     def _attribute_states(self, optimizers: Iterable[Any]) -> None:
-        self._listener.attribute(_parameters_of(optimizers), PARAMETERS)
+        self._recorder.attribute(_parameters_of(optimizers), PARAMETERS)
         states = pytree.tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
-        self._listener.attribute([leaf for leaf in states if isinstance(leaf, torch.Tensor)], OPTIMIZER)
+        self._recorder.attribute([leaf for leaf in states if isinstance(leaf, torch.Tensor)], OPTIMIZER)
 
     def _gradients(self) -> list[torch.Tensor]:
         of_modules = [parameter for root in self._roots for parameter in root.parameters()]

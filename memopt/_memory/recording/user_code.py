@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memopt._memory.recording.recording import Frame, Stack
@@ -63,6 +63,17 @@ def user_frame(stack: Stack) -> Frame | None:
 def short_name(frame: Frame) -> str:
     """ "train.py:41"; of a cell of the notebook that runs here "In[3]:2"."""
     return place(frame.file, frame.line)
+
+
+def user_lines(stacks: Sequence[Stack]) -> tuple[list[Frame | None], list[int]]:
+    """Return the user's lines, each once, without its function, the first None; and of each stack the index of its own,
+    0 where none of its lines is the user's."""
+    lines: dict[Frame | None, int] = {None: 0}
+    found = [
+        lines.setdefault(frame and frame._replace(function=""), len(lines))
+        for frame in map(user_frame, stacks)
+    ]
+    return list(lines), found
 
 
 def place(file: str, line: int) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import html
 import mmap
 import os
 import struct
@@ -17,6 +16,7 @@ import weakref
 from dataclasses import dataclass, fields
 
 from memopt import _C
+from memopt._runtime.table import ResultTable
 
 
 @dataclass
@@ -55,15 +55,11 @@ class CacheStatistics:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><td>{html.escape(name.replace('_', ' '))}</td><td>{html.escape(text)}</td></tr>"
-            for name, text in (
-                (one.name, _C.format_size(count) if one.name.startswith("bytes") else str(count))
-                for one in fields(self)
-                for count in (getattr(self, one.name),)
-            )
-        )
-        return f"<table><tbody>{cells}</tbody></table>"
+        rows = [
+            (name.replace("_", " "), _C.format_size(count) if name.startswith("bytes") else str(count))
+            for name, count in vars(self).items()
+        ]
+        return ResultTable(rows, left=()).html()
 
 
 _NAMES = [one.name for one in fields(CacheStatistics)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import html
 import mmap
 import operator
 import os
@@ -16,6 +15,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from memopt import _C
+from memopt._runtime.table import ResultTable, paragraphs
 from memopt.data._mmap import mapped_file
 from memopt.data._mmap.mapped_file import File, Part, memmap_part, naming, npy_part, safetensors_parts
 from memopt.data._mmap.mapped_writer import PADDING
@@ -307,13 +307,9 @@ class MmapDataset:
         return f"MmapDataset({self._length} rows of {named}; {_C.format_size(self.nbytes)} in files)"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(dtype))}</td><td>{list(shape)}</td></tr>"
-            for name, (dtype, shape) in self.fields.items()
-        )
+        rows = [(name, str(dtype), str(list(shape))) for name, (dtype, shape) in self.fields.items()]
         head = f"{self._length} rows, {_C.format_size(self.nbytes)} in files; in memory: {self.memory()}"
-        heads = "<tr><th>field</th><th>dtype</th><th>row</th></tr>"
-        return f"<p>{html.escape(head)}</p><table><thead>{heads}</thead><tbody>{rows}</tbody></table>"
+        return paragraphs([head]) + ResultTable(rows, ("field", "dtype", "row"), left=()).html()
 
 
 def _from_parts(chunks: dict[str, Any], form: str) -> MmapDataset:

@@ -27,7 +27,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -47,25 +47,15 @@ _READABLE = frozenset(
 )
 
 
-class Sent(Protocol):
-    def arrive(self) -> Any: ...
-
-
-class Transport(Protocol):
-    ahead: bool  # whether it is of use to send a batch before it is wanted
-
-    def send(self, batch: Any) -> Sent: ...
-
-
 class ToCpu:
     """Nothing travels."""
 
-    ahead = False
+    ahead = False  # whether it is of use to send a batch before it is wanted
 
     def __init__(self, widening: Widening | None) -> None:
         self.widening = widening
 
-    def send(self, batch: Any) -> Sent:
+    def send(self, batch: Any) -> _Here:
         narrow = _narrow_paths(batch, self.widening)
         return _Here(
             map_leaves(batch, lambda _, leaf: _moved(leaf, torch.device("cpu"))), narrow, self.widening
@@ -91,7 +81,7 @@ class ToCuda:
         self.device, self.index, self.depth, self.widening = device, int(device.index), depth, widening
         self.memory = batch_memory(device)
 
-    def send(self, batch: Any) -> Sent:
+    def send(self, batch: Any) -> _OnItsWay:
         """An error leaves nothing that is still read or written."""
         narrow = _narrow_paths(batch, self.widening)
         if not torch.is_inference_mode_enabled():
@@ -182,6 +172,10 @@ class _OnItsWay:
         # Nobody wanted it: the memory must not be another's while it is being written.
         if self._ticket and not self._awaited and not sys.is_finalizing():
             _C.copy_await(self._transport.index, self._ticket, self._home)
+
+
+Transport = ToCpu | ToCuda
+Sent = _Here | _OnItsWay
 
 
 # ---- leaves ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from multiprocessing import forkserver, parent_process, resource_tracker, util
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -134,17 +134,17 @@ def measure(
     """Never raises for what the loader does. epochs: what the turn from an epoch to the next takes is measured too.
     device: batches are copied there, as a training loop does."""
     trial = LoaderTrial(settings)
-    memory = FamilyMemory(by_descriptor=shares_by_descriptor())
+    memory = FamilyMemory(by_descriptor=_shares_by_descriptor())
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    prepare_fork(loader)
+    _prepare_fork(loader)
     child = multiprocessing.get_context("fork").Process(
-        target=run_trial,
-        args=(loader, settings, bounds.batches, bounds.seconds, epochs, device, theirs),
+        target=_run_trial,
+        args=(loader, settings, bounds, epochs, device, theirs),
         name="memopt tune",
     )
     try:
         with warnings.catch_warnings():
-            # Python 3.12 and later warn of a fork beside threads; what a child of one may do, run_trial keeps to.
+            # Python 3.12 and later warn of a fork beside threads; what a child of one may do, _run_trial keeps to.
             warnings.simplefilter("ignore", DeprecationWarning)
             child.start()
         theirs.close()
@@ -165,7 +165,7 @@ def accelerator_of_a_fork() -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # as in measure()
         child = multiprocessing.get_context("fork").Process(
-            target=tell_accelerator, args=(theirs, UNFIT), name="memopt tune"
+            target=_tell_accelerator, args=(theirs,), name="memopt tune"
         )
         child.start()
     theirs.close()
@@ -188,12 +188,12 @@ def _watch(trial: LoaderTrial, child: Any, ours: Connection, memory: FamilyMemor
     while True:
         if ours.poll(pause):
             try:
-                kind, told = ours.recv()
+                is_last, told = ours.recv()
             except EOFError:
                 trial.problem = _death(child)
                 return
-            _TOLD[kind](trial, told)
-            if kind in ("done", "failed"):
+            vars(trial).update(told)
+            if is_last:
                 child.join(_SECONDS_TO_END)  # it clears away what its workers had
                 return
             pause = 0.0
@@ -213,30 +213,6 @@ def _watch(trial: LoaderTrial, child: Any, ours: Connection, memory: FamilyMemor
         if trial.start is not None and done - began > bounds.startup + 2 * bounds.seconds + trial.start:
             trial.problem = f"stopped: after batch {trial.batches} none came for too long"
             return
-
-
-def _began(trial: LoaderTrial, told: Any) -> None:
-    trial.batches, trial.start = 1, told
-
-
-def _came(trial: LoaderTrial, told: Any) -> None:
-    trial.batches = told
-
-
-def _done(trial: LoaderTrial, told: Any) -> None:
-    vars(trial).update(told)
-
-
-def _failed(trial: LoaderTrial, told: Any) -> None:
-    trial.problem = f"failed: {told}"
-
-
-_TOLD: dict[str, Callable[[LoaderTrial, Any], None]] = {
-    "began": _began,
-    "came": _came,
-    "done": _done,
-    "failed": _failed,
-}
 
 
 def _death(child: Any) -> str:
@@ -269,13 +245,13 @@ _TELL_SECONDS = 0.02
 _PAGE = 4096
 
 
-def shares_by_descriptor() -> bool:
+def _shares_by_descriptor() -> bool:
     import torch
 
     return bool(torch.multiprocessing.get_sharing_strategy() == "file_descriptor")
 
 
-def prepare_fork(loader: DataLoader[Any]) -> None:
+def _prepare_fork(loader: DataLoader[Any]) -> None:
     """In the parent: what a process of a trial would leave behind where it is ended is made here, to be cleared away
     with this process."""
     util.get_temp_dir()  # type: ignore[attr-defined]  # of sockets
@@ -284,25 +260,25 @@ def prepare_fork(loader: DataLoader[Any]) -> None:
         resource_tracker.ensure_running()  # of named semaphores
 
 
-def tell_accelerator(tell: Connection, unfit: str) -> None:
+def _tell_accelerator(tell: Connection) -> None:
     import torch
 
     if torch.cuda._is_in_bad_fork():
-        tell.send(unfit)
+        tell.send(UNFIT)
         return
     found = torch.accelerator.current_accelerator(check_available=True)
     tell.send(found.type if found is not None else None)
 
 
-def run_trial(
+def _run_trial(
     loader: DataLoader[Any],
     settings: Settings,
-    batches: int,
-    seconds: float,
+    bounds: Bounds,
     epochs: bool,
     device: str | None,
     tell: Connection,
 ) -> None:
+    """What is told is whether it is the last, and facts of the trial by LoaderTrial's names."""
     import torch
 
     os.setpgid(0, 0)  # so that one signal reaches the workers too
@@ -313,12 +289,12 @@ def run_trial(
     forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
     try:
         tried = with_settings(loader, settings)
-        told = _turn(tried, tell) if epochs else _rate(tried, settings, batches, seconds, device, tell)
-        tell.send(("done", told))
+        told = _turn(tried, tell) if epochs else _rate(tried, settings, bounds, device, tell)
+        tell.send((True, told))
     except (ConnectionError, EOFError) as error:
-        tell.send(("failed", f"a worker process ended ({_said(error)})"))
+        tell.send((True, {"problem": f"failed: a worker process ended ({_said(error)})"}))
     except BaseException as error:
-        tell.send(("failed", _said(error)))
+        tell.send((True, {"problem": f"failed: {_said(error)}"}))
     finally:
         tell.close()
 
@@ -333,8 +309,7 @@ def _end_with_parent() -> None:
 def _rate(
     loader: DataLoader[Any],
     settings: Settings,
-    batches: int,
-    seconds: float,
+    bounds: Bounds,
     device: str | None,
     tell: Connection,
 ) -> dict[str, Any]:
@@ -343,7 +318,7 @@ def _rate(
     begin = told = time.perf_counter()
     size = 0
     firsts: list[Any] = []
-    most = max(batches, 3 * settings.outstanding)
+    most = max(bounds.batches, 3 * settings.outstanding)
     for batch in itertools.islice(loader, most):
         size = max(size, _touched(batch, device))
         now = time.perf_counter()
@@ -351,11 +326,11 @@ def _rate(
         if len(firsts) < min(2, settings.num_workers) and _is_stream(loader):
             firsts.append(_digest(batch))
         if len(times) == 1:
-            tell.send(("began", now - begin))
+            tell.send((False, {"batches": 1, "start": now - begin}))
         elif now - told > _TELL_SECONDS:
-            tell.send(("came", len(times)))
+            tell.send((False, {"batches": len(times)}))
             told = now
-        if now - times[0] > seconds:
+        if now - times[0] > bounds.seconds:
             break
     # Before that many had come, the workers had made them side by side with the first.
     first = min(settings.outstanding, len(times) // 2)
@@ -384,7 +359,7 @@ def _turn(loader: DataLoader[Any], tell: Connection) -> dict[str, Any]:
             came += 1
             if again is None:
                 again = time.perf_counter() - begin
-                tell.send(("began", again) if came == 1 else ("came", came))
+                tell.send((False, {"batches": came, "start": again} if came == 1 else {"batches": came}))
     problem = None if again is not None else "the second epoch had no batches"
     return {"batches": came, "again": again, "batch_bytes": size, "problem": problem}
 
