@@ -172,9 +172,9 @@ TRACED = """
 import memopt.sim
 memopt.sim.activate(memory="1GiB")
 import torch, memopt, threading, time
-from memopt.cuda import _tracing
+from memopt.cuda import _statistics
 torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
-_tracing.record_trace(stacks=True)
+_statistics.record_trace(stacks=True)
 model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(24)]).cuda()
 def loop():
     while True:
