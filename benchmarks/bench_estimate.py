@@ -86,7 +86,7 @@ def run(case: Case, arguments: str, **request: Any) -> dict[str, Any]:
         answer, asked = Path(folder, "answer.json"), Path(folder, "request.json")
         argv = [str(SCRIPTS / f"{case.name}.py"), *arguments.split()]
         asked.write_text(json.dumps({"argv": argv, "answer": str(answer), "memory": 8 * GIB} | request))
-        command = [sys.executable, "-m", "memopt._estimate.child", str(asked)]
+        command = [sys.executable, "-m", "memopt._estimate.script_process", str(asked)]
         path = {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=folder, env=os.environ | path, capture_output=True, text=True)
         if not answer.exists():

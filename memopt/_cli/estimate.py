@@ -22,12 +22,11 @@ from pathlib import Path
 
 from memopt import _C
 from memopt._cli import arguments, check_writable, write
-from memopt._estimate import batch_option, cards, interpreters, protection
+from memopt._estimate import cards, interpreters, protection
 from memopt._estimate.child_process import ScriptChildren
 from memopt._estimate.prediction import Estimate
-from memopt._estimate.progress import Progress
-from memopt._estimate.request import BACKENDS, Request
-from memopt._estimate.script_output import Followed
+from memopt._estimate.progress import Followed, Progress
+from memopt._estimate.request import BACKENDS, Request, find_batch_option
 from memopt._estimate.survey import ScriptFailed, Survey
 from memopt._run import library_noise
 from memopt._runtime.process import ChildFailed
@@ -200,7 +199,7 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
         )
     if options.nproc and options.devices > 1:
         raise ValueError("--nproc estimates one rank, which has one card: leave --devices out")
-    batch = batch_option.find(argv, options.batch_option)
+    batch = find_batch_option(argv, options.batch_option)
     plain = cards.card(cards.NO_LIMIT, options.compute_capability, context)
     like = card or plain
     request = Request(
@@ -270,22 +269,17 @@ def _on_fake_tensors(
     if not options.verbose:
         library_noise.silence()
     require("memopt estimate")
-    from memopt._estimate import fake_estimate, fake_run
-    from memopt._estimate.fake_script import FakeScript
+    from memopt._estimate import fake_tensors
 
     with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder, contextlib.ExitStack() as shown:
-        script = FakeScript(
-            argv=argv,
-            module=module,
-            count=options.steps,
-        )
+        script = fake_tensors.FakeScript(argv=argv, module=module, count=options.steps)
         output = shown.enter_context(open(Path(folder) / "output", "wb"))
         progress = shown.enter_context(Progress(not options.quiet, lines=not options.verbose))
         progress.say(f"{' '.join(argv)} on fake tensors")
         if not options.quiet:
             shown.enter_context(Followed(output.name, progress.script))
-        answer = fake_run.run(script, options.seconds, protected, output.fileno())
-    found = fake_estimate.made_of(answer, " ".join(argv), card, reason)
+        answer = fake_tensors.run(script, options.seconds, protected, output.fileno())
+    found = fake_tensors.estimate_of(answer, " ".join(argv), card, reason)
     if options.steps is not None and answer.steps >= options.steps:
         found.covered = [f"{answer.steps} steps, then it was ended: what comes after was not seen"]
     return found, 0 if found.verdict in ("", "fits") else 1, ""

@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from memopt import _C
-from memopt._estimate.screen import span
+from memopt._estimate.prediction import span
 from memopt._runtime.table import Html, ResultTable, paragraphs
 
 if TYPE_CHECKING:

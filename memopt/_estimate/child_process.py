@@ -11,16 +11,15 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from memopt._estimate import processes
-from memopt._estimate.answer import Answer
+from memopt._estimate.answer import Answer, together
+from memopt._estimate.progress import Followed
 from memopt._estimate.request import Request
-from memopt._estimate.script_output import Followed
 from memopt._run import library_noise
 from memopt._runtime.process import ChildFailed, Children, ended
 
 # A child that does not keep its own limit is ended so many seconds later.
 _GRACE = 30.0
-CHILD = "memopt._estimate.child"
+CHILD = "memopt._estimate.script_process"
 
 
 class ScriptChildren(Children):
@@ -66,7 +65,7 @@ class ScriptChildren(Children):
                 ) from None
             if recording is not None and recorded is not None and Path(recorded).exists():
                 shutil.copyfile(recorded, recording)
-            result = processes.together(Answer.from_json(told), told, home, request.context, request.memory)
+            result = together(Answer.from_json(told), told, home, request.context, request.memory)
             if result.failed and not show:
                 result.more["output"] = child.said()
             return result

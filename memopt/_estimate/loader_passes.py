@@ -26,7 +26,7 @@ from torch.utils.data import dataloader
 
 from memopt import _C
 from memopt._estimate.loops import For, Loop, Loops
-from memopt._estimate.watch import AllocatedMemory, growth, memory
+from memopt._estimate.script import AllocatedMemory, growth, memory
 from memopt._memory.recording.user_code import is_user_file
 
 _BATCHES = 4  # of an evaluation: the difference between two of them is seen twice

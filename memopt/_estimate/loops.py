@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memopt._estimate.watch import AllocatedMemory, Stopped, growth, memory
+from memopt._estimate.script import AllocatedMemory, Stopped, growth, memory
 
 _EPOCHS = 10  # iterations of a loop around the one with the steps
 _LONG = 20.0  # seconds, after which two of them suffice

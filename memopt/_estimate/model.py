@@ -11,19 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memopt._estimate import cards, fake_estimate, interpreters, protection
+from memopt._estimate import cards, interpreters, protection
 from memopt._estimate.answer import Answer
-from memopt._estimate.batch_option import BatchOption
 from memopt._estimate.cards import Card
 from memopt._estimate.child_process import ScriptChildren
 from memopt._estimate.prediction import FAKE, Estimate
 from memopt._estimate.progress import Progress
 from memopt._estimate.protection import Protection
-from memopt._estimate.request import BACKENDS, Request
-from memopt._estimate.survey import ScriptFailed, Survey
+from memopt._estimate.request import BACKENDS, BatchOption, Request
+from memopt._estimate.survey import NoEffect, ScriptFailed, Survey, largest
 from memopt._runtime.log import logger
 
-_MODULE = "memopt._estimate.remote_model"
+_MODULE = "memopt._estimate.serialization"
 
 
 def estimate(
@@ -85,7 +84,7 @@ def estimate(
     from memopt._runtime.torch_version import require
 
     require("memopt.estimate()")
-    from memopt._estimate.fake_run import run as run_fake
+    from memopt._estimate import fake_tensors
     from memopt._estimate.training import AMP, TrainingTask
 
     if amp is not None and amp not in AMP:
@@ -124,7 +123,7 @@ def estimate(
     else:
         reason = ""
     protected = _protection(sys.executable, unprotected)
-    return _faked(training, on, reason, lambda one: run_fake(one, seconds, protected))
+    return _faked(training, on, reason, lambda one: fake_tensors.run(one, seconds, protected))
 
 
 def _protection(python: str, unprotected: bool) -> Protection:
@@ -205,8 +204,10 @@ def _sent(training: Any) -> bytes:
 
 
 def _faked(training: Any, card: Card | None, reason: str, run: Callable[[Any], Answer]) -> Estimate:
+    from memopt._estimate import fake_tensors
+
     answer = run(training)
-    found = fake_estimate.made_of(answer, _title(training.subject), card, reason)
+    found = fake_tensors.estimate_of(answer, _title(training.subject), card, reason)
     size = batch_of(training.sample)
     if size is not None:
         found.largest = lambda there: _largest(training, size, answer, there, run)
@@ -214,19 +215,19 @@ def _faked(training: Any, card: Card | None, reason: str, run: Callable[[Any], A
 
 
 def _largest(training: Any, size: int, first: Answer, card: Card, run: Callable[[Any], Answer]) -> int:
-    from memopt._estimate import search
+    from memopt._estimate import fake_tensors
 
-    room, seen = card.usable - card.context, fake_estimate.held_at_most(first, card)
+    room, seen = card.usable - card.context, fake_tensors.held_at_most(first, card)
     start = max(1, size * room // (2 * seen))
 
     def measure(count: int) -> int | None:
         changed = replace(training, sample=resized(training.sample, size, count))
-        held = fake_estimate.held_at_most(run(changed), card)
+        held = fake_tensors.held_at_most(run(changed), card)
         return held if held <= room else None
 
     try:
-        return search.largest(measure, room, start, 1 << 40, known={size: seen})[0]
-    except search.NoEffect:
+        return largest(measure, room, start, 1 << 40, known={size: seen})[0]
+    except NoEffect:
         raise ValueError(
             "the need does not change with the sample's first dimension: is that the batch dimension?"
         ) from None

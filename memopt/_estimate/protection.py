@@ -1,4 +1,6 @@
-"""Protection of the file system from a script's writes, in one of these ways:
+"""Protection of the user's files from a script's writes, and the end of the processes that it leaves.
+
+Files are protected in one of these ways:
 
     overlay     by the kernel: writes of the process and its children go to a scratch folder, and can be read back
     landlock    by the kernel: writes elsewhere are refused; Python's own are redirected, and can be read back
@@ -15,16 +17,18 @@ import fcntl
 import functools
 import os
 import shutil
+import signal
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from memopt import _C
-from memopt._estimate import kernel_compilers
 from memopt._runtime import process
+from memopt._runtime.user_cache import user_cache
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -83,9 +87,22 @@ def _overlay(folder: str) -> None:
     _C.overlay_files(scratch, [folder, *_kept()])
 
 
+def kept_kernels() -> Path | None:
+    """The folder in which compiled files are kept from run to run; made. None for a user without a cache
+    that may be written to."""
+    cache = user_cache()
+    if cache is None:
+        return None
+    folder = Path(cache, "memopt", "simulated")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # each run compiles anew
+        return None
+    return folder
+
+
 def _kept() -> list[str]:
-    """Return the folder of memopt's own compiled kernels: none of the user's files, and minutes to compile."""
-    kept = kernel_compilers.kept()
+    kept = kept_kernels()
     return [] if kept is None else [str(kept)]
 
 
@@ -248,3 +265,87 @@ def _files_of_this_user(folder: str) -> bool:
 
 if __name__ == "__main__":
     process.tell("found", **_probe(next(process.requests())))
+
+
+# ---- processes that are left -----------------------------------------------------------------------------------------
+
+
+class _EndAsked(BaseException):
+    """Raised when this process is told to end."""
+
+
+def fork_watched() -> None:
+    """Continue in a forked child, which this process watches.
+
+    This process waits for the child, ends the processes that it has left behind, and ends with its status. Told to end
+    (SIGTERM), or left by its own parent, it ends all of them.
+    """
+    parent = os.getppid()
+    _C.adopt_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end_asked)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        return
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while os.waitid(os.P_PID, pid, options) is None and os.getppid() == parent:
+            time.sleep(0.02)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    except _EndAsked:
+        pass
+    _end_as(_end_all(pid))
+
+
+def _end_asked(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends all of it: who asks again need not stop that
+    raise _EndAsked
+
+
+def _end_all(pid: int) -> int:
+    """Kill all descendants and return the status of `pid`.
+
+    A killed process leaves its children to this one, so it repeats until there are none, or none that this user may
+    end.
+    """
+    status, beyond = 0, set[int]()
+    while children := _children() - beyond:
+        for child in children:
+            try:
+                os.kill(child, signal.SIGKILL)
+            except PermissionError:
+                beyond.add(child)
+        for child in children - beyond:
+            _, ended = os.waitpid(child, 0)
+            if child == pid:
+                status = ended
+    return status
+
+
+def _children() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has ended
+            if parent == os.getpid():
+                found.add(int(name))
+    return found
+
+
+def _end_as(status: int) -> NoReturn:
+    if os.WIFSIGNALED(status):
+        ended_by = os.WTERMSIG(status)
+        if ended_by != signal.SIGKILL:  # which nobody can set
+            signal.signal(ended_by, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [ended_by])
+        os.kill(os.getpid(), ended_by)
+    os._exit(os.waitstatus_to_exitcode(status))

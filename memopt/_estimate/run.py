@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -21,28 +23,21 @@ import torch
 
 import memopt
 import memopt.sim
-from memopt._estimate import (
-    coverage,
-    fake_process_group,
-    loop_source,
-    parallelism,
-    processes,
-    script,
-    shared_tensors,
-)
-from memopt._estimate.guesses import Guesses
-from memopt._estimate.limits import BatchSizeOverride, TimeLimit
+from memopt import _C
+from memopt._estimate import fake_ranks, loop_source, script, values
+from memopt._estimate.answer import file_of_this_process, seconds_since_boot, start_since_boot
+from memopt._estimate.host_reads import Guesses
 from memopt._estimate.loader_passes import LoaderPasses
 from memopt._estimate.loops import Loops
 from memopt._estimate.protection import Files
 from memopt._estimate.request import Request
-from memopt._estimate.script import End
+from memopt._estimate.script import BatchSizeOverride, End, Peaks, Requests, Stopped, TimeLimit
 from memopt._estimate.techniques import Techniques
-from memopt._estimate.watch import Peaks, Requests, Stopped
 from memopt._memory.recording import recorder, recording_file
 from memopt._memory.recording.recording import Line
 from memopt._memory.recording.user_code import is_user_file
 from memopt._runtime.host_memory import peak_resident_bytes
+from memopt.sim import _activation
 
 _TELLS = 0.25  # seconds between what a process that the script has started says of itself
 # Of torch: what trains without gradients being recorded.
@@ -54,7 +49,7 @@ _TRAINING = tuple(
 class Run:
     """The run of a script, one for each process: its patches of torch stay.
 
-    main: False in a process that the script has started. Its answer is a file of processes.py's, and a process that
+    main: False in a process that the script has started. Its answer is a file of answer.py's, and a process that
     uses no card has none.
     """
 
@@ -63,9 +58,9 @@ class Run:
         self._pid, self._answered = os.getpid(), False
         self._since: float | None = None  # this process has used a card
         if request.ranks:
-            fake_process_group.install(request.rank, request.ranks)
+            fake_ranks.install_fake_groups(request.rank, request.ranks)
         if request.spread is not None:
-            parallelism.install(request.spread, request.ranks)
+            fake_ranks.parallelize(request.spread, request.ranks)
         if request.backend == "pool":
             torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
         self._guesses = Guesses(request.fraction)
@@ -88,9 +83,9 @@ class Run:
             os.register_at_fork(after_in_child=self._forked)
             self._watch_processes()
             if torch.distributed.is_available():
-                fake_process_group.install_in_started(lambda: not self._main)
+                fake_ranks.install_in_started(lambda: not self._main)
         if not request.compute:
-            shared_tensors.install()
+            _share_tensors()
 
     def execute(self) -> int:
         """Run the script, write the answer, and return the exit status."""
@@ -112,11 +107,7 @@ class Run:
 
     def values(self) -> contextlib.AbstractContextManager[object]:
         if self.request.compute:
-            from memopt._estimate.computed import Computed
-
-            return Computed()
-        from memopt._estimate import values
-
+            return values.Computed()
         mode = values.Values(self._guesses)
         values.install(mode)
         return mode
@@ -145,7 +136,7 @@ class Run:
         self._started = time.monotonic()
         self.request = replace(
             self.request,
-            answer=processes.file_of_this_process(self.request.answer),
+            answer=file_of_this_process(self.request.answer),
             recording=None,
             seconds=None,
         )
@@ -181,7 +172,7 @@ class Run:
         BaseProcess.run = run  # type: ignore[method-assign, assignment]
 
     def _on_card(self) -> None:
-        self._since = processes.now() if self._main else processes.begun()
+        self._since = seconds_since_boot() if self._main else start_since_boot()
         if not self._main:
             threading.Thread(target=self._keep_telling, daemon=True).start()
 
@@ -197,19 +188,19 @@ class Run:
     def _use(self) -> dict[str, Any]:
         """Return this process's use of cards, with its time span."""
         used = {
-            device: memopt.sim.stats(device)["bytes_peak"] - shared_tensors.received[device]
+            device: memopt.sim.stats(device)["bytes_peak"] - _received[device]
             for device in range(self.request.devices)
         }
         return {
             "since": self._since,
-            "until": processes.now(),
+            "until": seconds_since_boot(),
             "devices": {
                 device: [*self._peaks.of.get(device, (0, 0)), peak]
                 for device, peak in used.items()
                 if peak > self.request.context and self._since  # a context alone, each card has
             },
             "steps": self._loops.done,
-            **coverage.so_far(self._loops),
+            **_coverage_so_far(self._loops),
         }
 
     # ---- the answer ---------------------------------------------------------------------------------------------
@@ -225,7 +216,7 @@ class Run:
     def _tell(self, end: End) -> None:
         self._peaks.note()
         answer = self._figures() | self._how_it_ended(end) | self._attribution() | self._process_facts()
-        answer |= coverage.told(end, self._loops, self._passes)
+        answer |= _coverage(end, self._loops, self._passes)
         answer["seconds"] = round(time.monotonic() - self._started, 3)
         answer["host_peak"] = peak_resident_bytes()
         _write(Path(self.request.answer), answer)
@@ -317,3 +308,106 @@ def _write(path: Path, answer: dict[str, Any]) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(answer, indent=1) + "\n")
     part.replace(path)
+
+
+# ---- what was covered ------------------------------------------------------------------------------------------------
+
+
+_PLACES = 4
+_HOW = {"steps": "after its steps", "batches": "to its last batch"}
+
+
+def _coverage(end: End, loops: Loops, passes: LoaderPasses) -> dict[str, Any]:
+    """Return what was covered, for the child's answer."""
+    count, what = (
+        (loops.done, "step") if loops.done or not loops.backwards else (loops.backwards, "backward pass")
+    )
+    plural = "" if count == 1 else "es" if what.endswith("s") else "s"
+    covered = [
+        _covered(end, f"{count} {what}{plural}", loops),
+        _early(loops),
+        _growing(loops),
+        *passes.kept.values(),
+        *passes.read.values(),
+    ]
+    return {"covered": [line for line in covered if line], **_coverage_so_far(loops)}
+
+
+def _coverage_so_far(loops: Loops) -> dict[str, Any]:
+    return {
+        "trained": loops.trained,
+        "shortened": sorted(set(loops.short.values())),
+    }
+
+
+def _covered(end: End, steps: str, loops: Loops) -> str:
+    if end.stopped == "steps":
+        return f"{steps}, then it was ended{_at(end)}: what comes after was not seen"
+    if end.stopped == "seconds":
+        return f"{steps}, then it was stopped by its time limit{_at(end)}: what comes after was not seen"
+    if end.stopped == "error":
+        return f"{steps} before it ran out of memory" if end.out_of_memory else ""
+    if not loops.short:
+        return f"{steps}: the whole script"
+    places = [f"{Path(where).name} {_HOW.get(how, f'after {how}')}" for where, how in loops.short.items()]
+    more = f", {len(places) - _PLACES} more" if len(places) > _PLACES else ""
+    return f"{steps}, then shortened loops ({', '.join(places[:_PLACES])}{more}): the script ran to its end"
+
+
+def _early(loops: Loops) -> str:
+    turns = [f"{Path(where).name} (every {every})" for where, every in loops.early.items()]
+    return f"once before its turn, in the last iteration: {', '.join(turns)}" if turns else ""
+
+
+def _growing(loops: Loops) -> str:
+    kept = [f"{Path(where).name} {_C.format_size(size)}" for where, size in loops.grows.items()]
+    return (
+        f"more is kept with each iteration, not counted beyond those that ran: {', '.join(kept)}"
+        if kept
+        else ""
+    )
+
+
+def _at(end: End) -> str:
+    return f" at {end.where}" if end.where else ""
+
+
+# ---- tensors of other processes --------------------------------------------------------------------------------------
+
+
+_received: Counter[int] = Counter()  # bytes, by device
+
+
+def _share_tensors() -> None:
+    """Let this process receive tensors on a card from another.
+
+    They lie beside the allocator's memory, in memory that is not counted here because it is the sender's, and their
+    values are unknown.
+    """
+    storage: Any = torch.UntypedStorage
+    storage._share_cuda_ = _share
+    storage._new_shared_cuda = classmethod(_receive)
+    storage._release_ipc_counter_cuda = classmethod(lambda *_: None)
+
+
+def _share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    handle = f"{os.getpid()} {storage.data_ptr()} {storage.nbytes()}".encode()
+    return storage.device.index, handle, storage.nbytes(), 0, b"", 0, b"", False
+
+
+def _receive(kind: Any, device: int, handle: bytes, size: int, *_: Any) -> torch.UntypedStorage:
+    place = torch.device("cuda", device)
+    if not size:
+        return torch.UntypedStorage(0, device=place)
+    at = ctypes.c_uint64()
+    with torch.cuda.device(place):
+        torch.cuda.current_stream().synchronize()  # the device has its context
+        status = ctypes.CDLL(str(_activation.libraries() / "sim_cuda.so")).cuMemAlloc_v2(
+            ctypes.byref(at), ctypes.c_size_t(size)
+        )
+    if status:
+        raise torch.OutOfMemoryError(
+            f"CUDA out of memory. Another process's tensor of {size} bytes has no place"
+        )
+    _received[device] += size
+    return torch._C._construct_storage_from_data_pointer(at.value, place, size)  # type: ignore[no-any-return]

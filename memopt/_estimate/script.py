@@ -1,20 +1,194 @@
-"""A script run in this process as `python script.py` runs it, and how it ended."""
+"""A script run in this process as `python script.py` runs it: its memory, its limits, its end.
+
+What measures allocates nothing on the device and holds no tensor.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import itertools
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.cuda.memory as torch_memory
+import torch.utils.data as torch_data
 
-from memopt._estimate.watch import Stopped
 from memopt._memory.oom.exceptions import followed
 from memopt._memory.recording.user_code import is_user_file
 from memopt._run.runpy_main import run_as_main
+
+
+class Stopped(BaseException):
+    """Ends the script from within. It is not an Exception, so that `except Exception` lets it pass."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class Failed(NamedTuple):
+    """A request that the device could not serve."""
+
+    asked: int
+    allocated: int  # bytes of tensors at that moment
+    gradients: bool  # are recorded
+
+
+class AllocatedMemory(NamedTuple):
+    """Memory of the current device: bytes and blocks that are allocated, and the number of blocks ever allocated."""
+
+    bytes: int
+    blocks: int
+    ever: int
+
+
+def memory() -> AllocatedMemory:
+    if not torch.cuda.is_initialized():
+        return AllocatedMemory(0, 0, 0)
+    stats = torch.cuda.memory_stats()
+    names = "allocated_bytes.all.current", "allocation.all.current", "allocation.all.allocated"
+    return AllocatedMemory(*(stats.get(name, 0) for name in names))
+
+
+def growth(seen: list[AllocatedMemory]) -> int:
+    """Return the bytes that each iteration adds once the loop's variables exist; 0 if some iteration adds no blocks."""
+    steps = [
+        (after.bytes - before.bytes, after.blocks - before.blocks)
+        for before, after in itertools.pairwise(seen)
+    ]
+    last = steps[-2:]
+    return min(size for size, _ in last) if len(last) == 2 and min(map(min, last)) > 0 else 0
+
+
+class Peaks:
+    """The most that was allocated and reserved on a device since the beginning, whatever the script resets."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, tuple[int, int]] = {}  # by device: allocated, reserved
+        self.retries = 0
+        for name in ("reset_peak_memory_stats", "reset_accumulated_memory_stats"):
+            self._before(torch_memory, name)
+            setattr(torch.cuda, name, getattr(torch_memory, name))
+        self._before(torch.accelerator, "reset_peak_memory_stats")
+        self._before(torch.accelerator, "reset_accumulated_memory_stats")
+
+    def _before(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def reset(*args: Any, **kwargs: Any) -> Any:
+            self.note(accumulated="accumulated" in name)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, reset)
+
+    def note(self, accumulated: bool = True) -> None:
+        """Add the allocator's figures; `accumulated`: its counts too, which restart from 0 or are at their end."""
+        if not torch.cuda.is_initialized():
+            return
+        for device in range(torch.cuda.device_count()):
+            now = torch.cuda.memory_stats(device)
+            allocated, reserved = self.of.get(device, (0, 0))
+            self.of[device] = (
+                max(allocated, now.get("allocated_bytes.all.peak", 0)),
+                max(reserved, now.get("reserved_bytes.all.peak", 0)),
+            )
+            if accumulated:
+                self.retries += now.get("num_alloc_retries", 0)
+
+    @property
+    def allocated(self) -> int:
+        return max((allocated for allocated, _ in self.of.values()), default=0)
+
+    @property
+    def reserved(self) -> int:
+        return max((reserved for _, reserved in self.of.values()), default=0)
+
+
+class Requests:
+    """Failed requests. The allocator reports them while everything allocated is still alive."""
+
+    def __init__(self) -> None:
+        self.failed: list[Failed] = []
+        # The allocator knows observers once CUDA is initialised, which is the script's business.
+        torch.cuda._lazy_call(lambda: torch._C._cuda_attach_out_of_memory_observer(self._tell))
+
+    def _tell(self, device: int, asked: int, total: int, free: int) -> None:
+        allocated = torch.cuda.memory_stats(device).get("allocated_bytes.all.current", 0)
+        self.failed.append(Failed(asked, allocated, torch.is_grad_enabled()))
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+_GRACE = 20.0  # seconds in which a script that was stopped may unwind
+
+
+class BatchSizeOverride:
+    """Patch DataLoader so that each loader gives batches of this size. `loaders`: number of loaders changed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.loaders = 0
+        loader = torch_data.DataLoader
+        loader.__init__ = self._given_to(loader.__init__)  # type: ignore[method-assign]
+
+    def _given_to(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(loader: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
+            sampler = args[2] if len(args) > 2 else kwargs.get("batch_sampler")
+            if sampler is not None and hasattr(sampler, "batch_size"):
+                sampler.batch_size = self.size
+                self.loaders += 1
+            elif sampler is None and batch_size is not None:
+                batch_size = self.size
+                self.loaders += 1
+            original(loader, dataset, batch_size, *args, **kwargs)
+
+        return init
+
+
+class TimeLimit:
+    """A time limit: after so many seconds the main thread raises Stopped.
+
+    If it does not react, because it waits in C, `late` is called in this thread.
+    """
+
+    def __init__(self, seconds: float, late: Callable[[], None]) -> None:
+        self._over = threading.Event()
+        self._main = threading.main_thread().ident
+        thread = threading.Thread(target=self._wait, args=(seconds, late), daemon=True)
+        thread.start()
+
+    def end(self) -> None:
+        """The script has ended before."""
+        self._over.set()
+
+    def _wait(self, seconds: float, late: Callable[[], None]) -> None:
+        if self._over.wait(seconds):
+            return
+        raised = ctypes.py_object(_OutOfTime)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main or 0), raised)
+        if not self._over.wait(_GRACE):
+            late()
+
+
+class _OutOfTime(Stopped):
+    """A class, not an exception: CPython raises it without arguments."""
+
+    def __init__(self) -> None:
+        super().__init__("seconds")
+
+
+# ---- the run and its end ---------------------------------------------------------------------------------------------
+
 
 _HERE = str(Path(__file__).resolve().parents[1])
 

@@ -1,17 +1,19 @@
-"""Serialization of a model and its parts for another process: tensors are sent as shapes.
+"""Serialization of a model and its parts for another process, and the script that runs it there.
 
-Values are sent where a program may read them: integers and booleans up to a size, and a few floating-point numbers. All
-other tensors arrive on the device as memory of the right size. Functions and classes are sent by name if the other
-process can import them, else by cloudpickle, if that is installed.
+Tensors are sent as shapes. Values are sent where a program may read them: integers and booleans up to a size, and a few
+floating-point numbers. All other tensors arrive on the device as memory of the right size. Functions and classes are
+sent by name if the other process can import them, else by cloudpickle, if that is installed.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
 import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,3 +151,19 @@ def import_paths() -> list[str]:
     """Return this process's import paths for the user's modules, without a Python's installed packages."""
     own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return [path or "." for path in sys.path if path not in own and not path.endswith((".zip", "-packages"))]
+
+
+# ---- the process that runs it ----------------------------------------------------------------------------------------
+
+
+def main(path: str) -> None:
+    """Run the training in a file that estimate() has written: import paths, and what dumps() made."""
+    paths, content = pickle.loads(Path(path).read_bytes())
+    sys.path += [one for one in map(os.path.abspath, paths) if one not in sys.path]
+    from memopt._estimate import serialization  # the module that the file names, which __main__ is not
+
+    serialization.loads(content, "cuda").run("cuda")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memopt import _C
-from memopt._estimate import advice, cards, coverage, search
+from memopt._estimate import advice, cards
 from memopt._estimate.advice import TriedTechnique
 from memopt._estimate.answer import Answer
-from memopt._estimate.batch_option import BatchOption
 from memopt._estimate.cards import Card
 from memopt._estimate.prediction import SIMULATED, Advice, Backend, Estimate
-from memopt._estimate.request import BACKENDS, SHORTEN, Request
+from memopt._estimate.request import BACKENDS, SHORTEN, BatchOption, Request
 from memopt._runtime.process import ChildFailed
 
 # A convolution's plan may want this much and more; torch takes one with less where it does not fit.
@@ -75,10 +74,12 @@ class Survey:
     def _ask(self, request: Request, what: str, run: Run | None = None) -> Answer:
         self.say(what)
         self.runs += 1
-        answer, self.shorten = coverage.ask(run or self.run, replace(request, shorten=self.shorten))
+        answer, self.shorten = _asked_with_less_shortened(
+            run or self.run, replace(request, shorten=self.shorten)
+        )
         if answer.failed:
             raise ScriptFailed(answer)
-        if why := coverage.nothing(answer, request.steps):
+        if why := _not_described(answer, request.steps):
             raise NothingToTell(answer, why)
         return answer
 
@@ -279,7 +280,7 @@ class Survey:
             )
             return self._ask(self._on(card, self.request), f"on a card of {card.name}").completed
 
-        needed = search.smallest(suffices, low - step, high, step)
+        needed = smallest(suffices, low - step, high, step)
         card = cards.smallest_with(needed)
         found.smallest_card = {"bytes": needed, "within": step, "card": card.name if card else None}
         found.runs = self.runs
@@ -320,8 +321,8 @@ class Survey:
             if found.allocated[1] > room:  # all that does not grow with the batch makes this too much by far
                 start = max(1, batch.size * room // found.allocated[1] // 2)
         try:
-            best, bounded = search.largest(measure, room, start, most, known=known, close=close)
-        except search.NoEffect:
+            best, bounded = largest(measure, room, start, most, known=known, close=close)
+        except NoEffect:
             raise ValueError(
                 f"{batch} does not change what the script needs: name the option that does with --batch-option"
             ) from None
@@ -340,3 +341,115 @@ class Survey:
 
 def _signed(size: int) -> str:
     return f"{'-' if size < 0 else '+'}{_C.format_size(abs(size))}"
+
+
+def _not_described(answer: Answer, steps: int | None) -> str:
+    """Return the reason why an answer does not describe training, "" if it does."""
+    if answer.oom is not None:
+        return ""
+    ended = "it ended" if answer.stopped in ("end", "exit") else "it was stopped"
+    if not answer.held:
+        return f"{ended} before it took any memory of the card"
+    if not answer.more.get("trained", True) and steps != 0:
+        return (
+            f"{ended} without a training step: no optimizer has stepped and there was no backward pass. Of a script "
+            "that only evaluates or generates --steps 0 tells what it takes"
+        )
+    return ""
+
+
+def _asked_with_less_shortened(run: Callable[[Request], Answer], request: Request) -> tuple[Answer, str]:
+    """The answer to a request, and to how much of `shorten` it is. A script that fails once its loops were shortened
+    is run again with less of that: its evaluations whole, and then as far as its steps alone."""
+    answer = run(request)
+    first, how = answer, request.shorten
+    for shorten in SHORTEN[SHORTEN.index(request.shorten) + 1 :]:
+        shortened = answer.more.get("shortened")
+        if not answer.failed or not shortened or (shorten == "training" and "batches" not in shortened):
+            continue
+        answer, how = run(replace(request, shorten=shorten)), shorten
+        if shorten == "none" and not answer.failed:
+            answer.covered = [
+                *answer.covered,
+                f"with shortened loops it failed: {first.error or 'it exited'}",
+            ]
+            answer.more["unseen"] = True
+    return (first, request.shorten) if answer.failed else (answer, how)
+
+
+# ---- searches with few runs ------------------------------------------------------------------------------------------
+
+
+class NoEffect(ValueError):
+    """Raised if twice the size takes not a byte more: the searched option does not change the need."""
+
+
+def smallest(suffices: Callable[[int], bool], low: int, high: int, step: int) -> int:
+    """The least number above `low` that suffices, to within `step`, by bisection; `high` is known to."""
+    while high - low > step:
+        middle = (low + high) // 2
+        if suffices(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def largest(
+    measure: Callable[[int], int | None],
+    room: int,
+    start: int,
+    most: int,
+    *,
+    known: dict[int, int] | None = None,
+    close: float = 0.0,
+) -> tuple[int, bool]:
+    """Return the largest n, at most `most`, for which measure(n) is a number of bytes, and whether it is a bound.
+
+    measure(n) is None if n does not fit; the result is 0 if not even 1 does. It is a bound if n + 1 does not fit or
+    `most` is reached; it is none if larger n take no more bytes. `known`: bytes of some n that were measured without a
+    limit. With `close` the result may be too small by that fraction of itself.
+
+    Bytes are assumed to grow linearly, and the n at which that line meets `room` is tried next. Steps that double and
+    halve do the rest, so the result is exact (n fits, n + 1 does not) however the bytes grow.
+    """
+    fits: dict[int, int] = {}
+    points = dict(known or {})
+    low, high = 0, most + 1
+    probe, step, guessed = min(start, most), 1, False
+    while high - low > max(1, close * low):
+        size, before = measure(probe), high - low
+        if size is None:
+            high = probe
+            room -= room // 20  # an allocator needs room beside what it hands out: the line is met too late
+        else:
+            flat = low > 0 and probe >= 2 * low and size <= fits[low]
+            if flat and len(fits) == 1:
+                raise NoEffect
+            low, fits[probe] = probe, size
+            points[probe] = size
+            if flat:
+                return low, False
+        met = _meets(points, room)
+        # One guess that brings little is followed by what halves for sure.
+        guessed = met is not None and not (guessed and high <= most and 2 * (high - low) > before)
+        if guessed and met is not None and met > low:
+            # A line that is wrong must not ask for the moon: each run's data are made on this host.
+            probe = min(met, high - 1, 8 * low)
+        elif guessed:
+            probe = min(low + step, (low + high) // 2)
+            step *= 2
+        elif not low and len(points) < 2 and high > 2:
+            probe = 1  # either the answer is 0, or a line has its other point
+        else:
+            probe = (low + high) // 2 if high <= most else min(2 * low, most)
+    return low, True
+
+
+def _meets(points: dict[int, int], room: int) -> int | None:
+    """Return the batch size at which the line through the two points nearest to `room` meets it, None without one."""
+    if len(points) < 2:
+        return None
+    first, last = sorted(sorted(points, key=lambda n: abs(points[n] - room))[:2])
+    slope = points[last] - points[first]
+    return first + (room - points[first]) * (last - first) // slope if slope > 0 else None

@@ -1,8 +1,11 @@
-"""Values that a script's control flow needs, on a blank simulated device: a dispatch mode keeps host shadows.
+"""Values that a script's control flow needs on the simulated device, by one of two dispatch modes.
 
-The mode is on where Python runs: in forward passes, optimizers, hooks and recomputation. In a backward pass it is off:
-under any mode, even one that does nothing, autograd copies gradients instead of taking them over, and the peak differs.
-A script therefore allocates with the mode what it allocates without it.
+Values keeps host shadows of a blank device. It is on where Python runs: in forward passes, optimizers, hooks and
+recomputation. In a backward pass it is off: under any mode, even one that does nothing, autograd copies gradients
+instead of taking them over, and the peak differs. A script therefore allocates with the mode what it allocates without.
+
+Computed guesses nothing: every operation is computed, and the host reads the device's own values. Estimates are
+compared with it, at sizes that the host can compute.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memopt._estimate.guesses import Guesses
-from memopt._estimate.host_reads import HostReads
-from memopt._estimate.host_shadows import HostShadows, most_elements
+from memopt._estimate.host_reads import Guesses, HostReads, HostShadows, most_elements
+from memopt.sim._compute import SHAPE_FROM_VALUES, Compute
+from memopt.sim._host_tensors import alias
 
 _aten = torch.ops.aten
 
@@ -339,3 +342,40 @@ def _enter(values: Values) -> bool:
         return False
     _push_mode(values)
     return True
+
+
+# ---- values that are computed ----------------------------------------------------------------------------------------
+
+
+_INDEX = _aten.index.Tensor  # it finds out for itself what a mask selects, and takes memory for it
+_FROM_DEVICE = SHAPE_FROM_VALUES - {_INDEX}
+
+
+class _DeviceValues:
+    """The interface of HostShadows for a device that keeps values."""
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize(tensor.device)
+        return alias(tensor)
+
+    def drawn(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def put(self, tensor: torch.Tensor, values: torch.Tensor, *, made: bool) -> None:
+        alias(tensor).copy_(values)
+
+
+class Computed(Compute):
+    def __init__(self) -> None:
+        super().__init__()
+        self._reads = HostReads(_DeviceValues(), Guesses())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _FROM_DEVICE:
+            return func(*args, **(kwargs or {}))
+        if func is _INDEX:
+            return self.computed(func, args, kwargs or {})
+        with self._reads.checks(func.overloadpacket):  # the CPU checks the values
+            return super().__torch_dispatch__(func, types, args, kwargs)

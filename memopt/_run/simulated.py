@@ -34,7 +34,7 @@ def _activate() -> None:
 
 
 def _compute() -> None:
-    from memopt._estimate.computed import Computed
+    from memopt._estimate.values import Computed as Computed
     from memopt.sim import _compute as compute
 
     compute.install(Computed())

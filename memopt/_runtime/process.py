@@ -167,7 +167,7 @@ class Child:
 
     def end(self) -> int:
         """End it, and return its status. Told to end, it may first end what has left its group
-        (estimation/descendants.py); then its group is killed."""
+        (_estimate/protection.py); then its group is killed."""
         with self._ending:
             if self._process.returncode is None:
                 # Until it is reaped its number is nobody else's: what ends here is its own.

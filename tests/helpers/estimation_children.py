@@ -25,7 +25,7 @@ def estimate(
     given = {"argv": [str(script), *arguments], "answer": str(answer), "memory": 80 << 30}
     asked.write_text(json.dumps(given | request))
     process = subprocess.Popen(
-        [sys.executable, "-m", "memopt._estimate.child", str(asked)],
+        [sys.executable, "-m", "memopt._estimate.script_process", str(asked)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         cwd=cwd or folder,
         stdout=subprocess.PIPE,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memopt._estimate import values as estimation_values
-from memopt._estimate.guesses import Guesses
+from memopt._estimate.host_reads import Guesses
 from memopt._estimate.values import Values
 
 SIM = {"memory": "40GiB", "blank": True}

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-_ESTIMATE = "MEMOPT_ESTIMATE"  # _estimate/started.py's
+_ESTIMATE = "MEMOPT_ESTIMATE"  # _estimate/script_process.py's
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE))
 
@@ -46,6 +46,6 @@ if sys.version_info >= (3, 11):  # noqa: UP036  # what memopt needs; any Python 
     sys.meta_path.insert(0, _MemoptFinder())  # type: ignore[arg-type]  # importlib.abc takes longer than all of this
 _run_the_next()
 if _ESTIMATE in os.environ and sys.version_info >= (3, 11):
-    from memopt._estimate import started
+    from memopt._estimate import script_process
 
-    started.begin(os.environ[_ESTIMATE])
+    script_process.begin(os.environ[_ESTIMATE])

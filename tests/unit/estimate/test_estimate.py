@@ -14,7 +14,7 @@ import formula_child
 import pytest
 
 from memopt.__main__ import main
-from memopt._estimate import batch_option, cards, child_process, interpreters, protection, search
+from memopt._estimate import cards, child_process, interpreters, protection, request, survey
 from memopt._estimate.answer import Answer
 from memopt._estimate.request import Request
 from memopt._runtime import process
@@ -70,7 +70,7 @@ def test_the_smallest_that_suffices_is_found_to_within_a_step():
         low = chance.randrange(0, need)
         high = need + chance.randrange(0, 10**6)
         asked = []
-        found = search.smallest(
+        found = survey.smallest(
             lambda n, asked=asked, need=need: asked.append(n) or n >= need, low, high, step
         )
         assert need <= found <= max(need + step, low + step) and found <= high
@@ -94,22 +94,22 @@ def test_the_largest_that_fits_is_exact_whatever_the_bytes_do():
             asked.append(n)
             return size(n) if n <= border else None
 
-        assert search.largest(measure, room, chance.randrange(1, most + 1), most) == (border, True)
+        assert survey.largest(measure, room, chance.randrange(1, most + 1), most) == (border, True)
         assert len(asked) <= 4 * most.bit_length() + 4
 
 
 def test_a_line_takes_few_runs():
     asked = []
-    found = search.largest(
+    found = survey.largest(
         lambda n: asked.append(n) or (1000 + 7 * n if n <= 12345 else None), 1000 + 7 * 12345, 8, 1 << 20
     )
     assert found == (12345, True) and len(asked) <= 8
 
 
 def test_what_does_not_grow_is_said():
-    with pytest.raises(search.NoEffect):
-        search.largest(lambda n: 77, 100, 8, 1 << 20)
-    best, bounded = search.largest(lambda n: min(n, 100) * 10, 10**6, 8, 1 << 20)
+    with pytest.raises(survey.NoEffect):
+        survey.largest(lambda n: 77, 100, 8, 1 << 20)
+    best, bounded = survey.largest(lambda n: min(n, 100) * 10, 10**6, 8, 1 << 20)
     assert best >= 100 and not bounded
 
 
@@ -174,7 +174,7 @@ def test_the_table_is_sorted_and_each_name_finds_its_card():
 )
 def test_the_batch_is_found_where_scripts_take_it(arguments, name, with_64):
     argv = ["train.py", *arguments.split()]
-    found = batch_option.find(argv, name)
+    found = request.find_batch_option(argv, name)
     changed = found.request(Request(argv, "", 1), 64)
     assert " ".join(changed.argv[1:]) == with_64 and changed.batch_size is None
 
@@ -182,7 +182,7 @@ def test_the_batch_is_found_where_scripts_take_it(arguments, name, with_64):
 @pytest.mark.parametrize("arguments", ["", "--epochs 3", "--batch-size many", "batch 8", "--no-batch-norm 3"])
 def test_without_an_option_it_is_every_dataloaders(arguments):
     argv = ["train.py", *arguments.split()]
-    changed = batch_option.find(argv).request(Request(argv, "", 1), 64)
+    changed = request.find_batch_option(argv).request(Request(argv, "", 1), 64)
     assert changed.argv == argv and changed.batch_size == 64
 
 

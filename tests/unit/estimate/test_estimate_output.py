@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from memopt._estimate.script_output import Followed
+from memopt._estimate.progress import Followed
 from memopt._run import library_noise
 
 ROOT = Path(__file__).resolve().parents[3]

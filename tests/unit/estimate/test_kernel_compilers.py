@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt._estimate import kernel_compilers
+from memopt._estimate.script_process import compiler_environment
 from memopt._memory.recording.user_code import is_user_file
 
 
@@ -21,7 +21,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_the_driver_is_found_by_its_name_and_caches_are_apart(clean):
     for _ in range(2):
-        found = kernel_compilers.environment(clean / "sim_cuda.so", clean)
+        found = compiler_environment(clean / "sim_cuda.so", clean)
     assert (Path(found["TRITON_LIBCUDA_PATH"]) / "libcuda.so.1").read_text() == "the driver"
     assert found["TRITON_CACHE_DIR"] == str(clean / "cache/memopt/simulated/triton")
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(clean / "cache/memopt/simulated/inductor")
@@ -30,7 +30,7 @@ def test_the_driver_is_found_by_its_name_and_caches_are_apart(clean):
 
 def test_where_no_cache_can_be_the_run_has_its_own(clean, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(clean / "sim_cuda.so"))  # no folder
-    found = kernel_compilers.environment(clean / "sim_cuda.so", clean)
+    found = compiler_environment(clean / "sim_cuda.so", clean)
     assert found["TRITON_CACHE_DIR"] == str(clean / "compiled/triton")
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(clean / "compiled/inductor")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ways_to_write
 
-from memopt._estimate import descendants, protection
+from memopt._estimate import protection
 
 HERE = Path(__file__).resolve().parents[2] / "helpers"
 NOBODY = 65533  # no user of this machine
@@ -74,7 +74,7 @@ def test_a_folder_is_what_it_was_after_every_way_to_write(way, user, folders, tm
             for number in (1, 2):
                 os.dup2(sys.stderr.fileno(), number)
             be(user)
-            descendants.fork_watched()
+            protection.fork_watched()
             protection.confine(protection.Protection(way), private)
             os.chdir(private)
             ways_to_write.write_all(files)
@@ -98,7 +98,7 @@ def test_the_corpus_does_harm_where_nothing_protects(folders):
         try:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             os.dup2(sys.stderr.fileno(), 2)
-            descendants.fork_watched()
+            protection.fork_watched()
             os.chdir(files)
             ways_to_write.write_all(files)
             time.sleep(0.5)  # for the daemons, of whom some wait a little
@@ -180,7 +180,7 @@ def test_a_folder_of_a_group_that_a_user_namespace_does_not_know_is_left_to_land
 
 LEAVES = """
 import os, signal, sys, time
-from memopt._estimate.descendants import fork_watched
+from memopt._estimate.protection import fork_watched
 fork_watched()
 ready, told = os.pipe()
 for _ in range(3):
