@@ -31,15 +31,17 @@ import torch  # noqa: E402
 
 from benchmarks.live_bytes import StepMemory, measure_step  # noqa: E402
 from memopt._demo import tasks as demo_tasks  # noqa: E402
-from memopt._demo.library_text import (  # noqa: E402
+from memopt._demo.tasks import (  # noqa: E402
     VOCABULARY,
+    Batch,
+    Block,
     decode,
+    digits,
+    make_cnn,
     standard_library_text,
     text_digest,
     text_tokens,
 )
-from memopt._demo.models import Block, make_cnn  # noqa: E402
-from memopt._demo.tasks import Batch, digits  # noqa: E402
 
 __all__ = [
     "TASKS",

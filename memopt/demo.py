@@ -7,21 +7,19 @@ from memopt._runtime.lazy_names import lazy_names
 TYPE_CHECKING = False  # type checkers take it for typing's
 
 if TYPE_CHECKING:
-    from memopt._demo.library_text import standard_library_text
-    from memopt._demo.models import GPT, make_cnn
-    from memopt._demo.tasks import Task, digits, get_task
+    from memopt._demo.tasks import GPT, Task, digits, get_task, make_cnn, standard_library_text
 
 __all__ = ["GPT", "Task", "digits", "get_task", "make_cnn", "standard_library_text"]
 
 __getattr__, __dir__ = lazy_names(
     globals(),
     {
-        "GPT": "memopt._demo.models",
+        "GPT": "memopt._demo.tasks",
         "Task": "memopt._demo.tasks",
         "digits": "memopt._demo.tasks",
         "get_task": "memopt._demo.tasks",
-        "make_cnn": "memopt._demo.models",
-        "standard_library_text": "memopt._demo.library_text",
+        "make_cnn": "memopt._demo.tasks",
+        "standard_library_text": "memopt._demo.tasks",
     },
     torch_for="memopt.demo",
 )

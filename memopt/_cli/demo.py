@@ -40,8 +40,7 @@ def run(options: argparse.Namespace) -> int:
         check_writable(options.page, options.force)
     require("memopt demo")
     try:
-        from memopt._demo import page, screen, trainings
-        from memopt._demo.progress_bars import ProgressBars
+        from memopt._demo import results, trainings
     except ImportError as error:
         raise OSError(error) from error
     signal.signal(signal.SIGTERM, _terminated)
@@ -49,12 +48,12 @@ def run(options: argparse.Namespace) -> int:
     size = trainings.quick() if options.quick else trainings.full()
     try:
         with tempfile.TemporaryDirectory(prefix="memopt-demo-") as folder:
-            with ProgressBars() as bars:
+            with trainings.ProgressBars() as bars:
                 result = trainings.run(size, Path(folder), bars, options.sim_python)
             shown: str | None = None
             if not options.no_page and result.tasks:
                 try:
-                    page.write(result, Path(folder), path)
+                    results.write_page(result, Path(folder), path)
                     shown = str(path)
                 except ImportError as error:
                     result.notes.append(f"no page was written: {error}")
@@ -63,6 +62,6 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("memopt demo: interrupted; nothing was left behind", file=sys.stderr)
         return 130
-    told = json.dumps(result.as_dict(), indent=2) if options.json else screen.text(result, shown)
+    told = json.dumps(result.as_dict(), indent=2) if options.json else results.text(result, shown)
     write(told, options.output)
     return 1 if result.wrong() else 0

@@ -28,8 +28,7 @@ from memopt._estimate.prediction import Estimate
 from memopt._estimate.progress import Followed, Progress
 from memopt._estimate.request import BACKENDS, Request, find_batch_option
 from memopt._estimate.survey import ScriptFailed, Survey
-from memopt._run import library_noise
-from memopt._runtime.process import ChildFailed
+from memopt._runtime.process import ChildFailed, silence_libraries
 
 NAME = "estimate"
 HELP = "predict whether a script fits a card, without the card"
@@ -267,7 +266,7 @@ def _on_fake_tensors(
     from memopt._runtime.torch_version import require
 
     if not options.verbose:
-        library_noise.silence()
+        silence_libraries()
     require("memopt estimate")
     from memopt._estimate import fake_tensors
 

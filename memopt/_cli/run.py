@@ -17,7 +17,7 @@ from memopt._cli import arguments
 from memopt._estimate import cards, interpreters
 from memopt._run import parent
 from memopt._run.ranks_folder import Place
-from memopt._run.request import RunRequest
+from memopt._run.run_child import RunRequest
 from memopt.sim import _activation
 
 NAME = "run"

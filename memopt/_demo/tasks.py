@@ -4,21 +4,213 @@
 * `cnn`: a residual CNN on scikit-learn's digits (1797 images of 8 x 8), which ship inside the package.
 
 Nothing is downloaded. Each comes in three sizes. Everything is seeded: on one machine two runs are bit-equal on the
-CPU, and weights and batches are the same on every device, because both are made on the CPU and then moved."""
+CPU, and weights and batches are the same on every device, because both are made on the CPU and then moved.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memopt._demo.library_text import VOCABULARY, standard_library_text, windows
-from memopt._demo.models import GPT, make_cnn
+# ---- the text --------------------------------------------------------------------------------------------------------
+
+
+VOCABULARY = b"\n\t" + bytes(range(32, 127)) + b"\0"
+"""Token i is character VOCABULARY[i]; the last one stands for every byte that is not printable ASCII. Fixed,
+not collected from the text, so that a model has the same shape under every Python."""
+
+SITE_SPECIFIC = {"site", "sysconfig"}
+"""Modules that distributions of Python rewrite; left out so that the same version gives the same text
+elsewhere."""
+
+
+def _is_validation(module: str) -> bool:
+    """Whole modules are held out, one in ten by the checksum of the name: no function is in both splits."""
+    return zlib.crc32(module.encode()) % 10 == 0
+
+
+@functools.cache
+def standard_library_text() -> dict[str, bytes]:
+    """The source by split ("train", "val"): top-level modules of the standard library, by name, line ends
+    \\n.
+
+    Packages are left out (distributions move some of them elsewhere), and so are modules whose names start
+    with an underscore (generated ones among them). About 4 MB under Python 3.11.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    modules = sorted(path for path in library.glob("[a-z]*.py") if path.stem not in SITE_SPECIFIC)
+    if len(modules) < 50:
+        raise FileNotFoundError(
+            f"{library} holds the source of only {len(modules)} modules of the standard library, and the "
+            "character GPT trains on it. Use a Python installed with its .py files, not a zipped one."
+        )
+    text: dict[str, list[bytes]] = {"train": [], "val": []}
+    for path in modules:
+        text["val" if _is_validation(path.stem) else "train"].append(
+            path.read_bytes().replace(b"\r\n", b"\n")
+        )
+    return {split: b"".join(parts) for split, parts in text.items()}
+
+
+@functools.cache
+def text_digest() -> str:
+    """SHA-256 of the training text, a zero byte, the validation text: names the data in results."""
+    text = standard_library_text()
+    return hashlib.sha256(text["train"] + b"\0" + text["val"]).hexdigest()
+
+
+@functools.cache
+def text_tokens(split: str) -> torch.Tensor:
+    """A split of the text as a uint8 tensor of token numbers."""
+    return torch.frombuffer(bytearray(_token_bytes(split)), dtype=torch.uint8)
+
+
+def decode(tokens: torch.Tensor) -> str:
+    """Text of a 1-d tensor of token numbers."""
+    return bytes(VOCABULARY[i] for i in tokens.tolist()).replace(b"\0", b"?").decode("ascii")
+
+
+@functools.cache
+def _token_bytes(split: str) -> bytes:
+    table = bytes(VOCABULARY.find(bytes([byte])) % len(VOCABULARY) for byte in range(256))
+    return standard_library_text()[split].translate(table)
+
+
+def windows(split: str, starts: list[int], length: int) -> torch.Tensor:
+    """(len(starts), length) int64: the tokens that follow each place. The text itself is no tensor: a training's memory
+    is its own."""
+    tokens = _token_bytes(split)
+    joined = bytearray(b"".join(tokens[start : start + length] for start in starts))
+    return torch.frombuffer(joined, dtype=torch.uint8).view(len(starts), length).long()
+
+
+# ---- the models ------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention in plain operations.
+
+    Not `scaled_dot_product_attention`: that picks another kernel on each device, and these tasks are there to
+    compare devices, allocators and schedules, which needs the same operations and the same saved tensors
+    everywhere.
+    """
+
+    def __init__(self, dim: int, heads: int, causal: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-2, -1)) * (dim // self.heads) ** -0.5
+        if self.causal:
+            future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            scores = scores.masked_fill(future, float("-inf"))
+        # In float32 by name: CUDA's autocast would do so, the CPU's would not, and results are compared
+        # across devices.
+        mixed = self.dropout(scores.float().softmax(-1)).to(v.dtype) @ v
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, dim))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: two residual halves, attention and MLP."""
+
+    def __init__(self, dim: int, heads: int, causal: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads, causal, dropout)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """tokens (B, T) int64 -> logits (B, T, vocabulary)."""
+
+    def __init__(
+        self, vocabulary: int, length: int, dim: int, layers: int, heads: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, dim)
+        self.position = nn.Parameter(torch.zeros(length, dim))
+        self.blocks = nn.ModuleList(Block(dim, heads, True, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary)
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits (B, T, vocabulary).
+
+        Args:
+            tokens: Whole numbers (B, T) int64.
+        """
+        x = self.token(tokens) + self.position[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class ResidualConv(nn.Module):
+    """Two 3 x 3 convolutions with batch norm around a shortcut; stride 2 halves the image."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+def make_cnn(scale: int, width: int, blocks: int, dropout: float) -> nn.Sequential:
+    """Return a CNN from images (B, 1, 8, 8) to logits (B, 10): a flat chain, so that its stages are seen at once.
+
+    Args:
+        scale: Factor by which the image is enlarged first; it makes early stages heavy and late ones light.
+        width: Channels of the first of three stages; the others have 2 and 4 times as many.
+        blocks: Residual blocks of each stage.
+        dropout: Probability of dropout.
+    """
+    layers: list[nn.Module] = [nn.Upsample(scale_factor=scale)] if scale > 1 else []
+    layers += [nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    channels = width
+    for stage in range(3):
+        outputs = width << stage
+        for block in range(blocks):
+            layers.append(ResidualConv(channels, outputs, 2 if stage and not block else 1))
+            channels = outputs
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(channels, 10)
+    )
+
+
+# ---- the tasks -------------------------------------------------------------------------------------------------------
+
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

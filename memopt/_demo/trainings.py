@@ -1,9 +1,11 @@
-"""Runs the demo: who is started when, and what is made of what they tell."""
+"""Runs of the demo: which process is started when, and what is made of what they tell."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-from memopt._demo import pool_replay, tasks
-from memopt._demo.progress_bars import ProgressBars
-from memopt._demo.request import Asked
-from memopt._demo.results import DemoResult, TaskResult
+from memopt import _C
+from memopt._demo import tasks
+from memopt._demo.results import DemoResult, TaskResult, recording_of
 from memopt._demo.tasks import Task
+from memopt._demo.training_process import Asked
 from memopt._estimate import interpreters
 from memopt._memory.recording import recording_file
+from memopt._memory.recording.recording import Recording
 from memopt._runtime.process import Child, Children, Message, ended, hear
 
 _CNN = Task("cnn", "demo", 256, 2e-3, (("scale", 1), ("width", 16), ("blocks", 5)))
@@ -80,11 +83,6 @@ def run(size: Size, folder: Path, bars: ProgressBars, sim_python: str | None = N
     return result
 
 
-def recording_of(folder: Path, kind: str, which: str) -> Path:
-    """which: "plain" or "within"."""
-    return folder / f"{kind}.{which}.mopt"
-
-
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -121,16 +119,10 @@ class _Trained:
                 self._start_within()
 
     def _start(self, which: str, budget: int | None) -> None:
-        asked = Asked(
-            asdict(self.task),
-            self.steps,
-            budget,
-            str(recording_of(self.folder, self.task.kind, which)),
-            self.threads,
-        )
-        name = f"{self.task.kind} {which}"
-        self.running[_start(self.children, "memopt._demo.child", asked)] = which
-        self.bars.set(name, "starts")
+        path = str(recording_of(self.folder, self.task.kind, which))
+        asked = Asked(asdict(self.task), self.steps, self.threads, budget, path)
+        self.running[_start(self.children, asked)] = which
+        self.bars.set(f"{self.task.kind} {which}", "starts")
 
     def _start_within(self) -> None:
         self.waits = False
@@ -157,9 +149,12 @@ class _Trained:
                 self._start_within()
 
 
-def _start(children: Children, module: str, asked: Asked, python: str | None = None) -> Child:
+def _start(children: Children, asked: Asked, python: str | None = None) -> Child:
     environment = {**os.environ, "OMP_NUM_THREADS": str(asked.threads)}
-    return children.start(module, request=asdict(asked), python=python, environment=environment)
+    request = asdict(asked)
+    return children.start(
+        "memopt._demo.training_process", request=request, python=python, environment=environment
+    )
 
 
 def _check_answered(child: Child, name: str, answered: bool) -> None:
@@ -178,9 +173,9 @@ def _simulate(
         result.simulated["missing"] = str(error)
         return
     # So small matrices gain nothing from two threads, and lose much where another process wants the core.
-    asked = Asked(asdict(task), steps, None, "", 1)
+    asked = Asked(asdict(task), steps, threads=1, simulated=True)
     name = "simulated GPU"
-    child = _start(children, "memopt._demo.simulated", asked, python)
+    child = _start(children, asked, python)
     bars.set(name, "starts")
     for kind, what in child:
         if kind == "step":
@@ -198,5 +193,80 @@ def _replay(result: DemoResult, folder: Path) -> None:
         for which in ("plain", "within"):
             path = recording_of(folder, task.name, which)
             if path.exists():
-                replayed = pool_replay.replay(recording_file.load(path))
-                result.replays[f"{task.name} {which}"] = replayed._asdict()
+                result.replays[f"{task.name} {which}"] = replay(recording_file.load(path))
+
+
+# ---- memopt's allocator, given a training's requests -----------------------------------------------------------------
+
+
+def trace_of(recording: Recording) -> bytes:
+    """The recording's births and deaths as a trace (`python -m memopt replay`), its steps marked."""
+    born, died, size = (recording.columns[name] for name in ("born", "died", "size"))
+    there = size > 0
+    numbers = torch.arange(len(size))[there]
+    births = torch.stack((born[there], numbers, size[there]), 1).tolist()
+    ended = there & (died < recording.events)
+    deaths = torch.stack((died[ended], torch.arange(len(size))[ended]), 1).tolist()
+    steps = [mark.event for mark in recording.marks if mark.kind == "step"]
+    # One event is one birth or one death; the mark of a step stands behind its event.
+    lines = [(at, 0, f"a {number} {nbytes} 0") for at, number, nbytes in births]
+    lines += [(at, 0, f"f {number} 0") for at, number in deaths]
+    lines += [(at, 1, "s") for at in steps]
+    return "".join(f"{text}\n" for _, _, text in sorted(lines, key=lambda line: line[:2])).encode()
+
+
+def replay(recording: Recording) -> dict[str, int]:
+    """Bytes. live: the most that lived at once. held: the most that the allocator had taken of a device with plenty.
+    smallest_device: on which the run completes."""
+    trace = trace_of(recording)
+    plenty, least = (
+        _C.replay(trace, 0, 20, 0, True, True, False, False, -1, search) for search in (False, True)
+    )
+    return {
+        "live": plenty["live_peak"],
+        "held": plenty["peak_reserved"],
+        "smallest_device": least["frontier"],
+    }
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+_CELLS = 12
+_REDRAWN = 0.1  # seconds
+
+
+class ProgressBars:
+    """set(name, text) and set(name, text, done, of) draw; done(name) takes one off; the block's end clears the line."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+        self._bars: dict[str, str] = {}
+        self._drawn = 0.0
+
+    def __enter__(self) -> ProgressBars:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def set(self, name: str, text: str, done: int = 0, of: int = 0) -> None:
+        new = name not in self._bars
+        if of:
+            full = _CELLS * done // of
+            text = f"{'█' * full}{'░' * (_CELLS - full)} {done}/{of} {text}"
+        self._bars[name] = text
+        self._draw(new or done == of)
+
+    def done(self, name: str) -> None:
+        self._bars.pop(name, None)
+        self._draw(True)
+
+    def _draw(self, now: bool) -> None:
+        if not self._shown or not (now or time.monotonic() - self._drawn >= _REDRAWN):
+            return
+        self._drawn = time.monotonic()
+        line = "   ".join(f"{name} {bar}" for name, bar in self._bars.items())
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\033[K{line[:width]}", end="", file=sys.stderr, flush=True)

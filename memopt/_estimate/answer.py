@@ -97,7 +97,7 @@ def seconds_since_boot() -> float:
 def start_since_boot() -> float:
     """Return this process's start time in seconds since boot.
 
-    Processes that start together count as running together, even if the first has ended by seconds_since_boot.
+    Processes that start together count as running together, even if the first has ended by now.
     """
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return int(ticks) / os.sysconf("SC_CLK_TCK")
@@ -134,7 +134,7 @@ def together(answer: Answer, main: dict[str, Any], folder: Path, context: int, m
     most = max(uses, key=lambda use: use.allocated, default=None)
     if most is not None and most.of is not main:
         answer.by_category, answer.by_line, answer.by_module = (
-            most.of.get(name) or type_() for name, type_ in _ATTRIBUTION
+            most.of.get(name) or empty() for name, empty in _ATTRIBUTION
         )
         answer.more["recorded_peak"] = most.of.get("recorded_peak")
     answer.oom = answer.oom or next((one["oom"] for one in started if one.get("oom")), None)

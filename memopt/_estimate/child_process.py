@@ -14,8 +14,7 @@ from pathlib import Path
 from memopt._estimate.answer import Answer, together
 from memopt._estimate.progress import Followed
 from memopt._estimate.request import Request
-from memopt._run import library_noise
-from memopt._runtime.process import ChildFailed, Children, ended
+from memopt._runtime.process import ChildFailed, Children, ended, quiet_environment
 
 # A child that does not keep its own limit is ended so many seconds later.
 _GRACE = 30.0
@@ -42,7 +41,7 @@ class ScriptChildren(Children):
             asked.write_text(json.dumps(asdict(replace(request, answer=str(answer), recording=recorded))))
             show = show and self._tell is not None
             limit = None if request.seconds is None else request.seconds + _GRACE
-            environment = dict(os.environ) if self._noise else library_noise.without(os.environ)
+            environment = dict(os.environ) if self._noise else quiet_environment(os.environ)
             # Unbuffered, so that what a script prints stands between its errors in its place.
             environment.setdefault("PYTHONUNBUFFERED", "1")
             output.touch()

@@ -205,32 +205,19 @@ class Estimate:
         }
 
     def __str__(self) -> str:
-        from memopt._estimate import prediction
-
-        return prediction._text(self)
+        return str(Facts(_headline(self), _rows(self)))
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from memopt._estimate import prediction
-
-        return prediction._html(self)
+        return Facts(_headline(self), _rows(self)).html()
 
 
-# ---- text and table --------------------------------------------------------------------------------------------------
-
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 _ROWS = 5  # of lines and modules
 _SHOWN = {"native": "native", "expandable": "expandable_segments", "pool": "memopt's pool"}
 _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("bytes", 0))
-
-
-def _text(found: Estimate) -> str:
-    return str(Facts(_headline(found), _rows(found)))
-
-
-def _html(found: Estimate) -> str:
-    return Facts(_headline(found), _rows(found)).html()
 
 
 def span(low: int, high: int) -> str:
@@ -262,7 +249,7 @@ def _ranks(ranks: dict[str, Any]) -> str:
 
 
 def _rows(found: Estimate) -> list[tuple[str, str]]:
-    """Return the table's _rows, a name and a _text each."""
+    """Return a name and a text for each row."""
     said: list[tuple[str, str]] = []
     if found.oom:
         said.append(("ends", _ends(found.oom)))

@@ -22,7 +22,7 @@ import torch.utils.data as torch_data
 
 from memopt._memory.oom.exceptions import followed
 from memopt._memory.recording.user_code import is_user_file
-from memopt._run.runpy_main import run_as_main
+from memopt._run.user_program import run_as_main
 
 
 class Stopped(BaseException):

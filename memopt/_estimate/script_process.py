@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from memopt._estimate import protection
 from memopt._estimate.request import Request, read
 from memopt._run import simulated
-from memopt._run.import_hook import call_after_torch, call_before_torch
+from memopt._run.user_program import call_after_torch, call_before_torch
 from memopt.sim import _activation
 
 if TYPE_CHECKING:

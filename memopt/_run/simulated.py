@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memopt._run.import_hook import call_after_torch, call_before_torch
+from memopt._run.user_program import call_after_torch, call_before_torch
 from memopt.sim import _activation
 
 _STARTUP = str(Path(__file__).resolve().parent / "startup")

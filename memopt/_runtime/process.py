@@ -3,7 +3,8 @@ alone, and ended with whatever it has started.
 
 A child that is heard gets requests on its standard input and answers on its standard output, each a line of JSON;
 what it prints itself goes to its output, as standard error does. This module imports no torch: a child may have to
-prepare the process before that."""
+prepare the process before that.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -291,3 +294,28 @@ def tell(kind: str, **what: Any) -> None:
         _answers.flush()
     except BrokenPipeError:
         os._exit(1)
+
+
+# ---- what libraries print when they are imported --------------------------------------------------------------------
+
+_WARNINGS: list[tuple[str, type[Warning]]] = [
+    ("Failed to initialize NumPy", UserWarning),  # torch, without NumPy
+    ("The pynvml package is deprecated", FutureWarning),  # torch.cuda, with the old name of NVML's package
+]
+
+
+def silence_libraries() -> None:
+    """Keep them quiet in this process from now on."""
+    for begin, category in _WARNINGS:
+        warnings.filterwarnings("ignore", re.escape(begin), category)
+
+
+def quiet_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment, and what keeps them quiet; what it says itself of warnings, and of TensorFlow's log, holds."""
+    ours = [f"ignore:{begin}:{category.__name__}" for begin, category in _WARNINGS]
+    own = environment.get("PYTHONWARNINGS")
+    return {
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        **environment,
+        "PYTHONWARNINGS": ",".join([*ours, *filter(None, [own])]),
+    }

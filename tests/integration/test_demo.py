@@ -16,9 +16,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the demo trains torch models")
 
 from memopt.__main__ import main  # noqa: E402
-from memopt._demo import library_text, pool_replay, screen, tasks, trainings  # noqa: E402
-from memopt._demo.progress_bars import ProgressBars  # noqa: E402
+from memopt._demo import results, tasks, trainings  # noqa: E402
 from memopt._demo.results import DemoResult  # noqa: E402
+from memopt._demo.trainings import ProgressBars  # noqa: E402
 from memopt._memory.recording import recording_file  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,30 +52,30 @@ def test_both_trainings_run_and_all_is_as_it_must_be(result: DemoResult) -> None
 def test_activations_are_most_of_the_plain_step_and_the_text_is_no_part_of_it(result: DemoResult) -> None:
     parts = result.tasks[0].plain["by_category"]
     assert parts["activations"] >= 0.6 * result.tasks[0].plain["peak"]
-    assert parts["other"] < 100_000 < len(library_text.standard_library_text()["train"])
+    assert parts["other"] < 100_000 < len(tasks.standard_library_text()["train"])
 
 
 def test_the_recordings_are_of_the_last_steps_and_hold_the_same_peak(
     result: DemoResult, folder: Path
 ) -> None:
-    recording = recording_file.load(trainings.recording_of(folder, "gpt", "within"))
+    recording = recording_file.load(results.recording_of(folder, "gpt", "within"))
     assert [mark.kind for mark in recording.marks] == ["step"] * 3
     assert recording.peak()[0] == result.tasks[0].within["peak"]
     assert recording.facts["plan"]["peak_bytes"] == result.tasks[0].within["plan"]["peak_bytes"]
 
 
 def test_the_pool_is_given_exactly_the_recorded_requests(result: DemoResult, folder: Path) -> None:
-    recording = recording_file.load(trainings.recording_of(folder, "gpt", "plain"))
-    replayed = pool_replay.replay(recording)
-    assert replayed.live == recording.peak()[0] <= min(replayed.smallest_device, replayed.held)
-    assert result.replays["gpt plain"] == replayed._asdict()
-    lines = pool_replay.trace_of(recording).decode().splitlines()
+    recording = recording_file.load(results.recording_of(folder, "gpt", "plain"))
+    replayed = trainings.replay(recording)
+    assert replayed["live"] == recording.peak()[0] <= min(replayed["smallest_device"], replayed["held"])
+    assert result.replays["gpt plain"] == replayed
+    lines = trainings.trace_of(recording).decode().splitlines()
     assert lines.count("s") == 3
     assert sum(line.startswith("a") for line in lines) == int((recording.columns["size"] > 0).sum())
 
 
 def test_the_screen_has_every_figure_and_what_to_type_next(result: DemoResult) -> None:
-    shown = screen.text(result, "page.html")
+    shown = results.text(result, "page.html")
     assert "every budget kept" in shown and "NOT AS" not in shown
     assert "page.html" in shown and "python -m memopt estimate" in shown
     assert f"{result.tasks[0].within['loss']:.4f}" in shown
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_named(result: DemoResult, planted: dict[str, object], 
     wrong = DemoResult([replace(task, within={**task.within, **planted})], torch=result.torch)
     (said,) = wrong.wrong()
     assert words in said
-    assert "NOT AS IT MUST BE" in screen.text(wrong, None)
+    assert "NOT AS IT MUST BE" in results.text(wrong, None)
 
 
 def test_a_training_that_does_not_learn_and_a_simulated_gpu_that_differs_are_named(

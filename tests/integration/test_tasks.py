@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the demo tasks train torch models")
 
 from benchmarks import tasks  # noqa: E402
 from benchmarks.live_bytes import LiveBytes, StepMemory, peak_by_category  # noqa: E402
-from memopt._demo import library_text  # noqa: E402
+from memopt._demo import tasks as demo_tasks  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,6 +212,6 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 
 
 def test_a_standard_library_without_sources_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_text.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(demo_tasks.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(FileNotFoundError, match="0 modules of the standard library"):
         tasks.standard_library_text.__wrapped__()

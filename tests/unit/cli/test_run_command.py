@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from memopt._memory.recording import recording_file
-from memopt._run.memory_curve import MemoryCurve, Sample
+from memopt._run.parent import MemoryCurve, Sample
 from memopt._runtime.host_memory import available, limit_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,7 +73,7 @@ def test_a_script_runs_as_alone_and_its_memory_is_told_and_written(tmp_path):
 def test_a_script_that_fails_shows_its_own_traceback_and_keeps_the_data(tmp_path):
     status, _, err = done("run", script(tmp_path, TRAINING), "raise KeyError('as planned')", cwd=tmp_path)
     assert status == 1 and "KeyError: 'as planned'" in err
-    assert "as_main" not in err and "child.py" not in err and err.startswith("Traceback")
+    assert "as_main" not in err and "run_child.py" not in err and err.startswith("Traceback")
     assert len(list(tmp_path.glob("*.mopt"))) == 1
 
 

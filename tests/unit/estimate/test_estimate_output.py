@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from memopt._estimate.progress import Followed
-from memopt._run import library_noise
+from memopt._runtime import process
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -120,12 +120,15 @@ def test_lines_come_as_they_are_written_and_the_last_without_an_end(tmp_path):
 
 
 def test_what_the_environment_says_of_warnings_holds():
-    told = library_noise.without({"PYTHONWARNINGS": "error", "TF_CPP_MIN_LOG_LEVEL": "0", "A": "b"})
+    told = process.quiet_environment({"PYTHONWARNINGS": "error", "TF_CPP_MIN_LOG_LEVEL": "0", "A": "b"})
     assert (
         told["PYTHONWARNINGS"].endswith(",error") and told["TF_CPP_MIN_LOG_LEVEL"] == "0" and told["A"] == "b"
     )
     code = "import warnings; warnings.warn('Failed to initialize NumPy: none'); warnings.warn('another')"
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=library_noise.without(os.environ), capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env=process.quiet_environment(os.environ),
+        capture_output=True,
+        text=True,
     )
     assert "another" in ran.stderr and "NumPy" not in ran.stderr

@@ -1,5 +1,8 @@
-"""The process in which the script runs. It ends as the script does; what was recorded is written when the interpreter
-ends, however it ends, but for a signal that cannot be caught: then the parent tells what it saw."""
+"""The process in which the script runs, and the request to it.
+
+It ends as the script does; what was recorded is written when the interpreter ends, however it ends, but for a signal
+that cannot be caught: then the parent tells what it saw.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,48 @@ import os
 import signal
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from memopt._run.import_hook import call_after_torch
 from memopt._run.ranks_folder import Place
-from memopt._run.request import RunRequest
-from memopt._run.runpy_main import run_as_main
+from memopt._run.user_program import call_after_torch, run_as_main
 
 if TYPE_CHECKING:
     from memopt._memory.recording.recorder import Recorder
     from memopt._memory.recording.recording import Recording
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """folder: the run's own, for summary.txt, failure.txt and progress.json. output: of the recording, None for the
+    default name. simulated: settings of a simulated card on which it runs, None for what the machine has."""
+
+    argv: list[str]
+    module: bool
+    folder: str
+    output: str | None = None
+    record: bool = True
+    device: str | None = None
+    max_events: int = 200_000
+    backend: str | None = None
+    memory_budget: int | None = None
+    on_oom: str | None = None
+    simulated: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> RunRequest:
+        return RunRequest(**json.loads(text))
+
+    @property
+    def name(self) -> str:
+        """Of the program, for a file's name."""
+        return self.argv[0].rpartition(".")[2] if self.module else Path(self.argv[0]).stem
+
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _PROGRESS_SECONDS = 0.5
@@ -30,7 +63,7 @@ _MOST_ROWS = 100  # of lines, and of modules
 
 
 def main() -> None:
-    """`python -c "from memopt._run.child import main; main()" REQUEST`."""
+    """`python -c "from memopt._run.run_child import main; main()" REQUEST`."""
     request = RunRequest.from_json(sys.argv[1])
     # The parent has blocked what it waits for, and a mask is inherited.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -1,16 +1,49 @@
-"""Something that is to be done when the program imports torch, just before or right after it, and not earlier: what the
-program sets in the environment ahead of that keeps its meaning."""
+"""The user's program in this process: run as `python script.py` or `python -m module` runs it, and watched for its
+import of torch.
+"""
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
+import os
+import runpy
 import sys
 import threading
+import types
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from pathlib import Path
 from typing import Any
+
+
+def run_as_main(argv: list[str], module: bool) -> None:
+    """argv[0]: the script, or the module's name. What it raises comes through, SystemExit too. The program's __main__
+    stays afterwards: functions that run at exit, and pickles, want it."""
+    sys.argv = list(argv)
+    if module:
+        sys.path[0] = os.getcwd()
+        run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` itself calls
+        run(argv[0], alter_argv=True)
+        return
+    path = os.path.abspath(argv[0])
+    if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and _is_archive(path)):
+        runpy.run_path(path, run_name="__main__")  # it has a __main__
+        return
+    sys.path[0] = os.path.dirname(path)
+    main: Any = types.ModuleType("__main__")
+    main.__file__, main.__loader__ = path, importlib.machinery.SourceFileLoader("__main__", path)
+    main.__builtins__ = __builtins__
+    sys.modules["__main__"] = main
+    exec(main.__loader__.source_to_code(Path(path).read_bytes(), path), main.__dict__)
+
+
+def _is_archive(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK" or path.endswith(".pyc")
+
+
+# ---- its import of torch ---------------------------------------------------------------------------------------------
 
 
 def call_before_torch(then: Callable[[], None]) -> None:
@@ -38,8 +71,8 @@ class _Finder(MetaPathFinder):
         self._asking = threading.local()
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != "torch" or getattr(self._asking, "others", False):
             return None
         self._asking.others = True
@@ -66,11 +99,11 @@ class _Loader(Loader):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         self._finder.before()
         return self._loader.create_module(spec)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: types.ModuleType) -> None:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
