@@ -137,9 +137,9 @@ __getattr__, __dir__ = lazy_names(
 def load_ipython_extension(ipython: object) -> None:
     """Load the notebook extension (%load_ext memopt): memopt.enable(), and the magics %memopt and %%memopt."""
     importlib.import_module("memopt._runtime.torch_version").require("%load_ext memopt")
-    importlib.import_module("memopt._jupyter.extension").load(ipython)
+    importlib.import_module("memopt._jupyter.magics").load(ipython)
 
 
 def unload_ipython_extension(ipython: object) -> None:
     """Unload the notebook extension (%unload_ext memopt): memopt.disable(), and the magics are removed."""
-    importlib.import_module("memopt._jupyter.extension").unload(ipython)
+    importlib.import_module("memopt._jupyter.magics").unload(ipython)

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from memopt._batch_size.result import FoundBatchSize, NoBatchSizeFits, Trial
     from memopt._checkpoint.plan.plan import Plan
     from memopt._compare.model_table import ModelComparison
-    from memopt._compare.step_measurements import MeasuredStep
-    from memopt._compare.step_table import StepComparison
+    from memopt._compare.step_table import MeasuredStep, StepComparison
     from memopt._estimate.cards import Card
     from memopt._estimate.prediction import Estimate
     from memopt._memory.live.device_bytes import DeviceBytes
@@ -74,7 +73,7 @@ __getattr__, __dir__ = lazy_names(
         "Export": "memopt.deploy._export_report",
         "FoundBatchSize": "memopt._batch_size.result",
         "LiveTensors": "memopt._memory.live.live_tensors",
-        "MeasuredStep": "memopt._compare.step_measurements",
+        "MeasuredStep": "memopt._compare.step_table",
         "ModelComparison": "memopt._compare.model_table",
         "NoBatchSizeFits": "memopt._batch_size.result",
         "OffloadedLayers": "memopt._offload.layers",

@@ -8,7 +8,7 @@
  * (python/cpython#87135). So does this handler, for these threads and nothing else: a terminate with a C++
  * exception in flight, or on the main thread, goes where it went.
  *
- * memopt/sim/_interpreter_exit.py installs it as the last of Python's exit functions; waiting for the threads
+ * memopt/sim/_activation.py installs it as the last of Python's exit functions; waiting for the threads
  * to be idle comes first and makes it a second line.
  */
 #include <dlfcn.h>

@@ -1,10 +1,15 @@
 """The commands of `python -m memopt`, one module each, with NAME, HELP, add_arguments(parser) and run(options) -> exit
-code. A command's docstring is its description."""
+code. A command's docstring is its description.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from memopt import _C
 
 
 def check_writable(path: str | Path, force: bool) -> None:
@@ -26,3 +31,22 @@ def write(text: str, output: str | None) -> None:
         Path(output).write_text(text + "\n")
     else:
         sys.stdout.write(text + "\n")
+
+
+def size_argument(text: str) -> int:
+    """Parse a number of bytes: "8GiB", or digits."""
+    try:
+        return _C.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def count_argument(least: int) -> Callable[[str], int]:
+    """Return a parser of integers that are at least `least`."""
+
+    def parsed(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number: write an integer, {least} or more")
+        return int(text)
+
+    return parsed

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from memopt import _C
-from memopt._cli import arguments, check_writable, write
+from memopt._cli import check_writable, count_argument, size_argument, write
 from memopt._estimate import cards, interpreters, protection
 from memopt._estimate.child_process import ScriptChildren
 from memopt._estimate.prediction import Estimate
@@ -38,7 +38,7 @@ def _steps(text: str) -> int | None:
     if text == "all":
         return None
     try:
-        return arguments.count(0)(text)
+        return count_argument(0)(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of steps: write 1 or more, 0 for a script that does not train, or 'all'"
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a size, such as 24GiB, or one of {', '.join(c.name for c in cards.CARDS)}",
     )
     add("--compute-capability", metavar="X.Y", help="in place of the card's own (8.0 for a size)")
-    add("--context", type=arguments.size, metavar="SIZE", help="memory of the CUDA context (450MiB)")
+    add("--context", type=size_argument, metavar="SIZE", help="memory of the CUDA context (450MiB)")
     add("--steps", type=_steps, default=3, metavar="N", help=_STEPS)
     add("--seconds", type=_seconds, default=600, metavar="S", help="stop a run after S seconds (600)")
     add(
@@ -94,13 +94,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--nproc",
-        type=arguments.count(2),
+        type=count_argument(2),
         metavar="N",
         help="run as one of N ranks, with fake process groups: the peak of each rank of a script for torchrun",
     )
     add(
         "--devices",
-        type=arguments.count(1),
+        type=count_argument(1),
         default=1,
         metavar="N",
         help="number of such cards in the machine; the answer is about the fullest (1)",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt import _C
-from memopt._cli import arguments, write
+from memopt._cli import count_argument, size_argument, write
 from memopt._memory.recording import snapshot_file
 
 NAME = "replay"
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("trace", metavar="TRACE", help="a trace, or a snapshot of torch's")
     add(
         "--budget",
-        type=arguments.size,
+        type=size_argument,
         default=0,
         metavar="SIZE",
         help="memory of the device, such as '8GiB' (no limit)",
@@ -40,17 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--frontier", action="store_true", help="search for the smallest device that completes, too")
     add("--json", action="store_true", help="print the figures as JSON")
     add("--steps", action="store_true", help="include the figures of every step in the JSON")
-    add("--device", type=arguments.count(0), metavar="N", help="device of the trace (the only one)")
+    add("--device", type=count_argument(0), metavar="N", help="device of the trace (the only one)")
     add(
         "--slack",
-        type=arguments.count(0),
+        type=count_argument(0),
         default=20,
         metavar="N",
         help="memory held beyond the live peak, in thousandths of it (20)",
     )
     add(
         "--small-limit",
-        type=arguments.size,
+        type=size_argument,
         default=0,
         metavar="SIZE",
         help="largest request that is placed among the small ones (64KiB)",

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from memopt._cli import arguments
+from memopt._cli import count_argument, size_argument
 from memopt._estimate import cards, interpreters
 from memopt._run import parent
 from memopt._run.ranks_folder import Place
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--budget",
-        type=arguments.size,
+        type=size_argument,
         metavar="SIZE",
         help="most memory that the allocator holds, such as '20GiB' (MEMOPT_BUDGET)",
     )
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-record", action="store_true", help="do not record")
     add(
         "--max-events",
-        type=arguments.count(1),
+        type=count_argument(1),
         default=200_000,
         metavar="N",
         help="number of births and deaths of blocks to keep, the most recent ones (200000)",

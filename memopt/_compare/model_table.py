@@ -152,12 +152,12 @@ class ModelComparison:
         Raises:
             ImportError: matplotlib is missing: pip install "memopt[notebook]".
         """
-        from memopt._compare import scatter
+        from memopt._compare import plots
 
         chosen = x or self._axes()[1]
         for key in (chosen, y):
             _known(key)
-        return scatter.draw(self, chosen, y)
+        return plots.scatter(self, chosen, y)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memopt import _C
-from memopt._compare import operation_counts, step_times
+from memopt._compare import step_costs
 from memopt._compare.candidates import Candidate, candidates
 from memopt._compare.model_table import ESTIMATED, KEYS, MEASURED, ModelComparison, ModelFigures
 from memopt._estimate.model import batch_of
@@ -95,9 +95,9 @@ def compare_models(
     unknown = set(scores or ()) - {one.name for one in given}
     if unknown:
         raise ValueError(f"compare_models: scores of {', '.join(sorted(unknown))}, which is not compared")
-    step = step_times.Step(_device(sample), optimizer, loss, amp, train)
+    step = step_costs.Step(_device(sample), optimizer, loss, amp, train)
     rows = {one.name: ModelFigures(one.name, score=(scores or {}).get(one.name)) for one in given}
-    counts: dict[str, operation_counts.Counts] = {}
+    counts: dict[str, step_costs.Counts] = {}
     shapes = {}
     for one in given:
         logger.info("compare_models: %s, what it takes", one.name)
@@ -114,14 +114,14 @@ def compare_models(
     if time == MEASURED:
         _measure(given, rows, step, rounds)
     elif time == ESTIMATED:
-        flops, moved = step_times.rates(step.device)
+        flops, moved = step_costs.rates(step.device)
         for name, counted in counts.items():
             rows[name].seconds = counted.seconds(flops, moved)
     return ModelComparison(
         rows=rows,
         sort=sort,
         time=time,
-        machine=None if time is None else step_times.machine(step.device),
+        machine=None if time is None else step_costs.machine(step.device),
         batch=batch_of(sample),
         optimizer=None if optimizer is None else getattr(optimizer, "__name__", type(optimizer).__name__),
         amp=amp,
@@ -152,7 +152,7 @@ def _estimate(
     candidate: Candidate,
     made: Made,
     row: ModelFigures,
-    step: step_times.Step,
+    step: step_costs.Step,
     method: str | None,
     python: str | None,
     unprotected: bool,
@@ -178,18 +178,16 @@ def _estimate(
 
 
 def _count(
-    candidate: Candidate, made: Made, row: ModelFigures, step: step_times.Step
-) -> operation_counts.Counts | None:
+    candidate: Candidate, made: Made, row: ModelFigures, step: step_costs.Step
+) -> step_costs.Counts | None:
     model, sample = made
     try:
         try:
-            found = operation_counts.count(model, sample, step.loss, step.train)
+            found = step_costs.count(model, sample, step.loss, step.train)
         except (RuntimeError, NotImplementedError):  # it reads values: then it is run for once
             whole, sample = candidate.whole()
             own = copy.deepcopy(sample)
-            found = operation_counts.count(
-                whole.to(step.device), own, step.loss, step.train, str(step.device)
-            )
+            found = step_costs.count(whole.to(step.device), own, step.loss, step.train, str(step.device))
     except Exception as error:
         row.fails("FLOPs", error)
         return None
@@ -200,7 +198,7 @@ def _count(
 def _measure(
     given: list[Candidate],
     rows: dict[str, ModelFigures],
-    step: step_times.Step,
+    step: step_costs.Step,
     rounds: int,
 ) -> None:
     room = available(swap=False) if step.device.type == "cpu" else torch.cuda.mem_get_info(step.device)[0]
@@ -215,7 +213,7 @@ def _measure(
             )
         else:
             fit.append(one)
-    for name, times in step_times.measure(fit, step, rounds).items():
+    for name, times in step_costs.measure(fit, step, rounds).items():
         rows[name].seconds, rows[name].spread = times.median, times.spread
         if times.error is not None:
             rows[name].errors["time"] = times.error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from memopt import _C
-from memopt._compare.step_measurements import RECORDED, MeasuredStep
 from memopt._runtime.table import Html, ResultTable, paragraphs
 
 if TYPE_CHECKING:
@@ -22,6 +22,54 @@ COLOURS = {
     "inputs": "#64205c",
     "other": "#606a73",
 }
+
+
+# Steps under the recorder: the first lets an optimizer make its state, the second is an ordinary one.
+RECORDED = 2
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """`peak`: the most bytes that lived at once during the steps, of what the variant made; `by_category` is what they
+    were for, and adds up to it. `building`: the same while it was built. `held`: the most that the CUDA allocator held
+    of the device, None on the CPU. `resident`: by how much the process grew at the most, in bytes, where it had one of
+    its own.
+
+    `seconds`: of each timed step; none on a simulated device, where they say nothing. `losses`: of every step; none
+    where steps return none. `failed`: the first words of the out of memory that ended it, "" where none did."""
+
+    peak: int
+    by_category: dict[str, int]
+    building: int
+    held: int | None
+    resident: int | None
+    seconds: list[float]
+    losses: list[float]
+    failed: str = ""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def quartiles(self) -> tuple[float, float] | None:
+        """Of the seconds: half of the steps took between these."""
+        if not self.seconds:
+            return None
+        if len(self.seconds) == 1:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last step."""
+        return self.losses[-1] if self.losses else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {**asdict(self), "step_seconds": self.step_seconds, "loss": self.loss}
 
 
 @dataclass(frozen=True)
@@ -98,9 +146,9 @@ class StepComparison:
     def plot(self) -> Figure:
         """A matplotlib Figure: bars of the peak by what it is made of and, where they were timed, of a step's seconds
         with the middle half of them. Raises ImportError without matplotlib (pip install "memopt[notebook]")."""
-        from memopt._compare import step_bars
+        from memopt._compare import plots
 
-        return step_bars.draw(self)
+        return plots.step_bars(self)
 
     def _title(self) -> str:
         what = "a simulated device" if self._untimed() else self.device

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from memopt import _C
 from memopt._runtime import process
-from memopt._runtime.user_cache import user_cache
+from memopt._runtime.kernels import user_cache
 
 _SHARED_MEMORY = "/dev/shm"
 

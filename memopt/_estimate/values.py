@@ -30,8 +30,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memopt._estimate.host_reads import Guesses, HostReads, HostShadows, most_elements
-from memopt.sim._compute import SHAPE_FROM_VALUES, Compute
-from memopt.sim._host_tensors import alias
+from memopt.sim._compute import SHAPE_FROM_VALUES, Compute, alias
 
 _aten = torch.ops.aten
 

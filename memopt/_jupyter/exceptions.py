@@ -1,14 +1,18 @@
 """The hook where IPython shows an exception: it prints the report of an out-of-memory error before the traceback, and
-after an out-of-memory error or an interrupt releases what the traceback's frames hold."""
+after an out-of-memory error or an interrupt releases what the traceback's frames hold.
+"""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
-from memopt._jupyter.release import release
-from memopt._memory.oom import observer
+from memopt import _C
+from memopt._memory.live import heap_snapshot
+from memopt._memory.oom import exceptions, observer
 from memopt._memory.oom.exceptions import is_out_of_memory
+from memopt._memory.release import give_back
 
 
 class ShownExceptions:
@@ -59,3 +63,48 @@ def remove() -> None:
     if _shown is not None:
         _shown.remove()
         _shown = None
+
+
+# ---- release ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReleasedFrames:
+    """The result of a release. `freed`: bytes by device; `left`: bytes of tensors that are still alive."""
+
+    freed: dict[str, int]
+    left: dict[str, int]
+    error: str
+
+    def __str__(self) -> str:
+        if not self.error:
+            return "memopt: there is no exception whose frames could hold anything"
+        sizes = [f"{_C.format_size(size)} on {device}" for device, size in self.freed.items() if size]
+        left = ", ".join(f"{_C.format_size(size)} on {device}" for device, size in self.left.items())
+        freed = ", ".join(sizes) or "nothing"
+        return f"memopt: freed {freed} that {self.error}'s frames held; live: {left or 'nothing'}"
+
+    __repr__ = __str__
+
+
+def release(error: BaseException | None = None) -> ReleasedFrames:
+    """Clear the frames of an exception (by default the last one shown) and of those that it followed.
+
+    Then garbage is collected and free device memory is given back. %debug finds no locals afterwards.
+    """
+    found = error if error is not None else getattr(sys, "last_value", None)
+    before = _live()
+    exceptions.empty_frames(found)
+    give_back()
+    left = _live()
+    freed = {device: size - left.get(device, 0) for device, size in before.items()}
+    return ReleasedFrames(freed, left, type(found).__name__ if found is not None else "")
+
+
+def _live() -> dict[str, int]:
+    taken = heap_snapshot.take(seconds=0)
+    sums: dict[str, int] = {}
+    for one in taken.held.values():
+        sums[one.device] = sums.get(one.device, 0) + one.nbytes
+    taken.forget()
+    return sums

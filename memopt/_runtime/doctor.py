@@ -6,11 +6,27 @@ import os
 import platform
 import sys
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from memopt import _C
 from memopt._runtime import torch_version
-from memopt._runtime.diagnostic_row import Finding, State
 from memopt._runtime.log import LEVELS, logger
+
+State = Literal["ok", "absent", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding of the doctor: the topic, its state, a text, and a remedy if something should be done.
+
+    state: 'ok'; 'absent' (not here, and memopt works without it); 'broken' (somebody should do something).
+    """
+
+    topic: str
+    state: State
+    text: str
+    mend: str = ""
+
 
 # What this version reads from the environment, and what it means.
 VARIABLES = {

@@ -14,9 +14,23 @@ from functools import cache
 from pathlib import Path
 
 from memopt import _C
-from memopt._runtime.diagnostic_row import Finding
+from memopt._runtime.doctor import Finding
 from memopt._runtime.log import logger
-from memopt._runtime.user_cache import user_cache
+
+
+def user_cache() -> str | None:
+    """Return $XDG_CACHE_HOME, or ~/.cache, as an absolute path that need not exist.
+
+    None for a user without a home directory, such as one whose HOME is empty.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the specification has a relative one ignored
+        return base
+    home = (
+        os.path.expanduser("~") if os.environ.get("HOME") != "" else ""
+    )  # of an empty one it makes the root
+    return os.path.join(home, ".cache") if os.path.isabs(home) else None
+
 
 __all__ = ["cache_directory", "nvrtc_candidates", "prepare", "status"]
 

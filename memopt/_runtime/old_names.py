@@ -50,7 +50,7 @@ MODULES = {
     "diagnosis": "_runtime.doctor",
     "estimation.cards": "_estimate.cards",
     "estimation.prediction": "_estimate.prediction",
-    "finding": "_runtime.diagnostic_row",
+    "finding": "_runtime.doctor",
     "lower_precision": "_runtime.to_dtype",
     "model_comparison.comparison_table": "_compare.model_table",
     "optim.adam": "optim._adam",
@@ -61,7 +61,7 @@ MODULES = {
     "profiling.recording": "_memory.recording.recording",
     "profiling.session": "_memory.recording.session",
     "releasing": "_memory.release",
-    "step_comparison.measuring": "_compare.step_measurements",
+    "step_comparison.measuring": "_compare.step_table",
     "step_comparison.step_table": "_compare.step_table",
 }
 CLASSES = {  # renamed since

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
 from memopt._runtime import torch_version
-from memopt._runtime.diagnostic_row import Finding
+from memopt._runtime.doctor import Finding
 from memopt._runtime.log import logger
 from memopt.cuda import _statistics, _torch_patches
 from memopt.cuda._statistics import device_index

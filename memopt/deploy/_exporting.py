@@ -22,10 +22,19 @@ from memopt._memory.oom.exceptions import is_out_of_memory
 from memopt._runtime.state_snapshot import Modes, preserve_state
 from memopt._runtime.storages import module_bytes
 from memopt._runtime.torch_version import require
-from memopt.deploy import _batch, _formats, _inference_memory, _new_file, _output_check
-from memopt.deploy._batch import Call
+from memopt.deploy import _inference_memory, _output_check
 from memopt.deploy._export_report import Export
-from memopt.deploy._formats import FORMATS, ExportOptions, Format
+from memopt.deploy._formats import (
+    FORMATS,
+    Call,
+    ExportOptions,
+    Format,
+    dynamic_batch_shapes,
+    folder_beside,
+    name_of,
+    put_beside,
+    with_batch_size,
+)
 from memopt.deploy._output_check import Check, Tolerance, tensors_of
 from memopt.deploy._plain_model import PlainModel, plain_model
 
@@ -88,7 +97,7 @@ def export(
     require("memopt.deploy.export()")
     begun = time.monotonic()
     target = None if path is None else _target(path)
-    name = _formats.name_of(format, target)
+    name = name_of(format, target)
     writer = FORMATS[name]
     writer.require(run=verify or measure)
     if name == "torchscript" and dynamic_shapes is not None:
@@ -104,20 +113,21 @@ def export(
     size = _batch_size(call) if dynamic_batch else None
     others = [_named(as_arguments(other)) for other in samples]
     chosen = ExportOptions(dynamic_shapes, dict(options or {}))
-    with _new_file.folder_beside(target) as folder:
+    with folder_beside(target) as folder:
         made = folder / (target.name if target is not None else f"model{writer.suffix}")
         with _Heard() as said, _nothing_changes(model, plain):
             calls = [(f"the sample, {_shapes(call)}", call), *others]
             if size is not None:
-                calls += [_named(_batch.of_size(call, size, count)) for count in _other_sizes(size)]
+                calls += [_named(with_batch_size(call, size, count)) for count in _other_sizes(size)]
             expected = _outputs(model, calls) if verify else []
             said.clear()  # what the model warns of when it runs is no news of the exporter's
             home = _home(plain)
             traced = _moved(call, home)
             plain.module.eval()
             if size is not None and name != "torchscript":
-                traced = _batch.of_size(traced, size, max(size, 2))  # torch.export takes 1 for a constant
-                chosen = ExportOptions(_batch.dynamic(plain.module, traced, max(size, 2)), chosen.options)
+                two = max(size, 2)  # torch.export takes 1 for a constant
+                traced = with_batch_size(traced, size, two)
+                chosen = ExportOptions(dynamic_batch_shapes(plain.module, traced, two), chosen.options)
             try:
                 program = _written(writer, plain, traced, made, chosen, name)
             except Exception:
@@ -134,7 +144,7 @@ def export(
                 except _inference_memory.NotMeasured as error:
                     why = str(error)
         sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-        files = [] if target is None else _new_file.put(made, target)
+        files = [] if target is None else put_beside(made, target)
     parameters, buffers = module_bytes(plain.module)
     return Export(
         model=type(model).__name__ if not plain.taken_off else type(plain.module).__name__,

@@ -1,7 +1,7 @@
 """The file formats that a model is exported to, each written and run by its own library.
 
 torch.export's (pt2), ONNX by torch.onnx and onnxruntime, and TorchScript by torch.jit.trace, which torch calls
-deprecated and says so.
+deprecated and says so. A file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import os
+import re
 import secrets
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from memopt._runtime.state_snapshot import preserve_state
-from memopt.deploy._batch import Call
 from memopt.deploy._output_check import tensors_of
 
 INLINE = 1536 << 20
 """Bytes of weights up to which ONNX has them in the file itself: protobuf's files end at 2 GiB."""
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what forward gets
 Runner = Callable[[Call], list[torch.Tensor]]  # of what forward gets, the tensors of what it returns
 
 
@@ -37,7 +42,9 @@ class ExportOptions:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class Format(Protocol):
+class Format:
+    """A format: a torch that reads and writes it by itself is assumed where a method says nothing else."""
+
     suffix: str
 
     def require(self, *, run: bool) -> None:
@@ -45,19 +52,18 @@ class Format(Protocol):
 
     def write(self, module: torch.nn.Module, call: Call, path: Path, options: ExportOptions) -> Any:
         """Write the file, and others beside it if need be; return the exporter's program."""
-
-    def load(self, path: Path) -> Runner:
-        """Load the file, as a function that runs it."""
+        raise NotImplementedError
 
     def prepare(self) -> None:
         """Import what load() would, so that the memory of that is not the model's."""
 
+    def load(self, path: Path) -> Runner:
+        """Load the file, as a function that runs it."""
+        raise NotImplementedError
 
-class Pt2:
+
+class Pt2(Format):
     suffix = ".pt2"
-
-    def require(self, *, run: bool) -> None:
-        """Nothing is needed: torch alone writes and runs it."""
 
     def write(self, module: torch.nn.Module, call: Call, path: Path, options: ExportOptions) -> Any:
         args, kwargs = call
@@ -75,7 +81,7 @@ class Pt2:
                 importlib.import_module(name)
 
 
-class Onnx:
+class Onnx(Format):
     suffix = ".onnx"
 
     def require(self, *, run: bool) -> None:
@@ -130,7 +136,7 @@ class Onnx:
         return run
 
 
-class TorchScript:
+class TorchScript(Format):
     suffix = ".pt"
 
     def require(self, *, run: bool) -> None:
@@ -157,9 +163,6 @@ class TorchScript:
         run = torch.jit.load(path)
         return lambda call: tensors_of(run(*call[0], **call[1]))
 
-    def prepare(self) -> None:
-        """Nothing is left to import: torch has it all."""
-
 
 FORMATS: dict[str, Format] = {"pt2": Pt2(), "onnx": Onnx(), "torchscript": TorchScript()}
 
@@ -179,3 +182,93 @@ def name_of(name: str | None, path: Path | None) -> str:
 
 def _ways() -> str:
     return ", ".join(map(repr, FORMATS))
+
+
+# ---- the batch dimension of a sample ---------------------------------------------------------------------------------
+
+
+def with_batch_size(call: Call, size: int, count: int) -> Call:
+    """The call with `count` samples in place of `size`, the same ones again and again. Tensors whose first dimension is
+    `size` have the batch."""
+
+    def change(leaf: Any) -> Any:
+        if not _has_batch(leaf, size):
+            return leaf
+        return leaf[torch.arange(count, device=leaf.device) % size]
+
+    return pytree.tree_map(change, call)  # type: ignore[no-any-return]
+
+
+def dynamic_batch_shapes(module: torch.nn.Module, call: Call, size: int) -> dict[str, Any]:
+    """dynamic_shapes of torch.export, where the batch may have any size."""
+    batch = torch.export.Dim("batch")
+    args, kwargs = pytree.tree_map(lambda leaf: {0: batch} if _has_batch(leaf, size) else None, call)
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    shapes = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            shapes |= shapes.pop(name, {})
+    return shapes
+
+
+def _has_batch(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def folder_beside(path: Path | None) -> Iterator[Path]:
+    """A folder for files that are being made, gone afterwards with what is still in it.
+
+    It is on the file system of `path`, or where temporary files go.
+    """
+    made = tempfile.mkdtemp(
+        prefix="memopt-export-" if path is None else f".{path.name}.",
+        dir=None if path is None else path.parent,
+    )
+    try:
+        yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def put_beside(made: Path, path: Path) -> list[Path]:
+    """Rename what is in the folder of `made` to beside `path`, `made` itself to `path`, last.
+
+    An old file is what it was until then. Where weights are in a file of their own, its name is of this export alone,
+    and earlier ones go.
+    """
+    beside = sorted(file for file in made.parent.iterdir() if file != made)
+    for file in (*beside, made):
+        with open(file, "rb") as written:
+            os.fsync(written.fileno())
+    if path.exists():
+        shutil.copymode(path, made)
+    there = []
+    try:
+        for file in beside:
+            os.replace(file, path.parent / file.name)
+            there.append(path.parent / file.name)
+        os.replace(made, path)
+    except BaseException:
+        for file in there:
+            file.unlink(missing_ok=True)
+        raise
+    for old in _weights_of(path):
+        if old not in there:
+            old.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not every file system can flush a folder
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return [path, *there]
+
+
+def _weights_of(path: Path) -> list[Path]:
+    """Files of weights of this export and earlier ones, as the ONNX format names them."""
+    name = re.compile(re.escape(path.name) + r"\.[0-9a-f]{8}\.data")
+    return [file for file in path.parent.iterdir() if name.fullmatch(file.name)]

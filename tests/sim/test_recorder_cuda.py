@@ -11,7 +11,7 @@ from torch import nn
 
 import memopt
 from memopt._memory.recording import recorder, torch_history
-from memopt.sim._interpreter_exit import wait_for_workers
+from memopt.sim._activation import wait_for_workers
 
 SIM = {"memory": "256MiB", "devices": 2}
 WORKSPACE = 8320 << 10

@@ -8,7 +8,7 @@ from torch import nn
 
 import memopt.cuda
 from memopt._memory.recording import recorder
-from memopt.sim._interpreter_exit import wait_for_workers
+from memopt.sim._activation import wait_for_workers
 
 SIM = {"memory": "256MiB"}
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import memopt
-from memopt._compare import candidates, operation_counts, step_times
+from memopt._compare import candidates, step_costs
 from memopt._compare.model_table import ModelComparison, ModelFigures
 
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
@@ -118,20 +118,20 @@ def test_a_convolutions_backward_counts_each_gradient_as_much_as_the_forward(gro
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     with torch.device("meta"):
         model = nn.Sequential(*(kind(8, 8, 3, padding=1, groups=groups) for _ in range(2)))
-    counted = operation_counts.count(model, torch.empty(2, 8, 10, 10), None, train=True)
+    counted = step_costs.count(model, torch.empty(2, 8, 10, 10), None, train=True)
     one = 2 * (2 * 10 * 10) * 8 * (8 // groups) * 9
     assert counted.forward == 2 * one
     assert counted.step == counted.forward + 3 * one  # the first one's input needs no gradient
-    assert operation_counts.count(model, torch.empty(2, 8, 10, 10), None, train=False).step == 2 * one
+    assert step_costs.count(model, torch.empty(2, 8, 10, 10), None, train=False).step == 2 * one
 
 
 def test_a_bound_is_of_the_slower_of_arithmetic_and_memory():
-    counts = operation_counts.Counts(0, 0, [(100, 1), (1, 100), (0, 7)])
+    counts = step_costs.Counts(0, 0, [(100, 1), (1, 100), (0, 7)])
     assert counts.seconds(10, 1) == 10 + 100 + 7
     assert counts.seconds(1, 10) == 100 + 10 + 0.7
     with torch.device("meta"):
         model = nn.Linear(64, 64, bias=False)
-    counted = operation_counts.count(model, X, None, train=False)
+    counted = step_costs.count(model, X, None, train=False)
     assert counted.operations == [(2 * 16 * 64 * 64, 4 * (16 * 64 + 64 * 64 + 16 * 64))]
 
 
@@ -151,7 +151,7 @@ def test_a_model_that_reads_values_is_counted_with_some(monkeypatch):
     row = ModelFigures("it")
     one = candidates.Candidate("it", ReadingValues, X)
     made = comparing._shapes(one, row)
-    counted = comparing._count(one, made, row, step_times.Step(torch.device("cpu")))
+    counted = comparing._count(one, made, row, step_costs.Step(torch.device("cpu")))
     assert counted.forward == 2 * 16 * 64 * 64 and row.errors == {}
 
 
@@ -173,7 +173,7 @@ def test_models_are_timed_by_turns_and_one_is_there_at_a_time():
         return make
 
     given = candidates.candidates({name: maker(name) for name in "abc"}, torch.ones(2, 4))
-    times = step_times.measure(given, step_times.Step(torch.device("cpu"), torch.optim.SGD), rounds=3)
+    times = step_costs.measure(given, step_costs.Step(torch.device("cpu"), torch.optim.SGD), rounds=3)
     gc.collect()
     assert made == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert all(len(one.rounds) == 3 and one.median > 0 for one in times.values())
@@ -193,7 +193,7 @@ def test_a_model_writes_into_a_sample_of_its_own():
     ):
         before = sample.detach().clone()
         one = candidates.Candidate("it", given, sample)
-        times = step_times.measure([one], step_times.Step(torch.device("cpu")), rounds=1)["it"]
+        times = step_costs.measure([one], step_costs.Step(torch.device("cpu")), rounds=1)["it"]
         assert times.error is None and torch.equal(sample, before) and sample.grad is None
     assert taken and all(taken)
 
@@ -228,7 +228,7 @@ def test_more_than_the_machine_has_is_not_run(monkeypatch):
     monkeypatch.setattr(comparing, "available", lambda **_: 1 << 20)
     rows = {"large": ModelFigures("large", peak=(1 << 30, 1 << 30))}
     comparing._measure(
-        [candidates.Candidate("large", not_made, X)], rows, step_times.Step(torch.device("cpu")), 1
+        [candidates.Candidate("large", not_made, X)], rows, step_costs.Step(torch.device("cpu")), 1
     )
     assert rows["large"].errors == {"time": "not run: it takes 1.00 GiB, and 1.00 MiB are free"}
 

@@ -14,7 +14,7 @@ from compared_steps import grows_by_32_mib
 
 import memopt
 from benchmarks.live_bytes import measure_step
-from memopt._compare import step_process
+from memopt._compare import steps as comparing
 from memopt.types import MeasuredStep, StepComparison
 
 MIB = 1 << 20
@@ -236,6 +236,6 @@ def test_an_error_in_a_fresh_process_comes_back(monkeypatch):
         raise OwnError("of the step")
 
     pipe = Pipe()
-    monkeypatch.setattr(step_process.step_measurements, "measure", fails)
-    step_process._answer(pipe, grows_by_32_mib, 3, "cpu")
+    monkeypatch.setattr(comparing, "measure", fails)
+    comparing._answer(pipe, grows_by_32_mib, 3, "cpu")
     assert type(pipe.sent) is RuntimeError and str(pipe.sent) == "OwnError: of the step"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.deploy import _formats, _new_file, export
+from memopt.deploy import _formats, export
 from memopt.deploy._output_check import OutputsDiffer, compare, largest_difference
 
 X = torch.ones(2, 4)
@@ -177,7 +177,7 @@ def test_a_rename_that_fails_leaves_the_old_files(old, failing, monkeypatch):
 
     monkeypatch.setattr(os, "replace", rename)
     with pytest.raises(OSError, match="no"):
-        _new_file.put(made / "model.pt", old)
+        _formats.put_beside(made / "model.pt", old)
     assert sorted(f.name for f in old.parent.iterdir()) == ["made", "model.pt"] and old.read_text() == "old"
 
 
@@ -185,10 +185,10 @@ def test_new_weights_take_the_place_of_old_ones(old):
     (old.parent / "model.pt.deadbeef.data").write_text("old weights")
     (old.parent / "model.pt.mine.data").write_text("somebody's")
     old.chmod(0o640)
-    with _new_file.folder_beside(old) as made:
+    with _formats.folder_beside(old) as made:
         (made / "model.pt").write_text("new")
         (made / "model.pt.0123abcd.data").write_text("new weights")
-        files = _new_file.put(made / "model.pt", old)
+        files = _formats.put_beside(made / "model.pt", old)
     assert [file.name for file in files] == ["model.pt", "model.pt.0123abcd.data"]
     there = sorted(file.name for file in old.parent.iterdir())
     assert there == ["model.pt", "model.pt.0123abcd.data", "model.pt.mine.data"]
