@@ -17,6 +17,8 @@ activations.
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import platform
 import sys
@@ -35,12 +37,10 @@ from memopt._demo.tasks import (  # noqa: E402
     VOCABULARY,
     Batch,
     Block,
-    decode,
     digits,
     make_cnn,
     standard_library_text,
-    text_digest,
-    text_tokens,
+    token_bytes,
 )
 
 __all__ = [
@@ -57,6 +57,24 @@ __all__ = [
     "text_digest",
     "text_tokens",
 ]
+
+
+@functools.cache
+def text_digest() -> str:
+    """SHA-256 of the training text, a zero byte, the validation text: names the data in results."""
+    text = standard_library_text()
+    return hashlib.sha256(text["train"] + b"\0" + text["val"]).hexdigest()
+
+
+@functools.cache
+def text_tokens(split: str) -> torch.Tensor:
+    """A split of the text as a uint8 tensor of token numbers."""
+    return torch.frombuffer(bytearray(token_bytes(split)), dtype=torch.uint8)
+
+
+def decode(tokens: torch.Tensor) -> str:
+    """Text of a 1-d tensor of token numbers."""
+    return bytes(VOCABULARY[i] for i in tokens.tolist()).replace(b"\0", b"?").decode("ascii")
 
 
 class Task(demo_tasks.Task):

@@ -17,7 +17,6 @@ import os
 import re
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from memopt import _C
@@ -186,7 +185,6 @@ def _tell_of_options_behind(said: list[str]) -> None:
 def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
     """Return the estimate, the exit status, and a complaint about what could not be answered."""
     argv, module = _script(options.script, options.module)
-    context = cards.CONTEXT if options.context is None else options.context
     card = None
     if options.gpu is not None:
         card = cards.card(options.gpu, options.compute_capability, options.context)
@@ -199,23 +197,18 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
     if options.nproc and options.devices > 1:
         raise ValueError("--nproc estimates one rank, which has one card: leave --devices out")
     batch = find_batch_option(argv, options.batch_option)
-    plain = cards.card(cards.NO_LIMIT, options.compute_capability, context)
-    like = card or plain
     request = Request(
         argv=argv,
         answer="",  # each run has its own
         module=module,
         memory=cards.NO_LIMIT,
-        context=context,
-        compute_capability=like.compute_capability,
-        multiprocessors=like.multiprocessors,
         steps=options.steps,
         seconds=options.seconds,
         backend=options.backend,
         devices=options.devices,
         ranks=options.nproc or 0,
         spread=options.spread,
-    )
+    ).like(card or cards.card(cards.NO_LIMIT, options.compute_capability, options.context))
     try:
         python = interpreters.find(options.python)
     except interpreters.NoInterpreter as error:
@@ -223,8 +216,7 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
             raise
         protected = _protection(options, sys.executable, argv, module)
         return _on_fake_tensors(options, argv, module, card, str(error), protected)
-    protected = _protection(options, python, argv, module)
-    request = replace(request, protection=protected.way, share_memory=protected.share_memory)
+    request = request.protected(_protection(options, python, argv, module))
     with (
         Progress(not options.quiet, lines=not options.verbose) as progress,
         ScriptChildren(python, progress.script, noise=bool(options.verbose)) as children,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memopt import _C
 from memopt._estimate.prediction import span
-from memopt._runtime.table import Html, ResultTable, paragraphs
+from memopt._runtime.table import Html, ResultTable, paragraphs, seconds_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -202,7 +202,7 @@ class ModelComparison:
                 "-" if row.peak is None else span(*row.peak),
                 _text(row.flops, _count),
             ]
-            cells += [_text(row.seconds, _seconds)] if self.time is not None else []
+            cells += [_text(row.seconds, seconds_text)] if self.time is not None else []
             cells += [_text(row.score, lambda score: f"{score:g}")] if scored else []
             rows.append(cells)
         return titles, rows
@@ -248,7 +248,3 @@ def _count(number: int) -> str:
         if number >= 10**power:
             return f"{number / 10**power:.3g} {unit}"
     return str(number)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

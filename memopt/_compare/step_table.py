@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from memopt import _C
-from memopt._runtime.table import Html, ResultTable, paragraphs
+from memopt._runtime.table import Html, ResultTable, paragraphs, seconds_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -177,7 +177,9 @@ class StepComparison:
             grown = [size(one.resident) if one.resident is not None else "" for one in rows.values()]
             columns["process grew by"] = grown
         if not self._untimed():
-            columns["a step"] = [_seconds(one.step_seconds) if one.seconds else "" for one in rows.values()]
+            columns["a step"] = [
+                seconds_text(one.step_seconds) if one.step_seconds else "" for one in rows.values()
+            ]
             columns["time"] = [self._time(name) for name in rows]
         if any(one.losses for one in rows.values()):
             losses = ["" if one.loss is None or one.failed else f"{one.loss:.4f}" for one in rows.values()]
@@ -200,12 +202,6 @@ class StepComparison:
             for name, one in self.measured.items()
             if one.building > one.peak and not one.failed
         ]
-
-
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _bar(one: MeasuredStep, most: int) -> Html:

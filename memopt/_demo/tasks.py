@@ -10,7 +10,6 @@ CPU, and weights and batches are the same on every device, because both are made
 from __future__ import annotations
 
 import functools
-import hashlib
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -63,25 +62,8 @@ def standard_library_text() -> dict[str, bytes]:
 
 
 @functools.cache
-def text_digest() -> str:
-    """SHA-256 of the training text, a zero byte, the validation text: names the data in results."""
-    text = standard_library_text()
-    return hashlib.sha256(text["train"] + b"\0" + text["val"]).hexdigest()
-
-
-@functools.cache
-def text_tokens(split: str) -> torch.Tensor:
-    """A split of the text as a uint8 tensor of token numbers."""
-    return torch.frombuffer(bytearray(_token_bytes(split)), dtype=torch.uint8)
-
-
-def decode(tokens: torch.Tensor) -> str:
-    """Text of a 1-d tensor of token numbers."""
-    return bytes(VOCABULARY[i] for i in tokens.tolist()).replace(b"\0", b"?").decode("ascii")
-
-
-@functools.cache
-def _token_bytes(split: str) -> bytes:
+def token_bytes(split: str) -> bytes:
+    """A split of the text, a byte a token."""
     table = bytes(VOCABULARY.find(bytes([byte])) % len(VOCABULARY) for byte in range(256))
     return standard_library_text()[split].translate(table)
 
@@ -89,7 +71,7 @@ def _token_bytes(split: str) -> bytes:
 def windows(split: str, starts: list[int], length: int) -> torch.Tensor:
     """(len(starts), length) int64: the tokens that follow each place. The text itself is no tensor: a training's memory
     is its own."""
-    tokens = _token_bytes(split)
+    tokens = token_bytes(split)
     joined = bytearray(b"".join(tokens[start : start + length] for start in starts))
     return torch.frombuffer(joined, dtype=torch.uint8).view(len(starts), length).long()
 

@@ -16,6 +16,12 @@ from typing import Any, NamedTuple
 
 from memopt import _C
 
+# The fields that an Estimate has too.
+_TOLD = (
+    "by_category by_line by_module guesses unmodelled steps covered error versions simulated seconds host_peak"
+    " processes"
+).split()
+
 
 @dataclass
 class Answer:
@@ -51,6 +57,10 @@ class Answer:
             raise ValueError("the child's answer has no peak_allocated and peak_reserved")
         known = {name: value for name, value in told.items() if name in names and value is not None}
         return cls(**known, more={name: value for name, value in told.items() if name not in names})
+
+    def told(self) -> dict[str, Any]:
+        """Return what an Estimate tells as the run did, by name."""
+        return {name: getattr(self, name) for name in _TOLD}
 
     @property
     def completed(self) -> bool:

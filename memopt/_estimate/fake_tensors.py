@@ -465,19 +465,12 @@ def estimate_of(answer: Answer, title: str, card: Card | None, reason: str) -> E
         reserved=(int(answer.peak_allocated * (1 - _OFF)), held_at_most(answer, card)),
         context=card.context if card else cards.CONTEXT,
         card=card,
-        by_category=answer.by_category,
-        by_line=answer.by_line,
-        by_module=answer.by_module,
-        guesses=answer.guesses,
         unknowns=[
             f"what CUDA's kernels keep: {_OFF:.0%} more or less; what the allocator holds: {_HELD - 1:.0%} more; "
             "cuDNN's workspaces are not counted"
         ],
-        unmodelled=[f"not on the simulated device: {reason}"] if reason else [],
-        steps=answer.steps,
-        versions=answer.versions,
         runs=1,
-        seconds=answer.seconds,
+        **answer.told() | {"unmodelled": [f"not on the simulated device: {reason}"] if reason else []},
     )
     if card is not None:
         fits = [needed <= card.usable for needed in found.needed]

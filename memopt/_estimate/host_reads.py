@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -230,16 +230,6 @@ _CHECKS = {
 }
 
 
-class Known(Protocol):
-    """An object that knows tensors' values, such as HostShadows."""
-
-    def get(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
-
-    def drawn(self, tensor: torch.Tensor) -> bool: ...
-
-    def put(self, tensor: torch.Tensor, values: torch.Tensor, *, made: bool) -> None: ...
-
-
 class HostReads:
     """Operations whose result the host reads, overridden as long as the object lives.
 
@@ -247,7 +237,7 @@ class HostReads:
     dispatch key, so that C++ reaches them too: x[mask], and its backward.
     """
 
-    def __init__(self, shadows: Known, guesses: Guesses) -> None:
+    def __init__(self, shadows: HostShadows, guesses: Guesses) -> None:
         self._shadows = shadows
         self._guesses = guesses
         self._checks: list[bool] = []

@@ -112,8 +112,7 @@ def estimate(
 
         try:
             found = interpreters.find(python)
-            protected = _protection(found, unprotected)
-            asked = replace(asked, protection=protected.way, share_memory=protected.share_memory)
+            asked = asked.protected(_protection(found, unprotected))
             return _simulated(training, asked, on, found, quick)
         except (interpreters.NoInterpreter, serialization.NotSerializable) as error:
             if method is not None or (python is not None and isinstance(error, interpreters.NoInterpreter)):
@@ -154,13 +153,7 @@ def _check(fn_or_model: Any, sample: Any) -> None:
 
 def _simulated(training: Any, asked: Request, card: Card | None, python: str, quick: bool) -> Estimate:
     sent = _sent(training)  # first: what cannot cross needs no child
-    like = card or Card("", cards.NO_LIMIT)
-    asked = replace(
-        asked,
-        context=like.context,
-        compute_capability=like.compute_capability,
-        multiprocessors=like.multiprocessors,
-    )
+    asked = asked.like(card or Card("", cards.NO_LIMIT))
     size = batch_of(training.sample)
 
     def run(request: Request) -> Answer:

@@ -22,9 +22,8 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 from memopt import _C
 from memopt._runtime import process
@@ -148,20 +147,26 @@ def open_for_writing() -> dict[int, str]:
     return found
 
 
-class Files(Protocol):
-    def plainly(self) -> AbstractContextManager[None]:
+class Files:
+    """The files that a script writes: its own, where nothing protects them."""
+
+    @contextlib.contextmanager
+    def plainly(self) -> Iterator[None]:
         """Enter a context in which this thread's files are not redirected."""
+        yield
 
     def written(self) -> list[str]:
-        """The files that the script would have written, by the names that they would have."""
+        """Return the files that the script would have written, by the names that they would have."""
+        return []
 
     def to_write(self, path: Any) -> Any:
-        """The path to give to the system for writing."""
+        """Return the path to give to the system for writing."""
+        return path
 
 
 def redirected(protection: Protection, folder: str) -> Files:
     if protection.way == "none":
-        return _Plain()
+        return Files()
     if protection.way == "overlay":
         return _Overlaid(Path(folder, "scratch"))
     from memopt._estimate.write_sandbox import WriteSandbox
@@ -171,25 +176,13 @@ def redirected(protection: Protection, folder: str) -> Files:
 
 def saved(files: Files) -> None:
     """Make models that the script saves have holes, if its files are not kept. Imports torch."""
-    if type(files) is not _Plain:
+    if type(files) is not Files:
         from memopt._estimate import saved_models
 
         saved_models.install(files.to_write)
 
 
-class _Plain:
-    @contextlib.contextmanager
-    def plainly(self) -> Iterator[None]:
-        yield
-
-    def written(self) -> list[str]:
-        return []
-
-    def to_write(self, path: Any) -> Any:
-        return path
-
-
-class _Overlaid(_Plain):
+class _Overlaid(Files):
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
 

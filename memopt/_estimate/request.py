@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from memopt._estimate.cards import Card
 from memopt._estimate.protection import Protection
 
 BACKENDS = ("native", "expandable", "pool")
@@ -53,6 +54,18 @@ class Request:
     rank: int = 0
     spread: str | None = None
     techniques: list[str] = field(default_factory=list)
+
+    def like(self, card: Card) -> Request:
+        """Return it with the properties of a card, but for its memory."""
+        return replace(
+            self,
+            context=card.context,
+            compute_capability=card.compute_capability,
+            multiprocessors=card.multiprocessors,
+        )
+
+    def protected(self, by: Protection) -> Request:
+        return replace(self, protection=by.way, share_memory=by.share_memory)
 
     def protection_of(self) -> Protection:
         return Protection(self.protection, self.share_memory)

@@ -84,13 +84,7 @@ class Survey:
         return answer
 
     def _on(self, card: Card, request: Request) -> Request:
-        return replace(
-            request,
-            memory=card.usable,
-            context=card.context,
-            compute_capability=card.compute_capability,
-            multiprocessors=card.multiprocessors,
-        )
+        return replace(request.like(card), memory=card.usable)
 
     def _completes(self, request: Request, card: Card, free: Answer | None, what: str) -> bool:
         """Whether a request runs on a card; `free`, its run without a limit, often decides that already."""
@@ -149,22 +143,10 @@ class Survey:
             allocated=(free.peak_allocated,) * 2,
             reserved=(free.held,) * 2,
             context=(self.card.context if self.card else cards.CONTEXT) * free.contexts,
-            processes=free.processes,
             card=self.card,
             oom=limited.oom if limited is not None else None,
             retries=limited.retries if limited is not None else 0,
-            by_category=free.by_category,
-            by_line=free.by_line,
-            by_module=free.by_module,
-            guesses=free.guesses,
-            unmodelled=free.unmodelled,
-            steps=free.steps,
-            covered=said.covered,
-            error=free.error,
-            versions=free.versions,
-            simulated=said.simulated,
-            seconds=free.seconds,
-            host_peak=free.host_peak,
+            **free.told() | {"covered": said.covered, "simulated": said.simulated},
         )
         outcomes = [] if limited is None else [limited.completed]
         if ranges:

@@ -40,16 +40,15 @@ class Techniques:
     def __init__(self, wanted: list[str]) -> None:
         self.applied: dict[str, list[str]] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._depth = 0
         names = {name.partition(":")[0] for name in wanted}
         if EIGHT_BITS in names:
             self._eight_bits()
         if FUSED in names:
             self._fused()
-        if OFFLOAD_LAYERS in names:
-            self._before_init(torch.optim.Optimizer, self._offload_layers)
-        if CHECKPOINT in names:
-            self._after_init(torch.optim.Optimizer, self._optimizers.add)
+        if names & {OFFLOAD_LAYERS, CHECKPOINT}:
+            self._watch_optimizers(offloads=OFFLOAD_LAYERS in names)
         if LOSS_HEAD in names:
             _install_loss_head(lambda: self.applied.setdefault(LOSS_HEAD, ["cross_entropy"]))
         budget = next((int(name.partition(":")[2]) for name in wanted if name.startswith(CHECKPOINT)), None)
@@ -102,26 +101,19 @@ class Techniques:
 
         return init
 
-    def _before_init(self, kind: type, call: Callable[[Any], object]) -> None:
-        original = kind.__init__  # type: ignore[misc]
+    def _watch_optimizers(self, offloads: bool) -> None:
+        """Note each optimizer that is made; before it, offload the layers whose parameters it is given."""
+        original = torch.optim.Optimizer.__init__
 
         @functools.wraps(original)
-        def init(this: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-            groups = list(params)
-            call(groups)
-            original(this, groups, *args, **kwargs)
+        def init(optimizer: torch.optim.Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
+            if offloads:
+                params = list(params)
+                self._offload_layers(params)
+            original(optimizer, params, *args, **kwargs)
+            self._optimizers.add(optimizer)
 
-        kind.__init__ = init  # type: ignore[misc]
-
-    def _after_init(self, kind: type, call: Callable[[Any], object]) -> None:
-        original = kind.__init__  # type: ignore[misc]
-
-        @functools.wraps(original)
-        def init(this: Any, *args: Any, **kwargs: Any) -> None:
-            original(this, *args, **kwargs)
-            call(this)
-
-        kind.__init__ = init  # type: ignore[misc]
+        torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
 
     # ---- models ---------------------------------------------------------------------------------------------------
 
@@ -136,10 +128,6 @@ class Techniques:
                 memopt.offload_layers(model)
                 self._offloaded.add(model)
                 self._met(OFFLOAD_LAYERS, model)
-
-    @functools.cached_property
-    def _offloaded(self) -> weakref.WeakSet[nn.Module]:
-        return weakref.WeakSet()
 
     def _around_calls(self, budget: int | None, offload: bool) -> None:
         """Wrap each outermost call of a module with gradients, which is a model's forward pass.

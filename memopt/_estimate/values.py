@@ -350,8 +350,8 @@ _INDEX = _aten.index.Tensor  # it finds out for itself what a mask selects, and 
 _FROM_DEVICE = SHAPE_FROM_VALUES - {_INDEX}
 
 
-class _DeviceValues:
-    """The interface of HostShadows for a device that keeps values."""
+class _DeviceValues(HostShadows):
+    """The values of a device that keeps them."""
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor:
         torch.cuda.synchronize(tensor.device)
@@ -360,7 +360,7 @@ class _DeviceValues:
     def drawn(self, tensor: torch.Tensor) -> bool:
         return False
 
-    def put(self, tensor: torch.Tensor, values: torch.Tensor, *, made: bool) -> None:
+    def put(self, tensor: torch.Tensor, values: torch.Tensor, *, made: bool, drawn: bool = False) -> None:
         alias(tensor).copy_(values)
 
 

@@ -27,13 +27,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from memopt._estimate.protection import Files
+
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _READ = ("stat", "lstat", "statvfs", "pathconf", "access", "readlink", "chdir", "getxattr", "listxattr")
 _CHANGE = ("chmod", "utime", "truncate", "setxattr")
 _DEVICES = ("/dev/", "/proc/", "/sys/")
 
 
-class WriteSandbox:
+class WriteSandbox(Files):
     """The redirection of Python's writes, from now on for the life of the process.
 
     folder: removed by its creator. kept: folders whose files are not redirected.

@@ -53,10 +53,9 @@ def run(request: RunRequest, quiet: bool, python: str = sys.executable, noise: b
             patience = None if ranks is None else _PATIENCE
             ended_from_outside = _watch(child, curve, patience, progress)
             seconds = time.monotonic() - begun
+            end = _End(request, child.pid, child.returncode, seconds, curve, before, ended_from_outside)
             if ranks is not None:
-                outcome = _outcome(
-                    request, child.pid, child.returncode, seconds, curve, before, ended_from_outside
-                )
+                outcome = _outcome(end)
                 if ranks.end(outcome, wait=ended_from_outside):
                     if not quiet:
                         merged_report.tell(ranks.path, _say)
@@ -67,16 +66,28 @@ def run(request: RunRequest, quiet: bool, python: str = sys.executable, noise: b
                     pass
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        status = child.returncode
-        if ranks is None and (not quiet or status < 0):
+        if ranks is None and (not quiet or end.status < 0):
             sys.stdout.flush()
-            print(
-                _said(request, child.pid, status, seconds, curve, before, quiet),
-                file=sys.stderr,
-                end="",
-                flush=True,
-            )
-        return status if status >= 0 else 128 - status
+            _say(_said(end, quiet))
+        return end.status if end.status >= 0 else 128 - end.status
+
+
+@dataclass(frozen=True)
+class _End:
+    """The end of a script. before: the limit of host memory at its start; asked: it was told from outside to end."""
+
+    request: RunRequest
+    pid: int
+    status: int
+    seconds: float
+    curve: MemoryCurve
+    before: Limit
+    asked: bool
+
+    def left(self, name: str) -> str:
+        """Return what the child has written to a file of its folder, "" where it has not."""
+        file = Path(self.request.folder) / name
+        return file.read_text() if file.exists() else ""
 
 
 def _command(request: RunRequest, python: str) -> list[str]:
@@ -138,48 +149,47 @@ def _watch(
             child.kill()
 
 
-def _said(
-    request: RunRequest, pid: int, status: int, seconds: float, curve: MemoryCurve, before: Limit, quiet: bool
-) -> str:
+def _said(end: _End, quiet: bool) -> str:
     size = _C.format_size
-    name = " ".join(request.argv[:1])
-    if request.simulated is not None and status == -signal.SIGINT:
-        recorded = _read(Path(request.folder) / "summary.txt").rstrip("\n").rpartition("\n")[2].strip()
-        return f"memopt run: {name} (pid {pid}) was interrupted after {seconds:.1f} s{recorded and f'; {recorded}'}\n"
-    lines = [f"memopt run: {name} (pid {pid}) {_ended(status)} after {seconds:.1f} s"]
+    name = f"memopt run: {' '.join(end.request.argv[:1])} (pid {end.pid})"
+    after = f"after {end.seconds:.1f} s"
+    if end.request.simulated is not None and end.status == -signal.SIGINT:
+        recorded = end.left("summary.txt").rstrip("\n").rpartition("\n")[2].strip()
+        return f"{name} was interrupted {after}{recorded and f'; {recorded}'}"
+    lines = [f"{name} {_ended(end.status)} {after}"]
+    curve = end.curve
     if curve.samples:
         lines.append(
             f"  host memory, at most {size(curve.peak)}: {curve.bars()} {size(curve.samples[-1].total)} at the end"
         )
-    if status < 0:
-        lines += _of_a_signal(-status, curve, before, Path(request.folder))
-    for file in ("failure.txt", "summary.txt"):
-        text = _read(Path(request.folder) / file)
-        if text and not quiet:
-            lines += text.rstrip("\n").splitlines()
-    return "\n".join(lines) + "\n"
+    if end.status < 0:
+        lines += _of_a_signal(end)
+    if not quiet:
+        lines += [
+            line
+            for file in ("failure.txt", "summary.txt")
+            for line in end.left(file).rstrip("\n").splitlines()
+        ]
+    return "\n".join(lines)
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _outcome(
-    request: RunRequest, pid: int, status: int, seconds: float, curve: MemoryCurve, before: Limit, asked: bool
-) -> dict[str, Any]:
-    """Of one rank among several. asked: from outside, to end."""
-    folder = Path(request.folder)
-    figures, progress = _read(folder / "figures.json"), _read(folder / "progress.json")
+def _outcome(end: _End) -> dict[str, Any]:
+    """Of one rank among several."""
+    figures, progress = end.left("figures.json"), end.left("progress.json")
     return {
-        "program": " ".join((["-m"] if request.module else []) + request.argv),
-        "pid": pid,
-        "status": status,
-        "ended": _ended(status),
-        "seconds": round(seconds, 3),
-        "host_peak": curve.peak,
-        "of_a_signal": _of_a_signal(-status, curve, before, folder, asked) if status < 0 else [],
-        "failure": _read(folder / "failure.txt").strip(),
-        "was_at": _was_at(_read(folder / "stack.txt")),
+        "program": " ".join((["-m"] if end.request.module else []) + end.request.argv),
+        "pid": end.pid,
+        "status": end.status,
+        "ended": _ended(end.status),
+        "seconds": round(end.seconds, 3),
+        "host_peak": end.curve.peak,
+        "of_a_signal": _of_a_signal(end) if end.status < 0 else [],
+        "failure": end.left("failure.txt").strip(),
+        "was_at": _was_at(end.left("stack.txt")),
         "figures": json.loads(figures) if figures else None,
         "progress": json.loads(progress) if progress else None,
     }
@@ -206,12 +216,11 @@ def _ended(status: int) -> str:
         return f"was ended by signal {-status}"
 
 
-def _of_a_signal(
-    number: int, curve: MemoryCurve, before: Limit, folder: Path, asked: bool = False
-) -> list[str]:
+def _of_a_signal(end: _End) -> list[str]:
+    number, curve, before = -end.status, end.curve, end.before
     lines = []
     size = _C.format_size
-    if number == signal.SIGKILL and asked:
+    if number == signal.SIGKILL and end.asked:
         lines.append(f"  it did not end within {_PATIENCE:g} s of being asked to, and was killed then")
     elif number == signal.SIGKILL:
         now = limit_of()
@@ -229,7 +238,7 @@ def _of_a_signal(
             lines.append(
                 f"  who grew: pid {pid} ({who}) by {size(grown)}, {size(round(rate))} a second at the end"
             )
-    text = _read(folder / "progress.json")
+    text = end.left("progress.json")
     if text:
         told = json.loads(text)
         device = f", {size(told['allocated'])} allocated on the device" if "allocated" in told else ""
@@ -239,10 +248,6 @@ def _of_a_signal(
     if number == signal.SIGKILL:
         lines.append("  no recording: it lived in the process that was killed")
     return lines
-
-
-def _read(file: Path) -> str:
-    return file.read_text() if os.path.exists(file) else ""
 
 
 # ---- host memory -----------------------------------------------------------------------------------------------------

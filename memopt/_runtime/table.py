@@ -81,6 +81,10 @@ class Facts:
         return f"<table><caption>{escape(self.headline)}</caption>{cells}</table>"
 
 
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
 def paragraphs(texts: Iterable[str]) -> str:
     return "".join(f"<p>{_markup(text)}</p>" for text in texts)
 

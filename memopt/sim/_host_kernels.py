@@ -21,20 +21,18 @@ _MODES = {0: "rnn_relu", 1: "rnn_tanh", 2: "lstm", 3: "gru"}
 _aside = ThreadPoolExecutor(1, "memopt-host-kernels")
 
 
-def _softmax(x: Any, dim: int, half_to_float: bool) -> Any:
-    return _aten._softmax(x.float() if half_to_float else x, dim, False)
+def _softmax(softmax: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(x: Any, dim: int, half_to_float: bool) -> Any:
+        return softmax(x.float() if half_to_float else x, dim, False)
+
+    return computed
 
 
-def _log_softmax(x: Any, dim: int, half_to_float: bool) -> Any:
-    return _aten._log_softmax(x.float() if half_to_float else x, dim, False)
+def _softmax_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+        return backward(grad, output, dim, grad.dtype).to(dtype)
 
-
-def _softmax_backward(grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
-    return _aten._softmax_backward_data(grad, output, dim, grad.dtype).to(dtype)
-
-
-def _log_softmax_backward(grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
-    return _aten._log_softmax_backward_data(grad, output, dim, grad.dtype).to(dtype)
+    return computed
 
 
 def _ctc_loss(
@@ -273,10 +271,10 @@ def _rnn_backward(
 
 # By operation: its values on the CPU, in the order of its results.
 HOST_KERNELS: dict[Any, Callable[..., Any]] = {
-    _aten._softmax.default: _softmax,
-    _aten._softmax_backward_data.default: _softmax_backward,
-    _aten._log_softmax.default: _log_softmax,
-    _aten._log_softmax_backward_data.default: _log_softmax_backward,
+    _aten._softmax.default: _softmax(_aten._softmax),
+    _aten._softmax_backward_data.default: _softmax_backward(_aten._softmax_backward_data),
+    _aten._log_softmax.default: _softmax(_aten._log_softmax),
+    _aten._log_softmax_backward_data.default: _softmax_backward(_aten._log_softmax_backward_data),
     _aten._cudnn_ctc_loss.default: _ctc_loss,
     _aten._cudnn_ctc_loss.Tensor: _ctc_loss,
     _aten._thnn_fused_lstm_cell.default: _lstm_cell,
