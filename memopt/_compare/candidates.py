@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt._estimate.training import function_named
 from memopt.deploy._plain_model import plain_model
 
 
@@ -84,14 +84,7 @@ def _function(name: object, given: Any) -> nn.Module | Callable[[], Any]:
         module, _, attribute = given.partition(":")
         if not module or not attribute:
             raise ValueError(f'compare_models: {given!r} is no name of a function: write "module:function"')
-
-        def make() -> Any:
-            found: Any = importlib.import_module(module)
-            for part in attribute.split("."):
-                found = getattr(found, part)
-            return found()
-
-        return make
+        return lambda: function_named(given)()
     if not callable(given):
         raise TypeError(
             f"compare_models: {name!r} is a {type(given).__name__}, not a module or a function that makes one"

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from memopt._compare.candidates import Candidate, same_random_states
-from memopt._estimate.training import AMP, as_arguments, loss_of
+from memopt._estimate.training import AMP, as_arguments, loss_of, to_device
 from memopt._runtime.log import logger
 
 
@@ -40,9 +40,7 @@ def count(
     model: nn.Module, sample: Any, loss: Callable[[Any], Any] | None, train: bool, device: str = "meta"
 ) -> Counts:
     """Of one step, of a model and a sample that are on that device. Gradients of the model's are there afterwards."""
-    args, kwargs = as_arguments(
-        pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, sample)
-    )
+    args, kwargs = as_arguments(to_device(sample, device))
     model.train(train)
     counter = FlopCounterMode(
         display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution}

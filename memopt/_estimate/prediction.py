@@ -12,7 +12,7 @@ from memopt._estimate import cards
 from memopt._estimate.answer import processes_in_words
 from memopt._estimate.cards import Card
 from memopt._memory.recording.category_split import in_words
-from memopt._runtime.table import Code, Facts
+from memopt._runtime.table import Code, Facts, several
 
 SIMULATED = "simulated device"
 FAKE = "fake tensors"
@@ -271,24 +271,22 @@ def _rows(found: Estimate) -> list[tuple[str, str]]:
         said.append(("ranks", _ranks(found.ranks)))
     if found.by_category:
         said.append(("", f"= {in_one_unit(found.by_category)}"))
-    said += [
-        ("lines" if n == 0 else "", _attribution_row(row)) for n, row in enumerate(found.by_line[:_ROWS])
-    ]
+    said += several("lines", map(_attribution_row, found.by_line[:_ROWS]))
     named = [row for row in found.by_module if row.get("name")]
-    said += [("modules" if n == 0 else "", _attribution_row(row)) for n, row in enumerate(named[:_ROWS])]
+    said += several("modules", map(_attribution_row, named[:_ROWS]))
     if found.processes:
         said.append(("processes", processes_in_words(found.processes)))
-    said += [("covered" if n == 0 else "", line) for n, line in enumerate(found.covered)]
+    said += several("covered", found.covered)
     if found.backends:
         said.append(("allocators", " | ".join(map(_backend_row, found.backends))))
     if found.largest_batch:
         said.append(("batch", _batch_row(found.largest_batch)))
     if found.smallest_card:
         said.append(("smallest", _smallest(found.smallest_card)))
-    said += [("would fit" if n == 0 else "", _advice_row(one)) for n, one in enumerate(found.advice)]
-    said += [("range" if n == 0 else "", one) for n, one in enumerate(found.unknowns)]
-    said += [("guesses" if n == 0 else "", _guess(one)) for n, one in enumerate(found.guesses)]
-    said += [("not in it" if n == 0 else "", str(one)) for n, one in enumerate(found.unmodelled)]
+    said += several("would fit", map(_advice_row, found.advice))
+    said += several("range", found.unknowns)
+    said += several("guesses", map(_guess, found.guesses))
+    said += several("not in it", map(str, found.unmodelled))
     if found.error:
         said.append(("error", found.error))
     said.append(("source", _source(found)))

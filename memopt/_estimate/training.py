@@ -35,7 +35,7 @@ class TrainingTask:
 
     def run(self, device: str) -> None:
         """Run the training on a device, "cpu" for fake tensors; tensors that are made elsewhere are moved there."""
-        subject = _named(self.subject) if isinstance(self.subject, str) else self.subject
+        subject = function_named(self.subject) if isinstance(self.subject, str) else self.subject
         sample, optimizer = self.sample, self.optimizer
         if sample is None and not isinstance(subject, torch.nn.Module):
             made = subject()
@@ -43,7 +43,7 @@ class TrainingTask:
                 return  # it has trained by itself
             subject, sample, optimizer = _parts(made, optimizer)
             if subject is None:
-                subject, sample = self.subject if callable(self.subject) else _named(self.subject), ()
+                subject, sample = self.subject if callable(self.subject) else function_named(self.subject), ()
         if sample is None:
             raise TypeError("a module needs a sample: pass sample=, its forward's arguments")
         if isinstance(subject, torch.nn.Module):
@@ -78,7 +78,8 @@ class TrainingTask:
         return nullcontext() if self.amp is None else torch.autocast(device, dtype=AMP[self.amp])
 
 
-def _named(name: str) -> Callable[..., Any]:
+def function_named(name: str) -> Callable[..., Any]:
+    """Import the function of a name, "module:function"."""
     module, _, function = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in function.split("."):

@@ -85,6 +85,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
+def several(name: str, values: Iterable[str]) -> list[tuple[str, str]]:
+    """Rows of Facts that say several things under one name."""
+    return [(name if n == 0 else "", value) for n, value in enumerate(values)]
+
+
 def paragraphs(texts: Iterable[str]) -> str:
     return "".join(f"<p>{_markup(text)}</p>" for text in texts)
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt import _C
+from memopt._runtime.storages import storage_bytes
 
 Keep: TypeAlias = str | Iterable[Any] | Callable[[str, torch.Tensor], bool] | None
 
@@ -112,7 +113,7 @@ def to_dtype_(
         if name not in stay and tensor.is_floating_point() and tensor.dtype != dtype
     }  # fmt: skip
     everything = [*tensors.values(), *_gradients(tensors.values())]
-    before = _storage_bytes(everything)
+    before = storage_bytes(everything)
     shared = _by_storage(chosen, tensors)
     for name, tensor in chosen.items():
         _check(name, tensor, shared, stay)
@@ -123,7 +124,7 @@ def to_dtype_(
         _convert(members, dtype)
     return Converted(
         before=before,
-        after=_storage_bytes([*tensors.values(), *_gradients(tensors.values())]),
+        after=storage_bytes([*tensors.values(), *_gradients(tensors.values())]),
         dtype=dtype,
         converted=list(chosen),
         kept=[name for name in tensors if name in stay],
@@ -193,11 +194,6 @@ def _kept(given: Any, tensors: dict[str, torch.Tensor], keep: Keep) -> set[str]:
 
 def _gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-
-
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.layout is torch.strided}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _by_storage(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt import _C
-from memopt._runtime.table import Facts
+from memopt._runtime.table import Facts, several
 from memopt.deploy._inference_memory import InferenceMemory
 from memopt.deploy._output_check import Check
 
@@ -95,7 +95,7 @@ class Export:
         ]
         if self.dynamic:
             said.append(("shapes", self.dynamic))
-        said += [("outputs" if n == 0 else "", _check(one)) for n, one in enumerate(self.checks)]
+        said += several("outputs", map(_check, self.checks))
         if not self.checks:
             said.append(("outputs", "not compared with the live model's (verify=False)"))
         if self.memory is not None:
@@ -104,7 +104,7 @@ class Export:
             said.append(("inference", f"not measured: {self.not_measured}"))
         if self.taken_off:
             said.append(("without", ", ".join(self.taken_off)))
-        said += [("warning" if n == 0 else "", one) for n, one in enumerate(self.warnings)]
+        said += several("warning", self.warnings)
         versions = ", ".join(f"{name} {value}" for name, value in self.versions.items())
         said.append(("source", f"measured on this machine in {self.seconds:.1f} s; {versions}"))
         return said
