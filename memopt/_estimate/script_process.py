@@ -30,7 +30,7 @@ from memopt._run.user_program import call_after_torch, call_before_torch
 from memopt.sim import _activation
 
 if TYPE_CHECKING:
-    from memopt._estimate.run import Run
+    from memopt._estimate.script_run import Run
 
 
 def main(arguments: list[str]) -> int:
@@ -60,7 +60,7 @@ def estimate(request: Request, path: str) -> int:
     os.environ.update(compiler_environment(driver, Path(_folder(request))))
     announce(path)
     files = protection.redirected(request.protection_of(), _folder(request))
-    from memopt._estimate.run import Run  # imports torch, which links the simulated libraries now
+    from memopt._estimate.script_run import Run  # imports torch, which links the simulated libraries now
 
     protection.saved(files)
     return Run(request, started_at, files).execute()
@@ -166,7 +166,7 @@ def _names_torch(script: str) -> bool:
 
 
 def _run_of(request: Request, files: protection.Files) -> Run:
-    from memopt._estimate.run import Run
+    from memopt._estimate.script_run import Run
 
     return Run(request, 0.0, files, main=False)
 
