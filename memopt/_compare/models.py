@@ -97,6 +97,7 @@ def compare_models(
         raise ValueError(f"compare_models: scores of {', '.join(sorted(unknown))}, which is not compared")
     step = step_costs.Step(_device(sample), optimizer, loss, amp, train)
     rows = {one.name: ModelFigures(one.name, score=(scores or {}).get(one.name)) for one in given}
+    how = {"method": method, "python": python, "unprotected": unprotected}
     counts: dict[str, step_costs.Counts] = {}
     shapes = {}
     for one in given:
@@ -104,7 +105,7 @@ def compare_models(
         made = _shapes(one, rows[one.name])
         if made is not None:
             shapes[one.name] = made
-            _estimate(one, made, rows[one.name], step, method, python, unprotected)
+            _estimate(one, made, rows[one.name], step, how)
     # After all estimates: fake tensors go through a fork, and a backward pass may start threads that forbid it.
     for one in given:
         if one.name in shapes:
@@ -153,9 +154,7 @@ def _estimate(
     made: Made,
     row: ModelFigures,
     step: step_costs.Step,
-    method: str | None,
-    python: str | None,
-    unprotected: bool,
+    how: dict[str, Any],
 ) -> None:
     model, sample = made
     try:
@@ -167,9 +166,7 @@ def _estimate(
             amp=step.amp,
             train=step.train,
             quick=True,
-            method=method,
-            python=python,
-            unprotected=unprotected,
+            **how,
         )
     except Exception as error:
         row.fails("the peak", error)

@@ -49,9 +49,8 @@ class Guesses:
                 f"fraction={fraction!r} must lie between 0 and 1: it is the true part of an unknown mask"
             )
         self.fraction = fraction
-        self.asserts: dict[
-            tuple[str, int], bool
-        ] = {}  # lines of the script that assert something: whether it holds
+        # Lines of the script that assert something: whether it holds.
+        self.asserts: dict[tuple[str, int], bool] = {}
         self._counts: Counter[Guess] = Counter()
 
     def add(self, kind: str, what: str) -> None:

@@ -78,9 +78,8 @@ def install(loops: Loops, asserts: Asserts) -> None:
         path = self.get_filename(name)
         if not _is_chosen(path):
             return loaded(self, name)
-        return source_to_code(
-            self, self.get_data(path), path
-        )  # past the files of bytecode, which are the script's
+        # Past the files of bytecode, which are the script's.
+        return source_to_code(self, self.get_data(path), path)
 
     def get_code_from_file(*given: str) -> Any:
         path = os.path.abspath(given[-1])

@@ -62,17 +62,14 @@ class Loops:
         self.done = self.taken = self.backwards = 0
         self.short: dict[str, str] = {}  # what was ended, by where it is: how
         self.grows: dict[str, int] = {}  # bytes that each iteration kept of what was ended
-        self.last: dict[
-            str, int
-        ] = {}  # periodic loops in their last iteration: of how many, 0 where that is not known
-        self.early: dict[
-            str, Any
-        ] = {}  # lines that came before their turn: what it is every so many iterations
+        # Periodic loops in their last iteration: of how many, 0 where that is not known.
+        self.last: dict[str, int] = {}
+        # Lines that came before their turn: what it is every so many iterations.
+        self.early: dict[str, Any] = {}
         self._stack: list[Loop] = []
         self._turns: Counter[object] = Counter()
-        self._repeats: set[object] = (
-            set()
-        )  # places where an optimizer has stepped twice: not loops over optimizers
+        # Places where an optimizer has stepped twice: not loops over optimizers.
+        self._repeats: set[object] = set()
         self._unasked = 0
         self._of_each: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._watch_optimizers()

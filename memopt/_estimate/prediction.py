@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from memopt import _C
@@ -44,6 +44,15 @@ class Advice:
     what: str
     peak: int
     changes: str = ""
+
+
+_NOT_PLAIN = (
+    "allocated",
+    "reserved",
+    "advice",
+    "again",
+    "largest",
+)  # fields that as_dict() tells otherwise, or not
 
 
 @dataclass
@@ -149,9 +158,8 @@ class Estimate:
 
         peak_allocated and peak_reserved are the low ends; their ranges are beside them.
         """
-        return {
-            "title": self.title,
-            "method": self.method,
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_PLAIN}
+        return plain | {
             "measured": False,
             "verdict": self.verdict or None,
             "card": asdict(self.card) if self.card else None,
@@ -159,32 +167,10 @@ class Estimate:
             "peak_reserved": self.reserved[0],
             "peak_allocated_range": list(self.allocated),
             "peak_reserved_range": list(self.reserved),
-            "context": self.context,
             "needed_range": list(self.needed),
-            "oom": self.oom,
-            "retries": self.retries,
-            "by_category": self.by_category,
-            "by_line": self.by_line,
-            "by_module": self.by_module,
-            "unknowns": self.unknowns,
-            "guesses": self.guesses,
-            "unmodelled": self.unmodelled,
             "backends": [asdict(backend) for backend in self.backends],
             "would_fit": [asdict(one) for one in self.advice],
-            "ranks": self.ranks,
-            "processes": self.processes,
-            "largest_batch": self.largest_batch,
-            "smallest_card": self.smallest_card,
-            "steps": self.steps,
-            "covered": self.covered,
-            "error": self.error,
             "sources": self.sources(),
-            "versions": self.versions,
-            "simulated": self.simulated,
-            "recording": self.recording,
-            "runs": self.runs,
-            "seconds": self.seconds,
-            "host_peak": self.host_peak,
         }
 
     def sources(self) -> dict[str, str]:

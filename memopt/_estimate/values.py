@@ -108,9 +108,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
             if any(issubclass(one, _TRACED) for one in types):
                 return func(*args, **kwargs)
             return NotImplemented  # a tensor made of tensors: its own operations come here, on its parts
-        if (
-            torch.is_inference_mode_enabled()
-        ):  # nothing before has taken apart what is made of other operations
+        if torch.is_inference_mode_enabled():
+            # Nothing before has taken apart what is made of other operations.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

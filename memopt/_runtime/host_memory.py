@@ -147,9 +147,8 @@ def _groups(file: Path, cgroups: Path) -> list[Path]:
 
 def _number(file: Path) -> int | None:
     text = "".join(_lines(file))
-    return (
-        int(text) if text.isdecimal() and int(text) < 1 << 60 else None
-    )  # "max", or version 1's word for it
+    # None for "max", or version 1's word for it.
+    return int(text) if text.isdecimal() and int(text) < 1 << 60 else None
 
 
 def _killed(file: Path) -> int | None:

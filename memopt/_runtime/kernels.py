@@ -26,9 +26,8 @@ def user_cache() -> str | None:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # the specification has a relative one ignored
         return base
-    home = (
-        os.path.expanduser("~") if os.environ.get("HOME") != "" else ""
-    )  # of an empty one it makes the root
+    # Of an empty HOME expanduser makes the root.
+    home = os.path.expanduser("~") if os.environ.get("HOME") != "" else ""
     return os.path.join(home, ".cache") if os.path.isabs(home) else None
 
 

@@ -78,9 +78,8 @@ class _OldModule(ModuleType):
     _new: str
 
     def __getattr__(self, name: str) -> object:
-        if (
-            name[:2] == "__" or not self._new
-        ):  # asked by the import system; a package, which had modules alone
+        # Asked by the import system; a package, which had modules alone.
+        if name[:2] == "__" or not self._new:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         today = CLASSES.get(f"{self.__name__}.{name}".removeprefix("memopt."), name)
         value = getattr(importlib.import_module(self._new), today)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,30 +56,13 @@ class Export:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "model": self.model,
-            "format": self.format,
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "program"}
+        return plain | {
             "files": [[str(path), size] for path, size in self.files],
-            "size": self.size,
-            "parameters": self.parameters,
-            "buffers": self.buffers,
-            "checks": [
-                {
-                    "sample": one.sample,
-                    "outputs": one.outputs,
-                    "difference": one.difference,
-                    "tolerance": one.tolerance,
-                    "dtype": None if one.dtype is None else str(one.dtype),
-                }
-                for one in self.checks
-            ],
-            "memory": None if self.memory is None else self.memory.as_dict(),
+            "checks": [asdict(one) | {"dtype": one.dtype and str(one.dtype)} for one in self.checks],
+            "memory": self.memory and self.memory.as_dict(),
             "not_measured": self.not_measured or None,
-            "taken_off": self.taken_off,
-            "warnings": self.warnings,
             "dynamic": self.dynamic or None,
-            "versions": self.versions,
-            "seconds": self.seconds,
         }
 
     def rows(self) -> list[tuple[str, str]]:

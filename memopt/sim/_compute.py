@@ -162,9 +162,8 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         if func in HOST_KERNELS:
             _keep(result, values)
             return result
-        written = {
-            tensor.untyped_storage().data_ptr() for tensor in inputs
-        }  # in place and out=: done by aliasing
+        # In place and out=: done by aliasing.
+        written = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         for n, (tensor, value) in enumerate(zip(results, tree_leaves(values), strict=True)):
             if not isinstance(tensor, torch.Tensor):
                 results[n] = value

@@ -10,33 +10,14 @@ from memopt._C import parse_size
 _library: ctypes.CDLL | None = None
 _bodies: list[object] = []  # host bodies of kernels: the device keeps their addresses for ever
 
-_LIVE = [
-    "bytes",
-    "handles",
-    "mappings",
-    "allocations",
-    "streams",
-    "events",
-    "graphs",
-    "modules",
-    "pending",
-    "reservations",
-    "reserved_bytes",
-    "host_allocations",
-]
-_COUNTS = [
-    "memory",
-    "bytes_peak",
-    "pool_reserved",
-    "pool_used",
-    "launches",
-    "copies",
-    "copied_bytes",
-    "memsets",
-    "syncs",
-    "ooms",
-    "faults",
-]
+# The fields of simcuda_live and simcuda_counts in csrc/simcuda/control.h, in their order.
+_LIVE = (
+    "bytes handles mappings allocations streams events graphs modules pending reservations reserved_bytes"
+    " host_allocations"
+).split()
+_COUNTS = (
+    "memory bytes_peak pool_reserved pool_used launches copies copied_bytes memsets syncs ooms faults"
+).split()
 _NOT_IMPLEMENTED = 2**64 - 1
 
 # args: addresses of the argument values; grid and block: three numbers each.
