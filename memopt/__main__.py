@@ -1,4 +1,4 @@
-"""python -m memopt COMMAND: one file a command, in memopt/commands."""
+"""python -m memopt COMMAND: one file a command, in memopt/_cli."""
 
 from __future__ import annotations
 

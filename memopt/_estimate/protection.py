@@ -210,56 +210,6 @@ def _files_in(root: Path, only_device: int | None = None) -> list[str]:
     return found
 
 
-# ---- the probe -------------------------------------------------------------------------------------------------------
-
-
-def _probe(folders: Sequence[str]) -> dict[str, object]:
-    """Try each way in a child of its own, because none can be undone."""
-    refusals: dict[str, object] = {}
-    for way in ("overlay", "landlock"):
-        with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder:
-            refusal = _tried(Protection(way), os.path.realpath(folder), folders)
-        if refusal is None:
-            return Protection(way)._asdict()
-        refusals[way] = refusal
-    return refusals
-
-
-def _tried(protection: Protection, folder: str, folders: Sequence[str]) -> str | None:
-    """Try the protection in a forked child and return the reason why it fails, None if it works."""
-    writable = [name for name in folders if os.access(name, os.W_OK)]
-    read, write = os.pipe()
-    if (pid := os.fork()) == 0:
-        said = "it ended without a word"
-        try:
-            confine(protection, folder)
-            for name in writable if protection.way == "overlay" else []:
-                # A folder of a group that a user namespace does not know cannot be written to there.
-                with tempfile.TemporaryFile(dir=name):
-                    pass
-            said = ""
-        except (_C.Error, OSError) as error:
-            said = str(error)
-        finally:
-            os.write(write, said.encode())
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as told:
-        said = told.read()
-    os.waitpid(pid, 0)
-    return said or None
-
-
-def _files_of_this_user(folder: str) -> bool:
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        return any(os.access(entry.path, os.W_OK) for entry in entries)
-    return False
-
-
-if __name__ == "__main__":
-    process.tell("found", **_probe(next(process.requests())))
-
-
 # ---- processes that are left -----------------------------------------------------------------------------------------
 
 
@@ -342,3 +292,53 @@ def _end_as(status: int) -> NoReturn:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [ended_by])
         os.kill(os.getpid(), ended_by)
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+# ---- the probe -------------------------------------------------------------------------------------------------------
+
+
+def _probe(folders: Sequence[str]) -> dict[str, object]:
+    """Try each way in a child of its own, because none can be undone."""
+    refusals: dict[str, object] = {}
+    for way in ("overlay", "landlock"):
+        with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder:
+            refusal = _tried(Protection(way), os.path.realpath(folder), folders)
+        if refusal is None:
+            return Protection(way)._asdict()
+        refusals[way] = refusal
+    return refusals
+
+
+def _tried(protection: Protection, folder: str, folders: Sequence[str]) -> str | None:
+    """Try the protection in a forked child and return the reason why it fails, None if it works."""
+    writable = [name for name in folders if os.access(name, os.W_OK)]
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        said = "it ended without a word"
+        try:
+            confine(protection, folder)
+            for name in writable if protection.way == "overlay" else []:
+                # A folder of a group that a user namespace does not know cannot be written to there.
+                with tempfile.TemporaryFile(dir=name):
+                    pass
+            said = ""
+        except (_C.Error, OSError) as error:
+            said = str(error)
+        finally:
+            os.write(write, said.encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        said = told.read()
+    os.waitpid(pid, 0)
+    return said or None
+
+
+def _files_of_this_user(folder: str) -> bool:
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        return any(os.access(entry.path, os.W_OK) for entry in entries)
+    return False
+
+
+if __name__ == "__main__":
+    process.tell("found", **_probe(next(process.requests())))
