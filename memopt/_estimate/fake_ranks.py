@@ -104,7 +104,7 @@ def parallelize(kind: str, count: int) -> None:
     When the script makes its optimizer, the model that holds those parameters is found and wrapped by torch's own
     function, and the optimizer is given the resulting parameters.
     """
-    parallelize = {"ddp": _replicate, "fsdp": _shard, "tp": _split}[kind]
+    wrap = {"ddp": _replicate, "fsdp": _shard, "tp": _split}[kind]
     made = torch.optim.Optimizer.__init__
     known: dict[int, nn.Module] = {}  # models that are parallelized already, by the first optimizer
 
@@ -115,7 +115,7 @@ def parallelize(kind: str, count: int) -> None:
             if id(root) not in known:
                 known[id(root)] = root
                 before = dict(root.named_parameters())
-                parallelize(root, count)
+                wrap(root, count)
                 places |= {id(p): (root, name) for name, p in before.items()}
 
         def now(entry: Any) -> Any:
