@@ -18,9 +18,9 @@ from memopt._memory.live import heap_snapshot
 from memopt._memory.live.device_bytes import DeviceBytes, blocks_of, split
 from memopt._memory.live.growth import Growth, compare
 from memopt._memory.live.live_tensors import LiveTensors, described, live_tensors
-from memopt._memory.live.source_location import place
 from memopt._memory.recording import recorder
 from memopt._memory.recording.recording import Line
+from memopt._memory.recording.user_code import place
 from memopt._runtime.switches import disable, enable
 from memopt._runtime.table import Facts
 
