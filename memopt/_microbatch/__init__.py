@@ -1,9 +1,8 @@
 """A training step that survives out-of-memory errors: the batch runs again in micro-batches.
 
-backward.py has memopt.backward and its loop; split_batch.py finds the samples and cuts them; exactness.py says where
-micro-batches cannot equal the whole; attempt_state.py is what an attempt that failed gives back; retry.py runs a
-micro-batch, and leaves nothing of one that failed; size_cache.py remembers what fitted; available_memory.py is how much
-memory there is.
+backward.py has memopt.backward and its loop; split_batch.py finds the samples, cuts them and weighs the parts' losses;
+exactness.py says where micro-batches cannot equal the whole; attempt.py runs one and gives back what a failed one has
+changed; size_cache.py chooses sizes, by the memory that there is and by what fitted before.
 
 Ranks that train one model together have to agree, or one waits in a collective for another that runs out. They do so by
 an Agreement; memopt.backward calls it, on every rank, in this order:

@@ -11,19 +11,11 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from memopt._memory.oom.exceptions import is_out_of_memory
-from memopt._microbatch import (
-    ALONE,
-    Agreement,
-    available_memory,
-    exactness,
-    loss_check,
-    retry,
-)
-from memopt._microbatch.attempt_state import BufferHistory, EntryGradients, InitialScale
-from memopt._microbatch.loss_weights import Reduction, Weights
-from memopt._microbatch.size_cache import KnownSizes
-from memopt._microbatch.split_batch import Cutting, Lists, SplitBatch
+from memopt._memory.oom.recognition import is_out_of_memory
+from memopt._microbatch import ALONE, Agreement, exactness
+from memopt._microbatch.attempt import BufferHistory, EntryGradients, Failure, InitialScale, run_attempt
+from memopt._microbatch.size_cache import KnownSizes, StepMemory, available_bytes, memory_before, memory_since
+from memopt._microbatch.split_batch import Cutting, Lists, Reduction, SplitBatch, Weights
 from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import ModuleTensors, RandomState, version
 
@@ -203,7 +195,7 @@ class _Step:
         self.was_emptied = False  # the allocator's cache, in this step
         self.is_cut = False
         self.tried_again = False  # one sample
-        self.failure: retry.Failure | None = None  # of one sample, where there are other ranks
+        self.failure: Failure | None = None  # of one sample, where there are other ranks
 
     def _refuse(self) -> None:
         exactness.refuse_mixing(self.history.suspects)
@@ -228,7 +220,7 @@ class _Step:
     def run(self) -> Tensor:
         self.scale = InitialScale(self.scaler)
         self.versions = [version(tensor) for tensor in self.split.tensors()]
-        if retry.run(self._enter, self.devices) is not None:
+        if run_attempt(self._enter, self.devices) is not None:
             self._enter()  # now that nothing is cached and no garbage is left
         self.gradients = EntryGradients(self.parameters)
         try:
@@ -257,7 +249,7 @@ class _Step:
             count = self._agreed(left, size)
             size = -(-left // count) if left else 1
             if self.done == 0:
-                before = None if count == 1 else available_memory.before(self.devices)
+                before = None if count == 1 else memory_before(self.devices)
             self.is_cut = self.done > 0 or count > 1
             if self.is_cut and (reason := self._no_parts()):
                 raise exactness.NotOnParts(reason)
@@ -292,10 +284,10 @@ class _Step:
         samples, sizes = self.split.samples, self.history.sizes
         if sizes.is_unlimited(self.what) or samples < 2 or self._no_parts():
             return max(samples, 1)
-        self.room = available_memory.of(self.devices)
+        self.room = available_bytes(self.devices)
         return sizes.choose(self.what, self.split.shapes, samples, self.room)
 
-    def _micro_batches(self, count: int) -> tuple[retry.Failure, int] | None:
+    def _micro_batches(self, count: int) -> tuple[Failure, int] | None:
         """Run what is left of the batch as `count` micro-batches.
 
         Returns the failure and the size of the one that ran out of memory.
@@ -310,7 +302,7 @@ class _Step:
             self.done = stop
         return None
 
-    def _micro_batch(self, start: int, stop: int) -> retry.Failure | None:
+    def _micro_batch(self, start: int, stop: int) -> Failure | None:
         """Run one micro-batch.
 
         After a failure the state is that at its begin where nothing was accumulated, else that at entry.
@@ -326,7 +318,7 @@ class _Step:
                 random, saved = RandomState(self.devices), self.history.buffers.values(self.buffers)
             self._forward_and_backward(start, stop)
 
-        failure = retry.run(call, self.devices)
+        failure = run_attempt(call, self.devices)
         if failure is None:
             return None
         self.was_emptied = True
@@ -396,10 +388,10 @@ class _Step:
 
     # ---- what is learned ---------------------------------------------------------------------------------------------
 
-    def _smaller(self, failure: retry.Failure, size: int) -> int:
+    def _smaller(self, failure: Failure, size: int) -> int:
         """The size to go on with. Raises where there is none."""
         if self.room is None:
-            self.room = available_memory.of(self.devices)
+            self.room = available_bytes(self.devices)
         self.history.sizes.record(self.what, self.split.shapes).has_failed(size, self.room, failure.asked)
         if size > 1:
             logger.info("%d samples ran out of memory: micro-batches of %d", size, size // 2)
@@ -417,17 +409,17 @@ class _Step:
             return 0
         raise self._final(failure)
 
-    def _final(self, failure: retry.Failure) -> BaseException:
+    def _final(self, failure: Failure) -> BaseException:
         begin = "CUDA out of memory. " if failure.kind is torch.OutOfMemoryError else ""
         return failure.error(
             f"{begin}memopt.backward: one sample alone does not fit (of {self.split.samples}): it needs "
         )
 
-    def _learn(self, size: int, before: available_memory.StepMemory | None) -> None:
+    def _learn(self, size: int, before: StepMemory | None) -> None:
         self.history.buffers.learn(self.saved)
         if self.room is None:
             return
-        taken = None if before is None else available_memory.after(self.devices, before)
+        taken = None if before is None else memory_since(self.devices, before)
         record = self.history.sizes.record(self.what, self.split.shapes)
         record.has_fitted(size, self.room, taken, self.was_emptied)
 
@@ -441,9 +433,7 @@ class _Step:
                 exactness.refuse_randomness()
             self.history.told_of_randomness.add(self.what)
             exactness.warn_of_randomness(self.modules)
-        is_due = (
-            loss_check.is_due(self.history.cut.get(self.what, 0)) if self.is_cut else not self._was_seen()
-        )
+        is_due = exactness.is_due(self.history.cut.get(self.what, 0)) if self.is_cut else not self._was_seen()
         if self.weights.by_samples and is_due:
             exactness.refuse_graph(loss)
 
@@ -457,12 +447,12 @@ class _Step:
         if self.exact is False or self.agreement is not ALONE or self.split.samples < 2:
             return
         if (
-            loss_check.is_due(cut)
+            exactness.is_due(cut)
             if self.is_cut
-            else is_new and not loss_check.is_compiled(self.modules, self.fn)
+            else is_new and not exactness.is_compiled(self.modules, self.fn)
         ):
             try:
-                retry.run(self._check_values, self.devices)  # what does not fit is not checked
+                run_attempt(self._check_values, self.devices)  # what does not fit is not checked
             except exactness.NotOnParts as error:
                 self.history.not_on_parts[self.what] = str(error)
                 if self.is_cut:
@@ -482,7 +472,7 @@ class _Step:
         if samples > 1:
             saved = self.history.buffers.values(self.buffers)
             surroundings = (self.modules, self.parameters, self.devices, saved)
-            checked = loss_check.check(self.fn, self.split, self.weights, *surroundings, samples)
+            checked = exactness.check_loss(self.fn, self.split, self.weights, *surroundings, samples)
             if record is not None:
                 record.checked = checked
 

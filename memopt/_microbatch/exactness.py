@@ -2,17 +2,16 @@
 
 Decidable beforehand: modules that mix samples (batch norm), gradients that are changed on their way (hooks). By the
 graph of a loss: torch's cross entropy says how many targets it has averaged over. By values: the loss of a batch must
-be the weighted sum of the losses of unequal parts of it. What holds for the batches that were tried by chance (each
-with as many targets that count as the next) cannot be told from what holds always; so it is tried again, at the first,
-second, fourth, eighth … step that is cut.
-"""
+be the weighted sum of the losses of unequal parts of it (check_loss). What holds for the batches that were tried by
+chance (each with as many targets that count as the next) cannot be told from what holds always; so it is tried again,
+at the first, second, fourth, eighth … step that is cut."""
 
 from __future__ import annotations
 
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from memopt._runtime.log import stacklevel
+from memopt._microbatch.attempt import run_attempt
+from memopt._microbatch.split_batch import SplitBatch, Weights
+from memopt._runtime.log import logger
+from memopt._runtime.state_snapshot import BufferValues, GradientTensors, Modes, RandomState
+from memopt.cuda._caller import stacklevel
 
 _DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reductions are there
 
@@ -30,7 +33,6 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 3e-2, to
 
 _TOLD = "pass exact=False to have it run in micro-batches all the same"
 _ANOTHER = "Draw it outside of fn, or leave out exact=True: gradients of micro-batches are equal in distribution then"
-
 
 Suspects = list[tuple[str, weakref.ref[nn.Module]]]
 
@@ -82,81 +84,6 @@ def refuse_hooks(modules: Sequence[nn.Module]) -> None:
                 )
 
 
-def refuse_graph(loss: Tensor) -> None:
-    """Refuse a cross entropy that has averaged over other numbers than those of samples. Waits for the device."""
-    for node in _nodes(loss):
-        counted = _counted(node)
-        if counted is not None and counted[0] != counted[1]:
-            raise ValueError(
-                f"memopt.backward: the loss is a mean over {counted[0]:g} of {counted[1]} targets ({counted[2]}), and "
-                "its micro-batches would have other means than the whole. Give what each micro-batch is to count for, "
-                "reduction=lambda *part: (part[1] != -100).sum() for one, or return the losses unreduced "
-                f"(reduction='none'), or {_TOLD}"
-            )
-
-
-def _nodes(loss: Tensor) -> Iterator[Any]:
-    left, seen = [loss.grad_fn], 0
-    while left and seen < _DEPTH:
-        node = left.pop(0)
-        if node is None:
-            continue
-        seen += 1
-        yield node
-        left += [following for following, _ in node.next_functions]
-
-
-def _counted(node: Any) -> tuple[float, int, str] | None:
-    """The divisor of a mean of negative log likelihoods, its targets, and why the two may differ."""
-    if not type(node).__name__.startswith("NllLoss") or getattr(node, "_saved_reduction", 0) != 1:
-        return None
-    total, target = node._saved_total_weight, node._saved_target
-    if total.device.type == "meta" or total.numel() != 1:
-        return None
-    ignored = node._saved_ignore_index  # autograd's attribute is unsigned
-    ignored -= 1 << 64 if ignored >= 1 << 63 else 0
-    why = "class weights" if node._saved_weight is not None else f"ignore_index={ignored}"
-    return float(total), target.numel(), why
-
-
-def add_up(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """True where the weighted losses of parts add up to that of `whole`. Waits for the device."""
-    values = [float(part) for part in parts]
-    expected = float(whole)
-    scale = max(abs(expected), *map(abs, values))
-    tolerance = _TOLERANCE.get(whole.dtype, 2e-3)
-    # A part without a mean of its own (nothing of it counts) is none of a mean over samples either.
-    return not math.isfinite(expected) or abs(sum(values) - expected) <= tolerance * scale
-
-
-def refuse_values(whole: Tensor, parts: Sequence[Tensor], reduction: object) -> None:
-    """Raise ValueError for parts whose losses do not add up."""
-    how = repr(reduction) if isinstance(reduction, str) else "of those counts"
-    raise ValueError(
-        f"memopt.backward: the loss is no {how} of samples: {float(whole):.6g} of a batch, of whose parts the weighted "
-        f"losses add up to {sum(map(float, parts)):.6g}. A mean over something else (tokens, pairs)? Give what each "
-        f"micro-batch is to count for, reduction=lambda *part: number, or return a loss for each sample, or {_TOLD}"
-    )
-
-
-class NotOnParts(ValueError):
-    """fn runs on a batch and not on a part of it."""
-
-
-def not_on_parts(start: int, stop: int, samples: int, error: Exception) -> NotOnParts:
-    """The error for a batch of so many samples; `error` is what fn raised on those from start to stop."""
-    part = "a second time"
-    if stop - start < samples:
-        part = f"on a part of it, samples {start} to {stop} of {samples}"
-    return NotOnParts(
-        f"memopt.backward: a batch that runs out of memory cannot be cut, since fn does not run {part} "
-        f"({type(error).__name__}: {error}). Name an argument that every micro-batch needs whole in unbatched=, or say "
-        "in batch_dim= where its samples are. Samples that need each other, as the nodes of a graph do, cannot be cut: "
-        "have memopt.auto_checkpoint() fit the whole, or pass smaller graphs. Where fn only refuses so few samples, "
-        f"{_TOLD}"
-    )
-
-
 def refuse_random_modules(modules: Sequence[nn.Module]) -> None:
     """exact=True, before anything runs."""
     for drawing in _drawing(modules):
@@ -197,3 +124,222 @@ def _drawing(modules: Sequence[nn.Module]) -> Iterator[str]:
 
 def _module(name: str, module: nn.Module) -> str:
     return f"{type(module).__name__} {name!r}" if name else type(module).__name__
+
+
+# ---- by the loss's graph ---------------------------------------------------------------------------------------------
+
+
+def refuse_graph(loss: Tensor) -> None:
+    """Refuse a cross entropy that has averaged over other numbers than those of samples. Waits for the device."""
+    for node in _nodes(loss):
+        counted = _counted(node)
+        if counted is not None and counted[0] != counted[1]:
+            raise ValueError(
+                f"memopt.backward: the loss is a mean over {counted[0]:g} of {counted[1]} targets ({counted[2]}), and "
+                "its micro-batches would have other means than the whole. Give what each micro-batch is to count for, "
+                "reduction=lambda *part: (part[1] != -100).sum() for one, or return the losses unreduced "
+                f"(reduction='none'), or {_TOLD}"
+            )
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    left, seen = [loss.grad_fn], 0
+    while left and seen < _DEPTH:
+        node = left.pop(0)
+        if node is None:
+            continue
+        seen += 1
+        yield node
+        left += [following for following, _ in node.next_functions]
+
+
+def _counted(node: Any) -> tuple[float, int, str] | None:
+    """The divisor of a mean of negative log likelihoods, its targets, and why the two may differ."""
+    if not type(node).__name__.startswith("NllLoss") or getattr(node, "_saved_reduction", 0) != 1:
+        return None
+    total, target = node._saved_total_weight, node._saved_target
+    if total.device.type == "meta" or total.numel() != 1:
+        return None
+    ignored = node._saved_ignore_index  # autograd's attribute is unsigned
+    ignored -= 1 << 64 if ignored >= 1 << 63 else 0
+    why = "class weights" if node._saved_weight is not None else f"ignore_index={ignored}"
+    return float(total), target.numel(), why
+
+
+# ---- by values -------------------------------------------------------------------------------------------------------
+
+
+def is_due(steps: int) -> bool:
+    """True at the first, second, fourth, eighth … step, by how many came before."""
+    return (steps + 1) & steps == 0
+
+
+def is_compiled(modules: Sequence[nn.Module], fn: Any) -> bool:
+    """Then another batch size is compiled for anew, and for good in another way."""
+    found = [fn, *(module for root in modules for module in root.modules())]
+    return any(
+        hasattr(one, "_torchdynamo_orig_callable")
+        or hasattr(one, "_orig_mod")
+        or getattr(one, "_compiled_call_impl", None) is not None
+        for one in found
+    )
+
+
+def check_loss(
+    fn: Callable[..., Tensor],
+    split: SplitBatch,
+    weights: Weights,
+    modules: Sequence[nn.Module],
+    parameters: Sequence[Tensor],
+    devices: Sequence[torch.device],
+    saved: BufferValues,
+    most: int,
+) -> int:
+    """Run fn on the first samples of a batch, and on unequal parts of those, and compare the losses.
+
+    It runs without gradients, which takes least memory, and with them where it raises an exception without: a loss
+    may itself take derivatives (a gradient penalty, a differential equation). Where it draws random numbers, it runs
+    in eval mode, in which dropout draws none. Gradients, random states, buffers and modes are put back.
+
+    Args:
+        fn: The function of memopt.backward.
+        split: Its arguments.
+        weights: The weights of their samples.
+        modules: The modules whose modes are put back.
+        parameters: Those whose gradients are to stay as they are.
+        devices: The devices whose random states count.
+        saved: Copies of the buffers that fn may change.
+        most: The number of samples, if so many fit.
+
+    Returns:
+        The number of samples that were compared, 0 if none could be.
+
+    Raises:
+        ValueError: The losses of the parts do not add up.
+        NotOnParts: fn raises an exception on a part.
+    """
+    values = _PartLosses(fn, split, weights, devices)
+    random = values.random
+    modes, gradients = Modes(*modules), GradientTensors(parameters)
+    gradients.clear()  # fn might add to them
+    try:
+        samples = values.of_most(most)
+        if samples and random.was_drawn_from():
+            modes.set_eval()
+            random.restore()
+            samples = values.of_most(samples, in_eval_mode=True)
+            if random.was_drawn_from():
+                samples = 0
+        if not samples:
+            logger.info(
+                "memopt.backward could not check the loss: it is random, or nothing fits beside the gradients"
+            )
+            return 0
+        whole, *parts = values.values
+        if not add_up(whole, parts):
+            if values.of_most(samples) == samples and not add_up(whole, values.values[:1]):
+                logger.info("memopt.backward could not check the loss: it is another one each time")
+                return 0
+            refuse_values(whole, parts, weights.reduction)
+        return samples
+    finally:
+        modes.restore()
+        gradients.restore()
+        random.restore()
+        saved.restore()
+        torch.clear_autocast_cache()  # a weight that was cast without gradients would stay without
+
+
+class _PartLosses:
+    """Losses of the first samples of a batch, and of parts of those, weighted so that they should add up."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Tensor],
+        split: SplitBatch,
+        weights: Weights,
+        devices: Sequence[torch.device],
+    ) -> None:
+        self.fn, self.split, self.weights, self.devices = fn, split, weights, devices
+        self.random = RandomState(devices)
+        self.with_gradients = False
+        self.bounds = (0, 0)  # of the samples that fn was run on last
+        self.values: list[Tensor] = []  # of all, and of each part
+
+    def of_most(self, samples: int, in_eval_mode: bool = False) -> int:
+        """Compute them of as many samples as fit.
+
+        Returns 0 where there is no memory for two, or fn is none for eval mode.
+        """
+        while samples > 1:
+            try:
+                if run_attempt(lambda: self._compute(samples), self.devices) is None:  # noqa: B023
+                    return samples
+            except Exception as error:
+                if not self.with_gradients:
+                    self.with_gradients = True
+                    self.random.restore()
+                    continue
+                if in_eval_mode:
+                    logger.info("memopt.backward could not check the loss: in eval mode fn raises %r", error)
+                    return 0
+                raise not_on_parts(*self.bounds, self.split.samples, error) from error
+            samples //= 2
+        return 0
+
+    def _compute(self, samples: int) -> None:
+        ends = sorted(
+            {max(1, samples // 4), samples - samples // 3, samples}
+        )  # unequal, so that weights matter
+        with torch.set_grad_enabled(self.with_gradients):
+            bounds = [(0, samples), *zip([0, *ends], ends, strict=False)]
+            self.values = [self._weighted(*pair, samples) for pair in bounds]
+
+    def _weighted(self, start: int, stop: int, samples: int) -> Tensor:
+        self.bounds = (start, stop)
+        weight = 1.0 if self.weights.reduction == "sum" else self.weights.count(start, stop)
+        if not weight:
+            return torch.zeros(())
+        args, named = self.split.micro_batch(start, stop)
+        loss = self.fn(*args, **named).detach()
+        if loss.dim():  # for each sample: their sum is what adds up
+            return loss.sum()
+        return loss * (1.0 if self.weights.reduction == "sum" else weight / self.weights.count(0, samples))
+
+
+def add_up(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """True where the weighted losses of parts add up to that of `whole`. Waits for the device."""
+    values = [float(part) for part in parts]
+    expected = float(whole)
+    scale = max(abs(expected), *map(abs, values))
+    tolerance = _TOLERANCE.get(whole.dtype, 2e-3)
+    # A part without a mean of its own (nothing of it counts) is none of a mean over samples either.
+    return not math.isfinite(expected) or abs(sum(values) - expected) <= tolerance * scale
+
+
+def refuse_values(whole: Tensor, parts: Sequence[Tensor], reduction: object) -> None:
+    """Raise ValueError for parts whose losses do not add up."""
+    how = repr(reduction) if isinstance(reduction, str) else "of those counts"
+    raise ValueError(
+        f"memopt.backward: the loss is no {how} of samples: {float(whole):.6g} of a batch, of whose parts the weighted "
+        f"losses add up to {sum(map(float, parts)):.6g}. A mean over something else (tokens, pairs)? Give what each "
+        f"micro-batch is to count for, reduction=lambda *part: number, or return a loss for each sample, or {_TOLD}"
+    )
+
+
+class NotOnParts(ValueError):
+    """fn runs on a batch and not on a part of it."""
+
+
+def not_on_parts(start: int, stop: int, samples: int, error: Exception) -> NotOnParts:
+    """The error for a batch of so many samples; `error` is what fn raised on those from start to stop."""
+    part = "a second time"
+    if stop - start < samples:
+        part = f"on a part of it, samples {start} to {stop} of {samples}"
+    return NotOnParts(
+        f"memopt.backward: a batch that runs out of memory cannot be cut, since fn does not run {part} "
+        f"({type(error).__name__}: {error}). Name an argument that every micro-batch needs whole in unbatched=, or say "
+        "in batch_dim= where its samples are. Samples that need each other, as the nodes of a graph do, cannot be cut: "
+        "have memopt.auto_checkpoint() fit the whole, or pass smaller graphs. Where fn only refuses so few samples, "
+        f"{_TOLD}"
+    )

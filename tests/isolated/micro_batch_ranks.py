@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
-from memopt._microbatch import available_memory, rank_protocol
-from memopt._microbatch.collectives import RankLost
+from memopt._microbatch import rank_protocol
+from memopt._microbatch.rank_protocol import RankLost
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 SAMPLES, LIMIT = 12, 500.0  # seconds, of which a busy machine may take many
@@ -242,12 +242,12 @@ def sharded():
     assert close(full(model), expected) and max(sizes) == SAMPLES
     model, sizes = model_of("fsdp"), []
     rank_protocol.of_model(model, limit=LIMIT, bytes_a_sample=1000)
-    available_memory.of, before = (
+    rank_protocol.available_bytes, before = (
         lambda devices: 5400 if RANK == 1 else 10**9,
-        available_memory.of,
+        rank_protocol.available_bytes,
     )  # five samples, by a sixteenth less
     memopt.backward(loss_of(model, 0, 99, "before", sizes), x, y, model=model)
-    available_memory.of = before
+    rank_protocol.available_bytes = before
     assert close(full(model), expected) and sizes == [4, 4, 4], sizes
 
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from memopt._microbatch import available_memory as room
-from memopt._microbatch.available_memory import StepMemory
-from memopt._microbatch.size_cache import KnownSizes
+from memopt._microbatch import size_cache
+from memopt._microbatch.size_cache import KnownSizes, StepMemory
 
 SHAPES = (((16,), "float32"),)
 ROOM = 1000
@@ -109,5 +108,5 @@ def test_the_second_epoch_has_no_failure_whatever_the_first_was_like() -> None:
 
 
 def test_the_hosts_room_is_what_its_cgroup_has_left(monkeypatch):
-    monkeypatch.setattr(room, "available", lambda swap: None if swap else 5 << 20)
-    assert room.of([torch.device("cpu")]) == 5 << 20
+    monkeypatch.setattr(size_cache, "available", lambda swap: None if swap else 5 << 20)
+    assert size_cache.available_bytes([torch.device("cpu")]) == 5 << 20

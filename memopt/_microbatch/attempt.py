@@ -1,17 +1,78 @@
-"""State that an attempt of a step changes, as it was at entry: gradients, buffers, a scaler's first scale."""
+"""An attempt at a step: a call that may run out of memory, and the state to give back if it does.
+
+Of a call that failed nothing is left: the exception is gone and so is what its frames held. Gradients, buffers and a
+scaler's first scale are put back to what they were at entry."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import gc
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from memopt._memory.live import traceback_frames
+from memopt._memory.oom.recognition import bytes_asked, out_of_memory_in
+from memopt._microbatch.size_cache import least_memory
+from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import Buffer, BufferValues, version
 
 _MOST = 64 << 20  # bytes of buffers that are copied before it is known which of them a step changes
 _UNCOUNTED = ("running_mean", "running_var")  # batch_norm() writes to them without counting a version
+
+
+class Failure(NamedTuple):
+    """An out-of-memory error's text and numbers, when the exception is gone.
+
+    kind: the exception's class; asked: bytes of the request, where it is said; least: the bytes that would have let it
+    pass, and of what.
+    """
+
+    kind: type[BaseException]
+    text: str
+    asked: int | None
+    least: str
+
+    def error(self, begin: str) -> BaseException:
+        """To raise, of the same class, so that who expects one knows it."""
+        kind = self.kind if self.kind in (torch.OutOfMemoryError, MemoryError) else RuntimeError
+        return kind(f"{begin}{self.least}. The last failure was: {self.text}")
+
+
+def run_attempt(call: Callable[[], object], devices: Iterable[torch.device]) -> Failure | None:
+    """Call it. An out-of-memory error is returned as a Failure, after everything it held is free.
+
+    The exception, whose traceback holds each frame of the call, and those their tensors, is gone by then, cycles are
+    collected, and the allocator has given back what it had cached in the sizes of the call. Any other exception is
+    raised.
+    """
+    try:
+        call()
+        return None
+    except Exception as error:
+        cause = out_of_memory_in(error)
+        if cause is None:
+            raise
+        failure = Failure(
+            type(cause),
+            str(cause) or type(cause).__name__,
+            bytes_asked(cause),
+            least_memory(cause, devices),
+        )
+        traceback_frames.empty(error)
+        del cause
+    # Only here is the exception gone: within the handler the interpreter itself holds it.
+    torch.clear_autocast_cache()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    logger.log(logging.INFO, "out of memory in a step: %s", failure.text.partition("\n")[0])
+    return failure
+
+
+# ---- state at entry --------------------------------------------------------------------------------------------------
 
 
 class BufferHistory:
