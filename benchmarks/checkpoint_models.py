@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import tasks
-from memopt._checkpoint.stages.allocator_bytes import CpuBytes
-from memopt._checkpoint.stages.costs import bytes_of
+from memopt._checkpoint.stages.costs import CpuBytes, bytes_of
 
 Loss = Callable[[Any], torch.Tensor]
 

@@ -8,7 +8,7 @@ TYPE_CHECKING = False  # type checkers take it for typing's
 
 if TYPE_CHECKING:
     from memopt._batch_size.result import FoundBatchSize, NoBatchSizeFits, Trial
-    from memopt._checkpoint.plan.plan import Plan
+    from memopt._checkpoint.plan import Plan
     from memopt._compare.model_table import ModelComparison
     from memopt._compare.step_table import MeasuredStep, StepComparison
     from memopt._estimate.cards import Card
@@ -78,7 +78,7 @@ __getattr__, __dir__ = lazy_names(
         "NoBatchSizeFits": "memopt._batch_size.result",
         "OffloadedLayers": "memopt._offload.layers",
         "PackedInputs": "memopt.compress._input_packing",
-        "Plan": "memopt._checkpoint.plan.plan",
+        "Plan": "memopt._checkpoint.plan",
         "Profile": "memopt._memory.recording.session",
         "Recording": "memopt._memory.recording.recording",
         "Released": "memopt._memory.release",

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from memopt import _C
-from memopt._checkpoint.plan.checked_plan import Candidate, TrialStep, checked_plan
-from memopt._checkpoint.plan.make_plan import budget_bytes
-from memopt._checkpoint.plan.plan import Plan
+from memopt._checkpoint.checked_plan import Candidate, TrialStep, budget_bytes, checked_plan
+from memopt._checkpoint.plan import Plan
 from memopt._checkpoint.runner import ChainRunner
 from memopt._checkpoint.stages import ranks
 from memopt._checkpoint.stages.costs import device_of, tensors_in

@@ -20,10 +20,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memopt._checkpoint.checked_plan import Candidate, TrialStep, budget_bytes, checked_plan
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.drop_in.checkpoint import is_tracing
-from memopt._checkpoint.plan.checked_plan import Candidate, TrialStep, checked_plan
-from memopt._checkpoint.plan.make_plan import budget_bytes
 from memopt._checkpoint.runner import ChainRunner, changeable, unchangeable
 from memopt._checkpoint.stages.costs import tensors_in
 from memopt._checkpoint.stages.measure import ChainMeasurement, default_loss

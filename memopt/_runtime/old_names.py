@@ -21,7 +21,7 @@ MODULES = {
     "batch_sizes.batch_sampler": "_batch_size.batch_sampler",
     "batch_sizes.found": "_batch_size.result",
     "checkpointing.chain_runner": "_checkpoint.runner",
-    "checkpointing.plan": "_checkpoint.plan.plan",
+    "checkpointing.plan": "_checkpoint.plan",
     "checkpointing.stage_costs": "_checkpoint.stages.costs",
     "compress.distillation": "compress._distillation",
     "compress.duplicate_storages": "compress._tying",

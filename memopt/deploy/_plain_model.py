@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.auto import StageForward
 from memopt._checkpoint.drop_in.checkpoint import _Checkpointed
-from memopt._checkpoint.plan.plan import Plan
+from memopt._checkpoint.plan import Plan
 from memopt._offload.layers import NAME, LayerCall
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from memopt._checkpoint.stages.allocator_bytes import allocator_bytes
+from memopt._checkpoint.stages.costs import allocator_bytes
 from memopt._runtime.log import logger
 
 

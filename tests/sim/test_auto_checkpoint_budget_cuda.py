@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from memopt._checkpoint.stages.workspaces import workspace_bytes
+from memopt._checkpoint.stages.costs import workspace_bytes
 from tests.helpers import budget_models
 
 SIM = {"memory": "1GiB"}

@@ -20,8 +20,7 @@ import memopt
 from memopt import _C, sim
 from memopt._checkpoint import auto as automatic
 from memopt._checkpoint.runner import ChainRunner
-from memopt._checkpoint.stages.costs import Meter, bytes_of
-from memopt._checkpoint.stages.workspaces import workspace_bytes
+from memopt._checkpoint.stages.costs import Meter, bytes_of, workspace_bytes
 from memopt._offload import pinned_memory, transfers
 from memopt._offload.bandwidth import Bandwidth, bandwidth
 from memopt._offload.pinned_pool import PinnedPool, host_memory

@@ -13,7 +13,7 @@ import torch.utils.checkpoint as torchs
 
 import memopt
 from memopt import checkpoint, sim
-from memopt._checkpoint.drop_in import devices
+from memopt._checkpoint.drop_in.engine import devices_of
 from memopt._checkpoint.drop_in.selective import HostCopy
 from memopt._checkpoint.stages.costs import Meter
 from memopt.chain import InfeasibleBudget
@@ -77,7 +77,7 @@ def test_devices_are_found_as_torch_finds_them():
         kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)} - {"cpu"}
         mixed = pytest.warns(UserWarning, match="at least two types of devices")
         with mixed if len(kinds) > 1 else contextlib.nullcontext():
-            found = devices.of(args)
+            found = devices_of(args)
         assert found.autocast == "cuda" and found.uninitialized is None
         assert [
             g is e

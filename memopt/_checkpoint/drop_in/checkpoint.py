@@ -18,9 +18,8 @@ from torch.fx import _symbolic_trace
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from memopt._checkpoint.drop_in import batch_norm, devices, saved_hooks
-from memopt._checkpoint.drop_in.engine import ENGINE
-from memopt._checkpoint.drop_in.reentrant import CheckpointFunction
+from memopt._checkpoint.drop_in import batch_norm
+from memopt._checkpoint.drop_in.engine import ENGINE, InternalHook, devices_of
 from memopt._runtime.originals import original
 
 torchs_checkpoint = original(torchs, "checkpoint")
@@ -157,7 +156,7 @@ def checkpoint(
     if determinism_check not in ("default", "none"):
         known = list(torchs._allowed_determinism_checks_to_fns)
         raise ValueError(f"determinism_check should be one of {known}, but got {determinism_check}")
-    found = devices.of(args)
+    found = devices_of(args)
     contexts = None if context_fn is _NOOP else context_fn()
     if not _is_grad_enabled():
         return function(*args, **kwargs)
@@ -209,7 +208,7 @@ def _extras(
         again = _under(
             again, None if contexts is None else contexts[1], None if mode is None else mode.device
         )
-    return (forward, again, None if contexts is None else saved_hooks.InternalHook, on_error)
+    return (forward, again, None if contexts is None else InternalHook, on_error)
 
 
 def _under_forward_context(
@@ -251,6 +250,57 @@ def _fx_traces_by_flag() -> bool:
 
 # A flag of the thread's own, since torch 2.15.
 _fx_traces: Callable[[], bool] = getattr(_symbolic_trace, "_get_is_fx_tracing", _fx_traces_by_flag)
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """use_reentrant=True: the region runs without a graph, and its backward runs it again with one.
+
+    It is called with the arguments of torch.utils.checkpoint's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        torchs.check_backward_validity(args)
+        found = devices_of(args)
+        ctx.run_function = run_function
+        ctx.surroundings = ENGINE.surroundings(
+            found.generators if preserve_rng_state else None, found.autocast
+        )
+        ctx.once = batch_norm.is_once()
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        ctx.inputs = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        ctx.tensor_indices = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        ctx.save_for_backward(*tensors)
+        with torch.no_grad():
+            return run_function(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *args: Any) -> Any:  # type: ignore[override]
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError(
+                "When use_reentrant=True, torch.utils.checkpoint is incompatible"
+                " with .grad() or passing an `inputs` parameter to .backward()."
+                " To resolve this error, you can either set use_reentrant=False,"
+                " or call .backward() without passing the `inputs` argument."
+            )
+        inputs = list(ctx.inputs)
+        for index, tensor in zip(ctx.tensor_indices, ctx.saved_tensors, strict=True):
+            inputs[index] = tensor
+        detached = torchs.detach_variable(tuple(inputs))
+        function = batch_norm.again(ctx.run_function) if ctx.once else ctx.run_function
+        outputs = ctx.surroundings.call(function, detached, None)
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        pairs = [
+            (output, args[i])
+            for i, output in enumerate(outputs)
+            if isinstance(output, torch.Tensor) and output.requires_grad
+        ]
+        if not pairs:
+            raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        gradients = tuple(one.grad if isinstance(one, torch.Tensor) else None for one in detached)
+        return (None, None, *gradients)
 
 
 class _Checkpointed:

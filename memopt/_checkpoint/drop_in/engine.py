@@ -1,16 +1,21 @@
-"""torch's functions for memopt._C.CheckpointEngine, looked up once."""
+"""The C engine of checkpointed regions with torch's functions, and what a region asks of torch besides.
+
+That is: the devices whose random and autocast state it depends on, its tensor arguments' and the CPU; and which
+saved-tensor hooks are a user's, as selective checkpointing looks for those."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as torchs
 from torch._C import _autograd
+from torch.utils._pytree import tree_leaves
 
 from memopt import _C
 from memopt._checkpoint.drop_in import mismatch_errors
+from memopt._runtime.state_snapshot import generators
 
 
 def _under_autocast(
@@ -78,3 +83,104 @@ def _make() -> _C.CheckpointEngine:
 
 
 ENGINE = _make()
+
+
+# ---- a region's devices ----------------------------------------------------------------------------------------------
+
+
+class Devices(NamedTuple):
+    """The devices of a region's arguments."""
+
+    autocast: str | None  # the type of device whose autocast is kept beside the CPU's
+    generators: tuple[Any, ...]
+    uninitialized: Any  # the device's module, where it may be initialized while the region runs
+
+
+_CPU_ALONE = Devices("cpu", (torch.default_generator,), None)
+
+
+def devices_of(args: tuple[Any, ...]) -> Devices:
+    """Find the devices as torch.utils.checkpoint does.
+
+    Only tensors among the positional arguments count, at any depth. Without one off the CPU, the device type is the
+    default, but none of its random states counts.
+    """
+    if ENGINE.only_cpu(args):
+        kind = torchs.DefaultDeviceType._default_device_type or torchs.DefaultDeviceType.get_device_type()
+        return _CPU_ALONE if kind == "cpu" else _of_type(kind, ())
+    tensors = [
+        leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"
+    ]
+    kinds = {tensor.device.type for tensor in tensors}
+    if len(kinds) == 1:
+        (kind,) = kinds
+    else:  # none, or more than one, of which torch warns
+        kind = torchs._infer_device_type(*args)
+    if kind == "cpu":
+        return _CPU_ALONE
+    return _of_type(kind, [tensor.get_device() for tensor in tensors if tensor.device.type != "meta"])
+
+
+def _of_type(kind: str, indices: Iterable[int]) -> Devices:
+    if kind == "meta":
+        return Devices(None, (torch.default_generator,), None)
+    module = getattr(torch, kind)
+    autocast = kind if torch.amp.is_autocast_available(kind) else None
+    if not getattr(module, "_initialized", False):
+        return Devices(autocast, (torch.default_generator,), module)
+    return Devices(autocast, (torch.default_generator, *generators(module, dict.fromkeys(indices))), None)
+
+
+# ---- saved-tensor hooks ----------------------------------------------------------------------------------------------
+
+
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+class InternalHook:
+    """A region's pack hook, marked as torch marks its own. What is below it is looked up when it is asked for: held
+    by the hook, and so by the graph, it might hold the graph."""
+
+    __slots__ = ("pack",)
+    _checkpoint_internal = True
+
+    def __init__(self, pack: Callable[[Any], Any]) -> None:
+        self.pack = pack
+
+    def __call__(self, tensor: Any) -> Any:
+        return self.pack(tensor)
+
+    @property
+    def _user_hooks(self) -> Hooks | None:
+        return _first_of_users(below=self)
+
+
+def user_hooks() -> Hooks | None:
+    """The innermost saved-tensor hooks that no checkpointed region has put there."""
+    return _first_of_users(below=None)
+
+
+def _is_internal(pack: Any) -> bool:
+    return ENGINE.is_hook(pack) or getattr(pack, "_checkpoint_internal", False)
+
+
+def _first_of_users(below: InternalHook | None) -> Hooks | None:
+    """Return the innermost hooks of a user.
+
+    Hooks are a stack of which only the top can be seen: they are taken off one by one and put back.
+    """
+    off: list[Hooks] = []
+    passed = below is None
+    try:
+        while True:
+            top: Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
+            if top is None:
+                return None
+            if passed and not _is_internal(top[0]):
+                return top
+            passed = passed or top[0] is below
+            _autograd._pop_saved_tensors_default_hooks()
+            off.append(top)
+    finally:
+        for hooks in reversed(off):
+            _autograd._push_saved_tensors_default_hooks(*hooks)

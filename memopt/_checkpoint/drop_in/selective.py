@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from memopt import _C
-from memopt._checkpoint.drop_in import saved_hooks
 from memopt._checkpoint.drop_in.checkpoint import is_tracing
+from memopt._checkpoint.drop_in.engine import user_hooks
 from memopt._offload.pinned_memory import dense_bytes
 from memopt._offload.pinned_pool import host_memory
 from memopt._offload.transfers import PinnedTransfer
@@ -245,7 +245,7 @@ class KeepingMode(torchs._CachingTorchDispatchMode):  # type: ignore[misc]
         return "recompute"
 
     def _keep(self, out: Any, policy: str) -> Any:
-        hooks = saved_hooks.users()
+        hooks = user_hooks()
         if hooks is not None:
             if self.respect_saved_tensors_hooks is None and _WARNS_OF_HOOKS:
                 warnings.warn(_HOOKS_IN_SCOPE, FutureWarning, stacklevel=3)

@@ -3,8 +3,7 @@
 A dispatch mode sees the outputs of every operation, and storages report their deaths; each storage counts once. Memory
 that an operation takes for itself while it runs (cuDNN's workspaces, temporaries) comes from the device's allocator: on
 CUDA from its statistics, on the CPU from a hook (csrc/alloc/torch_cpu.h). Seconds are the minimum of several runs; a
-device that runs asynchronously is synchronized before and after each.
-"""
+device that runs asynchronously is synchronized before and after each."""
 
 from __future__ import annotations
 
@@ -18,9 +17,129 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt._checkpoint.stages.allocator_bytes import CpuBytes, allocator_bytes, block_bytes
+from memopt import _C
 from memopt._offload.pinned_pool import aligned
 from memopt._offload.schedule_sets import can_go
+
+# ---- the allocator's figures -----------------------------------------------------------------------------------------
+
+
+ROUNDED_TO = 512  # bytes: each block of a CUDA device's allocator begins at such an address
+
+
+def block_bytes(nbytes: int, device: torch.device) -> int:
+    """Return the bytes of the block that the device's allocator gives for so many, if it splits a larger one for it."""
+    return -(-nbytes // ROUNDED_TO) * ROUNDED_TO if device.type == "cuda" else nbytes
+
+
+class AllocatorBytes:
+    """Figures of a device's allocator. This base class has none: for a device whose allocator cannot be asked.
+
+    restart() begins a new peak; both calls return (bytes now, peak since restart() before this call).
+    """
+
+    def start(self) -> None:
+        """Begin, before the first restart()."""
+
+    def stop(self) -> None:
+        """End, after the last answer."""
+
+    def restart(self) -> tuple[int, int]:
+        return 0, 0
+
+    def now_and_peak(self) -> tuple[int, int]:
+        return 0, 0
+
+    def of_storages(self, storages: Iterable[torch.UntypedStorage]) -> int:
+        """Return the bytes of the blocks that these lie in."""
+        return sum(block_bytes(one.nbytes(), one.device) for one in storages)
+
+
+class CudaBytes(AllocatorBytes):
+    """Figures of the CUDA allocator's own statistics, whose peak restart() resets."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def restart(self) -> tuple[int, int]:
+        answer = self.now_and_peak()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return answer
+
+    counted = "requested_bytes"
+
+    def now_and_peak(self) -> tuple[int, int]:
+        statistics = torch.cuda.memory_stats(self.device)
+        return statistics[f"{self.counted}.all.current"], statistics[f"{self.counted}.all.peak"]
+
+
+class CudaBlocks(CudaBytes):
+    """The same in whole blocks, as torch.cuda.max_memory_allocated() has them: one that is not split, as it is hardly
+    larger than what was asked for, counts in full."""
+
+    counted = "allocated_bytes"
+
+    def of_storages(self, storages: Iterable[torch.UntypedStorage]) -> int:
+        sizes = {
+            block["address"]: block["size"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == self.device.index
+            for block in segment["blocks"]
+        }
+        return sum(
+            sizes.get(one.data_ptr(), block_bytes(one.nbytes(), one.device)) if one.nbytes() else 0
+            for one in storages
+        )
+
+
+class CpuBytes(AllocatorBytes):
+    """Figures of torch's CPU allocator, watched from start() to stop(), for all threads.
+
+    They are zeros if the allocator is not as expected. If a recording watches it already, that one's figures are used.
+    """
+
+    def start(self) -> None:
+        try:
+            _C.cpu_log_start(1)
+            _C.cpu_log_no_stacks()
+            self.own = True
+        except RuntimeError:  # memopt.Error is one
+            self.own = False
+
+    def stop(self) -> None:
+        if self.own:
+            _C.cpu_log_stop()
+
+    def restart(self) -> tuple[int, int]:
+        return _C.cpu_log_live(True)
+
+    def now_and_peak(self) -> tuple[int, int]:
+        return _C.cpu_log_live(False)
+
+
+def allocator_bytes(device: torch.device | None, *, blocks: bool = False) -> AllocatorBytes:
+    """Return the figures of the device's allocator. blocks: of the allocator's whole blocks, not of requested bytes."""
+    if device is not None and device.type == "cuda":
+        return CudaBlocks(device) if blocks else CudaBytes(device)
+    return CpuBytes() if device is not None and device.type == "cpu" else AllocatorBytes()
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Return the bytes of cuBLAS's workspaces on a CUDA device so far, 0 on another.
+
+    It frees them all, since their sizes can be read nowhere; the next product takes them again. The forward pass has
+    one and, as it runs on another thread, the backward pass too: 8 MiB each by default, 32 MiB on Hopper
+    (CUBLAS_WORKSPACE_CONFIG).
+    """
+    if device.type != "cuda":
+        return 0
+    before: int = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    after: int = torch.cuda.memory_allocated(device)
+    return before - after
+
+
+# ---- storages of tensors ---------------------------------------------------------------------------------------------
 
 
 class Meter(TorchDispatchMode):
@@ -136,6 +255,22 @@ def bytes_of(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
     return total
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device.type).synchronize(device)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    return next((t.device for t in tensors), torch.device("cpu"))
+
+
+# ---- one stage -------------------------------------------------------------------------------------------------------
+
+
 class StageBytes(NamedTuple):
     """Measured bytes of a stage.
 
@@ -179,19 +314,6 @@ class StageSeconds(NamedTuple):
 
 class Enough(Exception):
     pass
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type not in ("cpu", "meta"):
-        torch.get_device_module(device.type).synchronize(device)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    return next((t.device for t in tensors), torch.device("cpu"))
 
 
 class Seed(torch.autograd.Function):

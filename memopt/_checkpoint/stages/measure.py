@@ -2,24 +2,27 @@
 
 The model is run twice, for bytes and for seconds, with something else in its stages' places: it runs each forward and
 backward by itself and then gives the output on without a graph, so that never more than one stage's saved set is there.
-The graph of what is around the stages (an embedding before, the loss after) is made as ever, and measured too."""
+The graph of what is around the stages (an embedding before, the loss after) is made as ever, and measured too. Seconds
+are the minimum of several runs; a device that runs asynchronously is synchronized before and after each.
+
+Stages that a schedule treats as one are measured one by one, and their costs joined (`group`)."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.runner import Held, StageCall, unchangeable
-from memopt._checkpoint.stages.allocator_bytes import block_bytes
 from memopt._checkpoint.stages.costs import (
     Meter,
     StageBytes,
     StageSeconds,
+    block_bytes,
     bytes_of,
     device_of,
     local,
@@ -27,11 +30,11 @@ from memopt._checkpoint.stages.costs import (
     stage_seconds,
     synchronize,
     tensors_in,
+    workspace_bytes,
 )
-from memopt._checkpoint.stages.groups import group_bytes, group_seconds
 from memopt._checkpoint.stages.model_chain import repeatedly, without_graph
 from memopt._checkpoint.stages.module_state import Changes, cut
-from memopt._checkpoint.stages.workspaces import workspace_bytes
+from memopt.chain import Op
 
 Loss = Callable[[Any], torch.Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -355,3 +358,101 @@ class ChainMeasurement:
     def forget(self) -> None:
         self.externals, self.outputs, self.last_outputs, self.made_before = [], [], [], []
         self.clear_gradients()
+
+
+# ---- groups of stages ------------------------------------------------------------------------------------------------
+
+
+def group(sizes: Sequence[StageBytes]) -> list[range]:
+    """Return the stages of each group, in order: those between which nothing is needed again.
+
+    For memopt.chain a stage's saved set includes its output. Where neither the stage saves its output nor the next one
+    its input (a normalization and its activation, a linear layer and its ReLU), the plain run frees that tensor, and a
+    schedule that counts it counts too much. Such stages are one stage for the solver. Its operations are carried out on
+    each of them, and what passes between is freed as soon as it has been used (ChainRunner's `passing`). A stage that
+    changes its input in place is grouped with the one before, which alone can make that input again.
+    """
+    groups: list[range] = []
+    for k, size in enumerate(sizes):
+        if k and (size.changes_input or not (sizes[k - 1].saves_output or size.saves_input)):
+            groups[-1] = range(groups[-1].start, k + 1)
+        else:
+            groups.append(range(k, k + 1))
+    return groups
+
+
+def group_bytes(members: Sequence[StageBytes]) -> StageBytes:
+    """The sizes of a group as one stage."""
+    if len(members) == 1:
+        return members[0]
+    kept = passing = 0  # bytes that stay, and the output of the member before
+    peak = remake_peak = without_graph = 0
+    left = []  # what stays of the members up to each
+    for n, size in enumerate(members):
+        if size.changes_input:
+            passing = 0  # it is counted as its own
+        in_full = kept + passing + size.saved + size.forward_overhead
+        ended = kept + passing + size.saved_beside_output + size.remake_overhead
+        peak = max(peak, in_full)
+        remake_peak = max(remake_peak, ended if n == len(members) - 1 else in_full)
+        without_graph = max(without_graph, passing + size.output + size.run_overhead)
+        kept += size.saved if n == len(members) - 1 else size.saved_beside_output
+        passing = size.output
+        left.append(kept)
+    first, last = members[0], members[-1]
+    grad = last.output  # of the output, which the schedule counts
+    most = made = 0
+    for size, stays in zip(reversed(members), reversed(left), strict=True):
+        most = max(most, stays + grad + size.input_grad + size.backward_overhead + made)
+        grad = size.input_grad
+        made += size.parameter_grad
+    return StageBytes(
+        saved=kept,
+        output=last.output,
+        input_grad=first.input_grad,
+        forward_overhead=peak - kept,
+        run_overhead=without_graph - last.output,
+        remake_overhead=max(0, remake_peak - (kept - last.saved + last.saved_beside_output)),
+        backward_overhead=max(0, most - kept - last.output - first.input_grad),
+        parameter_grad=sum(size.parameter_grad for size in members),
+        saved_count=sum(size.saved_count for size in members),
+        saves_input=first.saves_input,
+        saves_output=last.saves_output,
+        saved_beside_output=kept - last.saved + last.saved_beside_output,
+        movable=sum(size.movable for size in members),
+        movable_room=sum(size.movable_room for size in members),
+    )
+
+
+def group_seconds(members: Sequence[StageSeconds]) -> StageSeconds:
+    """A member before the last cannot end early: the next one needs its output."""
+    return StageSeconds(
+        forward=sum(t.forward for t in members),
+        full_forward=sum(t.full_forward for t in members),
+        remake=sum(t.full_forward for t in members[:-1]) + members[-1].remake,
+        backward=sum(t.backward for t in members),
+    )
+
+
+def expand(ops: Iterable[Op], groups: Sequence[range]) -> list[Op]:
+    """Return operations on groups as operations on their stages. Numbers beyond the groups' are of what comes after."""
+    count = groups[-1].stop
+    out: list[Op] = []
+    for op, g, *option in ops:
+        if g >= len(groups):
+            out.append((op, count + g - len(groups)))
+            continue
+        members = groups[g]
+        if op == "fck":
+            out += [("fck" if k == members.start else "fnone", k) for k in members]
+        elif op == "drop_input":
+            out.append((op, members.start))
+        else:
+            for k in reversed(members) if op in ("bwd", "fetch") else members:
+                out.append((op, k, option[0]) if option else (op, k))
+    return out
+
+
+def passing(groups: Sequence[range]) -> set[int]:
+    """Return the stages whose input only passes: every member of a group but its first."""
+    return {k for members in groups for k in members if k != members.start}

@@ -143,7 +143,7 @@ class ProgramHooks:
 
     def facts(self) -> dict[str, Any]:
         """Return facts about the models that ran: the auto_checkpoint plan of the first that has one."""
-        planning = sys.modules.get("memopt._checkpoint.plan.plan")
+        planning = sys.modules.get("memopt._checkpoint.plan")
         if planning is None:
             return {}
         parts = (part for root in self._roots for part in root.modules())

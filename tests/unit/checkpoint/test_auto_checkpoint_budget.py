@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memopt
-from memopt._checkpoint.stages.allocator_bytes import CpuBytes
+from memopt._checkpoint.stages.costs import CpuBytes
 from memopt.chain import InfeasibleBudget
 from memopt.optim._state_bytes import foretold
 from tests.helpers import budget_models

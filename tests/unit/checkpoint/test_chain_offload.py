@@ -34,8 +34,8 @@ from torch import nn
 import memopt
 from memopt import _C
 from memopt._checkpoint import auto as automatic
-from memopt._checkpoint.plan import make_plan
-from memopt._checkpoint.plan.plan import with_copies
+from memopt._checkpoint import checked_plan
+from memopt._checkpoint.plan import with_copies
 from memopt._checkpoint.runner import ChainRunner
 from memopt._offload import bandwidth
 from memopt._offload.schedule_sets import ScheduleOffload
@@ -145,7 +145,7 @@ def test_live_bytes_are_never_more_than_predicted(
             chain, [(op, k, away[k]) if op in ("fall", "bwd") and away[k] else (op, k) for op, k in ops]
         ), 0
 
-    monkeypatch.setattr(make_plan, "fastest", some_schedule)
+    monkeypatch.setattr(checked_plan, "fastest", some_schedule)
     offloaded = overlapped = 0
     kinds = ("vision", "perceptron", "language", "convolutions")
     for kind in kinds if SOAK else kinds[2 * half : 2 * half + 2]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 import memopt
 from memopt._checkpoint.runner import ChainRunner
 from memopt._checkpoint.stages.costs import Meter
-from memopt._checkpoint.stages.groups import expand, passing
+from memopt._checkpoint.stages.measure import expand, passing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SEED = int(os.environ["MEMOPT_SEED"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt._checkpoint.stages.find import find_chain
+from memopt._checkpoint.stages.model_chain import find_chain
 
 
 def names(model: nn.Module, *args: object, **kwargs: object) -> list[str]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from memopt._checkpoint.stages.costs import StageBytes, stage_bytes, tensors_in
-from memopt._checkpoint.stages.groups import expand, group, group_bytes, passing
+from memopt._checkpoint.stages.measure import expand, group, group_bytes, passing
 
 ROWS, WIDTH = 64, 32
 
