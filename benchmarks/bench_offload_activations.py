@@ -148,7 +148,7 @@ def measure(name: str, allocator: str, dim: int, real: bool) -> dict[str, Any]:
         after = memopt._C.copy_counts(0)
         answer |= {way: (after[way] - counts[way]) // 5 for way in ("bytes_out", "bytes_in")}
         answer["needed"] = context.last.bytes_out
-        answer["pinned"] = memopt._offload.pinned_pool.host_memory(torch.device("cuda", 0)).nbytes
+        answer["pinned"] = memopt._offload.pinned_memory.host_memory(torch.device("cuda", 0)).nbytes
     return answer
 
 

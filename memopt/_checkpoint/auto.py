@@ -19,8 +19,7 @@ from memopt._checkpoint.stages.costs import device_of, tensors_in
 from memopt._checkpoint.stages.measure import ChainMeasurement, Loss, default_loss
 from memopt._checkpoint.stages.model_chain import Member, ModelChain, forwards
 from memopt._checkpoint.stages.module_state import Snapshot
-from memopt._offload.bandwidth import bandwidth, destination
-from memopt._offload.schedule_sets import ScheduleOffload
+from memopt._offload.schedule_sets import ScheduleOffload, bandwidth, destination
 from memopt._runtime.state_snapshot import preserve_state
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 

@@ -29,8 +29,7 @@ from memopt._checkpoint.stages.costs import (
     workspace_bytes,
 )
 from memopt._checkpoint.stages.measure import ChainMeasurement, expand, group, passing
-from memopt._offload.bandwidth import Bandwidth
-from memopt._offload.schedule_sets import OPTION
+from memopt._offload.schedule_sets import OPTION, Bandwidth
 from memopt._runtime.log import logger
 from memopt.chain import Chain, InfeasibleBudget, Op, Option, Schedule, Stage
 from memopt.optim._state_bytes import OptimizerBytes

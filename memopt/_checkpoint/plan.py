@@ -14,7 +14,7 @@ from memopt.chain import Chain, Op, Option, Schedule, Stage, Table
 if TYPE_CHECKING:
     from memopt._checkpoint.runner import ChainRunner
     from memopt._checkpoint.stages.costs import StageBytes, StageSeconds
-    from memopt._offload.bandwidth import Bandwidth
+    from memopt._offload.schedule_sets import Bandwidth
 
 REST = "(rest of the model)"
 SAVING = "save"  # the option of a stage to save everything

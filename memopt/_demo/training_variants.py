@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 import memopt
-from memopt._checkpoint.plan.plan import Plan
+from memopt._checkpoint.plan import Plan
 from memopt._demo.tasks import Batch, Task, TaskData
 from memopt._memory.recording import recording_file
 from memopt._memory.recording.recording import Recording

@@ -13,7 +13,7 @@ import torch
 
 from memopt import _C
 from memopt._memory.oom import exceptions
-from memopt._offload import pinned_pool
+from memopt._offload import pinned_memory
 from memopt._runtime.host_memory import resident_bytes
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def give_back() -> None:
         empty_pinned = getattr(torch._C, "_host_emptyCache", None)
         if empty_pinned is not None:
             empty_pinned()
-        pinned_pool.trim()
+        pinned_memory.trim()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)

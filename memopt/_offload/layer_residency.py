@@ -20,52 +20,18 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
+from memopt._offload.carriers import Carrier, ParameterCopy
 from memopt._offload.model_layers import Layer, ParameterSlot
 from memopt._offload.saved_parameters import Reference, SavedParameters
 
 T = TypeVar("T")
 MOST_AHEAD = 64  # layers
 _task: Callable[[], int] = torch._C._current_graph_task_id
-
-
-class ParameterCopy(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def storage(self) -> int: ...
-
-    def holds(self, host: torch.Tensor) -> bool: ...
-
-    def tensor(self) -> torch.Tensor: ...
-
-
-class Carrier(Protocol):
-    """The way to the device and back: device_carrier.py, mapped_pages.py. copies: what is fetched is a copy."""
-
-    copies: bool
-    device: torch.device
-
-    def travels(self, parameter: torch.Tensor) -> bool: ...
-
-    def fetch(self, parameters: Sequence[torch.Tensor]) -> Sequence[ParameterCopy]: ...
-
-    def stand_in(self, parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor: ...
-
-    def settle(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def drop(self, copy: Any) -> None: ...
-
-    def allowance(self, wanted: int) -> int: ...
-
-    def passed(self, grad_mode: bool) -> None: ...
 
 
 class PrefetchOrder(Generic[T]):

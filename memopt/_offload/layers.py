@@ -14,10 +14,9 @@ from torch import nn
 
 from memopt import _C
 from memopt._checkpoint.auto import StageForward
-from memopt._offload.device_carrier import DeviceCarrier, beside
+from memopt._offload.carriers import DeviceCarrier, PageCarrier, beside
 from memopt._offload.host_parameters import HostParameters, file_block, locked_block
 from memopt._offload.layer_residency import LayerResidency
-from memopt._offload.mapped_pages import PageCarrier
 from memopt._offload.model_layers import (
     Layer,
     ParameterSlot,

@@ -9,25 +9,15 @@ that it has not changed."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _autograd
 
+if TYPE_CHECKING:
+    from memopt._offload.layer_residency import LayerResidency
+
 CAST = "ToCopyBackward0"
-
-
-class Source(Protocol):
-    """The owner of the copies on `device`, who brings them back."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def parameter_of(self, storage: int) -> torch.Tensor | None: ...
-
-    def refer(self, parameter: torch.Tensor) -> Any: ...
-
-    def back(self, reference: Reference) -> torch.Tensor: ...
 
 
 class Reference:
@@ -82,7 +72,7 @@ class SavedParameters:
 
     _checkpoint_internal = True  # to torch's regions, and memopt's: not a user's
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: LayerResidency) -> None:
         self.source = source
         self.before: Any = None
 
@@ -100,7 +90,7 @@ class _Pack:
     __slots__ = ("before", "source")
     _checkpoint_internal = True
 
-    def __init__(self, source: Source, before: Any) -> None:
+    def __init__(self, source: LayerResidency, before: Any) -> None:
         self.source, self.before = source, before
 
     def __call__(self, tensor: torch.Tensor) -> Any:
@@ -114,7 +104,9 @@ class _Pack:
         return SavedAsIs(tensor)
 
 
-def parameter_behind(source: Source, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None] | None:
+def parameter_behind(
+    source: LayerResidency, tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.dtype | None] | None:
     """The parameter whose copy the tensor is in or, with the type it has, cast from."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return None
@@ -138,7 +130,7 @@ def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()  # type: ignore[no-any-return]
 
 
-def _unpack_by(source: Source) -> Callable[[Any], torch.Tensor]:
+def _unpack_by(source: LayerResidency) -> Callable[[Any], torch.Tensor]:
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, Reference):
             return saved.of(source.back(saved))

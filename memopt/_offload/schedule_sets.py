@@ -11,26 +11,29 @@ beside the rest of the stage. Then, in this order:
     tensor   a saved tensor is wanted
 
 The copies are those of transfers.py. Pinned memory for all sets is taken in one piece when the first of it is wanted,
-and a file on a disk then too; both are used by step after step."""
+and a file on a disk then too; both are used by step after step. Which places there are, and how fast they are, is asked
+before a schedule is made (destination, bandwidth)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from memopt._offload.disk_space import DiskSpace
-from memopt._offload.pinned_memory import index_of
-from memopt._offload.pinned_pool import PinnedPool
-from memopt._offload.transfers import DiskTransfer, PinnedTransfer, StorageTransfer, WriteQueue
+from memopt._offload.pinned_memory import PinnedPool, index_of
+from memopt._offload.transfers import DiskSpace, DiskTransfer, PinnedTransfer, StorageTransfer, WriteQueue
 
 OPTION = "offload"  # of an operation
 LEAST_BYTES = 1 << 16  # of a storage: 5 µs at 12 GB/s, what starting a copy takes
+NBYTES = 1 << 24  # of a trial copy: a few milliseconds on anything that is worth it
+TRIALS = 3
 
 
 def can_go(tensor: torch.Tensor, least_bytes: int = LEAST_BYTES) -> bool:
@@ -44,18 +47,7 @@ def can_go(tensor: torch.Tensor, least_bytes: int = LEAST_BYTES) -> bool:
     )
 
 
-@contextlib.contextmanager
-def disk_errors(path: str) -> Iterator[None]:
-    """Errors of the disk, with the remedies that auto_checkpoint() has."""
-    try:
-        yield
-    except OSError as error:
-        raise type(error)(
-            error.errno,
-            f"{(error.strerror or str(error)).removeprefix(path + ': ')}; stages offload there what they saved: give "
-            "auto_checkpoint's to= a directory that can be written to and has room, or a larger memory_budget",
-            path,
-        ) from error
+# ---- sets ------------------------------------------------------------------------------------------------------------
 
 
 class ScheduleOffload:
@@ -280,3 +272,85 @@ class OffloadedSet:
                 raise failure
             finally:
                 failure = None  # which holds this frame
+
+
+# ---- places and their speed ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def disk_errors(path: str) -> Iterator[None]:
+    """Errors of the disk, with the remedies that auto_checkpoint() has."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(
+            error.errno,
+            f"{(error.strerror or str(error)).removeprefix(path + ': ')}; stages offload there what they saved: give "
+            "auto_checkpoint's to= a directory that can be written to and has room, or a larger memory_budget",
+            path,
+        ) from error
+
+
+class Bandwidth(NamedTuple):
+    """Bytes a second from the device and back to it, beside the computation."""
+
+    out: float
+    back: float
+
+    def forward(self, seconds: float, nbytes: int) -> float:
+        return max(seconds, nbytes / self.out)
+
+    def backward(self, seconds: float, nbytes: int) -> float:
+        return max(seconds, nbytes / self.back)
+
+
+def destination(to: str | os.PathLike[str] | None, device: torch.device) -> str | None:
+    """`to` as ScheduleOffload takes it. ValueError or OSError, with what to give instead, where it is none for stages
+    on this device."""
+    if to is None:
+        return None
+    where = os.fspath(to)
+    if where == "cpu":
+        if device.type != "cuda":
+            raise ValueError(
+                f'to="cpu" is for a model on a CUDA device, and this one is on {device.type}: copies in the '
+                "memory where the tensors are already would gain nothing; give the path of a directory on a disk"
+            )
+        return where
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"to={where!r}: what is on {device.type} cannot be offloaded, only what is on a CUDA device or the CPU"
+        )
+    with disk_errors(where):
+        DiskSpace(where)  # that it can be written to is better known now
+    return os.path.abspath(where)
+
+
+def bandwidth(to: str, device: torch.device) -> Bandwidth:
+    """Measured with copies of 16 MiB, which live for as long as that takes, once in a process for each device and
+    disk."""
+    return _measured(to, device, 0 if to == "cpu" else os.stat(to).st_dev)
+
+
+@cache
+def _measured(to: str, device: torch.device, disk: int) -> Bandwidth:
+    del disk  # what may be mounted there changes
+    offload = ScheduleOffload(to, {0: NBYTES})
+    flat = torch.zeros(NBYTES, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(TRIALS):
+        times = [_now(device)]
+        transfer = offload.transfer(flat)
+        transfer.settle()
+        offload.written()
+        times.append(_now(device))
+        transfer.back()
+        times.append(_now(device))
+        seconds.append((times[1] - times[0], times[2] - times[1]))
+    return Bandwidth(*(NBYTES / max(min(column), 1e-9) for column in zip(*seconds, strict=True)))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

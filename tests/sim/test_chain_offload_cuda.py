@@ -22,9 +22,8 @@ from memopt._checkpoint import auto as automatic
 from memopt._checkpoint.runner import ChainRunner
 from memopt._checkpoint.stages.costs import Meter, bytes_of, workspace_bytes
 from memopt._offload import pinned_memory, transfers
-from memopt._offload.bandwidth import Bandwidth, bandwidth
-from memopt._offload.pinned_pool import PinnedPool, host_memory
-from memopt._offload.schedule_sets import ScheduleOffload
+from memopt._offload.pinned_memory import PinnedPool, host_memory
+from memopt._offload.schedule_sets import Bandwidth, ScheduleOffload, bandwidth
 from tests.helpers.residual import Residual
 
 SIM = {"memory": "1GiB"}

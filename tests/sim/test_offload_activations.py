@@ -25,7 +25,7 @@ import memopt
 from memopt import _C, sim
 from memopt._offload import pinned_memory, transfers
 from memopt._offload.activations import offload_activations
-from memopt._offload.pinned_pool import PinnedPool, host_memory
+from memopt._offload.pinned_memory import PinnedPool, host_memory
 
 SIM = {"memory": "1GiB"}
 

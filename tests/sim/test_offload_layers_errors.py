@@ -12,7 +12,7 @@ from torch import nn
 
 import memopt
 from memopt import _C, sim
-from memopt._offload import device_carrier
+from memopt._offload import carriers
 
 SIM = {"memory": "256MiB"}
 MIB = 1 << 20
@@ -273,7 +273,7 @@ def test_prefetching_that_finds_no_memory_waits_until_it_is_needed(monkeypatch: 
     handle = memopt.offload_layers(model)
     with sim.Compute():
         expected = step(model)
-    fetch = device_carrier.ToDevice.fetch
+    fetch = carriers.ToDevice.fetch
     calls = []
 
     def short(self: Any, hosts: Any) -> Any:
@@ -282,7 +282,7 @@ def test_prefetching_that_finds_no_memory_waits_until_it_is_needed(monkeypatch: 
             raise torch.OutOfMemoryError("planted")
         return fetch(self, hosts)
 
-    monkeypatch.setattr(device_carrier.ToDevice, "fetch", short)
+    monkeypatch.setattr(carriers.ToDevice, "fetch", short)
     with sim.Compute():
         assert all(map(torch.equal, expected, step(model)))
     handle.remove()

@@ -14,7 +14,7 @@ from torch import nn
 
 import memopt
 from memopt import _C, sim
-from memopt._offload import device_carrier
+from memopt._offload import carriers
 
 SIM = {"memory": "1GiB"}
 
@@ -140,9 +140,9 @@ def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "ahead", "late"),
     [
-        (device_carrier.ToDevice, "settle", "neither", True),
-        (device_carrier.DeviceCopy, "tensor", "computation", False),
-        (device_carrier.GradTransfer, "wait", "neither", False),
+        (carriers.ToDevice, "settle", "neither", True),
+        (carriers.DeviceCopy, "tensor", "computation", False),
+        (carriers.GradTransfer, "wait", "neither", False),
     ],
 )
 def test_each_wait_is_needed(
@@ -156,10 +156,10 @@ def test_each_wait_is_needed(
 def test_a_copy_that_nobody_wanted_keeps_its_memory_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     for fault in (False, True):
         if fault:
-            without(monkeypatch, device_carrier.DeviceCopy, "__del__")
+            without(monkeypatch, carriers.DeviceCopy, "__del__")
         host = torch.full((COUNT,), 1.0).pin_memory()
         source, seen = torch.full((COUNT,), 2.0).pin_memory(), (NEVER - 1).pin_memory()
-        to_device = device_carrier.ToDevice(torch.device("cuda", 0))
+        to_device = carriers.ToDevice(torch.device("cuda", 0))
         torch.cuda.synchronize()
         sim.lazy(True)
         to_device.fetch([host])
@@ -176,9 +176,9 @@ def test_a_copy_that_nobody_wanted_keeps_its_memory_until_it_is_made(monkeypatch
 def test_a_gradient_keeps_its_memory_until_its_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     for fault in (False, True):
         if fault:
-            without(monkeypatch, device_carrier.ToHost, "_release")
+            without(monkeypatch, carriers.ToHost, "_release")
         source, others = (torch.full((COUNT,), value).pin_memory() for value in (1.0, 2.0))
-        to_host = device_carrier.ToHost(torch.device("cuda", 0), 0)
+        to_host = carriers.ToHost(torch.device("cuda", 0), 0)
         # Memory is there, on the host as on the device: taking it anew would wait for the device.
         warm = [to_host.memory.lend(NEVER) for _ in range(2)], [NEVER.cuda() for _ in range(10)]
         del warm
@@ -220,14 +220,14 @@ def test_a_look_at_what_was_saved_is_over_when_the_program_goes_on() -> None:
 def test_copies_overlap_the_layer_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a layer's forward begins, the next one's copy has begun, and the layer after that has not."""
     begun: list[list[int]] = []
-    fetch = device_carrier.ToDevice.fetch
+    fetch = carriers.ToDevice.fetch
     now: list[int] = []
 
     def noted(self: Any, hosts: Any) -> Any:
         now.extend(int(host[0]) for host in hosts)
         return fetch(self, hosts)
 
-    monkeypatch.setattr(device_carrier.ToDevice, "fetch", noted)
+    monkeypatch.setattr(carriers.ToDevice, "fetch", noted)
     layers = [Layer(k, lambda: begun.append(list(now))) for k in range(5)]
     model = nn.Sequential(*layers)
     handle = memopt.offload_layers(model, device="cuda")

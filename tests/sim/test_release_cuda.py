@@ -7,7 +7,7 @@ import torch
 
 import memopt
 import memopt.sim
-from memopt._offload.pinned_pool import host_memory
+from memopt._offload.pinned_memory import host_memory
 
 SIM = {"memory": "256MiB", "context": "8MiB"}
 MIB = 1 << 20

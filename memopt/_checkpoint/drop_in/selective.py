@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_map
 from memopt import _C
 from memopt._checkpoint.drop_in.checkpoint import is_tracing
 from memopt._checkpoint.drop_in.engine import user_hooks
-from memopt._offload.pinned_memory import dense_bytes
-from memopt._offload.pinned_pool import host_memory
+from memopt._offload.pinned_memory import dense_bytes, host_memory
 from memopt._offload.transfers import PinnedTransfer
 from memopt._runtime.originals import original
 

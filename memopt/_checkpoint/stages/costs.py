@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt import _C
-from memopt._offload.pinned_pool import aligned
+from memopt._offload.pinned_memory import aligned
 from memopt._offload.schedule_sets import can_go
 
 # ---- the allocator's figures -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 
 if TYPE_CHECKING:
     from memopt._checkpoint.stages.measure import ChainMeasurement
-    from memopt._offload.bandwidth import Bandwidth
+    from memopt._offload.schedule_sets import Bandwidth
 
 Gather = Callable[[], AbstractContextManager[None]]
 

@@ -32,8 +32,7 @@ from typing import Any
 import torch
 
 from memopt import _C
-from memopt._offload.pinned_memory import pinned_tensor
-from memopt._offload.pinned_pool import ALIGNED
+from memopt._offload.pinned_memory import ALIGNED, pinned_tensor
 from memopt._runtime.log import logger
 from memopt.data._prefetch.dequantize import Widening
 

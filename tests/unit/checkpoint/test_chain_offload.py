@@ -37,7 +37,7 @@ from memopt._checkpoint import auto as automatic
 from memopt._checkpoint import checked_plan
 from memopt._checkpoint.plan import with_copies
 from memopt._checkpoint.runner import ChainRunner
-from memopt._offload import bandwidth
+from memopt._offload import schedule_sets
 from memopt._offload.schedule_sets import ScheduleOffload
 from memopt.chain import Chain, Schedule, Stage
 
@@ -131,7 +131,7 @@ def test_live_bytes_are_never_more_than_predicted(
 ) -> None:
     """Of any schedule with any of its stages' options, on measured chains."""
     choose = random.Random(SEED + half if SOAK else half)
-    monkeypatch.setattr(automatic, "bandwidth", lambda *_: bandwidth.Bandwidth(1e12, 1e12))
+    monkeypatch.setattr(automatic, "bandwidth", lambda *_: schedule_sets.Bandwidth(1e12, 1e12))
 
     def some_schedule(chain: Chain, *_: object) -> tuple[Schedule, int]:
         names = [[option.name for option in stage.options] for stage in chain.stages]
@@ -550,7 +550,7 @@ def test_copies_get_more_time_where_the_budget_leaves_room() -> None:
 def test_a_fast_disk_is_used_and_the_plan_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[int]
 ) -> None:
-    monkeypatch.setattr(automatic, "bandwidth", lambda *_: bandwidth.Bandwidth(1e13, 1e13))
+    monkeypatch.setattr(automatic, "bandwidth", lambda *_: schedule_sets.Bandwidth(1e13, 1e13))
     model, sample, loss = make("vision")
     unchanged = copy.deepcopy(model)
     peak = live_peak(unchanged, sample, loss)
@@ -581,10 +581,10 @@ def test_a_fast_disk_is_used_and_the_plan_says_so(
 
 
 def test_the_speed_of_a_disk_is_measured_once(tmp_path: Path, written: list[int]) -> None:
-    first = bandwidth.bandwidth(str(tmp_path), torch.device("cpu"))
+    first = schedule_sets.bandwidth(str(tmp_path), torch.device("cpu"))
     assert min(first.out, first.back) > 0
-    assert bandwidth.bandwidth(str(tmp_path), torch.device("cpu")) is first
-    assert written == [bandwidth.NBYTES] * bandwidth.TRIALS
+    assert schedule_sets.bandwidth(str(tmp_path), torch.device("cpu")) is first
+    assert written == [schedule_sets.NBYTES] * schedule_sets.TRIALS
     assert first.forward(2.0, int(first.out)) == 2.0  # beside the computation
     assert first.backward(2.0, int(3 * first.back)) == pytest.approx(3.0)
 
@@ -601,7 +601,7 @@ def test_where_nothing_can_be_offloaded_to_is_said_before_anything_changes(tmp_p
     assert error.value.filename == str(missing)
     assert model.plan is plan
     with pytest.raises(ValueError, match="what is on meta cannot be offloaded"):
-        bandwidth.destination(tmp_path, torch.device("meta"))
+        schedule_sets.destination(tmp_path, torch.device("meta"))
 
 
 def test_the_earlier_name_of_the_place_works_with_a_warning(tmp_path: Path) -> None:

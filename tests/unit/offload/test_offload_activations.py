@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memopt
 from memopt import _C
-from memopt._offload.disk_space import _spaces, disk_space
+from memopt._offload.transfers import _spaces, disk_space
 from tests.helpers.residual import Residual
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,4 +1,6 @@
-"""Parameters in host memory, their way to a CUDA device, and their gradients' way back.
+"""Parameters in host memory, and how each comes to be where a layer runs: the two carriers of offloaded layers.
+
+DeviceCarrier copies them to a CUDA device, and their gradients back:
 
     parameter (host) ─ ToHostGrad ─ ToDeviceParam ─ what the layer does (device)
 
@@ -13,23 +15,86 @@ on its way; so of gradients there are two layers' at most, those that leave and 
 had a layer's time to be made in.
 
 The host waits in two places: in `GradTransfer.wait`, of the thread that is about to read the gradient, and in
-`ToDevice.settle`, behind which the program may write to the parameters. The copies are memopt._C's."""
+`ToDevice.settle`, behind which the program may write to the parameters. The copies are memopt._C's.
+
+PageCarrier is for a model on the CPU whose parameters are in pages of a file: read ahead before their layer runs, and
+given back to the system when others want their place. Nothing is copied: what the model computes with is the file's
+pages. The system writes changed ones back and reads them again, by itself; here it is only told which will be wanted
+(MADV_WILLNEED) and which not (MADV_DONTNEED: of a shared mapping it drops no value)."""
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from memopt import _C
-from memopt._offload.host_parameters import LockedMemory
+from memopt._offload.host_parameters import HostBlock, LockedMemory
 from memopt._offload.pinned_memory import CopyIn, dense_bytes
+from memopt._runtime.host_memory import resident_bytes
 from memopt._runtime.log import logger
 
 FOREVER = 1e8  # seconds
+
+
+class ParameterCopy(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def storage(self) -> int: ...
+
+    def holds(self, host: torch.Tensor) -> bool: ...
+
+    def tensor(self) -> torch.Tensor: ...
+
+
+class Carrier:
+    """The way of parameters to where a layer computes, and back.
+
+    copies: whether what is fetched is a copy. typical: a layer's bytes; of copies there are two such at once, where
+    there is no budget.
+    """
+
+    copies: bool
+
+    def __init__(self, device: torch.device, typical: int) -> None:
+        self.device, self.typical = device, typical
+
+    def travels(self, parameter: torch.Tensor) -> bool:
+        raise NotImplementedError
+
+    def fetch(self, parameters: Sequence[torch.Tensor]) -> Sequence[ParameterCopy]:
+        raise NotImplementedError
+
+    def stand_in(self, parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        """Return what stands in the parameter's place while its layer runs."""
+        raise NotImplementedError
+
+    def drop(self, copy: Any) -> None:
+        """Let a copy go. Its memory goes with it."""
+
+    def settle(self) -> None:
+        """Wait, on the host, until parameters may change."""
+
+    def finish(self) -> None:
+        """Give what gradients on their way have of the device back to the computation."""
+
+    def allowance(self, wanted: int) -> int:
+        """Return the bytes of copies that there may be beside those in use, of `wanted` bytes."""
+        return beside(self.typical) + max(self.typical - wanted, 0)
+
+    def passed(self, grad_mode: bool) -> None:
+        """Note that a forward pass begins, with a graph or without."""
+
+
+def beside(typical: int) -> int:
+    """Bytes of copies beside those in use: a layer's, and those of the small ones around it."""
+    return typical + typical // 16
 
 
 class ToDevice:
@@ -211,17 +276,16 @@ def device_parameter(parameter: torch.Tensor, copy: torch.Tensor, to_host: ToHos
         return ToDeviceParam.apply(on_host, copy, parameter, transfer, to_host)  # type: ignore[no-any-return]
 
 
-# ---- the carrier -----------------------------------------------------------------------------------------------------
+# ---- the carrier of copies -------------------------------------------------------------------------------------------
 
 
-class DeviceCarrier:
-    """typical: a layer's bytes; of copies there are two such at once, where there is no budget. most: the largest
-    layer's. budget: of live bytes on the device, whatever they are."""
+class DeviceCarrier(Carrier):
+    """most: the largest layer's bytes. budget: of live bytes on the device, whatever they are."""
 
     copies = True
 
     def __init__(self, device: torch.device, typical: int, most: int, budget: int | None) -> None:
-        self.device, self.typical, self.budget = device, typical, budget
+        super().__init__(device, typical)
         self.to_device, self.to_host = ToDevice(device), ToHost(device, most)
         self._room = _BudgetRoom(device, budget) if budget is not None else None
 
@@ -234,9 +298,6 @@ class DeviceCarrier:
     def stand_in(self, parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         return device_parameter(parameter, copy, self.to_host)
 
-    def drop(self, copy: DeviceCopy) -> None:
-        """Its memory goes with it."""
-
     def settle(self) -> None:
         self.to_device.settle()
 
@@ -244,18 +305,11 @@ class DeviceCarrier:
         self.to_host.finish()
 
     def allowance(self, wanted: int) -> int:
-        if self._room is not None:
-            return self._room.left
-        return beside(self.typical) + max(self.typical - wanted, 0)
+        return super().allowance(wanted) if self._room is None else self._room.left
 
     def passed(self, grad_mode: bool) -> None:
         if self._room is not None:
             self._room.begin(grad_mode)
-
-
-def beside(typical: int) -> int:
-    """Bytes of copies beside those in use: a layer's, and those of the small ones around it."""
-    return typical + typical // 16
 
 
 class _BudgetRoom:
@@ -286,3 +340,65 @@ class _BudgetRoom:
         self._kind = grad_mode
         least = self._least.get(grad_mode)
         self.left = 0 if least is None else max(self.budget - least, 0)
+
+
+# ---- the carrier of pages --------------------------------------------------------------------------------------------
+
+
+class MappedCopy:
+    """A parameter's pages."""
+
+    __slots__ = ("host",)
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.host.nbytes)
+
+    @property
+    def storage(self) -> int:
+        return int(self.host.untyped_storage()._cdata)
+
+    def holds(self, host: torch.Tensor) -> bool:
+        return host is self.host
+
+    def tensor(self) -> torch.Tensor:
+        return self.host.detach()
+
+
+class PageCarrier(Carrier):
+    """blocks: the pages, by the address of the parameter's values in them. budget: of the process's memory."""
+
+    copies = False
+
+    def __init__(self, blocks: dict[int, HostBlock], typical: int, budget: int | None) -> None:
+        super().__init__(torch.device("cpu"), typical)
+        self.blocks, self.budget = blocks, budget
+
+    def travels(self, parameter: torch.Tensor) -> bool:
+        return parameter.data_ptr() in self.blocks
+
+    def fetch(self, parameters: Sequence[torch.Tensor]) -> Sequence[MappedCopy]:
+        for parameter in parameters:
+            self.blocks[parameter.data_ptr()].advise(parameter, mmap.MADV_WILLNEED)
+        return [MappedCopy(parameter) for parameter in parameters]
+
+    def stand_in(self, parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        return parameter
+
+    def drop(self, copy: MappedCopy) -> None:
+        block = self.blocks.get(copy.host.data_ptr())
+        if block is not None:
+            block.advise(copy.host, mmap.MADV_DONTNEED)
+
+    def allowance(self, wanted: int) -> int:
+        if self.budget is None:
+            return super().allowance(wanted)
+        return max(self.budget - resident_bytes() - wanted, 0)
+
+    def passed(self, grad_mode: bool) -> None:
+        """Release the pages that an optimizer has changed."""
+        for block in {id(block): block for block in self.blocks.values()}.values():
+            block.advise_all(mmap.MADV_DONTNEED)
