@@ -1,4 +1,6 @@
-"""memopt.find_batch_size(): the largest batch size whose step fits, by running steps, all of which are undone."""
+"""memopt.find_batch_size(): the largest batch size whose step fits, by running steps, all of which are undone.
+
+For a card that is not here (card=) the steps run on the simulated device of memopt.estimate."""
 
 from __future__ import annotations
 
@@ -11,7 +13,6 @@ from typing import Any
 import torch
 
 from memopt import _C
-from memopt._batch_size.bracket import Bracket
 from memopt._batch_size.device_memory import BudgetExceeded, DeviceMemory, TrialMemory, device_memory
 from memopt._batch_size.result import FoundBatchSize, NoBatchSizeFits, Trial
 from memopt._memory.oom.exceptions import bytes_asked, is_out_of_memory
@@ -94,10 +95,10 @@ def find_batch_size(
     within = headroom / 10 if within is None else within
     _check(fn, start, maximum, minimum, multiple_of, headroom, within, steps)
     if card is not None:
-        from memopt._batch_size.on_card import on_card
-
         bounds = (start // multiple_of, -(-minimum // multiple_of), maximum // multiple_of)
-        return on_card(fn, sample, card, optimizer, bounds, multiple_of, headroom, within, steps, unprotected)
+        return _on_card(
+            fn, sample, card, optimizer, bounds, multiple_of, headroom, within, steps, unprotected
+        )
     if sample is not None:
         raise ValueError("sample= is for card=: a step that runs here makes its own batch")
     _refuse_ranks(_several(model))
@@ -297,3 +298,149 @@ def _device(device: torch.device | str | int | None, models: list[torch.nn.Modul
         for parameter in model.parameters():
             return parameter.device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# ---- on the simulated device -----------------------------------------------------------------------------------------
+
+
+def _on_card(
+    subject: Any,
+    sample: Any,
+    card: str | int,
+    optimizer: Any,
+    bounds: tuple[int, int, int],
+    unit: int,
+    headroom: float,
+    within: float,
+    steps: int,
+    unprotected: bool,
+) -> FoundBatchSize:
+    """bounds: start, least and most, in units. ValueError for a card that is none, or a sample without a batch."""
+    from memopt._estimate import cards, model
+
+    whole = cards.card(card)
+    room = int((1 - headroom) * whole.usable)
+    limited = cards.Card(whole.name, room, whole.compute_capability, whole.multiprocessors, whole.context)
+    size = model.batch_of(sample)
+    if size is None:
+        raise ValueError("card=: pass sample=, a batch of any size, whose first dimension is the batch's")
+    tried: list[Trial] = []
+    notes: dict[str, None] = {}
+    begun = time.perf_counter()
+    bracket = Bracket(*bounds, room, within)
+    while (probe := bracket.next()) is not None:
+        count, since = probe * unit, time.perf_counter()
+        batch = model.resized(sample, size, count)
+        told = model.estimate(
+            subject, batch, optimizer=optimizer, steps=steps, quick=True, unprotected=unprotected
+        )
+        fits = told.fits(limited)
+        why = "" if fits else f"{_C.format_size(told.needed[1])} needed"
+        peak, held = told.peak[1], told.needed[1]
+        tried.append(Trial(count, fits, told.steps, peak, held, time.perf_counter() - since, why=why))
+        notes[f"by memopt.estimate, on {told.method}"] = None
+        if fits:
+            bracket.fits(probe, held)
+        else:
+            bracket.fails(probe)
+    if bracket.best is None:
+        smallest = min(tried, key=lambda trial: trial.batch_size)
+        raise NoBatchSizeFits(
+            f"no batch size fits on {whole}: a step with {smallest.batch_size} takes {smallest.held} bytes, and "
+            f"{_C.format_size(room)} may be taken",
+            smallest.held,
+            tried,
+        )
+    above = bracket.high * unit
+    failed = [trial.why for trial in tried if trial.batch_size == above]
+    return FoundBatchSize(
+        batch_size=bracket.best * unit,
+        device=whole.name,
+        room=room,
+        total=whole.usable,
+        headroom=headroom,
+        stopped=f"{above} does not fit: {failed[-1]}" if failed else f"the maximum, below {above}",
+        tried=tried,
+        seconds=time.perf_counter() - begun,
+        notes=list(notes),
+    )
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+class Bracket:
+    """The search for the largest size that fits, and which size is worth trying next. Numbers alone: no torch.
+
+    `low` is the largest that has fitted (least - 1 before any has), `high` the smallest that has not (most + 1 before
+    any): low <= answer < high at all times, and the search is over when high - low is 1, or within a given part of low.
+
+    Sizes double until one fails, and then the gap is halved; but bytes grow as a line in most training steps, so where
+    the line through what was measured meets the room is tried before that. A line that misleads costs tries: after two
+    that brought little comes one that halves for sure, so that n tries beyond the doubling close a gap of 2^(n/3).
+    """
+
+    def __init__(self, start: int, least: int, most: int, room: int, within: float = 0.0) -> None:
+        """Begin a search.
+
+        start: tried first, or what is nearest to it of least … most; room: bytes that may be taken; within: the answer
+        may be too small by that part of itself.
+        """
+        self._within = within
+        self.low, self.high, self.least, self.most, self.room = least - 1, most + 1, least, most, room
+        self._points: dict[int, int] = {}
+        self._base: int | None = None
+        self._next: int | None = min(max(start, least), most)
+        self._poor = 0  # guesses in a row that did not halve the gap
+        self._gap = self.high
+
+    def next(self) -> int | None:
+        """The size to try; None when low is the answer."""
+        if self.high - self.low <= max(1, self._within * self.low):
+            return None
+        if self._next is not None:
+            return self._next
+        gap = self.high - self.low
+        self._poor = 0 if 2 * gap <= self._gap else self._poor + 1
+        self._gap = gap
+        guess = self._meets()
+        if guess is not None and self.low <= guess < self.high and self._poor < 3:
+            # Beyond its second point a line is trusted for three doublings.
+            return min(max(guess, self.low + 1), 8 * self.low)
+        self._poor = 0
+        if self.high > self.most:  # none has failed so far
+            return min(8 * self.low if guess is not None and guess > self.most else 2 * self.low, self.most)
+        return (self.low + self.high) // 2
+
+    def fits(self, size: int, taken: int, left: int | None = None) -> None:
+        """taken: bytes of the room; left: those of it that stay when the step is over, as if it had no samples."""
+        if left is not None and left < taken:
+            self._base = left
+        self._next = None
+        self._points[size] = taken
+        self.low = max(self.low, size)
+
+    def fails(self, size: int) -> None:
+        """Also of a size that fitted once, and does not any more."""
+        self._next = None
+        self.high = min(self.high, size)
+        self._points = {n: taken for n, taken in self._points.items() if n < self.high}
+        self.low = max(self._points, default=self.least - 1)
+
+    @property
+    def best(self) -> int | None:
+        """The largest that has fitted."""
+        return max(self._points, default=None)
+
+    def _meets(self) -> int | None:
+        """The size at which the line through the two largest that fit, or through one and its rest, meets the room."""
+        points = dict(self._points)
+        if len(points) == 1 and self._base is not None:
+            points[0] = self._base
+        if len(points) < 2:
+            return None
+        first, last = sorted(points)[-2:]
+        slope = points[last] - points[first]
+        if slope <= 0:
+            return None
+        return first + (self.room - points[first]) * (last - first) // slope

@@ -18,7 +18,7 @@ MODULES = {
     "amp.grad_scaler": "amp._grad_scaler",
     "batch_sizes.accumulation": "_batch_size.accumulation",
     "batch_sizes.adaptive": "_batch_size.adaptive",
-    "batch_sizes.batch_sampler": "_batch_size.batch_sampler",
+    "batch_sizes.batch_sampler": "_batch_size.adaptive",
     "batch_sizes.found": "_batch_size.result",
     "checkpointing.chain_runner": "_checkpoint.runner",
     "checkpointing.plan": "_checkpoint.plan",

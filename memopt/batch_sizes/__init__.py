@@ -9,8 +9,7 @@ TYPE_CHECKING = False  # type checkers take it for typing's
 
 if TYPE_CHECKING:
     from memopt._batch_size.accumulation import Accumulation
-    from memopt._batch_size.adaptive import BatchSize
-    from memopt._batch_size.batch_sampler import AdaptiveBatchSampler
+    from memopt._batch_size.adaptive import AdaptiveBatchSampler, BatchSize
     from memopt._batch_size.find_batch_size import find_batch_size
     from memopt._batch_size.learning_rate import rescale_learning_rate_, scaled_learning_rate
     from memopt._batch_size.result import FoundBatchSize, NoBatchSizeFits, Trial
@@ -31,7 +30,7 @@ __getattr__, __dir__ = lazy_names(
     globals(),
     {
         "Accumulation": "memopt._batch_size.accumulation",
-        "AdaptiveBatchSampler": "memopt._batch_size.batch_sampler",
+        "AdaptiveBatchSampler": "memopt._batch_size.adaptive",
         "BatchSize": "memopt._batch_size.adaptive",
         "FoundBatchSize": "memopt._batch_size.result",
         "NoBatchSizeFits": "memopt._batch_size.result",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import memopt
-from memopt._batch_size.bracket import Bracket
+from memopt._batch_size.find_batch_size import Bracket
 from memopt.batch_sizes import NoBatchSizeFits
 
 
