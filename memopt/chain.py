@@ -91,7 +91,6 @@ class Option:
     forward_overhead_bytes: int = 0
     backward_overhead_bytes: int = 0
     remake_seconds: float | None = None
-    """Of a forward right before its own backward, which may stop early; None: forward_seconds."""
 
     def _native(self) -> tuple[int, int, int, float, float, float]:
         remake = self.forward_seconds if self.remake_seconds is None else self.remake_seconds
@@ -133,8 +132,6 @@ class Stage:
     forward_overhead_bytes: int = 0
     backward_overhead_bytes: int = 0
     remake_seconds: float | None = None
-    """Of a forward right before its own backward, which may stop early; None: forward_seconds. It cannot stop early
-    where its output is wanted: leave it None for the loss."""
     input_grad_bytes: int | None = None
     options: tuple[Option, ...] = ()
     name: str = ""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memopt import _C
-from memopt._checkpoint.checked_plan import Candidate, TrialStep, budget_bytes, checked_plan
+from memopt._checkpoint.checked_plan import Candidate, Forward, budget_bytes, checked_plan
 from memopt._checkpoint.plan import Plan
 from memopt._checkpoint.runner import ChainRunner
 from memopt._checkpoint.stages import ranks
@@ -217,7 +217,7 @@ def make_plan(
         modules = [member.module for member in found.members for _ in member.names()]
         gathers = ranks.gathers(model, modules)
 
-        def run_by(candidate: Candidate) -> TrialStep:
+        def forward_by(candidate: Candidate) -> Forward:
             plan, operations, passing = candidate
             if not plan.keeps_all:
                 offload = None if to is None else ScheduleOffload(to, plan.offload_slots)
@@ -230,7 +230,7 @@ def make_plan(
                     out = model(*args, **kwargs)
                     return out, loss(out)
 
-            return TrialStep(forward, lambda held: held[1].backward())
+            return forward
 
         plan, *_ = checked_plan(
             measured,
@@ -239,7 +239,7 @@ def make_plan(
             beside=beside,
             accumulate=accumulate,
             whose=type(model).__name__,
-            run_by=run_by,
+            forward_by=forward_by,
             speed=speed,
             distributed=distributed,
         )

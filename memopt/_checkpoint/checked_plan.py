@@ -40,6 +40,7 @@ SPARE = 256  # a least budget that is named has so many parts and one more: a de
 SPARE_OF_RANKS = 2048  # bytes at least: what collectives' threads hold differs from step to step
 
 Candidate = tuple[Plan, list[Op], set[int]]
+Forward = Callable[[], tuple[Any, torch.Tensor]]  # returns the result and the loss, by a plan
 
 
 def budget_bytes(memory_budget: int | float | str, device: torch.device) -> int:
@@ -166,17 +167,6 @@ class MeasuredPeaks(NamedTuple):
     in_step: int
 
 
-class TrialStep(NamedTuple):
-    """A step to test a plan with. Both functions run by the plan.
-
-    forward() returns what its caller holds until the next step: the model's result and the loss, say. backward() begins
-    with that.
-    """
-
-    forward: Callable[[], Any]
-    backward: Callable[[Any], None]
-
-
 def checked_plan(
     measured: ChainMeasurement,
     budget: int,
@@ -185,14 +175,14 @@ def checked_plan(
     beside: OptimizerBytes,
     accumulate: bool,
     whose: str,
-    run_by: Callable[[Candidate], TrialStep],
+    forward_by: Callable[[Candidate], Forward],
     speed: Bandwidth | None = None,
     distributed: bool = False,
 ) -> Candidate:
     """The fastest plan whose step is within the budget.
 
     beside: the optimizer's. accumulate: gradients are there when a step begins. whose: for InfeasibleBudget's words.
-    run_by: the step of a plan. speed: of offloading. distributed: over ranks, which then find the same."""
+    forward_by: the forward pass of a plan. speed: of offloading. distributed: over ranks, which then find the same."""
     device = measured.device
     fixed = beside.there_bytes + sum(block_bytes(size, device) for size in beside.coming)
 
@@ -201,7 +191,7 @@ def checked_plan(
 
     def tried(found: Candidate) -> MeasuredPeaks:
         plan = found[0]
-        taken = bytes_of_step(measured, run_by(found), beside, accumulate=accumulate)
+        taken = bytes_of_step(measured, forward_by(found), beside, accumulate=accumulate)
         if distributed:
             taken = MeasuredPeaks(*ranks.most(measured, taken))
         logger.debug(
@@ -255,7 +245,7 @@ def checked_plan(
 
 
 def bytes_of_step(
-    measured: ChainMeasurement, step: TrialStep, beside: OptimizerBytes, *, accumulate: bool
+    measured: ChainMeasurement, forward: Forward, beside: OptimizerBytes, *, accumulate: bool
 ) -> MeasuredPeaks:
     """Return the most bytes alive in a training step, by the device's allocator; zeros if it cannot be asked.
 
@@ -276,15 +266,15 @@ def bytes_of_step(
     standing = allocator.of_storages({one._cdata: one for one in storages}.values())
     most = stepping = 0
     state: Sequence[torch.Tensor] = ()
-    held: Any = None
+    held: tuple[Any, torch.Tensor] | None = None  # by its caller, until the next step
     allocator.start()
     try:
         before, _ = allocator.restart()
         for n in range(STEPS):
             allocator.restart()
-            held = step.forward()
+            held = forward()
             with out_of_autocast(device):
-                step.backward(held)
+                held[1].backward()
             synchronize(device)
             _, peak = allocator.now_and_peak()
             if n == 0:

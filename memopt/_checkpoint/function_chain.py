@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memopt._checkpoint.checked_plan import Candidate, TrialStep, budget_bytes, checked_plan
+from memopt._checkpoint.checked_plan import Candidate, Forward, budget_bytes, checked_plan
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.drop_in.checkpoint import is_tracing
 from memopt._checkpoint.runner import ChainRunner, changeable, unchangeable
@@ -28,6 +28,7 @@ from memopt._checkpoint.stages.costs import tensors_in
 from memopt._checkpoint.stages.measure import ChainMeasurement, default_loss
 from memopt._checkpoint.stages.model_chain import without_graph
 from memopt._checkpoint.stages.module_state import Changes, WeakChanges, changes_within, joined, watched
+from memopt._checkpoint.stages.trace_forward import autocast_kinds, autocast_of
 from memopt._runtime.state_snapshot import preserve_state
 from memopt.chain import Op
 from memopt.optim._state_bytes import OptimizerBytes
@@ -41,6 +42,10 @@ MOST_PLANS = 64  # of one chain: of inputs whose shapes differ in every step not
 def module_of(function: Function) -> torch.nn.Module | None:
     module = getattr(function, "__self__", function)
     return module if isinstance(module, torch.nn.Module) else None
+
+
+def modules_of(functions: Sequence[Function]) -> list[torch.nn.Module]:
+    return [module for function in functions if (module := module_of(function)) is not None]
 
 
 def identity_of(function: Function) -> tuple[Any, ...]:
@@ -90,7 +95,7 @@ class FunctionChain:
             ),
             input,
         )
-        modules = [module for function in functions if (module := module_of(function)) is not None]
+        modules = modules_of(functions)
         standing = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         trained: dict[int, torch.Tensor] = {}
 
@@ -194,8 +199,7 @@ def plans_of(functions: Sequence[Function]) -> Plans:
 def use_of(functions: Sequence[Function], input: Any, budget: int) -> Any:
     """Return a key of everything that a plan depends on besides the functions."""
     leaves, spec = pytree.tree_flatten(input)
-    kinds = {"cpu", *(leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor))}
-    modules = [module for function in functions if (module := module_of(function)) is not None]
+    modules = modules_of(functions)
     return (
         budget,
         spec,
@@ -205,11 +209,7 @@ def use_of(functions: Sequence[Function], input: Any, budget: int) -> Any:
             else type(x)
             for x in leaves
         ),
-        tuple(
-            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-            for kind in sorted(kinds)
-            if torch.amp.is_autocast_available(kind)
-        ),
+        autocast_of(autocast_kinds(leaves)),
         tuple(inner.training for module in modules for inner in module.modules()),
         tuple((p.requires_grad, p.grad is None) for module in modules for p in module.parameters()),
     )
@@ -217,7 +217,7 @@ def use_of(functions: Sequence[Function], input: Any, budget: int) -> Any:
 
 def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations | None:
     """Measure the chain in any context, and leave everything as it was."""
-    modules = [module for function in functions if (module := module_of(function)) is not None]
+    modules = modules_of(functions)
     with ExitStack() as stack:
         # What an outer region, or who else looks on, would count or keep.
         stack.enter_context(_disable_current_modes())
@@ -235,7 +235,7 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
         stack.enter_context(preserve_state(parameters=chain.trainable))
         measured = ChainMeasurement(chain, default_loss)
 
-        def run_by(candidate: Candidate) -> TrialStep:
+        def forward_by(candidate: Candidate) -> Forward:
             tried, ops, passing = candidate
             run = (
                 partial(run_plain, functions)
@@ -248,7 +248,7 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
                     out = run(chain.input)
                     return out, default_loss(out)
 
-            return TrialStep(forward, lambda held: held[1].backward())
+            return forward
 
         found, ops, passing = checked_plan(
             measured,
@@ -257,7 +257,7 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
             beside=OptimizerBytes([], [], [], 0),
             accumulate=accumulate,
             whose="checkpoint_sequential's chain",
-            run_by=run_by,
+            forward_by=forward_by,
         )
     if found.keeps_all:
         return None
@@ -267,7 +267,7 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
 def run_within(functions: tuple[Function, ...], input: Any, memory_budget: int | float | str) -> Any:
     """Apply functions to the input, one after the other, within the budget."""
     tensors = tensors_in(input)
-    modules = [module for function in functions if (module := module_of(function)) is not None]
+    modules = modules_of(functions)
     tensors += [parameter for module in modules for parameter in module.parameters()] if not tensors else []
     budget = budget_bytes(memory_budget, next((t.device for t in tensors), torch.device("cpu")))
     if not functions or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_tracing():

@@ -267,13 +267,13 @@ class SavedStorage:
 
     __slots__ = (
         "__weakref__",
-        "_ahead",
         "_cdata",
         "_flat",
         "_holder",
         "_left",
         "_storage",
         "_transfer",
+        "coming",
         "nbytes",
         "position",
         "round",
@@ -294,7 +294,7 @@ class SavedStorage:
         self.version, self.stream, self.within = tensor._version, stream, within
         self._transfer: StorageTransfer | None = None
         self._flat: torch.Tensor | None = None
-        self._ahead = False  # fetched before it was wanted
+        self.coming = False  # fetched before it was wanted
         self.position = -1  # in the order of the pass
         self.tensors = 0  # saved of it; each is wanted once a round
         self.round, self._left = 0, 0
@@ -338,14 +338,10 @@ class SavedStorage:
     def away(self) -> bool:
         return self._transfer is not None and self._storage() is None
 
-    @property
-    def coming(self) -> bool:
-        return self._ahead
-
     def fetch_ahead(self) -> None:
         assert self._transfer is not None
         self._transfer.fetch()
-        self._ahead = True
+        self.coming = True
 
     def advance(self) -> None:
         assert self._transfer is not None
@@ -358,8 +354,8 @@ class SavedStorage:
             assert self._transfer is not None
             storage = self._transfer.back().untyped_storage()
             self._storage = weakref.ref(storage)
-            if self._ahead:
-                self._ahead = False
+            if self.coming:
+                self.coming = False
                 self.within.wanted(self)
         elif self._transfer is not None:  # somebody has it, maybe for another stream
             self._transfer.join(storage)
@@ -373,7 +369,7 @@ class SavedStorage:
         return storage, wanted_in
 
     def __del__(self) -> None:
-        if getattr(self, "_ahead", False):
+        if getattr(self, "coming", False):
             self.within.wanted(self)
 
 

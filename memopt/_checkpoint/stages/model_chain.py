@@ -26,6 +26,7 @@ from memopt._checkpoint.stages.costs import GraphIsGone, tensors_in
 from memopt._checkpoint.stages.module_state import Changes, Snapshot, changes_within, joined
 from memopt._checkpoint.stages.ranks import is_sharded
 from memopt._checkpoint.stages.split import Run, SplitBlock, split
+from memopt._runtime.state_snapshot import version
 
 PART = 0.5  # of a lone child's elements that its own runs must make for it to be split
 MOST_STAGES = 256  # that blocks are split up to: the solver's time grows with the cube of their number
@@ -91,10 +92,6 @@ class TensorVersion(NamedTuple):
     def changed(self) -> bool:
         tensor = self.tensor()
         return tensor is not None and version(tensor) != self.version
-
-
-def version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def seen(value: Any) -> list[TensorVersion]:

@@ -17,7 +17,7 @@ import enum
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -153,6 +153,11 @@ class Attributes(NamedTuple):
         return None
 
 
+def autocast_kinds(leaves: Iterable[Any]) -> tuple[str, ...]:
+    """The types of device whose autocast matters to what is given these."""
+    return tuple(sorted({"cpu", *(leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor))}))
+
+
 def autocast_of(kinds: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(
         (kind, enabled, torch.get_autocast_dtype(kind) if enabled else None)
@@ -170,8 +175,7 @@ class Expected:
         self.reads = reads
         self.leaves = [TensorKind.of(x, reads) if isinstance(x, torch.Tensor) else x for x in leaves]
         self.opened = [(module, Attributes.of(module)) for module in opened]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.kinds = tuple(sorted({"cpu", *(tensor.device.type for tensor in tensors)}))
+        self.kinds = autocast_kinds(leaves)
         self.autocast = autocast_of(self.kinds)
 
     def difference(self, leaves: list[Any], spec: pytree.TreeSpec) -> str | None:
@@ -249,7 +253,7 @@ class ForwardTrace(TorchFunctionMode):
             if self.known(leaf) is not None:
                 self.refuse("it is given the same tensor twice")
             self.arguments[place] = self.number(leaf)
-        self.kinds = tuple(sorted({"cpu", *(x.device.type for x in leaves if isinstance(x, torch.Tensor))}))
+        self.kinds = autocast_kinds(leaves)
         self.execution_state = self.now()
         chance, state = python_random(), {owner: Attributes.of(owner) for owner in module.modules()}
         with module_calls(self.call), self:
