@@ -131,7 +131,7 @@ def find_batch_size(
         room=memory.room,
         total=memory.total,
         headroom=headroom,
-        stopped=tries.why_stopped(bracket.high * unit),
+        stopped=_why_stopped(tries.tried, bracket.high * unit),
         tried=tries.tried,
         seconds=time.perf_counter() - begun,
         notes=_notes(tries, _compilations() - compiled),
@@ -199,9 +199,10 @@ class _Tries:
                 "let it make its batch of the size that it is given"
             )
 
-    def why_stopped(self, above: int) -> str:
-        failed = [trial for trial in self.tried if not trial.fits and trial.batch_size == above]
-        return f"{above} does not fit: {failed[-1].why}" if failed else f"the maximum, below {above}"
+
+def _why_stopped(tried: list[Trial], above: int) -> str:
+    failed = [trial for trial in tried if not trial.fits and trial.batch_size == above]
+    return f"{above} does not fit: {failed[-1].why}" if failed else f"the maximum, below {above}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -351,15 +352,13 @@ def _on_card(
             smallest.held,
             tried,
         )
-    above = bracket.high * unit
-    failed = [trial.why for trial in tried if trial.batch_size == above]
     return FoundBatchSize(
         batch_size=bracket.best * unit,
         device=whole.name,
         room=room,
         total=whole.usable,
         headroom=headroom,
-        stopped=f"{above} does not fit: {failed[-1]}" if failed else f"the maximum, below {above}",
+        stopped=_why_stopped(tried, bracket.high * unit),
         tried=tried,
         seconds=time.perf_counter() - begun,
         notes=list(notes),

@@ -16,7 +16,7 @@ import torch.utils.checkpoint as torchs
 from torch import nn
 
 import memopt
-from memopt._checkpoint import function_chain
+from memopt._checkpoint.drop_in import sequential
 from memopt._checkpoint.stages.costs import Meter, bytes_of
 from memopt.chain import InfeasibleBudget
 
@@ -172,8 +172,8 @@ def test_an_error_of_a_function_is_its_own() -> None:
 def test_measured_once_for_the_same_functions_and_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     functions = chain(2)
     made = []
-    measure = function_chain.ChainMeasurement
-    monkeypatch.setattr(function_chain, "ChainMeasurement", lambda *a: made.append(a) or measure(*a))
+    measure = sequential.ChainMeasurement
+    monkeypatch.setattr(sequential, "ChainMeasurement", lambda *a: made.append(a) or measure(*a))
     for run in range(3):
         step(within(functions, "1GiB"), batch())
         functions.zero_grad()
@@ -199,30 +199,30 @@ def test_measured_once_for_the_same_functions_and_inputs(monkeypatch: pytest.Mon
 
 def test_nothing_is_left_of_functions_that_are_gone() -> None:
     gc.collect()
-    before = len(function_chain._chains)
+    before = len(sequential._chains)
     functions, x = chain(2), batch()
     least = least_budget(functions, x)
     step(within(functions, least), x)
-    assert len(function_chain._chains) == before + 1
+    assert len(sequential._chains) == before + 1
     module, parameter = weakref.ref(functions[0]), weakref.ref(functions[0].weight)
     del functions
     gc.collect()
     assert module() is None
     assert parameter() is None
-    assert len(function_chain._chains) == before
+    assert len(sequential._chains) == before
 
 
 def test_plans_of_one_chain_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_chain, "MOST_PLANS", 3)
+    monkeypatch.setattr(sequential, "MOST_PLANS", 3)
     functions = chain(1)
     for rows in range(2, 9):
         within(functions, "1GiB")(batch(rows))
-    assert len(function_chain.plans_of(tuple(functions)).by_use) == 3
+    assert len(sequential.plans_of(tuple(functions)).by_use) == 3
 
 
 def test_without_gradients_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     functions, x = chain(1), batch(requires_grad=False)
-    monkeypatch.setattr(function_chain, "plan", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(sequential, "plan", lambda *_: pytest.fail("measured"))
     with torch.no_grad():
         torch.manual_seed(0)
         out = within(functions, 1)(x)  # far too little, and no concern of a run that keeps nothing
