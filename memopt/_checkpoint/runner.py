@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.stages.module_state import Changes, StageState, buffers_beside, unchanged
 from memopt._offload.schedule_sets import OPTION, OffloadedSet, OffloadedTensor, ScheduleOffload, unpacked
+from memopt._runtime.state_snapshot import version
 from memopt.chain import Op
 
 FORWARD = ("fnone", "fck", "fall")
@@ -235,9 +236,23 @@ class Held(NamedTuple):
         return changeable(tensor) if changing else tensor
 
 
-class Output(NamedTuple):
+class TensorVersion(NamedTuple):
+    """A tensor at one version: after an in-place change it is another."""
+
     tensor: weakref.ref[torch.Tensor]
     version: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorVersion:
+        return TensorVersion(weakref.ref(tensor), version(tensor))
+
+    def key(self) -> tuple[int, int] | None:
+        tensor = self.tensor()
+        return None if tensor is None else (id(tensor), self.version)
+
+    def changed(self) -> bool:
+        tensor = self.tensor()
+        return tensor is not None and version(tensor) != self.version
 
 
 class StageCall:
@@ -247,7 +262,7 @@ class StageCall:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        before: Sequence[Output | None],
+        before: Sequence[TensorVersion | None],
         changes: Changes,
     ) -> None:
         """Keep the call's arguments. changes: what the stage's runs change in modules."""
@@ -258,18 +273,14 @@ class StageCall:
         self.leaves: list[Any] = leaves  # a tensor as Held; the places of links are not used
         self.saved: list[weakref.ref[SavedPlaceholder]] = []
         self.metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self.outputs: list[Output | None] = []
+        self.outputs: list[TensorVersion | None] = []
         self.has_own_backward = False  # takes gradients within its own forward
         # The same tensor, unchanged since: what changed between would not come out of running that stage again.
-        sources = {
-            id(t): n
-            for n, o in enumerate(before)
-            if o and (t := o.tensor()) is not None and t._version == o.version
-        }
+        sources = {output.key(): n for n, output in enumerate(before) if output}
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                if id(leaf) in sources:
-                    self.links.append((place, sources[id(leaf)], leaf.requires_grad))
+                if (source := sources.get((id(leaf), version(leaf)))) is not None:
+                    self.links.append((place, source, leaf.requires_grad))
                 leaves[place] = Held.of(leaf)
 
     def take_linked(self) -> list[Held]:
@@ -293,7 +304,7 @@ class StageCall:
 
     def note_outputs(self, out: Any) -> None:
         self.outputs = [
-            Output(weakref.ref(leaf), leaf._version) if isinstance(leaf, torch.Tensor) else None
+            TensorVersion.of(leaf) if isinstance(leaf, torch.Tensor) else None
             for leaf in pytree.tree_leaves(out)
         ]
 

@@ -39,6 +39,7 @@ from memopt._offload.transfers import (
     PinnedTransfer,
     StorageTransfer,
     WriteQueue,
+    can_go,
     disk_space,
     give_up,
 )
@@ -131,14 +132,10 @@ class offload_activations(ContextDecorator):
         return pack
 
     def _can_go(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        if not can_go(tensor, self.min_size) or _is_a_parameters(tensor):
             return False
-        if _is_a_parameters(tensor):
-            return False
-        if tensor.is_conj() or tensor.is_neg() or tensor.untyped_storage().nbytes() < max(self.min_size, 1):
-            return False
-        if not tensor.is_cuda and (self.to == "cpu" or tensor.device.type != "cpu"):
-            self._warn_host(tensor)
+        if self.to == "cpu" and not tensor.is_cuda:
+            self._warn_host()
             return False
         return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -162,8 +159,8 @@ class offload_activations(ContextDecorator):
             self._warn_full(flat.device)
         return transfer
 
-    def _warn_host(self, tensor: torch.Tensor) -> None:
-        if not self._warned and tensor.device.type == "cpu" and not torch.cuda.is_initialized():
+    def _warn_host(self) -> None:
+        if not self._warned and not torch.cuda.is_initialized():
             self._warned = True
             warnings.warn(
                 'offload_activations(to="cpu"): what is saved is in the host\'s memory already, so that nothing '

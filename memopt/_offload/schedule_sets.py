@@ -28,23 +28,19 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt._offload.pinned_memory import PinnedPool, index_of
-from memopt._offload.transfers import DiskSpace, DiskTransfer, PinnedTransfer, StorageTransfer, WriteQueue
+from memopt._offload.transfers import (
+    LEAST_BYTES,
+    DiskSpace,
+    DiskTransfer,
+    PinnedTransfer,
+    StorageTransfer,
+    WriteQueue,
+    can_go,
+)
 
 OPTION = "offload"  # of an operation
-LEAST_BYTES = 1 << 16  # of a storage: 5 µs at 12 GB/s, what starting a copy takes
 NBYTES = 1 << 24  # of a trial copy: a few milliseconds on anything that is worth it
 TRIALS = 3
-
-
-def can_go(tensor: torch.Tensor, least_bytes: int = LEAST_BYTES) -> bool:
-    """Whether the tensor's storage can be copied as bytes, and is worth it."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
-        and not (tensor.is_conj() or tensor.is_neg())
-        and tensor.untyped_storage().nbytes() >= max(least_bytes, 1)
-    )
 
 
 # ---- sets ------------------------------------------------------------------------------------------------------------

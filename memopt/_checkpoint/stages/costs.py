@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt import _C
 from memopt._offload.pinned_memory import aligned
-from memopt._offload.schedule_sets import can_go
+from memopt._offload.transfers import can_go
 
 # ---- the allocator's figures -----------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ A second pass cuts blocks into parts where it can (split.py), and sees what each
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,12 +20,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.drop_in import batch_norm
-from memopt._checkpoint.runner import StageCall, changeable
+from memopt._checkpoint.runner import StageCall, TensorVersion, changeable
 from memopt._checkpoint.stages.costs import GraphIsGone, tensors_in
 from memopt._checkpoint.stages.module_state import Changes, Snapshot, changes_within, joined
 from memopt._checkpoint.stages.ranks import is_sharded
 from memopt._checkpoint.stages.split import Run, SplitBlock, split
-from memopt._runtime.state_snapshot import version
 
 PART = 0.5  # of a lone child's elements that its own runs must make for it to be split
 MOST_STAGES = 256  # that blocks are split up to: the solver's time grows with the cube of their number
@@ -79,27 +77,8 @@ class Call:
             yield run
 
 
-class TensorVersion(NamedTuple):
-    """A tensor at one version: after an in-place change it is another."""
-
-    tensor: weakref.ref[torch.Tensor]
-    version: int
-
-    def key(self) -> tuple[int, int] | None:
-        tensor = self.tensor()
-        return None if tensor is None else (id(tensor), self.version)
-
-    def changed(self) -> bool:
-        tensor = self.tensor()
-        return tensor is not None and version(tensor) != self.version
-
-
 def seen(value: Any) -> list[TensorVersion]:
-    return [
-        TensorVersion(weakref.ref(t), version(t))
-        for t in pytree.tree_leaves(value)
-        if isinstance(t, torch.Tensor)
-    ]
+    return [TensorVersion.of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def keys(tensors: Iterable[TensorVersion]) -> set[tuple[int, int]]:
