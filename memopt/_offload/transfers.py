@@ -28,11 +28,11 @@ from memopt._offload.pinned_memory import (
     host_memory,
 )
 
-# ---- room on a disk --------------------------------------------------------------------------------------------------
-
-
 LEAST_BYTES = 1 << 16  # of a storage: 5 µs at 12 GB/s, what starting a copy takes
 MOST = 1 << 46  # bytes of a file, so that its ring never goes round; ext4 ends at 16 TiB, others later
+
+
+# ---- room on a disk --------------------------------------------------------------------------------------------------
 
 
 class DiskSpace:
