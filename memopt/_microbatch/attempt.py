@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memopt._memory.live import traceback_frames
-from memopt._memory.oom.recognition import bytes_asked, out_of_memory_in
+from memopt._memory.oom import exceptions
+from memopt._memory.oom.exceptions import bytes_asked, out_of_memory_in
 from memopt._microbatch.size_cache import least_memory
 from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import Buffer, BufferValues, version
@@ -61,7 +61,7 @@ def run_attempt(call: Callable[[], object], devices: Iterable[torch.device]) -> 
             bytes_asked(cause),
             least_memory(cause, devices),
         )
-        traceback_frames.empty(error)
+        exceptions.empty_frames(error)
         del cause
     # Only here is the exception gone: within the handler the interpreter itself holds it.
     torch.clear_autocast_cache()

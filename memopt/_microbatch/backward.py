@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from memopt._memory.oom.recognition import is_out_of_memory
+from memopt._memory.oom.exceptions import is_out_of_memory
 from memopt._microbatch import ALONE, Agreement, exactness
 from memopt._microbatch.attempt import BufferHistory, EntryGradients, Failure, InitialScale, run_attempt
 from memopt._microbatch.size_cache import KnownSizes, StepMemory, available_bytes, memory_before, memory_since

@@ -21,9 +21,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from memopt._microbatch.attempt import run_attempt
 from memopt._microbatch.split_batch import SplitBatch, Weights
-from memopt._runtime.log import logger
+from memopt._runtime.log import logger, stacklevel
 from memopt._runtime.state_snapshot import BufferValues, GradientTensors, Modes, RandomState
-from memopt.cuda._caller import stacklevel
 
 _DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reductions are there
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from memopt import _C
-from memopt._memory.oom.recognition import bytes_asked
+from memopt._memory.oom.exceptions import bytes_asked
 from memopt._runtime.host_memory import address_space_bytes, available
 from memopt._runtime.log import logger
 
