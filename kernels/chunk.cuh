@@ -9,9 +9,13 @@
 #ifdef __CUDACC__ /* nvcc and NVRTC, which has no standard headers: none is used below */
 #define MO_BODY           static __device__ __forceinline__
 #define MO_ALIGNED(bytes) __align__(bytes)
+#define MO_ENTRY          extern "C"
+#define MO_NOT_UNROLLED   _Pragma("unroll 1")
 #else
 #define MO_BODY           static inline
 #define MO_ALIGNED(bytes) __attribute__((aligned(bytes)))
+#define MO_ENTRY          static
+#define MO_NOT_UNROLLED
 #endif
 
 /* The element types that the kernels know, in the order in which kernels are listed. */

@@ -8,7 +8,7 @@
  *     bytes    with STORE 2 * sizeof(element) an element, else sizeof(element)
  *
  * All scalars stay on the device, so that no step waits for the host. found_inf is never cleared: that is the caller's
- * part, as in torch. Several blocks may store the same 1.0f; the order does not matter.
+ * part, as in torch. Several blocks may store the same 1.0f, volatile so that this is no race.
  *
  * The norm is the same in every run: each block writes its sum, the one that is done last adds them up in the order of
  * the chunks and writes the results. Only that counter is atomic, and an integer.
@@ -18,8 +18,8 @@
 
 #define GRADIENTS_THREADS 256
 
-/* The sum of all threads' in thread 0, always added in the same order. */
-static __device__ __forceinline__ mo_squares gradients_block_sum(mo_squares sum, unsigned passes)
+/* The sum of all threads' in thread 0, always added in the same order. Between two calls all threads meet at a barrier. */
+MO_BODY mo_squares gradients_block_sum(mo_squares sum, unsigned passes)
 {
     __shared__ mo_squares warps[GRADIENTS_THREADS / 32];
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -31,7 +31,6 @@ static __device__ __forceinline__ mo_squares gradients_block_sum(mo_squares sum,
         other.high = __shfl_down_sync(0xFFFFFFFFu, sum.high, apart);
         sum = mo_squares_add(sum, other, passes);
     }
-    __syncthreads(); /* the last use of warps is over */
     if (lane == 0)
         warps[warp] = sum;
     __syncthreads();
@@ -41,7 +40,7 @@ static __device__ __forceinline__ mo_squares gradients_block_sum(mo_squares sum,
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(GRADIENTS_THREADS)
+MO_ENTRY __global__ void __launch_bounds__(GRADIENTS_THREADS)
     memopt_gradients(const mo_gradients_launch launch)
 {
     const float scale = mo_gradients_scale(launch);
@@ -54,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(GRADIENTS_THREADS)
         mo_gradients_thread(launch.passes, mo_gradients_chunks(launch)[blockIdx.x], threadIdx.x, blockDim.x,
                             scale, &seen);
     if (launch.passes & MO_GRADIENTS_CHECK && __syncthreads_or(seen.not_finite != 0) && threadIdx.x == 0)
-        *(float *)mo_global(launch.found_inf) = 1.0f;
+        *(volatile float *)mo_global(launch.found_inf) = 1.0f;
 
     if (launch.passes & MO_GRADIENTS_NORM) {
         __shared__ bool last;
@@ -68,10 +67,10 @@ extern "C" __global__ void __launch_bounds__(GRADIENTS_THREADS)
             partials[blockIdx.x].high = sum.high;
             __threadfence();
             last = atomicAdd(&head->blocks_done, 1) == gridDim.x - 1;
+            __threadfence(); /* of the thread that counted, before the barrier: so the whole block is after the others */
         }
         __syncthreads();
         if (last) {
-            __threadfence();
             sum.low = sum.middle = sum.high = 0;
             for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
                 mo_squares other;

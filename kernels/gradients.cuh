@@ -265,10 +265,9 @@ MO_BODY void mo_gradients_vectors(mo_float kind, unsigned passes, mo_vector *vec
     const unsigned store = passes & MO_GRADIENTS_STORE && scale != 1.0f;
     unsigned first, k;
 
-#ifdef __CUDACC__
-#pragma unroll 1 /* the body is long enough already */
-#endif
-    for (first = thread; first < count; first += MO_GRADIENTS_IN_FLIGHT * threads) {
+    MO_NOT_UNROLLED /* the body is long enough already */
+        for (first = thread; first < count; first += MO_GRADIENTS_IN_FLIGHT * threads)
+    {
         mo_vector held[MO_GRADIENTS_IN_FLIGHT];
         MO_UNROLL
         for (k = 0; k < MO_GRADIENTS_IN_FLIGHT; k++) {

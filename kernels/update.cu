@@ -18,29 +18,30 @@
 #define UPDATE_THREADS 256
 
 /* Of values that are at least 0 and no NaN, in all lanes. */
-static __device__ __forceinline__ float update_warp_largest(float x)
+MO_BODY float update_warp_largest(float x)
 {
     for (unsigned apart = 16; apart > 0; apart /= 2)
         x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, apart));
     return x;
 }
 
-static __device__ __forceinline__ void update_codes(const mo_update_work *w)
+MO_BODY void update_codes(const mo_update_work *w)
 {
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
 
-#pragma unroll 1
+    MO_NOT_UNROLLED
     for (unsigned long long block = w->begin / MO_ADAM8_ELEMENTS + warp; block * MO_ADAM8_ELEMENTS < w->end;
          block += warps) {
         mo_update_lane held;
         mo_update_codes_take(w, block, lane, &held);
         held.largest_m = update_warp_largest(held.largest_m);
         held.largest_v = update_warp_largest(held.largest_v);
+        __syncwarp(); /* all lanes have read the scales that one writes: a shuffle orders no memory */
         mo_update_codes_put(w, block, lane, &held);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(UPDATE_THREADS) memopt_update(const mo_update_launch launch)
+MO_ENTRY __global__ void __launch_bounds__(UPDATE_THREADS) memopt_update(const mo_update_launch launch)
 {
     __shared__ mo_update_work work;
     __shared__ bool last;
@@ -56,9 +57,12 @@ extern "C" __global__ void __launch_bounds__(UPDATE_THREADS) memopt_update(const
         else
             mo_update_thread(&work, threadIdx.x, blockDim.x);
     }
-    __syncthreads();
-    if (threadIdx.x == 0)
+    /* This thread alone has read a step. */
+    if (threadIdx.x == 0) {
+        __threadfence(); /* this block has read its own, */
         last = atomicAdd(&mo_update_head_of(launch)->blocks_done, 1) == gridDim.x - 1;
+        __threadfence(); /* and the others theirs, where it is the last */
+    }
     __syncthreads();
     if (last) {
         for (unsigned i = threadIdx.x; i < launch.parameters; i += blockDim.x)

@@ -318,9 +318,7 @@ MO_BODY void mo_update_fours(const mo_update_work *w, int plain, unsigned thread
 {
     unsigned long long first;
 
-#ifdef __CUDACC__
-#pragma unroll 1
-#endif
+    MO_NOT_UNROLLED
     for (first = w->begin + 4 * thread; first < w->end; first += 4 * threads) {
         const unsigned n = w->end - first < 4 ? (unsigned)(w->end - first) : 4;
         const mo_update_kinds kinds = mo_update_kinds_of(w, plain);

@@ -11,7 +11,7 @@
 
 #define WIDEN_THREADS 256
 
-extern "C" __global__ void __launch_bounds__(WIDEN_THREADS) memopt_widen(const mo_widen_launch launch)
+MO_ENTRY __global__ void __launch_bounds__(WIDEN_THREADS) memopt_widen(const mo_widen_launch launch)
 {
     mo_widen_thread(&launch, blockIdx.x, threadIdx.x, blockDim.x);
 }

@@ -155,7 +155,7 @@ class _Link:
             return False
         inputs = [*self.sources, *HERE.glob("*.h"), *HERE.glob("library_stub.*"), Path(__file__)]
         inputs += [symbols.FOLDER / f"{self.library.name}.txt", Path(symbols.__file__)]
-        inputs += [ROOT / "csrc" / "driver" / "cuda_types.h", *(ROOT / "kernels").glob("*.cuh")]
+        inputs += [ROOT / "csrc" / "driver" / "cuda_types.h", *(ROOT / "kernels").glob("*.cu*")]
         built = self.target.stat().st_mtime_ns
         return all(path.stat().st_mtime_ns <= built for path in inputs if path.exists())
 

@@ -13,6 +13,7 @@
 
 /* The kernels' own text, for a device on which they compute. */
 #include "csrc/simcuda/kernel_bodies.c"
+#include "csrc/simcuda/device_grid.c"
 
 #define SOURCE "the source"
 
@@ -496,17 +497,17 @@ static void *get_on_a_thread(void *unused)
 static void forked_during_a_load_in_child(void)
 {
     const mo_cuda_api *api;
-    pthread_t thread;
+    pthread_t loading;
     refusing_device();
     CHECK_EQ(mo_cuda_api_get(&api, NULL), MO_OK);
     ((mo_cuda_api *)api)->module_load = slow_load;
-    CHECK_EQ(pthread_create(&thread, NULL, get_on_a_thread, NULL), 0);
+    CHECK_EQ(pthread_create(&loading, NULL, get_on_a_thread, NULL), 0);
     while (!atomic_load(&compiling))
         usleep(1000);
     child_end end = in_child(forked_grandchild);
     ((mo_cuda_api *)api)->module_load = simulated_devices()->api.module_load;
     atomic_store(&compiling, false);
-    pthread_join(thread, NULL);
+    pthread_join(loading, NULL);
     if (!child_passed(&end))
         TEST_FAIL("the child ended with %#x: %.300s", end.status, end.said);
     CHECK_EQ(mo_kernels_configure(&settings, &detail), MO_OK); /* the parent goes on */

@@ -1,0 +1,203 @@
+"""memopt's kernels, whole, on random grids, against NumPy's double: the text of the .cu files as gcc reads it,
+and nvcc's own PTX, both with every access watched for races, bounds and alignment; and that each fault of a line is
+found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+from kernel_cases import CASES, faults_of  # noqa: E402
+from kernel_library import KernelLibrary, build_kernels, kernel_text  # noqa: E402
+
+SEED = int(os.environ.get("MEMOPT_SEED", "0"))
+SOAK = os.environ.get("MEMOPT_SOAK") == "1"
+needs_nvcc = pytest.mark.skipif(build_kernels.find_nvcc() is None, reason="there is no nvcc")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module", params=["plain", "watched"])
+def of_text(request: pytest.FixtureRequest, folder: Path) -> KernelLibrary:
+    return KernelLibrary(folder, request.param)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_text_is_right_in_any_order_of_blocks_and_threads(of_text: KernelLibrary, name: str) -> None:
+    assert faults_of(of_text, name, 2000 if SOAK else 60, SEED) == []
+
+
+@needs_nvcc
+@pytest.mark.parametrize("which", ["oldest", "newest"])
+def test_nvccs_instructions_are_right_in_any_order_of_blocks_and_threads(folder: Path, which: str) -> None:
+    architectures = [a for a, _, ptx in build_kernels.targets(build_kernels.find_nvcc(), None) if ptx]
+    library = KernelLibrary.of_ptx(folder, architectures[0 if which == "oldest" else -1])
+    for name in CASES:
+        assert faults_of(library, name, 1000 if SOAK else 30, SEED) == []
+
+
+# ---- mutants --------------------------------------------------------------------------------------------------------
+
+
+class Mutant(NamedTuple):
+    """A fault of one line: what is there, what the fault has instead, and after which line it is looked for."""
+
+    kernel: str
+    fault: str
+    old: str
+    new: str
+    after: str = ""
+
+
+BARRIER = "    __syncthreads();\n"
+MUTANTS = [
+    Mutant("gradients", "no barrier after warps[] is written", BARRIER, "", after="warps[warp] = sum;\n"),
+    Mutant(
+        "gradients",
+        "a warp's sum of half its lanes",
+        "apart = 16;",
+        "apart = 8;",
+        after="gradients_block_sum",
+    ),
+    Mutant(
+        "gradients",
+        "no fence before the count",
+        "            __threadfence();\n",
+        "",
+        after=".high = sum.high;\n",
+    ),
+    Mutant(
+        "gradients",
+        "no fence after the count",
+        "            __threadfence();",
+        "            ",
+        after="blocks_done, 1)",
+    ),
+    Mutant(
+        "gradients",
+        "no barrier before last is read",
+        "        __syncthreads();\n",
+        "",
+        after="blocks_done, 1)",
+    ),
+    Mutant("gradients", "blocks_done is not put back", "                head->blocks_done = 0;\n", ""),
+    Mutant(
+        "gradients",
+        "the last block but one adds up",
+        "gridDim.x - 1;",
+        "gridDim.x - 2;",
+        after="&head->blocks_done",
+    ),
+    Mutant("gradients", "sums of eight warps whatever the block", "i < blockDim.x / 32;", "i < 8;"),
+    Mutant(
+        "gradients",
+        "a barrier for one thread",
+        "            partials[blockIdx.x].low",
+        "__syncthreads(); partials[blockIdx.x].low",
+    ),
+    Mutant(
+        "gradients",
+        "found_inf by one thread's elements",
+        "__syncthreads_or(seen.not_finite != 0)",
+        "seen.not_finite != 0",
+    ),
+    Mutant(
+        "gradients",
+        "every other partial sum is left out",
+        "i += blockDim.x",
+        "i += 2 * blockDim.x",
+        after="if (last)",
+    ),
+    Mutant(
+        "gradients",
+        "found_inf as a plain store of many blocks",
+        "*(volatile float *)mo_global(launch.found_inf)",
+        "*(float *)mo_global(launch.found_inf)",
+    ),
+    Mutant(
+        "update", "no barrier after the work is prepared", "        __syncthreads();\n", "", after="&work);\n"
+    ),
+    Mutant("update", "the largest of half a warp", "apart = 16;", "apart = 8;", after="update_warp_largest"),
+    Mutant("update", "scales are written while others read them", "        __syncwarp();", "        "),
+    Mutant("update", "warps take each other's blocks", "block += warps)", "block += 1)"),
+    Mutant(
+        "update",
+        "every thread counts the block",
+        "    if (threadIdx.x == 0) {\n        __threadfence();",
+        "    {\n        __threadfence();",
+    ),
+    Mutant(
+        "update",
+        "no fence before the count",
+        "        __threadfence(); /* this block",
+        "        /* this block",
+    ),
+    Mutant("update", "no fence after the count", "        __threadfence(); /* and the", "        /* and all"),
+    Mutant(
+        "update",
+        "no barrier before last is read",
+        BARRIER,
+        "",
+        after="theirs, where it is the last */\n    }\n",
+    ),
+    Mutant(
+        "update",
+        "each block advances the steps",
+        "    if (last) {\n        for (unsigned i = threadIdx.x; i < launch.parameters",
+        "    {\n        for (unsigned i = threadIdx.x; i < launch.parameters",
+    ),
+    Mutant("update", "blocks_done is not put back", "mo_update_head_of(launch)->blocks_done = 0;", ";"),
+    Mutant("widen", "the grid's y for its x", "&launch, blockIdx.x,", "&launch, blockIdx.y,"),
+    Mutant(
+        "widen",
+        "one element past the end",
+        "i < count; i += threads)\n        mo_widen_single",
+        "i <= count; i += threads)\n        mo_widen_single",
+    ),
+]
+# The C compiler makes two accesses of eight bytes of one of sixteen.
+OF_INSTRUCTIONS = [
+    Mutant(
+        "update",
+        "16-byte loads on a grid of 8 bytes",
+        "if (n == 4 && at % 16 == 0)\n            return",
+        "if (n == 4 && at % 8 == 0)\n            return",
+    ),
+]
+
+
+def with_fault(text: str, mutant: Mutant) -> str:
+    begin = text.index(mutant.after) + len(mutant.after)
+    at = text.index(mutant.old, begin)
+    assert mutant.after or text.count(mutant.old) == 1, "the place is not told apart"
+    return text[:at] + mutant.new + text[at + len(mutant.old) :]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.kernel}-{m.fault.replace(' ', '_')}")
+def test_a_fault_of_a_line_is_found_in_the_text(folder: Path, mutant: Mutant) -> None:
+    library = KernelLibrary(folder, "watched", with_fault(kernel_text(), mutant))
+    assert faults_of(library, mutant.kernel, 400, SEED, stop_at_first=True)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("mutant", OF_INSTRUCTIONS, ids=lambda m: f"{m.kernel}-{m.fault.replace(' ', '_')}")
+def test_a_fault_of_a_line_is_found_in_the_instructions(folder: Path, mutant: Mutant) -> None:
+    library = KernelLibrary.of_ptx(folder, "75", with_fault(build_kernels.flatten(), mutant))
+    assert faults_of(library, mutant.kernel, 400, SEED, stop_at_first=True)
+
+
+def test_an_instruction_that_is_not_known_is_an_error() -> None:
+    import ptx_to_c
+
+    entry = ".visible .entry memopt_x(\n.param .u64 p\n)\n{\n.reg .b32 %r<2>;\n{};\nret;\n}}\n"
+    assert "kernel_x" in ptx_to_c.to_c(entry.replace("{};", "mov.u32 %r1, %tid.x;").replace("}}", "}"))
+    with pytest.raises(ptx_to_c.UnknownInstruction, match="prmt"):
+        ptx_to_c.to_c(entry.replace("{};", "prmt.b32 %r1, %r0, %r0, 0;").replace("}}", "}"))
