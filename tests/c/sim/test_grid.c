@@ -1,7 +1,7 @@
 /* What a grid gives a kernel, and what ends one that cannot go on. */
 #include "simcuda/cuda_words.h"
 
-#include "test.h"
+#include "../test.h"
 
 enum { BLOCKS = 7, THREADS = 96 };
 
