@@ -13,7 +13,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from memopt import _C
-from memopt._jupyter.exceptions import ReleasedFrames, release
+from memopt._jupyter.traceback_hook import ReleasedFrames, release
 from memopt._memory.live import heap_snapshot
 from memopt._memory.live.device_bytes import DeviceBytes, blocks_of, split
 from memopt._memory.live.growth import Growth, compare

@@ -49,9 +49,9 @@ def install(chosen: EnableSettings) -> None:
     else:
         observer.ignore()
         observer.remove_hooks()
-    from memopt._jupyter import exceptions
+    from memopt._jupyter import traceback_hook
 
-    exceptions.install()
+    traceback_hook.install()
     if _growth is None:
         _growth = GrowthWatch()
         _growth.start()
@@ -63,9 +63,9 @@ def remove() -> None:
     global _settings, _growth
     if _settings is None:
         return
-    from memopt._jupyter import exceptions
+    from memopt._jupyter import traceback_hook
 
-    exceptions.remove()
+    traceback_hook.remove()
     _growth.stop()
     _growth = None
     from memopt._memory.oom import observer

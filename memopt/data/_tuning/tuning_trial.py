@@ -278,7 +278,7 @@ def _run_trial(
     device: str | None,
     tell: Connection,
 ) -> None:
-    """What is told is whether it is the last, and facts of the trial by LoaderTrial's names."""
+    """Run the trial, telling facts of it by LoaderTrial's names, each with whether it is the last."""
     import torch
 
     os.setpgid(0, 0)  # so that one signal reaches the workers too
