@@ -106,7 +106,10 @@ class KernelLibrary:
 
     def _link(self, path: Path, kernels: Path, folder: Path) -> None:
         # Never libtsan: its functions are kernel_watch.c's.
-        subprocess.run([*CC, "-shared", "-o", str(path), str(kernels), *runtime(folder), "-lm"], check=True)
+        subprocess.run(
+            [*CC, "-shared", "-Wl,-Bsymbolic", "-o", str(path), str(kernels), *runtime(folder), "-lm"],
+            check=True,
+        )
         self.path = path
         self._library = ctypes.CDLL(str(path))
         self._library.kernel_run.restype = ctypes.c_char_p
