@@ -414,8 +414,10 @@ class WidenCase(Case):
 
     def run(self) -> None:
         rng, source_kind, kind = self.rng, int(self.rng.integers(0, 7)), int(self.pick(F32, F16, BF16))
-        most = (900 if self.chance(0.8) else 9000) if self.small else 30000  # a block has 8192
-        n, channels = int(rng.integers(1, most)), int(rng.integers(1, 5))
+        sizes = (
+            ((1, 900) if self.chance(0.8) else (8193, 9000)) if self.small else (1, 30000)
+        )  # a block has 8192
+        n, channels = int(rng.integers(*sizes)), int(rng.integers(1, 5))
         inner = int(self.pick(1, 3, int(rng.integers(1, 900))))
         dtype = self.KINDS[source_kind]
         if dtype is None:
