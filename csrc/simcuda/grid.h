@@ -12,6 +12,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Each library that has a grid has its own, with the shared memory of its own kernels. */
+#pragma GCC visibility push(hidden)
+
 typedef struct sim_index {
     unsigned x, y, z;
 } sim_index;
@@ -56,7 +59,9 @@ bool sim_grid_is_running(void);
 bool sim_grid_is_shared(const void *address);
 bool sim_grid_is_stack(const void *address); /* of the thread that runs */
 void sim_grid_give_way(void);                /* lets others run first */
-_Noreturn void
-sim_grid_stop(const char *why); /* the thread that runs does nothing more, and the run is over */
+/* The thread that runs does nothing more, and the run is over. */
+_Noreturn void sim_grid_stop(const char *why);
+
+#pragma GCC visibility pop
 
 #endif

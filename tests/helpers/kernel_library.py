@@ -55,6 +55,11 @@ def compile_c(source: Path, target: Path, *flags: str) -> Path:
     return target
 
 
+def new_file(folder: Path, name: str) -> Path:
+    """A C file to be written: a library is loaded once by its path."""
+    return folder / f"{name}-{os.urandom(4).hex()}.c"
+
+
 @functools.cache
 def runtime(folder: Path) -> list[str]:
     """The grid and its watch, compiled once for all libraries of a folder."""
@@ -66,54 +71,38 @@ class KernelLibrary:
     """Kernels that can be launched on NumPy's arrays.
 
     Args:
-        folder: Where it is built.
-        variant: One of VARIANTS.
-        text: The kernels' text, kernel_text() or a mutant of it.
+        source: Their C text, with an entry kernel_NAME for each.
+        flags: The compiler's, beside COMMON.
+        watched: True where the text names its accesses to kernel_watch.c.
     """
 
-    def __init__(self, folder: Path, variant: str, text: str | None = None) -> None:
-        self.watched = variant == "watched"
-        name = f"{variant}-{os.urandom(4).hex()}"  # a library is loaded once by its path
-        source = folder / f"{name}.c"
+    def __init__(self, source: Path, flags: list[str], watched: bool) -> None:
+        self.path, self.watched = source.with_suffix(".so"), watched
+        kernels = compile_c(source, source.with_suffix(".o"), *flags)
+        # Never libtsan: its functions are kernel_watch.c's.
+        objects = [str(kernels), *runtime(source.parent)]
+        subprocess.run([*CC, "-shared", "-o", str(self.path), *objects, "-lm"], check=True)
+        self._library = ctypes.CDLL(str(self.path))
+        self._library.kernel_run.restype = ctypes.c_char_p
+        self._buffers: list[Buffer] = []
+
+    @classmethod
+    def of_text(cls, folder: Path, variant: str, text: str | None = None) -> KernelLibrary:
+        """The .cu files as the C compiler reads them, or a mutant of kernel_text(), in one of VARIANTS."""
+        source = new_file(folder, variant)
         source.write_text('#include "simcuda/cuda_words.h"\n' + (text or kernel_text()))
-        self._link(folder / f"{name}.so", compile_c(source, folder / f"{name}.o", *VARIANTS[variant]), folder)
+        return cls(source, VARIANTS[variant], watched=variant == "watched")
 
     @classmethod
     def of_ptx(cls, folder: Path, architecture: str, text: str | None = None) -> KernelLibrary:
-        """The kernels as nvcc compiles them for an architecture ("75"), instruction by instruction, and watched."""
-        source = folder / f"{architecture}-{os.urandom(4).hex()}.cu"
-        source.write_text(text or build_kernels.flatten())
-        ptx = source.with_suffix(".ptx")
-        subprocess.run(
-            [
-                str(build_kernels.find_nvcc()),
-                "-ptx",
-                "-std=c++17",
-                "-O3",
-                f"-arch=compute_{architecture}",
-                "-o",
-                str(ptx),
-                str(source),
-            ],
-            check=True,
-        )
-        made = cls.__new__(cls)
-        made.watched = True
-        translated = source.with_suffix(".c")
-        translated.write_text(ptx_to_c.to_c(ptx.read_text()))
-        made._link(source.with_suffix(".so"), compile_c(translated, source.with_suffix(".o"), "-w"), folder)
-        return made
-
-    def _link(self, path: Path, kernels: Path, folder: Path) -> None:
-        # Never libtsan: its functions are kernel_watch.c's.
-        subprocess.run(
-            [*CC, "-shared", "-Wl,-Bsymbolic", "-o", str(path), str(kernels), *runtime(folder), "-lm"],
-            check=True,
-        )
-        self.path = path
-        self._library = ctypes.CDLL(str(path))
-        self._library.kernel_run.restype = ctypes.c_char_p
-        self._buffers: list[Buffer] = []
+        """The .cu files, or a mutant, as nvcc compiles them for an architecture ("75"), instruction by instruction."""
+        source = new_file(folder, architecture)
+        cuda, ptx = source.with_suffix(".cu"), source.with_suffix(".ptx")
+        cuda.write_text(text or build_kernels.flatten())
+        nvcc = [str(build_kernels.find_nvcc()), "-ptx", "-std=c++17", "-O3", f"-arch=compute_{architecture}"]
+        subprocess.run([*nvcc, "-o", str(ptx), str(cuda)], check=True)
+        source.write_text(ptx_to_c.to_c(ptx.read_text()))
+        return cls(source, ["-w"], watched=True)
 
     def buffer(self, name: str, values: np.ndarray, offset: int = 0, read_only: bool = False) -> Buffer:
         """A copy of values, `offset` bytes after a multiple of 16, that the next launch may touch."""

@@ -151,22 +151,21 @@ class Entry:
 
     def statement(self, operation: str, operands: list[str], line: int) -> str:
         name, *modifiers = operation.split(".")
-        exact = {
-            "bra": lambda: f"goto {operands[0].lstrip('$')};",
-            "ret": lambda: "return;",
-            "bar.sync": lambda: f"sim_barrier({line}, 0);",
-            "bar.warp.sync": lambda: f"sim_warp_barrier({line});",
-            "bar.red.or.pred": lambda: (
-                f"{self.raw(operands[0])} = sim_barrier({line}, {self.raw(operands[2])}) != 0;"
-            ),
-            "membar.gl": lambda: "sim_fence();",
-            "atom.global.add.u32": lambda: (
-                f"{self.raw(operands[0])} = sim_atomic_add("
-                f"(unsigned *){self.address(operands[1], 'global')}, (unsigned){self.raw(operands[2])});"
-            ),
-        }
-        if operation in exact or name == "bra":
-            return exact[operation if operation in exact else "bra"]()
+        if name == "bra":
+            return f"goto {operands[0].lstrip('$')};"
+        if operation == "ret":
+            return "return;"
+        if operation == "bar.sync":
+            return f"sim_barrier({line}, 0);"
+        if operation == "bar.warp.sync":
+            return f"sim_warp_barrier({line});"
+        if operation == "bar.red.or.pred":
+            return f"{self.raw(operands[0])} = sim_barrier({line}, {self.raw(operands[2])}) != 0;"
+        if operation == "membar.gl":
+            return "sim_fence();"
+        if operation == "atom.global.add.u32":
+            counter = f"(unsigned *){self.address(operands[1], 'global')}"
+            return f"{self.raw(operands[0])} = sim_atomic_add({counter}, (unsigned){self.raw(operands[2])});"
         made = getattr(self, f"_{name}", None)
         if made:
             return made(modifiers, operands, line)
@@ -215,21 +214,25 @@ class Entry:
 
     def _mov(self, modifiers: list[str], operands: list[str], _line: int) -> str:
         to, source = operands
-        for packed, single in ((to, source), (source, to)):
-            if packed[0] != "{":
-                continue
-            registers = [x.strip() for x in packed.strip("{} ").split(",")]
-            width = WIDTH[modifiers[-1]] // len(registers)
-            if packed is to:
-                return " ".join(
-                    self.assign(r, f"b{width}", f"(uint64_t){self.raw(single)} >> {i * width}")
-                    for i, r in enumerate(registers)
-                )
+        if to[0] == "{":
+            registers, width = self._parts(to, modifiers[-1])
+            return " ".join(
+                self.assign(register, f"b{width}", f"(uint64_t){self.raw(source)} >> {i * width}")
+                for i, register in enumerate(registers)
+            )
+        if source[0] == "{":
+            registers, width = self._parts(source, modifiers[-1])
             parts = (
                 f"(uint64_t)(uint{width}_t){self.raw(r)} << {i * width}" for i, r in enumerate(registers)
             )
-            return self.assign(single, f"b{WIDTH[modifiers[-1]]}", " | ".join(parts))
+            return self.assign(to, f"b{width * len(registers)}", " | ".join(parts))
         return f"{self.raw(to)} = {self.raw(source)};"
+
+    @staticmethod
+    def _parts(packed: str, kind: str) -> tuple[list[str], int]:
+        """Registers in braces, and the width of each."""
+        registers = [x.strip() for x in packed.strip("{} ").split(",")]
+        return registers, WIDTH[kind] // len(registers)
 
     def _selp(self, _modifiers: list[str], operands: list[str], _line: int) -> str:
         to, yes, no, chooser = map(self.raw, operands)

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["plain", "watched"])
 def of_text(request: pytest.FixtureRequest, folder: Path) -> KernelLibrary:
-    return KernelLibrary(folder, request.param)
+    return KernelLibrary.of_text(folder, request.param)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -183,7 +183,7 @@ def with_fault(text: str, mutant: Mutant) -> str:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.kernel}-{m.fault.replace(' ', '_')}")
 def test_a_fault_of_a_line_is_found_in_the_text(folder: Path, mutant: Mutant) -> None:
-    library = KernelLibrary(folder, "watched", with_fault(kernel_text(), mutant))
+    library = KernelLibrary.of_text(folder, "watched", with_fault(kernel_text(), mutant))
     assert faults_of(library, mutant.kernel, 400, SEED, stop_at_first=True)
 
 
