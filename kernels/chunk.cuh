@@ -10,11 +10,13 @@
 #define MO_BODY           static __device__ __forceinline__
 #define MO_ALIGNED(bytes) __align__(bytes)
 #define MO_ENTRY          extern "C"
+#define MO_UNROLL         _Pragma("unroll")
 #define MO_NOT_UNROLLED   _Pragma("unroll 1")
 #else
 #define MO_BODY           static inline
 #define MO_ALIGNED(bytes) __attribute__((aligned(bytes)))
 #define MO_ENTRY          static
+#define MO_UNROLL
 #define MO_NOT_UNROLLED
 #endif
 
@@ -37,6 +39,10 @@ MO_BODY unsigned mo_float_size(mo_float kind)
 typedef struct MO_ALIGNED(16) mo_vector {
     unsigned long long word[2];
 } mo_vector;
+
+typedef struct MO_ALIGNED(8) mo_eight_bytes {
+    unsigned word[2];
+} mo_eight_bytes;
 
 /* The address as a pointer. A number could point into any memory space; saying "global" makes the compiler
  * emit ld.global for what would else be a generic load. (Generic and global addresses are equal numbers.) */

@@ -4,7 +4,7 @@
  *     grid (chunks, or 1 where there are none), block (a multiple of 32, at most 256: the host's choice)
  *     reads    the table (16 B a chunk), *inv_scale, every element once
  *     writes   with STORE every element once unless *inv_scale is exactly 1, then none; *found_inf = 1 if any was inf
- *              or NaN; with NORM 24 B a block, and norm, clip, factor
+ *              or NaN; with NORM 8 B a block, and norm, clip, factor
  *     bytes    with STORE 2 * sizeof(element) an element, else sizeof(element)
  *
  * All scalars stay on the device, so that no step waits for the host. found_inf is never cleared: that is the caller's
@@ -19,24 +19,19 @@
 #define GRADIENTS_THREADS 256
 
 /* The sum of all threads' in thread 0, always added in the same order. Between two calls all threads meet at a barrier. */
-MO_BODY mo_squares gradients_block_sum(mo_squares sum, unsigned passes)
+MO_BODY double gradients_block_sum(double sum, unsigned passes)
 {
-    __shared__ mo_squares warps[GRADIENTS_THREADS / 32];
+    __shared__ double warps[GRADIENTS_THREADS / 32];
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-    for (unsigned apart = 16; apart > 0; apart /= 2) {
-        mo_squares other;
-        other.low = __shfl_down_sync(0xFFFFFFFFu, sum.low, apart);
-        other.middle = __shfl_down_sync(0xFFFFFFFFu, sum.middle, apart);
-        other.high = __shfl_down_sync(0xFFFFFFFFu, sum.high, apart);
-        sum = mo_squares_add(sum, other, passes);
-    }
+    for (unsigned apart = 16; apart > 0; apart /= 2)
+        sum = mo_gradients_add(sum, __shfl_down_sync(0xFFFFFFFFu, sum, apart), passes);
     if (lane == 0)
         warps[warp] = sum;
     __syncthreads();
     if (threadIdx.x == 0)
         for (unsigned i = 1; i < blockDim.x / 32; i++)
-            sum = mo_squares_add(sum, warps[i], passes);
+            sum = mo_gradients_add(sum, warps[i], passes);
     return sum;
 }
 
@@ -45,7 +40,7 @@ MO_ENTRY __global__ void __launch_bounds__(GRADIENTS_THREADS)
 {
     const float scale = mo_gradients_scale(launch);
     mo_gradients_head *const head = mo_gradients_head_of(launch);
-    mo_seen seen = {0, {0, 0, 0}};
+    mo_seen seen = {0, 0};
 
     if (launch.passes == MO_GRADIENTS_STORE && scale == 1.0f)
         return;
@@ -57,28 +52,21 @@ MO_ENTRY __global__ void __launch_bounds__(GRADIENTS_THREADS)
 
     if (launch.passes & MO_GRADIENTS_NORM) {
         __shared__ bool last;
-        mo_squares sum = gradients_block_sum(seen.sum, launch.passes);
+        double sum = gradients_block_sum(seen.sum, launch.passes);
         /* volatile: the last block must not find in its cache what was there before the others wrote. */
-        volatile mo_squares *const partials = mo_gradients_partials(launch);
+        volatile double *const partials = mo_gradients_partials(launch);
 
         if (threadIdx.x == 0) {
-            partials[blockIdx.x].low = sum.low;
-            partials[blockIdx.x].middle = sum.middle;
-            partials[blockIdx.x].high = sum.high;
+            partials[blockIdx.x] = sum;
             __threadfence();
             last = atomicAdd(&head->blocks_done, 1) == gridDim.x - 1;
             __threadfence(); /* of the thread that counted, before the barrier: so the whole block is after the others */
         }
         __syncthreads();
         if (last) {
-            sum.low = sum.middle = sum.high = 0;
-            for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
-                mo_squares other;
-                other.low = partials[i].low;
-                other.middle = partials[i].middle;
-                other.high = partials[i].high;
-                sum = mo_squares_add(sum, other, launch.passes);
-            }
+            sum = 0;
+            for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x)
+                sum = mo_gradients_add(sum, partials[i], launch.passes);
             sum = gradients_block_sum(sum, launch.passes);
             if (threadIdx.x == 0) {
                 mo_gradients_finish(launch, sum, scale);

@@ -1,11 +1,14 @@
-/* What one thread does in the gradients kernel (gradients.cu tells the operation as a whole). Plain C below the MO_BODY
- * macro: the simulated device runs this text too (csrc/simcuda/kernel_bodies.c), index arithmetic and all, one "thread"
- * after another.
+/* The work of one thread of the gradients kernel (gradients.cu describes the operation as a whole). Plain C apart from
+ * the macros: gcc compiles it for the C tests, and within gradients.cu for the simulated device, which runs the kernel
+ * whole (csrc/simcuda/grid.h).
  *
  * The norm. Squares of 32 or 64 bytes' worth of elements (what a thread has loaded at a time) are summed in fp32, as a
  * tree of seven roundings at most, so within 7 * 2^-24 = 4.2e-7 of their sum; all above that is in fp64. A sum that fp32
  * does not hold well, because squares overflowed or vanished (IN_RANGE), is made again from the same registers in fp64.
- * fp64's own squares are kept in three ranges, each scaled so that 2^40 of them neither overflow nor vanish. */
+ * fp64's own numbers are squared as if none were beyond 2^480 or, but 0, below 2^-500: so 2^40 squares neither overflow
+ * nor vanish. It cannot be seen, since the norm is written in fp32, times a scale in fp32: one element beyond 2^480 makes it
+ * infinite with any scale (2^480 * 2^-149 > 2^128), and 2^40 below 2^-500 are nothing with any (2^-480 * 2^128 < 2^-150) and
+ * beside any that are something. With a scale of 0 or infinity it matters only that the sum is neither. */
 #ifndef MO_GRADIENTS_CUH
 #define MO_GRADIENTS_CUH
 
@@ -13,12 +16,10 @@
 #include "float_bits.cuh"
 
 #ifdef __CUDACC__
-#define MO_UNROLL       _Pragma("unroll")
 #define MO_SQRT(x)      sqrt(x)
 #define MO_ABSOLUTE(x)  fabs(x)
 #define MO_ABSOLUTEF(x) fabsf(x)
 #else
-#define MO_UNROLL
 #define MO_SQRT(x)      __builtin_sqrt(x)
 #define MO_ABSOLUTE(x)  __builtin_fabs(x)
 #define MO_ABSOLUTEF(x) __builtin_fabsf(x)
@@ -32,15 +33,9 @@ enum {
     MO_GRADIENTS_MAXIMUM = 8 /* the norm's kind */
 };
 
-/* A sum of squares: low * 2^-1200 + middle + high * 2^1200; or a maximum of magnitudes, in middle, which once it is NaN
- * stays so. Of types other than fp64 only middle is used. */
-typedef struct mo_squares {
-    double low, middle, high;
-} mo_squares;
-
 /* The kernel's argument. Addresses are of fp32 on the device, 0 where there is none. */
 typedef struct mo_gradients_launch {
-    unsigned long long table; /* mo_gradients_head, mo_chunk[chunks], then room for mo_squares[grid] */
+    unsigned long long table; /* mo_gradients_head, mo_chunk[chunks], then room for double[grid] */
     unsigned long long inv_scale, found_inf, norm, clip, factor;
     double max_norm;
     unsigned chunks, passes;
@@ -62,10 +57,10 @@ MO_BODY const mo_chunk *mo_gradients_chunks(mo_gradients_launch launch)
 }
 
 /* One sum a block. */
-MO_BODY mo_squares *mo_gradients_partials(mo_gradients_launch launch)
+MO_BODY double *mo_gradients_partials(mo_gradients_launch launch)
 {
-    return (mo_squares *)mo_global(launch.table + sizeof(mo_gradients_head) +
-                                   launch.chunks * (unsigned long long)sizeof(mo_chunk));
+    return (double *)mo_global(launch.table + sizeof(mo_gradients_head) +
+                               launch.chunks * (unsigned long long)sizeof(mo_chunk));
 }
 
 MO_BODY float mo_gradients_scale(mo_gradients_launch launch)
@@ -73,50 +68,32 @@ MO_BODY float mo_gradients_scale(mo_gradients_launch launch)
     return launch.inv_scale ? *(const float *)mo_global(launch.inv_scale) : 1.0f;
 }
 
-/* ---- sums ---------------------------------------------------------------------------------------------- */
+/* ---- sums: of squares, or the maximum of magnitudes, which once it is NaN stays so -------------------------- */
 
 MO_BODY double mo_larger(double a, double b)
 {
     return b > a || b != b ? b : a;
 }
 
-MO_BODY mo_squares mo_squares_add(mo_squares a, mo_squares b, unsigned passes)
+MO_BODY double mo_gradients_add(double a, double b, unsigned passes)
 {
-    if (passes & MO_GRADIENTS_MAXIMUM) {
-        a.middle = mo_larger(a.middle, b.middle);
-    } else {
-        a.low += b.low;
-        a.middle += b.middle;
-        a.high += b.high;
-    }
-    return a;
+    return passes & MO_GRADIENTS_MAXIMUM ? mo_larger(a, b) : a + b;
 }
 
-/* 2^±480 … 2^±500: in the middle 2^40 squares stay below 2^1000 and none is below 2^-1000. A NaN is of the middle. */
-MO_BODY mo_squares mo_squares_of_double(mo_squares sum, double x)
+/* Infinity stays infinite, NaN NaN, and 0 stays 0. */
+MO_BODY double mo_square_of_double(double x)
 {
     const double magnitude = MO_ABSOLUTE(x);
 
-    if (magnitude > 0x1p480)
-        sum.high += (x * 0x1p-600) * (x * 0x1p-600);
-    else if (magnitude < 0x1p-500)
-        sum.low += (x * 0x1p600) * (x * 0x1p600);
-    else
-        sum.middle += x * x;
-    return sum;
+    if (magnitude > 0x1p480 && magnitude <= 0x1.fffffffffffffp1023)
+        return 0x1p960;
+    return magnitude > 0 && magnitude < 0x1p-500 ? 0x1p-1000 : x * x;
 }
 
-/* The norm that a whole sum stands for. What a lower range adds to a higher one may be lost where it is too little to
- * be seen. */
-MO_BODY double mo_squares_norm(mo_squares sum, unsigned passes)
+/* The norm that a whole sum stands for. */
+MO_BODY double mo_gradients_norm(double sum, unsigned passes)
 {
-    if (passes & MO_GRADIENTS_MAXIMUM)
-        return sum.middle;
-    if (sum.high > 0)
-        return MO_SQRT(sum.high + sum.middle * 0x1p-600 * 0x1p-600) * 0x1p600;
-    if (sum.middle != 0) /* or NaN */
-        return MO_SQRT(sum.middle + sum.low * 0x1p-600 * 0x1p-600);
-    return MO_SQRT(sum.low) * 0x1p-600;
+    return passes & MO_GRADIENTS_MAXIMUM ? sum : MO_SQRT(sum);
 }
 
 /* ---- elements, by 64-bit words: one, two or four, the first in the lowest bits ---------------------------- */
@@ -155,11 +132,12 @@ MO_BODY unsigned long long mo_word_scaled(mo_float kind, unsigned long long word
     if (kind == MO_F64)
         return mo_double_bits(mo_double_from_bits(word) * (double)scale);
     MO_UNROLL
-    for (shift = 0; shift < 64; shift += 8 * mo_float_size(kind)) {
+    for (shift = 0; shift < 64; shift += 32) {
         const float x = mo_word_lane(kind, word, shift) * scale;
+        const float y = kind == MO_F32 ? 0 : mo_word_lane(kind, word, shift + 16) * scale;
         const unsigned bits = kind == MO_F32   ? mo_float_bits(x)
-                              : kind == MO_F16 ? mo_f16_from_float(x)
-                                               : mo_bf16_from_float(x);
+                              : kind == MO_F16 ? mo_f16_pair(x, y)
+                                               : mo_bf16_pair(x, y);
         result |= (unsigned long long)bits << shift;
     }
     return result;
@@ -178,16 +156,16 @@ MO_BODY float mo_word_squares(mo_float kind, unsigned long long word)
 }
 
 /* The same in fp64, and fp64 itself. */
-MO_BODY mo_squares mo_word_squares_wide(mo_float kind, mo_squares sum, unsigned long long word)
+MO_BODY double mo_word_squares_wide(mo_float kind, double sum, unsigned long long word)
 {
     unsigned shift;
 
     if (kind == MO_F64)
-        return mo_squares_of_double(sum, mo_double_from_bits(word));
+        return sum + mo_square_of_double(mo_double_from_bits(word));
     MO_UNROLL
     for (shift = 0; shift < 64; shift += 8 * mo_float_size(kind)) {
         const double x = (double)mo_word_lane(kind, word, shift);
-        sum.middle += x * x;
+        sum += x * x;
     }
     return sum;
 }
@@ -221,7 +199,7 @@ MO_BODY double mo_word_maximum(mo_float kind, double maximum, unsigned long long
 /* What threads have seen so far. */
 typedef struct mo_seen {
     unsigned long long not_finite; /* not 0: an element was infinite or NaN */
-    mo_squares sum;
+    double sum;
 } mo_seen;
 
 /* Adds what IN_FLIGHT vectors hold; unused ones hold zeros. */
@@ -234,8 +212,8 @@ MO_BODY void mo_gradients_sum(mo_float kind, unsigned passes, const mo_vector *h
     if (passes & MO_GRADIENTS_MAXIMUM) {
         MO_UNROLL
         for (k = 0; k < MO_GRADIENTS_IN_FLIGHT; k++) {
-            seen->sum.middle = mo_word_maximum(kind, seen->sum.middle, held[k].word[0]);
-            seen->sum.middle = mo_word_maximum(kind, seen->sum.middle, held[k].word[1]);
+            seen->sum = mo_word_maximum(kind, seen->sum, held[k].word[0]);
+            seen->sum = mo_word_maximum(kind, seen->sum, held[k].word[1]);
         }
         return;
     }
@@ -247,7 +225,7 @@ MO_BODY void mo_gradients_sum(mo_float kind, unsigned passes, const mo_vector *h
         }
         /* fp16's squares are all within fp32: from 2^-48 to 2^32. */
         if (kind == MO_F16 || MO_GRADIENTS_IN_RANGE(sum) || !any) {
-            seen->sum.middle += (double)sum;
+            seen->sum += (double)sum;
             return;
         }
     }
@@ -317,7 +295,7 @@ MO_BODY void mo_gradients_single(mo_float kind, unsigned passes, unsigned long l
         }
     }
     if (passes & MO_GRADIENTS_MAXIMUM)
-        seen->sum.middle = mo_word_maximum(kind, seen->sum.middle, word);
+        seen->sum = mo_word_maximum(kind, seen->sum, word);
     else if (passes & MO_GRADIENTS_NORM)
         seen->sum = mo_word_squares_wide(kind, seen->sum, word);
 }
@@ -367,9 +345,9 @@ MO_BODY void mo_gradients_write(unsigned long long address, float value)
 }
 
 /* Writes the results of a whole sum; one thread does. What was not stored has not been scaled yet. */
-MO_BODY void mo_gradients_finish(mo_gradients_launch launch, mo_squares sum, float scale)
+MO_BODY void mo_gradients_finish(mo_gradients_launch launch, double sum, float scale)
 {
-    const double raw = mo_squares_norm(sum, launch.passes);
+    const double raw = mo_gradients_norm(sum, launch.passes);
     const float norm = (float)(launch.passes & MO_GRADIENTS_STORE ? raw : raw * (double)scale);
     const double ratio = launch.max_norm / ((double)norm + 1e-6);
     const float clip = ratio > 1 ? 1.0f : (float)ratio; /* a NaN is passed on */

@@ -16,6 +16,7 @@
 #include "update.cuh"
 
 #define UPDATE_THREADS 256
+#define UPDATE_BLOCKS  3 /* of a multiprocessor at once: 80 registers a thread */
 
 /* Of values that are at least 0 and no NaN, in all lanes. */
 MO_BODY float update_warp_largest(float x)
@@ -41,7 +42,8 @@ MO_BODY void update_codes(const mo_update_work *w)
     }
 }
 
-MO_ENTRY __global__ void __launch_bounds__(UPDATE_THREADS) memopt_update(const mo_update_launch launch)
+MO_ENTRY __global__ void __launch_bounds__(UPDATE_THREADS, UPDATE_BLOCKS)
+    memopt_update(const mo_update_launch launch)
 {
     __shared__ mo_update_work work;
     __shared__ bool last;

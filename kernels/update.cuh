@@ -1,9 +1,11 @@
-/* What one thread does in the update kernel (update.cu tells the operation as a whole): parameters, gradients and states of
- * any types through the formulas of adam.cuh, sgd.cuh and adam8.cuh. Plain C below the MO_BODY macro: the simulated device
- * runs this text too (csrc/simcuda/kernel_bodies.c), index arithmetic and all, one "thread" after another.
+/* The work of one thread of the update kernel (update.cu describes the operation as a whole): parameters, gradients and
+ * states of any types through the formulas of adam.cuh, sgd.cuh and adam8.cuh, which the CPU's loops share. Plain C apart
+ * from the macros: gcc compiles it within update.cu for the simulated device, which runs the kernel whole
+ * (csrc/simcuda/grid.h).
  *
  * A unit is a run of elements of one parameter, processed by one block; it begins at a multiple of 1024 elements. Threads
- * take four elements at a time: by one load an array where the four lie on the grid of their own size, else one by one. */
+ * take four elements at a time, eight where states have 8 bits: by one load an array where they lie on the grid of their
+ * own size (16 bytes at the most), else one by one. */
 #ifndef MO_UPDATE_CUH
 #define MO_UPDATE_CUH
 
@@ -13,12 +15,6 @@
 #include "float_bits.cuh"
 #include "sgd.cuh"
 #include "update_table.cuh"
-
-#ifdef __CUDACC__
-#define MO_UNROLL _Pragma("unroll")
-#else
-#define MO_UNROLL
-#endif
 
 /* ---- a block --------------------------------------------------------------------------------------------------- */
 
@@ -74,8 +70,10 @@ MO_BODY void mo_update_prepare(mo_update_launch launch, unsigned number, mo_upda
 
 /* ---- four elements, of fp32, fp16 or bf16 ------------------------------------------------------------------------ */
 
-/* As they lie in memory: 16 or 8 bytes. */
-typedef mo_vector mo_four;
+/* As they lie in memory: 16 or 8 bytes. Words of 32 bits: those of 64 cost a GPU two of each operation. */
+typedef struct MO_ALIGNED(16) mo_four {
+    unsigned word[4];
+} mo_four;
 
 MO_BODY unsigned long long mo_four_address(mo_float kind, unsigned long long address,
                                            unsigned long long first)
@@ -87,28 +85,30 @@ MO_BODY unsigned long long mo_four_address(mo_float kind, unsigned long long add
 MO_BODY mo_four mo_four_load(mo_float kind, unsigned long long address, unsigned long long first, unsigned n)
 {
     const unsigned long long at = mo_four_address(kind, address, first);
-    mo_four raw = {{0, 0}};
+    mo_four raw = {{0, 0, 0, 0}};
     unsigned k;
 
     if (!address)
         return raw;
     if (kind == MO_F32) {
         if (n == 4 && at % 16 == 0)
-            return *(const mo_vector *)mo_global(at);
+            return *(const mo_four *)mo_global(at);
         MO_UNROLL
         for (k = 0; k < 4; k++)
             if (k < n)
-                raw.word[k / 2] |= (unsigned long long)((const unsigned *)mo_global(at))[k] << k % 2 * 32;
+                raw.word[k] = ((const unsigned *)mo_global(at))[k];
         return raw;
     }
     if (n == 4 && at % 8 == 0) {
-        raw.word[0] = *(const unsigned long long *)mo_global(at);
+        const mo_eight_bytes halves = *(const mo_eight_bytes *)mo_global(at);
+        raw.word[0] = halves.word[0];
+        raw.word[1] = halves.word[1];
         return raw;
     }
     MO_UNROLL
     for (k = 0; k < 4; k++)
         if (k < n)
-            raw.word[0] |= (unsigned long long)((const unsigned short *)mo_global(at))[k] << k * 16;
+            raw.word[k / 2] |= (unsigned)((const unsigned short *)mo_global(at))[k] << k % 2 * 16;
     return raw;
 }
 
@@ -120,23 +120,27 @@ MO_BODY void mo_four_store(mo_float kind, unsigned long long address, unsigned l
 
     if (kind == MO_F32) {
         if (n == 4 && at % 16 == 0) {
-            *(mo_vector *)mo_global(at) = raw;
+            /* In words of 64 bits, or nvcc makes four stores of it. */
+            const mo_vector vector = {{(unsigned long long)raw.word[1] << 32 | raw.word[0],
+                                       (unsigned long long)raw.word[3] << 32 | raw.word[2]}};
+            *(mo_vector *)mo_global(at) = vector;
             return;
         }
         MO_UNROLL
         for (k = 0; k < 4; k++)
             if (k < n)
-                ((unsigned *)mo_global(at))[k] = (unsigned)(raw.word[k / 2] >> k % 2 * 32);
+                ((unsigned *)mo_global(at))[k] = raw.word[k];
         return;
     }
     if (n == 4 && at % 8 == 0) {
-        *(unsigned long long *)mo_global(at) = raw.word[0];
+        const mo_eight_bytes halves = {{raw.word[0], raw.word[1]}};
+        *(mo_eight_bytes *)mo_global(at) = halves;
         return;
     }
     MO_UNROLL
     for (k = 0; k < 4; k++)
         if (k < n)
-            ((unsigned short *)mo_global(at))[k] = (unsigned short)(raw.word[0] >> k * 16);
+            ((unsigned short *)mo_global(at))[k] = (unsigned short)(raw.word[k / 2] >> k % 2 * 16);
 }
 
 /* In what follows a loop stands within each case, not the cases within one loop, whose unrolled branches, all on the same
@@ -148,36 +152,34 @@ MO_BODY void mo_four_widen(mo_float kind, mo_four raw, float *x)
     if (kind == MO_F32) {
         MO_UNROLL
         for (k = 0; k < 4; k++)
-            x[k] = mo_float_from_bits((unsigned)(raw.word[k / 2] >> k % 2 * 32));
+            x[k] = mo_float_from_bits(raw.word[k]);
     } else if (kind == MO_F16) {
         MO_UNROLL
         for (k = 0; k < 4; k++)
-            x[k] = mo_f16_to_float((unsigned)(raw.word[0] >> k * 16) & 0xFFFFu);
+            x[k] = mo_f16_to_float(raw.word[k / 2] >> k % 2 * 16 & 0xFFFFu);
     } else {
         MO_UNROLL
         for (k = 0; k < 4; k++)
-            x[k] = mo_bf16_to_float((unsigned)(raw.word[0] >> k * 16) & 0xFFFFu);
+            x[k] = mo_float_from_bits(k % 2 ? raw.word[k / 2] & 0xFFFF0000u : raw.word[k / 2] << 16);
     }
 }
 
 /* To nearest. */
 MO_BODY mo_four mo_four_narrow(mo_float kind, const float *x)
 {
-    mo_four raw = {{0, 0}};
+    mo_four raw = {{0, 0, 0, 0}};
     unsigned k;
 
     if (kind == MO_F32) {
         MO_UNROLL
         for (k = 0; k < 4; k++)
-            raw.word[k / 2] |= (unsigned long long)mo_float_bits(x[k]) << k % 2 * 32;
+            raw.word[k] = mo_float_bits(x[k]);
     } else if (kind == MO_F16) {
-        MO_UNROLL
-        for (k = 0; k < 4; k++)
-            raw.word[0] |= (unsigned long long)mo_f16_from_float(x[k]) << k * 16;
+        raw.word[0] = mo_f16_pair(x[0], x[1]);
+        raw.word[1] = mo_f16_pair(x[2], x[3]);
     } else {
-        MO_UNROLL
-        for (k = 0; k < 4; k++)
-            raw.word[0] |= (unsigned long long)mo_bf16_from_float(x[k]) << k * 16;
+        raw.word[0] = mo_bf16_pair(x[0], x[1]);
+        raw.word[1] = mo_bf16_pair(x[2], x[3]);
     }
     return raw;
 }
@@ -185,17 +187,17 @@ MO_BODY mo_four mo_four_narrow(mo_float kind, const float *x)
 /* Up or down, to 16 bits; x is of elements first, first + 1 … */
 MO_BODY mo_four mo_four_dithered(mo_float kind, const float *x, unsigned first, unsigned step)
 {
-    mo_four raw = {{0, 0}};
+    mo_four raw = {{0, 0, 0, 0}};
     unsigned k;
 
     if (kind == MO_F16) {
         MO_UNROLL
         for (k = 0; k < 4; k++)
-            raw.word[0] |= (unsigned long long)mo_f16_dithered(x[k], mo_dither(first + k, step)) << k * 16;
+            raw.word[k / 2] |= mo_f16_dithered(x[k], mo_dither(first + k, step)) << k % 2 * 16;
     } else {
         MO_UNROLL
         for (k = 0; k < 4; k++)
-            raw.word[0] |= (unsigned long long)mo_bf16_dithered(x[k], mo_dither(first + k, step)) << k * 16;
+            raw.word[k / 2] |= mo_bf16_dithered(x[k], mo_dither(first + k, step)) << k % 2 * 16;
     }
     return raw;
 }
@@ -423,36 +425,86 @@ MO_BODY unsigned mo_update_lane_count(const mo_update_work *w, unsigned long lon
     return first >= w->end ? 0 : w->end - first < 8 ? (unsigned)(w->end - first) : 8;
 }
 
-MO_BODY unsigned long long mo_update_load_codes(unsigned long long address, unsigned long long first,
-                                                unsigned n)
+MO_BODY mo_eight_bytes mo_update_load_codes(unsigned long long address, unsigned long long first, unsigned n)
 {
     const unsigned long long at = address + first;
-    unsigned long long codes = 0;
+    mo_eight_bytes codes = {{0, 0}};
     unsigned k;
 
     if (n == 8 && at % 8 == 0)
-        return *(const unsigned long long *)mo_global(at);
+        return *(const mo_eight_bytes *)mo_global(at);
     MO_UNROLL
     for (k = 0; k < 8; k++)
         if (k < n)
-            codes |= (unsigned long long)((const unsigned char *)mo_global(at))[k] << k * 8;
+            codes.word[k / 4] |= (unsigned)((const unsigned char *)mo_global(at))[k] << k % 4 * 8;
     return codes;
 }
 
 MO_BODY void mo_update_store_codes(unsigned long long address, unsigned long long first, unsigned n,
-                                   unsigned long long codes)
+                                   mo_eight_bytes codes)
 {
     const unsigned long long at = address + first;
     unsigned k;
 
     if (n == 8 && at % 8 == 0) {
-        *(unsigned long long *)mo_global(at) = codes;
+        *(mo_eight_bytes *)mo_global(at) = codes;
         return;
     }
     MO_UNROLL
     for (k = 0; k < 8; k++)
         if (k < n)
-            ((unsigned char *)mo_global(at))[k] = (unsigned char)(codes >> k * 8);
+            ((unsigned char *)mo_global(at))[k] = (unsigned char)(codes.word[k / 4] >> k % 4 * 8);
+}
+
+/* Eight elements in two fours, of which the first `count` are there: those of 16 bits by one access where they lie on the
+ * grid of 16 bytes. */
+MO_BODY void mo_update_load_eight(mo_float kind, unsigned long long address, unsigned long long first,
+                                  unsigned count, mo_four *raw)
+{
+    const unsigned long long at = mo_four_address(kind, address, first);
+
+    if (kind != MO_F32 && count == 8 && at % 16 == 0) {
+        const mo_four both = *(const mo_four *)mo_global(at);
+        raw[0].word[0] = both.word[0];
+        raw[0].word[1] = both.word[1];
+        raw[1].word[0] = both.word[2];
+        raw[1].word[1] = both.word[3];
+        raw[0].word[2] = raw[0].word[3] = raw[1].word[2] = raw[1].word[3] = 0;
+    } else {
+        raw[0] = mo_four_load(kind, address, first, count < 4 ? count : 4);
+        raw[1] = mo_four_load(kind, address, first + 4, count < 4 ? 0 : count - 4);
+    }
+}
+
+MO_BODY void mo_update_store_eight(mo_float kind, unsigned long long address, unsigned long long first,
+                                   unsigned count, mo_four low, mo_four high)
+{
+    const unsigned long long at = mo_four_address(kind, address, first);
+
+    if (kind != MO_F32 && count == 8 && at % 16 == 0) {
+        const mo_vector both = {{(unsigned long long)low.word[1] << 32 | low.word[0],
+                                 (unsigned long long)high.word[1] << 32 | high.word[0]}};
+        *(mo_vector *)mo_global(at) = both;
+    } else {
+        mo_four_store(kind, address, first, count < 4 ? count : 4, low);
+        mo_four_store(kind, address, first + 4, count < 4 ? 0 : count - 4, high);
+    }
+}
+
+MO_BODY void mo_update_put_eight(const mo_update_work *w, mo_update_kinds kinds, unsigned long long first,
+                                 unsigned count, const float *p)
+{
+    const unsigned element = (unsigned)first;
+
+    if (kinds.master)
+        mo_update_store_eight(MO_F32, w->a.master, first, count, mo_four_narrow(MO_F32, p),
+                              mo_four_narrow(MO_F32, p + 4));
+    if (kinds.p != MO_F32 && w->a.flags & MO_UPDATE_STOCHASTIC)
+        mo_update_store_eight(kinds.p, w->a.p, first, count, mo_four_dithered(kinds.p, p, element, w->step),
+                              mo_four_dithered(kinds.p, p + 4, element + 4, w->step));
+    else
+        mo_update_store_eight(kinds.p, w->a.p, first, count, mo_four_narrow(kinds.p, p),
+                              mo_four_narrow(kinds.p, p + 4));
 }
 
 /* The first half: everything but the new codes, which need the whole block's largest values. `block` is its number in the
@@ -465,30 +517,30 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned long long bl
     const unsigned count = mo_update_lane_count(w, first), flags = w->a.flags & MO_UPDATE_RULE;
     const float unit_m = mo_adam8_unit_m(((const float *)mo_global(w->a.m_scale))[block]);
     const float unit_v = mo_adam8_unit_v(((const float *)mo_global(w->a.v_scale))[block]);
-    const unsigned long long codes_m = mo_update_load_codes(w->a.m, first, count),
-                             codes_v = mo_update_load_codes(w->a.v, first, count);
+    const mo_eight_bytes codes_m = mo_update_load_codes(w->a.m, first, count),
+                         codes_v = mo_update_load_codes(w->a.v, first, count);
     mo_four raw_p[2], raw_g[2];
-    float p[4], g[4];
+    float p[8], g[4];
     unsigned half, k;
 
     held->largest_m = held->largest_v = 0;
+    if (kinds.master)
+        mo_update_load_eight(MO_F32, w->a.master, first, count, raw_p);
+    else
+        mo_update_load_eight(kinds.p, w->a.p, first, count, raw_p);
+    mo_update_load_eight(kinds.g, w->a.g, first, count, raw_g);
     MO_UNROLL
     for (half = 0; half < 2; half++) {
         const unsigned n = count <= half * 4 ? 0 : count - half * 4 < 4 ? count - half * 4 : 4;
-        raw_p[half] = mo_update_load_p(w, kinds, first + half * 4, n);
-        raw_g[half] = mo_four_load(kinds.g, w->a.g, first + half * 4, n);
-    }
-    MO_UNROLL
-    for (half = 0; half < 2; half++) {
-        const unsigned n = count <= half * 4 ? 0 : count - half * 4 < 4 ? count - half * 4 : 4;
-        mo_update_widen_p(kinds, raw_p[half], p);
+        mo_update_widen_p(kinds, raw_p[half], p + half * 4);
         mo_update_take_g(w, kinds, raw_g[half], first + half * 4, n, g);
         MO_UNROLL
         for (k = 0; k < 4; k++) {
-            float *const m = &held->m[half * 4 + k], *const v = &held->v[half * 4 + k], unused = 0;
-            *m = mo_adam8_decode_m((unsigned)(codes_m >> (half * 4 + k) * 8) & 255, unit_m);
-            *v = mo_adam8_decode_v((unsigned)(codes_v >> (half * 4 + k) * 8) & 255, unit_v);
-            p[k] = mo_adam_elementf(&w->narrow.adam, flags, p[k], g[k], m, v, &unused);
+            float *const x = &p[half * 4 + k], *const m = &held->m[half * 4 + k],
+                         *const v = &held->v[half * 4 + k], unused = 0;
+            *m = mo_adam8_decode_m(codes_m.word[half] >> k * 8 & 255, unit_m);
+            *v = mo_adam8_decode_v(codes_v.word[half] >> k * 8 & 255, unit_v);
+            *x = mo_adam_elementf(&w->narrow.adam, flags, *x, g[k], m, v, &unused);
             if (!mo_adam8_is_kept(*v))
                 *m = *v = 0;
             if (k < n) {
@@ -499,8 +551,8 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned long long bl
                     held->largest_v = *v;
             }
         }
-        mo_update_put_p(w, kinds, first + half * 4, n, p);
     }
+    mo_update_put_eight(w, kinds, first, count, p);
 }
 
 /* The second half; *held's largest values are the whole block's. */
@@ -511,14 +563,14 @@ MO_BODY void mo_update_codes_put(const mo_update_work *w, unsigned long long blo
     const unsigned count = mo_update_lane_count(w, first);
     const float scale_m = mo_adam8_scale(held->largest_m), scale_v = mo_adam8_scale(held->largest_v);
     const float per_m = mo_adam8_per_m(scale_m), per_v = mo_adam8_per_v(scale_v);
-    unsigned long long codes_m = 0, codes_v = 0;
+    mo_eight_bytes codes_m = {{0, 0}}, codes_v = {{0, 0}};
     unsigned k;
 
     MO_UNROLL
     for (k = 0; k < 8; k++) {
         const unsigned dither = mo_adam8_dither((unsigned)first + k, w->step);
-        codes_m |= (unsigned long long)mo_adam8_encode_m(held->m[k], per_m) << k * 8;
-        codes_v |= (unsigned long long)mo_adam8_encode_v(held->v[k], per_v, dither) << k * 8;
+        codes_m.word[k / 4] |= mo_adam8_encode_m(held->m[k], per_m) << k % 4 * 8;
+        codes_v.word[k / 4] |= mo_adam8_encode_v(held->v[k], per_v, dither) << k % 4 * 8;
     }
     mo_update_store_codes(w->a.m, first, count, codes_m);
     mo_update_store_codes(w->a.v, first, count, codes_v);

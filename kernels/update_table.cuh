@@ -20,7 +20,7 @@ enum {
     MO_UPDATE_CODES = 0x1000      /* states of 8 bits */
 };
 
-/* Addresses are 0 for what the parameter has not. */
+/* The address of an array that the parameter lacks is 0. */
 typedef struct mo_update_parameter {
     unsigned long long p, g, master, m, v, vmax, m_scale, v_scale, step, count;
     unsigned flags, group;

@@ -1,5 +1,6 @@
-/* What one thread does in the widening kernel (widen.cu tells the operation as a whole). Plain C below the MO_BODY macro: the CPU
- * uses the same arithmetic (csrc/data/widen_generic.c), and the simulated device runs this text, one "thread" after another.
+/* The work of one thread of the widening kernel (widen.cu describes the operation as a whole). Plain C apart from the macros: gcc
+ * compiles it for the C tests, and within widen.cu for the simulated device, which runs the kernel whole (csrc/simcuda/grid.h).
+ * The CPU's loops use the same arithmetic (csrc/data/widen_generic.c).
  *
  *     element i of memory is of channel (i / inner) % channels      inner: elements from one channel to the next
  *     NCHW: inner = H * W     channels_last: inner = 1     no channels: inner = channels = 1
@@ -79,49 +80,65 @@ MO_BODY unsigned mo_widen_bits(unsigned kind, float x)
     return kind == MO_F32 ? mo_float_bits(x) : kind == MO_F16 ? mo_f16_from_float(x) : mo_bf16_from_float(x);
 }
 
-/* ---- four elements ----------------------------------------------------------------------------------------------- */
+/* ---- four elements: a loop within each case, as in update.cuh ---------------------------------------------------------- */
 
-typedef struct mo_quad {
-    unsigned bits[4];
-} mo_quad;
-
-MO_BODY mo_quad mo_widen_load(unsigned kind, unsigned long long address)
+MO_BODY void mo_widen_load(unsigned kind, unsigned long long address, float *x)
 {
-    mo_quad quad;
+    const void *const at = mo_global(address);
+    unsigned k;
 
     if (kind == MO_NUMBER_F32) {
-        const mo_vector vector = *(const mo_vector *)mo_global(address);
-        quad.bits[0] = (unsigned)vector.word[0];
-        quad.bits[1] = (unsigned)(vector.word[0] >> 32);
-        quad.bits[2] = (unsigned)vector.word[1];
-        quad.bits[3] = (unsigned)(vector.word[1] >> 32);
+        const mo_vector vector = *(const mo_vector *)at;
+        MO_UNROLL
+        for (k = 0; k < 4; k++)
+            x[k] = mo_float_from_bits((unsigned)(vector.word[k / 2] >> k % 2 * 32));
     } else if (kind <= MO_NUMBER_I8) {
-        const unsigned word = *(const unsigned *)mo_global(address);
-        quad.bits[0] = word & 0xFF;
-        quad.bits[1] = word >> 8 & 0xFF;
-        quad.bits[2] = word >> 16 & 0xFF;
-        quad.bits[3] = word >> 24;
+        const unsigned word = *(const unsigned *)at;
+        if (kind == MO_NUMBER_U8) {
+            MO_UNROLL
+            for (k = 0; k < 4; k++)
+                x[k] = mo_number_value(MO_NUMBER_U8, word >> k * 8);
+        } else {
+            MO_UNROLL
+            for (k = 0; k < 4; k++)
+                x[k] = mo_number_value(MO_NUMBER_I8, word >> k * 8);
+        }
     } else {
-        const unsigned long long word = *(const unsigned long long *)mo_global(address);
-        quad.bits[0] = (unsigned)word & 0xFFFF;
-        quad.bits[1] = (unsigned)word >> 16;
-        quad.bits[2] = (unsigned)(word >> 32) & 0xFFFF;
-        quad.bits[3] = (unsigned)(word >> 48);
+        const mo_eight_bytes halves = *(const mo_eight_bytes *)at;
+        if (kind == MO_NUMBER_F16) {
+            MO_UNROLL
+            for (k = 0; k < 4; k++)
+                x[k] = mo_number_value(MO_NUMBER_F16, halves.word[k / 2] >> k % 2 * 16);
+        } else if (kind == MO_NUMBER_BF16) {
+            MO_UNROLL
+            for (k = 0; k < 4; k++)
+                x[k] = mo_number_value(MO_NUMBER_BF16, halves.word[k / 2] >> k % 2 * 16);
+        } else if (kind == MO_NUMBER_U16) {
+            MO_UNROLL
+            for (k = 0; k < 4; k++)
+                x[k] = mo_number_value(MO_NUMBER_U16, halves.word[k / 2] >> k % 2 * 16);
+        } else {
+            MO_UNROLL
+            for (k = 0; k < 4; k++)
+                x[k] = mo_number_value(MO_NUMBER_I16, halves.word[k / 2] >> k % 2 * 16);
+        }
     }
-    return quad;
 }
 
-MO_BODY void mo_widen_store(unsigned kind, unsigned long long address, mo_quad quad)
+MO_BODY void mo_widen_store(unsigned kind, unsigned long long address, const float *x)
 {
+    void *const at = mo_global(address);
+
     if (kind == MO_F32) {
-        mo_vector vector;
-        vector.word[0] = (unsigned long long)quad.bits[1] << 32 | quad.bits[0];
-        vector.word[1] = (unsigned long long)quad.bits[3] << 32 | quad.bits[2];
-        *(mo_vector *)mo_global(address) = vector;
+        const mo_vector vector = {{(unsigned long long)mo_float_bits(x[1]) << 32 | mo_float_bits(x[0]),
+                                   (unsigned long long)mo_float_bits(x[3]) << 32 | mo_float_bits(x[2])}};
+        *(mo_vector *)at = vector;
+    } else if (kind == MO_F16) {
+        const mo_eight_bytes halves = {{mo_f16_pair(x[0], x[1]), mo_f16_pair(x[2], x[3])}};
+        *(mo_eight_bytes *)at = halves;
     } else {
-        *(unsigned long long *)mo_global(address) = (unsigned long long)(quad.bits[3] << 16 | quad.bits[2])
-                                                        << 32 |
-                                                    (quad.bits[1] << 16 | quad.bits[0]);
+        const mo_eight_bytes halves = {{mo_bf16_pair(x[0], x[1]), mo_bf16_pair(x[2], x[3])}};
+        *(mo_eight_bytes *)at = halves;
     }
 }
 
@@ -147,6 +164,48 @@ MO_BODY void mo_widen_next(const mo_widen_launch *a, mo_widen_place *place)
         place->within = 0;
         if (++place->channel == a->channels)
             place->channel = 0;
+    }
+}
+
+/* `by` elements on; by is a place too. */
+MO_BODY void mo_widen_advance(const mo_widen_launch *a, mo_widen_place *place, mo_widen_place by)
+{
+    place->within += by.within; /* below 2^32, as both are below MO_WIDEN_PERIOD_MAX */
+    place->channel += by.channel;
+    if (place->within >= a->inner) {
+        place->within -= a->inner;
+        place->channel++;
+    }
+    if (place->channel >= a->channels)
+        place->channel -= a->channels;
+}
+
+/* Four elements, the first of them at `place`. */
+MO_BODY void mo_widen_four(const mo_widen_launch *a, mo_widen_place place, float *x)
+{
+    const float *const means = (const float *)mo_global(a->table), *const deviations = means + a->channels;
+    float mean[4], deviation[4];
+    unsigned k;
+
+    if (a->inner - place.within >= 4) { /* of one channel */
+        mean[0] = mean[1] = mean[2] = mean[3] = means[place.channel];
+        deviation[0] = deviation[1] = deviation[2] = deviation[3] = deviations[place.channel];
+    } else {
+        MO_UNROLL
+        for (k = 0; k < 4; k++) {
+            mean[k] = means[place.channel];
+            deviation[k] = deviations[place.channel];
+            mo_widen_next(a, &place);
+        }
+    }
+    if (a->divide) {
+        MO_UNROLL
+        for (k = 0; k < 4; k++)
+            x[k] = mo_widened(x[k], a->scale, 1, mean[k], deviation[k]);
+    } else {
+        MO_UNROLL
+        for (k = 0; k < 4; k++)
+            x[k] = mo_widened(x[k], a->scale, 0, mean[k], deviation[k]);
     }
 }
 
@@ -184,18 +243,18 @@ MO_BODY void mo_widen_thread(const mo_widen_launch *a, unsigned block, unsigned 
     const unsigned quads = a->aligned ? count / 4 : 0;
     const unsigned source_size = mo_number_size(a->source_kind),
                    target_size = mo_float_size((mo_float)a->target_kind);
+    const unsigned long long source = a->source + begin * source_size,
+                             target = a->target + begin * target_size;
+    mo_widen_place place = mo_widen_place_of(a, phase + 4 * thread);
+    const mo_widen_place by = mo_widen_place_of(a, 4 * threads);
 
+    MO_NOT_UNROLLED
     for (unsigned i = thread; i < quads; i += threads) {
-        mo_quad quad = mo_widen_load(a->source_kind, a->source + (begin + 4 * i) * source_size);
-        mo_widen_place place = mo_widen_place_of(a, phase + 4 * i);
-        quad.bits[0] = mo_widen_one(a, place.channel, quad.bits[0]);
-        mo_widen_next(a, &place);
-        quad.bits[1] = mo_widen_one(a, place.channel, quad.bits[1]);
-        mo_widen_next(a, &place);
-        quad.bits[2] = mo_widen_one(a, place.channel, quad.bits[2]);
-        mo_widen_next(a, &place);
-        quad.bits[3] = mo_widen_one(a, place.channel, quad.bits[3]);
-        mo_widen_store(a->target_kind, a->target + (begin + 4 * i) * target_size, quad);
+        float x[4];
+        mo_widen_load(a->source_kind, source + 4 * i * source_size, x);
+        mo_widen_four(a, place, x);
+        mo_widen_store(a->target_kind, target + 4 * i * target_size, x);
+        mo_widen_advance(a, &place, by);
     }
     for (unsigned i = 4 * quads + thread; i < count; i += threads)
         mo_widen_single(a, begin + i, phase + i);

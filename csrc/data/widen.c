@@ -12,7 +12,9 @@ mo_status mo_widen_check(const mo_widen_job *job, mo_detail *detail)
     size_t period;
 
     if ((unsigned)job->source_kind >= MO_NUMBER_COUNT || (unsigned)job->target_kind >= MO_F64)
-        return mo_fail(detail, MO_INVALID, 0, "kinds %d and %d: expected a number's and fp32, fp16 or bf16",
+        return mo_fail(detail, MO_INVALID, 0,
+                       "kinds %d and %d: expected a numeric source and fp32, fp16 "
+                       "or bf16 as target",
                        (int)job->source_kind, (int)job->target_kind);
     if (job->source % mo_number_size(job->source_kind) || job->target % mo_float_size(job->target_kind))
         return mo_fail(detail, MO_INVALID, 0, "elements at %#zx and %#zx: expected multiples of their sizes",
@@ -23,10 +25,12 @@ mo_status mo_widen_check(const mo_widen_job *job, mo_detail *detail)
     if (!mo_mul_ok(job->inner, job->channels, &period) || period > MO_WIDEN_PERIOD_MAX)
         return mo_fail(detail, MO_OVERFLOW, 0,
                        "%zu channels of %zu elements in a row are more than 2^31: normalise such samples "
-                       "where they are loaded",
+                       "in the loader",
                        job->channels, job->inner);
     if (job->count % period)
-        return mo_fail(detail, MO_INVALID, 0, "%zu elements are no whole number of %zu channels of %zu",
+        return mo_fail(detail, MO_INVALID, 0,
+                       "%zu elements are not a multiple of %zu channels of %zu "
+                       "elements",
                        job->count, job->channels, job->inner);
     return MO_OK;
 }

@@ -29,7 +29,7 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_widen_job *j
     mo_status status;
 
     if (blocks > BLOCKS_MOST)
-        return mo_fail(detail, MO_OVERFLOW, 0, "%zu elements are more than one launch takes", job->count);
+        return mo_fail(detail, MO_OVERFLOW, 0, "%zu elements are too many for one launch", job->count);
     shape.size = 2 * job->channels * sizeof *table; /* channels <= 2^31: no overflow */
     status = mo_launch_table(launch, shape.size, (void **)&table, detail);
     if (status)

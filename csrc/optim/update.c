@@ -46,7 +46,8 @@ static mo_status check_arrays(const mo_update_job *job, size_t i, mo_detail *det
             !is_place(needs[k].address, a->count, codes ? 1 : mo_float_size(needs[k].kind)))
             return mo_fail(
                 detail, MO_INVALID, 0,
-                "parameter %zu: its %s at %#zx is not %zu elements of %s; give the address of dense memory",
+                "parameter %zu: its %s at %#zx does not have %zu elements of %s; give the address of dense "
+                "memory",
                 i, needs[k].what, (size_t)needs[k].address, a->count,
                 codes ? "8 bits" : name_of(needs[k].kind));
     }
@@ -65,17 +66,19 @@ static mo_status check_kinds(const mo_update_job *job, size_t i, mo_detail *deta
             (int)a->kind, (int)a->grad_kind, (int)a->state_kind);
     if (a->grad_kind == MO_F64 && a->kind != MO_F64)
         return mo_fail(detail, MO_INVALID, 0,
-                       "parameter %zu is of %s, its gradient of fp64; convert one of them", i,
+                       "parameter %zu is of %s, but its gradient is of fp64; convert one of them", i,
                        name_of(a->kind));
     if (a->state_kind != MO_F32 && a->state_kind != a->kind)
         return mo_fail(
             detail, MO_INVALID, 0,
-            "parameter %zu is of %s, its states of %s; they may be of fp32 or of the parameter's kind", i,
-            name_of(a->kind), name_of(a->state_kind));
+            "parameter %zu is of %s, but its states are of %s; they must be of fp32 or of the parameter's "
+            "type",
+            i, name_of(a->kind), name_of(a->state_kind));
     if (a->master && mo_float_size(a->kind) != 2)
         return mo_fail(detail, MO_INVALID, 0,
-                       "parameter %zu is of %s and has a master; only fp16 and bf16 may", i,
-                       name_of(a->kind));
+                       "parameter %zu is of %s and has a master copy; only fp16 and bf16 parameters may "
+                       "have one",
+                       i, name_of(a->kind));
     return MO_OK;
 }
 
@@ -93,8 +96,8 @@ static mo_status check_codes(const mo_update_job *job, size_t i, mo_detail *deta
                        (size_t)a->m_scale, (size_t)a->v_scale, blocks);
     if (group->rule == MO_SGD || group->amsgrad || a->kind == MO_F64)
         return mo_fail(detail, MO_INVALID, 0,
-                       "parameter %zu: states of 8 bits are for Adam and AdamW without amsgrad, on fp32, "
-                       "fp16 or bf16; use states of fp32",
+                       "parameter %zu: 8-bit states are supported for Adam and AdamW without amsgrad, on "
+                       "fp32, fp16 or bf16; use fp32 states",
                        i);
     return MO_OK;
 }
@@ -113,11 +116,11 @@ static mo_status check_parameter(const mo_update_job *job, size_t i, mo_detail *
     if (status)
         return status;
     if (a->step % 4 || (!a->step && group->rule != MO_SGD))
-        return mo_fail(detail, MO_INVALID, 0, "parameter %zu: its step at %#zx is not one fp32", i,
+        return mo_fail(detail, MO_INVALID, 0, "parameter %zu: its step at %#zx is not a single fp32", i,
                        (size_t)a->step);
     if (!a->step && group->stochastic && !a->master && mo_float_size(a->kind) == 2)
         return mo_fail(detail, MO_INVALID, 0,
-                       "parameter %zu is rounded at random, so it must have a step that counts", i);
+                       "parameter %zu uses stochastic rounding, so it must have a step count", i);
     if (a->count == 0)
         return MO_OK;
     status = check_codes(job, i, detail);
@@ -136,7 +139,7 @@ mo_status mo_update_check(const mo_update_job *job, mo_detail *detail)
             return mo_fail(detail, MO_INVALID, 0, "group %zu: there is no rule %d", k, (int)group->rule);
         if (group->lr_address && ((group->lr_kind != MO_F32 && group->lr_kind != MO_F64) ||
                                   group->lr_address % mo_float_size(group->lr_kind)))
-            return mo_fail(detail, MO_INVALID, 0, "group %zu: lr at %#zx is no fp32 or fp64", k,
+            return mo_fail(detail, MO_INVALID, 0, "group %zu: lr at %#zx is not fp32 or fp64", k,
                            (size_t)group->lr_address);
     }
     for (size_t i = 0; i < job->count; i++) {

@@ -116,7 +116,7 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_update_job *
     for (size_t i = 0; i < job->count; i++)
         units += mo_ceil_div(job->parameters[i].count, argument.elements);
     if (job->count > UNITS_MOST || job->group_count > UNITS_MOST || units > UNITS_MOST)
-        return mo_fail(detail, MO_OVERFLOW, 0, "%zu parameters in %zu groups are more than one launch takes",
+        return mo_fail(detail, MO_OVERFLOW, 0, "%zu parameters in %zu groups are too many for one launch",
                        job->count, job->group_count);
 
     argument.units = (unsigned)units;

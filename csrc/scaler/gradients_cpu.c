@@ -317,14 +317,14 @@ static mo_status check_floats(const mo_gradients_job *job, mo_detail *detail)
     const unsigned known = MO_GRADIENTS_CHECK | MO_GRADIENTS_STORE | MO_GRADIENTS_NORM | MO_GRADIENTS_MAXIMUM;
 
     if (job->passes & ~known)
-        return mo_fail(detail, MO_INVALID, 0, "passes %#x: expected no other bits than %#x", job->passes,
+        return mo_fail(detail, MO_INVALID, 0, "passes %#x: expected only the bits of %#x", job->passes,
                        known);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (all[i] % sizeof(float))
             return mo_fail(detail, MO_INVALID, 0, "%s at %#zx: expected a multiple of 4 bytes", names[i],
                            (size_t)all[i]);
     if (job->passes & MO_GRADIENTS_CHECK && !job->found_inf)
-        return mo_fail(detail, MO_INVALID, 0, "a check has nowhere to write found_inf");
+        return mo_fail(detail, MO_INVALID, 0, "a check needs found_inf");
     return MO_OK;
 }
 

@@ -50,7 +50,7 @@ static mo_status check(const mo_gradients_job *job, mo_detail *detail)
         return mo_fail(detail, MO_INVALID, 0, "a check without found_inf: expected the address of an fp32");
     if (!(job->passes & (MO_GRADIENTS_CHECK | MO_GRADIENTS_STORE | MO_GRADIENTS_NORM)) ||
         job->passes >= 2 * MO_GRADIENTS_MAXIMUM)
-        return mo_fail(detail, MO_INVALID, 0, "passes %#x: expected an or of CHECK, STORE, NORM",
+        return mo_fail(detail, MO_INVALID, 0, "passes %#x: expected a combination of CHECK, STORE and NORM",
                        job->passes);
     return MO_OK;
 }
@@ -81,7 +81,7 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_gradients_jo
     argument.chunks = (unsigned)chunks;
     shape.blocks = chunks ? (unsigned)chunks : 1;                       /* an empty list has a norm too */
     shape.size = sizeof(mo_gradients_head) + chunks * sizeof(mo_chunk); /* chunks < 2^31: no overflow */
-    shape.room = job->passes & MO_GRADIENTS_NORM ? shape.blocks * sizeof(mo_squares) : 0;
+    shape.room = job->passes & MO_GRADIENTS_NORM ? shape.blocks * sizeof(double) : 0;
     status = mo_launch_table(launch, shape.size, (void **)&table, detail);
     if (status)
         return status;

@@ -303,7 +303,7 @@ static void release_barrier(block *b)
     if (count == 0 || count + b->ended != run.grid->threads)
         return;
     if (b->ended > 0)
-        fail("block %u: %u threads have ended where others wait at the barrier in line %d", b->index,
+        fail("block %u: %u threads have ended while others wait at the barrier in line %d", b->index,
              b->ended, line);
     if (run.grid->watch)
         run.grid->watch->barrier(waiting, count);
@@ -430,23 +430,23 @@ static void block_go(block *b)
             ready += b->threads[i].state == READY;
     }
     if (ready == 0 && b->ended < threads)
-        fail("block %u: %u threads have ended, and the others wait for ever", b->index, b->ended);
+        fail("block %u: %u threads have ended, and the others wait forever", b->index, b->ended);
 }
 
-static void run_blocks(unsigned *order)
+static void run_blocks(unsigned *order, unsigned count)
 {
     unsigned next = 0;
 
-    for (unsigned i = 0; i < run.grid->blocks; i++)
-        order[i] = i;
-    for (unsigned i = run.grid->blocks; i > 1; i--) {
+    for (unsigned i = 0; i < count; i++)
+        order[i] = run.grid->first + i;
+    for (unsigned i = count; i > 1; i--) {
         const unsigned other = draw(i), index = order[i - 1];
         order[i - 1] = order[other];
         order[other] = index;
     }
-    while (!run.failed && (next < run.grid->blocks || run.live_count > 0)) {
+    while (!run.failed && (next < count || run.live_count > 0)) {
         unsigned k;
-        while (next < run.grid->blocks && run.live_count < BLOCKS_AT_ONCE) {
+        while (next < count && run.live_count < BLOCKS_AT_ONCE) {
             block *fresh = block_start(order[next++]);
             if (!fresh)
                 return;
@@ -463,10 +463,12 @@ static void run_blocks(unsigned *order)
 
 bool sim_grid_run(const sim_grid *grid, char *why, size_t room)
 {
+    const unsigned count = grid->some ? grid->some : grid->blocks;
     unsigned *order;
     bool failed;
 
-    if (grid->blocks == 0 || grid->threads == 0 || grid->threads % WARP || grid->threads > 1024) {
+    if (grid->blocks == 0 || grid->first > grid->blocks - count || count > grid->blocks ||
+        grid->threads == 0 || grid->threads % WARP || grid->threads > 1024) {
         snprintf(why, room, "a grid of %u blocks of %u threads", grid->blocks, grid->threads);
         return false;
     }
@@ -479,11 +481,11 @@ bool sim_grid_run(const sim_grid *grid, char *why, size_t room)
     run.loaded = NULL;
     if (grid->watch)
         grid->watch->begin(grid->blocks * grid->threads);
-    order = malloc(grid->blocks * sizeof *order);
+    order = malloc(count * sizeof *order);
     if (order)
-        run_blocks(order);
+        run_blocks(order, count);
     else
-        fail("no memory for the order of %u blocks", grid->blocks);
+        fail("no memory for the order of %u blocks", count);
     free(order);
     while (run.live_count > 0)
         block_end(run.live[--run.live_count]);

@@ -37,6 +37,8 @@ typedef struct sim_grid {
     void (*kernel)(const void *argument);
     const void *argument;
     unsigned blocks, threads; /* threads of a block: a multiple of 32, at most 1024 */
+    unsigned first,
+        some; /* where some is not 0, that many blocks run, from number `first` on: of a large grid */
     uint64_t seed;
     const sim_grid_watch *watch; /* or NULL */
 } sim_grid;

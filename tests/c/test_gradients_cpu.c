@@ -474,10 +474,10 @@ TEST(what_cannot_be_done_is_refused_by_name_before_anything_changed)
     REFUSED(GRADIENT(64, SIZE_MAX, MO_BF16), "run past the end of the address space");
 
     job.passes = 16;
-    refused(&job, "passes 0x10: expected no other bits than 0xf");
+    refused(&job, "passes 0x10: expected only the bits of 0xf");
     job = make_job(&l, 7, &r);
     job.found_inf = 0;
-    refused(&job, "a check has nowhere to write found_inf");
+    refused(&job, "a check needs found_inf");
     job = make_job(&l, 7, &r);
     job.gradients = NULL;
     refused(&job, "a list of 20 gradients has no address");

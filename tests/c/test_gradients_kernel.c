@@ -140,15 +140,15 @@ TEST(a_scale_of_one_leaves_every_16_bit_pattern_as_it_is)
 /* ---- the norm ------------------------------------------------------------------------------------------ */
 
 /* What a whole grid makes of chunks in memory: a sum a chunk, added up in their order. */
-static mo_squares sum_of(const mo_chunk *chunks, int count, unsigned passes, float scale)
+static double sum_of(const mo_chunk *chunks, int count, unsigned passes, float scale)
 {
-    mo_squares sum = {0, 0, 0};
+    double sum = 0;
 
     for (int i = 0; i < count; i++) {
         mo_seen seen = nothing;
         for (unsigned thread = 0; thread < 32; thread++)
             mo_gradients_thread(passes, chunks[i], thread, 32, scale, &seen);
-        sum = mo_squares_add(sum, seen.sum, passes);
+        sum = mo_gradients_add(sum, seen.sum, passes);
     }
     return sum;
 }
@@ -173,6 +173,16 @@ static const struct {
 } exponents[MO_FLOAT_COUNT] = {
     [MO_F32] = {-149, 126}, [MO_F16] = {-24, 14}, [MO_BF16] = {-133, 126}, [MO_F64] = {-1074, 1022}};
 
+/* The norm as a launch writes it. */
+static float norm_of(double sum, unsigned passes, float scale)
+{
+    float norm = -1;
+
+    mo_gradients_finish((mo_gradients_launch){.norm = (uintptr_t)&norm, .max_norm = 1, .passes = passes}, sum,
+                        scale);
+    return norm;
+}
+
 TEST(norms_are_within_a_millionth_of_long_doubles_wherever_the_elements_lie)
 {
     enum { CHUNKS = 3, BYTES = 4096 };
@@ -181,11 +191,13 @@ TEST(norms_are_within_a_millionth_of_long_doubles_wherever_the_elements_lie)
 
     for (int round = 0; round < test_rounds(4000, 400000); round++) {
         const unsigned store = test_random(&random) % 2 ? MO_GRADIENTS_STORE : 0;
-        const float scale = store ? (float)ldexp(1.3, (int)(test_random(&random) % 40) - 20) : 1.0f;
+        const int exponent_of_scale =
+            store ? (int)(test_random(&random) % 40) - 20 : (int)(test_random(&random) % 277) - 149;
+        const float scale = (float)ldexp(1.3, exponent_of_scale);
         long double squares = 0, maximum = 0;
         mo_chunk chunks[CHUNKS];
-        mo_squares sum;
-        double norm;
+        double sum;
+        float norm;
 
         for (int i = 0; i < CHUNKS; i++) {
             const mo_float kind = (mo_float)(test_random(&random) % MO_FLOAT_COUNT);
@@ -208,16 +220,39 @@ TEST(norms_are_within_a_millionth_of_long_doubles_wherever_the_elements_lie)
                 squares += x * x;
                 maximum = x > maximum ? x : maximum;
             }
-        norm = mo_squares_norm(sum, MO_GRADIENTS_NORM);
-        const long double want = sqrtl(squares);
-        /* A norm may itself be a subnormal double. */
-        if (isfinite((double)want) && fabsl((long double)norm - want) > 1e-6L * want + 0x1p-1074L)
-            TEST_FAIL("round %d: the norm is %.17g, not %.17Lg; kinds %u %u %u", round, norm, want,
+        norm = norm_of(sum, MO_GRADIENTS_NORM | store, scale);
+        const long double want = sqrtl(squares) * (store ? 1 : (long double)scale);
+        /* A norm may itself be a subnormal fp32. */
+        if (isfinite((float)want) && fabsl((long double)norm - want) > 1e-6L * want + 0x1p-149L)
+            TEST_FAIL("round %d: the norm is %.9g, not %.17Lg; kinds %u %u %u", round, (double)norm, want,
                       chunks[0].kind, chunks[1].kind, chunks[2].kind);
-        if (!isfinite((double)want))
+        if (want > 0x1.000002p128L)
             CHECK(isinf(norm));
         sum = sum_of(chunks, CHUNKS, MO_GRADIENTS_NORM | MO_GRADIENTS_MAXIMUM, 1.0f);
-        CHECK((long double)mo_squares_norm(sum, MO_GRADIENTS_MAXIMUM) == maximum);
+        CHECK((long double)mo_gradients_norm(sum, MO_GRADIENTS_MAXIMUM) == maximum);
+    }
+}
+
+TEST(the_norm_of_numbers_beyond_what_is_squared_is_theirs_in_fp32)
+{
+    enum { COUNT = 1000 };
+    static MO_ALIGNED(16) double memory[COUNT];
+    static const double large[] = {0x1p480, 0x1.8p480, 0x1p600, 0x1.fffffffffffffp1023},
+                        little[] = {0x1p-500, 0x1.8p-501, 0x1p-600, 0x1p-1074};
+    const mo_chunk chunk = {.address = (uintptr_t)memory, .count = COUNT, .kind = MO_F64};
+
+    for (unsigned i = 0; i < 4; i++) {
+        memory[7] = -large[i];
+        CHECK(isinf(norm_of(sum_of(&chunk, 1, MO_GRADIENTS_NORM, 1), MO_GRADIENTS_NORM, 0x1p-149f)));
+        CHECK(norm_of(sum_of(&chunk, 1, MO_GRADIENTS_NORM, 1), MO_GRADIENTS_NORM, 0) == 0);
+        for (unsigned k = 0; k < COUNT; k++)
+            memory[k] = k % 2 ? little[i] : -little[i];
+        CHECK(norm_of(sum_of(&chunk, 1, MO_GRADIENTS_NORM, 1), MO_GRADIENTS_NORM, 0x1p127f) == 0);
+        CHECK(isinf(norm_of(sum_of(&chunk, 1, MO_GRADIENTS_NORM, 1), MO_GRADIENTS_NORM, INFINITY)));
+        memory[7] = 0x1p-270; /* of which fp32 sees something with the largest scale */
+        CHECK(norm_of(sum_of(&chunk, 1, MO_GRADIENTS_NORM, 1), MO_GRADIENTS_NORM, 0x1p127f) == 0x1p-143f);
+        memset(memory, 0, sizeof memory);
+        CHECK(isnan(norm_of(sum_of(&chunk, 1, MO_GRADIENTS_NORM, 1), MO_GRADIENTS_NORM, INFINITY)));
     }
 }
 
@@ -235,9 +270,9 @@ TEST(an_infinite_element_makes_the_norm_infinite_and_a_nan_nan_in_every_place)
             for (unsigned maximum = 0; maximum <= MO_GRADIENTS_MAXIMUM; maximum += MO_GRADIENTS_MAXIMUM) {
                 const unsigned passes = MO_GRADIENTS_NORM | maximum;
                 put(kind, memory + size + i * size, -INFINITY);
-                CHECK(isinf(mo_squares_norm(sum_of(&chunk, 1, passes, 1), passes)));
+                CHECK(isinf(mo_gradients_norm(sum_of(&chunk, 1, passes, 1), passes)));
                 put(kind, memory + size + i * size, NAN);
-                CHECK(isnan(mo_squares_norm(sum_of(&chunk, 1, passes, 1), passes)));
+                CHECK(isnan(mo_gradients_norm(sum_of(&chunk, 1, passes, 1), passes)));
                 put(kind, memory + size + i * size, 1);
             }
     }
@@ -270,13 +305,13 @@ TEST(the_clip_and_the_factor_are_made_of_the_norm_as_it_is_written)
         .passes = MO_GRADIENTS_NORM,
     };
 
-    mo_gradients_finish(launch, (mo_squares){0, 144, 0}, 0.5f);
+    mo_gradients_finish(launch, 144, 0.5f);
     CHECK(results[0] == 6 && results[1] == (float)(3 / (6 + 1e-6)) && results[2] == 0.5f * results[1]);
-    mo_gradients_finish(launch, (mo_squares){0, 4, 0}, 0.5f);
+    mo_gradients_finish(launch, 4, 0.5f);
     CHECK(results[0] == 1 && results[1] == 1 && results[2] == 0.5f);
-    mo_gradients_finish(launch, (mo_squares){0, INFINITY, 0}, 0.5f);
+    mo_gradients_finish(launch, INFINITY, 0.5f);
     CHECK(isinf(results[0]) && results[1] == 0 && results[2] == 0);
-    mo_gradients_finish(launch, (mo_squares){0, 0, 1}, 0.5f); /* 2^600: more than fp32 holds */
+    mo_gradients_finish(launch, 0x1p960, 0.5f); /* more than fp32 holds */
     CHECK(isinf(results[0]) && results[1] == 0);
 }
 

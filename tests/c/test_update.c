@@ -86,7 +86,7 @@ TEST(an_array_that_is_missing_or_misaligned_is_named)
                   "its momentum buffer");
     CHECK_REFUSED((parameters[1].kind = MO_F16, parameters[1].master = (uintptr_t)memory + 2),
                   "its master parameter");
-    CHECK_REFUSED(parameters[1].count = SIZE_MAX / 2, "not 9223372036854775807 elements");
+    CHECK_REFUSED(parameters[1].count = SIZE_MAX / 2, "does not have 9223372036854775807 elements");
     CHECK_REFUSED(parameters[1].p = UINTPTR_MAX - 3, "parameter 1: its parameter");
     CHECK_REFUSED(parameters[1].step = 0, "parameter 1: its step");
     CHECK_REFUSED(parameters[1].step += 1, "parameter 1: its step");
@@ -98,9 +98,10 @@ TEST(kinds_that_do_not_go_together_are_refused)
     CHECK_REFUSED(parameters[1].kind = MO_FLOAT_COUNT, "parameter 1: kinds 4, 0, 0");
     CHECK_REFUSED(parameters[1].grad_kind = (mo_float)-1, "parameter 1: kinds");
     CHECK_REFUSED(parameters[1].state_kind = (mo_float)77, "parameter 1: kinds");
-    CHECK_REFUSED(parameters[1].grad_kind = MO_F64, "its gradient of fp64");
-    CHECK_REFUSED(parameters[1].state_kind = MO_BF16, "its states of bf16");
-    CHECK_REFUSED((parameters[1].kind = MO_F16, parameters[1].state_kind = MO_BF16), "its states of bf16");
+    CHECK_REFUSED(parameters[1].grad_kind = MO_F64, "its gradient is of fp64");
+    CHECK_REFUSED(parameters[1].state_kind = MO_BF16, "its states are of bf16");
+    CHECK_REFUSED((parameters[1].kind = MO_F16, parameters[1].state_kind = MO_BF16),
+                  "its states are of bf16");
     CHECK_REFUSED(parameters[1].master = (uintptr_t)memory, "has a master");
     CHECK_REFUSED((groups[1].rule = MO_SGD, groups[1].stochastic = true, parameters[1].kind = MO_BF16,
                    parameters[1].step = 0),
@@ -116,11 +117,11 @@ TEST(states_of_8_bits_have_both_scales_and_a_rule_that_knows_them)
     CHECK_REFUSED(parameters[1].v_scale = scales, "parameter 1: the scales");
     CHECK_REFUSED((parameters[1].m_scale = scales, parameters[1].v_scale = scales + 1), "not both 2 of fp32");
     CHECK_REFUSED((parameters[1].m_scale = parameters[1].v_scale = scales, groups[1].rule = MO_SGD),
-                  "states of 8 bits");
+                  "8-bit states");
     CHECK_REFUSED((parameters[1].m_scale = parameters[1].v_scale = scales, groups[1].amsgrad = true),
-                  "states of 8 bits");
+                  "8-bit states");
     CHECK_REFUSED((parameters[1].m_scale = parameters[1].v_scale = scales, parameters[1].kind = MO_F64),
-                  "states of 8 bits");
+                  "8-bit states");
 }
 
 TEST(groups_and_single_values_are_checked)

@@ -111,10 +111,10 @@ TEST(jobs_that_cannot_be_are_refused_with_their_numbers)
         mo_widen_job job;
     } wrong[] = {
 #define WITH(status, says, ...) {status, says, __VA_ARGS__}
-        WITH(MO_INVALID, "kinds 7", good),         WITH(MO_INVALID, "kinds", good),
-        WITH(MO_INVALID, "multiples", good),       WITH(MO_INVALID, "multiples", good),
-        WITH(MO_INVALID, "0 channels", good),      WITH(MO_INVALID, "expected at least 1", good),
-        WITH(MO_INVALID, "no whole number", good), WITH(MO_OVERFLOW, "2^31", good),
+        WITH(MO_INVALID, "kinds 7", good),        WITH(MO_INVALID, "kinds", good),
+        WITH(MO_INVALID, "multiples", good),      WITH(MO_INVALID, "multiples", good),
+        WITH(MO_INVALID, "0 channels", good),     WITH(MO_INVALID, "expected at least 1", good),
+        WITH(MO_INVALID, "not a multiple", good), WITH(MO_OVERFLOW, "2^31", good),
         WITH(MO_OVERFLOW, "2^31", good),
     };
     mo_detail detail;

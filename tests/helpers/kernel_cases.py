@@ -166,7 +166,7 @@ class GradientsCase(Case):
             np.uint64(at).tobytes() + np.array([count, kind], np.uint32).tobytes()
             for at, count, kind in chunks
         )
-        room = b"\xa5" * (24 * blocks if passes & NORM else 0)  # not initialised
+        room = b"\xa5" * (8 * blocks if passes & NORM else 0)  # not initialised
         table = self.library.buffer("table", np.frombuffer(raw + room, np.uint8))
         given = self.chance(0.8)
         scale = np.float32(self.pick(1.0, 0.5, 1 / 3, 2.0**-16) if given else 1)

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import ptx_to_c
@@ -67,6 +68,14 @@ def runtime(folder: Path) -> list[str]:
     return [str(compile_c(source, folder / f"{source.stem}.o")) for source in sources]
 
 
+class Work(NamedTuple):
+    """What threads did: issue slots, bytes of global memory loaded and stored, those of them 16 at a time."""
+
+    kernel_slots: int
+    kernel_bytes: int
+    kernel_vector_bytes: int
+
+
 class KernelLibrary:
     """Kernels that can be launched on NumPy's arrays.
 
@@ -94,15 +103,26 @@ class KernelLibrary:
         return cls(source, VARIANTS[variant], watched=variant == "watched")
 
     @classmethod
-    def of_ptx(cls, folder: Path, architecture: str, text: str | None = None) -> KernelLibrary:
-        """The .cu files, or a mutant, as nvcc compiles them for an architecture ("75"), instruction by instruction."""
+    def of_ptx(
+        cls, folder: Path, architecture: str, text: str | None = None, counted: bool = False
+    ) -> KernelLibrary:
+        """The .cu files, or a mutant, as nvcc compiles them for an architecture ("75"), instruction by instruction.
+        counted: work() tells what a launch took, and nothing is watched."""
         source = new_file(folder, architecture)
         cuda, ptx = source.with_suffix(".cu"), source.with_suffix(".ptx")
         cuda.write_text(text or build_kernels.flatten())
         nvcc = [str(build_kernels.find_nvcc()), "-ptx", "-std=c++17", "-O3", f"-arch=compute_{architecture}"]
         subprocess.run([*nvcc, "-o", str(ptx), str(cuda)], check=True)
-        source.write_text(ptx_to_c.to_c(ptx.read_text()))
-        return cls(source, ["-w"], watched=True)
+        source.write_text(ptx_to_c.to_c(ptx.read_text(), counted))
+        return cls(source, ["-w"], watched=not counted)
+
+    def work(self) -> Work:
+        """What has been done since the last call."""
+        counters = [ctypes.c_uint64.in_dll(self._library, name) for name in Work._fields]
+        found = Work(*(counter.value for counter in counters))
+        for counter in counters:
+            counter.value = 0
+        return found
 
     def buffer(self, name: str, values: np.ndarray, offset: int = 0, read_only: bool = False) -> Buffer:
         """A copy of values, `offset` bytes after a multiple of 16, that the next launch may touch."""
@@ -114,14 +134,23 @@ class KernelLibrary:
         return made
 
     def launch(
-        self, name: str, argument: ctypes.Structure, blocks: int, threads: int, rng: np.random.Generator
+        self,
+        name: str,
+        argument: ctypes.Structure,
+        blocks: int,
+        threads: int,
+        rng: np.random.Generator,
+        chosen: range = range(0),
     ) -> list[str]:
-        """Runs a kernel; what was wrong with it, a line each, in places of the text."""
+        """Runs a kernel; what was wrong with it, a line each, in places of the text. chosen: the blocks that run; all
+        of them where it is empty."""
         said = self._library.kernel_run(
             getattr(self._library, f"kernel_{name}"),
             ctypes.byref(argument),
             blocks,
             threads,
+            chosen.start,
+            len(chosen),
             ctypes.c_uint64(int(rng.integers(1 << 62))),
             self.watched,
             ctypes.c_double(0.02),

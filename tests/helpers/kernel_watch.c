@@ -309,17 +309,21 @@ bool kernel_buffer(const char *name, void *at, size_t size, bool read_only)
 }
 
 /* Runs one grid over the buffers that were named, forgets them, and returns what was wrong: "" if nothing was. chance: of another thread's
- * turn at each access. */
+ * turn at each access. first, some: sim_grid's. */
 const char *kernel_run(void (*kernel)(const void *), const void *argument, unsigned blocks,
-                       unsigned per_block, uint64_t seed, bool watched, double chance);
+                       unsigned per_block, unsigned first, unsigned some, uint64_t seed, bool watched,
+                       double chance);
 const char *kernel_run(void (*kernel)(const void *), const void *argument, unsigned blocks,
-                       unsigned per_block, uint64_t seed, bool watched, double chance)
+                       unsigned per_block, unsigned first, unsigned some, uint64_t seed, bool watched,
+                       double chance)
 {
     static const sim_grid_watch watch = {on_begin, on_barrier, on_exchange, on_fence, on_atomic};
     const sim_grid grid = {.kernel = kernel,
                            .argument = argument,
                            .blocks = blocks,
                            .threads = per_block,
+                           .first = first,
+                           .some = some,
                            .seed = seed,
                            .watch = watched ? &watch : NULL};
     char why[200];

@@ -27,6 +27,11 @@ REINTERPRET(of_f32, uint32_t, float)
 REINTERPRET(as_f64, double, uint64_t)
 REINTERPRET(of_f64, uint64_t, double)
 
+static inline uint16_t of_bf16(float x)
+{
+    const uint32_t bits = of_f32(x);
+    return isnan(x) ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
 /* cvt.rzi to an unsigned type: towards zero, clamped; 0 of a NaN */
 static inline uint64_t clamped(double x, uint64_t most)
 {
@@ -38,6 +43,19 @@ static inline uint64_t inserted(uint64_t a, uint64_t into, unsigned at, unsigned
     return (into & ~(mask << at)) | (a & mask) << at;
 }
 """
+
+# What a count of the work is kept in.
+COUNTERS = """
+uint64_t kernel_slots, kernel_bytes, kernel_vector_bytes;
+static inline void count_bytes(unsigned size)
+{
+    kernel_bytes += size;
+    kernel_vector_bytes += size == 16 ? size : 0;
+}
+"""
+# Issue slots where they are not one an instruction: roughly those of SASS, in which moves of registers vanish.
+SLOTS = {"div.rn.f32": 9, "sqrt.rn.f32": 8, "div.rn.f64": 30, "sqrt.rn.f64": 30}
+SLOTS |= dict.fromkeys(("mov.b32", "mov.b64", "mov.u32", "mov.f32", "cvt.u64.u32", "cvt.u32.u64"), 0)
 
 WIDTH = {f"{kind}{bits}": bits for kind in "bus" for bits in (8, 16, 32, 64)} | {
     "f16": 16,
@@ -81,6 +99,11 @@ class UnknownInstruction(Exception):
     """An instruction, operand or line that has no translation."""
 
 
+def slots_of(operation: str) -> int:
+    name, *_, kind = operation.split(".") if "." in operation else (operation, "")
+    return SLOTS.get(operation, 2 if kind[1:] == "64" and name not in ("ld", "st") else 1)
+
+
 def c_type(kind: str) -> str:
     return f"{'int' if kind[0] == 's' else 'uint'}{WIDTH[kind]}_t"
 
@@ -88,8 +111,8 @@ def c_type(kind: str) -> str:
 class Entry:
     """One entry's body: names that are known in it, and its statements."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, counted: bool) -> None:
+        self.name, self.counted = name, counted
         self.widths: dict[str, int] = {}  # of registers, by name or by the letters of a numbered kind
         self.shared: dict[str, int] = {}
         self.shared_size = 0
@@ -195,6 +218,8 @@ class Entry:
         text = f"char *at = {self.address(where, space)}; "
         if space != "param":
             text += f"kernel_touch(at, {width // 8 * count}, {int(stores)}, {int('volatile' in modifiers)}); "
+        if space == "global" and self.counted:
+            text += f"count_bytes({width // 8 * count}); "
         for i, register in enumerate(what.strip("{} ").split(",")):
             place = f"at + {i * width // 8}, &x, sizeof x"
             if stores:
@@ -256,7 +281,13 @@ class Entry:
 
     def _cvt(self, modifiers: list[str], operands: list[str], _line: int) -> str:
         *how, to, source = modifiers
+        if how == ["rn"] and to in ("f16x2", "bf16x2") and source == "f32":
+            put = "of_f16((_Float16){})" if to == "f16x2" else "of_bf16({})"
+            high, low = (put.format(self.value(x, source)) for x in operands[1:])
+            return f"{self.raw(operands[0])} = (uint32_t){high} << 16 | {low};"
         register, x = operands
+        if (to, source) == ("bf16", "f32") and how == ["rn"]:
+            return f"{self.raw(register)} = of_bf16({self.value(x, source)});"
         if (to, source) == ("f32", "f16"):
             return self.assign(register, to, f"(float)as_f16((uint16_t){self.raw(x)})")
         if (to, source) == ("f16", "f32") and how == ["rn"]:
@@ -302,6 +333,10 @@ class Entry:
         if name == "bfe" and kind[0] == "u":
             at, count = (f"(unsigned){self.raw(argument)}" for argument in arguments[1:])
             return self.assign(register, kind, f"({x[0]} >> {at}) & ((1ull << {count}) - 1)")
+        if name == "bfe" and kind == "s32":
+            at, count = (f"(unsigned){self.raw(argument)}" for argument in arguments[1:])
+            top = f"(int64_t)((uint64_t)(int64_t){x[0]} << (64 - {at} - {count}))"
+            return self.assign(register, kind, f"{count} ? {top} >> (64 - {count}) : 0")
         if name in ("shl", "shr"):
             by = f"(uint32_t){self.raw(arguments[1])}"
             if kind[0] == "s":
@@ -337,6 +372,8 @@ class Entry:
         negated, predicate, operation, rest = found.groups()
         operands = [x.strip() for x in re.split(r",(?![^{]*\})", rest)] if rest else []
         made = self.statement(operation, operands, number)
+        if self.counted and (slots := slots_of(operation)):
+            self.text.append(f"kernel_slots += {slots};")
         self.text.append(f'#line {number} "kernels.ptx"')
         self.text.append(f"if ({negated}{predicate}) {{ {made} }}" if predicate else made)
 
@@ -356,8 +393,9 @@ class Entry:
         )
 
 
-def to_c(ptx: str) -> str:
-    """The C text of a PTX module.
+def to_c(ptx: str, counted: bool = False) -> str:
+    """The C text of a PTX module. counted: it adds the issue slots that it takes, those of instructions whose predicate
+    is false too, to kernel_slots, and bytes of global memory to kernel_bytes.
 
     Raises:
         UnknownInstruction: Something in it has no translation.
@@ -374,7 +412,7 @@ def to_c(ptx: str) -> str:
         if not line or line.startswith(SILENT):
             continue
         if found := re.match(r"\.visible \.entry (\w+)\(", line):
-            entry, depth = Entry(found[1]), 0
+            entry, depth = Entry(found[1], counted), 0
         elif entry and depth == 0 and (line.startswith(".param") or line == ")"):
             continue
         elif entry and line in "{}":
@@ -394,4 +432,4 @@ def to_c(ptx: str) -> str:
             entry.instruction(line, number)
         else:
             raise UnknownInstruction(line)
-    return PRELUDE + "\n".join(functions) + "\n"
+    return PRELUDE + counted * COUNTERS + "\n".join(functions) + "\n"

@@ -25,6 +25,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
+def architectures() -> list[str]:
+    """Those whose PTX is built, the oldest first."""
+    return [a for a, _, ptx in build_kernels.targets(build_kernels.find_nvcc(), None) if ptx]
+
+
 @pytest.fixture(scope="module", params=["plain", "watched"])
 def of_text(request: pytest.FixtureRequest, folder: Path) -> KernelLibrary:
     return KernelLibrary.of_text(folder, request.param)
@@ -38,8 +43,7 @@ def test_the_text_is_right_in_any_order_of_blocks_and_threads(of_text: KernelLib
 @needs_nvcc
 @pytest.mark.parametrize("which", ["oldest", "newest"])
 def test_nvccs_instructions_are_right_in_any_order_of_blocks_and_threads(folder: Path, which: str) -> None:
-    architectures = [a for a, _, ptx in build_kernels.targets(build_kernels.find_nvcc(), None) if ptx]
-    library = KernelLibrary.of_ptx(folder, architectures[0 if which == "oldest" else -1])
+    library = KernelLibrary.of_ptx(folder, architectures()[0 if which == "oldest" else -1])
     for name in CASES:
         assert faults_of(library, name, 1000 if SOAK else 30, SEED) == []
 
@@ -72,7 +76,7 @@ MUTANTS = [
         "no fence before the count",
         "            __threadfence();\n",
         "",
-        after=".high = sum.high;\n",
+        after="partials[blockIdx.x] = sum;\n",
     ),
     Mutant(
         "gradients",
@@ -100,8 +104,8 @@ MUTANTS = [
     Mutant(
         "gradients",
         "a barrier for one thread",
-        "            partials[blockIdx.x].low",
-        "__syncthreads(); partials[blockIdx.x].low",
+        "            partials[blockIdx.x] =",
+        "__syncthreads(); partials[blockIdx.x] =",
     ),
     Mutant(
         "gradients",
@@ -155,6 +159,17 @@ MUTANTS = [
         "    {\n        for (unsigned i = threadIdx.x; i < launch.parameters",
     ),
     Mutant("update", "blocks_done is not put back", "mo_update_head_of(launch)->blocks_done = 0;", ";"),
+    Mutant(
+        "widen", "a channel more is not carried", "        place->channel++;\n", "", after="mo_widen_advance"
+    ),
+    Mutant("widen", "four of two channels as of one", "place.within >= 4", "place.within >= 3"),
+    Mutant(
+        "update",
+        "the second four of eight from the first",
+        "= both.word[2];",
+        "= both.word[0];",
+        after="load_eight(",
+    ),
     Mutant("widen", "the grid's y for its x", "&launch, blockIdx.x,", "&launch, blockIdx.y,"),
     Mutant(
         "widen",
@@ -163,8 +178,21 @@ MUTANTS = [
         "i <= count; i += threads)\n        mo_widen_single",
     ),
 ]
-# The C compiler makes two accesses of eight bytes of one of sixteen.
+# The C compiler makes two accesses of eight bytes of one of sixteen, and has no instruction for a pair.
 OF_INSTRUCTIONS = [
+    Mutant(
+        "update",
+        "the elements of a pair are exchanged",
+        'asm("cvt.rn.bf16x2.f32 %0, %1, %2;"',
+        'asm("cvt.rn.bf16x2.f32 %0, %2, %1;"',
+    ),
+    Mutant(
+        "update",
+        "eight elements stored on a grid of 8 bytes",
+        "count == 8 && at % 16 == 0",
+        "count == 8 && at % 8 == 0",
+        after="mo_update_store_eight",
+    ),
     Mutant(
         "update",
         "16-byte loads on a grid of 8 bytes",
@@ -190,7 +218,7 @@ def test_a_fault_of_a_line_is_found_in_the_text(folder: Path, mutant: Mutant) ->
 @needs_nvcc
 @pytest.mark.parametrize("mutant", OF_INSTRUCTIONS, ids=lambda m: f"{m.kernel}-{m.fault.replace(' ', '_')}")
 def test_a_fault_of_a_line_is_found_in_the_instructions(folder: Path, mutant: Mutant) -> None:
-    library = KernelLibrary.of_ptx(folder, "75", with_fault(build_kernels.flatten(), mutant))
+    library = KernelLibrary.of_ptx(folder, architectures()[-1], with_fault(build_kernels.flatten(), mutant))
     assert faults_of(library, mutant.kernel, 400, SEED, stop_at_first=True)
 
 

@@ -1,0 +1,53 @@
+"""benchmarks/kernel_slots.py: what it counts is what the kernels' arrays and instructions say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy")
+
+import ptx_to_c
+from kernel_library import build_kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("operation", "slots"),
+    [
+        ("div.rn.f32", 9),
+        ("sqrt.rn.f32", 8),
+        ("mad.lo.s64", 2),
+        ("mul.wide.u32", 1),
+        ("ld.global.v2.u64", 1),
+        ("mov.b32", 0),
+        ("ret", 1),
+    ],
+)
+def test_slots_of_an_instruction(operation: str, slots: int) -> None:
+    assert ptx_to_c.slots_of(operation) == slots
+
+
+@pytest.mark.skipif(build_kernels.find_nvcc() is None, reason="there is no nvcc")
+def test_each_kernel_is_counted(tmp_path: Path) -> None:
+    output = tmp_path / "slots.json"
+    command = [sys.executable, str(ROOT / "benchmarks/kernel_slots.py"), "--quick", "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    notes = json.loads(output.read_text())["notes"]
+    assert set(notes["sm_90: registers, bytes spilled"]) == {"gradients", "update", "widen"}
+    for name, row in notes["cases"].items():
+        # Bytes an element from the cache: mean and deviation of a channel, for each element or four of them, and scales
+        # that all lanes of a warp read.
+        widens = 8 if name.endswith("channels last") else 2
+        cached = widens if name.startswith("widen") else 1 if name.endswith("8 bits") else 0
+        assert row["accessed"] == pytest.approx(row["bytes"] + cached, abs=0.3), name
+    fp32 = notes["cases"]["update AdamW fp32"]
+    # A load or store moves 4 elements, so 7 of them are 1.75 slots; a division and a root are 17.
+    assert 18.75 < fp32["sm_90"]["slots"] < fp32["sm_90"]["budget"] and fp32["in 16"] > 0.99
+    assert notes["cases"]["update SGD fp32, momentum"]["sm_90"]["slots"] < fp32["sm_90"]["slots"] - 17
