@@ -10,11 +10,11 @@ import sys
 from typing import Any
 
 import memopt
-from memopt._cli import check_writable, demo, diff, doctor, estimate, replay, report, run
+from memopt._cli import check_writable, demo, diff, doctor, estimate, gpu_check, replay, report, run
 from memopt._runtime import log
 from memopt._runtime.torch_version import missing
 
-COMMANDS = [demo, run, estimate, report, diff, replay, doctor]
+COMMANDS = [demo, run, estimate, report, diff, replay, doctor, gpu_check]
 
 
 def add_loudness(to: argparse.ArgumentParser, **default: Any) -> None:
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="memopt",
         description="Train bigger models in the memory you have.",
-        epilog="exit codes: 0 done; 1 done, and the answer is no; 2 the call was wrong; 130 interrupted",
+        epilog="exit codes: 0 success; 1 success, but the answer is no; 2 invalid call; 130 interrupted",
     )
     top.add_argument("--version", action="version", version=f"memopt {memopt.__version__}")
     add_loudness(top)

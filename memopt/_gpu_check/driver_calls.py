@@ -1,0 +1,186 @@
+"""The time of the driver's calls, by libcuda itself: virtual memory in handles of 2 MiB, and events.
+
+Virtual memory is timed by 1, 10, 100 and 1000 handles at a time, which decides how large a granule should be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+HANDLE = 2 << 20
+COUNTS = (1, 10, 100, 1000)
+ITSELF = "a call by ctypes itself"
+
+# cuda.h's
+PINNED, DEVICE, READ_WRITE, DISABLE_TIMING = 1, 1, 3, 2
+
+
+class Location(ctypes.Structure):
+    """CUmemLocation"""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class Properties(ctypes.Structure):
+    """CUmemAllocationProp"""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class Access(ctypes.Structure):
+    """CUmemAccessDesc"""
+
+    _fields_ = (("location", Location), ("flags", ctypes.c_int))
+
+
+class Driver:
+    """libcuda's functions; one that fails is a RuntimeError with its name and CUDA's for the error."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+        self("cuInit", 0)
+        device = ctypes.c_int()
+        self("cuDeviceGet", ctypes.byref(device), 0)
+        self.device = device.value
+        context = ctypes.c_void_p()
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), self.device)
+        self("cuCtxSetCurrent", context)
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        code = getattr(self.library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            known = self.library.cuGetErrorName(code, ctypes.byref(text)) == 0 and text.value
+            raise RuntimeError(f"{name}: {text.value.decode() if known and text.value else f'error {code}'}")
+
+    def version(self) -> int:
+        version = ctypes.c_int()
+        self("cuDriverGetVersion", ctypes.byref(version))
+        return version.value
+
+    def properties(self) -> Properties:
+        return Properties(type=PINNED, location=Location(DEVICE, self.device))
+
+    def close(self) -> None:
+        self("cuDevicePrimaryCtxRelease_v2", self.device)
+
+
+def timed(seconds: dict[str, list[float]], what: str, run: Callable[[], object]) -> None:
+    start = time.perf_counter_ns()
+    run()
+    seconds.setdefault(what, []).append((time.perf_counter_ns() - start) * 1e-9)
+
+
+def map_once(driver: Driver, count: int, whole: bool, seconds: dict[str, list[float]]) -> None:
+    """Reserves, fills and empties a range of `count` handles; whole: one set-access and one unmap for all of it, else
+    one a handle. Whatever fails, nothing is left of it."""
+    size, none, one = ctypes.c_size_t(HANDLE), ctypes.c_uint64(0), ctypes.c_size_t(1)
+    base, range_size = ctypes.c_uint64(), ctypes.c_size_t(HANDLE * count)
+    properties = ctypes.byref(driver.properties())
+    access = ctypes.byref(Access(Location(DEVICE, driver.device), READ_WRITE))
+    made: list[ctypes.c_uint64] = []
+    mapped: list[tuple[ctypes.c_uint64, ctypes.c_size_t]] = []
+
+    def create() -> None:
+        for _ in range(count):
+            handle = ctypes.c_uint64()
+            driver("cuMemCreate", ctypes.byref(handle), size, properties, none)
+            made.append(handle)
+
+    def put() -> None:
+        for address, handle in zip(addresses, made, strict=True):
+            driver("cuMemMap", address, size, ctypes.c_size_t(0), handle, none)
+            mapped.append((address, size))
+
+    def grant() -> None:
+        for piece in [(base, range_size)] if whole else mapped:
+            driver("cuMemSetAccess", *piece, access, one)
+
+    def unmap() -> None:
+        if whole:
+            driver("cuMemUnmap", base, range_size)
+            mapped.clear()
+        while mapped:
+            driver("cuMemUnmap", *mapped[-1])
+            mapped.pop()
+
+    def release() -> None:
+        while made:
+            driver("cuMemRelease", made[-1])
+            made.pop()
+
+    timed(seconds, "cuMemAddressReserve", lambda: driver(
+        "cuMemAddressReserve", ctypes.byref(base), range_size, ctypes.c_size_t(0), none, none))  # fmt: skip
+    addresses = [ctypes.c_uint64(base.value + HANDLE * i) for i in range(count)]
+    suffix = ", one for the range" if whole else ""
+    try:
+        timed(seconds, "cuMemCreate", create)
+        timed(seconds, "cuMemMap", put)
+        timed(seconds, "cuMemSetAccess" + suffix, grant)
+        timed(seconds, "cuMemUnmap" + suffix, unmap)
+        timed(seconds, "cuMemRelease", release)
+    except RuntimeError as error:
+        for piece in mapped:
+            driver.library.cuMemUnmap(*piece)
+        for handle in made:
+            driver.library.cuMemRelease(handle)
+        raise RuntimeError(
+            f"{error}, with {len(made)} of {count} handles of 2 MiB: is the device free?"
+        ) from error
+    finally:
+        timed(seconds, "cuMemAddressFree", lambda: driver("cuMemAddressFree", base, range_size))
+
+
+def use_events(driver: Driver, count: int, seconds: dict[str, list[float]]) -> None:
+    """`count` events on an idle stream, without timing, as an allocator's are."""
+    events = [ctypes.c_void_p() for _ in range(count)]
+    streams = [ctypes.c_void_p() for _ in range(2)]
+    for stream in streams:
+        driver("cuStreamCreate", ctypes.byref(stream), 1)
+    steps: dict[str, Callable[[ctypes.c_void_p], None]] = {
+        "cuEventCreate": lambda e: driver("cuEventCreate", ctypes.byref(e), DISABLE_TIMING),
+        "cuEventRecord": lambda e: driver("cuEventRecord", e, streams[0]),
+        "cuStreamWaitEvent": lambda e: driver("cuStreamWaitEvent", streams[1], e, 0),
+        "cuEventSynchronize": lambda e: driver("cuEventSynchronize", e),
+        "cuEventQuery": lambda e: driver("cuEventQuery", e),
+        "cuEventDestroy": lambda e: driver("cuEventDestroy_v2", e),
+    }
+    for name, step in steps.items():
+        timed(seconds, name, lambda step=step: [step(event) for event in events])  # type: ignore[misc]
+    for stream in streams:
+        driver("cuStreamDestroy_v2", stream)
+
+
+def microseconds(rounds: int, counts: tuple[int, ...] = COUNTS) -> dict[str, float]:
+    """The median time of each call in microseconds, a handle or an event, by how many are made at a time."""
+    driver = Driver()
+    found: dict[int, dict[str, list[float]]] = {count: {} for count in counts}
+    try:
+        for number in range(rounds + 1):
+            for count in counts:
+                seconds: dict[str, list[float]] = (
+                    {} if number == 0 else found[count]
+                )  # the first round warms up
+                map_once(driver, count, False, seconds)
+                map_once(driver, count, True, seconds)
+                use_events(driver, count, seconds)
+                timed(seconds, ITSELF, lambda count=count: [driver.version() for _ in range(count)])  # type: ignore[misc]
+    finally:
+        driver.close()
+    return {
+        f"{name}, {count} at a time": statistics.median(found[count][name])
+        * 1e6
+        / (1 if name.startswith("cuMemAddress") else count)
+        for name in found[counts[0]]
+        for count in counts
+    }
