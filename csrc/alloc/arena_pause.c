@@ -66,7 +66,7 @@ static mo_status restore(mo_pool *pool, mo_span *span, size_t i, mo_detail *deta
 {
     if (pool->settings.budget && mo_pool_held(pool) + pool->granules.size > pool->settings.budget)
         return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0,
-                       "CUDA out of memory. The memory budget has no room to resume the pool");
+                       "CUDA out of memory. The memory budget is too small to resume the pool");
     return put_back(pool, span, i, detail);
 }
 
@@ -127,11 +127,11 @@ static mo_status pause_locked(mo_pool *pool, mo_arena *arena, mo_detail *detail)
     mo_status status;
 
     if (arena->paused || arena->pausing)
-        return mo_fail(detail, MO_INVALID, 0, "the pool is paused already");
+        return mo_fail(detail, MO_INVALID, 0, "the pool is already paused");
     if (!pool->granules.size)
         return mo_fail(
             detail, MO_UNSUPPORTED, 0,
-            "this device has no virtual memory management, without which addresses cannot be kept");
+            "this device has no virtual memory management, without which addresses cannot be reserved");
     status = wait_for_arena(pool, arena, detail);
     if (!status)
         status = each_owned(pool, arena, suspend, put_back, detail);

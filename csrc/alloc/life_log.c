@@ -198,7 +198,7 @@ mo_status mo_life_open(size_t capacity, mo_detail *detail, mo_life_log **out)
 
     if (!capacity) {
         mo_host_free(log);
-        return mo_fail(detail, MO_INVALID, 0, "a log of no events: keep one at least");
+        return mo_fail(detail, MO_INVALID, 0, "a log of 0 events: keep at least one");
     }
     if (log) {
         log->capacity = capacity;

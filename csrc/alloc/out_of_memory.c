@@ -52,14 +52,14 @@ static void say_what_is_held(writer *w, const mo_out_of_memory *f)
 
     if (f->budget)
         say(w, " %s allowed.", SIZE(f->budget));
-    say(w, " memopt holds %s: %s in live tensors (%s asked for) and %s free, of which the largest run is %s",
+    say(w, " memopt holds %s: %s in live tensors (%s requested) and %s free, of which the largest run is %s",
         SIZE(f->held), SIZE(f->live), SIZE(f->requested), SIZE(less(f->held, f->live)),
         SIZE(f->largest_free));
     if (f->largest_allocatable > f->largest_free)
-        say(w, ", or %s with what can be moved together", SIZE(f->largest_allocatable));
+        say(w, ", or %s after moving memory together", SIZE(f->largest_allocatable));
     say(w, " (fragmentation: external %.1f%%, internal %.1f%%).", 100 * f->external, 100 * f->internal);
     if (f->total_bytes && others)
-        say(w, " %s of the device is held by others: its context, libraries, other processes.", SIZE(others));
+        say(w, " %s of the device is held by the CUDA context, libraries and other processes.", SIZE(others));
 }
 
 /* Torch's users know a stream by the number of torch.cuda.Stream.cuda_stream. */
@@ -86,17 +86,16 @@ static void say_what_helps(writer *w, const mo_out_of_memory *f)
     if (f->total_bytes && f->wanted > f->total_bytes)
         say(w, "a smaller tensor, since this one is larger than the device.");
     else if (f->budget && f->wanted > f->budget)
-        say(w, "a larger memory_budget or memory fraction, since this tensor alone is more than it.");
+        say(w, "a larger memory_budget or memory fraction, since this tensor alone exceeds it.");
     else if (f->budget && room < f->free_bytes && f->wanted <= f->free_bytes + unused)
         say(w, "a larger memory_budget or memory fraction: the device has %s free.", SIZE(f->free_bytes));
     else if (f->wanted <= f->largest_allocatable + f->pending_bytes)
-        say(w, "waiting for that work (torch.cuda.synchronize()) before so much is asked for.");
+        say(w, "waiting for that work (torch.cuda.synchronize()) before requesting this much.");
     else if (f->wanted <= unused + room)
-        say(w, "free memory in one piece: what is free lies between live tensors, or is kept by captured "
-               "graphs and "
-               "pools. Free some of these, or use a smaller batch.");
+        say(w, "contiguous free memory: the free memory lies between live tensors, or is kept by captured "
+               "graphs and pools. Free some of these, or use a smaller batch.");
     else
-        say(w, "%s less in use: a smaller batch, activation checkpointing, or lower precision.",
+        say(w, "using %s less: a smaller batch, activation checkpointing, or lower precision.",
             SIZE(less(f->wanted, f->largest_allocatable)));
 }
 
@@ -110,10 +109,10 @@ void mo_out_of_memory_text(char *text, size_t capacity, const mo_out_of_memory *
         say(&w, " has a total capacity of %s of which %s is free.", SIZE(facts->total_bytes),
             SIZE(facts->free_bytes));
     else
-        say(&w, " did not say how much it has.");
+        say(&w, " did not report its capacity.");
     say_what_is_held(&w, facts);
     say_what_is_pending(&w, facts);
     if (facts->stale_bytes)
-        say(&w, " %s of addresses wait to be unmapped.", SIZE(facts->stale_bytes));
+        say(&w, " %s of addresses are still to be unmapped.", SIZE(facts->stale_bytes));
     say_what_helps(&w, facts);
 }

@@ -5,7 +5,7 @@
 #include "base/size.h"
 
 #define FIT_SCAN    8    /* free blocks looked at for one that needs no waiting */
-#define SLOT_SCAN   8192 /* slots looked at for one request before the best so far is taken */
+#define SLOT_SCAN   1024 /* slots looked at for one request before the best so far is taken */
 #define SPAN_FACTOR 2    /* addresses reserved at a time, in device memories */
 
 /* ---- free blocks ---------------------------------------------------------------------------------------------- */
@@ -157,7 +157,7 @@ static mo_status add_span(mo_pool *pool, mo_zone *zone, size_t size, mo_detail *
     pool->device_bytes = total;
     wanted = total > size ? total : size;
     if (!mo_mul_ok(wanted, SPAN_FACTOR, &wanted) || !mo_align_up_ok(wanted, pool->granules.size, &wanted))
-        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu bytes are more than any device has", size);
     status = driver->reserve(driver, wanted, detail, &base);
     if (status)
         return status;
@@ -211,7 +211,7 @@ mo_status mo_arena_fill(mo_pool *pool, mo_arena *arena, size_t bytes, mo_detail 
     if (!pool->granules.size)
         return mo_segment_add(pool, request.zone, size, detail, &segment);
     if (!mo_align_up_ok(size, pool->granules.size, &request.size))
-        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu bytes are more than any device has", size);
     p = choose(pool, &request, MO_EFFORT_CREATE, true);
     if (!p.span) {
         status = add_span(pool, request.zone, request.size, detail);

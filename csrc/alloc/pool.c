@@ -3,8 +3,7 @@
 #include <string.h>
 
 #include "alloc/arena.h"
-#include "alloc/oom_facts.h"
-#include "alloc/oom_retry.h"
+#include "alloc/fragmentation.h"
 #include "alloc/placement.h"
 #include "alloc/pool_check.h"
 #include "alloc/pool_wait.h"
@@ -26,7 +25,7 @@ static mo_lock opening = MO_LOCK_INIT;
 static mo_pool_settings defaults = {
     .slack = 20, .recall = true, .small_limit = MO_SMALL_LIMIT, .huge_limit = MO_HUGE_LIMIT};
 static _Atomic(mo_pool *) of_device[MO_MAX_DEVICES];
-static void (*on_open)(int device, mo_pool *pool); /* under `opening` */
+static void (*on_open[MO_ON_OPEN])(int device, mo_pool *pool); /* under `opening` */
 
 mo_pool_settings mo_pool_defaults(void)
 {
@@ -54,8 +53,13 @@ mo_pool *mo_pool_if_open(int device)
 
 void mo_pool_on_open(void (*call)(int device, mo_pool *pool))
 {
+    size_t i = 0;
+
     mo_lock_take(&opening);
-    on_open = call;
+    while (i < MO_ON_OPEN && on_open[i] && on_open[i] != call)
+        i++;
+    MO_ASSERT(i < MO_ON_OPEN);
+    on_open[i] = call;
     mo_lock_give(&opening);
 }
 
@@ -85,14 +89,20 @@ mo_status mo_pool_of_device(int device, mo_pool **out, mo_detail *detail)
             }
             if (!status)
                 atomic_store_explicit(&of_device[device], pool, memory_order_release);
-            if (!status && on_open)
-                on_open(device, pool);
+            for (size_t i = 0; i < MO_ON_OPEN && !status && on_open[i]; i++)
+                on_open[i](device, pool);
         }
         mo_lock_give(&opening);
     }
     if (!status)
         *out = pool;
     return status;
+}
+
+void mo_pool_read_double_map(mo_pool *pool, mo_pool_double_map *out)
+{
+    *out = (mo_pool_double_map){
+        .on = pool->settings.double_map, .tested = pool->settings.test_aliases, .why = pool->aliases};
 }
 
 /* ---- opening and closing ------------------------------------------------------------------------------------ */
@@ -111,6 +121,11 @@ mo_status mo_pool_open(mo_driver *driver, const mo_pool_settings *settings, mo_d
     if (!pool->settings.huge_limit)
         pool->settings.huge_limit = MO_HUGE_LIMIT;
     pool->granules.size = driver->granularity;
+    if (settings->test_aliases) {
+        pool->settings.test_aliases = driver->granularity != 0; /* without, there is nothing to map twice */
+        pool->settings.double_map =
+            pool->settings.test_aliases && driver->test_aliases(driver, &pool->aliases) == MO_OK;
+    }
     if (settings->recall && mo_step_predictor_open(&pool->predictor, NULL))
         pool->settings.recall = false; /* slower steps, nothing else */
     mo_arena_start(pool, &pool->general, (mo_arena_id){0, 0});
@@ -261,12 +276,15 @@ static mo_status fulfil(mo_pool *pool, mo_request *request, bool again, mo_detai
     return MO_OK;
 }
 
-/* What is huge, the program's own scale says: a model ten times as large has activations ten times as large. Where the limit
- * fell among them, some of a layer's would go to one zone and some to the other, and granules with them, back and forth. */
+/* The program's own scale says what is huge: a model ten times as large has activations ten times as large. Where the limit
+ * fell among them, some of a layer's would go to one zone and some to the other, and granules with them, back and forth.
+ * Without double_map nothing is: memory that was used lately cannot change zones, so each zone would need its own. */
 static size_t huge_limit(const mo_pool *pool)
 {
     const size_t share = pool->peak / MO_HUGE_SHARE;
 
+    if (!pool->settings.double_map)
+        return SIZE_MAX;
     return share > pool->settings.huge_limit ? share : pool->settings.huge_limit;
 }
 
@@ -278,9 +296,9 @@ static mo_status make_request(mo_pool *pool, mo_arena *arena, size_t size, mo_st
 
     *out = (mo_request){.arena = arena, .requested = size, .stream = number};
     if (arena->paused || arena->pausing)
-        return mo_fail(detail, MO_INVALID, 0, "the pool is paused: resume it before it is given requests");
+        return mo_fail(detail, MO_INVALID, 0, "the pool is paused: resume it before requesting memory");
     if (!mo_align_up_ok(size, MO_ALIGNMENT, &out->size) || out->size >> 48)
-        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no device has %zu bytes", size);
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu bytes are more than any device has", size);
     out->zone = &arena->zones[size <= pool->settings.small_limit ? MO_ZONE_SMALL
                               : size < huge_limit(pool)          ? MO_ZONE_LARGE
                                                                  : MO_ZONE_HUGE];
@@ -348,8 +366,8 @@ static mo_status alloc(mo_pool *pool, bool named, mo_arena_id id, size_t size, m
     if (stream == MO_STREAM_PER_THREAD)
         return mo_fail(
             detail, MO_UNSUPPORTED, 0,
-            "CU_STREAM_PER_THREAD is another stream in each thread, and memopt's allocator cannot tell "
-            "them apart: use a stream that was created");
+            "CU_STREAM_PER_THREAD is a different stream in each thread, and memopt's allocator cannot "
+            "distinguish them: use a created stream");
     mo_lock_take(&pool->lock);
     do
         status = alloc_locked(pool, named, id, size, stream, &retry, detail, &arena, out);
@@ -409,7 +427,7 @@ static mo_status refuse_free(mo_pool *pool, mo_address address, mo_detail *detai
     if (span_of(pool, address)) {
         pool->stats.double_frees++;
         return mo_fail(detail, MO_INVALID, 0,
-                       "%#llx is not allocated: it was freed before, or is no block's start",
+                       "%#llx is not allocated: it was already freed, or is not the start of a block",
                        (unsigned long long)address);
     }
     pool->stats.foreign_frees++;
@@ -472,7 +490,7 @@ mo_status mo_pool_free(mo_pool *pool, mo_address address, mo_detail *detail)
 
 static mo_status not_live(mo_address address, mo_detail *detail)
 {
-    return mo_fail(detail, MO_INVALID, 0, "%#llx lies in no live block of this allocator",
+    return mo_fail(detail, MO_INVALID, 0, "%#llx is not in a live block of this allocator",
                    (unsigned long long)address);
 }
 

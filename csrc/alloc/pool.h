@@ -15,7 +15,7 @@
  * addresses).
  *
  * One lock a pool; any thread may call, with or without the GIL; no function calls Python. None waits for the device
- * but the retries of mo_pool_alloc (bounded; oom_retry.h), trim, pause and close. A call that fails has changed nothing. */
+ * but the retries of mo_pool_alloc (bounded; pool_wait.h), trim, pause and close. A call that fails has changed nothing. */
 #ifndef MO_POOL_H
 #define MO_POOL_H
 
@@ -41,18 +41,21 @@ typedef struct mo_pool_settings {
     size_t budget;   /* physical bytes held at most; 0: what the device has */
     size_t slack;    /* thousandths of the live peak that are created before granules are moved; default 20 */
     bool double_map; /* a granule may be mapped at its new place while old work still uses the old one */
-    bool recall;     /* a step that repeats is placed as it was last time (step_predictor.h) */
+    bool
+        test_aliases; /* instead, double_map is on where the device passes the test (mo_driver.test_aliases) */
+    bool recall;      /* a step that repeats is placed as it was last time (step_predictor.h) */
     size_t huge_limit;  /* smallest request, in bytes, of a zone for huge ones, at least; 0: MO_HUGE_LIMIT */
     size_t small_limit; /* largest request, in bytes, that lies in a zone for small ones; 0: MO_SMALL_LIMIT */
     size_t preallocate; /* physical bytes that mo_pool_of_device holds from the start; 0: none */
 } mo_pool_settings;
 
-/* What a pool opened by mo_pool_of_device gets: at first budget 0, slack 20, double_map off, recall on. Set before the
- * first use of a device; pools that are open stay as they are. */
+/* What a pool opened by mo_pool_of_device gets: at first budget 0, slack 20, double_map off and not tested, recall on. Set
+ * before the first use of a device; pools that are open stay as they are. */
 mo_pool_settings mo_pool_defaults(void);
 void mo_pool_set_defaults(mo_pool_settings settings);
 
-/* driver must outlive the pool. Makes no driver call but `reserve`. */
+/* driver must outlive the pool. Makes no driver call but, where the settings ask for it, test_aliases, which may run within
+ * a capture and WAITS for its own work; that the test fails, or cannot be run, is no failure. */
 mo_status mo_pool_open(mo_driver *driver, const mo_pool_settings *settings, mo_detail *detail, mo_pool **out);
 
 /* Gives all back to the driver, live or not; WAITS for the device. What the driver refuses is reported, and the pool is
@@ -69,8 +72,17 @@ mo_status mo_pool_grant_again(mo_pool *pool, mo_detail *detail);
 /* The same where it is open already, else NULL. */
 mo_pool *mo_pool_if_open(int device);
 
-/* Called with each pool that mo_pool_of_device opens from now on; NULL: nothing is. It must not open another. */
+/* Called with each pool that mo_pool_of_device opens from now on, once however often it is given here (MO_ON_OPEN different
+ * ones at most). It must not open another. */
+#define MO_ON_OPEN 4
 void mo_pool_on_open(void (*call)(int device, mo_pool *pool));
+
+/* Whether double_map is on, and by the test; why has its error, or MO_OK. It stays as it was at opening. */
+typedef struct mo_pool_double_map {
+    bool on, tested;
+    mo_detail why;
+} mo_pool_double_map;
+void mo_pool_read_double_map(mo_pool *pool, mo_pool_double_map *out);
 
 /* ---- memory -------------------------------------------------------------------------------------------- */
 

@@ -55,7 +55,7 @@ mo_status mo_pool_arena_release(mo_pool *pool, mo_arena_id id, mo_detail *detail
     arena = mo_arena_named(pool, id, detail);
     if (arena && !arena->references) {
         mo_fail(detail, MO_INVALID, 0,
-                "the memory pool (%llu, %llu) was released before: only its blocks are left", id.first,
+                "the memory pool (%llu, %llu) was already released: only its blocks are left", id.first,
                 id.second);
         arena = NULL;
     }

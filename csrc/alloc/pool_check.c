@@ -152,7 +152,7 @@ mo_status mo_pool_check_locked(mo_pool *pool, mo_detail *detail)
     EXPECT(segments == pool->segment_bytes);
     check_counts(c);
     if (c->broken)
-        return mo_fail(detail, MO_CORRUPT, 0, "the pool's state is broken: not so: %s", c->broken);
+        return mo_fail(detail, MO_CORRUPT, 0, "the pool's state is inconsistent: violated: %s", c->broken);
     return MO_OK;
 }
 

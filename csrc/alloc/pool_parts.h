@@ -1,10 +1,9 @@
 /* The inside of a pool, for the files that it is made of:
  *
- *     pool         requests and frees            pool_wait     the host waits for the device
- *     placement    where a request goes          oom_retry     what is tried before one fails
- *     remap        granules move there           trim          memory goes back to the device
- *     supply       which granules can be had     arena, pool_arenas, arena_pause
- *     pool_views, pool_stats, fragmentation, oom_facts, pool_check                what is known of it
+ *     pool         requests and frees            pool_wait     the host waits; what is tried before a request fails
+ *     placement    where a request goes          trim          memory goes back to the device
+ *     remap        granules move there           arena, pool_arenas, arena_pause
+ *     supply       which granules can be had     pool_views, pool_stats, fragmentation, pool_check: what is known of it
  *
  * Everything here is under pool->lock, except where a function says so. One that UNLOCKS gives the lock away while the host
  * waits.
@@ -54,6 +53,7 @@ struct mo_pool {
     mo_lock lock;
     mo_driver *driver;
     mo_pool_settings settings;
+    mo_detail aliases; /* of their test; written at opening */
     mo_block_store blocks;
     mo_address_map live;
     mo_granules granules;

@@ -1,6 +1,8 @@
 #include "alloc/pool_wait.h"
 
 #include "alloc/arena.h"
+#include "alloc/fragmentation.h"
+#include "alloc/trim.h"
 
 #define POLL_NS 20000 /* between two looks at what is waited for */
 
@@ -54,9 +56,55 @@ mo_status mo_pool_number_stream(mo_pool *pool, mo_stream stream, mo_detail *deta
         status = mo_stream_order_number(&pool->order, stream, detail, out);
     if (status != MO_NOT_READY)
         return status;
-    return mo_fail(
-        detail, MO_UNSUPPORTED, 0,
-        "%d streams have live memory or are being captured, and memopt's allocator tells no more of "
-        "them apart: let some streams share their work",
-        MO_STREAMS);
+    return mo_fail(detail, MO_UNSUPPORTED, 0,
+                   "%d streams have live memory or are being captured, the most that memopt's allocator can "
+                   "distinguish: use fewer streams",
+                   MO_STREAMS);
+}
+
+/* ---- before a request fails ---------------------------------------------------------------------------------- */
+
+static bool may_wait(mo_pool *pool, const mo_request *request, const mo_oom_retry *retry)
+{
+    if (!mo_stream_order_pending(&pool->order).streams && !mo_arenas_unsettled(pool))
+        return false;
+    return !retry->waits || (retry->waits < MO_OOM_RETRY_WAITS && request->size <= mo_pool_allocatable(pool));
+}
+
+/* One that finds nothing to wait for (what is left is being captured) is the last. */
+static mo_status wait_once(mo_pool *pool, mo_oom_retry *retry, mo_detail *detail)
+{
+    const uint64_t before = pool->order.synchronized;
+    const mo_status status = mo_pool_wait(pool, detail);
+
+    retry->waits = pool->order.synchronized == before ? MO_OOM_RETRY_WAITS : retry->waits + 1;
+    return status;
+}
+
+mo_status mo_oom_retry_next(mo_pool *pool, const mo_request *request, mo_oom_retry *retry, mo_detail *detail)
+{
+    mo_stream_order *order = &pool->order;
+
+    for (;;)
+        switch (retry->step++) {
+        case 0: /* work that has ended meanwhile */
+            if (!mo_stream_order_pending(order).streams)
+                continue;
+            mo_stream_order_poll(order);
+            return MO_OK;
+        case 1: /* work that will end, however long that takes */
+            if (!may_wait(pool, request, retry))
+                continue;
+            retry->step = 1; /* what other threads freed meanwhile may be all that lacks */
+            return wait_once(pool, retry, detail);
+        case 2: /* segments that are free, for one of another size */
+            if (pool->granules.size || request->captured)
+                continue;
+            if (mo_pool_shrink(pool, 0, NULL))
+                continue;
+            return MO_OK;
+        default:
+            retry->step = 3;
+            return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "nothing is left to try");
+        }
 }

@@ -97,7 +97,7 @@ static mo_status switch_back(mo_pool *pool, const mo_request *request, const mo_
 mo_status mo_unmap_stale(mo_pool *pool, mo_slot *slot, mo_detail *detail)
 {
     if (!mo_stream_order_over(&pool->order, slot->last_use))
-        return mo_fail(detail, MO_NOT_READY, 0, "an address is still mapped for work that has not ended");
+        return mo_fail(detail, MO_NOT_READY, 0, "an address is still mapped for unfinished work");
     return mo_granule_unmap(&pool->granules, slot, mo_view_address(slot), detail);
 }
 
@@ -154,7 +154,7 @@ static mo_status map_run(mo_pool *pool, const mo_request *request, mo_span *span
         mo_granule *granule = mo_supply_spare(pool, request, join);
 
         if (!granule)
-            status = mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no granule is spare");
+            status = mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no granule is free");
         else if (span->slots[slot + mapped].granule)
             status = mo_unmap_stale(pool, &span->slots[slot + mapped], detail);
         if (!status && !pool->settings.double_map)
@@ -202,7 +202,7 @@ static mo_status collect(mo_pool *pool, const mo_request *request, const mo_site
     size_t create = 0, take = 0;
 
     if (!mo_supply_plan(pool, request, p, need, effort, &create, &take))
-        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu granules cannot be had", need);
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu granules are not available", need);
     return mo_supply_collect(pool, request, p, effort, create, take, detail);
 }
 
@@ -214,7 +214,7 @@ mo_status mo_remap_site(mo_pool *pool, const mo_request *request, const mo_site 
     mo_status status;
 
     if (!mo_supply_plan(pool, request, p, need, effort, &create, &take)) /* before anything has changed */
-        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu granules cannot be had", need);
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "%zu granules are not available", need);
     status = switch_back(pool, request, p, detail);
     if (!status)
         status = collect(pool, request, p, effort, detail);

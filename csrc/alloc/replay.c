@@ -48,12 +48,12 @@ mo_status mo_replay_device(const mo_trace_text *trace, mo_detail *detail, uint32
 
     mo_trace_text_live_peak(trace, 0, &devices);
     if (!devices)
-        return mo_fail(detail, MO_INVALID, 0, "the trace has no request: there is nothing to replay");
+        return mo_fail(detail, MO_INVALID, 0, "the trace has no requests: there is nothing to replay");
     const uint32_t first = (uint32_t)__builtin_ctzll(devices);
     if (devices & (devices - 1))
         return mo_fail(detail, MO_INVALID, 0,
-                       "the trace has requests on several devices, of which %" PRIu32
-                       " and %d are two: say which to replay",
+                       "the trace has requests on several devices, %" PRIu32 " and %d among them: select "
+                       "the one to replay",
                        first, 63 - __builtin_clzll(devices));
     *device = first;
     return MO_OK;
@@ -165,6 +165,7 @@ static mo_replay_step counted(run *r)
     sum.granules_moved = stats.granules_moved;
     sum.granules_switched = stats.granules_switched;
     sum.stitches = stats.stitches;
+    sum.host_waits = stats.num_sync_all_streams;
     return sum;
 }
 
@@ -177,6 +178,7 @@ static mo_status end_step(run *r)
         .granules_moved = sum.granules_moved - before.granules_moved,
         .granules_switched = sum.granules_switched - before.granules_switched,
         .stitches = sum.stitches - before.stitches,
+        .host_waits = sum.host_waits - before.host_waits,
         .held = sum.held,
     };
     r->result.total = sum;

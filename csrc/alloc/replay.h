@@ -36,7 +36,8 @@ mo_status mo_replay_device(const mo_trace_text *trace, mo_detail *detail, uint32
 typedef struct mo_replay_step {
     uint64_t driver_calls; /* create, release, map, unmap, grant and those of segments */
     uint64_t granules_moved, granules_switched, stitches;
-    size_t held; /* bytes of the device in use at the end of the step */
+    uint64_t host_waits; /* times that the host waited until the device had finished queued work */
+    size_t held;         /* bytes of the device in use at the end of the step */
 } mo_replay_step;
 
 typedef struct mo_replay_result {

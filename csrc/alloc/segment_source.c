@@ -78,7 +78,7 @@ mo_status mo_segment_source_open(mo_pool *pool, int device, mo_arena_id arena, m
     mo_lock_give(&lock);
     if (number == MO_SEGMENT_SOURCES)
         return mo_fail(detail, MO_UNSUPPORTED, 0,
-                       "all %d sources of segments are taken: close a pool that is no longer needed",
+                       "all %d sources of segments are in use: close a pool that is no longer needed",
                        MO_SEGMENT_SOURCES);
     *out = number;
     return MO_OK;

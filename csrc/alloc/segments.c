@@ -12,7 +12,7 @@ mo_status mo_segment_add(mo_pool *pool, mo_zone *zone, size_t size, mo_detail *d
 
     if (!mo_align_up_ok(size, MO_SEGMENT_STEP, &size) || (budget && mo_pool_held(pool) + size > budget) ||
         (arena_budget && mo_arena_held(zone->arena) + size > arena_budget))
-        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "the memory budget is used up");
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "the memory budget is exhausted");
     pool->granules.calls++;
     status = driver->segment_alloc(driver, size, detail, &base);
     if (status)

@@ -13,7 +13,7 @@ mo_status mo_step_predictor_open(mo_step_predictor *predictor, mo_detail *detail
     if (predictor->log && predictor->places)
         return MO_OK;
     mo_step_predictor_close(predictor);
-    return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory for what a step did last time");
+    return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory for the record of the last step");
 }
 
 void mo_step_predictor_close(mo_step_predictor *predictor)

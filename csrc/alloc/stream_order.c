@@ -54,11 +54,10 @@ mo_status mo_stream_order_find(mo_stream_order *order, mo_stream stream, mo_deta
         unused |= !order->streams[t].users;
     }
     if (unused)
-        return mo_fail(detail, MO_NOT_READY, 0,
-                       "a stream whose number is wanted has work that has not ended");
+        return mo_fail(detail, MO_NOT_READY, 0, "a stream whose number is needed has unfinished work");
     return mo_fail(detail, MO_UNSUPPORTED, 0,
-                   "%d streams have live memory, and memopt's allocator tells no more of them apart: let "
-                   "some streams share their work",
+                   "%d streams have live memory, the most that memopt's allocator can distinguish: use "
+                   "fewer streams",
                    MO_STREAMS);
 }
 
@@ -242,10 +241,10 @@ mo_status mo_stream_order_join(mo_stream_order *order, unsigned s, bool captured
     if (!missing)
         return MO_OK;
     if (captured || is_captured(order, s))
-        return mo_fail(detail, MO_NOT_READY, 0, "a stream under capture cannot wait for another");
+        return mo_fail(detail, MO_NOT_READY, 0, "a stream that is being captured cannot wait for another");
     for (uint64_t rest = missing; rest; rest &= rest - 1)
         if (is_captured(order, (unsigned)__builtin_ctzll(rest)))
-            return mo_fail(detail, MO_NOT_READY, 0, "a stream under capture cannot be waited for");
+            return mo_fail(detail, MO_NOT_READY, 0, "no stream can wait for a stream that is being captured");
     for (uint64_t rest = missing; rest; rest &= rest - 1) {
         mo_status status = wait_for(order, s, (unsigned)__builtin_ctzll(rest), use.tick, detail);
 

@@ -16,7 +16,7 @@
  *
  * Streams get numbers below MO_STREAMS as they appear; a number whose stream has no memory any more and is over goes to
  * the next stream that comes. Handles are never dereferenced; a stream that was destroyed is taken to be over once the
- * device has been synchronised. Nothing here waits: whoever does gives the pool's lock away meanwhile (oom_retry.c).
+ * device has been synchronised. Nothing here waits: whoever does gives the pool's lock away meanwhile (pool_wait.c).
  * No locks: the pool's. */
 #ifndef MO_STREAM_ORDER_H
 #define MO_STREAM_ORDER_H
@@ -58,7 +58,7 @@ typedef struct mo_stream_order {
     mo_event *spare[MO_EVENTS]; /* not in use, kept until the close: none is destroyed while that may fail */
     unsigned spare_count;
     uint64_t recorded, waited,
-        synchronized; /* counts of events, stream waits and waits of the host (oom_retry.c) */
+        synchronized; /* counts of events, stream waits and waits of the host (pool_wait.c) */
 } mo_stream_order;
 
 static inline mo_last_use mo_last_use_union(mo_last_use a, mo_last_use b)

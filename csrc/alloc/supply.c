@@ -40,7 +40,7 @@ mo_status mo_supply_create(mo_pool *pool, mo_detail *detail)
     mo_status status;
 
     if (pool->settings.budget && mo_pool_held(pool) + pool->granules.size > pool->settings.budget)
-        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "the memory budget is used up");
+        return mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "the memory budget is exhausted");
     status = mo_granule_create(&pool->granules, detail);
     if (!status) {
         pool->stats.num_device_alloc++;
@@ -96,14 +96,17 @@ static size_t count_spare(const mo_pool *pool, const mo_request *request, bool j
 /* ---- those of free blocks ------------------------------------------------------------------------------------- */
 
 /* The next VICTIMS blocks of at least a granule, from *block down to smaller ones, where *block then is; the one that has
- * been free longest first, of equals the smaller. What was used lately is wanted again soon, and its old mapping is in use. */
+ * been free longest first, of equals the smaller. What was used lately is wanted again soon, and its old mapping is in use.
+ * Without double_map only what is over is moved, and it is unmapped: then the largest first, so that a step that repeats
+ * moves nothing back. */
 static size_t next_victims(const mo_pool *pool, const mo_zone *zone, mo_block **block, mo_block **victims)
 {
     size_t count = 0, i;
 
     for (; *block && count < VICTIMS && (*block)->size >= pool->granules.size;
          *block = mo_free_set_before(&zone->free, *block)) {
-        for (i = count++; i && victims[i - 1]->last_use.tick >= (*block)->last_use.tick; i--)
+        for (i = count++;
+             i && pool->settings.double_map && victims[i - 1]->last_use.tick >= (*block)->last_use.tick; i--)
             victims[i] = victims[i - 1];
         victims[i] = *block;
     }

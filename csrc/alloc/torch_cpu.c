@@ -208,13 +208,13 @@ mo_status mo_torch_cpu_watch(const mo_torch_cpu *torch, mo_life_log *log, mo_tor
     deleter its_deleter = NULL;
 
     if (atomic_load(&watched))
-        return mo_fail(detail, MO_INVALID, 0, "torch's CPU allocator is watched already");
+        return mo_fail(detail, MO_INVALID, 0, "torch's CPU allocator is already being watched");
     pthread_once(&once, prepare_for_forks);
     if (there != &ours) {
         if (!is_as_known(there, &its_deleter))
-            return mo_fail(detail, MO_UNSUPPORTED, 0, "this torch's CPU allocator is not as it is known");
+            return mo_fail(detail, MO_UNSUPPORTED, 0, "this torch's CPU allocator has an unknown layout");
         if (torchs && (torchs != there || torchs_deleter != its_deleter))
-            return mo_fail(detail, MO_UNSUPPORTED, 0, "torch has another CPU allocator than before");
+            return mo_fail(detail, MO_UNSUPPORTED, 0, "torch's CPU allocator was replaced");
         if (!torchs) {
             torchs = there;
             torchs_deleter = its_deleter;
@@ -223,7 +223,7 @@ mo_status mo_torch_cpu_watch(const mo_torch_cpu *torch, mo_life_log *log, mo_tor
                    sizeof our_table.type_info);
         }
         if (!replace(torch, &ours))
-            return mo_fail(detail, MO_UNSUPPORTED, 0, "torch keeps its own CPU allocator");
+            return mo_fail(detail, MO_UNSUPPORTED, 0, "torch did not accept the CPU allocator");
     }
     used = *torch;
     atomic_store(&where_is, where);

@@ -234,7 +234,7 @@ void mo_torch_hook_fraction(double fraction, int device)
     mo_status status;
 
     if (!(fraction >= 0 && fraction <= 1))
-        status = mo_fail(&detail, MO_INVALID, 0, "a memory fraction is from 0 to 1, not %g", fraction);
+        status = mo_fail(&detail, MO_INVALID, 0, "a memory fraction must be from 0 to 1, not %g", fraction);
     else
         status = pool_of(device, 0, &pool, &detail);
     if (!status)

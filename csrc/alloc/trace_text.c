@@ -94,12 +94,12 @@ static mo_status number(parser *p, const char *what, uint64_t most, uint64_t *ou
     while (p->at < p->line_end && *p->at >= '0' && *p->at <= '9') {
         const unsigned digit = (unsigned)(*p->at++ - '0');
         if (value > (most - digit) / 10)
-            return mo_fail(p->detail, MO_INVALID, 0, "line %" PRIu32 ": the %s is more than %" PRIu64,
-                           p->line, what, most);
+            return mo_fail(p->detail, MO_INVALID, 0, "line %" PRIu32 ": the %s exceeds %" PRIu64, p->line,
+                           what, most);
         value = value * 10 + digit;
     }
     if (p->at == start || (p->at < p->line_end && *p->at != ' ' && *p->at != '\t' && *p->at != '#'))
-        return mo_fail(p->detail, MO_INVALID, 0, "line %" PRIu32 ": the %s is no decimal integer", p->line,
+        return mo_fail(p->detail, MO_INVALID, 0, "line %" PRIu32 ": the %s is not a decimal integer", p->line,
                        what);
     *out = value;
     return MO_OK;
@@ -136,12 +136,12 @@ static mo_status live_block(parser *p, uint32_t *out)
     const uint32_t found = p->index_size ? *entry_of(p, id) : 0;
     if (!found)
         return mo_fail(p->detail, MO_INVALID, 0,
-                       "line %" PRIu32 ": there is no block %" PRIu64 ": no line before has allocated it",
+                       "line %" PRIu32 ": there is no block %" PRIu64 ": no earlier line allocated it",
                        p->line, id);
     const mo_trace_block *block = &p->trace.blocks[found - 1];
     if (block->died != MO_TRACE_NEVER)
         return mo_fail(p->detail, MO_INVALID, 0,
-                       "line %" PRIu32 ": block %" PRIu64 " is no longer live: line %" PRIu32 " has freed it",
+                       "line %" PRIu32 ": block %" PRIu64 " is no longer live: line %" PRIu32 " freed it",
                        p->line, id, p->trace.events[block->died].line);
     *out = found - 1;
     return MO_OK;
@@ -171,8 +171,8 @@ static mo_status new_block(parser *p, mo_trace_event *event)
     uint32_t *entry = entry_of(p, block.id);
     if (*entry)
         return mo_fail(p->detail, MO_INVALID, 0,
-                       "line %" PRIu32 ": id %" PRIu64 " was used before, in line %" PRIu32
-                       ": give every block its own",
+                       "line %" PRIu32 ": id %" PRIu64 " was already used in line %" PRIu32 ": give every "
+                       "block its own id",
                        p->line, block.id, t->events[t->blocks[*entry - 1].born].line);
     if (size > INT64_MAX - p->live)
         return mo_fail(p->detail, MO_INVALID, 0,
@@ -232,7 +232,9 @@ static mo_status parse_line(parser *p)
     if (status)
         return status;
     if (!at_end(p))
-        return mo_fail(p->detail, MO_INVALID, 0, "line %" PRIu32 ": more fields than an '%c' line has",
+        return mo_fail(p->detail, MO_INVALID, 0,
+                       "line %" PRIu32 ": more fields than a line that begins "
+                       "with '%c' has",
                        p->line, word);
     if (word == 'f') {
         t->blocks[event.block].died = t->event_count;
@@ -243,7 +245,7 @@ static mo_status parse_line(parser *p)
     return MO_OK;
 unknown:
     return mo_fail(p->detail, MO_INVALID, 0,
-                   "line %" PRIu32 ": a line begins with a, f, r, w or s, or with # where it is a comment",
+                   "line %" PRIu32 ": a line must begin with a, f, r, w or s, or with # for a comment",
                    p->line);
 }
 

@@ -89,7 +89,7 @@ mo_status mo_pool_trim(mo_pool *pool, size_t keep, mo_detail *detail, size_t *fr
     mo_status status;
 
     if (mo_forked())
-        return mo_forked_refuse("giving memory back", detail);
+        return mo_forked_refuse("returning memory", detail);
     mo_lock_take(&pool->lock);
     mo_pool_wait(pool, NULL); /* what is not over then is kept */
     held = mo_pool_held(pool);

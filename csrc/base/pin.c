@@ -8,11 +8,11 @@ mo_status mo_pin_library(mo_detail *detail)
     Dl_info info;
 
     if (!dladdr(&here, &info))
-        return mo_fail(detail, MO_NO_LIBRARY, 0, "the loader does not know where memopt's library is");
+        return mo_fail(detail, MO_NO_LIBRARY, 0, "the dynamic loader cannot locate memopt's library");
     /* The count that this adds is never given back, and NODELETE makes even a dlclose of it do nothing. */
     if (!dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE)) {
         const char *why = dlerror();
-        return mo_fail(detail, MO_NO_LIBRARY, 0, "%s cannot be kept loaded: %s", info.dli_fname,
+        return mo_fail(detail, MO_NO_LIBRARY, 0, "%s cannot be pinned in memory: %s", info.dli_fname,
                        why ? why : "?");
     }
     return MO_OK;

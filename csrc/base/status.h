@@ -13,9 +13,9 @@
     X(MO_NO_DEVICE_MEMORY, "out of device memory")                                                           \
     X(MO_NOT_READY, "the device has not finished yet")                                                       \
     X(MO_NO_LIBRARY, "a library cannot be opened")                                                           \
-    X(MO_NO_SYMBOL, "a library lacks a function that is needed")                                             \
+    X(MO_NO_SYMBOL, "a library lacks a required function")                                                   \
     X(MO_NO_DEVICE, "there is no such device")                                                               \
-    X(MO_UNSUPPORTED, "this device or driver does not support it")                                           \
+    X(MO_UNSUPPORTED, "this device or driver does not support the operation")                                \
     X(MO_DRIVER, "the CUDA driver reports an error")                                                         \
     X(MO_COMPILER, "the run-time compiler reports an error")                                                 \
     X(MO_IO, "a file operation failed")                                                                      \

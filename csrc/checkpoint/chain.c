@@ -10,11 +10,11 @@ mo_status mo_chain_open(size_t length, size_t options, mo_detail *detail, mo_cha
 {
     *out = (mo_chain){0};
     if (!length || length > MO_CHAIN_MAX_STAGES)
-        return mo_fail(detail, MO_INVALID, 0, "a chain has 1 to %d stages, not %zu", MO_CHAIN_MAX_STAGES,
-                       length);
+        return mo_fail(detail, MO_INVALID, 0, "a chain must have 1 to %d stages, not %zu",
+                       MO_CHAIN_MAX_STAGES, length);
     if (options < length || options > length * MO_CHAIN_MAX_OPTIONS)
-        return mo_fail(detail, MO_INVALID, 0, "%zu options in all for %zu stages: each has 1 to %d", options,
-                       length, MO_CHAIN_MAX_OPTIONS);
+        return mo_fail(detail, MO_INVALID, 0, "%zu options in all for %zu stages: each must have 1 to %d",
+                       options, length, MO_CHAIN_MAX_OPTIONS);
     out->stages = mo_host_calloc(length, sizeof *out->stages);
     out->options = mo_host_calloc(options, sizeof *out->options);
     if (!out->stages || !out->options) {
@@ -70,8 +70,8 @@ mo_status mo_chain_check(const mo_chain *chain, mo_detail *detail)
     for (size_t i = 0; i < chain->length; i++) {
         const mo_chain_stage *stage = &chain->stages[i];
         if (!stage->option_count || stage->option_count > MO_CHAIN_MAX_OPTIONS)
-            return mo_fail(detail, MO_INVALID, 0, "stage %zu has %" PRIu32 " options: 1 to %d are possible",
-                           i, stage->option_count, MO_CHAIN_MAX_OPTIONS);
+            return mo_fail(detail, MO_INVALID, 0, "stage %zu has %" PRIu32 " options: expected 1 to %d", i,
+                           stage->option_count, MO_CHAIN_MAX_OPTIONS);
         add_up(&total, stage->output);
         add_up(&total, stage->input_grad);
         for (size_t k = 0; k < stage->option_count; k++) {
@@ -85,7 +85,6 @@ mo_status mo_chain_check(const mo_chain *chain, mo_detail *detail)
     }
     if (total > MO_CHAIN_MAX_BYTES)
         return mo_fail(detail, MO_INVALID, 0,
-                       "the sizes of this chain are more than 2**60 bytes together: sizes "
-                       "are in bytes");
+                       "the sizes of this chain exceed 2**60 bytes together: give sizes in bytes");
     return MO_OK;
 }

@@ -87,23 +87,23 @@ static const char *objection(const state *s, const mo_action *action)
     if (i >= stages && !(action->op == MO_OP_DROP_INPUT && i == stages))
         return "there is no such stage";
     if (action->op == MO_OP_DROP_INPUT)
-        return !i                ? "the chain's own input is its caller's"
+        return !i                ? "the chain's own input belongs to its caller"
                : has_input(s, i) ? NULL
-                                 : "this input is not there";
+                                 : "this input does not exist";
     if (option_of(action) >= s->chain->stages[i].option_count)
         return "the stage has no such option";
     if (action->op == MO_OP_DROP_SAVED)
-        return s->saved[i] != NOT_SAVED ? NULL : "nothing is saved of this stage";
+        return s->saved[i] != NOT_SAVED ? NULL : "nothing is saved for this stage";
     if (!has_input(s, i))
-        return "the input of the stage is not there";
+        return "the input of the stage does not exist";
     if (action->op == MO_OP_BWD)
-        return i + 1 != s->next                ? "the gradient of the stage's output is not there"
-               : s->saved[i] == NOT_SAVED      ? "nothing is saved of this stage"
-               : s->saved[i] != action->option ? "what is saved was made by another option"
+        return i + 1 != s->next                ? "the gradient of the stage's output does not exist"
+               : s->saved[i] == NOT_SAVED      ? "nothing is saved for this stage"
+               : s->saved[i] != action->option ? "the saved tensors were made with another option"
                                                : NULL;
     if (action->op == MO_OP_FALL)
-        return s->saved[i] == NOT_SAVED ? NULL : "the stage is saved already";
-    return has_input(s, i + 1) ? "the stage's output is there already" : NULL;
+        return s->saved[i] == NOT_SAVED ? NULL : "the stage is already saved";
+    return has_input(s, i + 1) ? "the stage's output already exists" : NULL;
 }
 
 /* An action to which there is no objection; next is NULL at the end. */

@@ -299,7 +299,7 @@ mo_status mo_solver_open(const mo_chain *chain, uint64_t budget, size_t slots, m
     mo_status status;
 
     if (!slots || slots > MO_SOLVER_MAX_SLOTS)
-        return mo_fail(detail, MO_INVALID, 0, "slots=%zu: 1 to %d are possible", slots, MO_SOLVER_MAX_SLOTS);
+        return mo_fail(detail, MO_INVALID, 0, "slots=%zu: expected 1 to %d", slots, MO_SOLVER_MAX_SLOTS);
     solver = mo_host_calloc(1, sizeof *solver);
     if (!solver)
         return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory to solve a chain");

@@ -94,7 +94,7 @@ enum { CHANGE_COUNT = sizeof CHANGES / sizeof CHANGES[0], IO_URING_SETUP = 425 }
 static mo_status ignore_changes(mo_detail *detail)
 {
 #ifndef ARCHITECTURE
-    return mo_fail(detail, MO_UNSUPPORTED, 0, "the filter of system calls is not written for this processor");
+    return mo_fail(detail, MO_UNSUPPORTED, 0, "the system call filter does not support this processor");
 #else
     enum { IOCTL = 5 + CHANGE_COUNT, ALLOW = IOCTL + 4, SUCCEED, NOT_THERE, LENGTH };
     struct sock_filter program[LENGTH];
@@ -147,8 +147,7 @@ mo_status mo_refuse_writes(const char *const *writable, size_t count, mo_detail 
     if (version < GUARDS_TRUNCATION)
         return mo_fail(
             detail, MO_UNSUPPORTED, 0,
-            "this kernel's Landlock does not guard files against truncation: Linux 6.2 is the first "
-            "whose does");
+            "this kernel's Landlock does not protect files from truncation: Linux 6.2 or later is needed");
     const int ruleset = (int)syscall(CREATE_RULESET, &handled, sizeof handled, 0);
     if (ruleset < 0)
         return refused(detail, "making", "a Landlock ruleset");

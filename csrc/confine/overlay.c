@@ -241,7 +241,7 @@ static mo_status cover_entry(struct cover *cover, const char *path)
         return MO_OK;
     }
     if (mkdir(target.text, 0700) || chmod(target.text, like.st_mode & 07777))
-        return refused(cover, "making a folder for", path);
+        return refused(cover, "creating a folder for", path);
     if (chown(target.text, like.st_uid, like.st_gid))
         errno = 0; /* as in lay_over() */
     if (stays(path))
@@ -292,7 +292,7 @@ static mo_status own_mounts(struct cover *cover)
             return refused(cover, "mapping", "this user into a namespace");
     }
     if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL))
-        return refused(cover, "keeping to itself what is mounted on", "/");
+        return refused(cover, "making private the mounts on", "/");
     return MO_OK;
 }
 
@@ -314,7 +314,7 @@ static mo_status make_root(const struct cover *cover)
         mkdir(joined(ram.text, "/work", "").text, 0755) ||
         mkdir(joined(cover->scratch, "/files", "").text, 0755) ||
         mkdir(joined(cover->scratch, "/work", "").text, 0755))
-        return refused(cover, "making a root in", cover->scratch);
+        return refused(cover, "creating a root in", cover->scratch);
     return MO_OK;
 }
 
@@ -348,7 +348,7 @@ mo_status mo_overlay_files(const char *scratch, const char *const *shared, size_
 
     if (scratch[0] != '/')
         status =
-            mo_fail(detail, MO_INVALID, 0, "the scratch folder's path is to be absolute, not %s", scratch);
+            mo_fail(detail, MO_INVALID, 0, "the scratch folder's path must be absolute, not %s", scratch);
     else if (!(status = own_mounts(&cover)) && !(status = read_mounts(&cover)) &&
              !(status = make_root(&cover)) && !(status = cover_all(&cover, shared, count))) {
         /* From here on a failure would leave a process between two roots: there is none that is not a bug. */

@@ -53,20 +53,19 @@ mo_status mo_shared_attach(const uint8_t *base, uint64_t size, mo_detail *detail
 
     if (size < MO_SHARED_DATA)
         return mo_fail(detail, MO_CORRUPT, 0,
-                       "%" PRIu64 " bytes are no shared container: its header alone has %d", size,
+                       "%" PRIu64 " bytes are too few for a shared container: its header alone has %d", size,
                        MO_SHARED_DATA);
     memcpy(&h, base, sizeof h);
     if (h.magic != MO_SHARED_MAGIC)
-        return mo_fail(detail, MO_CORRUPT, 0, "this memory is no shared container of memopt's");
+        return mo_fail(detail, MO_CORRUPT, 0, "this memory is not a memopt shared container");
     if (h.version != MO_SHARED_VERSION)
         return mo_fail(detail, MO_CORRUPT, 0,
-                       "a shared container of version %" PRIu32
-                       ", where this memopt reads version %d: use one "
-                       "memopt in all processes",
+                       "a shared container of version %" PRIu32 ", but this memopt reads version %d: use "
+                       "the same memopt in all processes",
                        h.version, MO_SHARED_VERSION);
     if (h.sum != mo_shared_header_sum(&h))
         return mo_fail(detail, MO_CORRUPT, 0,
-                       "the header of this shared container is damaged: its sum is wrong");
+                       "the header of this shared container is damaged: its checksum is wrong");
     if (h.kind < MO_SHARED_STRINGS || h.kind > MO_SHARED_DICT)
         return mo_fail(detail, MO_CORRUPT, 0, "a shared container of the unknown kind %" PRIu32, h.kind);
     if (h.size != size || !lies_right(&h))

@@ -49,13 +49,13 @@ static mo_status failed(mo_detail *detail, const char *what, uint64_t size)
     mo_format_size(size, text);
     if (code == ENOSPC || code == ENOMEM || code == EDQUOT)
         return mo_fail(detail, MO_IO, code,
-                       "no room for %s of shared memory (%s: %s): free memory, raise the container's memory "
-                       "limit, or share less",
+                       "no space for %s of shared memory (%s: %s): free memory, raise the container's "
+                       "memory limit, or share less",
                        text, what, strerror(code));
     if (code == EFBIG)
         return mo_fail(detail, MO_IO, code,
-                       "shared memory of %s is above this process's limit on file sizes: raise it with "
-                       "`ulimit -f`",
+                       "shared memory of %s exceeds this process's limit on file sizes: raise the limit "
+                       "with `ulimit -f`",
                        text);
     if (code == EMFILE || code == ENFILE)
         return mo_fail(detail, MO_IO, code,
@@ -94,7 +94,7 @@ static mo_status write_at(const mo_shared_writer *w, uint64_t at, const uint8_t 
     if (getpid() != w->owner)
         return mo_fail(detail, MO_IO, ECHILD,
                        "this process was forked while a shared container was being built: only the process "
-                       "that began can go on");
+                       "that began can continue");
     while (size) {
         const ssize_t n = refused() ? -1 : pwrite(w->fd, bytes, size, (off_t)at);
         if (n < 0 && errno == EINTR)
@@ -118,13 +118,13 @@ static mo_status take(const mo_shared_writer *w, size_t size, mo_detail *detail)
     char text[MO_SIZE_TEXT];
 
     if (w->written > (uint64_t)INT64_MAX - size)
-        return mo_fail(detail, MO_OVERFLOW, 0, "a shared memory of more than 8 EiB");
+        return mo_fail(detail, MO_OVERFLOW, 0, "shared memory of more than 8 EiB");
     if (!budget)
         return MO_OK;
     if (size > budget->limit - budget->used) {
         mo_format_size(budget->limit, text);
         return mo_fail(detail, MO_IO, ENOSPC,
-                       "this needs more than the %s that can be taken without running out of memory: free "
+                       "this needs more than the %s that can be used without running out of memory: free "
                        "memory, raise the container's memory limit, or share less",
                        text);
     }
@@ -299,12 +299,13 @@ mo_status mo_shared_map(int fd, bool privately, mo_detail *detail, mo_shared_map
     if (seals < 0 || (seals & SEALS) != SEALS)
         return mo_fail(
             detail, MO_CORRUPT, 0,
-            "file descriptor %d is no sealed memory: a shared container's cannot be changed or shortened",
+            "file descriptor %d is not sealed memory: that of a shared container cannot be changed or "
+            "shortened",
             fd);
     if (refused() || fstat(fd, &file) < 0)
         return failed(detail, "fstat", 0);
     if (file.st_size <= 0)
-        return mo_fail(detail, MO_CORRUPT, 0, "file descriptor %d is an empty memory", fd);
+        return mo_fail(detail, MO_CORRUPT, 0, "the memory of file descriptor %d is empty", fd);
     /* MAP_SHARED of what is sealed against writing is refused before Linux 6.7, for reading too. */
     return map(fd, (size_t)file.st_size, privately ? PROT_READ | PROT_WRITE : PROT_READ,
                MAP_PRIVATE | MAP_NORESERVE, detail, out);

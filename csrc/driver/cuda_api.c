@@ -17,8 +17,8 @@ mo_status mo_cuda_api_open(const char *path, mo_cuda_api *out, mo_detail *detail
         const char *why = dlerror();
         return mo_fail(
             detail, MO_NO_LIBRARY, 0,
-            "the CUDA driver cannot be opened (%s): this machine has no NVIDIA driver, or it is not "
-            "on the linker's path; CPU features work without it, and memopt.sim gives a simulated device",
+            "the CUDA driver cannot be opened (%s): this machine has no NVIDIA driver, or it is not on the "
+            "linker's path; CPU features work without it, and memopt.sim provides a simulated device",
             why ? why : path);
     }
     /* POSIX lets dlsym's object pointer be taken for a function pointer; C asks for the copy. */
@@ -39,8 +39,8 @@ mo_status mo_cuda_api_open(const char *path, mo_cuda_api *out, mo_detail *detail
         dlclose(api.library); /* nothing of it was called yet */
         return mo_fail(
             detail, MO_NO_SYMBOL, 0,
-            "%s has no function %s: the NVIDIA driver is too old; memopt needs one of CUDA 11.2 or later "
-            "(driver 460)",
+            "%s has no function %s: the NVIDIA driver is too old; memopt needs the driver of CUDA 11.2 or "
+            "later (driver 460)",
             path, missing);
     }
     api.simulated = dlsym(api.library, "simcuda_activate") != NULL;

@@ -73,6 +73,15 @@
     X(can_access_peer, cuDeviceCanAccessPeer, (int *out, CUdevice device, CUdevice peer))                    \
     X(granularity, cuMemGetAllocationGranularity,                                                            \
       (size_t *out, const CUmemAllocationProp *properties, CUmemAllocationGranularity_flags option))         \
+    X(memory_set, cuMemsetD8Async, (CUdeviceptr to, unsigned char value, size_t size, CUstream stream))      \
+    X(copy_on_device, cuMemcpyDtoDAsync_v2, (CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream)) \
+    X(begin_capture, cuStreamBeginCapture_v2, (CUstream stream, CUstreamCaptureMode mode))                   \
+    X(end_capture, cuStreamEndCapture, (CUstream stream, CUgraph *out))                                      \
+    X(graph_instantiate, cuGraphInstantiateWithFlags,                                                        \
+      (CUgraphExec *out, CUgraph graph, unsigned long long flags))                                           \
+    X(graph_launch, cuGraphLaunch, (CUgraphExec graph, CUstream stream))                                     \
+    X(graph_exec_destroy, cuGraphExecDestroy, (CUgraphExec graph))                                           \
+    X(graph_destroy, cuGraphDestroy, (CUgraph graph))                                                        \
     /* CUDA 11.3 to 12.x, and its successor with edge data, the only one a CUDA 13 driver need keep. */      \
     X(capture_info_v2, cuStreamGetCaptureInfo_v2,                                                            \
       (CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id, CUgraph *graph,                       \

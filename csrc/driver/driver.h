@@ -7,7 +7,7 @@
  *   - device addresses are numbers: no code of ours reads through one;
  *   - MO_OK on success; a call that fails has changed nothing;
  *   - any thread may call, with or without the GIL; no function takes a lock of ours, allocates host memory that
- *     outlives the call (events excepted) or calls Python;
+ *     outlives the call (events excepted) or calls Python (test_aliases loads memopt's kernels, under the lock of those);
  *   - none waits for the device, except those marked WAITS;
  *   - after the driver was shut down (an exiting process) everything that releases answers MO_OK, since the
  *     memory is gone with the context, and everything that acquires answers MO_DRIVER.
@@ -62,6 +62,10 @@ struct mo_driver {
     /* Read and write, from this device and from those of the process that can reach it (peers.h), over whole mappings
      * in a row. Again: for those that have come since. */
     mo_status (*grant)(mo_driver *, mo_address address, size_t size, mo_detail *);
+
+    /* Whether memory mapped at two addresses is coherent, in stream order. MO_OK: it is. MO_CORRUPT: what was written by
+     * one address was not read by the other. Else it could not be found out. WAITS, for its own work alone. */
+    mo_status (*test_aliases)(mo_driver *, mo_detail *);
 
     /* ---- segments: memory and address in one, where there is no virtual memory ---------------------------- */
     mo_status (*segment_alloc)(mo_driver *, size_t size, mo_detail *, mo_address *out);

@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "base/lock.h"
+#include "driver/alias_test.h"
 #include "driver/capture.h"
 #include "driver/context.h"
 #include "driver/forked.h"
@@ -80,22 +81,38 @@ static mo_status cuda_unreserve(mo_driver *driver, mo_address address, size_t si
     return RELEASED(driver, code, detail, "cuMemAddressFree(%#zx, %zu)", (size_t)address, size);
 }
 
-static CUmemAllocationProp pinned_on(mo_driver *driver)
+static CUmemAllocationProp pinned_on(const mo_driver_cuda *d, bool plain)
 {
     CUmemAllocationProp properties;
     memset(&properties, 0, sizeof properties); /* every field that is not named must be 0 */
     properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    properties.location.id = self(driver)->handle;
+    properties.location.id = d->handle;
+    if (!plain && d->rdma)
+        properties.allocFlags.gpuDirectRDMACapable = 1;
+    if (!plain && d->exportable)
+        properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     return properties;
+}
+
+static bool asks_for_more(mo_driver_cuda *d)
+{
+    return (d->rdma || d->exportable) && !atomic_load_explicit(&d->plain, memory_order_relaxed);
 }
 
 static mo_status cuda_create(mo_driver *driver, size_t size, mo_detail *detail, mo_physical *out)
 {
-    CUmemAllocationProp properties = pinned_on(driver);
+    const bool more = asks_for_more(self(driver));
+    CUmemAllocationProp properties = pinned_on(self(driver), !more);
     CUmemGenericAllocationHandle handle = 0;
     CUresult code;
     CALL(driver, code, api->create(&handle, size, &properties, 0));
+    if (code && code != CUDA_ERROR_OUT_OF_MEMORY && more) {
+        properties = pinned_on(self(driver), true);
+        CALL(driver, code, api->create(&handle, size, &properties, 0));
+        if (!code) /* so it was about what was asked for */
+            atomic_store_explicit(&self(driver)->plain, true, memory_order_relaxed);
+    }
     if (code)
         return CHECKED(driver, code, detail, "cuMemCreate(%zu)", size);
     *out = handle;
@@ -131,6 +148,11 @@ static mo_status cuda_grant(mo_driver *driver, mo_address address, size_t size, 
     CUresult code;
     CALL(driver, code, api->grant(address, size, access, count));
     return CHECKED(driver, code, detail, "cuMemSetAccess(%#zx, %zu)", (size_t)address, size);
+}
+
+static mo_status cuda_test_aliases(mo_driver *driver, mo_detail *detail)
+{
+    return mo_alias_test(self(driver), detail);
 }
 
 /* ---- segments -------------------------------------------------------------------------------------------------- */
@@ -239,7 +261,7 @@ static mo_status cuda_pinned_alloc(mo_driver *driver, size_t size, mo_detail *de
     CALL(driver, code, api->host_alloc(&block, size, CU_MEMHOSTALLOC_PORTABLE));
     if (code == CUDA_ERROR_OUT_OF_MEMORY)
         return mo_fail(detail, MO_NO_HOST_MEMORY, code,
-                       "cuMemHostAlloc(%zu): the host has no such memory to lock", size);
+                       "cuMemHostAlloc(%zu): the host cannot lock that much memory", size);
     if (code)
         return CHECKED(driver, code, detail, "cuMemHostAlloc(%zu)", size);
     *out = block;
@@ -307,6 +329,7 @@ static const mo_driver cuda_table = {
     .map = cuda_map,
     .unmap = cuda_unmap,
     .grant = cuda_grant,
+    .test_aliases = cuda_test_aliases,
     .segment_alloc = cuda_segment_alloc,
     .segment_free = cuda_segment_free,
     .event_create = cuda_event_create,
@@ -327,11 +350,20 @@ static const mo_driver cuda_table = {
     .pause = cuda_pause,
 };
 
-/* Bytes of the smallest physical block, 0 where the device or the driver has no virtual memory management. */
+/* A driver that is older than the attribute does not know it. */
+static bool offers(const mo_driver_cuda *d, CUdevice_attribute what)
+{
+    int offered = 0;
+
+    return d->api->device_attribute(&offered, what, d->handle) == CUDA_SUCCESS && offered;
+}
+
+/* Bytes of the smallest physical block, 0 where the device or the driver has no virtual memory management; and what memory
+ * can be asked for beside bytes. */
 static mo_status find_granularity(mo_driver_cuda *d, mo_detail *detail, size_t *out)
 {
     const mo_cuda_api *api = d->api;
-    CUmemAllocationProp properties = pinned_on(&d->table);
+    CUmemAllocationProp properties;
     int supported = 0;
     CUresult code;
 
@@ -341,9 +373,18 @@ static mo_status find_granularity(mo_driver_cuda *d, mo_detail *detail, size_t *
         return MO_OK;
     code =
         api->device_attribute(&supported, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, d->handle);
-    if (!code && supported)
+    if (!code && supported) {
+        d->rdma = offers(d, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+        d->exportable = offers(d, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
+        properties = pinned_on(d, false);
         code = api->granularity(out, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
-    return checked(api, code, detail, "asking device %d for its virtual memory", d->table.device);
+        if (code && asks_for_more(d)) {
+            atomic_store_explicit(&d->plain, true, memory_order_relaxed);
+            properties = pinned_on(d, true);
+            code = api->granularity(out, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+        }
+    }
+    return checked(api, code, detail, "querying virtual memory support of device %d", d->table.device);
 }
 
 mo_status mo_driver_cuda_open(const mo_cuda_api *api, int ordinal, mo_driver_cuda *out, mo_detail *detail)
@@ -397,7 +438,7 @@ mo_status mo_driver_cuda_get(int ordinal, mo_driver **out, mo_detail *detail)
     mo_status status;
 
     if (ordinal < 0 || ordinal >= MO_MAX_DEVICES)
-        return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d: memopt counts from 0 to %d",
+        return mo_fail(detail, MO_NO_DEVICE, 0, "there is no CUDA device %d: memopt supports devices 0 to %d",
                        ordinal, MO_MAX_DEVICES - 1);
     found = atomic_load_explicit(&ready[ordinal], memory_order_acquire);
     if (!found) {

@@ -10,6 +10,8 @@
 #ifndef MO_DRIVER_CUDA_H
 #define MO_DRIVER_CUDA_H
 
+#include <stdatomic.h>
+
 #include "driver/cuda_api.h"
 #include "driver/driver.h"
 
@@ -18,6 +20,10 @@ typedef struct mo_driver_cuda {
     const mo_cuda_api *api;
     CUdevice handle;
     CUcontext context; /* retained until mo_driver_cuda_close */
+    /* What memory is asked for beside bytes, so that network cards and other processes can reach it as they reach
+     * cuMemAlloc's (GPUDirect RDMA; NCCL's registered buffers): what the device offers, until it refuses it once. */
+    bool rdma, exportable;
+    atomic_bool plain; /* refused: neither is asked for any more */
 } mo_driver_cuda;
 
 /* Retains the primary context of device `ordinal`, as torch counts (so CUDA_VISIBLE_DEVICES is obeyed).

@@ -41,7 +41,7 @@ mo_status mo_forked_refuse(const char *call, mo_detail *detail)
 {
     return mo_fail(
         detail, MO_DRIVER, CUDA_ERROR_NOT_INITIALIZED,
-        "%s: this process was forked from one that had used CUDA, and CUDA does not work there: start "
-        "it with multiprocessing's 'spawn' or 'forkserver' method",
+        "%s: this process was forked from one that had used CUDA, and CUDA does not work after a fork: "
+        "start the process with multiprocessing's 'spawn' or 'forkserver' method",
         call);
 }

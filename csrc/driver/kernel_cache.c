@@ -123,7 +123,7 @@ static const char *distrusted(const struct stat *about)
     if (about->st_uid != geteuid())
         return "it belongs to another user";
     if (about->st_mode & (S_IWGRP | S_IWOTH))
-        return "others may write to it";
+        return "it is writable by others";
     return NULL;
 }
 
@@ -138,7 +138,7 @@ static int open_directory(const char *directory, const char **why)
     if (folder < 0)
         return -1;
     if (fstat(folder, &about) == 0)
-        *why = S_ISDIR(about.st_mode) ? distrusted(&about) : "it is no directory";
+        *why = S_ISDIR(about.st_mode) ? distrusted(&about) : "it is not a directory";
     else
         *why = "it cannot be examined";
     if (!*why)
@@ -174,16 +174,16 @@ static mo_status read_file(int fd, const char *key, mo_cache_finding *finding, v
         return MO_OK;
     if (!read_all(fd, &header, sizeof header))
         goto unread;
-    *why = "its header is not one of this format";
+    *why = "its header does not have this format";
     if (header.magic != MAGIC || header.format != FORMAT || header.key_size > MO_CACHE_KEY_MAX ||
         header.image_size == 0 || header.image_size > MO_CACHE_IMAGE_MAX)
         return MO_OK;
-    *why = "its length is not the one in its header";
+    *why = "its length differs from the one in its header";
     if ((uint64_t)about.st_size != sizeof header + header.key_size + header.image_size)
         return MO_OK;
     if (!read_all(fd, found_key, header.key_size))
         goto unread;
-    *why = "it holds something else";
+    *why = "it belongs to another key";
     if (header.key_size != strlen(key) || memcmp(found_key, key, header.key_size) != 0)
         return MO_OK;
     image = mo_host_alloc(header.image_size);
@@ -203,7 +203,7 @@ static mo_status read_file(int fd, const char *key, mo_cache_finding *finding, v
 unread:
     mo_host_free(image);
     *finding = errno ? MO_CACHE_UNREADABLE : MO_CACHE_DAMAGED;
-    *why = errno ? NULL : "it was cut while it was read";
+    *why = errno ? NULL : "it was truncated while it was read";
     return MO_OK;
 }
 
@@ -352,8 +352,7 @@ fail:
         unlinkat(folder, fresh, 0);
     if (folder >= 0)
         close(folder);
-    return mo_fail(
-        detail, MO_IO, error, "the compiled kernels cannot be cached in %.600s (%s: %s): %s", directory, step,
-        why ? why : strerror(error),
-        "they are compiled again in each process; set XDG_CACHE_HOME to a directory you can write");
+    return mo_fail(detail, MO_IO, error, "the compiled kernels cannot be cached in %.600s (%s: %s): %s",
+                   directory, step, why ? why : strerror(error),
+                   "they are compiled again in each process; set XDG_CACHE_HOME to a writable directory");
 }

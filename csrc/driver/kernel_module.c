@@ -28,26 +28,13 @@ const char *mo_kernel_origin_name(mo_kernel_origin origin)
 
 /* ---- one image ----------------------------------------------------------------------------------------- */
 
-/* Whether a code of cuModuleLoadDataEx or cuModuleGetFunction speaks of the image, so that another may do. */
+/* Whether an error of cuModuleLoadDataEx or cuModuleGetFunction may be the image's, so that another may do: any that does
+ * not speak of the device, which is out of memory, or whose context is lost (700 to 719, until the process ends). Drivers
+ * differ in what they say to an image that they cannot read. */
 static bool is_refusal(CUresult code)
 {
-    switch (code) {
-    case CUDA_ERROR_INVALID_VALUE: /* what drivers before CUDA 11 say to an image that they cannot parse */
-    case CUDA_ERROR_INVALID_IMAGE:
-    case CUDA_ERROR_NO_BINARY_FOR_GPU:
-    case CUDA_ERROR_INVALID_PTX:
-    case CUDA_ERROR_JIT_COMPILER_NOT_FOUND:
-    case CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
-    case CUDA_ERROR_JIT_COMPILATION_DISABLED:
-    case CUDA_ERROR_UNSUPPORTED_DEVSIDE_SYNC:
-    case CUDA_ERROR_INVALID_SOURCE:
-    case CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND:
-    case CUDA_ERROR_NOT_FOUND: /* it lacks a kernel: an image of other sources */
-    case CUDA_ERROR_NOT_SUPPORTED:
-        return true;
-    default:
-        return false;
-    }
+    return code != CUDA_SUCCESS && code != CUDA_ERROR_OUT_OF_MEMORY &&
+           !(code >= CUDA_ERROR_ILLEGAL_ADDRESS && code <= CUDA_ERROR_LAUNCH_FAILED);
 }
 
 /* Loads an image, finds every kernel in it, and sees them compute where `prove`. On failure *refused says whether
@@ -58,21 +45,21 @@ static mo_status take_image(const mo_cuda_api *api, const void *image, bool prov
     char log[400] = "";
     CUjit_option names[] = {CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
     void *values[] = {log, (void *)(uintptr_t)sizeof log};
-    char call[600];
+    char call[80] = "cuModuleLoadDataEx";
     CUmodule module = NULL;
     CUresult code = api->module_load(&module, image, 2, names, values);
     mo_status status;
 
-    log[sizeof log - 1] = 0;
-    if (code) {
-        snprintf(call, sizeof call, "cuModuleLoadDataEx%s%s", *log ? ": " : "", log);
-    } else {
-        for (int i = 0; i < MO_KERNEL_COUNT && !code; i++) {
-            snprintf(call, sizeof call, "cuModuleGetFunction(%s)", mo_kernel_name((mo_kernel)i));
-            code = api->module_function(&m->functions[i], module, mo_kernel_name((mo_kernel)i));
-        }
+    for (int i = 0; i < MO_KERNEL_COUNT && !code; i++) {
+        snprintf(call, sizeof call, "cuModuleGetFunction(%s)", mo_kernel_name((mo_kernel)i));
+        code = api->module_function(&m->functions[i], module, mo_kernel_name((mo_kernel)i));
     }
     status = mo_cuda_check(api, code, call, detail);
+    log[sizeof log - 1] = 0;
+    if (status && *log) { /* behind the code, which no cut may take away */
+        const size_t at = strlen(detail->text);
+        snprintf(detail->text + at, sizeof detail->text - at, "; %s", log);
+    }
     *refused = is_refusal(code);
     if (!status && prove && !api->simulated) {
         status = mo_kernels_prove(api, m->functions, detail);
@@ -123,7 +110,7 @@ static mo_status from_cache(const mo_cuda_api *api, const mo_kernel_settings *se
         m->origin = MO_KERNELS_CACHED;
     } else if (
         refused) { /* another driver than the one that took it when it was stored, or kernels that do nothing */
-        note(m, "the cached image was refused (%.300s)", detail->text);
+        note(m, "the driver rejected the cached image (%.300s)", detail->text);
         m->cache = MO_CACHE_DAMAGED;
         status = MO_OK;
     }
@@ -155,16 +142,16 @@ static mo_status from_source(const mo_cuda_api *api, const mo_nvrtc_api *nvrtc, 
     } else if (status == MO_CORRUPT) {
         mo_detail why = *detail;
         status = mo_fail(detail, status, 0,
-                         "what NVRTC %d.%d made does not work (%.500s): that library is no whole NVRTC; name "
-                         "another libnvrtc.so by the environment variable MEMOPT_NVRTC",
+                         "the output of NVRTC %d.%d does not work (%.500s): that library is not a complete "
+                         "NVRTC; name another libnvrtc.so in the environment variable MEMOPT_NVRTC",
                          nvrtc->major, nvrtc->minor, why.text);
     } else if (refused) {
         mo_detail why = *detail;
-        status =
-            mo_fail(detail, status, why.code,
-                    "the driver refuses what NVRTC %d.%d made (%.500s): the driver is older than that NVRTC; "
-                    "update the NVIDIA driver, or use a torch built for the CUDA version of your driver",
-                    nvrtc->major, nvrtc->minor, why.text);
+        status = mo_fail(
+            detail, status, why.code,
+            "the driver rejects the output of NVRTC %d.%d (%.500s): most likely it is older than that NVRTC; "
+            "update the NVIDIA driver, or use a torch built for the CUDA version of your driver",
+            nvrtc->major, nvrtc->minor, why.text);
     }
     mo_host_free(image);
     return status;
@@ -216,14 +203,14 @@ static mo_status load_in_context(const mo_driver_cuda *device, const mo_kernel_i
     m->architecture = 10 * major + minor;
 
     if (image->fatbin_size == 0) {
-        note(m, "this build of memopt carries no compiled kernels (it was built without nvcc)");
+        note(m, "this build of memopt contains no compiled kernels (it was built without nvcc)");
     } else {
         status = take_image(api, image->fatbin, false, m, &refused, detail);
         if (!status)
             m->origin = MO_KERNELS_EMBEDDED;
         if (!status || !refused)
             return status;
-        note(m, "the embedded image was refused (%.300s)", detail->text);
+        note(m, "the driver rejected the embedded image (%.300s)", detail->text);
     }
     status = by_compiler(api, image, settings, m, &why);
     if (status)
@@ -304,7 +291,7 @@ mo_status mo_kernels_configure(const mo_kernel_settings *settings, mo_detail *de
     if (mo_forked())
         return mo_forked_refuse("configuring memopt's kernels", detail);
     if (settings->nvrtc_path_count > MO_NVRTC_PATHS_MAX)
-        return mo_fail(detail, MO_INVALID, 0, "%zu paths of NVRTC: at most %d are tried",
+        return mo_fail(detail, MO_INVALID, 0, "%zu paths of NVRTC: at most %d are allowed",
                        settings->nvrtc_path_count, MO_NVRTC_PATHS_MAX);
     ok = copy_text(&fresh.cache_directory, settings->cache_directory) &&
          copy_text(&fresh.version, settings->version);
@@ -374,8 +361,8 @@ mo_status mo_kernels_get(int ordinal, const mo_kernel_module **out, mo_detail *d
         return mo_forked_refuse("loading memopt's kernels", detail);
     if (!found) {
         if (ordinal < 0 || ordinal >= MO_MAX_DEVICES)
-            return mo_fail(detail, MO_NO_DEVICE, 0, "device %d: device numbers go from 0 to %d", ordinal,
-                           MO_MAX_DEVICES - 1);
+            return mo_fail(detail, MO_NO_DEVICE, 0, "device %d: expected a device number from 0 to %d",
+                           ordinal, MO_MAX_DEVICES - 1);
         status = mo_driver_cuda_get(ordinal, &driver, detail);
         if (status)
             return status;

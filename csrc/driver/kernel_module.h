@@ -10,7 +10,8 @@
  * a stand-in for NVRTC made, whose kernels do nothing. On the simulated device, whose launches run the host's bodies,
  * that proves nothing and is left out; the caller names no cache directory for it.
  *
- * An error that is about the device rather than the image (out of memory, a lost context) ends the search.
+ * Out of memory and a lost context (codes 700 to 719) are the device's errors and end the search; after any other the next
+ * way is tried, and the note keeps the error's code.
  *
  * mo_kernel_module_load is the whole of it over given parts and knows no process state; mo_kernels_get is the
  * process's: one module a device, loaded at the first call that succeeds, under one lock, and never unloaded. A search

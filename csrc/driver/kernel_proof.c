@@ -16,7 +16,7 @@ typedef struct proof {
     struct { /* the table of each: its head first */
         mo_gradients_head head;
         mo_chunk chunk;
-        mo_squares partial;
+        double partial;
     } gradients;
     struct {
         mo_update_head head;

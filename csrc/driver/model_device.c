@@ -284,6 +284,18 @@ static mo_status model_grant(mo_driver *driver, mo_address address, size_t size,
     return mo_model_device_leave(driver, MO_OK);
 }
 
+static mo_status model_test_aliases(mo_driver *driver, mo_detail *detail)
+{
+    mo_model_device *d = mo_model_device_of(driver);
+    mo_status status;
+
+    mo_lock_take(&d->lock);
+    d->alias_tests++;
+    status = d->aliases;
+    mo_lock_give(&d->lock);
+    return status ? mo_fail(detail, status, 0, "test_aliases: %s", mo_status_text(status)) : MO_OK;
+}
+
 /* ---- segments, memory -------------------------------------------------------------------------------------------- */
 
 static mo_status model_segment_alloc(mo_driver *driver, size_t size, mo_detail *detail, mo_address *out)
@@ -343,6 +355,7 @@ void mo_model_device_open(mo_model_device *device, size_t capacity, size_t granu
                 .map = model_map,
                 .unmap = model_unmap,
                 .grant = model_grant,
+                .test_aliases = model_test_aliases,
                 .segment_alloc = model_segment_alloc,
                 .segment_free = model_segment_free,
                 .memory_info = model_memory_info,

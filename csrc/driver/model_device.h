@@ -71,6 +71,8 @@ typedef struct mo_model_device {
     mo_model_device_clock *host; /* what the host knows to be over */
     uint64_t violations;         /* so far */
     char violation[256];         /* the first of them, a sentence */
+    mo_status aliases;           /* what test_aliases answers */
+    uint64_t alias_tests;        /* how often it was asked */
     uint64_t maps_in_use; /* map() calls of a handle with work on it that the host does not know to be over */
 } mo_model_device;
 

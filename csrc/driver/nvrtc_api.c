@@ -8,7 +8,7 @@
 
 #define MEND                                                                                                 \
     "install it (pip install nvidia-cuda-nvrtc for CUDA 13, nvidia-cuda-nvrtc-cu12 for CUDA 12), or name "   \
-    "its libnvrtc.so by the environment variable MEMOPT_NVRTC"
+    "its libnvrtc.so in the environment variable MEMOPT_NVRTC"
 
 static const char *missing_symbol(const mo_nvrtc_api *api)
 {
@@ -74,7 +74,7 @@ mo_status mo_nvrtc_choose(const mo_nvrtc_api *api, int device_architecture, mo_n
 
     result = api->architecture_count(&count);
     if (!result && (count <= 0 || count > (int)(sizeof known / sizeof *known)))
-        return mo_fail(detail, MO_COMPILER, 0, "NVRTC %d.%d names %d architectures: " MEND, api->major,
+        return mo_fail(detail, MO_COMPILER, 0, "NVRTC %d.%d reports %d architectures: " MEND, api->major,
                        api->minor, count);
     if (!result)
         result = api->architectures(known);
@@ -91,8 +91,8 @@ mo_status mo_nvrtc_choose(const mo_nvrtc_api *api, int device_architecture, mo_n
     }
     if (!below)
         return mo_fail(detail, MO_UNSUPPORTED, 0,
-                       "NVRTC %d.%d compiles for compute capability %d.%d and later, this device has %d.%d: "
-                       "use a torch built for an older CUDA, whose NVRTC still knows the device",
+                       "NVRTC %d.%d compiles for compute capability %d.%d and later, but this device has "
+                       "%d.%d: use a torch built for an older CUDA, whose NVRTC still supports the device",
                        api->major, api->minor, least / 10, least % 10, device_architecture / 10,
                        device_architecture % 10);
     out->architecture = same_major ? same_major : below;

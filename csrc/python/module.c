@@ -52,7 +52,7 @@ PyObject *mo_raise(PyObject *module, mo_status status, const mo_detail *detail)
 }
 
 PyDoc_STRVAR(error_doc,
-             "What the device, its driver or a library refused.\n\n"
+             "The device, its driver or a library refused an operation.\n\n"
              "status: the kind, such as 'MO_NO_LIBRARY'. code: the callee's own number, 0 if it has none.");
 
 /* What this binary is: for the doctor, and for whoever asks whether the assertions are on. */

@@ -36,7 +36,7 @@ static int parse(PyObject *module, PyObject *args, int *out_second, triple *out)
         out->codes.device != MO_CPU || out->values.count != out->codes.count ||
         out->scales.count != (out->values.count + MO_ADAM8_BLOCK - 1) / MO_ADAM8_BLOCK) {
         PyErr_SetString(PyExc_ValueError, "values (float32), codes (uint8, in the same order) and scales "
-                                          "(float32, one a 256 values) must be dense CPU tensors");
+                                          "(float32, one for each 256 values) must be dense CPU tensors");
         return -1;
     }
     return 0;

@@ -41,29 +41,64 @@ static PyObject *allocator_hooks(PyObject *module, PyObject *unused)
 
 PyDoc_STRVAR(
     configure_doc,
-    "allocator_configure($module, budget, slack, double_map, recall, preallocate, /)\n--\n\n"
+    "allocator_configure($module, budget, slack, double_map, recall, preallocate, warn, /)\n--\n\n"
     "What each device's pool gets that is used from now on. budget, preallocate: bytes, 0 for none.\n"
-    "slack: thousandths of the live peak.");
+    "slack: thousandths of the live peak. double_map: None has each device tested when its pool opens,\n"
+    "and warn() called in the main thread soon after where that turned it off.");
+
+static PyObject *warn_of_aliases; /* under the GIL */
+
+static int warn_now(void *unused)
+{
+    PyObject *result;
+
+    (void)unused;
+    result = PyObject_CallFunctionObjArgs(warn_of_aliases, NULL);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+/* In the midst of a request, with locks held, by a thread that has the GIL or not. */
+static void look_at_aliases(int device, mo_pool *pool)
+{
+    mo_pool_double_map found;
+
+    (void)device;
+    mo_pool_read_double_map(pool, &found);
+    if (found.tested && !found.on &&
+        Py_IsInitialized())                      /* torch allocates after the interpreter's end, too */
+        (void)Py_AddPendingCall(warn_now, NULL); /* where the queue is full, memopt.doctor() still tells */
+}
 
 static PyObject *allocator_configure(PyObject *module, PyObject *args)
 {
     Py_ssize_t budget, slack, preallocate;
+    PyObject *wanted, *warn, *before = warn_of_aliases;
     int double_map, recall;
     mo_pool_settings settings = mo_pool_defaults();
 
-    if (!PyArg_ParseTuple(args, "nnppn:allocator_configure", &budget, &slack, &double_map, &recall,
-                          &preallocate))
+    if (!PyArg_ParseTuple(args, "nnOpnO:allocator_configure", &budget, &slack, &wanted, &recall, &preallocate,
+                          &warn))
+        return NULL;
+    double_map = PyObject_IsTrue(wanted);
+    if (double_map < 0)
         return NULL;
     if (budget < 0 || slack < 0 || preallocate < 0) {
         mo_detail detail;
-        mo_status status = mo_fail(&detail, MO_INVALID, 0, "budget, slack and preallocate are not negative");
+        mo_status status = mo_fail(&detail, MO_INVALID, 0,
+                                   "budget, slack and preallocate must not be "
+                                   "negative");
         return mo_raise(module, status, &detail);
     }
     settings.budget = (size_t)budget;
     settings.slack = (size_t)slack;
     settings.double_map = double_map;
+    settings.test_aliases = wanted == Py_None;
     settings.recall = recall;
     settings.preallocate = (size_t)preallocate;
+    warn_of_aliases = Py_NewRef(warn);
+    Py_XDECREF(before);
+    mo_pool_on_open(look_at_aliases);
     mo_pool_set_defaults(settings);
     Py_RETURN_NONE;
 }
@@ -75,8 +110,8 @@ static int parse_device(PyObject *module, int device)
 
     if (device >= 0 && device < MO_MAX_DEVICES)
         return 0;
-    status =
-        mo_fail(&detail, MO_INVALID, 0, "device %d: devices count from 0 to %d", device, MO_MAX_DEVICES - 1);
+    status = mo_fail(&detail, MO_INVALID, 0, "device %d: expected a device number from 0 to %d", device,
+                     MO_MAX_DEVICES - 1);
     mo_raise(module, status, &detail);
     return -1;
 }
@@ -175,6 +210,28 @@ static PyObject *allocator_observe(PyObject *module, PyObject *wanted)
 }
 
 PyDoc_STRVAR(
+    double_map_doc,
+    "allocator_double_map($module, device, /)\n--\n\n"
+    "Of a device's pool: whether double_map is on; whether a test of the device decided that; and why it\n"
+    "is off if it did, else ''. None for a device that was never used.");
+
+static PyObject *allocator_double_map(PyObject *module, PyObject *args)
+{
+    int device;
+    mo_pool *pool;
+    mo_pool_double_map found;
+
+    if (!PyArg_ParseTuple(args, "i:allocator_double_map", &device) || parse_device(module, device) < 0)
+        return NULL;
+    pool = mo_pool_if_open(device);
+    if (!pool)
+        Py_RETURN_NONE;
+    mo_pool_read_double_map(pool, &found);
+    return Py_BuildValue("(NNs)", PyBool_FromLong(found.on), PyBool_FromLong(found.tested),
+                         found.tested && !found.on ? found.why.text : "");
+}
+
+PyDoc_STRVAR(
     misuse_doc,
     "allocator_misuse($module, /)\n--\n\n"
     "What was refused where nothing could be raised, on all devices, as a dict of ints: double_frees,\n"
@@ -214,6 +271,7 @@ static PyMethodDef methods[] = {
     {"allocator_fraction", allocator_fraction, METH_VARARGS, fraction_doc},
     {"allocator_is_current", allocator_is_current, METH_NOARGS, current_doc},
     {"allocator_observe", allocator_observe, METH_O, observe_doc},
+    {"allocator_double_map", allocator_double_map, METH_VARARGS, double_map_doc},
     {"allocator_misuse", allocator_misuse, METH_NOARGS, misuse_doc},
     {NULL, NULL, 0, NULL},
 };

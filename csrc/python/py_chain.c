@@ -21,7 +21,7 @@ static PyObject *tuple_at(PyObject *tuple, Py_ssize_t at)
     PyObject *item = PyTuple_GetItem(tuple, at);
 
     if (item && !PyTuple_Check(item)) {
-        PyErr_Format(PyExc_TypeError, "a chain is made of tuples, not of %R", item);
+        PyErr_Format(PyExc_TypeError, "a chain must consist of tuples, not of %R", item);
         return NULL;
     }
     return item;
@@ -72,7 +72,7 @@ static Py_ssize_t count_options(PyObject *stages)
         options = PyTuple_Size(stage) == 3 ? tuple_at(stage, 2) : NULL;
         if (!options) {
             if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_TypeError, "a stage is (output_bytes, input_grad_bytes, options)");
+                PyErr_SetString(PyExc_TypeError, "a stage must be (output_bytes, input_grad_bytes, options)");
             return -1;
         }
         count += PyTuple_Size(options);
@@ -167,7 +167,7 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *keyword
                           &slots, &level))
         return NULL;
     if (level < 0 || level >= MO_SOLVE_COUNT)
-        return PyErr_Format(PyExc_ValueError, "level %d: 0 to %d are possible", level, MO_SOLVE_COUNT - 1);
+        return PyErr_Format(PyExc_ValueError, "level %d: expected 0 to %d", level, MO_SOLVE_COUNT - 1);
     t = (table *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!t)
         return NULL;
@@ -273,7 +273,7 @@ static int parse_action(PyObject *item, mo_schedule *schedule)
     mo_detail detail;
 
     if (!PyTuple_Check(item)) {
-        PyErr_Format(PyExc_TypeError, "an operation is (op, stage, option), not %R", item);
+        PyErr_Format(PyExc_TypeError, "an operation must be (op, stage, option), not %R", item);
         return -1;
     }
     if (!PyArg_ParseTuple(item, "sII", &name, &stage, &option))
@@ -282,7 +282,8 @@ static int parse_action(PyObject *item, mo_schedule *schedule)
         op++;
     if (op == MO_OP_COUNT || option > MO_CHAIN_MAX_OPTIONS) {
         PyErr_Format(PyExc_ValueError,
-                     "%R is no operation: ops are fnone, fck, fall, bwd, drop_input, drop_saved", item);
+                     "%R is not an operation: expected one of fnone, fck, fall, bwd, drop_input, drop_saved",
+                     item);
         return -1;
     }
     if (mo_schedule_add(schedule, (mo_op)op, stage, option, &detail)) {

@@ -50,7 +50,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     mo_engine *e;
 
     if (PyTuple_Size(args) || !keywords)
-        return PyErr_Format(PyExc_TypeError, "CheckpointEngine takes keyword arguments alone");
+        return PyErr_Format(PyExc_TypeError, "CheckpointEngine takes keyword arguments only");
     e = (mo_engine *)PyType_GenericAlloc(type, 0);
     if (e && fill(e, keywords) < 0)
         Py_CLEAR(e);

@@ -56,7 +56,7 @@ static PyObject *cpu_log_start(PyObject *module, PyObject *count)
     if (capacity == (size_t)-1 && PyErr_Occurred())
         return NULL;
     if (mo_torch_cpu_watched())
-        return PyErr_Format(PyExc_RuntimeError, "torch's CPU allocator is watched already");
+        return PyErr_Format(PyExc_RuntimeError, "torch's CPU allocator is already being watched");
     drop(); /* of the parent of a fork */
     owner = getpid();
     status = mo_torch_cpu_find(&torch, &detail);
@@ -249,7 +249,7 @@ static PyObject *cpu_log_read(PyObject *module, PyObject *unused)
     (void)module;
     (void)unused;
     if (!log)
-        return PyErr_Format(PyExc_RuntimeError, "torch's CPU allocator is not watched");
+        return PyErr_Format(PyExc_RuntimeError, "torch's CPU allocator is not being watched");
     kept = mo_life_kept(log);
     blocks = mo_life_before_count(log);
     first = mo_life_written(log) - (int64_t)kept;

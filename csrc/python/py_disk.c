@@ -156,7 +156,7 @@ static PyObject *begin(disk *d, PyObject *tensor, mo_disk_job job, int device, u
     if (!known || view.device != MO_CPU || !view.count || job.at % MO_FILE_ALIGNMENT)
         return PyErr_Format(
             PyExc_ValueError,
-            "a disk takes dense CPU tensors of torch.uint8, not empty, at multiples of %d bytes",
+            "expected a dense, non-empty CPU tensor of torch.uint8, at a multiple of %d bytes",
             MO_FILE_ALIGNMENT);
     j = (disk_job *)PyType_GenericAlloc(d->job_type, 0);
     if (!j)
@@ -216,7 +216,7 @@ static PyObject *read_tensor(PyObject *self, PyObject *args)
         return NULL;
     disk_job *w = (disk_job *)written;
     if (w->disk != d || !w->job.writes)
-        return PyErr_Format(PyExc_ValueError, "what is read must have been written, to the same disk");
+        return PyErr_Format(PyExc_ValueError, "only what was written to the same disk can be read");
     Py_BEGIN_ALLOW_THREADS;
     status = mo_disk_finish(&d->disk, &w->job, &detail);
     Py_END_ALLOW_THREADS;

@@ -21,7 +21,7 @@ static PyObject *mapped_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     if (!module || !PyArg_ParseTuple(args, "in:PrivateMapping", &fd, &size))
         return NULL;
     if (size <= 0)
-        return PyErr_Format(PyExc_ValueError, "PrivateMapping: size=%zd: 1 or more bytes", size);
+        return PyErr_Format(PyExc_ValueError, "PrivateMapping: size=%zd: expected 1 or more bytes", size);
     self = (mapped *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!self)
         return NULL;

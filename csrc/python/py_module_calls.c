@@ -301,7 +301,7 @@ static int find_all(void)
     find("PyVectorcall_Function", &vectorcall_of, sizeof vectorcall_of);
     if (vectorcall && vectorcall_of)
         return 0;
-    PyErr_SetString(PyExc_RuntimeError, "this Python has no vectorcall: calls of modules cannot be noted");
+    PyErr_SetString(PyExc_RuntimeError, "this Python has no vectorcall: calls of modules cannot be recorded");
     return -1;
 }
 
@@ -350,7 +350,7 @@ static PyObject *start(PyObject *self, PyObject *unused)
 
     (void)unused;
     if (active)
-        return PyErr_Format(PyExc_RuntimeError, "calls of modules are noted already");
+        return PyErr_Format(PyExc_RuntimeError, "calls of modules are already being recorded");
     plain = vectorcall_of(m->function);
     if (!plain || set_vectorcall(m->function, plain, call) < 0)
         return PyErr_Format(PyExc_RuntimeError,
@@ -480,7 +480,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     module_calls *m;
 
     if (kwargs && PyDict_Size(kwargs))
-        return PyErr_Format(PyExc_TypeError, "ModuleCalls: takes no keywords");
+        return PyErr_Format(PyExc_TypeError, "ModuleCalls takes no keyword arguments");
     if (!PyArg_ParseTuple(args, "OOOO:ModuleCalls", &function, &enter, &leave, &set_eval_frame) ||
         find_all() < 0)
         return NULL;

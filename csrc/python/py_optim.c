@@ -56,7 +56,8 @@ static PyObject *module_of(PyObject *self)
 
 static PyObject *busy(void)
 {
-    return PyErr_Format(PyExc_RuntimeError, "this optimizer's step() is running already: one step at a time");
+    return PyErr_Format(PyExc_RuntimeError, "this optimizer's step() is already running: run one step at a "
+                                            "time");
 }
 
 /* ---- methods ------------------------------------------------------------------------------------------------------------ */
@@ -205,7 +206,7 @@ static int scalar(PyObject *module, PyObject *tensor, const char *name, int devi
     if (known < 0)
         return -1;
     if (!known || view.kind != MO_F32 || view.count != 1 || view.device != device) {
-        PyErr_Format(PyExc_ValueError, "%s must be one float32 on the parameters' device, not %R", name,
+        PyErr_Format(PyExc_ValueError, "%s must be a single float32 on the parameters' device, not %R", name,
                      tensor);
         return -1;
     }

@@ -79,8 +79,8 @@ static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "i|nn:Arena", names, &device, &budget, &bytes))
         return NULL;
     if (budget < 0 || bytes < 0)
-        return PyErr_Format(PyExc_ValueError, "budget %zd, preallocate %zd: sizes are not negative", budget,
-                            bytes);
+        return PyErr_Format(PyExc_ValueError, "budget %zd, preallocate %zd: sizes must not be negative",
+                            budget, bytes);
     a = (arena *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!a)
         return NULL;

@@ -23,8 +23,10 @@ static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     if (!PyArg_ParseTuple(args, "nn:Ring", &capacity, &alignment))
         return NULL;
     if (capacity <= 0 || alignment <= 0 || !mo_is_power_of_two((size_t)alignment))
-        return PyErr_Format(PyExc_ValueError, "Ring(%zd, %zd): bytes, and a power of two", capacity,
-                            alignment);
+        return PyErr_Format(PyExc_ValueError,
+                            "Ring(%zd, %zd): expected a number of bytes, and a power of "
+                            "two",
+                            capacity, alignment);
     r = (ring *)PyType_GenericAlloc(type, 0);
     if (r)
         mo_ring_init(&r->ring, (size_t)capacity, (size_t)alignment);
@@ -54,7 +56,7 @@ static PyObject *take(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "n:take", &size))
         return NULL;
     if (size <= 0)
-        return PyErr_Format(PyExc_ValueError, "a slot of %zd bytes: there must be some", size);
+        return PyErr_Format(PyExc_ValueError, "a slot of %zd bytes: expected 1 or more", size);
     if (mo_ring_take(&((ring *)self)->ring, (size_t)size, &slot, &offset, &after))
         Py_RETURN_NONE;
     return Py_BuildValue("KnK", (unsigned long long)slot, (Py_ssize_t)offset, (unsigned long long)after);
@@ -70,7 +72,7 @@ static PyObject *give(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "K|K:give", &slot, &mark))
         return NULL;
     if (mo_ring_give(&((ring *)self)->ring, slot, mark))
-        return PyErr_Format(PyExc_ValueError, "slot %llu is not used", slot);
+        return PyErr_Format(PyExc_ValueError, "slot %llu is not in use", slot);
     Py_RETURN_NONE;
 }
 

@@ -279,9 +279,9 @@ static bool scalar(PyObject *module, PyObject *tensor, int device, const char *n
         return true;
     }
     if (known >= 0 && device == MO_CPU)
-        PyErr_Format(PyExc_ValueError, "%s: expected a tensor of one float32 on the CPU", name);
+        PyErr_Format(PyExc_ValueError, "%s: expected a tensor of a single float32 on the CPU", name);
     else if (known >= 0)
-        PyErr_Format(PyExc_ValueError, "%s: expected a tensor of one float32 on CUDA device %d", name,
+        PyErr_Format(PyExc_ValueError, "%s: expected a tensor of a single float32 on CUDA device %d", name,
                      device);
     return false;
 }
@@ -362,7 +362,7 @@ static PyObject *gradients_multiply(PyObject *object, PyObject *args)
         !scalar(module, clip, device, "clip", &address))
         return NULL;
     if (!address) {
-        PyErr_SetString(PyExc_ValueError, "clip: expected a tensor of one float32, not None");
+        PyErr_SetString(PyExc_ValueError, "clip: expected a tensor of a single float32, not None");
         return NULL;
     }
     g = find_group((gradients *)object, device);

@@ -101,7 +101,7 @@ int mo_shared_view_of(PyObject *module, PyObject *object, mo_shared_view *out)
     mo_status status;
 
     if (!Py_IS_TYPE(object, (PyTypeObject *)mo_state(module)->shared_memory)) {
-        PyErr_Format(PyExc_TypeError, "%R is no SharedMemory", object);
+        PyErr_Format(PyExc_TypeError, "%R is not a SharedMemory", object);
         return -1;
     }
     status = mo_shared_attach(m->mapping.bytes, m->mapping.size, &detail, out);
@@ -134,7 +134,9 @@ static int add_string(filling *f, PyObject *item)
     mo_status status;
 
     if (!PyUnicode_Check(item)) {
-        PyErr_Format(PyExc_TypeError, "%s: item %llu is %R: it holds str alone, SharedList other values too",
+        PyErr_Format(PyExc_TypeError,
+                     "%s: item %llu is %R: it holds only str; use SharedList for other "
+                     "values",
                      f->encoder.name, (unsigned long long)f->encoder.number, item);
         return -1;
     }
@@ -187,7 +189,7 @@ static int add_entry(filling *f, PyObject *item)
     if (!pair && !PyErr_ExceptionMatches(PyExc_TypeError))
         return -1; /* the element's own, or Ctrl-C */
     if (!pair || PyList_Size(pair) != 2)
-        PyErr_Format(PyExc_TypeError, "%s: element %llu of what it is built from is no pair (key, value): %R",
+        PyErr_Format(PyExc_TypeError, "%s: element %llu of its input is not a pair (key, value): %R",
                      f->encoder.name, (unsigned long long)f->encoder.number, item);
     else
         result = add_pair(f, PyList_GetItem(pair, 0), PyList_GetItem(pair, 1));
@@ -236,7 +238,7 @@ static PyObject *shared_build(PyObject *module, PyObject *args)
                           &limit))
         return NULL;
     if (kind < MO_SHARED_STRINGS || kind > MO_SHARED_DICT)
-        return PyErr_Format(PyExc_ValueError, "kind %d: 1, 2 and 3 are possible", kind);
+        return PyErr_Format(PyExc_ValueError, "kind %d: expected 1, 2 or 3", kind);
     iterator = PyObject_GetIter(items);
     if (!iterator)
         return NULL;

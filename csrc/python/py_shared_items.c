@@ -18,7 +18,7 @@ static PyObject *items_new(PyTypeObject *type, PyObject *args, PyObject *keyword
         return NULL;
     if (self->reader.view.kind == MO_SHARED_DICT) {
         Py_DECREF((PyObject *)self);
-        return PyErr_Format(PyExc_TypeError, "this shared container is a dict, no list");
+        return PyErr_Format(PyExc_TypeError, "this shared container is a dict, not a list");
     }
     self->step = 1;
     self->length = (Py_ssize_t)self->reader.view.count;

@@ -7,7 +7,7 @@ static PyObject *mapping_new(PyTypeObject *type, PyObject *args, PyObject *keywo
         mo_shared_reader_new(type, &(mo_shared_making){"SharedMapping", mapping_new, args, keywords});
 
     if (self && self->view.kind != MO_SHARED_DICT) {
-        PyErr_Format(PyExc_TypeError, "this shared container is no dict: it is a %s",
+        PyErr_Format(PyExc_TypeError, "this shared container is not a dict: it is a %s",
                      mo_shared_kind_name(self->view.kind));
         Py_CLEAR(self);
     }

@@ -126,7 +126,7 @@ static bool enter(mo_shared_encoder *e, PyObject *container)
         }
     if (e->depth == MO_SHARED_MOST_DEPTH) {
         complain(e, PyExc_ValueError,
-                 PyUnicode_FromFormat(": more than %d containers in each other", MO_SHARED_MOST_DEPTH));
+                 PyUnicode_FromFormat(": more than %d nested containers", MO_SHARED_MOST_DEPTH));
         return false;
     }
     e->path[e->depth].container = container;
@@ -351,7 +351,7 @@ static int encode_key(mo_shared_encoder *e, PyObject *key, bool any, int depth, 
     mo_detail detail;
 
     if (depth > MO_SHARED_MOST_DEPTH)
-        return any ? 2 : complain_of_key(e, PyExc_ValueError, "more than 200 tuples in each other");
+        return any ? 2 : complain_of_key(e, PyExc_ValueError, "more than 200 nested tuples");
     if (any ? PyUnicode_Check(key) : PyUnicode_CheckExact(key))
         return encode_str(e, key, w);
     if (PyBool_Check(key)) {
@@ -373,7 +373,7 @@ static int encode_key(mo_shared_encoder *e, PyObject *key, bool any, int depth, 
     return PyObject_Hash(key) == -1
                ? -1
                : complain_of_key(e, PyExc_TypeError,
-                                 "keys are str, int, float, bytes, bool, None and tuples of them");
+                                 "keys must be str, int, float, bytes, bool, None or tuples of these");
 }
 
 int mo_shared_encode_key(mo_shared_encoder *e, PyObject *key, bool any, mo_shared_writer *w)
@@ -381,7 +381,7 @@ int mo_shared_encode_key(mo_shared_encoder *e, PyObject *key, bool any, mo_share
     const int result = encode_key(e, key, any, 0, w);
 
     if (result == 2 && !any)
-        return complain_of_key(e, PyExc_ValueError, "nan equals nothing, so nobody could look it up");
+        return complain_of_key(e, PyExc_ValueError, "nan equals nothing, so it could never be looked up");
     return result;
 }
 

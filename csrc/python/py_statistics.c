@@ -14,7 +14,7 @@ static bool pool_of(PyObject *module, int device, mo_pool **out)
 
     if (device < 0 || device >= MO_MAX_DEVICES) {
         mo_raise(module,
-                 mo_fail(&detail, MO_INVALID, 0, "device %d: devices count from 0 to %d", device,
+                 mo_fail(&detail, MO_INVALID, 0, "device %d: expected a device number from 0 to %d", device,
                          MO_MAX_DEVICES - 1),
                  &detail);
         return false;
@@ -382,7 +382,8 @@ static PyObject *allocator_segments(PyObject *module, PyObject *args)
         !pool_of(module, device, &pool))
         return NULL;
     if (wanted != Py_None && !PyTuple_Check(wanted))
-        return PyErr_Format(PyExc_TypeError, "allocator_segments: a pool is a tuple of two ints, or None");
+        return PyErr_Format(PyExc_TypeError, "allocator_segments: a pool must be a tuple of two ints, or "
+                                             "None");
     if (wanted != Py_None && !PyArg_ParseTuple(wanted, "KK:pool", &only.first, &only.second))
         return NULL;
     if (pool) {

@@ -35,7 +35,7 @@ static PyObject *result_as_dict(const mo_replay_result *r)
     const uint64_t last_calls = r->step_count ? r->steps[r->step_count - 1].driver_calls : 0;
 
     return Py_BuildValue(
-        "{s:O,s:I,s:s,s:n,s:n,s:K,s:K,s:K,s:K,s:K,s:K,s:d,s:N,s:N,s:N,s:N}",                    /* */
+        "{s:O,s:I,s:s,s:n,s:n,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:d,s:N,s:N,s:N,s:N,s:N}",            /* */
         "completed", r->completed ? Py_True : Py_False,                                         /* */
         "failed_line", r->failed_line,                                                          /* */
         "failure", r->failure,                                                                  /* */
@@ -46,11 +46,13 @@ static PyObject *result_as_dict(const mo_replay_result *r)
         "granules_switched", (unsigned long long)r->total.granules_switched,                    /* */
         "driver_calls", (unsigned long long)r->total.driver_calls,                              /* */
         "driver_calls_last_step", (unsigned long long)last_calls,                               /* */
+        "host_waits", (unsigned long long)r->total.host_waits,                                  /* */
         "operations", (unsigned long long)r->operations,                                        /* */
         "ns_per_op", (double)r->nanoseconds / (double)operations,                               /* */
         "driver_calls_per_step", steps_of(r, offsetof(mo_replay_step, driver_calls)),           /* */
         "granules_moved_per_step", steps_of(r, offsetof(mo_replay_step, granules_moved)),       /* */
         "granules_switched_per_step", steps_of(r, offsetof(mo_replay_step, granules_switched)), /* */
+        "host_waits_per_step", steps_of(r, offsetof(mo_replay_step, host_waits)),               /* */
         "held_per_step", steps_of(r, offsetof(mo_replay_step, held)));
 }
 
@@ -107,7 +109,7 @@ static PyObject *replay(PyObject *module, PyObject *args)
                           &double_map, &recall, &lazy, &check, &call.device, &search))
         return NULL;
     if (memory < 0 || slack < 0 || small_limit < 0)
-        return PyErr_Format(PyExc_ValueError, "replay: memory, slack and small_limit are 0 or more");
+        return PyErr_Format(PyExc_ValueError, "replay: memory, slack and small_limit must be 0 or more");
     call.length = (size_t)length;
     call.options.memory = (size_t)memory;
     call.options.slack = (size_t)slack;
@@ -147,7 +149,8 @@ static bool is_device(int device)
 {
     if (device >= 0 && device < MO_MAX_DEVICES)
         return true;
-    PyErr_Format(PyExc_ValueError, "device %d: devices count from 0 to %d", device, MO_MAX_DEVICES - 1);
+    PyErr_Format(PyExc_ValueError, "device %d: expected a device number from 0 to %d", device,
+                 MO_MAX_DEVICES - 1);
     return false;
 }
 
@@ -193,7 +196,7 @@ static mo_status start(int device, size_t capacity, bool clear, mo_detail *detai
     if (device != ALL)
         status = mo_pool_of_device(device, &pool, detail);
     else if (!capacity || capacity > MO_TRACE_MAX_CAPACITY)
-        status = mo_fail(detail, MO_INVALID, 0, "a trace of %zu events: 1 to %zu are possible", capacity,
+        status = mo_fail(detail, MO_INVALID, 0, "a trace of %zu events: expected 1 to %zu", capacity,
                          MO_TRACE_MAX_CAPACITY);
     else
         mo_pool_on_open(begin_later);

@@ -40,8 +40,8 @@ static int parse(PyObject *module, PyObject *args, mo_way way, both_ends *out)
     if (!known || out->device.device == MO_CPU || out->host.device != MO_CPU ||
         out->device.nbytes != out->host.nbytes || !out->host.nbytes) {
         PyErr_SetString(PyExc_ValueError,
-                        "a copy is between a tensor of a CUDA device and one of pinned host "
-                        "memory, both dense, of equal and more than 0 bytes");
+                        "expected a tensor on a CUDA device and one in pinned host memory, both dense, of "
+                        "the same number of bytes, more than 0");
         return -1;
     }
     out->after = after;
@@ -134,8 +134,8 @@ static int place(batch *b, const mo_tensor_view *host, size_t index, void **out)
     if (!mo_align_up_ok(b->used, APART, &offset) || !mo_add_ok(offset, host->nbytes, &end) ||
         end > b->room_size) {
         PyErr_Format(PyExc_ValueError,
-                     "copy_batch: number %zu, which is not pinned, finds no place in room=, of %zu bytes: "
-                     "each takes its bytes from the next multiple of %d on",
+                     "copy_batch: number %zu, which is not pinned, does not fit in room= of %zu bytes: "
+                     "each tensor begins at the next multiple of %d",
                      index, b->room_size, APART);
         return -1;
     }
@@ -158,8 +158,8 @@ static int batch_add(PyObject *module, batch *b, size_t index)
     if (!known || host.device != MO_CPU || tensor.device == MO_CPU || host.nbytes != tensor.nbytes ||
         !host.nbytes || (index && tensor.device != b->device)) {
         PyErr_Format(PyExc_ValueError,
-                     "copy_batch: number %zu: expected a tensor of the host and one of a CUDA device, the "
-                     "same for all, both dense, of equal and more than 0 bytes",
+                     "copy_batch: number %zu: expected a tensor on the host and one on the same CUDA "
+                     "device for all, both dense, of the same number of bytes, more than 0",
                      index);
         return -1;
     }
@@ -190,8 +190,8 @@ static int batch_room(PyObject *module, PyObject *room, batch *b)
     if (!known || view.device != MO_CPU || begin < 0 || begin > end || (size_t)end > view.count) {
         PyErr_SetString(
             PyExc_ValueError,
-            "copy_batch: room: expected a dense tensor of torch.uint8 in pinned memory, and where "
-            "in it the room begins and ends; or None");
+            "copy_batch: room: expected a dense tensor of torch.uint8 in pinned memory with the begin and "
+            "end of the room in it, or None");
         return -1;
     }
     b->room = (char *)view.address + begin;
@@ -213,7 +213,7 @@ static int batch_parse(PyObject *module, PyObject *args, batch *b)
     b->count = (size_t)PyTuple_Size(b->hosts);
     b->pinned = PyBytes_AsString(pinned);
     if ((size_t)PyTuple_Size(b->tensors) != b->count || (size_t)PyBytes_Size(pinned) != b->count) {
-        PyErr_Format(PyExc_ValueError, "copy_batch: %zu tensors of the host, %zd of the device, %zd flags",
+        PyErr_Format(PyExc_ValueError, "copy_batch: %zu tensors on the host, %zd on the device, %zd flags",
                      b->count, PyTuple_Size(b->tensors), PyBytes_Size(pinned));
         return -1;
     }
@@ -416,7 +416,7 @@ static PyObject *pinned_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     if (!PyArg_ParseTuple(args, "in:PinnedMemory", &device, &size))
         return NULL;
     if (size <= 0)
-        return PyErr_Format(PyExc_ValueError, "PinnedMemory of %zd bytes: there must be some", size);
+        return PyErr_Format(PyExc_ValueError, "PinnedMemory of %zd bytes: expected 1 or more", size);
     p = (pinned *)PyType_GenericAlloc(type, 0);
     if (!p)
         return NULL;

@@ -21,7 +21,9 @@ static int parse_channels(PyObject *module, PyObject *tensor, const char *name, 
     if (known > 0 && out->device == MO_CPU && out->kind == MO_F32 && out->contiguous && out->count)
         return 0;
     if (known >= 0)
-        PyErr_Format(PyExc_ValueError, "%s: expected a contiguous float32 CPU tensor, one number a channel",
+        PyErr_Format(PyExc_ValueError,
+                     "%s: expected a contiguous float32 CPU tensor, one number for each "
+                     "channel",
                      name);
     return -1;
 }
@@ -41,10 +43,9 @@ static int parse_elements(PyObject *module, PyObject *source, PyObject *target, 
     if (!known || from.device != to.device || from.count != to.count || to.kind == MO_F64) {
         PyErr_SetString(
             PyExc_ValueError,
-            "widen: expected dense tensors of equal shape, order and device, on the CPU or a CUDA device: "
-            "the "
-            "source of uint8, int8, uint16, int16, float16, bfloat16 or float32, the target of float32, "
-            "float16 or bfloat16");
+            "widen: expected dense tensors of the same shape, memory order and device, on the CPU or a "
+            "CUDA device: the source of uint8, int8, uint16, int16, float16, bfloat16 or float32, the "
+            "target of float32, float16 or bfloat16");
         return -1;
     }
     job->source = from.address;

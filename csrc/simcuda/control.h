@@ -45,12 +45,13 @@ typedef struct simcuda_counts {
 
 /* settings: "key=value key=value", any order, each at most once; sizes in bytes.
  *   memory=2147483648  devices=1  cc=80  sms=108  context=0     (memory and context: a device; context is
- *   lazy=0             blank=0                                   taken off the free memory)
+ *   lazy=0             blank=0            stale_aliases=0         taken off the free memory)
  *   cudnn_workspace=0  cudnn_version=0                            (kept for the library they name)
  * lazy: device work runs only when something waits for it (or has asked for SIMCUDA_PATIENCE times in a row, queueing
  * nothing meanwhile, whether it is done), or at simcuda_progress. blank: copies to the
- * device and memsets are dropped, reads give zeros. NULL on success, else the reason, in storage that lives
- * for ever. */
+ * device and memsets are dropped, reads give zeros. stale_aliases: a broken device: what is written by one address of
+ * memory that is mapped at two is never seen by the other, as if each had a cache that nobody invalidates. NULL on
+ * success, else the reason, in storage that lives for ever. */
 const char *simcuda_activate(const char *settings);
 
 /* The value of a setting, its default where simcuda_activate was not given it; 0 for an unknown key and

@@ -11,7 +11,7 @@
 #include "simcuda/grid.h"
 
 #define __global__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 /* One copy in the process, which the grid puts by when it goes from block to block. */
 #define __shared__ static __attribute__((section("sim_shared")))

@@ -25,7 +25,7 @@ typedef struct sim_device {
 extern sim_device sim_devices[SIM_MAX_DEVICES];
 extern int sim_device_count; /* 0 before activation */
 extern bool sim_initialised; /* cuInit, or any runtime call */
-extern bool sim_lazy, sim_blank;
+extern bool sim_lazy, sim_blank, sim_stale_aliases;
 extern int sim_cc, sim_sms; /* compute capability times ten; multiprocessors */
 extern CUresult sim_fault;  /* sticky error; CUDA_SUCCESS while the device is healthy */
 

@@ -13,7 +13,7 @@
 
 sim_device sim_devices[SIM_MAX_DEVICES];
 int sim_device_count;
-bool sim_initialised, sim_lazy, sim_blank;
+bool sim_initialised, sim_lazy, sim_blank, sim_stale_aliases;
 int sim_cc, sim_sms;
 CUresult sim_fault;
 uint64_t sim_reservations, sim_reserved_bytes, sim_host_allocations, sim_modules;
@@ -45,6 +45,7 @@ static setting settings[] = {
     {"sms", 108, 1, 1024, false},
     {"lazy", 0, 0, 1, false},
     {"blank", 0, 0, 1, false},
+    {"stale_aliases", 0, 0, 1, false},
     {"context", 0, 0, 1ull << 44, false},
     {"cudnn_workspace", 0, 0, 1ull << 44, false},
     {"cudnn_version", 0, 0, 1000000, false},
@@ -171,8 +172,8 @@ static bool real_driver_possible(void)
         if (found)
             snprintf(
                 message, sizeof message,
-                "a real CUDA driver is loaded in this process (%.300s): activate the simulated device in a "
-                "process of its own, before anything uses CUDA",
+                "a real CUDA driver is loaded in this process (%.300s): activate the simulated device in "
+                "its own process, before anything uses CUDA",
                 path);
     }
     fclose(maps);
@@ -203,13 +204,14 @@ const char *simcuda_activate(const char *text)
 
     sim_lock();
     if (sim_activated())
-        result = "the simulated device is activated already; a process has one";
+        result = "the simulated device is already active; a process can activate it only once";
     else if (parse(text ? text : "") && !real_driver_possible()) {
         sim_device_count = (int)find_setting("devices", 7)->value;
         sim_cc = (int)simcuda_setting("cc");
         sim_sms = (int)simcuda_setting("sms");
         sim_lazy = simcuda_setting("lazy") != 0;
         sim_blank = simcuda_setting("blank") != 0;
+        sim_stale_aliases = simcuda_setting("stale_aliases") != 0;
         if (open_devices()) {
             if (sim_kernel_bodies_register)
                 sim_kernel_bodies_register();

@@ -1,5 +1,7 @@
 #include "frames.h"
 
+#include "device.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -134,9 +136,33 @@ static bool block(uintptr_t at, size_t size)
                 0) != MAP_FAILED;
 }
 
+/* Memory of the mapping's own, as the frames are now. */
+static bool map_copy(const sim_frames *frames, size_t count, uintptr_t at, int protection)
+{
+    const size_t size = count * SIM_FRAME;
+
+    if (mmap((void *)at, size, PROT_READ | PROT_WRITE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == MAP_FAILED)
+        return false;
+    for (size_t done = 0; done < size;) {
+        const size_t within = done % SIM_FRAME;
+        const ssize_t got = pread(frames->store->file, (char *)at + done, SIM_FRAME - within,
+                                  (off_t)(frames->index[done / SIM_FRAME] * SIM_FRAME + within));
+        if (got > 0)
+            done += (size_t)got;
+        else if (got == 0 || errno != EINTR)
+            return false;
+    }
+    return mprotect((void *)at, size, protection) == 0;
+}
+
 bool sim_frames_map(sim_frames *frames, size_t count, uintptr_t at, int protection)
 {
-    for (size_t i = 0, run; i < count; i += run) {
+    const bool copied = sim_stale_aliases && frames->mappings;
+
+    if (copied && !map_copy(frames, count, at, protection))
+        goto fail;
+    for (size_t i = 0, run; i < count && !copied; i += run) {
         run = run_length(frames, i, count);
         void *to = (void *)(at + i * SIM_FRAME);
         if (mmap(to, run * SIM_FRAME, protection, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, frames->store->file,

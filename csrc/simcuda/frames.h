@@ -51,8 +51,8 @@ sim_frames *sim_frames_take(sim_store *store, size_t count);
 /* Gives the piece back if nothing refers to it any more; its contents are gone. */
 void sim_frames_release(sim_frames *frames);
 
-/* Maps the first `count` frames at an address reserved by the caller and adds a mapping, or changes nothing.
- * A child after fork() gets none of it, as a GPU's memory is not there either. Where the host refuses even to
+/* Maps the first `count` frames at an address reserved by the caller and adds a mapping, or changes nothing. With
+ * stale_aliases (control.h) each mapping but the first maps a copy, of the frames as they are now, that ends with it. A child after fork() gets none of it, as a GPU's memory is not there either. Where the host refuses even to
  * undo what it did, the piece's frames are lost. */
 bool sim_frames_map(sim_frames *frames, size_t count, uintptr_t at, int protection);
 

@@ -70,7 +70,7 @@ static int make(struct communicator **out, int ranks, int rank)
     }
     int device;
     if (cuCtxGetDevice(&device) != 0) {
-        last_error = "no current device: torch.cuda.set_device() comes before the communicator is made";
+        last_error = "no current device: call torch.cuda.set_device() before the communicator is created";
         return NCCL_CUDA_ERROR;
     }
     *out = malloc(sizeof **out);

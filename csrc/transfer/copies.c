@@ -22,8 +22,8 @@ static mo_line *line_of(mo_copies *copies, mo_ticket ticket, uint64_t *number)
 static mo_status refuse_unknown(const mo_line *line, mo_ticket ticket, mo_detail *detail)
 {
     return mo_fail(detail, MO_INVALID, 0,
-                   "%llu is the ticket of no copy of this device: %llu have begun that way; pass what a copy "
-                   "returned, with the device that it was made for",
+                   "%llu is not the ticket of a copy of this device: %llu copies have begun in that "
+                   "direction; pass the ticket that a copy returned, and its device",
                    (unsigned long long)ticket, (unsigned long long)line->begun);
 }
 
@@ -128,7 +128,7 @@ static mo_status order(mo_copies *copies, mo_way way, mo_stream user, mo_ticket 
         return status;
     if (capture)
         return mo_fail(detail, MO_UNSUPPORTED, 0,
-                       "a stream that is being captured into a graph cannot hand over tensors to be copied: "
+                       "a stream that is being captured into a graph cannot pass on tensors to be copied: "
                        "leave offloading and prefetching out of the captured region");
     status = driver->event_record(driver, copies->begin, user, detail);
     if (!status)
@@ -208,7 +208,7 @@ mo_status mo_copies_over(mo_copies *copies, mo_ticket ticket, mo_detail *detail,
     mo_line *line;
 
     if (mo_forked())
-        return mo_forked_refuse("asking for a copy", detail);
+        return mo_forked_refuse("querying a copy", detail);
     mo_lock_take(&copies->lock);
     line = line_of(copies, ticket, &number);
     if (number > line->begun) {

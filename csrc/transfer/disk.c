@@ -159,11 +159,10 @@ static bool run(mo_disk *disk, mo_disk_job *job)
         leave_piece();
     }
     if (goes_on && !status && !job->writes && sum != job->sum)
-        status =
-            mo_fail(&job->detail, MO_IO, EIO,
-                    "reading %zu bytes at %llu of a file in %s: they are not those that were written; the "
-                    "disk, or its file system, fails: give a directory on another",
-                    job->size, (unsigned long long)job->at, disk->file.directory);
+        status = mo_fail(&job->detail, MO_IO, EIO,
+                         "reading %zu bytes at %llu of a file in %s: they differ from the bytes that were "
+                         "written; the disk or its file system is faulty: give a directory on another disk",
+                         job->size, (unsigned long long)job->at, disk->file.directory);
     job->status = status;
     return goes_on;
 }
@@ -260,7 +259,7 @@ mo_status mo_disk_open(const char *directory, const mo_file_calls *calls, mo_dis
     block = mo_host_alloc(MO_DISK_PIECE + MO_FILE_ALIGNMENT);
     if (!block) {
         mo_file_close(&file);
-        return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no memory for a disk's buffer");
+        return mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no memory for a disk buffer");
     }
     *out = (mo_disk){
         .file = file,
@@ -284,8 +283,8 @@ static mo_status refuse_child(const mo_disk *disk, mo_detail *detail)
 {
     return mo_fail(
         detail, MO_UNSUPPORTED, 0,
-        "what was put into a file in %s before this process was forked is its parent's: the child has "
-        "to begin anew",
+        "the content of a file in %s, written before this process was forked, belongs to the parent: the "
+        "child must start again",
         disk->file.directory);
 }
 

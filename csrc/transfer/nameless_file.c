@@ -39,18 +39,18 @@ static const char *mend(int code)
     switch (code) {
     case ENOSPC:
     case EDQUOT:
-        return "the disk is full: give a directory with more room";
+        return "the disk is full: give a directory with more space";
     case EFBIG:
-        return "files there may not be as large: raise the limit (ulimit -f) or give another directory";
+        return "the file would exceed the size limit: raise the limit (ulimit -f) or give another directory";
     case ENOENT:
     case ENOTDIR:
         return "give a directory that exists";
     case EACCES:
     case EPERM:
     case EROFS:
-        return "give a directory that can be written to";
+        return "give a writable directory";
     default:
-        return "the disk, or its file system, fails: give a directory on another";
+        return "the disk or its file system is faulty: give a directory on another disk";
     }
 }
 
@@ -76,7 +76,7 @@ mo_status mo_file_open(const char *directory, const mo_file_calls *calls, mo_fil
     while (file.descriptor < 0 && errno == EINTR);
     if (file.descriptor < 0) {
         const int code = errno;
-        return mo_fail(detail, MO_IO, code, "making a file in %s: %s; %s", directory, strerror(code),
+        return mo_fail(detail, MO_IO, code, "creating a file in %s: %s; %s", directory, strerror(code),
                        mend(code));
     }
     file.direct = calls->set_direct(file.descriptor, true) == 0;
@@ -138,8 +138,8 @@ mo_status mo_file_read(mo_file *file, void *to, size_t size, uint64_t at, mo_det
         if (!kept)
             return mo_fail(
                 detail, MO_IO, EIO,
-                "reading %zu bytes at %llu of a file in %s: it ends before what was written there; "
-                "somebody cut it off, or the disk fails",
+                "reading %zu bytes at %llu of a file in %s: it ends before the bytes that were written "
+                "there; it was truncated, or the disk is faulty",
                 size, (unsigned long long)at, file->directory);
         left += kept;
         size -= kept;

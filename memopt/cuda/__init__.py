@@ -1,5 +1,6 @@
 """Device memory: memopt's allocator for torch, memory pools, statistics and traces."""
 
+from memopt._runtime.lazy_names import lazy_names
 from memopt.cuda._allocator import allocator, trim
 from memopt.cuda._pool import CudaPool
 from memopt.cuda._statistics import (
@@ -24,3 +25,5 @@ __all__ = [
     "trace_step",
     "trim",
 ]
+
+_, __dir__ = lazy_names(globals(), {})

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
-from memopt._runtime import torch_version
+from memopt._runtime import kernels, torch_version
 from memopt._runtime.doctor import Finding
-from memopt._runtime.log import logger
+from memopt._runtime.log import logger, stacklevel
 from memopt.cuda import _statistics, _torch_patches
 from memopt.cuda._statistics import device_index
 
@@ -18,12 +20,13 @@ if TYPE_CHECKING:
     from torch.cuda.memory import CUDAPluggableAllocator
 
 _SLACK = 0.02
+_MOST_DEVICES = 64  # MO_MAX_DEVICES in csrc/driver/driver.h
 
 
 class _Settings(NamedTuple):
     memory_budget: int
     slack: float
-    double_map: bool
+    double_map: bool | None  # None: as the test of each device says
     recall: bool
     preallocate: int
 
@@ -50,10 +53,15 @@ def allocator(
         memory_budget: Most physical bytes ("8GiB" too) that memopt holds on each device; by default all that the device
             has.
         slack: Memory that may be created beyond the live peak so far before free memory is remapped instead, as a
-            fraction of that peak; 0.02 by default. Less slack holds less memory and remaps more.
+            fraction of that peak; 0.02 by default. With less slack less memory is held and more is remapped.
         double_map: Whether memory may be mapped at its new address while queued work still uses the old one, so that
-            nothing waits. By default only on the simulated device: whether hardware allows it is not proved yet.
-        recall: Whether a step that repeats is placed as it was the last time, without driver calls; True by default.
+            nothing waits. By default each device is tested at its first use (some milliseconds): it is on if what is
+            written through one of two addresses is read through the other. Otherwise it is off, with a warning, and
+            memopt.doctor() says why. Set False for programs with kernels that are on the device while others write
+            what they will read: persistent kernels, and programmatic dependent launch without
+            griddepcontrol.wait.
+        recall: Whether a step that repeats gets the same placement as the last time, without driver calls; True by
+            default.
         preallocate: Bytes that the pool of each device holds from its first use on, instead of growing.
 
     Returns:
@@ -94,10 +102,10 @@ def _chosen(asked: dict[str, Any]) -> _Settings:
     """Return the complete settings. Raise ValueError for one that makes no sense."""
     if asked["memory_budget"] == 0:
         raise ValueError("memory_budget=0 leaves nothing to allocate: leave it out for no budget")
-    default = _Settings(0, _SLACK, _on_the_simulated_device(), True, 0)
+    default = _Settings(0, _SLACK, True if _on_a_blank_device() else None, True, 0)
     chosen = default._replace(**{name: value for name, value in asked.items() if value is not None})
     if not (math.isfinite(chosen.slack) and 0 <= chosen.slack <= 1000):
-        raise ValueError(f"slack={chosen.slack!r} is a part of the live peak, such as {_SLACK}")
+        raise ValueError(f"slack={chosen.slack!r} must be a share of the live peak, such as {_SLACK}")
     if chosen.memory_budget and chosen.preallocate > chosen.memory_budget:
         raise ValueError(
             f"preallocate ({_C.format_size(chosen.preallocate)}) is more than "
@@ -106,9 +114,10 @@ def _chosen(asked: dict[str, Any]) -> _Settings:
     return chosen
 
 
-def _on_the_simulated_device() -> bool:
-    sim = sys.modules.get("memopt.sim")
-    return sim is not None and bool(sim.is_active())
+def _on_a_blank_device() -> bool:
+    """Whether this process has a simulated device that keeps no bytes, on which the test would prove nothing."""
+    activation = sys.modules.get("memopt.sim._activation")
+    return activation is not None and activation.is_active() and "blank=1" in activation.active_settings()
 
 
 def _refuse_other_settings(asked: dict[str, Any], settings: _Settings) -> None:
@@ -116,7 +125,7 @@ def _refuse_other_settings(asked: dict[str, Any], settings: _Settings) -> None:
         if value is not None and value != getattr(settings, name):
             raise ValueError(
                 f"memopt.cuda.allocator() was made with {name}={getattr(settings, name)!r} and cannot change to "
-                f"{value!r}: the first call in a process decides"
+                f"{value!r}: the first call in a process determines the settings"
             )
 
 
@@ -129,18 +138,43 @@ def _made(settings: _Settings) -> CUDAPluggableAllocator:
         logger.warning("an out-of-memory error will be a plain RuntimeError: %s", lacking)
     if not _C.cuda_driver()["devices"]:
         raise _C.Error("memopt.cuda.allocator() needs a CUDA device, and the driver sees none")
+    if settings.double_map is None:
+        kernels.prepare()  # the test runs one
     _C.allocator_configure(
         settings.memory_budget,
         round(settings.slack * 1000),
         settings.double_map,
         settings.recall,
         settings.preallocate,
+        _warn_of_aliases,
     )
     made = CUDAPluggableAllocator(_C.__file__, "memopt_malloc", "memopt_free")
     for setter, address in _C.allocator_hooks().items():
         getattr(made.allocator(), setter)(address)
     logger.info("allocator: hooks of %s, %s", _C.__file__, settings)
     return made
+
+
+_warned: set[int] = set()  # devices
+
+
+def _warn_of_aliases() -> None:
+    """Warn of each device on which the test of aliased memory has turned double_map off, once."""
+    for device, (on, tested, why) in _double_maps().items():
+        if tested and not on and device not in _warned:
+            _warned.add(device)
+            warnings.warn(
+                f"memopt's allocator: double_map is off on device {device}, so memory moves only when the work that "
+                f"used it is over: {why}",
+                RuntimeWarning,
+                stacklevel=stacklevel(),
+            )
+
+
+def _double_maps() -> dict[int, tuple[bool, bool, str]]:
+    """Return by device in use: whether double_map is on, whether a test decided, and why it is off if it did."""
+    found = {device: _C.allocator_double_map(device) for device in range(_MOST_DEVICES)}
+    return {device: how for device, how in found.items() if how is not None}
 
 
 def trim(device: torch.device | str | int | None = None, keep: int | str = 0) -> int:
@@ -169,7 +203,7 @@ def finding() -> Finding:
     topic, counts = "allocator", _C.allocator_misuse()
     refused = _statistics.misuse_text(counts)
     if refused:
-        remedy = "look for code that frees device memory by its address, or uses memory of another library as torch's"
+        remedy = "look for code that frees device memory by its address, or passes another library's memory to torch"
         return Finding(topic, "broken", f"refused {refused}", remedy)
     if not _C.allocator_is_current():
         return Finding(
@@ -181,3 +215,40 @@ def finding() -> Finding:
             topic, "broken", f"an out-of-memory error is a plain RuntimeError: {lacking}", "update memopt"
         )
     return Finding(topic, "ok", "torch uses memopt's")
+
+
+_NOT_COVERED = (
+    "double_map=False where kernels stay on the device while others write what they will read: persistent kernels, "
+    "programmatic dependent launch without griddepcontrol.wait"
+)
+
+
+def nccl_findings() -> list[Finding]:
+    """Return memopt.doctor()'s finding about NCCL's registration of captured buffers, where that is switched on.
+
+    NCCL registers a buffer by the one handle that is mapped there, and a tensor of this allocator, as one of torch's
+    expandable segments, is mapped by several.
+    """
+    if not _C.allocator_is_current() or os.environ.get("NCCL_GRAPH_REGISTER", "0") == "0":
+        return []
+    text = (
+        "NCCL_GRAPH_REGISTER is set, but memopt maps a large tensor by several handles, which NCCL cannot register: "
+        "collectives in captured graphs may fail"
+    )
+    return [Finding("nccl", "broken", text, "set NCCL_GRAPH_REGISTER=0, as for torch's expandable segments")]
+
+
+def double_map_findings() -> list[Finding]:
+    """Return memopt.doctor()'s findings about double_map, one for each device that the allocator has used."""
+    found = []
+    for device, (on, tested, why) in _double_maps().items():
+        if on:
+            how = "it passed the test of aliased memory" if tested else "by double_map=True, untested"
+            found.append(Finding("double_map", "ok", f"on for device {device}: {how}", _NOT_COVERED))
+        elif tested:
+            text = f"off for device {device}, by the test of aliased memory: {why}"
+            remedy = "memopt works without it; double_map=False leaves out the test and its warning"
+            found.append(Finding("double_map", "absent", text, remedy))
+        else:
+            found.append(Finding("double_map", "ok", f"off for device {device}, untested"))
+    return found

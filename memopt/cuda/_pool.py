@@ -51,7 +51,7 @@ class CudaPool:
     Raises:
         ValueError: The size or the device is not valid.
         RuntimeError: CUDA is not available, or torch's allocator is neither its native one nor memopt's.
-        torch.OutOfMemoryError: `size` cannot be had.
+        torch.OutOfMemoryError: The device cannot provide `size` bytes.
 
     Example:
         >>> pool = memopt.cuda.CudaPool("2GiB")  # held from now on, and never more than that
@@ -74,7 +74,7 @@ class CudaPool:
         self._size = None if size is None else _C.parse_size(size)
         if self._size == 0:
             raise ValueError(
-                "CudaPool(0) could hold nothing: give the most bytes it may hold, or None for no limit"
+                "CudaPool(0) can hold nothing: give the maximum number of bytes, or None for no limit"
             )
         self._device = _chosen(device)
         self._lock = threading.RLock()
@@ -208,8 +208,8 @@ class CudaPool:
             if found:
                 listed = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
                 raise RuntimeError(
-                    f"this tensor of shape {tuple(tensor.shape)} cannot be freed, its memory is still used by {listed}."
-                    " Run that backward, or delete (del) what leads there, and free it then"
+                    f"this tensor of shape {tuple(tensor.shape)} cannot be freed: its memory is still used by "
+                    f"{listed}. Run that backward pass, or delete (del) the references to it, then free it"
                 )
             if self._memory.resizable:
                 tensor.untyped_storage().resize_(0)
@@ -299,8 +299,8 @@ class CudaPool:
             self._must_be_outside("close")
             if self._paused and (live := self._memory.stats()["allocations"]):
                 raise RuntimeError(
-                    f"close(): the pool is paused, and {live} live tensors would stay without memory: resume() it"
-                    " first, or delete them"
+                    f"close(): the pool is paused, and {live} live tensors would be left without memory: resume() it "
+                    "first, or delete them"
                 )
             self._memory.close()
             self._paused = False
@@ -327,19 +327,20 @@ class CudaPool:
             return
         if torch.cuda._is_in_bad_fork():
             raise RuntimeError(
-                f"{what}: CUDA does not work in a child of fork(): start it with the multiprocessing method 'spawn'"
+                f"{what}: CUDA does not work in a forked child: start the process with the multiprocessing method "
+                "'spawn'"
             )
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{what}: a CUDA graph is being captured, which would keep addresses that this pool may give to others:"
-                " do it before the capture"
+                f"{what}: a CUDA graph is being captured, which would keep addresses that this pool may reuse: do it "
+                "before the capture"
             )
 
     def _must_own(self, tensor: torch.Tensor) -> None:
         if tensor in self._freed and not tensor.numel():
-            raise ValueError("free(): this tensor was freed before")
+            raise ValueError("free(): this tensor was already freed")
         if tensor.device != self._device:
-            raise ValueError(f"free(): the tensor is on {tensor.device}, and this pool on {self._device}")
+            raise ValueError(f"free(): the tensor is on {tensor.device}, but this pool is on {self._device}")
         if tensor._is_view() and tensor._base is not None:
             raise ValueError(
                 f"free(): this tensor is a view of one of shape {tuple(tensor._base.shape)}: free that one, once its"
@@ -353,8 +354,8 @@ class CudaPool:
             ) from error
         if self._given.get(tensor) != address and not self._memory.holds(address):
             raise ValueError(
-                f"free(): this tensor of shape {tuple(tensor.shape)} is not from this pool: free takes what allocate()"
-                " gave or `with pool:` made; others are freed with their last name (del)"
+                f"free(): this tensor of shape {tuple(tensor.shape)} is not from this pool: free() takes tensors from "
+                "allocate() or made inside `with pool:`; other tensors are freed with their last reference (del)"
             )
 
     def _tell(self, error: BaseException) -> None:
@@ -374,10 +375,10 @@ def _chosen(device: torch.device | str | int | None) -> torch.device:
     if wanted.type == "cpu":
         return torch.device("cpu")
     if wanted.type != "cuda":
-        raise ValueError(f"CudaPool(device={device!r}): there are pools on CUDA devices and on the CPU")
+        raise ValueError(f"CudaPool(device={device!r}): pools exist on CUDA devices and on the CPU")
     if not torch.cuda.is_available():
         raise RuntimeError(
-            'CudaPool: torch sees no CUDA device; CudaPool(device="cpu") is host memory, to try things out'
+            'CudaPool: torch sees no CUDA device; CudaPool(device="cpu") is host memory, for experiments'
         )
     index = torch.cuda.current_device() if wanted.index is None else wanted.index
     if index >= torch.cuda.device_count():
@@ -403,7 +404,7 @@ def _memory(device: torch.device, size: int | None) -> PoolMemory:
 
         return ArenaMemory(device.index, size)
     if backend == "pluggable":
-        backend = "one that is not memopt's"
+        backend = "not memopt's"
     raise RuntimeError(
         f"CudaPool: torch's CUDA allocator is {backend}; a pool works under memopt.cuda.allocator() and under PyTorch's"
         " native one (the default)"

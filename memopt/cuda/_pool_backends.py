@@ -238,8 +238,8 @@ class MemPoolMemory(ArenaMemory):
                     _end(index, self._id())
         if tensor.numel() and not self.holds(tensor.data_ptr()):
             raise RuntimeError(
-                "torch took this memory from another pool: a torch.cuda.use_mem_pool was begun inside `with pool:`;"
-                " call pool.allocate() outside of it"
+                "torch took this memory from another pool, because torch.cuda.use_mem_pool was entered inside `with "
+                "pool:`; call pool.allocate() outside of it"
             )
         return tensor
 
@@ -386,16 +386,15 @@ def _warn_once() -> None:
         return
     _warned = True
     old = (
-        " With this torch, while `with pool:` is open nothing that is cached on the device goes back to it, neither"
-        " for a request that does not fit nor by empty_cache()."
+        " With this torch, cached memory is not returned to the device while `with pool:` is open, neither for a "
+        "request that does not fit nor by empty_cache()."
         if torch.torch_version.TorchVersion(torch.__version__) < "2.13"
         else ""
     )
     warnings.warn(
-        "CudaPool under PyTorch's own allocator is a torch.cuda.MemPool: torch takes its memory in whole segments"
-        " (2 MiB for requests up to 1 MiB, 20 MiB for those below 10 MiB) and keeps freed ones for requests of their"
-        " kind."
-        f"{old} Under memopt.cuda.allocator() none of this holds.",
+        "CudaPool under PyTorch's own allocator is a torch.cuda.MemPool: torch takes its memory in whole segments (2 "
+        "MiB for requests up to 1 MiB, 20 MiB for those below 10 MiB) and keeps freed segments for requests of the "
+        f"same size class.{old} None of this applies under memopt.cuda.allocator().",
         stacklevel=5,
     )
 
@@ -408,8 +407,8 @@ def _warn_once() -> None:
 
 
 REASON = (
-    "`with pool:` needs an allocator that torch asks for each tensor, and on the CPU torch lets nobody take its"
-    " allocator's place: use pool.allocate() there, or a CUDA device (memopt.sim simulates one)"
+    "`with pool:` needs an allocator that can be replaced, and torch's CPU allocator cannot: use pool.allocate() "
+    "there, or a CUDA device (memopt.sim simulates one)"
 )
 
 
@@ -446,7 +445,7 @@ class HostPoolMemory:
             mapping = mmap.mmap(-1, pages, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise torch.OutOfMemoryError(
-                f"{self._out_of_memory(asked, live)} The system: {error}."
+                f"{self._out_of_memory(asked, live)} The operating system reported: {error}."
             ) from error
         tensor = torch.frombuffer(mapping, dtype=dtype, count=count).resize_(shape)
         address = tensor.data_ptr()
@@ -486,7 +485,7 @@ class HostPoolMemory:
             if mapping is not None and self._file is not None:  # else it died meanwhile
                 self._file.seek(place)
                 if self._file.readinto(mapping) != len(mapping):  # type: ignore[attr-defined]
-                    raise OSError("the file that kept a paused pool's contents is shorter than it was")
+                    raise OSError("the file that holds a paused pool's contents has become shorter")
         self._forget()
         self._paused = False
 
@@ -520,7 +519,7 @@ class HostPoolMemory:
         limit = "no limit" if self.size is None else f"at most {_C.format_size(self.size)}"
         wanted = _C.format_size(min(asked, sys.maxsize))
         return (
-            f"CudaPool on the CPU is out of memory. Tried to allocate {wanted}. It may hold {limit}, and"
-            f" {len(self._live)} tensors have {_C.format_size(live)} of it (in whole pages of"
-            f" {_C.format_size(mmap.PAGESIZE)}). Free some with pool.free(t), or make a larger pool."
+            f"CudaPool on the CPU is out of memory. Tried to allocate {wanted}. It may hold {limit}, and "
+            f"{len(self._live)} tensors occupy {_C.format_size(live)} of it (in whole pages of "
+            f"{_C.format_size(mmap.PAGESIZE)}). Free some with pool.free(t), or make a larger pool."
         )

@@ -242,11 +242,11 @@ def save_trace(path: str | Path, device: torch.device | str | int | None = None)
 
 
 _MISUSE = {
-    "double_frees": "frees of memory that was free already",
-    "foreign_frees": "frees of addresses that memopt never gave",
-    "foreign_streams": "record_stream() of addresses that memopt never gave",
+    "double_frees": "frees of memory that was already free",
+    "foreign_frees": "frees of addresses that memopt never allocated",
+    "foreign_streams": "record_stream() of addresses that memopt never allocated",
     "unbalanced_pools": "ends of private pools that were not begun",
-    "failed_releases": "pieces of memory that the driver refused to take back",
+    "failed_releases": "pieces of memory that the driver refused to free",
 }
 _told = dict.fromkeys(_MISUSE, 0)
 

@@ -69,7 +69,9 @@ def install(allocator: object) -> None:
             inherited = inspect.isclass(place.owner) and place.name not in vars(place.owner)
             setattr(place.owner, place.name, ours)
             _installed.append(_Installed(place, ours, before, inherited))
-        logger.info("torch's names answered by memopt: %s", ", ".join(done.place.name for done in _installed))
+        logger.info(
+            "torch functions answered by memopt: %s", ", ".join(done.place.name for done in _installed)
+        )
 
 
 def remove() -> None:
@@ -316,18 +318,18 @@ _NO_MEM_POOL = (
     "`with memopt.cuda.CudaPool(): ...`"
 )
 _NO_IPC = (
-    "under memopt's allocator: its memory is made of pieces that CUDA IPC has no handle for. Send tensor.cpu(), or "
-    "keep torch's own allocator in this process"
+    "under memopt's allocator: its memory consists of pieces for which CUDA IPC has no handles. Send tensor.cpu(), "
+    "or keep torch's own allocator in this process"
 )
 _NO_SENDING = f"CUDA tensors cannot be sent to another process {_NO_IPC}"
 _NO_RECEIVING = f"CUDA tensors cannot be received from another process {_NO_IPC}"
 _NO_UNCACHED = (
-    "memopt's allocator always keeps freed memory for the next request: torch.cuda.caching_allocator_enable(False) is "
-    "for torch's own. To give memory back use torch.cuda.empty_cache() or memopt.cuda.trim(); to see each request at "
-    "the driver, keep torch's own allocator and set PYTORCH_NO_CUDA_MEMORY_CACHING=1"
+    "memopt's allocator always keeps freed memory for the next request: torch.cuda.caching_allocator_enable(False) "
+    "works with torch's own allocator only. To return memory, use torch.cuda.empty_cache() or memopt.cuda.trim(); to "
+    "see each request at the driver, keep torch's own allocator and set PYTORCH_NO_CUDA_MEMORY_CACHING=1"
 )
 _NO_METADATA = (
-    "memopt's allocator keeps no metadata of blocks. To know in a snapshot where a block comes from, note stacks: "
+    "memopt's allocator keeps no metadata of blocks. To see in a snapshot where a block comes from, record stacks: "
     "torch.cuda.memory._record_memory_history(stacks='python')"
 )
 _NO_GRAPH_TREES = (
@@ -337,8 +339,8 @@ _NO_GRAPH_TREES = (
 )
 _GRAPH_TREES = ("_cuda_getCheckpointState", "_cuda_setCheckpointPoolState", "_cuda_checkPoolLiveAllocations")
 _NO_BENCHMARK = (
-    "torch.backends.cudnn.benchmark stays False: cuDNN's search asks torch's own allocator how much it has cached, "
-    "which memopt's cannot answer; the convolution algorithms are chosen by cuDNN's heuristics"
+    "torch.backends.cudnn.benchmark remains False: cuDNN's search queries the cached memory of torch's own "
+    "allocator, which memopt's cannot report; cuDNN's heuristics choose the convolution algorithms"
 )
 
 

@@ -183,6 +183,7 @@ __attribute__((unused)) static void check_gone(const contract_device *c)
     CHECK_EQ(m->create(m, 2 << 20, NULL, &h), MO_DRIVER);
     CHECK_EQ(m->map(m, a, 2 << 20, 5, NULL), MO_DRIVER);
     CHECK_EQ(m->grant(m, a, 2 << 20, NULL), MO_DRIVER);
+    CHECK_EQ(m->test_aliases(m, &detail), MO_DRIVER);
     CHECK_EQ(m->segment_alloc(m, 100, NULL, &out), MO_DRIVER);
     CHECK_EQ(m->event_create(m, NULL, &e), MO_DRIVER);
     CHECK_EQ(m->event_record(m, e, c->stream, NULL), MO_DRIVER);

@@ -223,7 +223,7 @@ TEST(a_ticket_that_no_copy_was_given_is_refused_and_changes_nothing)
     mo_model_device_complete(&device, USER, SIZE_MAX);
     mo_model_device_complete(&device, copies.lines[MO_OUT].stream, SIZE_MAX);
     CHECK_EQ(mo_copies_over(&copies, next, &detail, &over), MO_INVALID);
-    CHECK(strstr(detail.text, "the ticket of no copy") && copies.lines[MO_OUT].over == 0);
+    CHECK(strstr(detail.text, "not the ticket of a copy") && copies.lines[MO_OUT].over == 0);
     CHECK_EQ(mo_copies_over(&copies, first | 1, NULL, &over), MO_INVALID); /* of the other way */
     CHECK_EQ(mo_copies_wait(&copies, next, UINT64_MAX, NULL, &over), MO_INVALID);
     CHECK_EQ(mo_copies_await(&copies, USER, next, &detail), MO_INVALID);

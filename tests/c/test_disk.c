@@ -168,7 +168,7 @@ TEST(damaged_bytes_are_not_given_back_for_good_ones)
     CHECK_EQ(mo_disk_finish(&disk, &jobs[0], NULL), MO_OK);
     failing.damaged = 1;
     CHECK_EQ(read_back(0, &detail), MO_IO);
-    CHECK(strstr(detail.text, "not those that were written") && strstr(detail.text, "/tmp"));
+    CHECK(strstr(detail.text, "differ from the bytes that were written") && strstr(detail.text, "/tmp"));
     failing.damaged = 0;
     CHECK_EQ(read_back(0, &detail), MO_OK);
     finish();
@@ -203,11 +203,11 @@ TEST(the_first_failed_write_is_told_by_all_later_ones)
         for (size_t i = 0; i < PLACES; i++) {
             jobs[i].state = MO_JOB_IDLE;
             if (begin_write(i, ROOM, &detail)) {
-                CHECK(detail.code == ENOSPC && strstr(detail.text, "more room"));
+                CHECK(detail.code == ENOSPC && strstr(detail.text, "more space"));
                 break;
             }
             if (mo_disk_finish(&disk, &jobs[i], &detail)) {
-                CHECK(detail.code == ENOSPC && strstr(detail.text, "more room"));
+                CHECK(detail.code == ENOSPC && strstr(detail.text, "more space"));
             } else {
                 good++;
             }
@@ -241,7 +241,7 @@ TEST(opening_may_fail_and_holds_nothing_then)
     fail_nothing();
     fail_after(FAIL_OPEN, 0, EACCES, true);
     CHECK_EQ(mo_disk_open("/tmp", &failing_files, &disk, &detail), MO_IO);
-    CHECK(strstr(detail.text, "can be written to"));
+    CHECK(strstr(detail.text, "a writable directory"));
     mo_host_fail_after(0);
     CHECK_EQ(mo_disk_open("/tmp", &failing_files, &disk, &detail), MO_NO_HOST_MEMORY);
     mo_host_fail_never();
@@ -418,7 +418,7 @@ static void in_a_child(void)
 {
     mo_detail detail;
     CHECK_EQ(begin_write(1, ROOM, &detail), MO_UNSUPPORTED);
-    CHECK(strstr(detail.text, "its parent's"));
+    CHECK(strstr(detail.text, "belongs to the parent"));
     CHECK_EQ(mo_disk_finish(&disk, &jobs[0], &detail), MO_UNSUPPORTED);
     CHECK(!mo_disk_over(&disk, &jobs[0]));
     mo_disk_cancel(&disk, &jobs[0]);

@@ -334,6 +334,144 @@ TEST(a_device_without_virtual_memory_has_segments)
     check_segments_only(&api);
 }
 
+/* ---- what memory is asked for beside bytes ------------------------------------------------------------- */
+
+static struct {
+    int rdma, exportable; /* what the device says of itself */
+    CUresult unknown;     /* what it says instead, where it does not know the question */
+    CUresult refusal;     /* of a cuMemCreate that asks for one of them; CUDA_SUCCESS: taken */
+    CUresult question;    /* the same of cuMemGetAllocationGranularity */
+    int asked, creates;   /* cuMemCreate calls with and in all */
+} more;
+
+static bool asks(const CUmemAllocationProp *properties)
+{
+    return properties->requestedHandleTypes || properties->allocFlags.gpuDirectRDMACapable;
+}
+
+static CUresult offering(int *out, CUdevice_attribute which, CUdevice handle)
+{
+    const bool rdma = which == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
+    if (!rdma && which != CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
+        return simulated_devices()->api.device_attribute(out, which, handle);
+    *out = rdma ? more.rdma : more.exportable;
+    return more.unknown;
+}
+
+static CUresult taking(CUmemGenericAllocationHandle *out, size_t size, const CUmemAllocationProp *properties,
+                       unsigned long long flags)
+{
+    more.creates++;
+    more.asked += asks(properties);
+    if (asks(properties) && more.refusal)
+        return more.refusal;
+    return simulated_devices()->api.create(out, size, properties, flags);
+}
+
+static CUresult answering(size_t *out, const CUmemAllocationProp *properties,
+                          CUmemAllocationGranularity_flags option)
+{
+    return asks(properties) && more.question ? more.question
+                                             : simulated_devices()->api.granularity(out, properties, option);
+}
+
+static mo_cuda_api more_api;
+static mo_driver_cuda more_driver;
+
+static mo_driver *open_more(void)
+{
+    device();
+    more.asked = more.creates = 0;
+    more_api = simulated_devices()->api;
+    more_api.device_attribute = offering;
+    more_api.create = taking;
+    more_api.granularity = answering;
+    CHECK_EQ(mo_driver_cuda_open(&more_api, 0, &more_driver, NULL), MO_OK);
+    CHECK_EQ(more_driver.table.granularity, 2u << 20);
+    return &more_driver.table;
+}
+
+/* Of memory that is made now: (RDMA, exportable). */
+static void makes(mo_driver *m, int rdma, int exportable)
+{
+    CUresult (*properties_of)(CUmemAllocationProp *, CUmemGenericAllocationHandle);
+    CUmemAllocationProp got;
+    mo_physical h;
+    *(void **)&properties_of =
+        simulated_symbol(simulated_devices()->library, "cuMemGetAllocationPropertiesFromHandle");
+    CHECK_OK(m->create(m, m->granularity, NULL, &h));
+    IN_CONTEXT(properties_of(&got, h));
+    CHECK_EQ(got.allocFlags.gpuDirectRDMACapable, rdma);
+    CHECK_EQ(got.requestedHandleTypes, exportable ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0);
+    CHECK(got.type == CU_MEM_ALLOCATION_TYPE_PINNED && got.location.id == more_driver.handle);
+    CHECK_OK(m->release(m, h, NULL));
+}
+
+TEST(memory_can_be_reached_by_network_cards_and_exported_where_the_device_offers_it)
+{
+    for (int offer = 0; offer < 4; offer++) {
+        memset(&more, 0, sizeof more);
+        more.rdma = offer & 1;
+        more.exportable = offer >> 1;
+        mo_driver *m = open_more();
+        makes(m, more.rdma, more.exportable);
+        makes(m, more.rdma, more.exportable);
+        CHECK_EQ(more.creates, 2);
+        CHECK_EQ(mo_driver_cuda_close(&more_driver, NULL), MO_OK);
+    }
+}
+
+TEST(a_driver_that_does_not_know_the_attributes_offers_neither)
+{
+    memset(&more, 0, sizeof more);
+    more.rdma = more.exportable = 1;
+    more.unknown = CUDA_ERROR_INVALID_VALUE;
+    mo_driver *m = open_more();
+    makes(m, 0, 0);
+    CHECK_EQ(mo_driver_cuda_close(&more_driver, NULL), MO_OK);
+}
+
+TEST(what_is_offered_and_refused_is_asked_for_once)
+{
+    static const CUresult refusals[] = {CUDA_ERROR_NOT_SUPPORTED, CUDA_ERROR_INVALID_VALUE,
+                                        CUDA_ERROR_NOT_PERMITTED};
+    for (int i = 0; i < 3; i++) {
+        memset(&more, 0, sizeof more);
+        more.rdma = more.exportable = 1;
+        more.refusal = refusals[i];
+        mo_driver *m = open_more();
+        const contract_state before = contract_look(contract());
+        for (int round = 0; round < 3; round++)
+            makes(m, 0, 0);
+        CHECK_EQ(more.asked, 1);
+        CHECK_EQ(more.creates, 4);
+        CHECK_SAME(contract(), before);
+        CHECK_EQ(mo_driver_cuda_close(&more_driver, NULL), MO_OK);
+    }
+    memset(&more, 0, sizeof more);
+    more.rdma = more.exportable = 1;
+    more.question = CUDA_ERROR_NOT_SUPPORTED; /* refused when the device is opened */
+    makes(open_more(), 0, 0);
+    CHECK_EQ(more.asked, 0);
+    CHECK_EQ(mo_driver_cuda_close(&more_driver, NULL), MO_OK);
+}
+
+TEST(an_error_of_another_kind_is_no_refusal)
+{
+    mo_physical h;
+    mo_detail detail;
+    memset(&more, 0, sizeof more);
+    more.rdma = more.exportable = 1;
+    mo_driver *m = open_more();
+    CHECK_EQ(m->create(m, (size_t)1 << 40, NULL, &h), MO_NO_DEVICE_MEMORY);
+    CHECK_EQ(more.creates, 1); /* what has no room has none without them */
+    CHECK_EQ(simulated_devices()->fail("cuMemCreate", 0, 2, CUDA_ERROR_UNKNOWN), 0);
+    CHECK_EQ(m->create(m, m->granularity, &detail, &h), MO_DRIVER); /* nor does it work without them */
+    CHECK_EQ(detail.code, CUDA_ERROR_UNKNOWN);
+    makes(m, 1, 1);
+    CHECK_EQ(mo_driver_cuda_close(&more_driver, NULL), MO_OK);
+}
+
 TEST(captures_are_told_apart_by_whichever_function_the_driver_has)
 {
     const contract_device *c = contract();

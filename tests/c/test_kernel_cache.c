@@ -258,7 +258,7 @@ TEST(a_file_that_others_may_write_to_is_not_used_and_is_replaced)
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
         store(directory);
         CHECK_EQ(chmod(path, modes[i]), 0);
-        is_refused(directory, "others may write");
+        is_refused(directory, "writable by others");
     }
     store(directory);
     CHECK_EQ(chmod(path, 0644), 0); /* to read is no harm */
@@ -273,9 +273,9 @@ TEST(a_directory_that_others_may_write_to_is_not_used)
 
     store(directory);
     CHECK_EQ(chmod(directory, 01777), 0);
-    is_refused(directory, "others may write");
+    is_refused(directory, "writable by others");
     CHECK_EQ(mo_cache_store(directory, KEY, IMAGE, sizeof IMAGE, &detail), MO_IO);
-    CHECK(strstr(detail.text, "others may write") && strstr(detail.text, "XDG_CACHE_HOME"));
+    CHECK(strstr(detail.text, "writable by others") && strstr(detail.text, "XDG_CACHE_HOME"));
     CHECK_EQ(chmod(directory, 0755), 0);
     CHECK_EQ(find(directory, KEY), MO_CACHE_HIT);
     CHECK_EQ(entries(), 1);

@@ -33,6 +33,8 @@ static const char
     *dead; /* an image whose kernel number dead_kernel does nothing, or all where that is negative */
 static int dead_kernel;
 static bool image_is_dead; /* the loaded one */
+#define LOG_ROOM 400       /* bytes that the loader gives the log */
+static size_t log_length;  /* of the next image's error log */
 static int launches;
 
 bool sim_kernel_emulate(const char *name, sim_body body, int count, const size_t *sizes)
@@ -47,6 +49,10 @@ bool sim_kernel_emulate(const char *name, sim_body body, int count, const size_t
 static CUresult load_image(CUmodule *out, const void *image, unsigned count, CUjit_option *names,
                            void **values)
 {
+    for (unsigned i = 0; i < count && log_length; i++)
+        if (names[i] == CU_JIT_ERROR_LOG_BUFFER)
+            memset(values[i], 'z', log_length < LOG_ROOM ? log_length : LOG_ROOM);
+    log_length = 0;
     image_is_dead = dead && strcmp(image, dead) == 0;
     return fake_module_load(out, image, count, names, values);
 }
@@ -167,20 +173,41 @@ TEST(the_embedded_image_is_taken_without_asking_for_nvrtc)
 
 TEST(a_refused_image_is_compiled_once_and_then_comes_from_the_cache)
 {
-    static const CUresult refusals[] = {CUDA_ERROR_NO_BINARY_FOR_GPU,       CUDA_ERROR_INVALID_IMAGE,
-                                        CUDA_ERROR_UNSUPPORTED_PTX_VERSION, CUDA_ERROR_INVALID_PTX,
-                                        CUDA_ERROR_JIT_COMPILER_NOT_FOUND,  CUDA_ERROR_INVALID_SOURCE};
+    static const CUresult refusals[] = {CUDA_ERROR_NO_BINARY_FOR_GPU,
+                                        CUDA_ERROR_INVALID_IMAGE,
+                                        CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
+                                        CUDA_ERROR_INVALID_PTX,
+                                        CUDA_ERROR_JIT_COMPILER_NOT_FOUND,
+                                        CUDA_ERROR_INVALID_SOURCE,
+                                        CUDA_ERROR_FILE_NOT_FOUND,
+                                        CUDA_ERROR_OPERATING_SYSTEM,
+                                        (CUresult)699,
+                                        CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,
+                                        CUDA_ERROR_UNKNOWN,
+                                        (CUresult)77777};
     for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {
+        char code[24];
         start();
         fake.refusal = refusals[i];
+        snprintf(code, sizeof code, "(%d)", (int)refusals[i]);
         loads(&bad, MO_KERNELS_COMPILED, 1);
         CHECK_EQ(module.cache, MO_CACHE_MISSING);
         CHECK(module.stored);
-        CHECK(strstr(module.note, "embedded image was refused"));
+        CHECK(strstr(module.note, "rejected the embedded image") && strstr(module.note, code));
         loads(&bad, MO_KERNELS_CACHED, 1);
         CHECK_EQ(module.cache, MO_CACHE_HIT);
         finish();
     }
+}
+
+TEST(the_note_keeps_the_code_of_a_refusal_beside_a_long_log)
+{
+    start();
+    log_length = 1000;
+    loads(&bad, MO_KERNELS_COMPILED, 1);
+    CHECK(strstr(module.note, "(209)") && strstr(module.note, "zzzz"));
+    CHECK(strstr(module.note, "(209)") < strstr(module.note, "zzzz"));
+    finish();
 }
 
 TEST(a_build_without_an_image_compiles)
@@ -303,13 +330,14 @@ TEST(when_nothing_serves_the_error_tells_everything_tried_and_the_mend)
     start();
     settings.nvrtc_paths[0] = "/nowhere/libnvrtc.so.13";
     CHECK_EQ(load(&bad), MO_NO_LIBRARY);
-    CHECK(strstr(detail.text, "compute capability 8.0") && strstr(detail.text, "embedded image was refused"));
+    CHECK(strstr(detail.text, "compute capability 8.0") &&
+          strstr(detail.text, "rejected the embedded image"));
     CHECK(strstr(detail.text, "/nowhere/libnvrtc.so.13") &&
           strstr(detail.text, "pip install nvidia-cuda-nvrtc"));
     settings.nvrtc_paths[0] = FAKE_NVRTC_PATH;
     nvrtc.image = "refused, too";
     CHECK_EQ(load(&bad), MO_DRIVER);
-    CHECK(strstr(detail.text, "driver refuses what NVRTC 13.5 made"));
+    CHECK(strstr(detail.text, "driver rejects the output of NVRTC 13.5"));
     CHECK_EQ(module.origin, MO_KERNELS_NOT_LOADED); /* an output is only written on success */
     finish();
 }
@@ -317,10 +345,12 @@ TEST(when_nothing_serves_the_error_tells_everything_tried_and_the_mend)
 TEST(an_error_of_the_device_ends_the_search)
 {
     start();
-    fake.refusal = CUDA_ERROR_ILLEGAL_ADDRESS;
-    CHECK_EQ(load(&bad), MO_DRIVER);
-    CHECK_EQ(detail.code, CUDA_ERROR_ILLEGAL_ADDRESS);
-    CHECK_EQ(nvrtc.compiled, 0);
+    for (int code = CUDA_ERROR_ILLEGAL_ADDRESS; code <= CUDA_ERROR_LAUNCH_FAILED; code++) {
+        fake.refusal = (CUresult)code;
+        CHECK_EQ(load(&bad), MO_DRIVER);
+        CHECK_EQ(detail.code, code);
+        CHECK_EQ(nvrtc.compiled, 0);
+    }
     fake.refusal = CUDA_ERROR_OUT_OF_MEMORY;
     CHECK_EQ(load(&bad), MO_NO_DEVICE_MEMORY);
     CHECK_EQ(nvrtc.compiled, 0);

@@ -46,7 +46,7 @@ static mo_status norm_of(float *value, float *norm)
                                    .blocks = 1,
                                    .threads = 32,
                                    .size = sizeof(mo_gradients_head) + sizeof(mo_chunk),
-                                   .room = sizeof(mo_squares)};
+                                   .room = sizeof(double)};
     mo_launch launch = begin();
     mo_gradients_head *table = NULL;
     mo_status status = mo_launch_table(&launch, shape.size, (void **)&table, &detail);

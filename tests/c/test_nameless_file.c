@@ -113,7 +113,7 @@ TEST(an_error_names_the_directory_the_place_and_the_mend)
         int code;
         const char *mend;
     } errors[] = {
-        {ENOSPC, "a directory with more room"}, {EFBIG, "ulimit -f"}, {EIO, "the disk, or its file system"}};
+        {ENOSPC, "a directory with more space"}, {EFBIG, "ulimit -f"}, {EIO, "the disk or its file system"}};
     for (size_t i = 0; i < sizeof errors / sizeof *errors; i++) {
         start();
         mo_detail detail;
@@ -152,7 +152,7 @@ TEST(what_was_never_written_or_was_cut_off_is_not_made_up)
     CHECK_EQ(mo_file_write(&file, out, SIZE, 0, NULL), MO_OK);
     CHECK_EQ(ftruncate(file.descriptor, SIZE - MO_FILE_ALIGNMENT), 0);
     CHECK_EQ(mo_file_read(&file, back, SIZE, 0, &detail), MO_IO);
-    CHECK(strstr(detail.text, "it ends before what was written there"));
+    CHECK(strstr(detail.text, "it ends before the bytes that were written there"));
     finish();
 }
 

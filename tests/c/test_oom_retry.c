@@ -1,4 +1,5 @@
-#include "alloc/oom_retry.h"
+/* What is tried before a request fails, a step at a time. */
+#include "alloc/pool_wait.h"
 
 #include "pool_fixture.h"
 

@@ -75,10 +75,10 @@ TEST(what_is_held_is_told_apart)
     const char *text = text_of(f);
     CHECK_SAYS(
         text,
-        "memopt holds 610.00 MiB: 600.00 MiB in live tensors (599.00 MiB asked for) and 10.00 MiB free, "
-        "of which the largest run is 6.00 MiB, or 10.00 MiB with what can be moved together");
+        "memopt holds 610.00 MiB: 600.00 MiB in live tensors (599.00 MiB requested) and 10.00 MiB free, "
+        "of which the largest run is 6.00 MiB, or 10.00 MiB after moving memory together");
     CHECK_SAYS(text, "(fragmentation: external 40.0%, internal 1.2%)");
-    CHECK_SAYS(text, "14.00 MiB of the device is held by others");
+    CHECK_SAYS(text, "14.00 MiB of the device is held by the CUDA context");
     CHECK(!strstr(text, "allowed") && !strstr(text, "queued work") && !strstr(text, "unmapped"));
 }
 
@@ -87,8 +87,8 @@ TEST(a_device_that_does_not_answer_is_no_device_of_zero_bytes)
     mo_out_of_memory f = full();
     f.total_bytes = f.free_bytes = 0;
     const char *text = text_of(f);
-    CHECK_SAYS(text, "Tried to allocate 600.00 MiB. GPU 0 did not say how much it has.");
-    CHECK(!strstr(text, "total capacity") && !strstr(text, "held by others"));
+    CHECK_SAYS(text, "Tried to allocate 600.00 MiB. GPU 0 did not report its capacity.");
+    CHECK(!strstr(text, "total capacity") && !strstr(text, "the CUDA context"));
 }
 
 TEST(pending_work_is_told_by_stream)
@@ -110,7 +110,7 @@ TEST(pending_work_is_told_by_stream)
 TEST(advice_follows_the_reason)
 {
     mo_out_of_memory f = full();
-    CHECK_SAYS(text_of(f), "What would help: 176.00 MiB less in use: a smaller batch");
+    CHECK_SAYS(text_of(f), "What would help: using 176.00 MiB less: a smaller batch");
     f.wanted = 2 * GIB;
     CHECK_SAYS(text_of(f), "What would help: a smaller tensor, since this one is larger than the device.");
     f = full();
@@ -129,7 +129,7 @@ TEST(advice_follows_the_reason)
     f.live = 800 * MIB;
     f.free_bytes = 0;
     f.largest_allocatable = 10 * MIB;
-    CHECK_SAYS(text_of(f), "What would help: free memory in one piece: ");
+    CHECK_SAYS(text_of(f), "What would help: contiguous free memory: ");
 }
 
 /* The longest that there can be, and any cut of it. */

@@ -230,13 +230,50 @@ TEST(fragmentation_is_what_its_definitions_say)
 TEST(the_defaults_are_those_that_are_documented_and_can_be_set)
 {
     mo_pool_settings s = mo_pool_defaults();
-    CHECK(s.budget == 0 && s.slack == 20 && !s.double_map && s.recall);
+    CHECK(s.budget == 0 && s.slack == 20 && !s.double_map && !s.test_aliases && s.recall);
     const mo_pool_settings mine = {.budget = 5 * MIB, .slack = 7, .double_map = true, .recall = false};
     mo_pool_set_defaults(mine);
     const mo_pool_settings got = mo_pool_defaults();
     mo_pool_set_defaults(s);
     CHECK(got.budget == 5 * MIB && got.slack == 7 && got.double_map && !got.recall);
     CHECK(mo_pool_defaults().slack == 20);
+}
+
+static mo_pool_double_map opened_on(size_t granularity, mo_status answer, mo_pool_settings settings)
+{
+    mo_model_device other;
+    mo_pool *opened = NULL;
+    mo_pool_double_map found;
+
+    mo_model_device_open(&other, 64 * MIB, granularity);
+    other.aliases = answer;
+    CHECK_OK(mo_pool_open(&other.table, &settings, &said, &opened)); /* whatever the test comes to */
+    CHECK_EQ(other.alias_tests, settings.test_aliases && granularity);
+    mo_pool_read_double_map(opened, &found);
+    CHECK_OK(mo_pool_close(opened, &said));
+    CHECK_EQ(mo_model_device_live(&other), 0);
+    mo_model_device_close(&other);
+    return found;
+}
+
+TEST(double_map_is_what_the_test_of_the_device_says_where_it_is_asked_for)
+{
+    static const mo_status answers[] = {MO_OK, MO_CORRUPT, MO_NO_DEVICE_MEMORY, MO_DRIVER};
+
+    for (int set = 0; set < 2; set++) {
+        for (size_t i = 0; i < sizeof answers / sizeof *answers; i++) {
+            const mo_pool_settings asking = {.double_map = set, .test_aliases = true};
+            mo_pool_double_map found = opened_on(GRANULE, answers[i], asking);
+            CHECK(found.tested && found.on == !answers[i]);
+            CHECK_EQ(found.why.status, answers[i]);
+            CHECK(!answers[i] || strstr(found.why.text, mo_status_text(answers[i])));
+            found = opened_on(GRANULE, answers[i], (mo_pool_settings){.double_map = set});
+            CHECK(!found.tested && found.on == set);
+        }
+        const mo_pool_double_map found =
+            opened_on(0, MO_OK, (mo_pool_settings){.double_map = set, .test_aliases = true});
+        CHECK(!found.tested && !found.on); /* nothing can be mapped at all */
+    }
 }
 
 TEST(a_device_that_is_not_there_is_said_so)

@@ -242,7 +242,7 @@ TEST(the_stream_that_each_thread_has_of_its_own_is_refused_in_words)
     mo_address address = 0;
     open_pool(64 * MIB, GRANULE, plain_settings);
     CHECK_EQ(mo_pool_alloc(pool, MIB, MO_STREAM_PER_THREAD, &said, &address), MO_UNSUPPORTED);
-    CHECK(strstr(said.text, "CU_STREAM_PER_THREAD") && strstr(said.text, "use a stream that was created"));
+    CHECK(strstr(said.text, "CU_STREAM_PER_THREAD") && strstr(said.text, "use a created stream"));
     CHECK_POOL();
     close_pool();
 }

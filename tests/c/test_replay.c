@@ -108,8 +108,26 @@ TEST(a_steady_step_calls_no_driver)
         CHECK_EQ(result.step_count, 20);
         CHECK(result.steps[0].driver_calls > 0);
         CHECK_EQ(result.steps[19].driver_calls, 0);
+        CHECK_EQ(result.total.host_waits, 0);
         CHECK_EQ(result.steps[19].held, result.peak_reserved);
     }
+}
+
+/* Two free granules that do not touch, of work that is not over: the third request gets them once it is. */
+TEST(waits_of_the_host_are_counted)
+{
+    mo_replay_options o = {.granularity = 2u << 20, .memory = 8u << 20, .lazy = true, .slack = 20};
+
+    parse("a 1 2097152 0\na 2 2097152 0\na 3 2097152 0\na 4 2097152 0\nf 1 0\nf 3 0\na 5 4194304 0\ns\n"
+          "f 2 0\nf 4 0\nf 5 0\ns\n");
+    run(&o);
+    CHECK(result.completed);
+    CHECK_EQ(result.total.host_waits, 1);
+    CHECK_EQ(result.steps[0].host_waits, 1);
+    CHECK_EQ(result.steps[1].host_waits, 0);
+    o.double_map = true;
+    run(&o);
+    CHECK_EQ(result.total.host_waits, 0);
 }
 
 TEST(blocks_of_no_bytes_have_no_address_and_do_no_harm)
@@ -141,7 +159,7 @@ TEST(a_trace_is_replayed_a_device_at_a_time)
     parse("a 1 3000000 0\na 2 5000000 0 5\nr 2 1\nf 1 0\nf 2 0\n");
     CHECK_EQ(mo_replay_device(&trace, &why, &device), MO_INVALID);
     CHECK_STR(why.text,
-              "the trace has requests on several devices, of which 0 and 5 are two: say which to replay");
+              "the trace has requests on several devices, 0 and 5 among them: select the one to replay");
     o.device = 5;
     run(&o);
     CHECK_EQ(result.live_peak, 5000000);
@@ -157,7 +175,7 @@ TEST(a_trace_is_replayed_a_device_at_a_time)
     CHECK_EQ(device, 5);
     parse("w 1 2\ns\n");
     CHECK_EQ(mo_replay_device(&trace, &why, &device), MO_INVALID);
-    CHECK_STR(why.text, "the trace has no request: there is nothing to replay");
+    CHECK_STR(why.text, "the trace has no requests: there is nothing to replay");
 }
 
 TEST(the_frontier_is_the_smallest_device_that_completes)

@@ -98,17 +98,17 @@ TEST(what_cannot_be_done_is_refused_by_operation)
     REFUSED("operation 0, ? 0, cannot be done: there is no such operation", {MO_OP_COUNT, 0, 0});
     REFUSED("no such stage", {FALL, 0, 3});
     REFUSED("no such option", {FALL, 2, 0});
-    REFUSED("operation 1, fck 0, cannot be done: the stage's output is there already", {FCK, 0, 0},
+    REFUSED("operation 1, fck 0, cannot be done: the stage's output already exists", {FCK, 0, 0},
             {FCK, 0, 0});
-    REFUSED("the stage's output is there already", {FALL, 0, 0}, {FNONE, 0, 0});
-    REFUSED("the stage is saved already", {FALL, 0, 0}, {FALL, 1, 0});
-    REFUSED("the input of the stage is not there", {FNONE, 0, 0}, {FNONE, 0, 1}, {FALL, 0, 1});
-    REFUSED("nothing is saved of this stage", {FCK, 0, 0}, {FCK, 0, 1}, {BWD, 0, 2});
+    REFUSED("the stage's output already exists", {FALL, 0, 0}, {FNONE, 0, 0});
+    REFUSED("the stage is already saved", {FALL, 0, 0}, {FALL, 1, 0});
+    REFUSED("the input of the stage does not exist", {FNONE, 0, 0}, {FNONE, 0, 1}, {FALL, 0, 1});
+    REFUSED("nothing is saved for this stage", {FCK, 0, 0}, {FCK, 0, 1}, {BWD, 0, 2});
     REFUSED("the gradient of the stage's output", {FALL, 0, 0}, {BWD, 0, 0});
-    REFUSED("made by another option", {FCK, 0, 0}, {FCK, 0, 1}, {FALL, 0, 2}, {BWD, 1, 2});
+    REFUSED("made with another option", {FCK, 0, 0}, {FCK, 0, 1}, {FALL, 0, 2}, {BWD, 1, 2});
     REFUSED("nothing is saved", {DROP_SAVED, 0, 1});
-    REFUSED("this input is not there", {DROP_INPUT, 0, 1});
-    REFUSED("its caller's", {DROP_INPUT, 0, 0});
+    REFUSED("this input does not exist", {DROP_INPUT, 0, 1});
+    REFUSED("belongs to its caller", {DROP_INPUT, 0, 0});
     REFUSED("the schedule ends before bwd 1", {FCK, 0, 0}, {FCK, 0, 1}, {FALL, 0, 2}, {BWD, 0, 2});
     REFUSED("operation 4, fck 1, cannot be done: the input", {FCK, 0, 0}, {FNONE, 0, 1}, {FALL, 0, 2},
             {BWD, 0, 2}, {FCK, 0, 1});

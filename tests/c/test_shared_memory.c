@@ -81,7 +81,7 @@ TEST(what_is_not_sealed_is_refused)
 
     CHECK_EQ(ftruncate(fd, 4096), 0);
     CHECK_EQ(mo_shared_map(fd, false, &detail, &mapping), MO_CORRUPT);
-    CHECK(strstr(detail.text, "no sealed memory"));
+    CHECK(strstr(detail.text, "not sealed memory"));
     CHECK_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
     CHECK_EQ(mo_shared_map(fd, false, NULL, &mapping), MO_CORRUPT);
     close(fd);

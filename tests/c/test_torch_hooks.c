@@ -99,7 +99,7 @@ TEST(asking_where_there_is_no_device_throws)
     CHECK_THROWS(malloc_on_a_device_that_is_not_there, "2");
     CHECK_THROWS(malloc_on_a_device_of_a_negative_number, "-1");
     CHECK_THROWS(malloc_on_a_device_without_room_for_a_context,
-                 "CUDA out of memory. Tried to allocate 100 bytes. GPU 0 did not say how much it has.");
+                 "CUDA out of memory. Tried to allocate 100 bytes. GPU 0 did not report its capacity.");
     CHECK_THROWS(limit_without_a_device, "cuInit");
 }
 

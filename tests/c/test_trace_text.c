@@ -95,36 +95,36 @@ TEST(a_trace_may_be_empty)
 
 TEST(an_error_names_its_line)
 {
-    refused("a 1 2 3\nx 1 2\n",
-            "line 2: a line begins with a, f, r, w or s, or with # where it is a comment");
-    refused("alloc 1 2 3\n", "line 1: a line begins with a, f, r, w or s, or with # where it is a comment");
+    refused("a 1 2 3\nx 1 2\n", "line 2: a line must begin with a, f, r, w or s, or with # for a comment");
+    refused("alloc 1 2 3\n", "line 1: a line must begin with a, f, r, w or s, or with # for a comment");
     refused("a 1 2\n", "line 1: the stream is missing");
     refused("\n\na 1\n", "line 3: the number of bytes is missing");
     refused("a\n", "line 1: the id is missing");
     refused("a 1 2 3 # device\na 2 1 # 0\n", "line 2: the stream is missing");
-    refused("a -1 2 3\n", "line 1: the id is no decimal integer");
-    refused("a 0x1 2 3\n", "line 1: the id is no decimal integer");
-    refused("a 1 2.5 3\n", "line 1: the number of bytes is no decimal integer");
-    refused("a 1 2 3 4 5 6\n", "line 1: more fields than an 'a' line has");
-    refused("a 1 2 3\nf 1 3 0\n", "line 2: more fields than an 'f' line has");
-    refused("s 1\n", "line 1: more fields than an 's' line has");
+    refused("a -1 2 3\n", "line 1: the id is not a decimal integer");
+    refused("a 0x1 2 3\n", "line 1: the id is not a decimal integer");
+    refused("a 1 2.5 3\n", "line 1: the number of bytes is not a decimal integer");
+    refused("a 1 2 3 4 5 6\n", "line 1: more fields than a line that begins with 'a' has");
+    refused("a 1 2 3\nf 1 3 0\n", "line 2: more fields than a line that begins with 'f' has");
+    refused("s 1\n", "line 1: more fields than a line that begins with 's' has");
     refused("w 1\n", "line 1: the stream is missing");
-    refused("a 1 9223372036854775808 0\n", "line 1: the number of bytes is more than 9223372036854775807");
-    refused("a 18446744073709551616 1 0\n", "line 1: the id is more than 18446744073709551615");
-    refused("a 1 1 0 64\n", "line 1: the device is more than 63");
+    refused("a 1 9223372036854775808 0\n", "line 1: the number of bytes exceeds 9223372036854775807");
+    refused("a 18446744073709551616 1 0\n", "line 1: the id exceeds 18446744073709551615");
+    refused("a 1 1 0 64\n", "line 1: the device exceeds 63");
     refused("a 1 9223372036854775807 0\na 2 1 0\n",
             "line 2: more than 2**63 - 1 bytes would be live at once");
 }
 
 TEST(an_id_names_one_block_for_ever)
 {
-    refused("a 1 2 3\nf 2 3\n", "line 2: there is no block 2: no line before has allocated it");
-    refused("f 0 0\n", "line 1: there is no block 0: no line before has allocated it");
+    refused("a 1 2 3\nf 2 3\n", "line 2: there is no block 2: no earlier line allocated it");
+    refused("f 0 0\n", "line 1: there is no block 0: no earlier line allocated it");
     refused("a 1 2 3\n# live\na 1 2 3\n",
-            "line 3: id 1 was used before, in line 1: give every block its own");
-    refused("a 1 2 3\nf 1 3\na 1 2 3\n", "line 3: id 1 was used before, in line 1: give every block its own");
-    refused("a 1 2 3\n\nf 1 3\nf 1 3\n", "line 4: block 1 is no longer live: line 3 has freed it");
-    refused("a 1 2 3\nf 1 3\nr 1 4\n", "line 3: block 1 is no longer live: line 2 has freed it");
+            "line 3: id 1 was already used in line 1: give every block its own id");
+    refused("a 1 2 3\nf 1 3\na 1 2 3\n",
+            "line 3: id 1 was already used in line 1: give every block its own id");
+    refused("a 1 2 3\n\nf 1 3\nf 1 3\n", "line 4: block 1 is no longer live: line 3 freed it");
+    refused("a 1 2 3\nf 1 3\nr 1 4\n", "line 3: block 1 is no longer live: line 2 freed it");
 }
 
 TEST(a_byte_of_zero_is_no_end_of_the_text)
@@ -132,7 +132,7 @@ TEST(a_byte_of_zero_is_no_end_of_the_text)
     mo_trace_text t;
 
     CHECK_EQ(mo_trace_text_parse("s\n\0\ns\n", 6, &why, &t), MO_INVALID);
-    CHECK_STR(why.text, "line 2: a line begins with a, f, r, w or s, or with # where it is a comment");
+    CHECK_STR(why.text, "line 2: a line must begin with a, f, r, w or s, or with # for a comment");
     /* Nor is there one behind it: the parser stops at the length alone. */
     CHECK_EQ(mo_trace_text_parse("a 1 2 345", 7, &why, &t), MO_OK);
     CHECK_EQ(t.streams[0], 3);

@@ -227,7 +227,9 @@ def test_a_pass_is_one_launch_and_a_clip_another():
 def test_scalars_of_another_device_are_refused():
     grad = torch.ones(3, device="cuda:0")
     for device, name in (("cpu", "found_inf"), ("cuda:1", "norm")):
-        with pytest.raises(ValueError, match=f"{name}: expected a tensor of one float32 on CUDA device 0"):
+        with pytest.raises(
+            ValueError, match=f"{name}: expected a tensor of a single float32 on CUDA device 0"
+        ):
             _C.Gradients([grad]).run(0, **{name: torch.zeros((), device=device)})
 
 

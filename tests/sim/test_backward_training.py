@@ -81,7 +81,7 @@ def test_an_accumulation_that_does_not_fit_leaves_the_gradients_as_they_were(tri
     torch.cuda.empty_cache()
     sim.set_memory(sim.stats()["bytes"] + MIB)
     random = torch.cuda.get_rng_state()
-    words = r"one sample alone does not fit \(of 8\): it needs at least .* of device memory"
+    words = r"even one sample \(of 8\) does not fit: it needs at least .* of device memory"
     with sim.Compute(), pytest.raises(torch.OutOfMemoryError, match=words):
         memopt.backward(trial.fn, long, trial.y, model=trial.model)
     assert trial.difference() == 0

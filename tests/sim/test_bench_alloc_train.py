@@ -44,7 +44,7 @@ class Pretended:
 @pytest.mark.parametrize("needs", [LIVE, LIVE + 1, 1_012_345, 1_499_999, 1_500_000, 1_600_000])
 def test_the_frontier_is_found_to_a_thousandth(needs):
     child = Pretended(needs, holds=1_500_000)
-    found = measure(child, "any", 1.0, None, False, 0)
+    found = measure(child, "any", 1.0, None, True, 0)
     assert needs <= found["frontier"] <= needs + PRECISION * LIVE + 1
     assert found["held"] == 1_500_000
     assert min(child.asked) >= LIVE - 1
@@ -55,7 +55,7 @@ def test_the_frontier_is_found_to_a_thousandth(needs):
 
 def test_a_loop_that_no_device_carries_is_an_error():
     with pytest.raises(RuntimeError, match="ran out of 80 GiB"):
-        measure(Pretended(1 << 60, holds=1), "any", 1.0, None, False, 0)
+        measure(Pretended(1 << 60, holds=1), "any", 1.0, None, True, 0)
 
 
 def test_granules_moved_are_maps_beyond_the_first_of_each():

@@ -143,9 +143,9 @@ def test_what_cannot_be_copied_is_refused() -> None:
         torch.empty(32, dtype=torch.uint8, device=CUDA)[::2],
         torch.empty(0, dtype=torch.uint8, device=CUDA),
     ):
-        with pytest.raises(ValueError, match="both dense, of equal and more than 0 bytes"):
+        with pytest.raises(ValueError, match="both dense, of the same number of bytes, more than 0"):
             _C.copy_out(wrong, host)
-    with pytest.raises(ValueError, match="there must be some"):
+    with pytest.raises(ValueError, match="expected 1 or more"):
         _C.PinnedMemory(0, 0)
 
 
@@ -202,7 +202,7 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_copied() -> Non
             [there, there],
             bytes(2),
             room,
-            "number 1, which is not pinned, finds no place in room",
+            "number 1, which is not pinned, does not fit in room",
         ),
         ([host], [there], bytes(1), None, "number 0, which is not pinned"),
         ([host], [there], bytes(1), memory, "room: expected"),
@@ -213,14 +213,14 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_copied() -> Non
         ([host], [there], bytes(1), (memory, -1, 64), "room: expected"),
         ([host], [there], bytes(1), (memory, 64, 0), "room: expected"),
         ([host], [there], bytes(1), (memory, 237, 300), "number 0, which is not pinned"),
-        ([host, host[1:]], [there, there], b"11", room, "number 1: expected a tensor of the host"),
+        ([host, host[1:]], [there, there], b"11", room, "number 1: expected a tensor on the host"),
         ([host[::2]], [there[:8]], bytes(1), room, "number 0: expected"),
         ([host[:0]], [there[:0]], bytes(1), room, "number 0: expected"),
         ([there], [host], b"1", room, "number 0: expected"),
         ([host], [host], b"1", room, "number 0: expected"),
         ([1], [there], b"1", room, "number 0: expected"),
-        ([host], [], b"1", room, "1 tensors of the host, 0 of the device, 1 flags"),
-        ([host], [there], b"", room, "1 of the device, 0 flags"),
+        ([host], [], b"1", room, "1 tensors on the host, 0 on the device, 1 flags"),
+        ([host], [there], b"", room, "1 on the device, 0 flags"),
     ):
         with pytest.raises(ValueError, match=says):
             _C.copy_batch(hosts, targets, pinned, into)

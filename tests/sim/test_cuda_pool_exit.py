@@ -98,7 +98,7 @@ assert bool((u.cpu() == 7).all())
 try:
     other.free(t)
 except ValueError as error:
-    assert "the tensor is on cuda:0, and this pool on cuda:1" in str(error), error
+    assert "the tensor is on cuda:0, but this pool is on cuda:1" in str(error), error
 with torch.cuda.device(1):
     assert memopt.cuda.CudaPool().device == torch.device("cuda", 1)
 try:

@@ -68,6 +68,8 @@ def test_what_a_file_takes_of_the_device_is_counted_by_its_allocator(tmp_path: P
 
 def test_a_sample_elsewhere_than_the_model(tmp_path: Path) -> None:
     model = Model().cuda().eval()
-    with pytest.raises(ValueError, match="the sample is on cpu and the model on cuda:0: bring it there"):
+    with pytest.raises(
+        ValueError, match="the sample is on cpu but the model is on cuda:0: move the sample there"
+    ):
         export(model, torch.ones(2, 16), tmp_path / "model.pt")
     assert list(tmp_path.iterdir()) == []

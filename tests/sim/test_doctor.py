@@ -51,3 +51,23 @@ def test_torch_obeys_the_older_name_of_its_allocator_settings(old):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
     assert done.stdout.strip() == str(old), done.stderr
+
+
+def test_buffers_that_nccl_cannot_register_are_told_under_memopts_allocator_alone(run_script):
+    done = run_script(
+        """
+import os
+import memopt.sim
+memopt.sim.activate(memory="256MiB", blank=True)
+import torch, memopt
+topics = lambda: [finding.topic for finding in memopt.doctor().findings]
+os.environ["NCCL_GRAPH_REGISTER"] = "1"
+assert "nccl" not in topics()
+torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
+torch.empty(1, device="cuda")
+assert "nccl" in topics() and not memopt.doctor().healthy
+os.environ["NCCL_GRAPH_REGISTER"] = "0"
+assert "nccl" not in topics()
+"""
+    )
+    assert done.returncode == 0, done.stderr

@@ -96,7 +96,7 @@ def test_parameters_of_no_module_cannot_be_spread(tmp_path):
         ranks=2,
         spread="fsdp",
     )
-    assert "of no module that could be parallelized over ranks" in found["error"]
+    assert "to no module that can be parallelized over ranks" in found["error"]
 
 
 GLOO = "import torch.distributed as dist\ndist.init_process_group('gloo')\nSAMPLES = 64\n"

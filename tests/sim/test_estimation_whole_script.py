@@ -180,7 +180,7 @@ def test_a_loop_that_cannot_be_ended_ends_the_script_which_is_told(tmp_path):
     body = "def for_ever():\n    while True:\n        yield train_step()\nlist(for_ever())\nprint('after')\n"
     found = estimate(tmp_path, script(body), steps=3)
     assert (found["stopped"], found["printed"]) == ("steps", "")
-    assert "what comes after was not seen" in found["covered"][0] and "train_step" in found["covered"][0]
+    assert "what follows was not seen" in found["covered"][0] and "train_step" in found["covered"][0]
 
 
 def test_a_script_that_takes_too_long_is_told_where_it_was(tmp_path):
@@ -234,7 +234,7 @@ def test_of_batches_that_differ_in_size_the_largest_is_seen(tmp_path, how):
         return
     computed = estimate(tmp_path, source, *how.split(), steps=None, compute=True)
     assert found["peak_allocated"] == computed["peak_allocated"]
-    assert "the last is the largest of 100" in found["covered"][1]
+    assert "the last one run is the largest of 100" in found["covered"][1]
 
 
 GATHERED = """
@@ -270,7 +270,9 @@ def test_what_each_iteration_of_a_training_keeps_is_told(tmp_path, kept, grows):
     body = f"kept = []\nfor n in range(30):\n    train_step()\n    kept.append({kept})\n"
     found = estimate(tmp_path, START + body, steps=3)
     assert found["printed"] == "" and found["steps"] < 30
-    told = "more is kept with each iteration, not counted beyond those that ran: train.py:11 1.00 MiB"
+    told = (
+        "memory grows with each iteration, and only the iterations that ran are counted: train.py:11 1.00 MiB"
+    )
     assert found["covered"][1:] == ([told] if grows else [])
 
 

@@ -344,7 +344,7 @@ def test_a_refused_image_is_compiled_by_nvrtc_once_and_then_comes_from_the_cache
         1,
     )
     assert first["options"].startswith("--gpu-architecture=sm_80 ") and first["nvrtc"].startswith("13.")
-    assert "refused" in first["note"] and first["loads"] == 2
+    assert "rejected" in first["note"] and first["loads"] == 2
     second = outcome(child(tmp_path, refusals=(code,)))
     assert (second["origin"], second["cache"], second["compilations"]) == ("cached", "hit", 0)
     files = list((tmp_path / "memopt" / "kernels").iterdir())
@@ -443,7 +443,7 @@ def test_without_nvrtc_the_error_says_what_was_tried_and_the_mend(tmp_path: Path
     assert state["status"] == "MO_NO_LIBRARY"
     for part in (
         "compute capability 8.0",
-        "embedded image was refused",
+        "rejected the embedded image",
         "NO_BINARY_FOR_GPU",
         str(tmp_path),
         "pip install",

@@ -455,7 +455,7 @@ def test_a_backward_pass_that_stops_keeps_nothing() -> None:
 def test_what_finds_no_room_on_the_host_stays_and_a_warning_says_so() -> None:
     limit = host_memory(CUDA).nbytes
     fill = list(iter(lambda: host_memory(CUDA).take(MIB, limit), None))
-    with pytest.warns(UserWarning, match="what does not fit in it stays on the device") as seen:
+    with pytest.warns(UserWarning, match="tensors that do not fit stay on the device") as seen:
         offload = saved_by(*[lambda: (megabyte(),)] * 4, host_memory=limit)
     assert len(seen) == 1
     assert offload.last.bytes_out == 0

@@ -472,7 +472,7 @@ def test_remove_brings_the_plain_model_back() -> None:
     run(other, next_word())
     run(plain, next_word())
     waiting = next_word()(other)
-    with pytest.raises(RuntimeError, match="still to come"):
+    with pytest.raises(RuntimeError, match="still pending"):
         handle.remove()
     del waiting
     assert handle.remove() is other

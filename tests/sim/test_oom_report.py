@@ -118,7 +118,7 @@ def test_a_replay_decides_where_something_is_recorded():
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     line = pieces.__code__.co_firstlineno + 2
-    assert report.fragmentation.fragmented and report.fragmentation.how == "a replay of what was recorded"
+    assert report.fragmentation.fragmented and report.fragmentation.how == "a replay of the recorded history"
     assert report.lines == [(f"test_oom_report.py:{line}", 48 * MIB)] and len(held) == 12
     assert f"pinned by 12 blocks from test_oom_report.py:{line}" in str(report)
 
@@ -214,7 +214,7 @@ def test_where_nothing_is_recorded_nothing_is_said_to_fit():
     known = report.tried_out()
     assert known.tried.fixes == [] and "`memopt run" in known.tried.why
     said = " ".join(str(known).split())
-    assert "Not tried changes on what was recorded: nothing is recorded" in said
+    assert "Not tried changes on the recording: nothing is being recorded" in said
     assert "detach" not in said and "Would fit" not in said and history
 
 
@@ -256,7 +256,7 @@ def test_an_unmodified_script_gets_the_report_before_torchs_traceback(backend, r
     assert len(report.splitlines()) <= LINES
     where = next(i for i, line in enumerate(SCRIPT.splitlines(), 1) if "here it grows" in line)
     assert "history[*]" in report and f"(script.py:{where}, graph of" in " ".join(report.split())
-    assert "nothing is recorded, as `memopt run " in " ".join(report.split())
+    assert "nothing is being recorded; `memopt run " in " ".join(report.split())
     assert "8.0 context and other processes" in report
     # The exception as it is without memopt: torch's own text, last.
     assert traceback.splitlines()[-1].startswith(
@@ -278,7 +278,7 @@ def test_a_budget_limits_torchs_allocator_too_and_is_named():
     held = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
     _, report = out_of_memory(40 * MIB)
     check(report)
-    assert "  Limit       64.0 MiB of the device, which this process has set itself" in str(report)
+    assert "  Limit       64.0 MiB of the device, set by this process itself" in str(report)
     assert report.limit == 64 * MIB and report.fragmentation.free_on_device == 24 * MIB
     memopt.disable()
     assert torch.cuda.get_per_process_memory_fraction() == 1.0 and held.nbytes == 40 * MIB
@@ -361,7 +361,7 @@ def test_a_page_that_cannot_be_written_is_said_and_nothing_hangs(why, tmp_path, 
     reason = {
         "plotly": "pip install 'memopt[report]'",
         "folder": "FileNotFoundError",
-        "hangs": "it was not done after",
+        "hangs": "it was not finished after",
     }
     assert reason[why] in said
     assert list(tmp_path.iterdir()) == []

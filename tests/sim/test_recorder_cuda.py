@@ -127,7 +127,7 @@ def test_an_out_of_memory_is_marked(running):
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     seen = running.recording()
-    assert [(mark.kind, mark.text) for mark in seen.marks] == [("oom", "asked 1.00 GiB")]
+    assert [(mark.kind, mark.text) for mark in seen.marks] == [("oom", "requested 1.00 GiB")]
 
 
 def test_each_device_has_its_own(running):

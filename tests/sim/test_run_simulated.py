@@ -104,7 +104,7 @@ def test_processes_that_the_script_starts_have_a_card_with_values_too(tmp_path, 
 def test_a_tensor_on_the_card_is_not_shared_and_the_remedy_is_said(tmp_path):
     call = "mp.get_context('spawn').Process(target=print, args=(torch.ones(3).cuda(),)).start()"
     done = memopt(tmp_path, "-q", "--no-record", "--sim", "1GiB", "train.py", call, text=CHILDREN + MAIN)
-    assert done.returncode == 1 and "which has a card of its own: share it before" in done.stderr
+    assert done.returncode == 1 and "which has its own card: share it before" in done.stderr
 
 
 def test_a_python_of_its_own_has_one_and_its_path_is_its_own(tmp_path):
@@ -197,4 +197,4 @@ def test_ranks_have_a_card_each_and_reduce_real_values(tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], told
     # Of 4 rows of ones and 4 of twos, the mean over the ranks.
     assert [out for out, _ in told] == ["rank 0 [3.0, 3.0] 6.0\n", "rank 1 [3.0, 3.0] 6.0\n"]
-    assert "speak by gloo" in told[0][1] and "speak by gloo" not in told[1][1]
+    assert "communicate over gloo" in told[0][1] and "communicate over gloo" not in told[1][1]

@@ -343,7 +343,7 @@ def test_what_is_no_device_is_refused():
         torch._C._cuda_memoryStats("0")
     with pytest.raises(ValueError, match="not a CUDA device"):
         memopt.cuda.fragmentation("cpu")
-    with pytest.raises(ValueError, match="devices count from 0"):
+    with pytest.raises(ValueError, match="expected a device number from 0"):
         memopt.cuda.memory_stats(64)
 
 

@@ -198,7 +198,7 @@ def test_a_double_free_is_refused_and_told():
     address = x.data_ptr()
     del x
     FREE(address, 1000, 0, None)
-    misuse("1 frees of memory that was free already$")
+    misuse("1 frees of memory that was already free$")
     assert block(1000).data_ptr() == address  # it is free once, so one tensor has it
 
 
@@ -207,13 +207,13 @@ def test_foreign_addresses_are_refused_and_told():
     FREE(0x1234500, 100, 0, None)
     FREE(0x1234500, 100, 7, None)
     FREE(x.data_ptr(), 5000, -1, None)
-    misuse("3 frees of addresses that memopt never gave$")
+    misuse("3 frees of addresses that memopt never allocated$")
     FREE(x.data_ptr() + 512, 100, 0, None)  # inside a block: memopt's, and no start of a live one
     misuse("1 frees of ")
     x.copy_(torch.arange(5000) % 7)
     assert torch.equal(x.cpu(), (torch.arange(5000) % 7).byte())
     finding = next(f for f in memopt.doctor().findings if f.topic == "allocator")
-    assert finding.state == "broken" and "frees of addresses that memopt never gave" in finding.text
+    assert finding.state == "broken" and "frees of addresses that memopt never allocated" in finding.text
 
 
 def test_torch_refuses_a_double_free_of_its_own_before_memopt_sees_it():
@@ -246,7 +246,7 @@ def test_releases_that_fail_are_counted_and_never_thrown():
     sim.fail("cuMemRelease", count=1, code=ILLEGAL_ADDRESS)
     torch.cuda.empty_cache()
     sim.fail_clear()
-    misuse("1 pieces of memory that the driver refused to take back$")
+    misuse("1 pieces of memory that the driver refused to free$")
     torch.cuda.empty_cache()
 
 

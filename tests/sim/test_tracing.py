@@ -162,7 +162,7 @@ def test_an_out_of_memory_is_an_event():
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="a trace holds 1 to 268435456 events, not 0"):
         _statistics.record_trace(capacity=0)
-    with pytest.raises(ValueError, match="devices count from 0"):
+    with pytest.raises(ValueError, match="expected a device number from 0"):
         _statistics.record_trace(device=64)
     with pytest.raises(memopt.Error):
         _statistics.record_trace(device=7)

@@ -149,10 +149,10 @@ static void for_ever(const void *none)
 TEST(threads_that_cannot_go_on_end_the_grid_with_a_text)
 {
     run(two_barriers, "two barriers");
-    run(one_leaves, "have ended where others wait");
+    run(one_leaves, "have ended while others wait");
     run(lane_is_gone, "lane 3, which has ended");
     run(outside_the_mask, "its mask leaves out");
-    run(for_ever, "wait for ever");
+    run(for_ever, "wait forever");
     run(sums, NULL); /* and the next one runs */
 }
 
