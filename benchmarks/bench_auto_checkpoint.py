@@ -67,7 +67,6 @@ def row(family: str, budget: int, small: bool) -> dict[str, Any]:
 
     from benchmarks import checkpoint_models
     from memopt import auto_checkpoint
-    from memopt._checkpoint.stages.costs import bytes_of
 
     work = checkpoint_models.make(family, small=small)
     auto_checkpoint(work.model, work.sample, memory_budget=budget, loss=work.loss)
@@ -87,7 +86,7 @@ def row(family: str, budget: int, small: bool) -> dict[str, Any]:
         "budget": budget,
         "predicted": plan.peak_bytes,
         "live": work.live_peak(),
-        "standing": bytes_of(work.standing()),
+        "standing": work.standing_bytes(),
         "rss": most - before,
         "predicted_seconds": plan.seconds,
         "seconds": statistics.median(seconds),

@@ -34,8 +34,8 @@ import memopt.amp  # noqa: E402
 import memopt.optim  # noqa: E402
 from benchmarks import harness, parameter_sets  # noqa: E402
 from benchmarks.comparison import Comparison  # noqa: E402
+from benchmarks.environment import isa  # noqa: E402
 from benchmarks.parameter_sets import Bound, Shapes, clip_to, count, describe, grads, make  # noqa: E402
-from memopt import _C  # noqa: E402
 
 CASES = ("adamw", "sgd", "bits8")
 GOAL = {"gpt": 1.5, "many": 3.5, "tiny": 10.0}  # of the clipped step with AdamW on the CPU
@@ -147,10 +147,6 @@ def adamw(report: harness.Report, name: str, shapes: Shapes) -> None:
 def sgd(report: harness.Report, name: str, shapes: Shapes) -> None:
     """With momentum: 24 bytes for 40."""
     clipped_step(report, name, shapes, "SGD", SGD, (24.0, 40.0), {}, None)
-
-
-def isa() -> str:
-    return _C.cpu_isa(os.environ.get("MEMOPT_ISA"))
 
 
 def bits8(report: harness.Report, name: str, shapes: Shapes) -> None:

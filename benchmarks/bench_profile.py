@@ -17,6 +17,7 @@ Goals: enable() under 1 %, a recording under 5 %.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import time
@@ -39,7 +40,6 @@ from torch import nn  # noqa: E402
 
 import memopt  # noqa: E402
 from benchmarks import harness, tasks  # noqa: E402
-from memopt._memory.recording import recorder  # noqa: E402
 
 MODULES, REQUESTS, ENTRIES = 200, 10, 200_000
 STEP_MS = 50
@@ -62,12 +62,11 @@ class Switch:
     def __init__(self, device: str, first: Callable[[], object]) -> None:
         """first: what is run once with it on before anything is timed: modules are named, tables grow."""
         self.device, self.first, self.enabled = device, first, False
+        self.recorded = contextlib.ExitStack()
 
     def to(self, state: str) -> Callable[[], None]:
         def before() -> None:
-            running = recorder.active()
-            if running is not None:
-                running.stop()
+            self.recorded.close()
             if self.enabled:  # disable() would take memopt's answers off torch's names, too
                 memopt.disable()
             self.enabled = state == ENABLED
@@ -76,7 +75,7 @@ class Switch:
             if state == ENABLED:
                 memopt.enable()
             elif state == RECORDED:
-                recorder.start(self.device, max_events=ENTRIES)
+                self.recorded.enter_context(memopt.profile(self.device, max_events=ENTRIES))
             elif state == TORCHS:
                 torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=ENTRIES)
             elif state == LEAN:

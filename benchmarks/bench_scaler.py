@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +22,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import memopt.amp  # noqa: E402
-from benchmarks import harness, parameter_sets  # noqa: E402
+from benchmarks import environment, harness, parameter_sets  # noqa: E402
 from benchmarks.parameter_sets import Bound, Shapes, clip_to, count, describe, grads, make  # noqa: E402
-from memopt import _C  # noqa: E402
 
 CASES = ("both", "unscale", "clip")
 GOAL = {"gpt": 3.3}  # of unscaling and clipping on the CPU
@@ -181,7 +179,7 @@ def main() -> int:
         "bench_scaler", options, claim="gradients are unscaled and clipped in 12 bytes, not 20"
     )
     report.note("threads", options.threads)
-    report.note("instruction set", _C.cpu_isa(os.environ.get("MEMOPT_ISA")))
+    report.note("instruction set", environment.isa())
     for name in options.sets:
         for case, run in (("both", unscale_and_clip), ("unscale", unscale), ("clip", clip)):
             if case in options.only and (case != "clip" or name == "gpt"):

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import memopt
 from benchmarks import tasks
-from memopt._checkpoint.stages.costs import CpuBytes, bytes_of
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -35,24 +35,22 @@ class Work:
         value.backward()
         return value.detach()
 
-    def standing(self) -> list[torch.Tensor]:
+    def standing_bytes(self) -> int:
+        """Bytes of parameters, buffers and batch, each storage once."""
         sample = list(self.sample.values()) if isinstance(self.sample, dict) else [self.sample]
-        return [*self.model.parameters(), *self.model.buffers(), *sample]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *sample]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def live_peak(self) -> int:
         """Bytes that live at once in a step, at the most: as torch's CPU allocator gives them, what kernels take to
         work in among them, beside what was there before."""
         self.model.zero_grad(set_to_none=True)
-        allocator = CpuBytes()
-        allocator.start()
-        try:
-            allocator.restart()
+        with memopt.profile("cpu", modules=False) as recorded:
             self.step()
-            _, most = allocator.now_and_peak()
-        finally:
-            allocator.stop()
         self.model.zero_grad(set_to_none=True)
-        return bytes_of(self.standing()) + most
+        before = int(recorded.recording.live_bytes()[0])
+        return self.standing_bytes() + recorded.peak - before
 
 
 class Blocks(nn.Module):

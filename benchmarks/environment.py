@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -58,6 +60,32 @@ def driver_version() -> str | None:
         return None
 
 
+@functools.cache
+def doctor() -> dict[str, str]:
+    """The findings of `python -m memopt doctor`, by topic. It imports torch: hence a process of its own."""
+    command = [sys.executable, "-m", "memopt", "doctor", "--json"]
+    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # 1: something is broken
+    try:
+        return {found["topic"]: found["text"] for found in json.loads(asked.stdout)["findings"]}
+    except ValueError:
+        raise RuntimeError(f"memopt's doctor failed:\n{asked.stderr}") from None
+
+
+def compiler() -> str:
+    """The compiler of memopt's extension."""
+    found = re.search(r"built with (.+), assertions", doctor()["memopt"])
+    assert found is not None, doctor()["memopt"]
+    return found[1]
+
+
+def isa() -> str:
+    """The instruction set of memopt's CPU kernels; MEMOPT_ISA may ask for less than the processor has."""
+    found = re.match(r"generic|avx2|avx512", doctor()["cpu kernels"])
+    if found is None:
+        raise RuntimeError(f"memopt has no CPU kernels: {doctor()['cpu kernels']}")
+    return found[0]
+
+
 def _torch(cuda: bool) -> dict[str, object]:
     """What torch is, if it has been imported; the harness itself does not need it."""
     torch = sys.modules.get("torch")
@@ -86,7 +114,6 @@ def describe(*, cuda: bool = False) -> dict[str, object]:
     Not in it: host name, user, paths. Results are published.
     """
     memopt = sys.modules.get("memopt")
-    native = sys.modules.get("memopt._C")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -95,7 +122,7 @@ def describe(*, cuda: bool = False) -> dict[str, object]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "memopt": getattr(memopt, "__version__", None),
-        "memopt_compiler": native.build["compiler"] if native else None,
+        "memopt_compiler": compiler() if memopt else None,
         **_torch(cuda),
         "simulated": simulated(),
     }

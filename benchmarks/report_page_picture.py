@@ -45,12 +45,10 @@ def record(path: Path) -> None:
 def picture(recording: Path, to: Path) -> None:
     import chromium
 
-    from memopt._memory.html import report_page
-    from memopt._memory.recording import recording_file
-
     page = recording.with_suffix(".html")
     title = f"{STEPS} steps of a {SIZE} GPT, batch 16, AdamW"
-    report_page.write([recording_file.load(recording)], page, title=title)
+    command = [sys.executable, "-m", "memopt", "report", str(recording), "-o", str(page), "--title", title]
+    subprocess.run([*command, "--force", "--quiet"], cwd=ROOT, check=True)
     with chromium.running() as browser:
         tab = browser.tab(width=1100)
         tab.open(page)

@@ -1,5 +1,5 @@
-"""The two training tasks that every benchmark, example and test of memopt uses: those of `memopt demo` (memopt/_demo/
-tasks.py), and how many bytes a step of them holds.
+"""The two training tasks that every benchmark, example and test of memopt uses: those of memopt.demo, and how many
+bytes a step of them holds.
 
     task = tasks.get("gpt", "small")
     model = task.build_model("cuda")
@@ -32,16 +32,8 @@ if str(ROOT) not in sys.path:  # started as a script: this folder is on the path
 import torch  # noqa: E402
 
 from benchmarks.live_bytes import StepMemory, measure_step  # noqa: E402
-from memopt._demo import tasks as demo_tasks  # noqa: E402
-from memopt._demo.tasks import (  # noqa: E402
-    VOCABULARY,
-    Batch,
-    Block,
-    digits,
-    make_cnn,
-    standard_library_text,
-    token_bytes,
-)
+from memopt import demo  # noqa: E402
+from memopt.demo import VOCABULARY, Block, digits, make_cnn, standard_library_text  # noqa: E402
 
 __all__ = [
     "TASKS",
@@ -58,6 +50,8 @@ __all__ = [
     "text_tokens",
 ]
 
+Batch = tuple[torch.Tensor, torch.Tensor]
+
 
 @functools.cache
 def text_digest() -> str:
@@ -69,7 +63,8 @@ def text_digest() -> str:
 @functools.cache
 def text_tokens(split: str) -> torch.Tensor:
     """A split of the text as a uint8 tensor of token numbers."""
-    return torch.frombuffer(bytearray(token_bytes(split)), dtype=torch.uint8)
+    table = bytes(VOCABULARY.find(bytes([byte])) % len(VOCABULARY) for byte in range(256))
+    return torch.frombuffer(bytearray(standard_library_text()[split].translate(table)), dtype=torch.uint8)
 
 
 def decode(tokens: torch.Tensor) -> str:
@@ -77,7 +72,7 @@ def decode(tokens: torch.Tensor) -> str:
     return bytes(VOCABULARY[i] for i in tokens.tolist()).replace(b"\0", b"?").decode("ascii")
 
 
-class Task(demo_tasks.Task):
+class Task(demo.Task):
     """A task that can be measured. Make a variant by `dataclasses.replace(task, batch_size=64)`."""
 
     def step_memory(self, device: torch.device | str | None = None) -> StepMemory:
@@ -115,12 +110,14 @@ class Task(demo_tasks.Task):
         }
 
 
-TASKS = {name: Task(**vars(task)) for name, task in demo_tasks.TASKS.items()}
-
-
 def get(kind: str, size: str = "small") -> Task:
     """The task "gpt" or "cnn" in size "small", "medium" or "large"."""
-    return TASKS[demo_tasks.get_task(kind, size).name]
+    return Task(**vars(demo.get_task(kind, size)))
+
+
+TASKS = {
+    task.name: task for task in (get(k, s) for k in ("gpt", "cnn") for s in ("small", "medium", "large"))
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -56,11 +56,13 @@ class _Replay(TypedDict):
     granules_switched: int
     driver_calls: int
     driver_calls_last_step: int
+    host_waits: int
     operations: int
     ns_per_op: float
     driver_calls_per_step: list[int]
     granules_moved_per_step: list[int]
     granules_switched_per_step: list[int]
+    host_waits_per_step: list[int]
     held_per_step: list[int]
 
 __version__: str
@@ -283,8 +285,15 @@ def host_blocks() -> int: ...
 def allocator_prepare() -> str: ...
 def allocator_hooks() -> dict[str, int]: ...
 def allocator_configure(
-    budget: int, slack: int, double_map: bool, recall: bool, preallocate: int, /
+    budget: int,
+    slack: int,
+    double_map: bool | None,
+    recall: bool,
+    preallocate: int,
+    warn: Callable[[], object],
+    /,
 ) -> None: ...
+def allocator_double_map(device: int, /) -> tuple[bool, bool, str] | None: ...
 def allocator_trim(device: int, keep: int, /) -> int: ...
 def allocator_fraction(device: int, /) -> float: ...
 def allocator_is_current() -> bool: ...

@@ -1,7 +1,7 @@
 """memopt: train bigger models in the memory you have, with PyTorch.
 
-Importing it changes nothing: each switch is explicit. Neither torch nor a GPU is needed to import it; a function that
-needs one says so when it is first used, and without torch dir() and help() list what works without. `python -m memopt
+Importing memopt changes nothing: each switch is explicit. The import needs neither torch nor a GPU; a function that
+needs one says so when it is first used. Without torch, dir() and help() list what works without it. `python -m memopt
 doctor` reports what works on this machine, and why the rest does not.
 """
 

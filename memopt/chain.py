@@ -29,6 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt import _C
+from memopt._runtime.lazy_names import lazy_names
 
 __all__ = [
     "LEVELS",
@@ -42,6 +43,8 @@ __all__ = [
     "Table",
     "solve",
 ]
+
+_, __dir__ = lazy_names(globals(), {})
 
 Op = tuple[str, int] | tuple[str, int, str]
 """("fck", stage), or ("fall", stage, option) where not the stage's own way is taken."""
@@ -161,7 +164,7 @@ class Stage:
         """
         size = self._part(nbytes)
         if not (bandwidth > 0 and (back is None or back > 0)):
-            raise ValueError(f"bandwidth={bandwidth}, back={back}: a bandwidth is more than 0")
+            raise ValueError(f"bandwidth={bandwidth}, back={back}: a bandwidth must be more than 0")
         forward = max(self.forward_seconds, size / bandwidth)
         return self._with(
             Option(
@@ -203,7 +206,8 @@ class Stage:
         size = _size(nbytes, "nbytes")
         if size > self.saved_bytes - self.output_bytes:
             raise ValueError(
-                f"nbytes={size}: at most saved_bytes - output_bytes = {self.saved_bytes - self.output_bytes} can go"
+                f"nbytes={size}: at most saved_bytes - output_bytes = {self.saved_bytes - self.output_bytes} can be "
+                "offloaded"
             )
         return size
 
@@ -301,7 +305,7 @@ class Schedule:
 
     Args:
         chain: The chain.
-        ops: Operations: ("fck", stage), or ("fall", stage, option) for an option of the stage.
+        ops: Operations, such as ("fck", stage), or ("fall", stage, option) for an option of the stage.
         memory_budget: Budget in bytes, for validate().
         curve: (memory_budget, seconds) of smaller budgets, for the property of that name.
 
@@ -370,7 +374,7 @@ class Schedule:
             ValueError: The schedule was made by hand, not by solve() or a Table.
         """
         if not self._curve:
-            raise ValueError("this schedule was made by hand: only those of solve() or a Table have a curve")
+            raise ValueError("this schedule was not made by solve() or a Table: only theirs have a curve")
         return self._curve
 
     def table(self) -> str:
@@ -481,7 +485,7 @@ class Table:
         budget = self.memory_budget if memory_budget is None else _size(memory_budget, "memory_budget")
         if budget > self.memory_budget:
             raise ValueError(
-                f"memory_budget={budget} is above the table's own, {self.memory_budget}: make another table"
+                f"memory_budget={budget} exceeds the table's, {self.memory_budget}: make another table"
             )
         if budget < self.least_budget:
             least = self.least_budget
@@ -508,8 +512,8 @@ def solve(chain: Chain, memory_budget: int | str, slots: int = 500, *, level: st
         slots: Number of units that the budget is divided into. The solver's time and memory grow with it. Sizes are
             rounded up to units, unless they have a common divisor that goes into the budget at most `slots` times.
         level: "persistent" is the classical optimum, in which a kept tensor stays until its backward; "default" also
-            drops inputs and recomputes them late; "full" searches more of that, and is for short chains and the least
-            budgets. Rounding apart, no level is slower than the one before it.
+            drops inputs and recomputes them late; "full" searches more such schedules, and is for short chains and the
+            smallest budgets. Apart from rounding, no level finds a slower schedule than the one before it.
 
     Returns:
         The schedule.

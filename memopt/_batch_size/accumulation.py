@@ -21,15 +21,15 @@ Count = Callable[[Any], int]
 
 @dataclass(frozen=True)
 class Accumulation:
-    """`effective` samples a step, of which `batch_size` are on a device at once, on each of `ranks`.
+    """Gradient accumulation: steps of `effective` samples, in batches of at most `batch_size` on each of `ranks`.
 
     Args:
-        effective: Samples of a step, on all ranks together.
+        effective: Samples in a step, over all ranks.
         batch_size: The most samples on a device at once.
         ranks: The number of ranks.
 
     Raises:
-        ValueError: Numbers below 1, and a rank without a sample.
+        ValueError: A number is below 1, or a rank would have no sample.
 
     Example:
         >>> accumulation = Accumulation(effective=512, batch_size=found.batch_size)
@@ -51,38 +51,38 @@ class Accumulation:
                 raise ValueError(f"{name}={value!r}: write 1 or more")
         if self.effective % self.ranks:
             raise ValueError(
-                f"effective={self.effective} samples cannot be shared out equally among {self.ranks} ranks: gradients, "
+                f"effective={self.effective} samples cannot be divided equally among {self.ranks} ranks: gradients, "
                 "which are averaged over ranks, would be weighted wrongly"
             )
 
     @property
     def steps(self) -> int:
-        """Batches that are accumulated: ceil(effective / ranks / batch_size)."""
+        """The number of accumulated batches: ceil(effective / ranks / batch_size)."""
         return math.ceil(self.effective // self.ranks / self.batch_size)
 
     @property
     def sizes(self) -> list[int]:
-        """The size of each of them, as nearly equal as they can be; none is larger than batch_size."""
+        """The size of each accumulated batch, as nearly equal as possible; none is larger than batch_size."""
         whole, steps = self.effective // self.ranks, self.steps
         return [whole // steps + (number < whole % steps) for number in range(steps)]
 
     def micro_batches(self, *batch: Any) -> Iterator[tuple[Any, float]]:
-        """Cut a batch of any size into micro-batches of at most batch_size, nearly equal ones.
+        """Split a batch of any size into nearly equal micro-batches of at most batch_size.
 
         Args:
-            *batch: Tensors, or containers of them; those whose first dimension is the first tensor's are cut (views,
-                not copies), the rest goes to every micro-batch.
+            *batch: Tensors, or containers of them. Tensors with the same first dimension as the first one are split
+                (into views, not copies); everything else is passed to every micro-batch.
 
         Yields:
-            A micro-batch (of one argument what there is of it, else a tuple), and its weight; weights add up to 1.
+            A micro-batch (a part of the argument if there is only one, else a tuple) and its weight; the sum is 1.
 
         Raises:
-            ValueError: There is no tensor with a first dimension, or an empty one.
+            ValueError: There is no tensor with a first dimension, or it is empty.
         """
         leaves, form = pytree.tree_flatten(batch)
         size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
         if not size:
-            raise ValueError("there is no tensor with samples in its first dimension")
+            raise ValueError("no tensor has samples in its first dimension")
         count, first = math.ceil(size / self.batch_size), 0
         for number in range(count):
             length = size // count + (number < size % count)
@@ -102,25 +102,25 @@ class Accumulation:
         Args:
             *batch: As micro_batches() takes it.
         """
-        warnings.warn("Accumulation.pieces() is micro_batches() now", DeprecationWarning, stacklevel=2)
+        warnings.warn("Accumulation.pieces() is now named micro_batches()", DeprecationWarning, stacklevel=2)
         return self.micro_batches(*batch)
 
     def groups(self, loader: Iterable[Any], count: Count | None = None) -> Iterator[list[tuple[Any, float]]]:
         """Group a loader's batches, `steps` at a time.
 
-        A group is read before it is given, as its weights depend on all of it: keep the batches on the host until they
-        run.
+        A group is read whole before it is yielded, since its weights depend on all of it: keep the batches on the host
+        until they run.
 
         Args:
             loader: The batches.
-            count: What the loss is a mean of, in a batch; by default its samples.
+            count: Returns how many terms the loss of a batch is the mean of; by default the number of its samples.
 
         Yields:
-            Batches, each with its weight, which add up to 1 in every group: in the last one too, where the loader ends
-            in mid-group or with a smaller batch.
+            Batches, each with its weight. Weights add up to 1 in every group, also in the last one, where the loader
+            may end within a group or with a smaller batch.
 
         Raises:
-            ValueError: A group has none of what is counted.
+            ValueError: The count of a group is 0.
         """
         count = count or _samples
         group: list[Any] = []
@@ -136,7 +136,7 @@ class Accumulation:
 def _weighted(group: list[Any], count: Count) -> list[tuple[Any, float]]:
     counts = [count(batch) for batch in group]
     if min(counts) < 0 or not sum(counts):
-        raise ValueError(f"the loss is a mean over {counts}: there is nothing to weigh by")
+        raise ValueError(f"the loss is a mean over {counts}, which gives no weights")
     return [(batch, n / sum(counts)) for batch, n in zip(group, counts, strict=True)]
 
 
@@ -144,4 +144,4 @@ def _samples(batch: Any) -> int:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return int(leaf.shape[0])
-    raise ValueError("there is no tensor with samples in its first dimension: pass count=")
+    raise ValueError("no tensor has samples in its first dimension: pass count=")

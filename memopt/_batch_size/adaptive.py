@@ -19,28 +19,27 @@ Result = TypeVar("Result")
 
 
 class BatchSize:
-    """A batch size that shrinks after an out-of-memory error and grows back. int() of it is the size now.
+    """A batch size that shrinks after an out-of-memory error and grows back; int() gives the current size.
 
-    After an out-of-memory error at n it is n * shrink, rounded down, or what it has just grown from, at least
-    `minimum`. After grow_after steps in a row that fitted it grows halfway to the least size that did not fit; one
-    below that it stays, so a second epoch runs out of memory no more. Only after forget_after steps in a row is that
-    size tried again, because what took the memory may have ended by then; each time that this turns out wrong,
-    forget_after doubles.
+    After an out-of-memory error at n, the size becomes n * shrink, rounded down, or the size that it has just grown
+    from, but at least `minimum`. After grow_after successful steps in a row it grows halfway to the smallest size that
+    did not fit. It stops one below that size, so a second epoch does not run out of memory again. Only after
+    forget_after steps in a row is that size tried again, because the memory may be free by then. Each time that it
+    still does not fit, forget_after doubles.
 
-    What a failed step has changed is not undone, but for random states in run(): gradients and weights are the
-    program's. Begin a step with zero_grad(), and see memopt.backward where an exact gradient of a larger batch is
-    wanted.
+    Changes made by a failed step are not undone, except for random states in run(): the program is responsible for
+    gradients and weights. Begin a step with zero_grad(). For the exact gradient of a larger batch, see memopt.backward.
 
     Args:
         size: The size to begin with.
         maximum: The largest size; by default `size`.
-        minimum: The least size.
-        shrink: The share of a size that did not fit to go on with.
-        grow_after: The number of steps in a row that have to fit before it grows.
+        minimum: The smallest size.
+        shrink: The factor by which a size that did not fit is multiplied.
+        grow_after: The number of successful steps in a row before the size grows.
         forget_after: The number of steps in a row after which a size that did not fit is tried again.
 
     Raises:
-        ValueError: Numbers that make no sense.
+        ValueError: A number is out of range.
 
     Example:
         >>> size = memopt.BatchSize(64)
@@ -65,15 +64,15 @@ class BatchSize:
         maximum = size if maximum is None else maximum
         if not 1 <= minimum <= size <= maximum:
             raise ValueError(
-                f"1 <= minimum <= size <= maximum does not hold of minimum={minimum}, size={size}, maximum={maximum}"
+                f"minimum={minimum}, size={size}, maximum={maximum} must satisfy 1 <= minimum <= size <= maximum"
             )
         if not 0 < shrink < 1:
             raise ValueError(
-                f"shrink={shrink!r}: what is left of a size that failed is between 0 and 1 of it"
+                f"shrink={shrink!r}: the factor applied to a size that failed must lie between 0 and 1"
             )
         if grow_after < 1 or forget_after < 1:
             raise ValueError(
-                f"grow_after={grow_after}, forget_after={forget_after}: numbers of steps, 1 or more"
+                f"grow_after={grow_after}, forget_after={forget_after}: both must be numbers of steps, 1 or more"
             )
         self.value, self.maximum, self.minimum = size, maximum, minimum
         self.shrink, self.grow_after, self.forget_after = shrink, grow_after, forget_after
@@ -110,7 +109,7 @@ class BatchSize:
             What fn returns.
 
         Raises:
-            torch.OutOfMemoryError: fn runs out of memory at the least size. Other exceptions of fn are passed on, too.
+            torch.OutOfMemoryError: fn runs out of memory at the smallest size. Other exceptions of fn are passed on.
         """
         from memopt._runtime.state_snapshot import RandomState
 
@@ -123,14 +122,14 @@ class BatchSize:
     def attempt(self) -> Attempt:
         """Return a context for one step.
 
-        An out-of-memory error ends with the block: the size shrinks, `.failed` of what `with` gives is True, the frames
-        of the step are emptied, and the program goes on behind the block. At the least size it is raised. What the
-        block itself has in variables stays: put the step into a function.
+        An out-of-memory error is caught at the end of the block: the size shrinks, `.failed` of the context's value is
+        True, the frames of the step are cleared, and the program continues after the block. At the smallest size the
+        error is raised. Variables of the block itself are not cleared: put the step into a function.
         """
         return Attempt(self)
 
     def worked(self) -> None:
-        """Count a step that fitted: for loops that catch by themselves."""
+        """Count a successful step, for loops that catch the error themselves."""
         self._good += 1
         self._good_in_all += 1
         if self._bound is not None and self._good_in_all >= self.forget_after:
@@ -143,12 +142,12 @@ class BatchSize:
             self._grow((self.value + most + 1) // 2)
 
     def failed(self, size: int | None = None) -> None:
-        """Shrink after a step that ran out of memory: for loops that catch by themselves.
+        """Shrink after a step that ran out of memory, for loops that catch the error themselves.
 
-        Call it outside of the handler, where the step's tensors are gone.
+        Call it after the exception handler, when the step's tensors are gone.
 
         Args:
-            size: The step's samples; by default the size now.
+            size: The number of samples of the step; by default the current size.
         """
         size = self.value if size is None else size
         self.failures += 1
@@ -179,7 +178,7 @@ class BatchSize:
 
         Args:
             samples: A Sampler, or any iterable of indices.
-            drop_last: Leave out a last batch that is smaller.
+            drop_last: Whether to leave out a smaller last batch.
 
         Returns:
             An AdaptiveBatchSampler.
@@ -189,21 +188,21 @@ class BatchSize:
         return made
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for load_state_dict() of another one, to go on as this one would; numbers only."""
+        """Return the state, in plain numbers, from which another BatchSize continues by load_state_dict()."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of another one.
+        """Load the state of another BatchSize.
 
         Args:
             state: What state_dict() returned.
 
         Raises:
-            ValueError: It is none, or its size is outside this one's bounds; nothing has changed then.
+            ValueError: It is not such a state, or its size is outside this one's bounds; nothing has changed then.
         """
         if set(state) != set(_STATE):
             raise ValueError(
-                f"this is no state of a BatchSize: it has {sorted(state)}, and not {sorted(_STATE)}"
+                f"this is not the state of a BatchSize: it has {sorted(state)}, not {sorted(_STATE)}"
             )
         if not self.minimum <= state["value"] <= self.maximum:
             raise ValueError(f"the state's size {state['value']} is not in {self.minimum} … {self.maximum}")
@@ -251,12 +250,13 @@ class Attempt:
 class AdaptiveBatchSampler:
     """A batch sampler for DataLoader(batch_sampler=); BatchSize.sampler() makes it.
 
-    Each sample comes once an epoch, and those of a batch that ran out of memory again, in smaller batches: next where
-    the loader has no workers, with workers after what they have fetched already (num_workers * prefetch_factor batches,
-    of the size before). What failed after the last batch had been asked for comes first in the next epoch.
+    It yields each sample once an epoch, and yields the samples of a batch that ran out of memory again, in smaller
+    batches. Without workers they come next; with workers they come after the batches that are fetched already
+    (num_workers * prefetch_factor, of the earlier size). Samples that failed after the last batch had been requested
+    come first in the next epoch.
 
-    That is known by order: the n-th BatchSize.attempt() is taken to be the n-th batch. In a loop without attempts
-    nothing comes again. len() is of the epoch at the size now.
+    Batches are matched by order: the n-th BatchSize.attempt() is assumed to be the n-th batch. In a loop without
+    attempts no sample is repeated. len() is the length of the epoch at the current size.
     """
 
     def __init__(self, samples: Iterable[int], size: BatchSize, *, drop_last: bool = False) -> None:
@@ -284,17 +284,17 @@ class AdaptiveBatchSampler:
 
     def __len__(self) -> int:
         if not isinstance(self._samples, Sized):
-            raise TypeError(f"{type(self._samples).__name__} has no length, so neither have its batches")
+            raise TypeError(f"{type(self._samples).__name__} has no length, so its batches have none either")
         whole = len(self._samples) + len(self._again)
         return whole // self._size.value if self._drop_last else math.ceil(whole / self._size.value)
 
     @property
     def open(self) -> list[int] | None:
-        """The earliest batch that no attempt has ended with."""
+        """The earliest batch whose attempt has not ended."""
         return self._given[0] if self._given else None
 
     def ended(self, failed: bool) -> None:
-        """Note the end of the attempt at the earliest batch that is still open.
+        """Record the end of the attempt at the earliest batch that is still open.
 
         Args:
             failed: Whether it ran out of memory.

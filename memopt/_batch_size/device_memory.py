@@ -16,9 +16,8 @@ from memopt._runtime.host_memory import available
 
 @dataclass(frozen=True)
 class TrialMemory:
-    """The bytes of a trial: `peak` of tensors at the most, `held` of the device, `left` when the step is over.
-
-    `retries` of the allocator; `asked`: all that a step asked for, one after the other.
+    """The bytes of a trial: `peak` of live tensors, `held` of the device, `left` at the end of the step; `retries` of
+    the allocator; `asked`: the sum of all requests of a step.
     """
 
     peak: int
@@ -29,30 +28,30 @@ class TrialMemory:
 
 
 class DeviceMemory(Protocol):
-    """`total`: bytes of the device; `room`: those that may be taken, once the headroom is off."""
+    """`total`: bytes of the device; `room`: the bytes that may be used after the headroom is subtracted."""
 
     name: str
     total: int
     room: int
 
     def begin(self) -> None:
-        """Begin a trial: nothing cached, peaks as of now. What the last one left in cycles is gone already."""
+        """Begin a trial: empty the cache and reset the peaks. Cycles of the last trial have been collected already."""
 
     def watching(self) -> AbstractContextManager[object]:
-        """A context around each step."""
+        """Return the context for each step."""
 
     def taken(self) -> TrialMemory:
-        """Since begin()."""
+        """Return the memory used since begin()."""
 
     def of_room(self, taken: TrialMemory) -> int:
-        """The bytes that `room` bounds."""
+        """Return the figure that `room` bounds."""
 
     def exceeded(self, taken: TrialMemory) -> str:
-        """The reason why what was taken is too much, "" where it is not."""
+        """Return the reason why the memory used is too much, "" if it is not."""
 
 
 def device_memory(device: torch.device, headroom: float, memory_budget: int | None) -> DeviceMemory:
-    """ValueError for a device whose memory nobody counts."""
+    """Return the memory of a device. Raises ValueError for a device whose memory nothing counts."""
     if device.type == "cuda":
         return CudaMemory(device, headroom, memory_budget)
     if device.type == "cpu":
@@ -61,10 +60,10 @@ def device_memory(device: torch.device, headroom: float, memory_budget: int | No
 
 
 class CudaMemory:
-    """The memory of a CUDA device by torch's counters, so by whichever allocator answers them.
+    """The memory of a CUDA device by torch's counters, whichever allocator answers them.
 
-    Held is what the allocator has of the device, its cache and what is in fragments there included: a size that makes
-    it empty its cache in mid-step fits barely, and is slow at that.
+    `held` is the device memory that the allocator holds, its cache and fragments included: a size at which it has to
+    empty its cache within a step barely fits, and is slow.
     """
 
     def __init__(self, device: torch.device, headroom: float, memory_budget: int | None) -> None:
@@ -108,7 +107,7 @@ class CudaMemory:
             return f"{_C.format_size(taken.peak)} live at once, of a budget of {_C.format_size(self._budget)}"
         # Without headroom whatever has run has fitted.
         if self._headroom and taken.held > self._limit:
-            return f"{self._headroom:.0%} of {_C.format_size(self.total)} are not free"
+            return f"{self._headroom:.0%} of {_C.format_size(self.total)} are not left free"
         return ""
 
     def _statistics(self) -> dict[str, Any]:
@@ -124,14 +123,14 @@ _ASKED = "requested_bytes.all.allocated"
 
 
 class BudgetExceeded(MemoryError):
-    """A step's tensors on the host were more than they may be."""
+    """A step's tensors on the host exceeded their limit."""
 
 
 class CpuMemory:
-    """Live storages on the CPU, each counted once, all that there are at the beginning among them.
+    """Live storages on the CPU, each counted once, including those that exist at the beginning.
 
-    What a kernel works in, and what other threads make, is not seen. Where they become more than there is room for, the
-    step ends with an exception: the kernel's way would be to kill the process.
+    Kernels' workspaces and allocations of other threads are not seen. When the storages exceed the room, the step ends
+    with an exception, since the kernel would kill the process.
     """
 
     name = "cpu"
@@ -191,7 +190,7 @@ class _Limited(Meter):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.live > self.limit:
             raise BudgetExceeded(
-                f"{_C.format_size(self.live)} of tensors on the CPU, where {_C.format_size(self.limit)} may be"
+                f"{_C.format_size(self.live)} of tensors on the CPU, where the limit is {_C.format_size(self.limit)}"
             )
         return out
 
@@ -200,5 +199,5 @@ def _available() -> int:
     """Bytes of the host that are free for this process, within its cgroup."""
     found = available(swap=False)
     if found is None:
-        raise RuntimeError("what the host has free is not known here: give memory_budget=")
+        raise RuntimeError("the free memory of the host is not known here: give memory_budget=")
     return found

@@ -44,49 +44,50 @@ def find_batch_size(
 ) -> FoundBatchSize:
     """Find the largest batch size that fits, by running whole training steps of growing sizes.
 
-    Sizes go up from `start` until one does not fit, at most to `maximum`; then the gap is closed, among the multiples
-    of `multiple_of`. The size that is returned has been run itself, `steps` times in a row: the first step makes the
-    optimizer's states, the second runs beside them. A size fits where nothing ran out of memory and where `headroom`
-    stayed free at the peak, the allocator's cache and other processes counted as taken.
+    Sizes grow from `start` until one does not fit, at most to `maximum`; then the gap is searched, among the multiples
+    of `multiple_of`. The returned size has itself been run, for `steps` steps in a row: the first step creates the
+    optimizer's states, the second runs beside them. A size fits if nothing ran out of memory and `headroom` remained
+    free at the peak. The allocator's cache and the memory of other processes are not counted as free.
 
     Afterwards the parameters, buffers, gradients and modes of `model`, the states and groups of `optimizer`, `scaler`,
-    what is in `stateful`, and the random states of Python, NumPy and torch are bit for bit what they were: they are
-    kept on the host meanwhile, which takes as many bytes there. What else fn changes stays changed: pass a fixed batch,
-    not a loader's next one. torch's peak counters begin anew.
+    the objects in `stateful`, and the random states of Python, NumPy and torch are restored bit for bit. The search
+    keeps copies of them on the host, which takes as many bytes there. Other changes by fn remain: pass a fixed batch,
+    not a loader's next one. torch's peak counters are reset.
 
-    In a run of several ranks, search before the model is wrapped in DDP or sharded: one that is, is refused.
+    In a run of several ranks, search before the model is wrapped in DDP or sharded; a wrapped or sharded model is
+    refused.
 
     Args:
-        fn: One whole training step (data, forward, backward, optimizer.step, zero_grad) with a batch of that many
-            samples. With `card`: a module, or a function of a sample that returns a loss.
+        fn: One whole training step (data, forward, backward, optimizer.step, zero_grad); it is called with the batch
+            size. With `card`: a module, or a function of a sample that returns a loss.
         start: The size to begin with.
         maximum: The largest size to try.
-        minimum: The least size that is of use.
-        multiple_of: Try multiples of it alone.
-        headroom: The part of the device that is to stay free.
-        within: The part of the largest size by which the answer may be too small: by default a tenth of the headroom,
-            so the very largest where there is none.
-        memory_budget: The most bytes ("8GiB") of tensors that may live at once. On the CPU that is the only bound, by
-            default what the host has free, and a try that exceeds it ends there.
-        model: The module that is put back; like the next two one, several in a tuple, or None.
-        optimizer: The optimizer that is put back; with `card` one or a class.
-        scaler: The gradient scaler that is put back.
-        stateful: Others that are put back: schedulers, generators.
-        steps: The number of steps of each try.
+        minimum: The smallest useful size.
+        multiple_of: Only multiples of this number are tried.
+        headroom: The fraction of the device that must remain free.
+        within: The fraction of the largest size by which the answer may be too small; by default a tenth of the
+            headroom, so without headroom the answer is the largest size itself.
+        memory_budget: The most bytes ("8GiB") of tensors that may live at once. On the CPU this is the only bound, by
+            default the host's free memory, and an attempt ends when it exceeds it.
+        model: The module to restore; like the next two arguments a single object, a tuple of several, or None.
+        optimizer: The optimizer to restore; with `card` an optimizer or a class.
+        scaler: The gradient scaler to restore.
+        stateful: Other objects to restore: schedulers, generators.
+        steps: The number of steps of each attempt.
         device: The device; the model's by default, else the current CUDA device, else the CPU.
-        card: A GPU that is not here ("4090", "24GiB"): the answer is from memopt.estimate's simulated device. Each try
-            is a run of `steps` steps in a child process, and nothing here is touched.
-        sample: With `card` a batch of any size (first dimension).
+        card: A GPU that this machine lacks ("4090", "24GiB"): memopt.estimate's simulated device answers. Each attempt
+            is a run of `steps` steps in a child process, and nothing in this process is changed.
+        sample: With `card`, a batch of any size (first dimension).
         unprotected: With `card`, as memopt.estimate() takes it.
 
     Returns:
-        A FoundBatchSize: .batch_size, .tried (each size with its bytes, and why it does not fit), .stopped; what it has
-        cost is .samples and .seconds. Print it.
+        A FoundBatchSize: .batch_size, .tried (each size with its bytes, and why it does not fit), .stopped; .samples
+        and .seconds give the cost of the search. Print it.
 
     Raises:
-        NoBatchSizeFits: Not even `minimum` fits; it has the least bytes.
-        ValueError: Arguments that make no sense, and a fn that does not use its argument.
-        Exception: What fn raises, other than an out-of-memory error, after all is put back.
+        NoBatchSizeFits: Not even `minimum` fits; the exception has the least number of bytes that it needs.
+        ValueError: An argument is out of range, or fn does not use its argument.
+        Exception: Whatever fn raises, other than an out-of-memory error, after everything is restored.
 
     Example:
         >>> found = memopt.find_batch_size(step, model=model, optimizer=optimizer, headroom=0.1)
@@ -100,7 +101,7 @@ def find_batch_size(
             fn, sample, card, optimizer, bounds, multiple_of, headroom, within, steps, unprotected
         )
     if sample is not None:
-        raise ValueError("sample= is for card=: a step that runs here makes its own batch")
+        raise ValueError("sample= is used with card= only: a step that runs here makes its own batch")
     _refuse_ranks(_several(model))
     budget = None if memory_budget is None else _C.parse_size(memory_budget)
     models, optimizers, scalers = _several(model), _several(optimizer), _several(scaler)
@@ -148,7 +149,7 @@ class _Tries:
         self._asked: dict[int, int] = {}
 
     def run(self, size: int) -> TrialMemory | None:
-        """Run a size. Returns what it takes, None where it does not fit."""
+        """Run a size. Returns the memory that it takes, None if it does not fit."""
         self._memory.begin()
         begun = time.perf_counter()
         done, taken, why = self._attempt(size)
@@ -170,7 +171,7 @@ class _Tries:
         return taken if trial.fits else None
 
     def _attempt(self, size: int) -> tuple[int, TrialMemory, str]:
-        """The steps that were begun, what they took, and why they ended before the last."""
+        """Return the steps that were started, the memory that they took, and why they ended before the last."""
         done = 0
         try:
             for done in range(1, self._steps + 1):  # noqa: B007
@@ -188,15 +189,17 @@ class _Tries:
             return done, taken, _first_line(error)
 
     def _check_used(self, size: int, taken: TrialMemory) -> None:
-        """The first try makes what stays, so it asks for more than others do."""
+        """Check that fn uses its argument.
+
+        The first trial creates what remains, so it requests more than the others."""
         if len(self.tried) < 2 or not taken.asked:
             return
         self._asked[size] = taken.asked
         smallest = min(self._asked)
         if size >= 16 * smallest and self._asked[smallest] == taken.asked:
             raise ValueError(
-                f"fn(batch_size) asks for the same {_C.format_size(taken.asked)} with {size} as with {smallest}: "
-                "let it make its batch of the size that it is given"
+                f"fn(batch_size) requests the same {_C.format_size(taken.asked)} with {size} as with {smallest}: it "
+                "must make a batch of the size that it is given"
             )
 
 
@@ -210,7 +213,7 @@ def _first_line(error: BaseException) -> str:
         return str(error)
     asked = bytes_asked(error)
     if asked is not None:
-        return f"out of memory where it asked for {_C.format_size(asked)}"
+        return f"out of memory when it requested {_C.format_size(asked)}"
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
 
 
@@ -219,9 +222,9 @@ def none_fits(tries: _Tries, memory: DeviceMemory) -> NoBatchSizeFits:
     least = tries.least
     return NoBatchSizeFits(
         f"no batch size fits on {memory.name}: a step with {smallest.batch_size} takes at least "
-        f"{_C.format_size(least)} ({least} bytes), and {_C.format_size(memory.room)} may be taken of "
-        f"{_C.format_size(memory.total)} ({smallest.why}). See memopt.auto_checkpoint, which computes again what it "
-        "does not keep, and memopt.estimate, which says where the memory goes",
+        f"{_C.format_size(least)} ({least} bytes), but only {_C.format_size(memory.room)} of "
+        f"{_C.format_size(memory.total)} may be used ({smallest.why}). See memopt.auto_checkpoint, which recomputes "
+        "activations instead of keeping them, and memopt.estimate, which reports where the memory goes",
         least,
         tries.tried,
     )
@@ -231,17 +234,19 @@ def _notes(tries: _Tries, compilations: int) -> list[str]:
     notes = []
     if compilations:
         notes.append(
-            f"torch.compile compiled {compilations} times for {len(tries.tried)} sizes: each is a shape of its own "
-            "until one is marked as dynamic, and after torch._dynamo.config.recompile_limit of them it compiles no "
-            "more; torch.compiler.reset() begins anew"
+            f"torch.compile compiled {compilations} times for {len(tries.tried)} sizes: each size is a shape of its "
+            "own until the dimension is marked as dynamic, and after torch._dynamo.config.recompile_limit "
+            "compilations it compiles no more; torch.compiler.reset() starts again"
         )
     if any(trial.retries for trial in tries.tried if trial.fits):
-        notes.append("the allocator emptied its cache in mid-step with some sizes that fit: they run, slowly")
+        notes.append(
+            "with some sizes that fit, the allocator emptied its cache during the step: they run, but slowly"
+        )
     return notes
 
 
 def _compilations() -> int:
-    """Graphs that torch.compile has made so far in this process."""
+    """Return the number of graphs that torch.compile has made so far in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
 
@@ -266,25 +271,28 @@ def _check(
     }  # fmt: skip
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} is no number of samples or steps: write 1 or more")
+            raise ValueError(f"{name}={value!r} is not a number of samples or steps: write 1 or more")
     if maximum // multiple_of < -(-minimum // multiple_of):
         raise ValueError(f"no multiple of {multiple_of} lies between minimum={minimum} and maximum={maximum}")
     if not 0 <= headroom < 1:
-        raise ValueError(f"headroom={headroom!r} is no part of a device: write 0.05 for a twentieth of it")
+        raise ValueError(
+            f"headroom={headroom!r} is not a share of the device: write 0.05 for a twentieth of it"
+        )
     if not 0 <= within < 1:
-        raise ValueError(f"within={within!r} is no part of a batch size: write 0 for the very largest")
+        raise ValueError(f"within={within!r} is not a share of a batch size: write 0 for the exact largest")
 
 
 def _refuse_ranks(models: list[torch.nn.Module]) -> None:
-    """A try that runs out of memory on one rank leaves the others in a collective."""
+    """Refuse several ranks: a trial that runs out of memory on one rank leaves the others in a collective."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     kinds = {kind.__name__ for model in models for part in model.modules() for kind in type(part).__mro__}
     found = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     if found and torch.distributed.get_world_size() > 1:
         raise ValueError(
-            f"model is {found.pop()}'s, and a try that runs out of memory on one rank would leave the others waiting: "
-            "search with the module before it is wrapped, in a step without collectives, or use memopt.estimate"
+            f"model is wrapped by {found.pop()}, and a trial that runs out of memory on one rank would leave the "
+            "others waiting: search with the module before it is wrapped, in a step without collectives, or use "
+            "memopt.estimate"
         )
 
 
@@ -316,7 +324,9 @@ def _on_card(
     steps: int,
     unprotected: bool,
 ) -> FoundBatchSize:
-    """bounds: start, least and most, in units. ValueError for a card that is none, or a sample without a batch."""
+    """Search on a card that is not present.
+
+    bounds: start, least and most, in units. Raises ValueError for an unknown card, or a sample without a batch."""
     from memopt._estimate import cards, model
 
     whole = cards.card(card)
@@ -324,7 +334,9 @@ def _on_card(
     limited = cards.Card(whole.name, room, whole.compute_capability, whole.multiprocessors, whole.context)
     size = model.batch_of(sample)
     if size is None:
-        raise ValueError("card=: pass sample=, a batch of any size, whose first dimension is the batch's")
+        raise ValueError(
+            "card=: pass sample=, a batch of any size, whose first dimension is the batch dimension"
+        )
     tried: list[Trial] = []
     notes: dict[str, None] = {}
     begun = time.perf_counter()
@@ -347,8 +359,8 @@ def _on_card(
     if bracket.best is None:
         smallest = min(tried, key=lambda trial: trial.batch_size)
         raise NoBatchSizeFits(
-            f"no batch size fits on {whole}: a step with {smallest.batch_size} takes {smallest.held} bytes, and "
-            f"{_C.format_size(room)} may be taken",
+            f"no batch size fits on {whole}: a step with {smallest.batch_size} takes {smallest.held} bytes, but only "
+            f"{_C.format_size(room)} may be used",
             smallest.held,
             tried,
         )
@@ -394,7 +406,7 @@ class Bracket:
         self._gap = self.high
 
     def next(self) -> int | None:
-        """The size to try; None when low is the answer."""
+        """Return the size to try next; None when low is the answer."""
         if self.high - self.low <= max(1, self._within * self.low):
             return None
         if self._next is not None:
@@ -412,7 +424,9 @@ class Bracket:
         return (self.low + self.high) // 2
 
     def fits(self, size: int, taken: int, left: int | None = None) -> None:
-        """taken: bytes of the room; left: those of it that stay when the step is over, as if it had no samples."""
+        """Note that a size fits.
+
+        taken: bytes of the room; left: the part of them that remains when the step is over, as if it had no samples."""
         if left is not None and left < taken:
             self._base = left
         self._next = None
@@ -420,7 +434,7 @@ class Bracket:
         self.low = max(self.low, size)
 
     def fails(self, size: int) -> None:
-        """Also of a size that fitted once, and does not any more."""
+        """Note that a size does not fit, even if it fitted before."""
         self._next = None
         self.high = min(self.high, size)
         self._points = {n: taken for n, taken in self._points.items() if n < self.high}
@@ -428,11 +442,12 @@ class Bracket:
 
     @property
     def best(self) -> int | None:
-        """The largest that has fitted."""
+        """Return the largest size that has fitted."""
         return max(self._points, default=None)
 
     def _meets(self) -> int | None:
-        """The size at which the line through the two largest that fit, or through one and its rest, meets the room."""
+        """Return the size at which the line through the two largest sizes that fit, or through one and its remainder,
+        meets the room."""
         points = dict(self._points)
         if len(points) == 1 and self._base is not None:
             points[0] = self._base

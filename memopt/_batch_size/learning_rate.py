@@ -24,15 +24,15 @@ def scaled_learning_rate(lr: float, from_batch: int, to_batch: int, rule: str = 
 
     Args:
         lr: The rate that was right for from_batch.
-        from_batch: Samples a step, all ranks' and all accumulated ones together.
-        to_batch: Samples a step that the rate is wanted for.
+        from_batch: Samples a step, over all ranks and all accumulated batches.
+        to_batch: Samples a step for which the rate is wanted.
         rule: "linear", "sqrt", or "adam" (which is "sqrt" for the rate itself).
 
     Returns:
         The rate for to_batch.
 
     Raises:
-        ValueError: An unknown rule, or sizes below 1.
+        ValueError: The rule is unknown, or a size is below 1.
     """
     return lr * _factor(from_batch, to_batch, rule)
 
@@ -40,24 +40,24 @@ def scaled_learning_rate(lr: float, from_batch: int, to_batch: int, rule: str = 
 def rescale_learning_rate_(
     optimizer: torch.optim.Optimizer, from_batch: int, to_batch: int, rule: str | None = None
 ) -> dict[str, list[float]]:
-    """Change an optimizer's rates in place, group by group, for another batch size.
+    """Change an optimizer's learning rates in place, group by group, for another batch size.
 
-    Those that schedulers start from ("initial_lr") too; a scheduler that exists already has its own copy of them
-    (base_lrs): make it afterwards.
+    The rates that schedulers start from ("initial_lr") change too. An existing scheduler has its own copy of them
+    (base_lrs): create schedulers afterwards.
 
     Args:
         optimizer: The optimizer.
-        from_batch: Samples a step until now, all ranks' and all accumulated ones together.
+        from_batch: Samples a step until now, over all ranks and all accumulated batches.
         to_batch: Samples a step from now on.
-        rule: By default "sqrt" for what has betas (Adam, AdamW, Lion and others), "linear" for the rest. "adam" changes
-            betas and eps with the rate.
+        rule: By default "sqrt" for optimizers with betas (Adam, AdamW, Lion and others), "linear" for the rest. "adam"
+            changes betas and eps with the rate.
 
     Returns:
         The rates: {"before": [lr of each group], "after": [...]}.
 
     Raises:
-        ValueError: Sizes below 1, an unknown rule, "adam" for an optimizer that has no betas, or a change so large that
-            a beta would be negative. Nothing has changed then.
+        ValueError: A size is below 1, the rule is unknown, it is "adam" and the optimizer has no betas, or the change
+            is so large that a beta would be negative. Nothing has changed then.
     """
     adaptive = all("betas" in group for group in optimizer.param_groups)
     rule = rule or ("sqrt" if adaptive else "linear")
@@ -66,13 +66,13 @@ def rescale_learning_rate_(
     if rule == "adam":
         if not adaptive:
             raise ValueError(
-                f'rule="adam" changes betas, and {type(optimizer).__name__} has none: use "linear" or "sqrt"'
+                f'rule="adam" changes betas, but {type(optimizer).__name__} has none: use "linear" or "sqrt"'
             )
         k = to_batch / from_batch
         betas = [tuple(1 - k * (1 - beta) for beta in group["betas"]) for group in optimizer.param_groups]
         if any(not 0 <= beta < 1 for pair in betas for beta in pair):
             raise ValueError(
-                f"a batch {k:g} times as large would make the betas {betas}: the rule does not reach that far"
+                f"a batch {k:g} times as large would make the betas {betas}: the rule does not hold that far"
             )
     before = [float(group["lr"]) for group in optimizer.param_groups]
     for number, group in enumerate(optimizer.param_groups):
@@ -87,7 +87,7 @@ def rescale_learning_rate_(
 
 
 def _scale(group: dict[str, Any], name: str, factor: float) -> None:
-    """A rate that is a tensor stays the same tensor: a captured graph reads it there."""
+    """Scale a rate. A rate that is a tensor remains the same tensor, because a captured graph reads it there."""
     if isinstance(group[name], torch.Tensor):
         group[name].mul_(factor)
     else:
@@ -97,8 +97,8 @@ def _scale(group: dict[str, Any], name: str, factor: float) -> None:
 def _factor(from_batch: int, to_batch: int, rule: str) -> float:
     for name, size in (("from_batch", from_batch), ("to_batch", to_batch)):
         if size < 1:
-            raise ValueError(f"{name}={size!r} is no batch size: write 1 or more")
+            raise ValueError(f"{name}={size!r} is not a batch size: write 1 or more")
     if rule not in RULES:
-        raise ValueError(f"rule={rule!r} is none of {', '.join(map(repr, RULES))}")
+        raise ValueError(f"rule={rule!r} is not one of {', '.join(map(repr, RULES))}")
     k = to_batch / from_batch
     return k if rule == "linear" else math.sqrt(k)

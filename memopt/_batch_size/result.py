@@ -11,12 +11,12 @@ from memopt._runtime.table import ResultTable, paragraphs
 
 @dataclass(frozen=True)
 class Trial:
-    """One size that was run.
+    """The run of one size.
 
-    `peak`: the most bytes of tensors that lived at once; `held`: what the device had to have for it, what other
-    processes hold included (on the CPU, the same as peak); where it ran out of memory, both are of what it had got so
-    far. `retries`: requests that the allocator could meet only after it had emptied its cache: the sign of a size that
-    fits barely. `why`: what ended it, "" where it fits.
+    `peak`: the most bytes of tensors that lived at once; `held`: the device memory needed for it, the memory of other
+    processes included (on the CPU, the same as peak). If it ran out of memory, both count what it had allocated until
+    then. `retries`: requests that the allocator could meet only after emptying its cache, the sign of a size that
+    barely fits. `why`: the reason why it does not fit, "" if it does.
     """
 
     batch_size: int
@@ -31,11 +31,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class FoundBatchSize:
-    """A batch size that has been run, with `steps` steps one after the other, and fitted.
+    """A batch size that has been run, for `steps` steps in a row, and fits.
 
-    Print it, or show it in a notebook: a table of all trials. int() of it is the size. `stopped`: why no larger one was
-    taken; `room`: the bytes that a step may take, `headroom` of the device kept free; `notes`: what else there is to
-    know, such as recompilations.
+    Print it, or show it in a notebook: a table of all trials. int() gives the size. `stopped`: why no larger size was
+    taken; `room`: the bytes that a step may take, with `headroom` of the device kept free; `notes`: other facts, such
+    as recompilations.
     """
 
     batch_size: int
@@ -62,7 +62,7 @@ class FoundBatchSize:
 
     @property
     def samples(self) -> int:
-        """That were computed for the answer's sake alone: all of what was tried is undone."""
+        """The number of samples computed for the search; all trials are undone."""
         return sum(trial.batch_size * trial.steps for trial in self.tried)
 
     def __str__(self) -> str:
@@ -75,8 +75,8 @@ class FoundBatchSize:
     def _headline(self) -> str:
         kept = f", {self.headroom:.0%} kept free" if self.headroom else ""
         return (
-            f"batch size {self.batch_size} on {self.device} ({_C.format_size(self.room)} may be taken{kept}): "
-            f"{self.stopped}; {len(self.tried)} tries, {self.seconds:.1f} s"
+            f"batch size {self.batch_size} on {self.device} ({_C.format_size(self.room)} may be used{kept}): "
+            f"{self.stopped}; {len(self.tried)} trials, {self.seconds:.1f} s"
         )
 
     def _repr_html_(self) -> str:
@@ -85,7 +85,7 @@ class FoundBatchSize:
 
 
 class NoBatchSizeFits(Error):
-    """Not even the least batch size fits. `least`: bytes that its step takes at least; `tried`: all tries."""
+    """Not even the smallest batch size fits. `least`: bytes that its step needs at least; `tried`: all trials."""
 
     def __init__(self, message: str, least: int, tried: list[Trial]) -> None:
         super().__init__(message)
@@ -108,5 +108,5 @@ def _cells(trial: Trial) -> tuple[str, ...]:
 
 
 def table(tried: list[Trial]) -> ResultTable:
-    """The tries in the order in which they were made."""
+    """Return the trials in the order in which they were run."""
     return ResultTable([_cells(trial) for trial in tried], _HEADS, left=(5,))

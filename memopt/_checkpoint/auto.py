@@ -45,8 +45,8 @@ class StageForward:
         if not self._checked:
             if ranks.is_distributed(self.member.module):
                 raise RuntimeError(
-                    f"{self.member.name} was sharded over ranks after auto_checkpoint(), whose plan is this rank's "
-                    "alone: call auto_checkpoint() after fully_shard() and parallelize_module(), on every rank"
+                    f"{self.member.name} was sharded over ranks after auto_checkpoint(), whose plan covers this rank "
+                    "only: call auto_checkpoint() after fully_shard() and parallelize_module(), on every rank"
                 )
             self._checked = True
         return self.member.call(self.runner.run, args, kwargs)
@@ -72,7 +72,7 @@ def auto_checkpoint(
     to: str | os.PathLike[str] | None = None,
     offload: str | os.PathLike[str] | None = None,
 ) -> torch.nn.Module:
-    """Make the model run its stages by the fastest schedule of recomputation whose live bytes stay within a budget.
+    """Make the model run its stages by the fastest recomputation schedule whose live bytes stay within a budget.
 
     The chain of stages is found by watching one forward pass. Then each stage is measured, in two passes and a few runs
     of every stage. A plan is tested by three steps of the model: forward, loss and backward, with memory of the size of
@@ -80,10 +80,10 @@ def auto_checkpoint(
     less, up to eight times. All this leaves the model as it was.
 
     The model's parameters, names, state_dict, hooks, train() and eval() stay as they were, and gradients are bit-equal
-    to those of the plain run. Without a graph (torch.no_grad) nothing differs. `model.plan` describes the decision. A
-    batch of another shape than the sample's gives right results too, with another peak. A second call makes a new plan;
-    if it fails, the old plan stays. undo_checkpoint() removes it. On a CUDA device the peaks in torch's statistics are
-    reset.
+    to those of the plain run. Without a graph (torch.no_grad) the model runs as before. `model.plan` describes the
+    decision. A batch of another shape than the sample's gives right results too, with another peak. A second call makes
+    a new plan; if it fails, the old plan stays. undo_checkpoint() removes it. On a CUDA device the peaks in torch's
+    statistics are reset.
 
     Saved tensors depend on autocast: where the training uses it, call this under autocast too. Stages of a model that
     is compiled afterwards run uncompiled.
@@ -133,7 +133,9 @@ def auto_checkpoint(
         >>> print(model.plan)
     """
     if offload is not None:
-        warnings.warn("auto_checkpoint(offload=) is named to= now", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "the argument offload= of auto_checkpoint() is now named to=", DeprecationWarning, stacklevel=2
+        )
         to = offload if to is None else to
     refuse_offloaded(model)
     refuse_compiled(model)
@@ -173,8 +175,8 @@ def refuse_offloaded(model: torch.nn.Module) -> None:
 
     if (name := offloaded(model)) is not None:
         raise ValueError(
-            f"auto_checkpoint: {name or 'the model'} is offloaded by offload_layers(), which it cannot plan for: "
-            ".remove() its handle first, or let activations leave by memopt.offload_activations()"
+            f"auto_checkpoint: {name or 'the model'} is offloaded by offload_layers(), which auto_checkpoint() cannot "
+            "plan for: .remove() its handle first, or offload activations with memopt.offload_activations()"
         )
 
 
@@ -182,9 +184,10 @@ def refuse_compiled(model: torch.nn.Module) -> None:
     """Raise ValueError for a model compiled as a whole: its code calls none of the model's modules."""
     if "_orig_mod" in model._modules or model._compiled_call_impl is not None:
         raise ValueError(
-            "auto_checkpoint: the model is compiled by torch.compile(), whose code calls none of its modules: compile "
-            "its blocks instead (model.blocks[i] = torch.compile(model.blocks[i])) and give auto_checkpoint() the "
-            "model around them; what is compiled after auto_checkpoint() runs its stages uncompiled"
+            "auto_checkpoint: the model is compiled by torch.compile(), whose code calls none of the model's "
+            "modules: compile its blocks instead (model.blocks[i] = torch.compile(model.blocks[i])) and pass "
+            "auto_checkpoint() the model that contains them; a model compiled after auto_checkpoint() runs its "
+            "stages uncompiled"
         )
 
 

@@ -44,7 +44,7 @@ Forward = Callable[[], tuple[Any, torch.Tensor]]  # returns the result and the l
 
 
 def budget_bytes(memory_budget: int | float | str, device: torch.device) -> int:
-    """A fraction of the device's memory, or of the machine's for a CPU; else bytes."""
+    """Return a budget in bytes, from a fraction of the device's memory (for a CPU the machine's) or from bytes."""
     if isinstance(memory_budget, float):
         if not 0 < memory_budget <= 1:
             raise ValueError(
@@ -148,8 +148,9 @@ def plan_for(
     if schedule is None:
         least += fixed
         raise InfeasibleBudget(
-            f"memory_budget is {budget} bytes, and {whose} takes at least {least} on this sample, {fixed} of them for "
-            f"what lives however its {len(names)} stages are run: give it {least} or more, or a smaller batch",
+            f"memory_budget is {budget} bytes, but {whose} takes at least {least} on this sample, {fixed} of them "
+            f"regardless of how its {len(names)} stages are run: raise memory_budget to {least} or more, or use a "
+            "smaller batch",
             least,
         )
     plan = Plan(sizes, times, chain, schedule, around, budget, fixed, speed)
@@ -161,7 +162,7 @@ def plan_for(
 
 
 class MeasuredPeaks(NamedTuple):
-    """Most bytes alive in a forward and backward pass, and while the optimizer steps."""
+    """The most bytes alive in a forward and backward pass, and while the optimizer steps."""
 
     in_passes: int
     in_step: int
@@ -195,7 +196,8 @@ def checked_plan(
         if distributed:
             taken = MeasuredPeaks(*ranks.most(measured, taken))
         logger.debug(
-            "auto_checkpoint: a step by a plan for %d bytes took %d, %d as the optimizer stepped; the budget is %d",
+            "auto_checkpoint: a step under a plan for %d bytes took %d, %d while the optimizer stepped; the budget "
+            "is %d",
             plan.peak_bytes,
             *taken,
             budget,
@@ -230,16 +232,17 @@ def checked_plan(
     least = plan.peak_bytes + max(plan.peak_bytes // SPARE, SPARE_OF_RANKS if distributed else 0)
     if taken.in_step > taken.in_passes:
         for_what = (
-            f"when the optimizer steps, which takes {sum(beside.passing)} beside parameters, gradients and state: give "
-            f"it {least} or more, or an optimizer that takes less (foreach=False, or one of memopt.optim)"
+            f"when the optimizer steps, which takes {sum(beside.passing)} besides parameters, gradients and state: "
+            f"raise memory_budget to {least} or more, or use an optimizer that takes less (foreach=False, or one of "
+            "memopt.optim)"
         )
     else:
         for_what = (
-            f"{plan.fixed_bytes} of them needed however its {len(measured.chain.names)} stages are run: "
-            f"give it {least} or more, or a smaller batch"
+            f"{plan.fixed_bytes} of them regardless of how its {len(measured.chain.names)} stages are run: raise "
+            f"memory_budget to {least} or more, or use a smaller batch"
         )
     raise InfeasibleBudget(
-        f"memory_budget is {budget} bytes, and {whose} takes at least {least} on this sample, {for_what}",
+        f"memory_budget is {budget} bytes, but {whose} takes at least {least} on this sample, {for_what}",
         least,
     )
 

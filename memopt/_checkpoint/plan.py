@@ -256,7 +256,7 @@ class Plan:
         return first
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures of str() as JSON-able values; in bytes and seconds."""
+        """Return the figures of str() as JSON-able values, in bytes and seconds."""
         runs, first = self._runs(), self._first_keeps()
         measured = zip([*self.stages, REST], self.measured_bytes, self.measured_seconds, strict=True)
         return {
@@ -289,7 +289,7 @@ class Plan:
             f"{len(self.stages)} stages within {size(self.memory_budget)}: {size(self.peak_bytes)} and "
             f"{self.seconds * 1e3:.1f} ms a step; with everything kept {size(self.plain_bytes)} and "
             f"{self.plain_seconds * 1e3:.1f} ms",
-            f"{size(self.fixed_bytes)} of it lives however the stages are run; the backward pass makes "
+            f"{size(self.fixed_bytes)} of it is live regardless of how the stages are run; the backward pass makes "
             f"{size(sum(self.gradient_bytes))} of gradients",
             *self._of_offload(),
             f"{'stage':<{width}}  {'saves':>10}  {'output':>10}  {'forward':>10}  {'backward':>10}  "

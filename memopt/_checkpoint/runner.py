@@ -95,7 +95,7 @@ class ChainRunner:
         last = [self.backward_at.get(k, -1) for k in range(self.count)]
         if -1 in (*first, *last) or first != sorted(first) or last != sorted(last, reverse=True):
             raise ValueError(
-                f"the schedule is not one of {self.count} stages: each must run forward, in order, and backward once, "
+                f"the schedule does not fit {self.count} stages: each must run forward, in order, and backward once, "
                 "in the reverse order"
             )
         # Stages whose input is dropped while their saved set waits for it.
@@ -110,7 +110,7 @@ class ChainRunner:
         for n, (op, k, *option) in enumerate(ops):
             if option and (option != [OPTION] or op not in ("fall", "bwd") or self.offload is None):
                 raise ValueError(
-                    f"operation {n}, {op} {k}, has the option {option[0]!r}: this runner has none"
+                    f"operation {n}, {op} {k}, has the option {option[0]!r}: this runner supports no option"
                     + (
                         f" but {OPTION!r} of fall and bwd"
                         if self.offload
@@ -467,7 +467,7 @@ class ChainPass:
                 value = self.resolved(saved)
             if value is None:
                 raise AssertionError(
-                    f"stage {saved.stage} ran again and did not make the tensor that it had saved"
+                    f"stage {saved.stage}, when run again, did not produce the tensor that it had saved"
                 )
             return value
 

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     except trainings.DemoFailed as error:
         raise OSError(error) from error
     except KeyboardInterrupt:
-        print("memopt demo: interrupted; nothing was left behind", file=sys.stderr)
+        print("memopt demo: interrupted; no files were left behind", file=sys.stderr)
         return 130
     told = json.dumps(result.as_dict(), indent=2) if options.json else results.text(result, shown)
     write(told, options.output)

@@ -14,8 +14,8 @@ HELP = "compare two recordings"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", metavar="A", help="a recording, or a snapshot of torch's")
-    parser.add_argument("after", metavar="B", help="another one")
+    parser.add_argument("before", metavar="A", help="a recording, or a torch snapshot")
+    parser.add_argument("after", metavar="B", help="the recording to compare it with")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 

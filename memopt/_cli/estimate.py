@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CARD",
         help=f"a size, such as 24GiB, or one of {', '.join(c.name for c in cards.CARDS)}",
     )
-    add("--compute-capability", metavar="X.Y", help="in place of the card's own (8.0 for a size)")
+    add("--compute-capability", metavar="X.Y", help="instead of the card's own (8.0 for a size)")
     add("--context", type=size_argument, metavar="SIZE", help="memory of the CUDA context (450MiB)")
     add("--steps", type=_steps, default=3, metavar="N", help=_STEPS)
     add("--seconds", type=_seconds, default=600, metavar="S", help="stop a run after S seconds (600)")
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count_argument(1),
         default=1,
         metavar="N",
-        help="number of such cards in the machine; the answer is about the fullest (1)",
+        help="number of such cards in the machine; the answer is for the fullest one (1)",
     )
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--ddp", dest="spread", action="store_const", const="ddp", help=_SPREAD.format("DDP"))
@@ -117,7 +117,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument(
         "--unprotected",
         action="store_true",
-        help="if the kernel cannot protect files, redirect Python's writes only, not those of programs and C code",
+        help="if the kernel cannot protect files, redirect Python's writes only, not those of other "
+        "programs and C code",
     )
     files.add_argument("--keep-files", action="store_true", help="let the script write to your files")
     add("--record", metavar="FILE", help="write the recording of the run, for `memopt report`")
@@ -189,7 +190,7 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
     if options.gpu is not None:
         card = cards.card(options.gpu, options.compute_capability, options.context)
     if options.max_batch and card is None:
-        raise ValueError("--max-batch searches for a card: name it with --gpu")
+        raise ValueError("--max-batch needs a card: name it with --gpu")
     if options.spread and not options.nproc:
         raise ValueError(
             f"--{options.spread} parallelizes a model over ranks: give their number with --nproc"
@@ -272,7 +273,7 @@ def _on_fake_tensors(
         answer = fake_tensors.run(script, options.seconds, protected, output.fileno())
     found = fake_tensors.estimate_of(answer, " ".join(argv), card, reason)
     if options.steps is not None and answer.steps >= options.steps:
-        found.covered = [f"{answer.steps} steps, then it was ended: what comes after was not seen"]
+        found.covered = [f"{answer.steps} steps, then it was ended: what follows was not seen"]
     return found, 0 if found.verdict in ("", "fits") else 1, ""
 
 

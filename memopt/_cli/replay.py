@@ -22,14 +22,16 @@ HELP = "replay a recorded run through memopt's allocator"
 # The keys of the JSON: of a run; what is by step, with --steps only.
 RUN = (
     "completed failed_line failure peak_reserved stitches granules_moved granules_switched driver_calls"
-    " driver_calls_last_step operations ns_per_op"
+    " driver_calls_last_step host_waits operations ns_per_op"
 ).split()
-BY_STEP = ("driver_calls_per_step", "granules_moved_per_step", "granules_switched_per_step", "held_per_step")
+BY_STEP = (
+    "driver_calls_per_step granules_moved_per_step granules_switched_per_step host_waits_per_step held_per_step"
+).split()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("trace", metavar="TRACE", help="a trace, or a snapshot of torch's")
+    add("trace", metavar="TRACE", help="a trace, or a torch snapshot")
     add(
         "--budget",
         type=size_argument,
@@ -37,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of the device, such as '8GiB' (no limit)",
     )
-    add("--frontier", action="store_true", help="search for the smallest device that completes, too")
+    add(
+        "--frontier",
+        action="store_true",
+        help="search for the smallest device on which the trace completes, too",
+    )
     add("--json", action="store_true", help="print the figures as JSON")
     add("--steps", action="store_true", help="include the figures of every step in the JSON")
     add("--device", type=count_argument(0), metavar="N", help="device of the trace (the only one)")
@@ -53,11 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=size_argument,
         default=0,
         metavar="SIZE",
-        help="largest request that is placed among the small ones (64KiB)",
+        help="largest request that counts as small (64KiB)",
     )
     add("--lazy", action="store_true", help="the device is one step behind the host")
-    add("--no-double-map", action="store_true", help="move memory only when its last use is over")
-    add("--no-recall", action="store_true", help="place a step that repeats anew")
+    add("--no-double-map", action="store_true", help="move memory only after its last use has completed")
+    add("--no-recall", action="store_true", help="do not reuse the placement of a step that repeats")
     add("--check", action="store_true", help="check all invariants and every use of memory (slow)")
 
 
@@ -111,7 +117,7 @@ def _text(answer: dict[str, Any]) -> str:
         rows.append(
             (
                 "  moved there",
-                f"{at['granules_moved']} granules, a step at most {at['granules_moved_per_step_max']}",
+                f"{at['granules_moved']} granules, at most {at['granules_moved_per_step_max']} in a step",
             )
         )
     rows += [
@@ -120,6 +126,7 @@ def _text(answer: dict[str, Any]) -> str:
             "driver calls",
             f"{answer['driver_calls']} for memory, {answer['driver_calls_last_step']} of them in the last step",
         ),
+        ("host waits", f"{answer['host_waits']} for work on the device, before a request could be served"),
         (
             "steps, requests",
             f"{answer['steps']}, {answer['operations']} calls of {answer['ns_per_op']:.0f} ns",

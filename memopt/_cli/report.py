@@ -17,7 +17,8 @@ HELP = "show a recording as a page, or in other formats"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a recording, or a snapshot of torch's")
+    parser.add_argument("file", metavar="FILE", help="a recording, or a torch snapshot")
+    parser.add_argument("--title", metavar="TEXT", help="title of the page (the recorded command)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, instead of a page")
     parser.add_argument("--text", action="store_true", help="print one screen of text, instead of a page")
 
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     path = Path(options.output or Path(options.file).with_suffix(".html").name)
     check_writable(path, options.force)
     try:
-        session.write(recordings, path, leaks=found)
+        session.write(recordings, path, leaks=found, title=options.title)
     except ValueError as error:
         raise OSError(f"{options.file}: {error}") from error
     except ImportError as error:

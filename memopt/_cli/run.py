@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count_argument(1),
         default=200_000,
         metavar="N",
-        help="number of births and deaths of blocks to keep, the most recent ones (200000)",
+        help="number of allocations and frees to keep, the most recent ones (200000)",
     )
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module and its arguments")
     add("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a script and its arguments")

@@ -17,21 +17,23 @@ from memopt.deploy._plain_model import plain_model
 
 @dataclass
 class Candidate:
-    """`given`: a module, or a function without arguments that makes one, or (module, sample). `sample`: of all models,
-    where a function makes none of its own."""
+    """A model to compare.
+
+    `given`: a module, or a function without arguments that returns one, or (module, sample). `sample`: the common
+    sample, for functions that return none."""
 
     name: str
     given: nn.Module | Callable[[], Any]
     sample: Any
 
     def whole(self) -> tuple[nn.Module, Any]:
-        """One with values, of its own, and its sample."""
+        """Return a model of its own with values, and its sample."""
         if isinstance(self.given, nn.Module):
             return copy.deepcopy(self.given), self.sample
         return self._made(self.given)
 
     def shapes(self) -> tuple[nn.Module, Any]:
-        """One whose tensors are on meta: they have shapes and take no memory."""
+        """Return a model whose tensors are on the meta device: they have shapes and take no memory."""
         if not isinstance(self.given, nn.Module):
             try:
                 with torch.device("meta"):
@@ -60,19 +62,19 @@ class Candidate:
         model, sample = made if isinstance(made, tuple) and len(made) == 2 else (made, self.sample)
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"the function returned {type(model).__name__}: let it return a module, or (module, sample)"
+                f"the function returned {type(model).__name__}: it must return a module, or (module, sample)"
             )
         if sample is None:
             raise TypeError(
-                "a model is run on a sample: pass sample=, or let the function return (module, sample)"
+                "a model needs a sample to run on: pass sample=, or return (module, sample) from the function"
             )
         return model, sample
 
 
 def candidates(models: Mapping[str, Any] | Iterable[Any], sample: Any) -> list[Candidate]:
-    """Raises TypeError or ValueError for what is no model, by name. Nothing is made yet."""
+    """Return the candidates by name. Raises TypeError or ValueError for what is not a model. No model is made yet."""
     if isinstance(models, nn.Module | str) or callable(models):
-        raise TypeError("compare_models: give several, as a list or as a dict by name")
+        raise TypeError("compare_models: give several models, as a list or as a dict by name")
     named = list(models.items()) if isinstance(models, Mapping) else _named(models)
     if not named:
         raise ValueError("compare_models: there is nothing to compare: give models, a dict by name or a list")
@@ -83,7 +85,9 @@ def _function(name: object, given: Any) -> nn.Module | Callable[[], Any]:
     if isinstance(given, str):
         module, _, attribute = given.partition(":")
         if not module or not attribute:
-            raise ValueError(f'compare_models: {given!r} is no name of a function: write "module:function"')
+            raise ValueError(
+                f'compare_models: {given!r} is not the name of a function: write "module:function"'
+            )
         return lambda: function_named(given)()
     if not callable(given):
         raise TypeError(
@@ -93,7 +97,7 @@ def _function(name: object, given: Any) -> nn.Module | Callable[[], Any]:
 
 
 def _named(models: Iterable[Any]) -> list[tuple[str, Any]]:
-    """By class or function; what has the name of an earlier one gets a number."""
+    """Return the models by class or function name; a name that is already used gets a number."""
     found: dict[str, Any] = {}
     for given in models:
         if isinstance(given, str):
@@ -111,13 +115,13 @@ def _named(models: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def same_random_states() -> AbstractContextManager[None]:
-    """Context that restores the program's random states, whatever is drawn within it."""
+    """Return a context that restores the program's random states afterwards."""
     index = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     return torch.random.fork_rng(index)  # type: ignore[no-any-return]
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    """The module, whose tensors it shares with another, with shapes in their place; ties stay ties."""
+    """Return the module with shapes in the place of the tensors that it shares with the original; ties are kept."""
     made: dict[int, torch.Tensor] = {}
 
     def shape(tensor: torch.Tensor) -> torch.Tensor:

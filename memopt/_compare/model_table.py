@@ -22,9 +22,11 @@ KEYS = ("peak", "time", "flops", "parameters", "bytes", "score", "name")
 
 @dataclass
 class ModelFigures:
-    """One model's. parameters: how many; bytes: of parameters and buffers, storages counted once. peak, needed: (low,
-    high) in bytes: of tensors, and of a card with the context. flops_forward, flops: of the forward and of a step.
-    seconds: of a step; spread: of the rounds, (least, most). errors: by figure, why there is none. None: not known."""
+    """The figures of one model.
+
+    parameters: their number; bytes: of parameters and buffers, each storage counted once. peak, needed: (low, high) in
+    bytes, of tensors, and of a card with the context. flops_forward, flops: of the forward and of a step. seconds: of a
+    step; spread: (least, most) over the rounds. errors: by figure, why there is none. None: not known."""
 
     name: str
     parameters: int | None = None
@@ -44,7 +46,7 @@ class ModelFigures:
         self.errors[what] = f"{type(error).__name__}: {first}"
 
     def value(self, key: str) -> float | None:
-        """The figure to minimise: the negative of a score."""
+        """Return the value to minimise, the negative of a score."""
         if key == "peak":
             return None if self.peak is None else self.peak[1]
         if key == "score":
@@ -54,8 +56,9 @@ class ModelFigures:
 
 @dataclass
 class ModelComparison:
-    """Print it; in a notebook it is a table. `rows` by the models' names, in the order in which they were given; going
-    over it gives them sorted."""
+    """Result of compare_models(). Print it; in a notebook it is a table.
+
+    `rows` has the rows by model name, in the order given; iteration yields them sorted."""
 
     rows: dict[str, ModelFigures]
     sort: str = "peak"
@@ -79,7 +82,7 @@ class ModelComparison:
         """Return the comparison sorted by a key, the best first and rows without that figure last.
 
         Args:
-            by: A key as `sort` of compare_models() takes it; by default the present one.
+            by: A key as `sort` of compare_models() takes it; by default the current one.
 
         Raises:
             ValueError: There is no such key.
@@ -93,7 +96,7 @@ class ModelComparison:
         return known + [row for row in self.rows.values() if row.value(key) is None]
 
     def pareto(self, *keys: str) -> list[str]:
-        """Return the names of models that no other beats in one key and equals in the rest, sorted by the first key.
+        """Return the names of the models on the Pareto front of the keys, sorted by the first key.
 
         Args:
             *keys: Keys as `sort` takes them; by default peak, time (FLOPs without times), and score if there are
@@ -103,13 +106,13 @@ class ModelComparison:
         for key in chosen:
             _known(key)
         if "name" in chosen:
-            raise ValueError("pareto: a name is not better than another: give figures")
+            raise ValueError("pareto: names have no order: give figures")
         known = [row for row in self.sorted(chosen[0]) if all(row.value(key) is not None for key in chosen)]
         points = {row.name: [row.value(key) for key in chosen] for row in known}
         return [name for name, mine in points.items() if not any(_beats(o, mine) for o in points.values())]
 
     def fits(self, card: str | int | Card) -> list[str]:
-        """Return the names of models that are sure to train on a card, its CUDA context counted.
+        """Return the names of the models that are sure to train on a card; its CUDA context is counted.
 
         Args:
             card: A size or a name: "24GiB", "a100-40".
@@ -129,7 +132,7 @@ class ModelComparison:
         return ("peak", second, "score") if scored else ("peak", second)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: bytes, FLOPs and seconds."""
+        """Return JSON-able values, in bytes, FLOPs and seconds."""
         return {
             "batch": self.batch,
             "optimizer": self.optimizer,
@@ -209,17 +212,19 @@ class ModelComparison:
 
     def _notes(self) -> list[str]:
         methods = sorted({row.method for row in self.rows.values() if row.method})
-        notes = [f"* no other has less {' and '.join(map(_word, self._axes()))}"] if self.pareto() else []
+        notes = (
+            [f"* no other model has less {' and '.join(map(_word, self._axes()))}"] if self.pareto() else []
+        )
         if methods:
-            notes.append(f"peak: of tensors on a card, estimated ({', '.join(methods)}), not measured")
+            notes.append(f"peak: tensors on a card, estimated ({', '.join(methods)}), not measured")
         notes.append(
-            "FLOPs: of the whole step, by torch's counter, a multiplication and an addition being two"
+            "FLOPs: the whole step, by torch's counter; a multiplication and an addition count as two"
         )
         if self.time == MEASURED:
-            notes.append(f"time: measured, the models by turns, on {self.machine}")
+            notes.append(f"time: measured, alternating between the models, on {self.machine}")
         elif self.time == ESTIMATED:
             notes.append(
-                f"time: estimated, at the rates of a matrix product and a copy, a bound, of {self.machine}"
+                f"time: estimated, a lower bound from the rates of a matrix product and a copy on {self.machine}"
             )
         return notes + [
             f"{row.name}: no figure for {what}: {why}" for row in self for what, why in row.errors.items()
@@ -228,7 +233,7 @@ class ModelComparison:
 
 def _known(key: str) -> None:
     if key not in KEYS:
-        raise ValueError(f"{key!r} is none of {', '.join(map(repr, KEYS))}")
+        raise ValueError(f"{key!r} is not one of {', '.join(map(repr, KEYS))}")
 
 
 def _beats(other: Sequence[Any], mine: Sequence[Any]) -> bool:

@@ -39,14 +39,15 @@ def compare_models(
     python: str | None = None,
     unprotected: bool = False,
 ) -> ModelComparison:
-    """Compare what architectures take and cost: parameters, bytes, peak memory, FLOPs and seconds.
+    """Compare the costs of architectures: parameters, bytes, peak memory, FLOPs and seconds.
 
-    An error of one model is told in its row; the others have theirs. Models given as modules are not changed.
+    An error of one model is reported in its row and does not affect the others. Models given as modules are not
+    changed.
 
     Args:
         models: Models by name, or a list of them: modules, functions without arguments that make one (or one and its
-            sample), or such functions' names, "module:function". Of functions one model exists at a time, and for all
-            but its times it is made on meta, where it takes no memory.
+            sample), or such functions' names, "module:function". Functions are called one at a time, so only one model
+            exists at once. Except for its times, it is made on the meta device, where it takes no memory.
         sample: Input of a forward, as in memopt.estimate(). Times are taken on its device.
         optimizer: A function from parameters to an optimizer, such as torch.optim.AdamW. Without one a step is a
             forward and a backward pass.
@@ -54,10 +55,10 @@ def compare_models(
         amp: "bf16" or "fp16" for autocast.
         train: False for the forward alone.
         sort: "peak", "time", "flops", "parameters", "bytes", "score" (the largest first) or "name".
-        time: "measured" on this machine, the models by turns; "estimated" by the speed of a matrix product and of a
-            copy here (the roofline, a lower bound); None for no times.
-        rounds: Number of turns for measured times.
-        scores: A figure of each model of which more is better, such as an accuracy.
+        time: "measured" on this machine, in rounds over all models; "estimated" from the speed of a matrix product and
+            of a copy here (the roofline, a lower bound); None for no times.
+        rounds: Number of rounds for measured times.
+        scores: A figure for each model, such as an accuracy; larger is better.
         method: As in memopt.estimate().
         python: As in memopt.estimate().
         unprotected: As in memopt.estimate().
@@ -65,12 +66,12 @@ def compare_models(
     Returns:
         A ModelComparison with a row for each model: the number of parameters, bytes of parameters and buffers (each
         storage once), the peak of training on a card as memopt.estimate() gives it, FLOPs of a step by torch's counter,
-        and seconds. Print it; .plot() draws it, .pareto() names the models that no other beats, .fits(card) those that
-        train there.
+        and seconds. Print it; .plot() draws it, .pareto() names those on the Pareto front, .fits(card) those that can
+        be trained on that card.
 
     Raises:
-        TypeError: A model or an argument is of another type; nothing was made.
-        ValueError: An argument has no such value; nothing was made.
+        TypeError: A model or an argument has the wrong type; no model was made.
+        ValueError: An argument has an invalid value; no model was made.
 
     Example:
         >>> makers = {"ResNet": make_resnet, "ViT": make_vit}
@@ -78,30 +79,34 @@ def compare_models(
     """
     require("memopt.compare_models()")
     if sort not in KEYS:
-        raise ValueError(f"compare_models: sort={sort!r} is none of {', '.join(map(repr, KEYS))}")
+        raise ValueError(f"compare_models: sort={sort!r} is not one of {', '.join(map(repr, KEYS))}")
     if time not in (MEASURED, ESTIMATED, None):
         raise ValueError(f'compare_models: time={time!r} is neither "{MEASURED}", "{ESTIMATED}" nor None')
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise ValueError(f"compare_models: rounds={rounds!r} is no number of rounds: write 1 or more")
+        raise ValueError(f"compare_models: rounds={rounds!r} is not a number of rounds: write 1 or more")
     if amp is not None and amp not in AMP:
-        raise ValueError(f"compare_models: amp={amp!r} is none of {', '.join(map(repr, AMP))}")
+        raise ValueError(f"compare_models: amp={amp!r} is not one of {', '.join(map(repr, AMP))}")
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            "compare_models: optimizer= makes one of each model's parameters: pass torch.optim.AdamW"
+            "compare_models: optimizer= must create an optimizer from each model's parameters: pass torch.optim.AdamW"
         )
     given = candidates(models, sample)
     if any(isinstance(one.given, nn.Module) for one in given) and sample is None:
-        raise TypeError("compare_models: a module is run on a sample: pass sample=, what its forward takes")
+        raise TypeError(
+            "compare_models: a module needs a sample to run on: pass sample=, its forward's arguments"
+        )
     unknown = set(scores or ()) - {one.name for one in given}
     if unknown:
-        raise ValueError(f"compare_models: scores of {', '.join(sorted(unknown))}, which is not compared")
+        raise ValueError(
+            f"compare_models: scores= names {', '.join(sorted(unknown))}, which is not among the models"
+        )
     step = step_costs.Step(_device(sample), optimizer, loss, amp, train)
     rows = {one.name: ModelFigures(one.name, score=(scores or {}).get(one.name)) for one in given}
     how = {"method": method, "python": python, "unprotected": unprotected}
     counts: dict[str, step_costs.Counts] = {}
     shapes = {}
     for one in given:
-        logger.info("compare_models: %s, what it takes", one.name)
+        logger.info("compare_models: %s, its costs", one.name)
         made = _shapes(one, rows[one.name])
         if made is not None:
             shapes[one.name] = made
@@ -206,7 +211,7 @@ def _measure(
             continue
         if row.peak is not None and room is not None and row.peak[0] > room:
             row.errors["time"] = (
-                f"not run: it takes {_C.format_size(row.peak[0])}, and {_C.format_size(room)} are free"
+                f"not run: it takes {_C.format_size(row.peak[0])}, but only {_C.format_size(room)} are free"
             )
         else:
             fit.append(one)

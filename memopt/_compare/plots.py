@@ -29,7 +29,7 @@ _SCALES: dict[str, tuple[str, Callable[[float], float]]] = {
 def scatter(comparison: ModelComparison, x: str, y: str) -> Figure:
     for key in (x, y):
         if key not in _SCALES:
-            raise ValueError(f"plot: {key!r} is no figure: take one of {', '.join(map(repr, _SCALES))}")
+            raise ValueError(f"plot: {key!r} is not a figure: use one of {', '.join(map(repr, _SCALES))}")
     figure = _figure(7.0, 4.2)
     axes = figure.subplots()
     (x_label, across), (y_label, up) = _SCALES[x], _SCALES[y]
@@ -119,7 +119,8 @@ def _times(axes: Axes, comparison: StepComparison) -> None:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """An empty figure, the caller's alone: pyplot would show it a second time at the end of a notebook's cell."""
+    """Return an empty figure that only the caller holds: pyplot would show it a second time at the end of a notebook's
+    cell."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:

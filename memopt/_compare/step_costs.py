@@ -32,14 +32,15 @@ class Counts:
     operations: list[tuple[int, int]]
 
     def seconds(self, flops_a_second: float, bytes_a_second: float) -> float:
-        """The least that it takes: each operation as long as its arithmetic or its memory does (the roofline)."""
+        """Return a lower bound of the seconds: each operation takes as long as its arithmetic or its memory traffic
+        (the roofline)."""
         return sum(max(f / flops_a_second, b / bytes_a_second) for f, b in self.operations)
 
 
 def count(
     model: nn.Module, sample: Any, loss: Callable[[Any], Any] | None, train: bool, device: str = "meta"
 ) -> Counts:
-    """Of one step, of a model and a sample that are on that device. Gradients of the model's are there afterwards."""
+    """Count one step of a model and a sample on that device. The model has gradients afterwards."""
     args, kwargs = as_arguments(to_device(sample, device))
     model.train(train)
     counter = FlopCounterMode(
@@ -54,8 +55,9 @@ def count(
 
 
 def _convolution(grad_out: Any, x: Any, weight: Any, *more: Any, out_shape: Any = None, **named: Any) -> int:
-    """Of a convolution's backward: as much as its forward for each gradient, of the input and of the weight. torch's
-    own formula leaves the groups out of account, and gives a depthwise one as many times too much as it has groups."""
+    """Return the FLOPs of a convolution's backward: those of its forward for each gradient, of the input and of the
+    weight. torch's own formula ignores groups, and so counts a depthwise convolution too often by the number of its
+    groups."""
     transposed, mask = more[4], more[7]
     return int(conv_flop_count(x, weight, grad_out, transposed=transposed)) * (bool(mask[0]) + bool(mask[1]))
 
@@ -88,7 +90,7 @@ MOST_STEPS = 20
 
 @dataclass(frozen=True)
 class Step:
-    """The parts of a step beside the forward."""
+    """The parts and settings of a step besides the model."""
 
     device: torch.device
     optimizer: Any = None
@@ -99,7 +101,7 @@ class Step:
 
 @dataclass
 class Times:
-    """Of one model: the median of each round. `error`: why there are no more."""
+    """The times of one model: the median of each round. `error`: why there are no more."""
 
     rounds: list[float] = field(default_factory=list)
     error: str | None = None
@@ -114,7 +116,9 @@ class Times:
 
 
 def measure(models: list[Candidate], step: Step, rounds: int) -> dict[str, Times]:
-    """Each model is made anew in each round, in another order; what goes wrong with one is its own."""
+    """Measure the models.
+
+    Each is made anew in each round, in another order; an error of one does not affect the others."""
     found = {one.name: Times() for one in models}
     for number in range(rounds):
         first = number % len(models) if models else 0
@@ -156,7 +160,8 @@ def _round(candidate: Candidate, step: Step) -> float:
 
 
 def _own(sample: Any, device: torch.device) -> Any:
-    """A model may write into what it is given, and its backward pass into gradients: neither is to be the caller's."""
+    """Return copies: a model may write into its arguments, and its backward pass into gradients, and neither may be the
+    caller's."""
     return pytree.tree_map(
         lambda leaf: (
             leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
@@ -177,7 +182,8 @@ def _now(device: torch.device) -> float:
 
 
 def rates(device: torch.device) -> tuple[float, float]:
-    """FLOPs a second of a large matrix product, bytes a second of a copy, read and written: the best of some."""
+    """Return FLOPs per second of a large matrix product, and bytes per second of a copy, read and written: the best of
+    some runs."""
     size = 1024 if device.type == "cpu" else 8192
     a, b = torch.rand(size, size, device=device), torch.rand(size, size, device=device)
     source = torch.rand((64 << 20) // 4, device=device)

@@ -30,13 +30,16 @@ RECORDED = 2
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """`peak`: the most bytes that lived at once during the steps, of what the variant made; `by_category` is what they
-    were for, and adds up to it. `building`: the same while it was built. `held`: the most that the CUDA allocator held
-    of the device, None on the CPU. `resident`: by how much the process grew at the most, in bytes, where it had one of
-    its own.
+    """The measurements of one variant.
 
-    `seconds`: of each timed step; none on a simulated device, where they say nothing. `losses`: of every step; none
-    where steps return none. `failed`: the first words of the out of memory that ended it, "" where none did."""
+    `peak`: the most bytes allocated by the variant that lived at once during the steps; `by_category` divides them by
+    category and adds up to `peak`. `building`: the same while the variant was built. `held`: the most device memory
+    that the CUDA allocator held, None on the CPU. `resident`: the largest growth of the process in bytes, if the
+    variant had a process of its own.
+
+    `seconds`: the time of each timed step; none on a simulated device, where they mean nothing. `losses`: the loss of
+    every step; none if steps return none. `failed`: the beginning of the out-of-memory error that ended it, "" if there
+    was none."""
 
     peak: int
     by_category: dict[str, int]
@@ -49,12 +52,12 @@ class MeasuredStep:
 
     @property
     def step_seconds(self) -> float | None:
-        """The median."""
+        """The median of the seconds."""
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
     def quartiles(self) -> tuple[float, float] | None:
-        """Of the seconds: half of the steps took between these."""
+        """The quartiles of the seconds: half of the steps took between these."""
         if not self.seconds:
             return None
         if len(self.seconds) == 1:
@@ -64,17 +67,17 @@ class MeasuredStep:
 
     @property
     def loss(self) -> float | None:
-        """Of the last step."""
+        """The loss of the last step."""
         return self.losses[-1] if self.losses else None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return JSON-able values."""
         return {**asdict(self), "step_seconds": self.step_seconds, "loss": self.loss}
 
 
 @dataclass(frozen=True)
 class StepComparison:
-    """Result of compare_steps(). `measured` by the variants' names; the first is the one compared with."""
+    """Result of compare_steps(). `measured` has the results by variant name; the others are compared with the first."""
 
     measured: dict[str, MeasuredStep]
     steps: int
@@ -118,7 +121,7 @@ class StepComparison:
         return own / first
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able: bytes, seconds and losses, as measured."""
+        """Return JSON-able values: bytes, seconds and losses, as measured."""
         rows = {
             name: {**one.as_dict(), "saved": self.saved(name), "time_ratio": self.time_ratio(name)}
             for name, one in self.measured.items()
@@ -135,7 +138,7 @@ class StepComparison:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Static: no script, no style but its own cells'."""
+        """Return static HTML: no script, and no style except that of its cells."""
         columns = self._columns()
         most = max(one.peak for one in self.measured.values()) or 1
         columns["what the peak is made of"] = [_bar(one, most) for one in self.measured.values()]
@@ -144,8 +147,13 @@ class StepComparison:
         return paragraphs([self._title(), *self._notes()]) + table.html() + paragraphs([legend])
 
     def plot(self) -> Figure:
-        """A matplotlib Figure: bars of the peak by what it is made of and, where they were timed, of a step's seconds
-        with the middle half of them. Raises ImportError without matplotlib (pip install "memopt[notebook]")."""
+        """Return a matplotlib Figure: bars of the peak by category and, for timed variants, of a step's seconds.
+
+        The bars of seconds show the interquartile range.
+
+        Raises:
+            ImportError: matplotlib is missing: pip install "memopt[notebook]".
+        """
         from memopt._compare import plots
 
         return plots.step_bars(self)
@@ -154,15 +162,15 @@ class StepComparison:
         what = "a simulated device" if self._untimed() else self.device
         timed = "" if self._untimed() else "; the median time of the others"
         return (
-            f"{self.steps} steps each on {what}: live bytes of what a variant made, at the peak of {RECORDED} steps"
-            f"{timed}"
+            f"{self.steps} steps each on {what}: live bytes of what a variant made, at the peak of {RECORDED} "
+            f"steps{timed}"
         )
 
     def _untimed(self) -> bool:
         return not any(one.seconds for one in self.measured.values())
 
     def _columns(self) -> dict[str, list[str]]:
-        """The cells by the column's title."""
+        """Return the cells by column title."""
         size = _C.format_size
         rows: Mapping[str, MeasuredStep] = self.measured
         columns = {
@@ -198,7 +206,7 @@ class StepComparison:
 
     def _notes(self) -> list[str]:
         return [f"{name}: {one.failed}" for name, one in self.measured.items() if one.failed] + [
-            f"{name}: building it took {_C.format_size(one.building)} for a moment, more than its steps"
+            f"{name}: building it took {_C.format_size(one.building)} temporarily, more than its steps"
             for name, one in self.measured.items()
             if one.building > one.peak and not one.failed
         ]

@@ -37,7 +37,7 @@ def compare_steps(
     device: torch.device | str | None = None,
     fresh_process: bool = False,
 ) -> StepComparison:
-    """Measure variants of the same training step, each built from nothing.
+    """Measure variants of the same training step, each built from scratch.
 
     The variants run one after the other. An out-of-memory error is a result, and is shown as one; other exceptions end
     the comparison. Times are said to differ only if the middle halves of their steps do not overlap.
@@ -79,7 +79,7 @@ def compare_steps(
         if not callable(build):
             raise TypeError(f"variant {name!r} is {type(build).__name__}, not a function that builds a step")
     if steps < FEWEST:
-        raise ValueError(f"steps={steps}: {RECORDED} are recorded, so that at least {FEWEST} are needed")
+        raise ValueError(f"steps={steps}: {RECORDED} steps are recorded, so at least {FEWEST} are needed")
     kind = torch.device(device).type if device is not None else "cuda" if cuda_is_here() else "cpu"
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: the CPU and CUDA devices can be measured")
@@ -94,9 +94,9 @@ def compare_steps(
 
 
 def measure(build: Build, steps: int, device: str) -> MeasuredStep:
-    """Builds, takes `steps` steps, and forgets it all: settle() comes before the first. device: "cpu" or "cuda".
+    """Build a variant, run `steps` steps, and drop everything; settle() comes first.
 
-    Raises what build and the steps raise, but for an out-of-memory error, which is a result."""
+    device: "cpu" or "cuda". Raises what build and the steps raise, except an out-of-memory error, which is a result."""
     seconds: list[float] = []
     losses: list[float] = []
     watched = _Watched(device)
@@ -106,8 +106,8 @@ def measure(build: Build, steps: int, device: str) -> MeasuredStep:
         step = build()
         if not callable(step):
             raise TypeError(
-                f"{_name(build)} gave {type(step).__name__}: a variant is a function that builds what a step needs and "
-                "returns the step, a function without arguments"
+                f"{_name(build)} gave {type(step).__name__}: a variant must be a function that builds what a step "
+                "needs and returns the step, a function without arguments"
             )
         watched.built()
         for _ in range(RECORDED):
@@ -140,7 +140,7 @@ def measure(build: Build, steps: int, device: str) -> MeasuredStep:
 
 
 def settle() -> None:
-    """Free unreferenced memory, cuBLAS's workspaces too, which are made once, by the first variant."""
+    """Free unreferenced memory, including cuBLAS's workspaces, which are created once, by the first variant."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -150,7 +150,7 @@ def settle() -> None:
 
 
 class _Watched:
-    """A recording from now until close(), of which only what was born in it counts."""
+    """A recording from now until close(), of which only blocks allocated in it count."""
 
     def __init__(self, device: str) -> None:
         self.peak, self.building, self.held = 0, 0, None
@@ -209,7 +209,7 @@ def _take(step: Step, losses: list[float]) -> None:
 
 
 def _timed(step: Step, losses: list[float], device: str) -> float:
-    """With reading the loss, which waits for the device."""
+    """Return the seconds of a step, with the reading of its loss, which waits for the device."""
     begun = time.perf_counter()
     _take(step, losses)
     if device == "cuda":
@@ -239,8 +239,8 @@ def measure_in_fresh_process(build: Build, steps: int, device: str) -> MeasuredS
         pickle.dumps(build)
     except Exception as error:  # whatever a __reduce__ raises
         raise RuntimeError(
-            f"{getattr(build, '__qualname__', build)!r} cannot be sent to a fresh process ({error}): define it in a "
-            "module, at the top, or leave fresh_process out"
+            f"{getattr(build, '__qualname__', build)!r} cannot be sent to a fresh process ({error}): define it at the "
+            "top level of a module, or leave fresh_process out"
         ) from error
     # Forked it would have this process's memory, and torch's threads would be missing.
     context = multiprocessing.get_context("spawn")
@@ -254,7 +254,7 @@ def measure_in_fresh_process(build: Build, steps: int, device: str) -> MeasuredS
         child.join()
         raise RuntimeError(
             f"the process of {getattr(build, '__qualname__', build)} {ended(child.exitcode or 0)} without an answer; "
-            "a script needs `if __name__ == '__main__':` around what it starts"
+            "a script needs `if __name__ == '__main__':` around the code that starts it"
         ) from None
     except BaseException:  # an interrupt: nobody waits for its answer
         child.kill()

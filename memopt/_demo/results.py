@@ -39,19 +39,19 @@ class TaskResult:
 
     @property
     def slower(self) -> float:
-        """The step's time over the plain one's, less 1."""
+        """The step's time divided by the plain step's, minus 1."""
         return float(self.within["seconds"] / self.plain["seconds"] - 1)
 
     @property
     def slower_predicted(self) -> float:
-        """Of forward and backward pass, by the plan."""
+        """The same for the forward and backward pass, as predicted by the plan."""
         plan = self.within["plan"]
         return float(plan["seconds"] / plan["plain_seconds"] - 1)
 
     def wrong(self) -> list[str]:
         size = _C.format_size
         if "infeasible" in self.within:
-            return [f"{self.name}: no schedule is within the budget: {self.within['infeasible']}"]
+            return [f"{self.name}: no schedule fits the budget: {self.within['infeasible']}"]
         found = []
         if not self.kept:
             found.append(
@@ -64,8 +64,8 @@ class TaskResult:
             )
         elif not abs(within - plain) <= LOSS_SHARE * (first - plain):
             found.append(
-                f"{self.name}: the loss is off: {within:.4f} within the budget, {plain:.4f} without; within "
-                f"{LOSS_SHARE * (first - plain):.4f} was to be expected"
+                f"{self.name}: the loss is off: {within:.4f} within the budget, {plain:.4f} without it; a difference "
+                f"of at most {LOSS_SHARE * (first - plain):.4f} was expected"
             )
         return found
 
@@ -88,22 +88,24 @@ class DemoResult:
     load: float = 0.0  # of the machine, the demo's own among it
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able: all figures, "kept" of each task, and "wrong"."""
+        """Return JSON-able values: all figures, whether each task's budget was kept, and what is wrong."""
         told = asdict(self)
         for task, shown in zip(self.tasks, told["tasks"], strict=True):
             shown["kept"] = task.kept
         return {**told, "wrong": self.wrong()}
 
     def wrong(self) -> list[str]:
-        """In words; empty where all is as it must be."""
+        """The broken promises in words; empty if there are none."""
         found = [line for task in self.tasks for line in task.wrong()]
         if not self.tasks:
             found.append("nothing was trained")
         if "difference" in self.simulated:
             if not self.simulated["plain"]:
-                found.append("simulated GPU: the plain step fits where it must not")
+                found.append("simulated GPU: the plain step fits, but it must not")
             if not self.simulated["difference"] <= DEVICE_LOSSES:
-                found.append(f"simulated GPU: a loss is {self.simulated['difference']:.3g} off the CPU's")
+                found.append(
+                    f"simulated GPU: a loss differs from the CPU's by {self.simulated['difference']:.3g}"
+                )
         return found
 
 
@@ -130,15 +132,15 @@ def text(result: DemoResult, page: str | None) -> str:
     lines += ["", *_words(result), ""]
     wrong = result.wrong()
     if wrong:
-        lines += ["NOT AS IT MUST BE:", *(f"  {line}" for line in wrong)]
+        lines += ["FAILED CHECKS:", *(f"  {line}" for line in wrong)]
     else:
         lines += [
             f"every budget kept ({result.seconds:.0f} s)",
-            "losses differ because the optimizer states have 8 bits: here by less than "
-            f"{LOSS_SHARE:.0%} of what plain training gained",
+            f"losses differ because the optimizer states have 8 bits: here by less than {LOSS_SHARE:.0%} of the loss "
+            "reduction of plain training",
         ]
     if page:
-        lines.append(f"what lived in memory when, and whose it was: {page}")
+        lines.append(f"what was in memory at each moment, and which code held it: {page}")
     return "\n".join([*lines, "", _NEXT])
 
 
@@ -163,16 +165,16 @@ def _time(seconds: float) -> str:
 
 
 def _words(result: DemoResult) -> list[str]:
-    """Further results, folded."""
+    """Return further results as text to fold away."""
     size = _C.format_size
     told = []
     planned = [task for task in result.tasks if "plan" in task.within]
     if planned:
         slower = ", ".join(f"{task.name} {task.slower_predicted:+.0%}" for task in planned)
         told.append(
-            "how: memopt.auto_checkpoint's schedule (it predicted the time of forward and backward: "
-            f"{slower}), AdamW's states in 8 bits, memopt's GradScaler, prefetched batches; memory is the most that "
-            "lived at once in any step, each training in a process of its own"
+            f"how: memopt.auto_checkpoint's schedule (it predicted the time of forward and backward: {slower}), "
+            "AdamW's states in 8 bits, memopt's GradScaler, prefetched batches; memory is the peak of live bytes "
+            "over all steps, with each training in its own process"
         )
     device = result.simulated
     if "difference" in device:
@@ -180,7 +182,7 @@ def _words(result: DemoResult) -> list[str]:
         told.append(
             f"on a simulated GPU with {size(device['capacity'])}, under memopt's allocator: plain training: "
             f'"{device["plain"]}"; within {size(device["budget"])}: {len(device["losses"])} steps, the losses are the '
-            f"CPU's {same}; it held {size(device['held'])} at the most"
+            f"CPU's {same}; it held at most {size(device['held'])}"
         )
     elif "missing" in device:
         told.append(f"no simulated GPU: {device['missing']}")
@@ -190,12 +192,12 @@ def _words(result: DemoResult) -> list[str]:
     ]
     if replays:
         told.append(
-            f"given the requests of these trainings, memopt's allocator holds {', '.join(replays)} (it takes memory in "
-            "pieces of 2 MiB)"
+            f"given the requests of these trainings, memopt's allocator holds {', '.join(replays)} (it takes memory "
+            "in granules of 2 MiB)"
         )
     if result.load > 2 * result.cores:
         told.append(
-            f"this machine is busy (a load of {result.load:.1f} on {result.cores} cores): times mean little here"
+            f"this machine is busy (a load of {result.load:.1f} on {result.cores} cores): times are unreliable"
         )
     told += result.notes
     return [
@@ -211,7 +213,7 @@ def _words(result: DemoResult) -> list[str]:
 
 
 def recording_of(folder: Path, kind: str, which: str) -> Path:
-    """The file of a training's recording. which: "plain" or "within"."""
+    """Return the file of a training's recording. which: "plain" or "within"."""
     return folder / f"{kind}.{which}.mopt"
 
 

@@ -50,8 +50,8 @@ def standard_library_text() -> dict[str, bytes]:
     modules = sorted(path for path in library.glob("[a-z]*.py") if path.stem not in SITE_SPECIFIC)
     if len(modules) < 50:
         raise FileNotFoundError(
-            f"{library} holds the source of only {len(modules)} modules of the standard library, and the "
-            "character GPT trains on it. Use a Python installed with its .py files, not a zipped one."
+            f"{library} holds the source of only {len(modules)} modules of the standard library, on which the "
+            "character GPT trains. Use a Python installed with its .py files, not a zipped one."
         )
     text: dict[str, list[bytes]] = {"train": [], "val": []}
     for path in modules:
@@ -63,14 +63,15 @@ def standard_library_text() -> dict[str, bytes]:
 
 @functools.cache
 def token_bytes(split: str) -> bytes:
-    """A split of the text, a byte a token."""
+    """Return a split of the text, one byte a token."""
     table = bytes(VOCABULARY.find(bytes([byte])) % len(VOCABULARY) for byte in range(256))
     return standard_library_text()[split].translate(table)
 
 
 def windows(split: str, starts: list[int], length: int) -> torch.Tensor:
-    """(len(starts), length) int64: the tokens that follow each place. The text itself is no tensor: a training's memory
-    is its own."""
+    """Return windows (len(starts), length) int64: the tokens after each place.
+
+    The text itself is not a tensor, so it does not count in a training's memory."""
     tokens = token_bytes(split)
     joined = bytearray(b"".join(tokens[start : start + length] for start in starts))
     return torch.frombuffer(joined, dtype=torch.uint8).view(len(starts), length).long()
@@ -108,7 +109,14 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: two residual halves, attention and MLP."""
+    """A pre-norm transformer block: two residual halves, attention and MLP.
+
+    Args:
+        dim: Width, a multiple of heads.
+        heads: Attention heads.
+        causal: Whether a position sees the earlier ones only.
+        dropout: Probability of dropout.
+    """
 
     def __init__(self, dim: int, heads: int, causal: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
@@ -120,6 +128,11 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream (B, T, dim) after the block.
+
+        Args:
+            x: The residual stream (B, T, dim) before it.
+        """
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -143,7 +156,7 @@ class GPT(nn.Module):
         """Return logits (B, T, vocabulary).
 
         Args:
-            tokens: Whole numbers (B, T) int64.
+            tokens: Token numbers (B, T) int64.
         """
         x = self.token(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
@@ -170,7 +183,7 @@ class ResidualConv(nn.Module):
 
 
 def make_cnn(scale: int, width: int, blocks: int, dropout: float) -> nn.Sequential:
-    """Return a CNN from images (B, 1, 8, 8) to logits (B, 10): a flat chain, so that its stages are seen at once.
+    """Return a CNN from images (B, 1, 8, 8) to logits (B, 10), as a flat chain of stages.
 
     Args:
         scale: Factor by which the image is enlarged first; it makes early stages heavy and late ones light.
@@ -208,7 +221,7 @@ def digits(split: str) -> Batch:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the digits task reads scikit-learn's data: pip install scikit-learn"
+            "the digits task needs scikit-learn's data: pip install scikit-learn"
         ) from error
     data = load_digits()
     images = torch.from_numpy(data.images).to(torch.float32).div(16).unsqueeze(1)
@@ -251,7 +264,7 @@ class Task:
         return model if torch.device(device).type == "cpu" else model.to(device)
 
     def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
-        """Return torch's fused AdamW: its fastest on every device, and it reads nothing back to the host.
+        """Return torch's fused AdamW, which is its fastest on every device and does not synchronize with the host.
 
         Args:
             model: The model whose parameters it updates.
@@ -293,7 +306,7 @@ class Task:
             yield images[chosen].to(device), labels[chosen].to(device)
 
     def data_bytes(self) -> int:
-        """Of the training data, as tensors on the CPU that batches are taken from."""
+        """Return the bytes of the training data, as tensors on the CPU from which batches are taken."""
         return 0 if self.kind == "gpt" else sum(tensor.nbytes for tensor in digits("train"))
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -382,7 +395,7 @@ def get_task(kind: str, size: str = "small") -> Task:
     """
     name = f"{kind}-{size}"
     if name not in TASKS:
-        raise KeyError(f"no task {name!r}; there are {', '.join(TASKS)}")
+        raise KeyError(f"there is no task {name!r}; the tasks are {', '.join(TASKS)}")
     return TASKS[name]
 
 

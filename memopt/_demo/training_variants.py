@@ -116,8 +116,10 @@ def measure(
     facts: dict[str, Any],
     path: str,
 ) -> dict[str, Any]:
-    """Runs the steps with a recording on, which takes about 1 % of their time. tell(kind, …) hears of each step as it
-    ends, and of the peak after the first few. The last steps' recording, with `facts`, goes to `path`."""
+    """Run the steps under a recording, which takes about 1 % of their time.
+
+    tell(kind, …) is called at the end of each step, and with the peak after the first few. The last steps' recording,
+    with `facts`, is written to `path`."""
     losses: list[float] = []
     seconds: list[float] = []
     with memopt.profile(device.type, max_events=_MAX_EVENTS) as memory:

@@ -36,14 +36,14 @@ class DemoFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Size:
-    """The tasks with their steps, and what runs on a simulated GPU where there is no other."""
+    """The tasks with their steps, and what runs on a simulated GPU if there is no real one."""
 
     trained: Sequence[tuple[Task, int]]
     simulated: tuple[Task, int] | None
 
 
 def full() -> Size:
-    """A minute or two on two cores; on a GPU the large models."""
+    """Return the full size: a minute or two on two cores; on a GPU the large models."""
     if torch.cuda.is_available():
         return Size([(tasks.get_task("gpt", "large"), 60), (tasks.get_task("cnn", "large"), 60)], None)
     gpt = tasks.get_task("gpt")
@@ -51,7 +51,7 @@ def full() -> Size:
 
 
 def quick() -> Size:
-    """Under 40 s on two cores."""
+    """Return the quick size: under 40 s on two cores."""
     if torch.cuda.is_available():
         return Size([(tasks.get_task("gpt", "medium"), 20), (tasks.get_task("cnn", "large"), 20)], None)
     gpt = replace(tasks.get_task("gpt"), batch_size=8)
@@ -60,8 +60,9 @@ def quick() -> Size:
 
 
 def run(size: Size, folder: Path, bars: ProgressBars, sim_python: str | None = None) -> DemoResult:
-    """Trains everything of `size`; recordings go to `folder`, "gpt.plain.mopt" and so on. sim_python: a Python whose
-    torch is a CUDA build, for the simulated GPU, where this one's is none. Raises DemoFailed."""
+    """Run all trainings of `size`; recordings are written to `folder` ("gpt.plain.mopt" and so on).
+
+    sim_python: a Python whose torch is a CUDA build, for the simulated GPU, if this one's is not. Raises DemoFailed."""
     begun = time.monotonic()
     result = DemoResult()
     with Children() as children:
@@ -88,8 +89,10 @@ def _cores() -> int:
 
 
 class _Trained:
-    """One task. On a CPU both trainings run side by side, each on half of the cores, so that whatever else the machine
-    does is in the times of both; on a GPU one after the other."""
+    """The trainings of one task.
+
+    On a CPU both run side by side, each on half of the cores, so that other load on the machine affects the times of
+    both; on a GPU one after the other."""
 
     def __init__(
         self, result: DemoResult, task: Task, steps: int, folder: Path, children: Children, bars: ProgressBars
@@ -200,7 +203,7 @@ def _replay(result: DemoResult, folder: Path) -> None:
 
 
 def trace_of(recording: Recording) -> bytes:
-    """The recording's births and deaths as a trace (`python -m memopt replay`), its steps marked."""
+    """Return the recording's allocations and frees as a trace (`python -m memopt replay`), with its steps marked."""
     born, died, size = (recording.columns[name] for name in ("born", "died", "size"))
     there = size > 0
     numbers = torch.arange(len(size))[there]
@@ -216,8 +219,10 @@ def trace_of(recording: Recording) -> bytes:
 
 
 def replay(recording: Recording) -> dict[str, int]:
-    """Bytes. live: the most that lived at once. held: the most that the allocator had taken of a device with plenty.
-    smallest_device: on which the run completes."""
+    """Return bytes.
+
+    live: the most that lived at once. held: the most that the allocator held of a device with plenty. smallest_device:
+    the smallest on which the run completes."""
     trace = trace_of(recording)
     plenty, least = (
         _C.replay(trace, 0, 20, 0, True, True, False, False, -1, search) for search in (False, True)

@@ -54,7 +54,7 @@ class Answer:
     def from_json(cls, told: Any) -> Answer:
         names = {f.name for f in fields(cls)} - {"more"}
         if not isinstance(told, dict) or not {"peak_allocated", "peak_reserved"} <= set(told):
-            raise ValueError("the child's answer has no peak_allocated and peak_reserved")
+            raise ValueError("the child process's answer lacks peak_allocated and peak_reserved")
         known = {name: value for name, value in told.items() if name in names and value is not None}
         return cls(**known, more={name: value for name, value in told.items() if name not in names})
 
@@ -81,12 +81,12 @@ class Answer:
 
     @property
     def contexts(self) -> int:
-        """Of CUDA's, one a process, on the card."""
+        """The number of CUDA contexts on the card, one for each process."""
         return max(1, len(self.processes["held"])) if self.processes else 1
 
     @property
     def shape_guesses(self) -> list[dict[str, Any]]:
-        """Those of how many elements a mask selects: memory depends on them."""
+        """The guesses of how many elements a mask selects: memory depends on them."""
         return [guess for guess in self.guesses if guess.get("kind") == "shape"]
 
 
@@ -238,6 +238,7 @@ def processes_in_words(processes: dict[str, Any]) -> str:
         return f"the peak is that of a process that the script started, on cuda:{device}"
     each = " + ".join(map(_C.format_size, sizes))
     return (
-        f"{len(sizes)} processes on cuda:{device}: {each} allocated; their peaks are added as if they came at once, "
-        "so it is at most this, and each has a context; lines and modules are those of the largest"
+        f"{len(sizes)} processes on cuda:{device}: {each} allocated; their peaks are added as if they occurred at the "
+        "same time, so the sum is an upper bound; each process has its own context; lines and modules are those of "
+        "the largest process"
     )

@@ -91,20 +91,18 @@ def card(text: str | int, compute_capability: str | None = None, context: int | 
         except ValueError:
             raise ValueError(f"{text!r} is neither a card nor a size: {_meant(str(text))}") from None
         if not size:
-            raise ValueError("a card needs memory: write a size, such as '24GiB'")
+            raise ValueError("the card's memory is 0: give a size, such as '24GiB'")
         if size > NO_LIMIT:
             raise ValueError(
-                f"{format_size(size)} is more than a card can have: {format_size(NO_LIMIT)} at most"
+                f"{format_size(size)} is too large for a card: at most {format_size(NO_LIMIT)} is possible"
             )
         found = Card(format_size(size), size)
     capability = found.compute_capability if compute_capability is None else compute_capability
     if not re.fullmatch(r"\d+\.\d", capability):
-        raise ValueError(f'a compute capability is a text like "8.0", not {capability!r}')
+        raise ValueError(f'a compute capability is a string such as "8.0", not {capability!r}')
     taken = found.context if context is None else context
     if taken >= found.usable:
-        raise ValueError(
-            f"{found} is less than a CUDA context takes ({format_size(taken)}): nothing would be left"
-        )
+        raise ValueError(f"{found} is too small: a CUDA context alone takes {format_size(taken)}")
     return Card(found.name, found.usable, capability, found.multiprocessors, taken)
 
 

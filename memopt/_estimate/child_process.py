@@ -43,7 +43,7 @@ class ScriptChildren(Children):
             limit = None if request.seconds is None else request.seconds + _GRACE
             environment = dict(os.environ) if self._noise else quiet_environment(os.environ)
             # Unbuffered, so that what a script prints stands between its errors in its place.
-            environment.setdefault("PYTHONUNBUFFERED", "1")
+            environment["PYTHONUNBUFFERED"] = "1"
             output.touch()
             with contextlib.ExitStack() as followed:
                 if show and self._tell is not None:

@@ -172,7 +172,7 @@ def _roots(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
     inner = {id(child) for module in holding for child in module.modules() if child is not module}
     roots = [module for module in holding if id(module) not in inner]
     if not roots:
-        raise ValueError("the optimizer's parameters are of no module that could be parallelized over ranks")
+        raise ValueError("the optimizer's parameters belong to no module that can be parallelized over ranks")
     return roots
 
 

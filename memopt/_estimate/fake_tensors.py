@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import io
 import json
 import os
 import platform
@@ -71,7 +72,7 @@ class _HostReads(_Operations):
             if not dtype.is_floating_point and dtype is not torch.bool:
                 raise RuntimeError(
                     f"it reads the value of a {dtype} tensor, on which shapes may depend: only the simulated device "
-                    "knows it; name a Python that has PyTorch's CUDA build"
+                    "knows this value; name a Python that has PyTorch's CUDA build"
                 ) from None
             self.guesses.add("value", f"the value of {str(dtype).removeprefix('torch.')}")
             if dtype is torch.bool:
@@ -140,7 +141,7 @@ def _run(training: TrainingTask, seconds: float, protected: Protection, folder: 
         os.close(read)
         _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
-        raise ChildFailed(f"the process with the fake tensors {ended(-os.WTERMSIG(status))}")
+        raise ChildFailed(f"the process that ran on fake tensors {ended(-os.WTERMSIG(status))}")
     answer = json.loads(told)
     if "failed" in answer:
         raise ChildFailed(f"it does not run on fake tensors: {answer['failed']}", answer["trace"])
@@ -154,7 +155,7 @@ def _heard(read: int, seconds: float) -> bytes:
     while True:
         ready, _, _ = select.select([read], [], [], max(0.0, end - time.monotonic()))
         if not ready:
-            raise ChildFailed(f"the fake tensors took more than {seconds:.0f} s")
+            raise ChildFailed(f"the run on fake tensors took more than {seconds:.0f} s")
         part = os.read(read, 1 << 20)
         if not part:
             return b"".join(parts)
@@ -167,6 +168,8 @@ def _in_child(training: TrainingTask, protected: Protection, folder: str, write:
     try:
         os.dup2(output, 2)
         os.dup2(2, 1)  # standard output is for the answer
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is not
+            sys.stdout.reconfigure(line_buffering=True)  # so that they stand between errors in their place
         torch.set_num_threads(1)  # the threads that share work are not here either
         told: dict[str, Any] = {}
         _tell(lambda: _confine(protected, folder), told)
@@ -466,11 +469,11 @@ def estimate_of(answer: Answer, title: str, card: Card | None, reason: str) -> E
         context=card.context if card else cards.CONTEXT,
         card=card,
         unknowns=[
-            f"what CUDA's kernels keep: {_OFF:.0%} more or less; what the allocator holds: {_HELD - 1:.0%} more; "
-            "cuDNN's workspaces are not counted"
+            f"memory kept by CUDA kernels: {_OFF:.0%} more or less; memory held by the allocator: {_HELD - 1:.0%} "
+            "more; cuDNN workspaces are not counted"
         ],
         runs=1,
-        **answer.told() | {"unmodelled": [f"not on the simulated device: {reason}"] if reason else []},
+        **answer.told() | {"unmodelled": [f"not run on the simulated device: {reason}"] if reason else []},
     )
     if card is not None:
         fits = [needed <= card.usable for needed in found.needed]

@@ -46,7 +46,7 @@ class Guesses:
     def __init__(self, fraction: float = 1.0) -> None:
         if not 0.0 <= fraction <= 1.0:
             raise ValueError(
-                f"fraction={fraction!r} must lie between 0 and 1: it is the true part of an unknown mask"
+                f"fraction={fraction!r} must lie between 0 and 1: it is the share of True in an unknown mask"
             )
         self.fraction = fraction
         # Lines of the script that assert something: whether it holds.
@@ -299,7 +299,7 @@ class HostReads:
         return 1.0 if tensor.is_floating_point() or tensor.is_complex() else 0
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
-        values = self._known(mask, "shape", "the places that are not zero")
+        values = self._known(mask, "shape", "the positions of the nonzero elements")
         if values is not None:
             found = torch.nonzero(values)
             rows = len(found)
@@ -315,7 +315,7 @@ class HostReads:
 
     def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         tensor, mask = torch.broadcast_tensors(tensor, mask)
-        chosen = self._known(mask, "shape", "what a mask selects")
+        chosen = self._known(mask, "shape", "the selection by a mask")
         if chosen is None:
             return tensor.new_empty(self._part(mask.numel()))
         made = tensor.new_empty(int(chosen.sum()))
@@ -341,14 +341,14 @@ class HostReads:
         values = self._shadows.get(repeats)
         if values is None and output_size is not None:  # nothing is read
             return repeats.new_empty(output_size)
-        values = self._known(repeats, "shape", "how often to repeat, the values")
+        values = self._known(repeats, "shape", "the repeat counts")
         known = values is not None
         stand_in = torch.ones(repeats.shape, dtype=repeats.dtype) if values is None else values
         return self._on_device(torch.repeat_interleave(stand_in), repeats.device, known)
 
     def _unique(self, operation: Any) -> Callable[..., Any]:
         def answer(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            values = self._known(tensor, "shape", "the number of different values")
+            values = self._known(tensor, "shape", "the number of distinct values")
             known = values is not None
             if values is None:
                 different = max(1, self._part(tensor.numel()))

@@ -36,7 +36,9 @@ def find(python: str | None = None) -> str:
         raise NoInterpreter(f"{path} does not run: {error}") from None
     except process.ChildFailed as error:
         if error.status == 0:
-            text = f"{path} is no Python: it was asked for the simulated device and did not answer"
+            text = (
+                f"{path} is not a Python interpreter: it did not answer the query about the simulated device"
+            )
         else:
             last = (error.output.strip() or str(error)).splitlines()[-1]
             text = f"{path} cannot run the simulated device: {last}"

@@ -152,7 +152,7 @@ class LoaderPasses:
             return False
         of = "" if count == total else f" of {total or 'an unknown number'}, as read in {_READING:.0f} s"
         where = Path(this.loop.where).name
-        self.read[place] = f"{where}: batches differ in size; the last is the largest of {count}{of}"
+        self.read[place] = f"{where}: batches differ in size; the last one run is the largest of {count}{of}"
         return True
 
     def _runs_whole(self, this: _Pass, grows: int, left: int | None) -> bool:
@@ -160,7 +160,7 @@ class LoaderPasses:
         where = this.loop.where
         each = f"{Path(where).name} keeps {_C.format_size(grows)} a batch"
         if left is None:
-            self.kept[where] = f"{each}, of how many is not known: not counted"
+            self.kept[where] = f"{each}; the number of batches is unknown: not counted"
             return False
         now, first = time.monotonic(), self.kept.setdefault(where, "")
         if not first or this.whole:
@@ -168,7 +168,7 @@ class LoaderPasses:
         if not first:
             count, after = (
                 this.given + left,
-                "" if this.whole else ", but not what is made of them afterwards",
+                "" if this.whole else ", but not what the script computes from them afterwards",
             )
             self.kept[where] = (
                 f"{each}: {_C.format_size(grows * count)} over all {count} batches, counted{after}"

@@ -47,8 +47,9 @@ def estimate(
     The training runs in a child process on a simulated device, where PyTorch's own allocator decides, if this Python,
     or the one given by python=, has PyTorch's CUDA build; parameters are sent there as shapes. Otherwise, and where the
     model cannot be sent, it runs on fake tensors in a fork, which is less exact; .method tells which one it was. The
-    model, the optimizer and the sample stay as they are. Your files are protected too: the kernel keeps a function's or
-    module's writes from them, and ends the processes that it leaves running, as the command does with scripts.
+    model, the optimizer and the sample are not changed. Your files are protected too, as the command protects them from
+    scripts: the kernel keeps the writes of the function or module away from them, and the processes that it leaves
+    running are ended.
 
     Args:
         fn_or_model: A module, whose forward gets the sample (a tuple's items in order, a dict's by name); or a function
@@ -63,10 +64,10 @@ def estimate(
         steps: Number of training steps in each run.
         backend: The allocator: "native", "expandable" (PyTorch's with expandable segments), or "pool" (memopt's).
         python: Path of a Python that has PyTorch's CUDA build.
-        method: "simulated device" or "fake tensors", to insist on one.
+        method: "simulated device" or "fake tensors", to require one of them.
         quick: Whether to make one run only, without ranges and comparisons.
         seconds: Time limit of a run.
-        unprotected: Whether to go on where the kernel cannot protect your files. memopt then redirects Python's own
+        unprotected: Whether to continue where the kernel cannot protect your files. memopt then redirects Python's own
             writes, but not those of other programs and of C code.
 
     Returns:
@@ -143,7 +144,7 @@ def _check(fn_or_model: Any, sample: Any) -> None:
         if not module or not function:
             raise ValueError(f'{fn_or_model!r} is not the name of a function: write "module:function"')
     elif not callable(fn_or_model):
-        raise TypeError(f"a module or a function is estimated, not {type(fn_or_model).__name__}")
+        raise TypeError(f"estimate() takes a module or a function, not {type(fn_or_model).__name__}")
     elif isinstance(fn_or_model, torch.nn.Module) and sample is None:
         raise TypeError("a module needs a sample: pass sample=, its forward's arguments")
 
@@ -222,7 +223,7 @@ def _largest(training: Any, size: int, first: Answer, card: Card, run: Callable[
         return largest(measure, room, start, 1 << 40, known={size: seen})[0]
     except NoEffect:
         raise ValueError(
-            "the need does not change with the sample's first dimension: is that the batch dimension?"
+            "the memory needed does not change with the sample's first dimension: is that the batch dimension?"
         ) from None
 
 

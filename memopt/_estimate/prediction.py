@@ -149,7 +149,7 @@ class Estimate:
         """
         if self.largest is None:
             raise ValueError(
-                "the batch dimension is not known: pass sample=, whose first dimension is the batch's"
+                "the batch dimension is not known: pass sample=, whose first dimension is the batch dimension"
             )
         return self.largest(card if isinstance(card, Card) else cards.card(card))
 
@@ -177,7 +177,7 @@ class Estimate:
         """The source of each figure, by name: simulated, computed or from a table."""
         if self.method == FAKE:
             allocated = "storages of fake tensors, each rounded up to 512 bytes"
-            reserved = "worked out from the allocated bytes: no allocator has run"
+            reserved = "computed from the allocated bytes: no allocator has run"
         else:
             allocated = "torch's allocator, on a simulated device that computes nothing"
             reserved = allocated
@@ -185,9 +185,9 @@ class Estimate:
             "peak_allocated": allocated,
             "peak_reserved": reserved,
             "context": "a table of cards, or as given: not simulated",
-            "card": "a table of cards, from what CUDA tells of them" if self.card else "none was asked for",
+            "card": "a table of cards, from what CUDA reports" if self.card else "no card was given",
             "by_category": "a walk over modules and optimizers at the peak; the rest is activations and other",
-            "would_fit": "a run each, with the change applied; 'peak' is that run's",
+            "would_fit": "one run for each, with the change applied; 'peak' is the peak of that run",
         }
 
     def __str__(self) -> str:
@@ -292,14 +292,10 @@ def in_one_unit(by_category: dict[str, int]) -> str:
 
 def _ends(oom: dict[str, Any]) -> str:
     if oom.get("together"):
-        return f"the peaks of {oom['together']} processes on cuda:{oom['device']} are more than the card together"
-    where = (
-        f"{_near(oom['file'])}:{oom.get('line', '?')}"
-        if oom.get("file")
-        else "a line that is not the script's"
-    )
+        return f"together, the peaks of {oom['together']} processes on cuda:{oom['device']} exceed the card"
+    where = f"{_near(oom['file'])}:{oom.get('line', '?')}" if oom.get("file") else "a line outside the script"
     line = f" ({oom['text']})" if oom.get("text") else ""
-    asked = f", asked {_C.format_size(oom['asked'])}" if oom.get("asked") else ""
+    asked = f", requested {_C.format_size(oom['asked'])}" if oom.get("asked") else ""
     had = f" with {_C.format_size(oom['allocated'])} allocated" if oom.get("allocated") else ""
     when = ", after training, without gradients (an evaluation, or sampling)" if oom.get("evaluates") else ""
     return f"CUDA out of memory at {where}{line}{when}{asked}{had}"
@@ -313,7 +309,7 @@ def _near(path: str) -> str:
 
 def _attribution_row(row: dict[str, Any]) -> str:
     source = f"  {row['text'].strip()}" if row.get("text") else ""
-    name = row.get("name") or "(no line of yours)"
+    name = row.get("name") or "(no line of your script)"
     purpose = in_words(row["by_category"]) if row.get("by_category") else row.get("category", "")
     return Code(f" {_C.format_size(row['bytes']):>9}  {name}  {purpose}{source}")
 
@@ -328,16 +324,19 @@ def _batch_row(found: dict[str, Any]) -> str:
     if not size:
         return f"not even 1 fits on {card} ({option})"
     if not found["bounded"]:
-        return f"{size} fits on {card}, and more take no more: the data are used up ({option})"
+        return (
+            f"{size} fits on {card}; a larger batch takes no more memory, as the dataset has no more "
+            f"samples ({option})"
+        )
     if not found["exact"]:
-        return f"{size} fits on {card}; --max-batch searches the largest ({option})"
-    return f"the largest on {card} is {size}; {size + 1} is out of memory ({option})"
+        return f"{size} fits on {card}; --max-batch searches for the largest ({option})"
+    return f"the largest on {card} is {size}; {size + 1} runs out of memory ({option})"
 
 
 def _smallest(found: dict[str, Any]) -> str:
     card = f", as {found['card']}" if found["card"] else ": larger than any card in the table"
     within = _C.format_size(found["within"])
-    return f"{_C.format_size(found['bytes'])} of usable memory suffice (to within {within}){card}"
+    return f"{_C.format_size(found['bytes'])} of usable memory suffices (to within {within}){card}"
 
 
 def _advice_row(one: Advice) -> str:
@@ -354,7 +353,10 @@ def _source(found: Estimate) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in found.versions.items() if value)
     steps = f"{found.steps} steps of the optimizer" if found.steps != 1 else "1 step of the optimizer"
     if found.method == FAKE:
-        return f"fake tensors, not measured; the weaker way: no allocator and no CUDA code has run; {steps}; {versions}"
+        return (
+            "fake tensors, not measured; the less accurate method: neither an allocator nor CUDA code "
+            f"has run; {steps}; {versions}"
+        )
     capability = found.simulated.get("compute_capability") or (
         found.card.compute_capability if found.card else "8.0"
     )

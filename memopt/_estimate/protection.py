@@ -41,6 +41,17 @@ class Protection(NamedTuple):
     way: str
     share_memory: bool = True
 
+    def denied_memory(self) -> str:
+        """Return why a script may not share memory between its processes, and the remedy; nothing if it may."""
+        if self.way != "landlock" or self.share_memory:
+            return ""
+        names = sorted(os.listdir(_SHARED_MEMORY))
+        listed = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
+        return (
+            f"{_SHARED_MEMORY} has files that the script could overwrite ({listed}), so it may not use shared memory: "
+            f"remove those that no process needs, or let the script write with --keep-files"
+        )
+
 
 class Unprotected(ValueError):
     """The kernel keeps no write from the user's files here; what to do about it depends on who asks."""
@@ -66,7 +77,7 @@ def _asked(python: str, folders: tuple[str, ...]) -> Protection:
     )
 
 
-GOES_ON = "goes on with what memopt can redirect by itself, which leaves out other programs and C code"
+GOES_ON = "redirects Python's writes only, not those of other programs and C code"
 
 
 # ---- in the child, before it has a second thread ---------------------------------------------------------------------
@@ -314,7 +325,7 @@ def _tried(protection: Protection, folder: str, folders: Sequence[str]) -> str |
     writable = [name for name in folders if os.access(name, os.W_OK)]
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
-        said = "it ended without a word"
+        said = "it ended without a message"
         try:
             confine(protection, folder)
             for name in writable if protection.way == "overlay" else []:

@@ -75,14 +75,14 @@ def read(path: str) -> Request:
     given = json.loads(Path(path).read_text())
     unknown = sorted(set(given) - {one.name for one in fields(Request)})
     if unknown:
-        raise ValueError(f"{path} asks for {', '.join(unknown)}, which there is not")
+        raise ValueError(f"{path} has unknown settings: {', '.join(unknown)}")
     request = Request(**given)
     if not request.argv:
         raise ValueError(f"{path} names no script: argv is empty")
     if request.backend not in BACKENDS:
-        raise ValueError(f"{path}: backend is one of {', '.join(BACKENDS)}, not {request.backend!r}")
+        raise ValueError(f"{path}: backend must be one of {', '.join(BACKENDS)}, not {request.backend!r}")
     if request.shorten not in SHORTEN:
-        raise ValueError(f"{path}: shorten is one of {', '.join(SHORTEN)}, not {request.shorten!r}")
+        raise ValueError(f"{path}: shorten must be one of {', '.join(SHORTEN)}, not {request.shorten!r}")
     return request
 
 
@@ -146,7 +146,7 @@ def find_batch_option(argv: Sequence[str], name: str | None = None) -> BatchOpti
         if given.isascii() and given.isdigit() and int(given) > 0:
             return BatchOption(key, at if equals else at + 1, bool(equals), int(given))
         if wanted:
-            raise ValueError(f"{key} is followed by {given!r} and not by a batch size")
+            raise ValueError(f"{key} is followed by {given!r}, which is not a batch size")
     if name is None or wanted is None:
         return BatchOption("")
     if name.endswith("="):

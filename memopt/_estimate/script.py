@@ -85,7 +85,7 @@ def described(error: BaseException) -> str:
     if any(type(one).__name__ == "TritonMissing" for one in followed(error, everything=True)):
         text += (
             "\ntorch.compile needs triton on the simulated device too: install it (pip install triton) beside the "
-            "torch that runs this, name another Python that has it with --python, or compile nothing "
+            "torch that runs this, name another Python that has it with --python, or disable compilation "
             "(TORCH_COMPILE_DISABLE=1)"
         )
     return text

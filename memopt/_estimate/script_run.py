@@ -342,9 +342,9 @@ def _coverage_so_far(loops: Loops) -> dict[str, Any]:
 
 def _covered(end: End, steps: str, loops: Loops) -> str:
     if end.stopped == "steps":
-        return f"{steps}, then it was ended{_at(end)}: what comes after was not seen"
+        return f"{steps}, then it was ended{_at(end)}: what follows was not seen"
     if end.stopped == "seconds":
-        return f"{steps}, then it was stopped by its time limit{_at(end)}: what comes after was not seen"
+        return f"{steps}, then it was stopped by its time limit{_at(end)}: what follows was not seen"
     if end.stopped == "error":
         return f"{steps} before it ran out of memory" if end.out_of_memory else ""
     if not loops.short:
@@ -356,13 +356,13 @@ def _covered(end: End, steps: str, loops: Loops) -> str:
 
 def _early(loops: Loops) -> str:
     turns = [f"{Path(where).name} (every {every})" for where, every in loops.early.items()]
-    return f"once before its turn, in the last iteration: {', '.join(turns)}" if turns else ""
+    return f"once out of turn, in the last iteration: {', '.join(turns)}" if turns else ""
 
 
 def _growing(loops: Loops) -> str:
     kept = [f"{Path(where).name} {_C.format_size(size)}" for where, size in loops.grows.items()]
     return (
-        f"more is kept with each iteration, not counted beyond those that ran: {', '.join(kept)}"
+        f"memory grows with each iteration, and only the iterations that ran are counted: {', '.join(kept)}"
         if kept
         else ""
     )
@@ -407,7 +407,7 @@ def _receive(kind: Any, device: int, handle: bytes, size: int, *_: Any) -> torch
         )
     if status:
         raise torch.OutOfMemoryError(
-            f"CUDA out of memory. Another process's tensor of {size} bytes has no place"
+            f"CUDA out of memory. A tensor of {size} bytes from another process does not fit"
         )
     _received[device] += size
     return torch._C._construct_storage_from_data_pointer(at.value, place, size)  # type: ignore[no-any-return]

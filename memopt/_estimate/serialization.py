@@ -84,7 +84,7 @@ class _ByShapes(_Base):  # type: ignore[misc, valid-type]
             or tensor.layout is not torch.strided
         ):
             raise NotSerializable(
-                f"a tensor of type {kind.__name__}, {tensor.layout} cannot be sent as memory of a size"
+                f"a tensor of type {kind.__name__}, {tensor.layout} cannot be sent to the child process as plain memory"
             )
         storage = tensor.untyped_storage()
         known = self.memories.get(storage._cdata)
@@ -133,7 +133,7 @@ def dumps(thing: Any) -> bytes:
     except Exception as error:  # whatever a __reduce__ of the user's raises
         raise NotSerializable(f"{type(error).__name__}: {error}") from error
     made = file.getvalue()
-    logger.info("estimate: the model crosses as %d bytes", len(made))
+    logger.info("estimate: the model is sent as %d bytes", len(made))
     return made
 
 

@@ -18,6 +18,7 @@ from memopt._estimate.advice import TriedTechnique
 from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
 from memopt._estimate.prediction import SIMULATED, Advice, Backend, Estimate
+from memopt._estimate.protection import Protection
 from memopt._estimate.request import BACKENDS, SHORTEN, BatchOption, Request
 from memopt._runtime.process import ChildFailed
 
@@ -36,10 +37,12 @@ Run = Callable[[Request], Answer]
 class ScriptFailed(RuntimeError):
     """The script ended for a reason of its own. `answer`: what was seen until then."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, protected: Protection | None = None) -> None:
         text = f"it ended with status {answer.exit_status}" if answer.stopped == "exit" else "it failed"
         said = answer.error or answer.more.get("output")
-        super().__init__(f"{text}: {said}" if said else text)
+        text = f"{text}: {said}" if said else text
+        denied = protected and "PermissionError" in str(said) and protected.denied_memory()
+        super().__init__(f"{text}\n  {denied}" if denied else text)
         self.answer = answer
 
 
@@ -47,7 +50,7 @@ class NothingToTell(ScriptFailed):
     """The script has not come to what an estimate is about; the message says to what."""
 
     def __init__(self, answer: Answer, why: str) -> None:
-        RuntimeError.__init__(self, f"nothing to tell: {why}")
+        RuntimeError.__init__(self, f"no result: {why}")
         self.answer = answer
 
 
@@ -78,7 +81,7 @@ class Survey:
             run or self.run, replace(request, shorten=self.shorten)
         )
         if answer.failed:
-            raise ScriptFailed(answer)
+            raise ScriptFailed(answer, request.protection_of())
         if why := _not_described(answer, request.steps):
             raise NothingToTell(answer, why)
         return answer
@@ -135,7 +138,7 @@ class Survey:
             shown = self.shown if limited is None else None
             free = self._ask(told, f"{self.title} on a card without limit", shown)
         if free.oom is not None:
-            raise ChildFailed(f"it asks for more than {_C.format_size(cards.NO_LIMIT)}: {free.oom}")
+            raise ChildFailed(f"it requests more than {_C.format_size(cards.NO_LIMIT)}: {free.oom}")
         said = limited if limited is not None and limited.oom else free
         found = Estimate(
             title=self.title,
@@ -280,17 +283,17 @@ class Survey:
         Raises ValueError if the batch size changes nothing, ScriptFailed if the script fails with another one.
         """
         if self.batch is None:
-            raise ValueError("there is no batch size that could be changed")
+            raise ValueError("no batch size was found that can be changed")
         batch, peaks = self.batch, dict[int, int]()
 
         def measure(size: int) -> int | None:
             request = self._on(card, batch.request(self.request, size))
             answer = self._ask(request, f"batch {size} on {card}")
             if answer.more.get("loaders_of_batch_size") == 0:
-                before = "" if answer.completed else ", or none before it runs out of memory"
+                before = "" if answer.completed else ", or runs out of memory before it makes one"
                 raise ValueError(
-                    f"the script makes no DataLoader{before}, so its batch is not known: name the option that sets it "
-                    "with --batch-option"
+                    f"the script makes no DataLoader{before}, so its batch size is not known: name the option that "
+                    "sets it with --batch-option"
                 )
             if not self._is_sure(found, request, answer, f"batch {size} on {card}"):
                 return None
@@ -331,11 +334,11 @@ def _not_described(answer: Answer, steps: int | None) -> str:
         return ""
     ended = "it ended" if answer.stopped in ("end", "exit") else "it was stopped"
     if not answer.held:
-        return f"{ended} before it took any memory of the card"
+        return f"{ended} before it allocated any memory on the card"
     if not answer.more.get("trained", True) and steps != 0:
         return (
-            f"{ended} without a training step: no optimizer has stepped and there was no backward pass. Of a script "
-            "that only evaluates or generates --steps 0 tells what it takes"
+            f"{ended} without a training step: no optimizer stepped and no backward pass ran. For a script that only "
+            "evaluates or generates, use --steps 0"
         )
     return ""
 

@@ -167,7 +167,9 @@ class Techniques:
         import memopt
 
         if args and kwargs:
-            raise ValueError("auto_checkpoint's sample is arguments in order or by name")
+            raise ValueError(
+                "auto_checkpoint takes positional arguments or keyword arguments as its sample, not both"
+            )
         mine = {id(p) for p in model.parameters()}
         stepped = (
             one

@@ -85,21 +85,21 @@ def function_named(name: str) -> Callable[..., Any]:
     for part in function.split("."):
         found = getattr(found, part)
     if not callable(found):
-        raise TypeError(f"{name} is no function")
+        raise TypeError(f"{name} is not a function")
     return found  # type: ignore[no-any-return]
 
 
 def _parts(made: Any, optimizer: Any) -> tuple[Any, Any, Any]:
     """Split a function's result into (model, sample, optimizer); model is None where the result is a loss."""
     if isinstance(made, torch.nn.Module):
-        raise TypeError("the function returned a model and no sample: let it return (model, sample)")
+        raise TypeError("the function returned a model and no sample: it must return (model, sample)")
     if isinstance(made, tuple) and made and isinstance(made[0], torch.nn.Module) and len(made) in (2, 3):
         return made[0], made[1], made[2] if len(made) == 3 else optimizer
     if isinstance(made, torch.Tensor) or hasattr(made, "loss"):
         return None, None, optimizer
     raise TypeError(
-        f"the function returned {type(made).__name__}: let it return (model, sample), (model, sample, optimizer), "
-        "a loss, or, if it trains by itself, nothing"
+        f"the function returned {type(made).__name__}: it must return (model, sample), (model, sample, optimizer), a "
+        "loss, or nothing if it trains by itself"
     )
 
 
@@ -120,7 +120,7 @@ def loss_of(out: Any, loss: Callable[[Any], Any] | None) -> torch.Tensor:
     if loss is not None:
         made = loss(out)
         if not isinstance(made, torch.Tensor):
-            raise TypeError(f"loss= returned {type(made).__name__} and not a tensor")
+            raise TypeError(f"loss= returned {type(made).__name__}, not a tensor")
         return made if made.dim() == 0 else made.sum()
     for found in (getattr(out, "loss", None), out.get("loss") if isinstance(out, dict) else None):
         if isinstance(found, torch.Tensor):
@@ -129,7 +129,10 @@ def loss_of(out: Any, loss: Callable[[Any], Any] | None) -> torch.Tensor:
 
     ends = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not ends:
-        raise TypeError("no output of the forward has a gradient: pass train=False for the forward alone")
+        raise TypeError(
+            "no output of the forward pass requires a gradient: pass train=False to run the forward pass "
+            "alone"
+        )
     total = ends[0].sum() if ends[0].dim() else ends[0]
     for end in ends[1:]:
         total = total + end.sum()

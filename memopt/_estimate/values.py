@@ -238,7 +238,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
             return True
         if packet is _aten.sum and not out.is_floating_point():
             places = source.numel() // max(1, out.numel())
-            self.guesses.add("test", "how many places of a mask hold")
+            self.guesses.add("test", "the number of True elements of a mask")
             self.shadows.put(out, torch.full(out.shape, round(places * fraction), dtype=out.dtype), made=True)
             return True
         return False

@@ -103,8 +103,11 @@ class CellReport:
         rows = [
             ("peak of", [f"{name} {_C.format_size(size)}" for name, size in self.categories.items() if size]),
             (
-                "asked by",
-                [f"{line.name or 'no line of yours'} {_C.format_size(line.bytes)}" for line in self.lines],
+                "top lines",
+                [
+                    f"{line.name or 'no line of your code'} {_C.format_size(line.bytes)}"
+                    for line in self.lines
+                ],
             ),
             ("grown", [_grown(growth) for growth in self.grown]),
         ]

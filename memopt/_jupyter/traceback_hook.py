@@ -78,7 +78,7 @@ class ReleasedFrames:
 
     def __str__(self) -> str:
         if not self.error:
-            return "memopt: there is no exception whose frames could hold anything"
+            return "memopt: there is no exception whose frames could hold memory"
         sizes = [f"{_C.format_size(size)} on {device}" for device, size in self.freed.items() if size]
         left = ", ".join(f"{_C.format_size(size)} on {device}" for device, size in self.left.items())
         freed = ", ".join(sizes) or "nothing"

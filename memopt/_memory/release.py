@@ -76,13 +76,13 @@ class Released:
             f"released: {_sizes(self.freed) or 'no tensor'}; given back: {_sizes(self.returned) or 'nothing'}"
         ]
         if self.frames:
-            lines[0] += f" ({self.frames} frames of functions that had ended were emptied)"
+            lines[0] += f" ({self.frames} frames of functions that had returned were cleared)"
         for device, now in self.after.items():
             if now.reserved:
                 rest = now.reserved - now.allocated
                 lines.append(
-                    f"  {device}: {_C.format_size(now.allocated)} in tensors, {_C.format_size(rest)} more held, in "
-                    "pieces between them"
+                    f"  {device}: {_C.format_size(now.allocated)} in tensors, {_C.format_size(rest)} more held in "
+                    "fragments between them"
                 )
         lines.append(f"  host: {_C.format_size(self.resident_after)} resident")
         return lines
@@ -99,18 +99,18 @@ def _sizes(found: dict[str, int]) -> str:
 
 
 def release(error: BaseException | None = None, *, top: int = 10) -> Released:
-    """Drop everything that nobody can use any more, and give its memory back.
+    """Drop everything that can no longer be used, and give its memory back.
 
-    `gc.collect(); torch.cuda.empty_cache()` fails at this where an exception still holds the tensors of the step that
-    failed. For every exception that something still refers to (Python's last one, IPython's, one in a variable, a
-    future or a log record), the frames of functions that have ended are cleared. Their tensors are freed; the
-    exception, its text and its traceback lines stay, and a debugger finds no locals. Then cycles are collected, and
-    autocast's cached casts, cuBLAS's workspaces, the allocator's free memory (torch's or memopt's), free pinned memory
-    and free heap are given back. Results of later steps do not change; the next step takes some of the memory again,
-    and waits for the device once.
+    `gc.collect(); torch.cuda.empty_cache()` does not free tensors of a failed step that an exception still holds. For
+    every exception that something still refers to (Python's last one, IPython's, one in a variable, a future or a log
+    record), the frames of functions that have ended are cleared. Their tensors are freed; the exception, its text and
+    its traceback lines stay, and a debugger finds no locals. Then cycles are collected, and autocast's cached casts,
+    cuBLAS's workspaces, the allocator's free memory (torch's or memopt's), free pinned memory and free heap are given
+    back. Results of later steps do not change; the next step takes some of the memory again, and waits for the device
+    once.
 
     Args:
-        error: Clears only the frames of this exception, and of those that it followed.
+        error: Clears only the frames of this exception, and of those in its chain.
         top: Number of groups of live tensors that are printed.
 
     Returns:
@@ -152,7 +152,7 @@ def give_back() -> None:
 
 
 def _tracebacks() -> list[types.TracebackType]:
-    """All that there are; those that the interpreter is about to raise are the program's too."""
+    """Return all tracebacks; those that the interpreter is about to raise belong to the program too."""
     gc.collect()  # what is garbage already needs no search
     return [thing for thing in gc.get_objects() if type(thing) is types.TracebackType]
 

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class Agreement(Protocol):
-    """An agreement between ranks. Every method is called by every rank equally often."""
+    """The protocol by which ranks agree. Every rank calls every method equally often."""
 
     def micro_batches(self, wanted: int, most: int) -> int:
-        """Return the number of micro-batches that all ranks cut their batch into: the greatest `wanted` of any rank.
+        """Return the number of micro-batches into which all ranks split their batch: the largest `wanted` of any rank.
 
         Args:
             wanted: The number that this rank needs.
-            most: This rank's samples, none of which may be cut. A number that some rank cannot have is an error on
+            most: The number of this rank's samples. A number of micro-batches that some rank cannot have is an error on
                 every rank.
         """
 
@@ -45,20 +45,20 @@ class Agreement(Protocol):
         """Return the context that a micro-batch runs in, such as DDP's no_sync.
 
         Args:
-            index: The micro-batch, from 0.
-            count: The number of them.
+            index: The number of the micro-batch, from 0.
+            count: The number of micro-batches.
         """
 
     def succeeded(self, ok: bool, why: str = "") -> bool:
-        """Return whether every rank's attempt succeeded. Raises if all have to end.
+        """Return whether every rank's attempt succeeded. Raises if all ranks have to end.
 
         Args:
-            ok: Whether this rank's did.
-            why: The error that this rank's failed with.
+            ok: Whether this rank's attempt succeeded.
+            why: The error with which this rank's attempt failed.
         """
 
     def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Reduce the gradients of all micro-batches, in .grad, over the ranks where they are not reduced yet.
+        """Reduce the gradients of all micro-batches, in .grad, over the ranks, unless they are reduced already.
 
         Args:
             parameters: The model's parameters.

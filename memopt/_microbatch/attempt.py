@@ -36,7 +36,7 @@ class Failure(NamedTuple):
     least: str
 
     def error(self, begin: str) -> BaseException:
-        """To raise, of the same class, so that who expects one knows it."""
+        """Return an exception of the same class, so that handlers of that class catch it."""
         kind = self.kind if self.kind in (torch.OutOfMemoryError, MemoryError) else RuntimeError
         return kind(f"{begin}{self.least}. The last failure was: {self.text}")
 
@@ -83,7 +83,7 @@ class BufferHistory:
         self._changing: dict[tuple[int, str], bool] = {}
 
     def values(self, buffers: Sequence[Buffer]) -> BufferValues:
-        """The state of these, with copies of those that a step may change."""
+        """Return the state of these buffers, with copies of those that a step may change."""
         left = _MOST
 
         def is_copied(one: Buffer) -> bool:
@@ -175,7 +175,7 @@ class EntryGradients:
             parameter.grad = grad
 
     def add(self) -> None:
-        """The gradients at entry plus those of the attempt, in the tensors at entry."""
+        """Add the attempt's gradients to those at entry, in the tensors at entry."""
         if not self.nbytes:
             return
         new = [parameter.grad for parameter in self._parameters]
@@ -195,7 +195,7 @@ class EntryGradients:
                 torch._foreach_add_(olds, news)
 
     def _add_from_host(self, new: list[Tensor | None]) -> None:
-        """One after another, each one's new gradient gone before the next is brought."""
+        """Add them one after another; each new gradient is freed before the next is copied from the host."""
         assert self._host is not None
         with torch.no_grad():
             for k, parameter in enumerate(self._parameters):
@@ -218,7 +218,7 @@ class EntryGradients:
 
 
 def _has_its_memory_alone(tensor: Tensor) -> bool:
-    """No other tensor looks at it."""
+    """Whether no other tensor views its memory."""
     storage = tensor.untyped_storage()
     fresh = torch.empty(1).untyped_storage()
     return (
@@ -231,7 +231,9 @@ def _users(storage: torch.UntypedStorage) -> int:
 
 
 class InitialScale:
-    """A gradient scaler's first scale() makes it, in two allocations, and torch's cannot go on from half."""
+    """A gradient scaler's initial scale.
+
+    Its first scale() creates it in two allocations, and torch's scaler cannot continue if only one succeeded."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler

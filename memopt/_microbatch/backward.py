@@ -41,49 +41,50 @@ def backward(
     """Run fn(*batch, **named).backward(), in micro-batches where the batch runs out of memory.
 
     The losses of micro-batches are weighted so that the gradients are the whole batch's. Sizes are remembered by the
-    shape of the input, as long as the model lives: the next such batch is cut at once, and whole again when there is
-    more room. Between attempts random states (torch's, Python's, NumPy's global one), buffers and gradients are what
-    they were at entry, and so they are where this raises. Where gradients were there at entry, those of the step are
-    kept apart until it has succeeded, which takes their size once more, at the end of the backward pass; where even one
-    sample does not fit beside them, those of a CUDA device go to the host meanwhile.
+    shape of the input, as long as the model lives: the next such batch is split at once, and runs whole again when
+    there is more room. Random states (torch's, Python's, NumPy's global one), buffers and gradients are restored to
+    their state at entry between attempts, and also before this function raises. If there were gradients at entry, the
+    step's gradients are kept apart until it has succeeded, which takes their size once more, at the end of the backward
+    pass. If even one sample does not fit beside them, gradients on a CUDA device are moved to the host for that time.
 
-    Out-of-memory errors that an earlier kernel reports asynchronously cannot be detected; an optimizer's step outside
-    runs out of memory as ever. Inside a CUDA graph's capture it is a plain backward.
+    Out-of-memory errors that an earlier kernel reports asynchronously cannot be detected. An out-of-memory error in the
+    optimizer's step is not handled here. During a CUDA graph's capture this is a plain backward.
 
     Args:
-        fn: Returns the loss, of no dimension, or a loss for each sample, (n, …), which is reduced here. It may take
-            derivatives itself (torch.autograd.grad with create_graph=True), but not call memopt.backward. It is run
-            again after an out-of-memory error, and in a model's first step and now and then in one that is cut also on
-            parts of the batch, as a trial: its other effects (counters, logging) are repeated.
-        *batch: n samples, in dimension 0 of every tensor, whatever tuples, dicts and dataclasses they are in;
+        fn: Returns the loss as a 0-dimensional tensor, or a loss for each sample, (n, …), which is reduced here. It may
+            compute derivatives itself (torch.autograd.grad with create_graph=True), but must not call memopt.backward.
+            It is run again after an out-of-memory error. In a model's first step, and occasionally in a step that is
+            split, it is also run on parts of the batch, as a trial. Its other effects (counters, logging) are repeated
+            then.
+        *batch: n samples, in dimension 0 of every tensor, in any nesting of tuples, dicts and dataclasses;
             micro-batches are views. Numbers, strings, None and functions are passed whole.
-        model: The module whose gradients, buffers and modes count, or several. Gradients at entry are added to.
-        scaler: torch's or memopt's GradScaler; scaler.scale(loss) is what runs backward.
-        reduction: The loss's reduction over its samples: "mean", "sum", or a function that is given a micro-batch's
-            arguments and returns the number it counts for: lambda x, y: (y != -100).sum() for a mean over tokens.
-        exact: True refuses random numbers as well: micro-batches have other dropout masks and other noise than the
-            whole, and gradients that are equal in distribution only. Without it the first step that is cut warns of
-            that. Noise that is drawn outside of fn and passed with the batch is cut with it. False refuses nothing,
-            checks nothing, and does not warn.
-        unbatched: Arguments that each micro-batch is given whole, by position, keyword, key or field.
-        batch_dim: The dimension of the samples, if not 0; of some arguments by a dict of such names.
-        lists: "samples" or "tensors": the meaning of a list that might be either.
+        model: The module, or several, with the gradients, buffers and modes concerned. Gradients at entry are added to.
+        scaler: torch's or memopt's GradScaler; backward() is then called on scaler.scale(loss).
+        reduction: The loss's reduction over its samples: "mean", "sum", or a function that returns a micro-batch's
+            weight, given its arguments: lambda x, y: (y != -100).sum() for a mean over tokens.
+        exact: True refuses random numbers as well, because micro-batches draw other dropout masks and other noise than
+            the whole batch, so their gradients are equal in distribution only. By default the first step that is split
+            warns of that. Noise that is drawn outside fn and passed with the batch is split with it. False refuses
+            nothing, checks nothing, and does not warn.
+        unbatched: Arguments that are passed whole to each micro-batch, by position, keyword, key or field.
+        batch_dim: The dimension of the samples, if not 0; or a dict from such names to dimensions, for some arguments.
+        lists: "samples" or "tensors": the meaning of a list that could be either.
         agreement: The agreement between the ranks of a model in several processes (memopt.types.Agreement).
-        **named: More of the batch.
+        **named: Further parts of the batch.
 
     Returns:
         The whole batch's loss, detached.
 
     Raises:
-        ValueError: Before anything ran, where samples cannot be told, or micro-batches would have other gradients
-            (batch norm in train mode, hooks on gradients); after the first step, where the loss turns out to be no such
-            reduction; for a loss that is neither one number nor one for each sample; and where a batch has to be cut,
-            and fn runs on the whole of it only (a graph's nodes, too few samples): a trial that fails says so in the
-            log, and the step that fits goes on.
-        TypeError: An argument cannot be cut.
+        ValueError: Before anything runs: the samples cannot be identified, or micro-batches would have other gradients
+            (batch norm in train mode, hooks on gradients). After the first step: the loss is not such a reduction.
+            Also: the loss is neither one number nor one for each sample; or a batch has to be split, and fn runs only
+            on the whole of it (a graph's nodes, too few samples). A trial that fails is only logged, and the step goes
+            on if it fits.
+        TypeError: An argument cannot be split.
         RuntimeError: fn calls memopt.backward.
-        torch.OutOfMemoryError: One sample alone does not fit: an error of the last one's class, which names the least
-            capacity that would do. Other exceptions of fn are passed on.
+        torch.OutOfMemoryError: A single sample does not fit. The error has the class of the last one and names the
+            least capacity that is sufficient. Other exceptions of fn are passed on.
 
     Example:
         >>> def compute_loss(inputs, targets):
@@ -97,12 +98,12 @@ def backward(
     """
     if _running.inside:
         raise NestedBackward(
-            "memopt.backward: fn calls memopt.backward itself, which may have to run it again at any point: have fn "
-            "return the loss alone, and call memopt.backward once around it"
+            "memopt.backward: fn calls memopt.backward itself, but memopt.backward may have to run fn again at any "
+            "point: have fn return only the loss, and call memopt.backward once around it"
         )
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
     if not modules:
-        raise ValueError("memopt.backward: model= names no module whose gradients the step is for")
+        raise ValueError("memopt.backward: model= names no module whose gradients the step computes")
     split = SplitBatch(batch, named, Cutting(unbatched, batch_dim, lists))
     step = _Step(
         fn, split, modules, scaler, Weights(reduction, split), exact, agreement or _agreement(modules)
@@ -153,7 +154,9 @@ def _history(modules: Sequence[nn.Module]) -> _History:
 
 
 def _agreement(modules: Sequence[nn.Module]) -> Agreement:
-    """That of models in several processes is imported only where there are such: torch.distributed is large."""
+    """Return the agreement.
+
+    That of models in several processes is imported only if there are any: torch.distributed is large."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return ALONE
     from memopt._microbatch.rank_protocol import of_model
@@ -206,8 +209,8 @@ class _Step:
         for tensor in self.split.tensors():
             if tensor.grad_fn is not None:
                 raise ValueError(
-                    "memopt.backward: a tensor of the batch has a graph of its own, whose backward pass can run once: "
-                    "compute it within fn, or pass it detached"
+                    "memopt.backward: a tensor of the batch has a graph of its own, whose backward pass can run only "
+                    "once: compute it within fn, or pass it detached"
                 )
 
     def plain(self) -> Tensor:
@@ -266,10 +269,10 @@ class _Step:
                     self._begin_again()
 
     def _agreed(self, left: int, size: int) -> int:
-        """The number of micro-batches that the ranks agree on.
+        """Return the number of micro-batches that the ranks agree on.
 
-        size 0: not even one sample fits this rank; the others hear of it by a number that none can have, and raise as
-        this one does.
+        size 0: not even one sample fits this rank; the others learn it from a number that no rank can have, and raise
+        as this one does.
         """
         wanted = 1 if not left else -(-left // size) if size else 2 * self.split.samples
         try:
@@ -280,7 +283,7 @@ class _Step:
             raise self._final(self.failure) from error
 
     def _chosen(self) -> int:
-        """The samples that a micro-batch is to have at first."""
+        """Return the number of samples that a micro-batch has at first."""
         samples, sizes = self.split.samples, self.history.sizes
         if sizes.is_unlimited(self.what) or samples < 2 or self._no_parts():
             return max(samples, 1)
@@ -305,7 +308,7 @@ class _Step:
     def _micro_batch(self, start: int, stop: int) -> Failure | None:
         """Run one micro-batch.
 
-        After a failure the state is that at its begin where nothing was accumulated, else that at entry.
+        After a failure the state is that at its beginning if nothing was accumulated, else that at entry.
         """
         first = start == 0
         marks = None if first else self.gradients.marks()
@@ -324,8 +327,8 @@ class _Step:
         self.was_emptied = True
         if self.versions != [version(tensor) for tensor in self.split.tensors()]:
             raise ValueError(
-                "memopt.backward: fn has changed a tensor of its batch in place and then run out of memory, so it "
-                "cannot run again: have it change a copy"
+                "memopt.backward: fn changed a tensor of its batch in place and then ran out of memory, so it cannot "
+                "run again: change a copy instead"
             )
         self.scale.restore()
         if first or not (self.in_forward or (marks is not None and self.gradients.untouched(marks))):
@@ -353,7 +356,7 @@ class _Step:
         self.total = loss.detach() if self.total is None else self.total + loss.detach()
 
     def _loss(self, start: int, stop: int) -> Tensor:
-        """The loss of those samples, as the part of the whole batch's loss that it is."""
+        """Return the loss of those samples, as their part of the whole batch's loss."""
         args, named = self.split.micro_batch(start, stop)
         try:
             loss = self.fn(*args, **named)
@@ -367,15 +370,15 @@ class _Step:
         loss = self.weights.reduced(loss, start, stop)
         if not loss.requires_grad:
             raise ValueError(
-                "memopt.backward: fn returned a loss without a graph (detached, or computed under torch.no_grad()), so "
-                "no parameter can have a gradient of it: return the loss itself"
+                "memopt.backward: fn returned a loss without a graph (detached, or computed under torch.no_grad()), "
+                "so no parameter gets a gradient from it: return the loss itself"
             )
         return loss
 
     def _no_parts(self) -> str | None:
-        """The reason why fn does not run on a part of its batch; None as far as it is known to.
+        """Return the reason why fn does not run on a part of its batch; None if no reason is known.
 
-        A rank's own reason is none for the others.
+        One rank's reason does not count for the others.
         """
         is_asked = self.exact is not False and self.agreement is ALONE
         return self.history.not_on_parts.get(self.what) if is_asked else None
@@ -389,7 +392,7 @@ class _Step:
     # ---- what is learned ---------------------------------------------------------------------------------------------
 
     def _smaller(self, failure: Failure, size: int) -> int:
-        """The size to go on with. Raises where there is none."""
+        """Return the size to try next. Raises if there is none."""
         if self.room is None:
             self.room = available_bytes(self.devices)
         self.history.sizes.record(self.what, self.split.shapes).has_failed(size, self.room, failure.asked)
@@ -400,7 +403,7 @@ class _Step:
             self.tried_again = True
             return 1
         if self.gradients.to_host():
-            logger.info("one sample ran out of memory: the gradients at entry wait on the host")
+            logger.info("one sample ran out of memory: the gradients at entry are moved to the host")
             self._begin_again()
             return 1
         self._begin_again()
@@ -412,7 +415,7 @@ class _Step:
     def _final(self, failure: Failure) -> BaseException:
         begin = "CUDA out of memory. " if failure.kind is torch.OutOfMemoryError else ""
         return failure.error(
-            f"{begin}memopt.backward: one sample alone does not fit (of {self.split.samples}): it needs "
+            f"{begin}memopt.backward: even one sample (of {self.split.samples}) does not fit: it needs "
         )
 
     def _learn(self, size: int, before: StepMemory | None) -> None:
@@ -438,7 +441,7 @@ class _Step:
             exactness.refuse_graph(loss)
 
     def _check(self) -> None:
-        """Check the loss by values: in the first step, and of those in micro-batches in ever fewer."""
+        """Check the loss by values: in the first step, and ever more rarely in steps with micro-batches."""
         is_new = not self._was_seen()
         self.history.seen.add(self.what)
         cut = self.history.cut.get(self.what, 0)
@@ -460,9 +463,10 @@ class _Step:
                 logger.warning("%s", error)
 
     def _check_values(self) -> None:
-        """Compare values. An out-of-memory error here is no failure, but takes time.
+        """Compare values.
 
-        So only a step that had one already tries the most.
+        An out-of-memory error here is not a failure, but takes time, so only a step that already had one tries the
+        largest number of samples.
         """
         samples, record = self.split.samples, None
         if self.is_cut:
@@ -478,7 +482,7 @@ class _Step:
 
 
 def _what(fn: Any) -> Hashable:
-    """A function that is made anew for each step is the same one: its code is."""
+    """Return the identity of fn. A function that is created anew for each step is identified by its code."""
     if isinstance(fn, str):
         return fn
     while isinstance(fn, functools.partial):
@@ -488,7 +492,7 @@ def _what(fn: Any) -> Hashable:
 
 
 def _leaves(parameters: Sequence[Tensor], split: SplitBatch) -> list[Tensor]:
-    """Whatever the step accumulates gradients into, once each."""
+    """Return all tensors into which the step accumulates gradients, each once."""
     found = [parameter for parameter in parameters if parameter.requires_grad]
     leaves = [tensor for tensor in split.tensors() if tensor.requires_grad and tensor.is_leaf]
     return list({id(tensor): tensor for tensor in (*found, *leaves)}.values()) if leaves else found

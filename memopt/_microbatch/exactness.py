@@ -30,8 +30,8 @@ _DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reducti
 # not show in the dtype, so fp32's is wide; a mean over tokens instead of samples is off by more as soon as lengths do.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
-_TOLD = "pass exact=False to have it run in micro-batches all the same"
-_ANOTHER = "Draw it outside of fn, or leave out exact=True: gradients of micro-batches are equal in distribution then"
+_TOLD = "pass exact=False to run it in micro-batches anyway"
+_ANOTHER = "Draw it outside of fn, or leave out exact=True: the gradients are then equal in distribution only"
 
 Suspects = list[tuple[str, weakref.ref[nn.Module]]]
 
@@ -48,7 +48,7 @@ def suspects(modules: Sequence[nn.Module]) -> Suspects:
 
 
 def _mixing(found: Suspects) -> Iterator[str]:
-    """The effects of those modules that micro-batches would have otherwise, as they are now."""
+    """Describe what those modules, in their present mode, would do differently with micro-batches."""
     for name, reference in found:
         module = reference()
         if module is None:  # it is part of the model no more
@@ -56,7 +56,7 @@ def _mixing(found: Suspects) -> Iterator[str]:
         keeps = getattr(module, "running_mean", None) is not None
         if isinstance(module, _InstanceNorm):
             if module.training and keeps:
-                yield f"{_module(name, module)} averages the statistics it keeps over the batch"
+                yield f"{_module(name, module)} averages its running statistics over the batch"
         elif module.training or not keeps:
             yield f"{_module(name, module)} normalises by the batch's own statistics"
 
@@ -66,9 +66,10 @@ def refuse_mixing(found: Suspects) -> None:
     if reasons:
         more = f" (and {len(reasons) - 1} more modules)" if len(reasons) > 1 else ""
         raise ValueError(
-            f"memopt.backward: a batch in micro-batches would have other gradients than the whole: {reasons[0]}{more}. "
-            f"Put such modules into eval mode, use a norm of single samples (GroupNorm, LayerNorm), or {_TOLD}: each "
-            "micro-batch is normalised by itself then, and running statistics move once a micro-batch"
+            "memopt.backward: in micro-batches, the batch would have other gradients than as a whole: "
+            f"{reasons[0]}{more}. Put such modules into eval mode, use a norm over single samples (GroupNorm, "
+            f"LayerNorm), or {_TOLD}: each micro-batch is then normalised by itself, and running statistics are "
+            "updated once for each micro-batch"
         )
 
 
@@ -79,36 +80,38 @@ def refuse_hooks(modules: Sequence[nn.Module]) -> None:
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
                     f"memopt.backward: parameter {name} has a hook on its gradient, which would be called for each "
-                    f"micro-batch, with the gradient of that alone. Do its work after backward(), or {_TOLD}"
+                    "micro-batch, with the gradient of that micro-batch alone. Do its work after backward(), or "
+                    f"{_TOLD}"
                 )
 
 
 def refuse_random_modules(modules: Sequence[nn.Module]) -> None:
-    """exact=True, before anything runs."""
+    """Refuse modules that draw random numbers, under exact=True, before anything runs."""
     for drawing in _drawing(modules):
         raise ValueError(
-            f"memopt.backward: exact=True, and {drawing} draws another mask for each micro-batch. {_ANOTHER}"
+            f"memopt.backward: exact=True is not possible, because {drawing} draws another mask for each micro-batch. "
+            f"{_ANOTHER}"
         )
 
 
 def refuse_randomness() -> None:
-    """exact=True, and fn was seen to draw."""
+    """Refuse a fn that drew random numbers, under exact=True."""
     raise ValueError(
-        "memopt.backward: exact=True, and fn draws random numbers, of which micro-batches would draw others. "
-        f"{_ANOTHER}"
+        "memopt.backward: exact=True is not possible, because fn draws random numbers, and micro-batches would draw "
+        f"others. {_ANOTHER}"
     )
 
 
 def warn_of_randomness(modules: Sequence[nn.Module]) -> None:
-    """A batch is cut, and fn was seen to draw."""
+    """Warn that a batch is split although fn drew random numbers."""
     names = list(_drawing(modules))
     more = f" and {len(names) - 1} more modules" if len(names) > 1 else ""
     who = f"fn ({names[0]}{more})" if names else "fn"
     warnings.warn(
-        f"memopt.backward: this batch did not fit and runs in micro-batches, and {who} draws random numbers. Each "
-        "micro-batch draws others than the whole would have, so this step's loss and gradients are not those of the "
-        "whole batch, only equal in distribution. For equal ones draw the noise outside and pass it to memopt.backward "
-        "with the batch; exact=True refuses such a fn, exact=False leaves out this warning",
+        f"memopt.backward: this batch did not fit and runs in micro-batches, and {who} draws random numbers. "
+        "Micro-batches draw others than the whole batch would, so this step's loss and gradients equal those of the "
+        "whole batch in distribution only. For equal ones, draw the noise outside of fn and pass it to "
+        "memopt.backward with the batch; exact=True refuses such a fn, exact=False silences this warning",
         RuntimeWarning,
         stacklevel=stacklevel(),
     )
@@ -135,9 +138,9 @@ def refuse_graph(loss: Tensor) -> None:
         if counted is not None and counted[0] != counted[1]:
             raise ValueError(
                 f"memopt.backward: the loss is a mean over {counted[0]:g} of {counted[1]} targets ({counted[2]}), and "
-                "its micro-batches would have other means than the whole. Give what each micro-batch is to count for, "
-                "reduction=lambda *part: (part[1] != -100).sum() for one, or return the losses unreduced "
-                f"(reduction='none'), or {_TOLD}"
+                "the means of its micro-batches do not add up to that of the whole. Give the weight of each "
+                "micro-batch, for example reduction=lambda *part: (part[1] != -100).sum(), or return the losses "
+                f"unreduced (reduction='none'), or {_TOLD}"
             )
 
 
@@ -153,7 +156,7 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def _counted(node: Any) -> tuple[float, int, str] | None:
-    """The divisor of a mean of negative log likelihoods, its targets, and why the two may differ."""
+    """Return the divisor of a mean of negative log likelihoods, its number of targets, and why the two may differ."""
     if not type(node).__name__.startswith("NllLoss") or getattr(node, "_saved_reduction", 0) != 1:
         return None
     total, target = node._saved_total_weight, node._saved_target
@@ -174,7 +177,7 @@ def is_due(steps: int) -> bool:
 
 
 def is_compiled(modules: Sequence[nn.Module], fn: Any) -> bool:
-    """Then another batch size is compiled for anew, and for good in another way."""
+    """Whether code is compiled: another batch size is then compiled again, and permanently in another way."""
     found = [fn, *(module for root in modules for module in root.modules())]
     return any(
         hasattr(one, "_torchdynamo_orig_callable")
@@ -231,13 +234,13 @@ def check_loss(
                 samples = 0
         if not samples:
             logger.info(
-                "memopt.backward could not check the loss: it is random, or nothing fits beside the gradients"
+                "memopt.backward could not check the loss: it is random, or nothing fits besides the gradients"
             )
             return 0
         whole, *parts = values.values
         if not add_up(whole, parts):
             if values.of_most(samples) == samples and not add_up(whole, values.values[:1]):
-                logger.info("memopt.backward could not check the loss: it is another one each time")
+                logger.info("memopt.backward could not check the loss: it differs from run to run")
                 return 0
             refuse_values(whole, parts, weights.reduction)
         return samples
@@ -266,9 +269,9 @@ class _PartLosses:
         self.values: list[Tensor] = []  # of all, and of each part
 
     def of_most(self, samples: int, in_eval_mode: bool = False) -> int:
-        """Compute them of as many samples as fit.
+        """Compute the losses of as many samples as fit.
 
-        Returns 0 where there is no memory for two, or fn is none for eval mode.
+        Returns 0 if there is no memory for two, or if fn does not run in eval mode.
         """
         while samples > 1:
             try:
@@ -280,7 +283,7 @@ class _PartLosses:
                     self.random.restore()
                     continue
                 if in_eval_mode:
-                    logger.info("memopt.backward could not check the loss: in eval mode fn raises %r", error)
+                    logger.info("memopt.backward could not check the loss: in eval mode, fn raises %r", error)
                     return 0
                 raise not_on_parts(*self.bounds, self.split.samples, error) from error
             samples //= 2
@@ -307,7 +310,7 @@ class _PartLosses:
 
 
 def add_up(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """True where the weighted losses of parts add up to that of `whole`. Waits for the device."""
+    """Whether the weighted losses of parts add up to that of `whole`. Waits for the device."""
     values = [float(part) for part in parts]
     expected = float(whole)
     scale = max(abs(expected), *map(abs, values))
@@ -317,12 +320,13 @@ def add_up(whole: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 def refuse_values(whole: Tensor, parts: Sequence[Tensor], reduction: object) -> None:
-    """Raise ValueError for parts whose losses do not add up."""
+    """Raise ValueError if the losses of parts do not add up."""
     how = repr(reduction) if isinstance(reduction, str) else "of those counts"
     raise ValueError(
-        f"memopt.backward: the loss is no {how} of samples: {float(whole):.6g} of a batch, of whose parts the weighted "
-        f"losses add up to {sum(map(float, parts)):.6g}. A mean over something else (tokens, pairs)? Give what each "
-        f"micro-batch is to count for, reduction=lambda *part: number, or return a loss for each sample, or {_TOLD}"
+        f"memopt.backward: the loss is not a {how} over samples: it is {float(whole):.6g} for a batch, but the "
+        f"weighted losses of its parts add up to {sum(map(float, parts)):.6g}. Is it a mean over something else "
+        "(tokens, pairs)? Give the weight of each micro-batch, reduction=lambda *part: number, or return a loss for "
+        f"each sample, or {_TOLD}"
     )
 
 
@@ -331,14 +335,14 @@ class NotOnParts(ValueError):
 
 
 def not_on_parts(start: int, stop: int, samples: int, error: Exception) -> NotOnParts:
-    """The error for a batch of so many samples; `error` is what fn raised on those from start to stop."""
+    """Return the error for a batch of so many samples; `error` is what fn raised on those from start to stop."""
     part = "a second time"
     if stop - start < samples:
         part = f"on a part of it, samples {start} to {stop} of {samples}"
     return NotOnParts(
-        f"memopt.backward: a batch that runs out of memory cannot be cut, since fn does not run {part} "
-        f"({type(error).__name__}: {error}). Name an argument that every micro-batch needs whole in unbatched=, or say "
-        "in batch_dim= where its samples are. Samples that need each other, as the nodes of a graph do, cannot be cut: "
-        "have memopt.auto_checkpoint() fit the whole, or pass smaller graphs. Where fn only refuses so few samples, "
-        f"{_TOLD}"
+        f"memopt.backward: a batch that runs out of memory cannot be split, because fn does not run {part} "
+        f"({type(error).__name__}: {error}). Name an argument that every micro-batch needs whole in unbatched=, or "
+        "give the dimension of its samples in batch_dim=. Samples that depend on each other, such as the nodes of a "
+        "graph, cannot be split: use memopt.auto_checkpoint() to fit the whole, or pass smaller graphs. If fn only "
+        f"refuses so few samples, {_TOLD}"
     )

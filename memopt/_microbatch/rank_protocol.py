@@ -71,7 +71,7 @@ def _new(modules: Sequence[nn.Module], limit: float, bytes_a_sample: int | None)
         )
     if parallel and sharded:
         raise ValueError(
-            "memopt.backward: a model of DDP and FSDP2 together has no way to agree on micro-batches"
+            "memopt.backward: a model that uses both DDP and FSDP2 cannot agree on micro-batches"
         )
     if parallel:
         return DataParallel(parallel, limit)
@@ -79,7 +79,7 @@ def _new(modules: Sequence[nn.Module], limit: float, bytes_a_sample: int | None)
 
 
 class _OnRanks:
-    """The common part of both: before an attempt."""
+    """The common part of both agreements: before an attempt."""
 
     ranks: Ranks
 
@@ -163,7 +163,7 @@ class DataParallel(_OnRanks):
             failed = error
         if not all(one for (one,) in self.ranks.exchange(int(failed is None))):
             raise failed or torch.OutOfMemoryError(
-                "CUDA out of memory. memopt.backward: another rank has no room for its gradients"
+                "CUDA out of memory. memopt.backward: another rank has no memory for its gradients"
             )
 
 
@@ -195,14 +195,14 @@ class FullyShard(_OnRanks):
         if not all(set(ranks) >= set(some) for some in everybody):
             raise ValueError(
                 f"memopt.backward: the model is sharded over different sets of ranks, {sorted(everybody)}, none of "
-                "which has all the others: shard it over one mesh"
+                "which contains all the others: shard it over one mesh"
             )
         world = dist.group.WORLD
         assert world is not None
         alike = [group for group in self._groups if tuple(dist.get_process_group_ranks(group)) == ranks]
         if not alike and len(ranks) != dist.get_world_size():
             raise ValueError(
-                "memopt.backward: the model is sharded over a part of the ranks, in several dimensions"
+                "memopt.backward: the model is sharded over some of the ranks only, in several dimensions"
             )
         self.ranks = Ranks(alike[0] if alike else world, limit)
         self._verdicts = Verdicts(self.ranks)
@@ -210,10 +210,10 @@ class FullyShard(_OnRanks):
         self._devices = {p.device for root in modules for p in root.parameters()}
 
     def micro_batches(self, wanted: int, most: int) -> int:
-        """The count of the tightest rank.
+        """Return the count of the rank with the least room.
 
-        Each has forward passes as often as the others, so none may have fewer samples than that: ValueError on every
-        rank.
+        All ranks need equally many forward passes, so a rank with fewer samples than that is an error (ValueError) on
+        every rank.
         """
         if self._bytes_a_sample:
             fitting = int(available_bytes(self._devices) * (1 - HEADROOM)) // self._bytes_a_sample
@@ -222,8 +222,8 @@ class FullyShard(_OnRanks):
         least = min(samples for (samples,) in self.ranks.exchange(most))
         if count > least:
             raise ValueError(
-                f"memopt.backward: {count} micro-batches are needed, and a rank has {least} samples: under FSDP2 every "
-                "rank runs every micro-batch, so give all ranks batches of equal size"
+                f"memopt.backward: {count} micro-batches are needed, but one rank has only {least} samples: under "
+                "FSDP2 every rank runs every micro-batch, so give all ranks batches of equal size"
             )
         self._verdicts.begin()
         return count
@@ -249,10 +249,10 @@ class FullyShard(_OnRanks):
         return True
 
     def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
-        """They are."""
+        """Do nothing: the gradients are reduced already."""
 
     def _watch(self, over: threading.Event) -> None:
-        """While this rank may wait in a collective for one that has failed."""
+        """End the groups when another rank has failed, since this rank may be waiting for it in a collective."""
         while not over.wait(0.2):
             if self._verdicts.said():
                 end(self._groups)
@@ -273,8 +273,9 @@ class FullyShard(_OnRanks):
     def _sentence(self, why: str) -> str:
         return (
             f"CUDA out of memory. memopt.backward: rank {self.ranks.own} ran out of memory within a step under FSDP2, "
-            "where the other ranks wait for it, so all end here. Give every rank smaller batches, or bytes_a_sample to "
-            f"memopt._microbatch.rank_protocol.of_model(), by which they agree before. It said: {why}"
+            "where the other ranks wait for it, so all ranks end here. Give every rank smaller batches, or pass "
+            "bytes_a_sample to memopt._microbatch.rank_protocol.of_model(), with which the ranks agree beforehand. "
+            f"The error was: {why}"
         )
 
 
@@ -308,7 +309,7 @@ class Ranks:
         self.own = dist.get_rank()
 
     def exchange(self, *numbers: int) -> list[list[int]]:
-        """Those of every rank, in the order of `self.numbers`. RankLost where one does not answer."""
+        """Return the numbers of every rank, in the order of `self.numbers`. Raises RankLost if one does not answer."""
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         found = [torch.empty_like(mine) for _ in self.numbers]
         try:
@@ -316,15 +317,12 @@ class Ranks:
         except RuntimeError as error:
             raise RankLost(
                 f"rank {self.own} waited up to {self.limit:g} s for the others of {self.numbers} to agree on a step, "
-                "and one did not answer: it has ended, hangs, or does not call memopt.backward as often "
-                f"({_first(error)})"
+                f"but one did not answer: it has ended, hangs, or calls memopt.backward less often ({_first(error)})"
             ) from error
         said = [one.tolist() for one in found]
         failed = [rank for rank, one in zip(self.numbers, said, strict=True) if one[0] == FAILED]
         if failed and numbers[0] != FAILED:
-            raise RankLost(
-                f"rank {failed[0]} ended its step with an error of its own, which it has raised there"
-            )
+            raise RankLost(f"rank {failed[0]} ended its step with an error, which it raised itself")
         return said
 
     def fails(self, width: int) -> None:
@@ -332,7 +330,7 @@ class Ranks:
         try:
             self.exchange(*(FAILED,) * width)
         except RankLost as error:
-            logger.info("an error could not be told to the other ranks: %s", error)
+            logger.info("an error could not be sent to the other ranks: %s", error)
 
 
 class Verdicts:
@@ -359,7 +357,7 @@ class Verdicts:
                 self._store.delete_key(f"{self._attempt - 2}/{name}")
 
     def said(self) -> str:
-        """The verdict, "" as long as nobody has failed."""
+        """Return the verdict, "" as long as no rank has failed."""
         with self._lock:
             if not self._said and self._store.check([self._key("verdict")]):
                 self._said = self._store.get(self._key("verdict")).decode()
@@ -387,20 +385,23 @@ class Verdicts:
         return self._said or why
 
     def ok(self) -> str:
-        """Waits for all; "" where every rank is. RankLost where one is not heard of within the limit."""
+        """Wait for all ranks; return "" if every rank succeeded.
+
+        Raises RankLost if a rank does not report within the limit."""
         if self._store.add(self._key("ok"), 1) == len(self._ranks.numbers):
             self._store.set(self._key("verdict"), "")
         try:
             self._store.wait([self._key("verdict")], timedelta(seconds=self._ranks.limit))
         except RuntimeError as error:
             raise RankLost(
-                f"rank {self._ranks.own} heard nothing of how the step went on the other ranks for "
+                f"rank {self._ranks.own} received no result of the step from the other ranks for "
                 f"{self._ranks.limit:g} s ({_first(error)})"
             ) from error
         return self.said()
 
     def wait(self, seconds: float) -> str:
-        """For a bad one, so long; "" where none comes, or the store has ended with its process."""
+        """Wait up to so many seconds for a failure; return "" if there is none, or if the store has ended with its
+        process."""
         until = time.monotonic() + seconds
         try:
             while not (said := self.said()) and time.monotonic() < until:
@@ -416,7 +417,7 @@ class Verdicts:
 
 @contextmanager
 def limited(groups: list[dist.ProcessGroup], seconds: float) -> Iterator[None]:
-    """No collective of these groups waits longer; their own limits are back afterwards."""
+    """Limit the time that any collective of these groups waits, within the context."""
     before = [_limit(group) for group in groups]
     for group in groups:
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -438,15 +439,15 @@ def _limit(group: dist.ProcessGroup) -> timedelta:
 
 
 def end(groups: list[dist.ProcessGroup]) -> None:
-    """End a group. NCCL's collectives, which no exception of another rank ends, come back with an error.
+    """End these groups.
 
-    gloo's have their limit.
+    NCCL's collectives, which another rank's exception does not end, then return an error; gloo's have their own limit.
     """
     for group in groups:
         try:
             group.abort()
         except RuntimeError as error:
-            logger.warning("a process group could not be ended: %s", error)
+            logger.warning("a process group could not be destroyed: %s", error)
 
 
 def _first(error: BaseException) -> str:

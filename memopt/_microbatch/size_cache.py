@@ -30,7 +30,7 @@ _THRASHES = 2  # steps in a row in which the allocator had to empty its cache
 
 
 def available_bytes(devices: Iterable[torch.device]) -> int:
-    """Bytes that a step can have: of the device that has least, or of the host where there is no other."""
+    """Return the bytes that a step can use: of the device that has least, or of the host if there is none."""
     cuda = [device for device in devices if device.type == "cuda"]
     return min(_of_device(device) for device in cuda) if cuda else _of_host()
 
@@ -47,7 +47,8 @@ class StepMemory(NamedTuple):
 
 
 def memory_before(devices: Iterable[torch.device]) -> StepMemory | None:
-    """None where no allocator counts: without CUDA, or under one that keeps no statistics."""
+    """Return the memory before a step; None if no allocator counts it: without CUDA, or under one that keeps no
+    statistics."""
     stats = _statistics(devices)
     if not stats:
         return None
@@ -56,9 +57,9 @@ def memory_before(devices: Iterable[torch.device]) -> StepMemory | None:
 
 
 def memory_since(devices: Iterable[torch.device], then: StepMemory) -> StepMemory:
-    """The bytes held beyond the live ones of memory_before(), and the retries in between.
+    """Return the bytes held beyond the live ones of memory_before(), and the retries in between.
 
-    The bytes are what the steps in between have taken if nothing was cached then.
+    The bytes are the memory of the steps in between if nothing was cached before.
     """
     stats = _statistics(devices)
     held = sum(one.get("reserved_bytes.all.current", 0) for one in stats)
@@ -74,7 +75,7 @@ def _statistics(devices: Iterable[torch.device]) -> list[dict[str, int]]:
 
 
 def _has_statistics() -> bool:
-    """A pluggable allocator that is not memopt's has none."""
+    """Whether the allocator has statistics: a pluggable one that is not memopt's has none."""
     return torch.cuda.memory.get_allocator_backend() != "pluggable" or _C.allocator_is_current()
 
 
@@ -88,7 +89,7 @@ def _of_device(device: torch.device) -> int:
 
 
 def _limit(device: torch.device, total: int) -> int:
-    """The bytes that this process may have of the device."""
+    """Return the bytes of the device that this process may use."""
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # young
     if fraction is None or torch.cuda.memory.get_allocator_backend() == "pluggable":
         return total
@@ -96,7 +97,7 @@ def _limit(device: torch.device, total: int) -> int:
 
 
 def _of_host() -> int:
-    """The bytes that are free for this process, within its cgroup and its limit of address space."""
+    """Return the free bytes for this process, within its cgroup and its limit of address space."""
     found = [size for size in (available(swap=False), _address_room()) if size is not None]
     return min(found, default=sys.maxsize)
 
@@ -112,7 +113,7 @@ def _address_limit() -> int | None:
 
 
 def least_memory(error: BaseException, devices: Iterable[torch.device]) -> str:
-    """Called while the failed call's tensors are alive: the bytes that would have let the request pass."""
+    """Say how many bytes would have let the request pass. Called while the failed call's tensors are alive."""
     asked = bytes_asked(error) or 0
     for device in devices:
         if device.type == "cuda":
@@ -131,11 +132,11 @@ def _least_of_device(device: torch.device, asked: int) -> str:
     needed = total - free + asked
     if needed > total:
         return (
-            f"at least {_C.format_size(needed)} of device memory ({needed} bytes: {total - free} in use, of all "
-            f"processes, and {asked} for the request that failed), and {device} has {_C.format_size(total)}"
+            f"at least {_C.format_size(needed)} of device memory ({needed} bytes: {total - free} in use by all "
+            f"processes, and {asked} for the request that failed), but {device} has {_C.format_size(total)}"
         )
     if not _has_statistics():
-        return f"more of {device} than this process may have, by {_C.format_size(asked)}"
+        return f"{_C.format_size(asked)} more of {device} than this process may use"
     held = torch.cuda.memory_reserved(device)
     return (
         f"at least {_C.format_size(held + asked)} for this process alone ({held + asked} bytes: {held} held and "
@@ -163,21 +164,23 @@ class Record:
     thrashed: int = 0
 
     def estimate(self, size: int) -> float | None:
-        """The bytes of so many samples.
+        """Estimate the bytes of so many samples.
 
-        Activations grow with the samples, what else there is does not: so for more samples than were seen it is an
-        upper bound.
+        Activations grow with the samples, other memory does not, so for more samples than were seen this is an upper
+        bound.
         """
         return None if self.taken is None else self.taken[1] * max(size / self.taken[0], 1.0)
 
     def is_expected(self, size: int, room: int) -> bool:
-        """To fit, by estimate."""
+        """Whether the size is expected to fit, by the estimate."""
         bytes_ = self.estimate(size)
         wrong = self.mistaken is not None and size >= self.mistaken
         return bytes_ is not None and not wrong and bytes_ <= room * (1 - HEADROOM)
 
     def has_failed(self, size: int, room: int, asked: int | None) -> None:
-        """room: what there was for the step. It is tried again where there is more by what it asked for last."""
+        """Note a failure with the given room.
+
+        The size is tried again when there is more room by the size of the last request."""
         if self.is_expected(size, room):
             self.mistaken = min(size, self.mistaken or size)
         self._block(size, room, room + (asked or 0) + int(room * HEADROOM))
@@ -199,7 +202,7 @@ class Record:
             self.taken = (size, taken.live)
         tight = was_empty and taken.live > room * (1 - _TIGHT)
         if size > 1 and (tight or self.thrashed >= _THRASHES):
-            logger.info("micro-batches of %d samples leave too little room: fewer from now on", size)
+            logger.info("micro-batches of %d samples leave too little memory: fewer from now on", size)
             self.thrashed = 0
             self._block(size, room, room + int(room * HEADROOM))
             del self.fits[size]
@@ -210,7 +213,7 @@ class Record:
 
 
 class KnownSizes:
-    """Records by what is run and by shape. A shape of which nothing is known takes over what smaller ones could not."""
+    """Records by function and by shape. A shape without a record takes over the failures of smaller shapes."""
 
     def __init__(self) -> None:
         self._records: dict[Hashable, dict[Shapes, Record]] = {}
@@ -219,11 +222,11 @@ class KnownSizes:
         return self._records.setdefault(what, {}).setdefault(shapes, Record())
 
     def is_unlimited(self, what: Hashable) -> bool:
-        """Nothing it was ever given has failed."""
+        """Whether nothing has failed for it so far."""
         return what not in self._records
 
     def choose(self, what: Hashable, shapes: Shapes, samples: int, room: int) -> int:
-        """The most samples a micro-batch should have: all of them where nothing speaks against it."""
+        """Return the most samples that a micro-batch should have: all of them unless something is known against it."""
         limit = self._limit(what, shapes, samples, room)
         return math.ceil(samples / math.ceil(samples / limit))  # as even as can be
 
@@ -249,7 +252,7 @@ class KnownSizes:
         return min(samples, limit)
 
     def _by_larger(self, known: dict[Shapes, Record], shapes: Shapes, samples: int, room: int) -> int:
-        """An estimate for a new shape beside larger ones that had to be cut: a part of their bytes, in proportion."""
+        """Estimate a new shape from larger ones that had to be split: their bytes, in proportion."""
         limit = samples
         for larger, record in known.items():
             if (
@@ -273,7 +276,7 @@ class KnownSizes:
 
 
 def _is_within(one: Shapes, other: Shapes) -> bool:
-    """True for a shape of the same form that is nowhere larger."""
+    """Whether a shape has the same form and is larger in no dimension."""
     return len(one) == len(other) and all(
         len(a) == len(b) and kind == like and all(x <= y for x, y in zip(a, b, strict=True))
         for (a, kind), (b, like) in zip(one, other, strict=True)

@@ -57,13 +57,13 @@ class Cutting(NamedTuple):
         return next((dim for name, dim in self.batch_dim.items() if self._names(steps, name)), 0)
 
     def key(self) -> Hashable:
-        """Equal where they are."""
+        """Return a key that is equal for equal readings."""
         dims = self.batch_dim if isinstance(self.batch_dim, int) else frozenset(self.batch_dim.items())
         return frozenset(self.unbatched), dims, self.lists
 
     @staticmethod
     def _names(steps: _Steps, name: int | str) -> bool:
-        """A number is an argument's position; a name may stand anywhere."""
+        """Whether the name is on the path. A number is an argument's position; a name may be anywhere."""
         return name == steps[0] if isinstance(name, int) else name in steps
 
 
@@ -74,7 +74,7 @@ class _Leaf(NamedTuple):
 
     @property
     def size(self) -> int | None:
-        """The size of the samples' dimension; None where it has none."""
+        """Return the size of the samples' dimension; None if there is none."""
         shape = self.value.shape
         return int(shape[self.dim]) if -len(shape) <= self.dim < len(shape) else None
 
@@ -107,7 +107,7 @@ class SplitBatch:
         return (leaf.value for leaf in self._tensors if isinstance(leaf.value, torch.Tensor))
 
     def micro_batch(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Samples start to stop: views, where the samples are the first dimension."""
+        """Return samples start to stop, as views if the samples are the first dimension."""
         if start == 0 and stop == self.samples:
             return self.args, self.named
         if self._doubt:
@@ -134,16 +134,16 @@ class SplitBatch:
                 self._survey((*steps, step), child)
         elif not (isinstance(value, _WHOLE) or callable(value)):
             raise TypeError(
-                f"{_named(steps)} is a {type(value).__qualname__}, and memopt.backward does not know how to cut one: "
-                "pass the tensors in it, register it with torch.utils._pytree.register_pytree_node, or name it in "
-                "unbatched= if every micro-batch needs it whole"
+                f"{_named(steps)} is a {type(value).__qualname__}, and memopt.backward does not know how to split "
+                "one: pass the tensors in it, register it with torch.utils._pytree.register_pytree_node, or name it "
+                "in unbatched= if every micro-batch needs it whole"
             )
 
     def _count(self) -> int:
         sizes = {leaf.size for leaf in self._tensors}
         if not sizes and not self._lists:
             raise ValueError(
-                "memopt.backward was given no tensor, and so no samples: pass the batch after fn"
+                "memopt.backward was given no tensor, and therefore no samples: pass the batch after fn"
             )
         samples = self._of_tensors() if sizes else self._of_lists()
         for leaf in self._lists:
@@ -160,17 +160,17 @@ class SplitBatch:
             if leaf.size is None or leaf.size != first.size:
                 other = "no such dimension" if leaf.size is None else f"{leaf.size}"
                 raise ValueError(
-                    f"the samples of a batch are its tensors' dimension {leaf.dim}, of which {_named(leaf.steps)} "
-                    f"(shape {tuple(leaf.value.shape)}) has {other}"
+                    f"the samples of a batch are along dimension {leaf.dim} of its tensors, where "
+                    f"{_named(leaf.steps)} (shape {tuple(leaf.value.shape)}) has {other}"
                     + (f", and {_named(first.steps)} {first.size}" if leaf is not first else "")
-                    + f": name it in unbatched=({leaf.steps[-1]!r},) if every micro-batch needs it whole, or say in "
-                    "batch_dim= where its samples are"
+                    + f": name it in unbatched=({leaf.steps[-1]!r},) if every micro-batch "
+                    "needs it whole, or give the dimension of its samples in batch_dim="
                 )
         assert first.size is not None
         return first.size
 
     def _of_lists(self) -> int:
-        """There is no tensor outside of lists."""
+        """Return the number of samples if no tensor is outside of lists."""
         lengths = {len(leaf.value) for leaf in self._lists}
         inside = [_sizes_in(leaf) for leaf in self._lists]
         sizes = set().union(*inside)
@@ -178,14 +178,14 @@ class SplitBatch:
         samples = told == "samples" or (told is None and not sizes) or (told is None and len(sizes) > 1)
         if told is None and len(sizes) == 1 and len(lengths) == 1:
             raise ValueError(
-                f"{_named(self._lists[0].steps)} is a list of {lengths.pop()} whose tensors all have {sizes.pop()} in "
-                "their dimension of samples: say lists='samples' if each element is a sample, lists='tensors' if each "
-                "holds all of them"
+                f"{_named(self._lists[0].steps)} is a list of {lengths.pop()} whose tensors all have size "
+                f"{sizes.pop()} in the dimension of samples: pass lists='samples' if each element is a sample, "
+                "lists='tensors' if each holds all of them"
             )
         found = lengths if samples else sizes
         if len(found) != 1 or None in found:
             raise ValueError(
-                f"the lists of the batch have no one number of samples: lengths {sorted(lengths)}, tensors' sizes "
+                f"the lists of the batch differ in their number of samples: lengths {sorted(lengths)}, tensors' sizes "
                 f"{sorted(map(str, sizes))}"
             )
         (number,) = found
@@ -199,14 +199,14 @@ class SplitBatch:
         by_tensor = sizes == {samples} and told != "samples"
         if not by_sample and not by_tensor:
             raise ValueError(
-                f"{_named(leaf.steps)} is a list of {len(leaf.value)}, the batch has {samples} samples: name it in "
-                f"unbatched=({leaf.steps[-1]!r},) if every micro-batch needs it whole"
+                f"{_named(leaf.steps)} is a list of {len(leaf.value)}, but the batch has {samples} samples: name it "
+                f"in unbatched=({leaf.steps[-1]!r},) if every micro-batch needs it whole"
             )
         if (
             by_sample and by_tensor
         ):  # by chance, where the last batch is a short one: no reason to stop unless it is cut
             self._doubt = (
-                f"{_named(leaf.steps)} is a list of {samples} tensors of {samples} samples: say lists='samples' if "
+                f"{_named(leaf.steps)} is a list of {samples} tensors of {samples} samples: pass lists='samples' if "
                 "each element is a sample, lists='tensors' if each holds all of them"
             )
         elif by_sample:
@@ -241,7 +241,7 @@ def _narrow(value: Any, dim: int, start: int, stop: int) -> Any:
 
 
 def _sizes_in(leaf: _Leaf) -> set[int | None]:
-    """The tensors' numbers of samples, if the list is none of samples."""
+    """Return the tensors' numbers of samples, in case the list is not one of samples."""
     found: set[int | None] = set()
     left = list(leaf.value)
     while left:
@@ -258,7 +258,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _children(value: Any) -> Sequence[tuple[int | str, Any]] | None:
-    """The content of a container, by position, key or field; None for what is none."""
+    """Return a container's content by position, key or field; None if it is not a container."""
     if isinstance(value, list | tuple):
         names = getattr(value, "_fields", None) or range(len(value))
         return list(zip(names, value, strict=True))
@@ -273,7 +273,7 @@ def _children(value: Any) -> Sequence[tuple[int | str, Any]] | None:
 
 
 def _rebuilt(value: Any, change: Callable[[int | str, Any], Any]) -> Any:
-    """A container of the same kind, of other children."""
+    """Return a container of the same kind with other children."""
     children = [change(step, child) for step, child in _children(value) or ()]
     if isinstance(value, list):
         return children
@@ -313,19 +313,19 @@ class Weights:
     def __init__(self, reduction: Reduction, split: SplitBatch) -> None:
         if not callable(reduction) and reduction not in ("mean", "sum"):
             raise ValueError(
-                f"reduction={reduction!r}: expected 'mean', 'sum', or a function that counts what a micro-batch's loss "
-                "is a mean over"
+                f"reduction={reduction!r}: expected 'mean', 'sum', or a function that counts the elements over which "
+                "a micro-batch's loss is a mean"
             )
         self.reduction, self._split = reduction, split
         self._counts: dict[tuple[int, int], Any] = {}
 
     @property
     def by_samples(self) -> bool:
-        """A mean whose weights are the numbers of samples."""
+        """Whether the reduction is a mean whose weights are the numbers of samples."""
         return self.reduction == "mean"
 
     def count(self, start: int, stop: int) -> Any:
-        """The number that those samples count for, or a tensor of one."""
+        """Return the weight of those samples, as a number or a tensor of one element."""
         if not callable(self.reduction):
             return stop - start
         key = (start, stop)
@@ -336,23 +336,23 @@ class Weights:
             if isinstance(count, Tensor) and count.dim():
                 raise ValueError(
                     f"memopt.backward: reduction= returned a tensor of shape {tuple(count.shape)} for {stop - start} "
-                    "samples: reduce it to a scalar, the number that they count for: .sum()"
+                    "samples: reduce it to a scalar, their weight: .sum()"
                 )
             self._counts[key] = count
         return self._counts[key]
 
     def is_nothing(self, start: int, stop: int) -> bool:
-        """True for zero weight (all tokens masked, say): there is no mean, and the micro-batch is left out.
+        """Whether a micro-batch has zero weight (all tokens masked, for example): it has no mean and is skipped.
 
-        Waits for the device that has the count.
+        Waits for the device if the weight is a tensor there.
         """
         return callable(self.reduction) and not self._is_whole(start, stop) and not self.count(start, stop)
 
     def reduced(self, loss: Any, start: int, stop: int) -> Tensor:
-        """The loss of a micro-batch, as the part of the whole batch's loss that it is."""
+        """Return the loss of a micro-batch, as its part of the whole batch's loss."""
         if not isinstance(loss, Tensor):
             raise TypeError(
-                f"memopt.backward: fn returned a {type(loss).__qualname__}: it is to return the loss alone"
+                f"memopt.backward: fn returned a {type(loss).__qualname__}: it must return the loss alone"
             )
         if loss.dim() == 0:
             return loss * self._weight(start, stop) if self._is_weighted(start, stop) else loss

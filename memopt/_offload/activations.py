@@ -48,30 +48,37 @@ ASKED_AGAIN = 4  # storages that live on elsewhere are asked again, so many each
 
 
 class offload_activations(ContextDecorator):
-    """Around a forward pass: what autograd saves for the backward pass leaves the device, and is back in time.
+    """A context for a forward pass that moves what autograd saves off the device until the backward pass needs it.
 
-        with memopt.offload_activations():
-            loss = loss_fn(model(x), y)
-        loss.backward()
+    It can also decorate a forward function. Gradients are bit-equal. A saved storage is copied once, however many
+    tensors of it were saved. Parameters, and tensors that live on elsewhere, stay on the device. So do the tensors that
+    the backward pass needs first, up to `in_flight` bytes: if no more than that is saved, nothing is copied. Copies
+    overlap with the computation, on streams of their own, and come back in the order of the backward pass; the host
+    waits for no device. Tensors that have been changed in place since are refused, as autograd refuses them. Under
+    memopt.checkpoint and torch's, regions keep what they keep, and their inputs are offloaded. During a CUDA graph's
+    capture nothing is offloaded. Under to="cpu", tensors on the CPU stay there, and a warning says so once.
 
-    or as a decorator of a forward function. Gradients are bit-equal. A saved storage leaves once, however many tensors
-    of it were saved; parameters, and what lives on elsewhere, stay. So does what the backward pass wants first, at most
-    `in_flight` bytes: with so few saved, nothing is copied. Copies run beside the computation, on streams of their own,
-    and come back in the order of the backward pass; the host waits for no device. Tensors that were changed in place
-    since are refused as autograd refuses them. With memopt.checkpoint and torch's, regions keep what they keep, and
-    their inputs leave. In a CUDA graph's capture nothing leaves.
+    Args:
+        min_size: Smaller storages stay on the device (bytes or "1MiB").
+        to: "cpu": pinned memory for a CUDA device, allocated in the first step and kept for the next ones. Or a
+            directory on a disk, for tensors on a CUDA device or the CPU: an unnamed file, of which nothing is left
+            however the process ends.
+        in_flight: The most bytes that may be in transfer at once, and also the most that stay at the end (bytes or
+            text). By default twice the largest storage. A larger value hides copies behind longer stretches of
+            computation; the peak grows by twice as much.
+        host_memory: The most bytes of pinned memory in all. Storages beyond it stay on the device, and a warning says
+            so once. On the way back from a disk, storages that are needed at once may take more.
 
-    min_size: storages of fewer bytes stay (int or "1MiB").
-    to: "cpu", pinned memory beside a CUDA device: taken in the first step, kept for the next ones. Or a directory on a
-    disk, for tensors on a CUDA device or the CPU: in a file without a name, of which nothing is left however the
-    process ends.
-    in_flight: bytes that may be on their way, and as many that stay at the end (int or text). Default: twice the
-    largest storage. More hides copies behind longer stretches of computation; the peak grows by twice as much.
-    host_memory: the most bytes of pinned memory that are taken in all; what finds no room there stays on the device,
-    and a warning says so once. On the way back from a disk only what is wanted at once may take more.
+    Raises:
+        ValueError: A size is not valid.
+        OSError: `to` is not a directory; or, at the next call, the disk is full or fails. The error names the
+            directory.
 
-    Raises ValueError for a size that is none, and OSError, naming the directory, where that is none, or at the next
-    call when the disk is full or fails. Tensors on the CPU stay there under to="cpu", which a warning says once."""
+    Example:
+        >>> with memopt.offload_activations():
+        ...     loss = loss_fn(model(x), y)
+        >>> loss.backward()
+    """
 
     def __init__(
         self,
@@ -92,7 +99,7 @@ class offload_activations(ContextDecorator):
         self._writes = WriteQueue()
         if self.to != "cpu" and not os.path.isdir(self.to):
             raise NotADirectoryError(
-                errno.ENOTDIR, 'offload_activations: to= is "cpu" or a directory on a disk', self.to
+                errno.ENOTDIR, 'offload_activations: to= must be "cpu" or a directory on a disk', self.to
             )
         self.last: SavedStorages | None = None  # bytes_out and bytes_in of the pass that ended last
 
@@ -163,8 +170,8 @@ class offload_activations(ContextDecorator):
         if not self._warned and not torch.cuda.is_initialized():
             self._warned = True
             warnings.warn(
-                'offload_activations(to="cpu"): what is saved is in the host\'s memory already, so that nothing '
-                "leaves; give the model a CUDA device, or to= a directory on a disk",
+                'offload_activations(to="cpu"): saved tensors are in the host\'s memory already, so nothing '
+                "is offloaded; move the model to a CUDA device, or pass a directory on a disk as to=",
                 stacklevel=2,
             )
 
@@ -172,15 +179,14 @@ class offload_activations(ContextDecorator):
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "offload_activations: no more pinned memory than "
-                f"{_C.format_size(host_memory(device).nbytes)} can be had (host_memory=, or the machine's); what does "
-                "not fit in it stays on the device",
+                f"offload_activations: no more than {_C.format_size(host_memory(device).nbytes)} of pinned memory is "
+                "available (host_memory=, or the machine's); tensors that do not fit stay on the device",
                 stacklevel=2,
             )
 
 
 def _is_a_parameters(tensor: torch.Tensor) -> bool:
-    """Memory that lives on."""
+    """Whether the memory is a parameter's, which lives on."""
     base = tensor if tensor._base is None else tensor._base
     return bool(base.is_leaf and base.requires_grad)
 
@@ -248,13 +254,14 @@ class SavedWrapper:
 
 
 def uses_of(storage: int) -> int:
-    """References that C++ holds to a storage; its Python object, once there is one, counts as torch counts it."""
+    """Return the number of C++ references to a storage; its Python object, once it exists, counts as torch counts
+    it."""
     return int(torch._C._storage_Use_Count(storage))  # type: ignore[attr-defined]
 
 
 @functools.cache
 def uses_by_one() -> int:
-    """uses_of() a storage that one tensor holds."""
+    """Return uses_of() for a storage that one tensor holds."""
     tensor = torch.empty(1)
     return uses_of(tensor.untyped_storage()._cdata)
 
@@ -297,11 +304,11 @@ class SavedStorage:
         self.round, self._left = 0, 0
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is of this storage, with what is in it since it was saved."""
+        """Whether the tensor is on this storage and has not been changed since it was saved."""
         return self._storage() is tensor.untyped_storage() and self.version == tensor._version
 
     def one_more(self) -> int:
-        """A tensor of it was saved. The round it is wanted in."""
+        """Note that another tensor of the storage was saved, and return the round in which it is needed."""
         self.tensors += 1
         self._left += 1
         return self.round
@@ -313,7 +320,7 @@ class SavedStorage:
         return uses_of(self._cdata) == uses_by_one()
 
     def whole(self) -> torch.Tensor | None:
-        """The storage as bytes; None where it has changed since it was saved, and is no good to anybody."""
+        """Return the storage as bytes; None if it has changed since it was saved, because it is then of no use."""
         assert self._holder is not None
         if self._holder._version != self.version:
             return None
@@ -324,7 +331,7 @@ class SavedStorage:
         self._transfer, self._flat, self._holder = transfer, flat, None
 
     def settle(self) -> None:
-        """The device's memory goes."""
+        """Free the device's memory."""
         assert self._transfer is not None
         self._transfer.settle()
         self._flat = None
@@ -345,7 +352,9 @@ class SavedStorage:
         self._transfer.advance()
 
     def back(self, wanted_in: int) -> tuple[torch.UntypedStorage, int]:
-        """The storage, and the round in which the tensor is wanted next. wanted_in: that in which it is wanted now."""
+        """Return the storage, and the round in which the tensor is needed next.
+
+        wanted_in: the round in which it is needed now."""
         storage = self._storage()
         if storage is None:
             assert self._transfer is not None
@@ -371,14 +380,14 @@ class SavedStorage:
 
 
 def _nowhere(saved: SavedStorage, flat: torch.Tensor) -> None:
-    """Nothing leaves once the pass is over."""
+    """Begin no copy, because the pass is over."""
 
 
 class SavedStorages:
-    """Those of one pass.
+    """The saved storages of one pass.
 
-    begin: begins the copy of a storage, or None where there is no room for it. in_flight: bytes, None for twice the
-    largest storage."""
+    begin: begins the copy of a storage, or returns None if there is no room for it. in_flight: bytes, None for twice
+    the largest storage."""
 
     def __init__(
         self,
@@ -423,7 +432,7 @@ class SavedStorages:
             return saved
 
     def advance(self) -> None:
-        """Lets go what is due. After save(), once its caller no longer holds the tensor."""
+        """Begin the copies that are due. Called after save(), when its caller no longer holds the tensor."""
         with self._lock:
             for _ in range(min(ASKED_AGAIN, len(self._elsewhere))):
                 self._leave(self._elsewhere.popleft())
@@ -454,7 +463,9 @@ class SavedStorages:
         saved.settle()
 
     def ended(self) -> None:
-        """The forward pass is over: what has not begun to leave stays. The first error, once all is settled."""
+        """End the forward pass: storages that have not begun to leave stay.
+
+        Raises the first error, once everything is settled."""
         failure = None
         with self._lock:
             self._known.clear()
@@ -508,7 +519,7 @@ class SavedStorages:
             self._next -= 1
 
     def wanted(self, saved: SavedStorage) -> None:
-        """One that was fetched ahead is wanted now, or nobody will want it."""
+        """Note that a prefetched storage is needed now, or is no longer needed."""
         with self._lock:
             self._coming_bytes -= saved.nbytes
             while self._coming and ((oldest := self._coming[0]()) is None or not oldest.coming):

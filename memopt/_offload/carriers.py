@@ -106,7 +106,7 @@ class ToDevice:
         self._last = 0  # copy that has begun
 
     def fetch(self, hosts: Sequence[torch.Tensor]) -> list[DeviceCopy]:
-        """Copies that have begun. All memory is taken before any does; so an error leaves none."""
+        """Begin copies and return them. All memory is allocated before any copy begins, so an error leaves none."""
         tensors = [torch.empty_like(host, device=self.device, requires_grad=False) for host in hosts]
         owner = torch.cuda.current_stream(self.device)
         sources, targets = [], []
@@ -151,11 +151,11 @@ class DeviceCopy:
         return int(self._tensor.untyped_storage()._cdata)
 
     def holds(self, host: torch.Tensor) -> bool:
-        """Whether that is what was copied, and has not changed since."""
+        """Whether this is the tensor that was copied, and it has not changed since."""
         return host is self.host and host._version == self.version and host.data_ptr() == self.pointer
 
     def tensor(self) -> torch.Tensor:
-        """The copy, for the present stream; not part of any graph."""
+        """Return the copy, for the current stream; it is not part of any graph."""
         self._awaited |= self._copy.join(self._tensor)
         return self._tensor.data  # with a version counter of its own
 
@@ -177,7 +177,7 @@ class ToHost:
         self._held = 0
 
     def send(self, gradient: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """-> (the gradient on the host, once the copy of that ticket is over)."""
+        """Return the gradient on the host, valid when the copy of the returned ticket is over."""
         host = self.memory.lend(gradient)
         source = dense_bytes(gradient)
         if source is None:
@@ -236,7 +236,7 @@ class ToHostGrad(torch.autograd.Function):
 
 
 class ToDeviceParam(torch.autograd.Function):
-    """Its copy on the device; its backward sends the gradient to the host."""
+    """The device copy of a host parameter in a graph; its backward sends the gradient to the host."""
 
     @staticmethod
     def forward(
@@ -267,7 +267,7 @@ class ToDeviceParam(torch.autograd.Function):
 
 
 def device_parameter(parameter: torch.Tensor, copy: torch.Tensor, to_host: ToHost) -> torch.Tensor:
-    """The copy, as what the parameter is on the device: gradients of it are the parameter's."""
+    """Return the copy as the parameter's stand-in on the device: gradients of it are the parameter's."""
     if not parameter.requires_grad or torch.is_inference_mode_enabled():
         return copy
     transfer = GradTransfer(copy.device)
@@ -325,15 +325,15 @@ class _BudgetRoom:
         torch.cuda.reset_peak_memory_stats(device)
 
     def begin(self, grad_mode: bool) -> None:
-        """A pass begins: what the last one took is known."""
+        """Begin a pass, with the memory of the last one known."""
         if self._kind is not None:
             peak = torch.cuda.max_memory_allocated(self.device)
             self._least[self._kind] = max(self._least.get(self._kind, 0), peak - self.left)
             if peak > self.budget and not self._warned:
                 self._warned = True
                 logger.warning(
-                    "offload_layers: the step took %d bytes of the device with one layer there at a time: more than "
-                    "memory_budget=%d. Smaller layers (layers=), checkpointing or a smaller batch take less",
+                    "offload_layers: the step took %d bytes of device memory with one layer there at a time, more "
+                    "than memory_budget=%d. Use smaller layers (layers=), checkpointing or a smaller batch",
                     peak - self.left,
                     self.budget,
                 )

@@ -34,12 +34,12 @@ class HostBlock:
         self.address = torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr()
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of that one's size, dtype and, where it is dense, strides, in a storage of its own."""
+        """Return a tensor of the given one's size, dtype and, if it is dense, strides, in a storage of its own."""
         flat, self.used = cut(self.pages, like, self.used), self.used + room(like)
         return flat
 
     def advise(self, tensor: torch.Tensor, advice: int) -> None:
-        """madvise on the pages, of a file, that the tensor has to itself."""
+        """Call madvise on the pages of a file that only this tensor occupies."""
         assert isinstance(self.pages, mmap.mmap)
         begin = tensor.data_ptr() - self.address
         first = -(-begin // PAGE) * PAGE
@@ -53,7 +53,7 @@ class HostBlock:
 
 
 def room(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor takes of a block."""
+    """Return the bytes that a tensor takes of a block."""
     return -(-int(tensor.nbytes) // ALIGNMENT) * ALIGNMENT
 
 
@@ -76,7 +76,7 @@ def locked_block(device: torch.device, nbytes: int) -> HostBlock:
         return HostBlock(size, _C.PinnedMemory(index_of(device), size))
     except (_C.Error, MemoryError, RuntimeError) as error:
         raise MemoryError(
-            f"the host does not lock {size} bytes of memory for the parameters ({error}): raise `ulimit -l`, or the "
+            f"the host cannot lock {size} bytes of memory for the parameters ({error}): raise `ulimit -l` or the "
             "memory limit of the container, or give offload_layers(to=) a directory"
         ) from error
 
@@ -105,7 +105,7 @@ class LockedMemory:
 
 @functools.cache
 def _loan_type(size: int) -> Any:
-    """Of the buffers that one tensor's storage holds each: a subclass can be referred to weakly."""
+    """Return the type of buffers that each hold one tensor's storage: a subclass can be referred to weakly."""
     return type("Loan", (ctypes.c_char * size,), {})
 
 
@@ -159,8 +159,9 @@ class HostParameters:
                 self.nbytes += p.nbytes
 
     def move_in(self, device: torch.device) -> None:
-        """The parameters' data become those on the host; buffers go to the device that computes. All memory is taken
-        before anything changes."""
+        """Move the parameters' data to the host, and buffers to the compute device.
+
+        All memory is allocated before anything changes."""
         grads = [None if p.grad is None else p.grad.to("cpu") for p, *_ in self._moves]
         buffers = _buffers_on(self.model, device)
         for (p, host, _), grad in zip(self._moves, grads, strict=True):
@@ -172,8 +173,9 @@ class HostParameters:
             module._buffers[name] = value
 
     def move_out(self) -> None:
-        """As it was before move_in(), on the devices of then, with the values of now. All memory is taken before
-        anything changes."""
+        """Undo move_in(): move the current values to their former devices.
+
+        All memory is allocated before anything changes."""
         found = []
         for p, _, device in self._moves:
             grad = None if p.grad is None else p.grad.to(device, copy=device.type == "cpu")
@@ -197,7 +199,7 @@ class HostParameters:
 
 
 def set_data(p: nn.Parameter, data: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """The same Parameter, the same .grad, elsewhere."""
+    """Replace a Parameter's data and its gradient's, and keep both objects."""
     kept = p.grad
     p.grad = None
     p.data = data
@@ -209,7 +211,8 @@ def set_data(p: nn.Parameter, data: torch.Tensor, grad: torch.Tensor | None) -> 
 
 
 def _buffers_on(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """(module, name, value on the device) of those that are not there; one for modules that share it."""
+    """Return (module, name, value on the device) of the buffers that are not there; one value for modules that share
+    it."""
     tied: dict[int, torch.Tensor] = {}
     found = []
     for module in model.modules():

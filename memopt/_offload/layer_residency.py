@@ -44,7 +44,7 @@ class PrefetchOrder(Generic[T]):
         self._at = 0  # of the expected, the next
 
     def begin(self) -> None:
-        """A pass begins. What the last one did is expected of it."""
+        """Begin a pass, which is expected to repeat the last one."""
         if self._now:
             self._expected = self._now
         self._now, self._at = [], 0
@@ -59,12 +59,12 @@ class PrefetchOrder(Generic[T]):
                 return
 
     def ahead(self) -> Iterator[T]:
-        """Layers expected next, nearest first."""
+        """Return the layers expected next, nearest first."""
         return iter(self._expected[self._at :])
 
 
 class PlacedCopy:
-    """A copy in a parameter's place, from now on."""
+    """A device copy that stands in a parameter's place from now on."""
 
     __slots__ = ("_form", "_pointer", "copy", "parameter", "slot")
 
@@ -74,14 +74,16 @@ class PlacedCopy:
         slot.owner._parameters[slot.name] = copy  # type: ignore[assignment]
 
     def take_out(self) -> None:
-        """The parameter is in its place again, unless the layer has put something else there."""
+        """Put the parameter back in its place, unless the layer has put something else there."""
         if self.slot.owner._parameters.get(self.slot.name) is self.copy:
             self.slot.owner._parameters[self.slot.name] = self.parameter  # type: ignore[assignment]
 
     @property
     def changed(self) -> bool:
-        """Whether it was written to, or its .data assigned. What is written in place through .data shows in neither. An
-        RNN on a device assigns .data, too, to have its weights in one piece for cuDNN: the same values."""
+        """Whether the copy was written to, or its .data assigned.
+
+        A write in place through .data shows in neither. An RNN on a device also assigns .data, to have its weights in
+        one piece for cuDNN, with the same values."""
         if _form(self.copy) != self._form:
             return True
         return self.copy.data_ptr() != self._pointer and not isinstance(self.slot.owner, nn.RNNBase)
@@ -100,7 +102,7 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def take_out(placed: Sequence[PlacedCopy]) -> list[PlacedCopy]:
-    """All parameters are in their places again. -> of each that the layer has changed, one copy."""
+    """Put all parameters back in their places. Return one copy of each that the layer has changed."""
     for one in placed:
         one.take_out()
     for owner in {one.slot.owner for one in placed}:
@@ -152,7 +154,7 @@ class LayerResidency:
     # ---- the forward pass --------------------------------------------------------------------------------------------
 
     def run_model(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The model's own call."""
+        """Run the model's own call."""
         outermost = self.depth == 0 and _task() == -1
         if outermost:
             self._begin_pass(torch.is_grad_enabled())
@@ -170,13 +172,13 @@ class LayerResidency:
     def run_layer(
         self, layer: Layer, slots: Sequence[ParameterSlot], call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """A call of a layer, or of a part of one that is called by itself."""
+        """Run the call of a layer, or of a part of one that is called by itself."""
         if layer in self._active:
             return call(*args, **kwargs)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "offload_layers: a layer is called while a CUDA graph is captured; its parameters move by copies that "
-                "no graph repeats. Capture the plain model, or run this one without a graph"
+                "offload_layers: a layer is called while a CUDA graph is captured; its parameters are moved by "
+                "copies that a graph does not replay. Capture the plain model, or run this one without a graph"
             )
         alone = self.depth == 0 and _task() == -1
         # A part of a layer that a checkpointed region in it runs again: the region's hooks saw what it saved.
@@ -208,14 +210,15 @@ class LayerResidency:
         self.carrier.passed(grad_mode)
 
     def _forget_backwards(self) -> None:
-        """Those that raised have told nobody of their end: that none is under way is known where the program calls the
-        model, or a part of it, outside any."""
+        """Forget backward passes that raised, since they do not report their end.
+
+        When the program calls the model, or a part of it, outside any backward pass, none is running."""
         with self._lock:
             self._tasks.clear()
             self._turn = None
 
     def _end_pass(self, whole: bool) -> None:
-        """The program may write to the parameters when this returns."""
+        """End a pass: when this returns, the program may write to the parameters."""
         self.carrier.settle()
         with self._lock:
             gone = [layer for layer in self._here if not (whole and self._alive[layer])]
@@ -253,7 +256,7 @@ class LayerResidency:
                     run.placed.append(PlacedCopy(slot, parameter, stand_in))
 
     def _leave(self, run: LayerRun) -> None:
-        """It returned; or it raised, and the graph of what was done until then may still be asked for."""
+        """Leave a layer that has returned or raised; after an exception, the graph made so far may still be used."""
         with self._lock:
             changed = take_out(run.placed)
             run.placed.clear()
@@ -275,7 +278,9 @@ class LayerResidency:
             if key in self._here.get(run.layer, ()):
                 break
         else:
-            raise RuntimeError("a parameter was saved whose layer is not being called")
+            raise RuntimeError(
+                "a parameter was saved for the backward pass while its layer was not being called"
+            )
         _, count = run.saved.get(key, (parameter, 0))
         run.saved[key] = parameter, count + 1
         return run
@@ -351,7 +356,7 @@ class LayerResidency:
     def _ahead_in_backward(
         self, layer: Layer, run: LayerRun | None = None
     ) -> list[tuple[Layer, list[torch.Tensor]]]:
-        """Layers called before this run, or before the layer's last run, that saved tensors."""
+        """Return the layers called before this run, or before the layer's last run, that saved tensors."""
         found: dict[Layer, list[torch.Tensor]] = {}
         passed = False
         for ref in reversed(list(self._trail.values())):  # a run may go meanwhile
@@ -375,7 +380,9 @@ class LayerResidency:
         parameters: Iterable[torch.Tensor],
         ahead: list[tuple[Layer, list[torch.Tensor]]],
     ) -> list[tuple[Layer, list[torch.Tensor]]]:
-        """Drops what has no place beside what is wanted now and next; -> what of that next has one."""
+        """Drop copies that have no room beside those needed now and next.
+
+        Return the part of the next ones that has room."""
         left = self.carrier.allowance(sum(p.nbytes for p in parameters))
         coming: list[tuple[Layer, list[torch.Tensor]]] = []
         for following, wanted in ahead:
@@ -407,7 +414,7 @@ class LayerResidency:
         return [here[id(p)] for p in parameters]
 
     def _prefetch(self, ahead: Iterable[tuple[Layer, list[torch.Tensor]]]) -> None:
-        """Begins copies that nobody needs yet: where there is no memory for them, they come when they are needed."""
+        """Begin copies that are not needed yet. If there is no memory for them, they are made when they are needed."""
         for layer, parameters in ahead:
             try:
                 self._fetch(layer, parameters)
@@ -428,15 +435,15 @@ class LayerResidency:
             self._here.pop(layer, None)
 
     def here(self) -> int:
-        """Bytes of copies, now."""
+        """Return the current bytes of copies."""
         return sum(copy.nbytes for copies in self._here.values() for copy in copies.values())
 
     def is_wanted(self) -> bool:
-        """Whether a backward pass may yet ask for something."""
+        """Whether a backward pass may still need something."""
         return any(count > 0 for count in self._alive.values())
 
     def drop_all(self) -> None:
-        """After an error, or at the end: nothing is on the device."""
+        """Drop all copies from the device, after an error or at the end."""
         self._forget_backwards()
         with self._lock:
             self._drop(list(self._here))

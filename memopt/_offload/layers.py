@@ -49,7 +49,7 @@ class LayerPlan:
     def __getattr__(self, name: str) -> int:
         if name not in _EARLIER:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        warnings.warn(f"LayerPlan.{name} is named {_EARLIER[name]} now", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"LayerPlan.{name} is now named {_EARLIER[name]}", DeprecationWarning, stacklevel=2)
         value: int = getattr(self, _EARLIER[name])
         return value
 
@@ -72,9 +72,13 @@ class LayerPlan:
 
 
 class OffloadedLayers:
-    """Handle of offload_layers().
+    """The handle that offload_layers() returns.
 
-    plan: what lives where. bytes_in, bytes_out: copied to the device and from it, so far."""
+    Attributes:
+        plan: What lives where.
+        bytes_in: Bytes copied to the device so far.
+        bytes_out: Bytes copied from the device so far.
+    """
 
     def __init__(
         self, model: nn.Module, plan: LayerPlan, host: HostParameters | None, residency: LayerResidency | None
@@ -93,22 +97,30 @@ class OffloadedLayers:
         return carrier.to_host.copied if isinstance(carrier, DeviceCarrier) else 0
 
     def release(self) -> None:
-        """Nothing of the parameters is on the device any more: after a step that failed, say, whose copies would else
-        go when the next one begins."""
+        """Free all device copies of parameters.
+
+        This is useful after a failed step, for example, whose copies would otherwise be freed when the next one begins.
+        """
         if self._residency is not None:
             self._residency.drop_all()
 
     def remove(self) -> nn.Module:
-        """The plain model again, its parameters, with the values of now, on the device on which they were. Returns it;
-        nothing happens the second time.
+        """Restore the plain model: its parameters, with their current values, return to their former device.
 
-        Raises RuntimeError where a graph of the model waits for its backward pass, and torch.OutOfMemoryError where
-        the device has no room for the parameters: nothing has changed then."""
+        A second call does nothing.
+
+        Returns:
+            The model.
+
+        Raises:
+            RuntimeError: A graph of the model waits for its backward pass. Nothing has changed then, as with the next.
+            torch.OutOfMemoryError: The device has no room for the parameters.
+        """
         if self._residency is None or self._host is None:
             return self.model
         if self._residency.is_wanted():
             raise RuntimeError(
-                "offload_layers: a backward pass through this model is still to come: run it, or drop its loss and "
+                "offload_layers: a backward pass through this model is still pending: run it, or drop its loss and "
                 "outputs, before .remove()"
             )
         self._residency.drop_all()
@@ -134,7 +146,7 @@ class LayerCall:
         return self.residency.run_layer(self.layer, self.slots, self.own, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model is a plain one, on the host."""
+        """Return a copy of the model that is plain, on the host."""
         module = memo.get(id(self.module))
         return (
             copy.deepcopy(self.own, memo) if module is None else getattr(type(module), NAME).__get__(module)
@@ -148,7 +160,7 @@ class LayerCall:
 
 
 class ModelCall(LayerCall):
-    """Of the model itself, within which its layers are called."""
+    """The call of the model itself, within which its layers are called."""
 
     def __init__(self, module: nn.Module, residency: LayerResidency) -> None:
         self.module, self.residency = module, residency
@@ -174,43 +186,41 @@ def offload_layers(
     layers: Iterable[str | nn.Module] | None = None,
     device: torch.device | str | int | None = None,
 ) -> OffloadedLayers:
-    """Keep a model's parameters off the device that it computes on, and copy them to it layer by layer, in training
-    too.
+    """Keep a model's parameters off its compute device, and copy them there layer by layer, in training too.
 
-    The nn.Parameter objects stay, with their names, hooks and ties, and are host tensors to optimizers, .grad with
-    them. Make the optimizer afterwards, or load its state_dict() again, so that its states are on the host too. What
-    a layer's forward writes to its parameters, or assigns to their .data, is copied back when it ends; what is
-    written in place through .data on a device (p.data.mul_()) is lost, as nothing tells of it: write under
-    torch.no_grad(). Buffers stay on the device. Losses and gradients are bit-equal to the plain model's; random
-    states, autocast, checkpointing, accumulation and state_dict() are as they were. In a step a layer's parameters
-    travel to the device for its forward and, those that it saved, for its backward, unless they are there still;
-    gradients travel from it once.
+    The nn.Parameter objects remain, with their names, hooks and ties. To optimizers they and their .grad are host
+    tensors. Create the optimizer afterwards, or load its state_dict() again, so that its states are on the host too.
+    What a layer's forward writes to its parameters, or assigns to their .data, is copied back when it ends. What is
+    written in place through .data on a device (p.data.mul_()) is lost, because it cannot be detected: write under
+    torch.no_grad(). Buffers stay on the device. Losses and gradients are bit-equal to the plain model's; random states,
+    autocast, checkpointing, accumulation and state_dict() work as before. In a step a layer's parameters are copied to
+    the device for its forward, and the saved ones again for its backward, unless they are still there; gradients are
+    copied from it once.
 
     Args:
         model: The module whose parameters leave the device, in place.
         to: "cpu", for a model that computes on a CUDA device: page-locked host memory, from which the next layer's
-            parameters are copied while one runs, and into which each gradient is copied as it comes. A directory: a
-            file in it that has no name, mapped into memory; for a model that computes on the CPU as well, whose
-            parameters then take memory only while their layer runs. The file is gone with the process: state_dict() is
-            the checkpoint.
+            parameters are copied while one runs, and into which each gradient is copied when it is ready. A directory:
+            an unnamed file in it, mapped into memory; also for a model that computes on the CPU, whose parameters then
+            take memory only while their layer runs. The file is gone with the process: state_dict() is the checkpoint.
         memory_budget: The most live bytes on the device in a step, everything counted: bytes, "8GiB", or a fraction (a
-            float) of the device's memory. What a step leaves of it keeps layers there and fetches more of them ahead;
-            by default that is one block's worth beside the layer that runs. The first step learns what a step leaves,
-            on the device's peak counter, which is reset here.
-        layers: Modules, or their names, whose parameters come and go together; by default the blocks of the model's
-            lists of modules, and what is around them module by module. A parameter may be used only while a module of
-            its layer is called.
-        device: The device that the model computes on; by default its parameters' device, or the present CUDA device if
+            float) of the device's memory. The part that a step does not need keeps layers on the device and fetches
+            more of them ahead; by default that is the size of one block beside the layer that runs. The first step
+            measures that part with the device's peak counter, which is reset here.
+        layers: Modules, or their names, whose parameters are copied and freed together; by default the blocks of the
+            model's lists of modules, and the modules around them one by one. A parameter may be used only while a
+            module of its layer is called.
+        device: The device that the model computes on; by default its parameters' device, or the current CUDA device if
             they are on the CPU and there is one.
 
     Returns:
-        A handle: .plan says what lives where, .remove() brings the plain model back.
+        A handle: .plan describes what lives where, .remove() restores the plain model.
 
     Raises:
         ValueError: The model cannot be offloaded (parametrized, compiled, wrapped by DDP or FSDP, sparse, on two
-            devices), or an argument has no such value; nothing has changed.
-        TypeError: An argument is of another type; nothing has changed.
-        MemoryError: The host has no memory for the parameters.
+            devices), or an argument has an invalid value; nothing has changed.
+        TypeError: An argument has the wrong type; nothing has changed.
+        MemoryError: The host has too little memory for the parameters.
         OSError: The directory has no room for them.
 
     Example:
@@ -223,7 +233,7 @@ def offload_layers(
     where = os.fspath(to)
     if where != "cpu" and not os.path.isdir(where):
         raise ValueError(
-            f"to={where!r}: expected 'cpu', or a directory in which the parameters' file can be made"
+            f"to={where!r}: expected 'cpu', or a directory in which the parameters' file can be created"
         )
     found = find_layers(model, layers)
     if not found:
@@ -236,12 +246,12 @@ def offload_layers(
     if budget is not None and budget < largest + buffers:
         raise ValueError(
             f"memory_budget={memory_budget}: the largest layer's parameters take {largest} bytes and the buffers "
-            f"{buffers}; gradients and activations come on top. Name smaller layers in layers=, or give more"
+            f"{buffers}; gradients and activations come on top. Name smaller layers in layers=, or raise memory_budget"
         )
     if on.type == "cpu" and where == "cpu":
         note = (
-            "nothing is offloaded: the model computes on the CPU, and its parameters are in the host's memory already. "
-            "to= a directory keeps them in a file; device= names a CUDA device to compute on"
+            "nothing is offloaded: the model computes on the CPU, and its parameters are in the host's memory "
+            "already. Pass a directory as to= to keep them in a file, or device= to compute on a CUDA device"
         )
         warnings.warn(note, stacklevel=2)
         return OffloadedLayers(model, LayerPlan(where, "cpu", sizes, 0, buffers, 0, budget, note), None, None)
@@ -271,13 +281,13 @@ def offloaded(model: nn.Module) -> str | None:
 def _check_new(model: nn.Module) -> None:
     if (name := offloaded(model)) is not None:
         whose = f"{name!r} in it" if name else "the model"
-        raise ValueError(f"offload_layers: {whose} is offloaded already: .remove() its handle first")
+        raise ValueError(f"offload_layers: {whose} is already offloaded: .remove() its handle first")
     for name, module in model.named_modules():
         if isinstance(module.__dict__.get("forward"), StageForward):
             raise ValueError(
-                f"offload_layers: {name or 'the model'} runs by auto_checkpoint's plan, which knows of no parameters "
-                "that are copied to the device: memopt.undo_checkpoint(model) first, and let activations leave by "
-                "memopt.offload_activations()"
+                f"offload_layers: {name or 'the model'} runs by auto_checkpoint's plan, which does not account for "
+                "parameters that are copied to the device: call memopt.undo_checkpoint(model) first, and offload "
+                "activations with memopt.offload_activations()"
             )
 
 
@@ -285,7 +295,7 @@ def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.
     there = devices_of(model)
     if len(there) > 1:
         raise ValueError(
-            f"offload_layers: the model's parameters are on {', '.join(map(str, there))}: bring them to one device"
+            f"offload_layers: the model's parameters are on {', '.join(map(str, there))}: move them to one device"
         )
     if device is not None:
         chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -306,11 +316,11 @@ def _budget(memory_budget: int | float | str, device: torch.device) -> int:
     if not isinstance(memory_budget, float):
         return _C.parse_size(memory_budget)
     if not 0 < memory_budget <= 1:
-        raise ValueError(f"memory_budget={memory_budget}: a fraction is between 0 and 1; bytes are an int")
-    if device.type != "cuda":
         raise ValueError(
-            f"memory_budget={memory_budget}: a fraction is of a CUDA device's memory; give bytes"
+            f"memory_budget={memory_budget}: give a fraction between 0 and 1, or bytes as an int"
         )
+    if device.type != "cuda":
+        raise ValueError(f"memory_budget={memory_budget}: a fraction needs a CUDA device; give bytes")
     return int(memory_budget * torch.cuda.get_device_properties(device).total_memory)
 
 

@@ -38,7 +38,7 @@ class Layer:
         return f"Layer({self.name or type(self.module).__name__!r}, {len(self.slots)} parameters)"
 
     def parameters(self) -> list[nn.Parameter]:
-        """Each once, as they are now."""
+        """Return the current parameters, each once."""
         found = (slot.owner._parameters.get(slot.name) for slot in self.slots)
         return list({id(p): p for p in found if p is not None}.values())
 
@@ -98,7 +98,7 @@ def _is_split_list(module: nn.Module) -> bool:
 
 
 def _length(module: nn.Module) -> int:
-    """Children that have parameters."""
+    """Return the number of children with parameters."""
     return sum(next(child.parameters(), None) is not None for child in module.children())
 
 
@@ -137,7 +137,7 @@ def _chosen(
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises TypeError or ValueError, naming what it is and what to do, where the model is one of those."""
+    """Raise TypeError or ValueError, with the reason and the remedy, if the model cannot be offloaded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"offload_layers: model is a {type(model).__name__}, expected a torch.nn.Module")
     for name, module in model.named_modules():
@@ -157,8 +157,8 @@ def _refusal(module: nn.Module) -> str | None:
     kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
     if kinds.intersection(WRAPPERS) or "FSDPModule" in kinds:
         return (
-            "keeps its parameters itself: FSDP2 offloads by its own CPUOffloadPolicy; offload the module inside DDP "
-            "before it is wrapped on one device only"
+            "manages its parameters itself: FSDP2 offloads with its own CPUOffloadPolicy; offload the module inside "
+            "DDP before it is wrapped on one device only"
         )
     if isinstance(module, torch.jit.ScriptModule):
         return "is TorchScript, whose code holds its parameters: offload the module it was made from"
@@ -166,7 +166,7 @@ def _refusal(module: nn.Module) -> str | None:
         return "is compiled, and compiled code holds its parameters: offload the plain module, without torch.compile"
     if parametrize.is_parametrized(module):
         return (
-            "has parametrizations, which make its parameters out of others at every use: "
+            "has parametrizations, which compute its parameters from others at every use: "
             "torch.nn.utils.parametrize.remove_parametrizations() first"
         )
     return None
@@ -179,24 +179,24 @@ def _parameter_refusal(p: nn.Parameter) -> str | None:
         kind = type(p if type(p) is not nn.Parameter else p.data).__name__
         return f"is a {kind}: only plain tensors can be moved byte by byte"
     if p.layout is not torch.strided:
-        return f"is sparse ({p.layout}): only dense ones can be copied to a device"
+        return f"is sparse ({p.layout}): only dense parameters can be copied to a device"
     if p.is_quantized:
         return "is quantized: only plain tensors can be moved byte by byte"
     if p.device.type not in ("cpu", "cuda"):
-        return f"is on {p.device.type}: only CUDA devices and the CPU are known" + (
+        return f"is on {p.device.type}: only CUDA devices and the CPU are supported" + (
             "; give it values first (to_empty(), load_state_dict())" if p.is_meta else ""
         )
     return None
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Two parameters in the same memory would be two afterwards."""
+    """Refuse two parameters in the same memory, which offloading would separate."""
     begin_end = sorted(_spans(model))
     for (_, end, first), (begin, _, second) in pairwise(begin_end):
         if begin < end:
             raise ValueError(
-                f"offload_layers: parameters {first!r} and {second!r} are in the same memory without being the same "
-                "nn.Parameter: tie them by assigning the one to the other module"
+                f"offload_layers: parameters {first!r} and {second!r} share memory but are not the same nn.Parameter: "
+                "tie them by assigning one of them to the other module"
             )
 
 

@@ -29,8 +29,9 @@ SMALLEST, LARGEST = 32 << 20, 1 << 30  # bytes of a piece, unless one tensor nee
 
 
 def pinned_tensor(device: torch.device, nbytes: int) -> torch.Tensor:
-    """Page-locked bytes (torch.uint8), exactly so many, not rounded as torch's own are. Taking them takes long, and
-    giving them back waits for the device: they are to be kept."""
+    """Return exactly so many page-locked bytes (torch.uint8), not rounded like torch's own.
+
+    Allocation is slow and freeing waits for the device, so keep them."""
     return torch.frombuffer(_C.PinnedMemory(index_of(device), nbytes), dtype=torch.uint8)
 
 
@@ -39,7 +40,7 @@ def index_of(device: torch.device) -> int:
 
 
 def dense_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A dense tensor's memory, as torch.uint8; None where it has gaps, or is not what its memory says."""
+    """Return a dense tensor's memory as torch.uint8; None if it has gaps, or its values are not its memory."""
     dense = tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     if tensor.is_conj() or tensor.is_neg() or not dense:
         return None
@@ -57,7 +58,7 @@ class CopyIn:
         self.owner, self.ticket = owner, ticket
 
     def join(self, tensor: torch.Tensor) -> bool:
-        """Make what the present stream is given from now on wait for the copy. Return whether it is the owner."""
+        """Make later work of the current stream wait for the copy. Return whether that stream is the owner."""
         user = torch.cuda.current_stream(tensor.device)
         _C.copy_await(tensor.device.index, self.ticket, user.cuda_stream)
         if user == self.owner:
@@ -85,7 +86,7 @@ class IncomingBytes:
         return self.copy
 
     def tensor(self) -> torch.Tensor:
-        """The bytes, for what the present stream is given from now on."""
+        """Return the bytes, for later work of the current stream."""
         assert self.copy is not None
         self._awaited |= self.copy.join(self._tensor)
         return self._tensor
@@ -135,7 +136,7 @@ class PinnedPool:
         return sum(ring.held()[1] for _, ring in self._pieces)
 
     def take(self, nbytes: int, limit: int | None = None) -> PinnedRoom | None:
-        """None where that would be more than `limit` bytes in all, or more than the host can pin."""
+        """Return room; None if that would exceed `limit` bytes in all, or what the host can pin."""
         for memory, ring in self._pieces:
             if room := _slot(memory, ring, nbytes):
                 return room
@@ -149,7 +150,7 @@ class PinnedPool:
         return _slot(*self._pieces[-1], nbytes)
 
     def reserve(self, nbytes: int) -> bool:
-        """Pins one more piece; False where the host cannot."""
+        """Pin one more piece; return False if the host cannot."""
         try:
             memory = pinned_tensor(self.device, nbytes)
         except MemoryError:
@@ -158,7 +159,7 @@ class PinnedPool:
         return True
 
     def trim(self) -> int:
-        """Gives back the pieces in which nothing lies; waits for the device. Returns their bytes."""
+        """Free the pieces that are not in use, after waiting for the device. Return their bytes."""
         before = self.nbytes
         self._pieces = [piece for piece in self._pieces if piece[1].held()[0]]
         return before - self.nbytes
@@ -176,7 +177,7 @@ _memories: dict[int, PinnedPool] = {}
 
 
 def host_memory(device: torch.device) -> PinnedPool:
-    """The process's own beside a device."""
+    """Return the process's pinned memory for a device."""
     index = index_of(device)
     if index not in _memories:
         _memories[index] = PinnedPool(torch.device("cuda", index))
@@ -184,5 +185,5 @@ def host_memory(device: torch.device) -> PinnedPool:
 
 
 def trim() -> int:
-    """Gives back all pinned memory in which nothing lies; bytes."""
+    """Free all pinned memory that is not in use. Return its bytes."""
     return sum(memory.trim() for memory in _memories.values())

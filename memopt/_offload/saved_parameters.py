@@ -33,8 +33,8 @@ class Reference:
         self.size, self.stride, self.offset = view.size(), view.stride(), view.storage_offset()
 
     def of(self, copy: torch.Tensor) -> torch.Tensor:
-        """The view, of the copy that is there now."""
-        check(self.parameter, self.version, "a parameter that offload_layers() keeps off the device")
+        """Return the view, on the copy that exists now."""
+        check(self.parameter, self.version, "a parameter offloaded by offload_layers()")
         if self.dtype is not None:
             copy = copy.to(self.dtype)
         return copy.as_strided(self.size, self.stride, self.offset)
@@ -107,7 +107,7 @@ class _Pack:
 def parameter_behind(
     source: LayerResidency, tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.dtype | None] | None:
-    """The parameter whose copy the tensor is in or, with the type it has, cast from."""
+    """Return the parameter whose copy contains the tensor or, with its dtype, from which the tensor was cast."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return None
     if tensor.is_conj() or tensor.is_neg():

@@ -69,7 +69,7 @@ class ScheduleOffload:
         self.__init__(**state)  # type: ignore[misc]
 
     def begin(self, stage: int, given: Any) -> OffloadedSet:
-        """A run of the stage begins. given: tensors, in any structure, that it does not hold alone."""
+        """Begin a run of the stage. given: tensors, in any structure, that it does not hold alone."""
         return OffloadedSet(self, stage, given)
 
     def transfer(self, flat: torch.Tensor) -> StorageTransfer:
@@ -86,13 +86,13 @@ class ScheduleOffload:
             transfer = self._writes.begin(flat, self._disk(), stream, 2 * max(self.sets.values(), default=0))
         if transfer is None:
             raise MemoryError(
-                f"the host does not lock {flat.numel()} bytes more for what stages offload: raise `ulimit -l`, or the "
-                "memory limit of the container, or give auto_checkpoint a larger memory_budget"
+                f"the host cannot lock {flat.numel()} more bytes for the tensors that stages offload: raise `ulimit "
+                "-l` or the memory limit of the container, or give auto_checkpoint a larger memory_budget"
             )
         return transfer
 
     def written(self) -> None:
-        """Wait until all is where it goes."""
+        """Wait until all copies have been written."""
         self._writes.make_room(0)
 
     def _host(self, device: torch.device) -> PinnedPool:
@@ -113,7 +113,7 @@ class ScheduleOffload:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """An error of the disk names the remedies, and the next step has another file."""
+        """Name the remedies in errors of the disk; after one, the next step uses another file."""
         try:
             with disk_errors(self.to):
                 yield
@@ -254,7 +254,7 @@ class OffloadedSet:
             storage.start()
 
     def settle(self) -> None:
-        """Let all go; the first error, once all has."""
+        """Free all memory; raise the first error once everything is settled."""
         failure = None
         for storage in self.storages.values():
             try:
@@ -281,8 +281,8 @@ def disk_errors(path: str) -> Iterator[None]:
     except OSError as error:
         raise type(error)(
             error.errno,
-            f"{(error.strerror or str(error)).removeprefix(path + ': ')}; stages offload there what they saved: give "
-            "auto_checkpoint's to= a directory that can be written to and has room, or a larger memory_budget",
+            f"{(error.strerror or str(error)).removeprefix(path + ': ')}; stages offload their saved tensors there: "
+            "give auto_checkpoint's to= a writable directory with enough space, or a larger memory_budget",
             path,
         ) from error
 
@@ -309,13 +309,13 @@ def destination(to: str | os.PathLike[str] | None, device: torch.device) -> str 
     if where == "cpu":
         if device.type != "cuda":
             raise ValueError(
-                f'to="cpu" is for a model on a CUDA device, and this one is on {device.type}: copies in the '
-                "memory where the tensors are already would gain nothing; give the path of a directory on a disk"
+                f'to="cpu" is for a model on a CUDA device, but this one is on {device.type}: copies in the '
+                "memory that already holds the tensors would gain nothing; give the path of a directory on a disk"
             )
         return where
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"to={where!r}: what is on {device.type} cannot be offloaded, only what is on a CUDA device or the CPU"
+            f"to={where!r}: tensors on {device.type} cannot be offloaded, only those on a CUDA device or the CPU"
         )
     with disk_errors(where):
         DiskSpace(where)  # that it can be written to is better known now

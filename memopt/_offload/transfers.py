@@ -45,7 +45,7 @@ class DiskSpace:
     def take(self, nbytes: int) -> DiskRoom:
         found = self._ring.take(nbytes)
         if found is None:
-            raise OSError(errno.EFBIG, f"{nbytes} bytes more than {_C.format_size(MOST)} in one file")
+            raise OSError(errno.EFBIG, f"{nbytes} more bytes exceed the {_C.format_size(MOST)} of one file")
         return DiskRoom(self, *found[:2])
 
     def give(self, slot: int) -> None:
@@ -68,8 +68,8 @@ _lock = threading.Lock()
 
 
 def disk_space(directory: str) -> DiskSpace:
-    """For a pass that begins: the one of this process in that directory that somebody holds and nothing has been given
-    back in, else a new one. A child of a fork has its own."""
+    """Return the disk space for a new pass: the process's file in that directory that is in use and has had nothing
+    freed in it, else a new one. A forked child has its own."""
     key = os.getpid(), os.path.abspath(directory)
     with _lock:
         space = _spaces.get(key)
@@ -79,7 +79,7 @@ def disk_space(directory: str) -> DiskSpace:
 
 
 def give_up(space: DiskSpace) -> None:
-    """It failed: who asks next has another."""
+    """Stop using a file that failed; the next request gets another one."""
     with _lock:
         for key in [key for key, value in _spaces.items() if value is space]:
             del _spaces[key]
@@ -105,7 +105,7 @@ class StorageTransfer:
     __slots__ = ("__weakref__",)
 
     def settle(self) -> None:
-        """Let what the present stream is given from here on have the memory: the caller lets it go."""
+        """Make the memory available to later work of the current stream: the caller frees it."""
         raise NotImplementedError
 
     def fetch(self) -> None:
@@ -117,14 +117,14 @@ class StorageTransfer:
         return False
 
     def back(self) -> torch.Tensor:
-        """The bytes again, for the present stream."""
+        """Return the bytes, for the current stream."""
         raise NotImplementedError
 
     def join(self, storage: torch.UntypedStorage) -> None:
-        """Give the same bytes, which somebody else has already, to the present stream too."""
+        """Make the same bytes, which have been returned already, available to the current stream too."""
 
     def forget(self) -> None:
-        """Drop what came back, which nobody needs for now: the next fetch() brings it anew."""
+        """Drop returned bytes that are not needed for now: the next fetch() reads them again."""
         raise NotImplementedError
 
 
@@ -239,7 +239,7 @@ class StagedDiskTransfer(_DeviceTransfer):
         return self._written.over()
 
     def written(self) -> None:
-        """Wait until it is; the pinned memory goes."""
+        """Wait until the storage is written; then free the pinned memory."""
         assert self._written is not None
         self._written.finish()
         self._staging = None
@@ -255,7 +255,10 @@ class StagedDiskTransfer(_DeviceTransfer):
             self.written()
         staging = self._memory.take(self._nbytes, limit)
         if staging is None:
-            raise MemoryError(f"{self._nbytes} bytes of pinned memory, to read what was offloaded to a disk")
+            raise MemoryError(
+                f"{self._nbytes} bytes of pinned memory are not available to read what was offloaded "
+                "to a disk"
+            )
         incoming = IncomingBytes(self._nbytes, self._device)
         # What was copied in from this memory last may still be on its way.
         self._read = self._room.disk.read(staging.memory, self._written, self._device.index, staging.after)

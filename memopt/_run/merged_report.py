@@ -23,7 +23,7 @@ Rank = dict[str, Any]
 
 
 def text(folder: str | Path, ranks: list[Rank] | None = None) -> str:
-    """One screen. Raises ValueError where the folder is none of ranks."""
+    """Return the report on one screen. Raises ValueError if the folder has no ranks' reports."""
     ranks = _loaded(folder) if ranks is None else ranks
     count, hosts = ranks[0]["ranks"], sorted({rank["host"] for rank in ranks})
     on = f" on {len(hosts)} nodes" if len(hosts) > 1 else ""
@@ -33,7 +33,9 @@ def text(folder: str | Path, ranks: list[Rank] | None = None) -> str:
     lines += _table(ranks, several_hosts=len(hosts) > 1)
     missing = sorted(set(range(count)) - {rank["rank"] for rank in ranks})
     if missing:
-        lines.append(f"  {_names(missing)} left nothing in {folder}: on another node, or never started")
+        lines.append(
+            f"  {_names(missing)} left no recording in {folder}: they ran on another node, or never started"
+        )
     lines += _spread(ranks)
     lines += _troubles(ranks)
     if any((Path(folder) / f"rank{rank['rank']}.mopt").exists() for rank in ranks):
@@ -43,7 +45,7 @@ def text(folder: str | Path, ranks: list[Rank] | None = None) -> str:
 
 
 def first_words(outcome: Rank, place: Place) -> str:
-    """Of a rank that has failed while others run."""
+    """Describe a rank that has failed while others run."""
     rank = {"rank": place.rank, "state": "ended", **outcome}
     head = (
         f"memopt run: rank {place.rank} of {place.count} {outcome['ended']} after {outcome['seconds']:.1f} s"
@@ -52,7 +54,7 @@ def first_words(outcome: Rank, place: Place) -> str:
 
 
 def as_dict(folder: str | Path) -> dict[str, Any]:
-    """JSON-able: each rank's outcome and figures, and which has the highest peak."""
+    """Return JSON-able values: each rank's outcome and figures, and which has the highest peak."""
     ranks = _loaded(folder)
     peaks = _peaks(ranks)
     return {
@@ -64,13 +66,13 @@ def as_dict(folder: str | Path) -> dict[str, Any]:
 
 
 def write_page(folder: str | Path, path: str | Path) -> None:
-    """The ranks' recordings beside each other, those with the highest and the lowest peaks where there are many, under
-    the text. ImportError without plotly or torch, ValueError where there is no recording."""
+    """Write a page with the ranks' recordings side by side (of many ranks, those with the highest and lowest peaks),
+    below the text. Raises ImportError without plotly or torch, ValueError if there is no recording."""
     ranks = _loaded(folder)
     peaks = _peaks(ranks)
     there = [rank for rank in peaks if (Path(folder) / f"rank{rank}.mopt").exists()]
     if not there:
-        raise ValueError(f"{folder}: no rank has left a recording")
+        raise ValueError(f"{folder}: it holds no recording of a rank")
     from memopt._memory.html import report_page
     from memopt._memory.recording import recording_file
 
@@ -84,8 +86,9 @@ def write_page(folder: str | Path, path: str | Path) -> None:
 
 
 def tell(folder: str | Path, say: Callable[[str], None]) -> None:
-    """text(); then where the page is, which is written beside the recordings if that can be done here. It takes
-    seconds, in which this process may be ended."""
+    """Report text(), then the path of the page, which is written beside the recordings if possible.
+
+    This takes seconds, in which the process may be ended."""
     say(text(folder))
     try:
         write_page(folder, Path(folder) / _REPORT)
@@ -105,7 +108,7 @@ def _loaded(folder: str | Path) -> list[Rank]:
 
 
 def _near(path: str | Path) -> str:
-    """As it is called from here."""
+    """Return the path relative to the working directory if it is inside it."""
     near = os.path.relpath(path)
     return str(path) if near.startswith("..") else near
 
@@ -129,7 +132,7 @@ def _ended(ranks: list[Rank]) -> str:
 
 
 def _names(numbers: list[int]) -> str:
-    """ "rank 3", "ranks 0-2 and 5"."""
+    """Return names such as "rank 3" or "ranks 0-2 and 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -183,7 +186,7 @@ def _spread(ranks: list[Rank]) -> list[str]:
     middle = median_low(sorted(peaks.values()))
     if peaks[worst] <= _ALIKE * middle:
         return [
-            f"  the ranks are alike: the highest peak, of rank {worst}, is {_times(peaks[worst], middle)} the median"
+            f"  the ranks are similar: the highest peak, of rank {worst}, is {_times(peaks[worst], middle)} the median"
         ]
     typical = next(rank for rank, peak in peaks.items() if peak == middle)
     lines = [
@@ -206,7 +209,7 @@ def _times(one: int, other: int) -> str:
 
 
 def _more(worst: Rank, typical: Rank, what: str) -> list[str]:
-    """The greatest differences in one grouping."""
+    """Return the largest differences in one grouping."""
     sides: list[dict[str, int]] = []
     for figures in (worst, typical):
         rows = figures[what]
@@ -231,8 +234,8 @@ def _troubles(ranks: list[Rank]) -> list[str]:
         name = f"rank {rank['rank']}"
         if rank["state"] != "ended":
             lines.append(
-                f"  {name} (pid {rank['pid']} on {rank['host']}) has not told how it ended: it runs still, or was "
-                "ended together with the process that watched it"
+                f"  {name} (pid {rank['pid']} on {rank['host']}) has not reported how it ended: it is still running, "
+                "or was killed together with the process that watched it"
             )
             continue
         about = [
@@ -242,6 +245,6 @@ def _troubles(ranks: list[Rank]) -> list[str]:
         if oom:
             about.insert(0, f"out of memory: {oom}")
         if rank.get("was_at"):
-            about.append(f"it was at {', called by '.join(rank['was_at'][:3])} when it was ended")
+            about.append(f"it was at {', called by '.join(rank['was_at'][:3])} when it was killed")
         lines += [f"  {name}: {one}" for one in about]
     return lines

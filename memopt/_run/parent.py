@@ -31,9 +31,8 @@ _START = "from memopt._run.run_child import main; main()"
 
 
 def run(request: RunRequest, quiet: bool, python: str = sys.executable, noise: bool = True) -> int:
-    """Runs it by `python` to its end, says on standard error what was seen, and returns the script's exit code; of one
-    that a signal ended, 128 and the signal's number, as a shell gives it. noise: of a simulated run, what libraries say
-    when they are imported is heard too."""
+    """Run the request with `python`, report on standard error, and return the script's exit code, or 128 plus the
+    signal's number, as a shell does. noise: whether to show what libraries print when a simulated run imports them."""
     place = Place.of(os.environ)
     ranks = None
     if place is not None:
@@ -96,7 +95,7 @@ def _command(request: RunRequest, python: str) -> list[str]:
 
 
 def _environment(request: RunRequest, noise: bool) -> dict[str, str] | None:
-    """None where it is this process's own."""
+    """Return the child's environment, None for this process's own."""
     if request.simulated is None:
         return None
     from memopt._run import simulated
@@ -105,9 +104,9 @@ def _environment(request: RunRequest, noise: bool) -> dict[str, str] | None:
 
 
 class _Progress:
-    """Of a simulated run, which takes longer than one on a device: lines on standard error, for what the script itself
-    writes goes to the same terminal. They say that it begins, when its first step is done, and after that, where
-    somebody looks on, how far it is, ever more rarely."""
+    """The progress of a simulated run, which takes longer than one on a device: lines on standard error, because the
+    script's own output goes to the same terminal. They report the start, the end of the first step, and after that, on
+    a terminal, the progress at ever longer intervals."""
 
     def __init__(self, request: RunRequest, quiet: bool) -> None:
         self._file, self._begun = Path(request.folder) / "progress.json", time.monotonic()
@@ -126,14 +125,16 @@ class _Progress:
         told = json.loads(self._file.read_text())
         steps, peak = told["steps"], told.get("peak_allocated", 0)
         done = "its first optimizer step is" if steps == 1 else f"{steps} optimizer steps are"
-        _say(f"memopt run: {done} done after {seconds:.1f} s, {_C.format_size(peak)} allocated at the most")
+        _say(f"memopt run: {done} done after {seconds:.1f} s, at most {_C.format_size(peak)} allocated")
         self._next = max(_SECOND_LINE, 2 * seconds) if sys.stderr.isatty() else math.inf
 
 
 def _watch(
     child: subprocess.Popen[bytes], curve: MemoryCurve, patience: float | None, progress: _Progress
 ) -> bool:
-    """Whether it was told from outside to end. patience: seconds that it may take then."""
+    """Watch the child; return whether this process was told from outside to end.
+
+    patience: seconds that the child may take then."""
     until = math.inf
     while True:
         curve.sample()
@@ -178,7 +179,7 @@ def _say(text: str) -> None:
 
 
 def _outcome(end: _End) -> dict[str, Any]:
-    """Of one rank among several."""
+    """Return the outcome of one rank among several."""
     figures, progress = end.left("figures.json"), end.left("progress.json")
     return {
         "program": " ".join((["-m"] if end.request.module else []) + end.request.argv),
@@ -196,7 +197,8 @@ def _outcome(end: _End) -> dict[str, Any]:
 
 
 def _was_at(stack: str) -> list[str]:
-    """The lines that were running when the end came from outside, the innermost first, without memopt's and torch's."""
+    """Return the lines that were running when the end came from outside, innermost first, without memopt's and
+    torch's."""
     first, _, _ = stack[1:].partition("Current thread")  # each time that it was asked there is one
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', first)
     ours = str(Path(__file__).resolve().parents[1])
@@ -221,32 +223,30 @@ def _of_a_signal(end: _End) -> list[str]:
     lines = []
     size = _C.format_size
     if number == signal.SIGKILL and end.asked:
-        lines.append(f"  it did not end within {_PATIENCE:g} s of being asked to, and was killed then")
+        lines.append(f"  it did not end within {_PATIENCE:g} s of being asked to, and was then killed")
     elif number == signal.SIGKILL:
         now = limit_of()
         of = f"{size(now.size)}, {now.where}" if now.size else "not known"
         killed = (now.kills or 0) - (before.kills or 0)
         if killed > 0:
-            why = f"the kernel's out-of-memory killer has struck there ({killed} times)"
+            why = f"the kernel's out-of-memory killer has acted there ({killed} times)"
         elif now.kills is None:
-            why = "whether the kernel's out-of-memory killer struck is not to be seen from here"
+            why = "whether the kernel's out-of-memory killer acted cannot be seen from here"
         else:
-            why = "no kill for want of memory is counted there, so somebody sent the signal"
+            why = "no out-of-memory kill is counted there, so another process sent the signal"
         lines.append(f"  limit of host memory: {of}: {why}")
         for pid, name, grown, rate in curve.growth()[:3]:
             who = "the script itself" if pid == curve.pid else name
             lines.append(
-                f"  who grew: pid {pid} ({who}) by {size(grown)}, {size(round(rate))} a second at the end"
+                f"  grew: pid {pid} ({who}) by {size(grown)}, {size(round(rate))} a second at the end"
             )
     text = end.left("progress.json")
     if text:
         told = json.loads(text)
         device = f", {size(told['allocated'])} allocated on the device" if "allocated" in told else ""
-        lines.append(
-            f"  last heard of after {told['steps']} optimizer steps, {told['seconds']:.1f} s{device}"
-        )
+        lines.append(f"  last seen after {told['steps']} optimizer steps, {told['seconds']:.1f} s{device}")
     if number == signal.SIGKILL:
-        lines.append("  no recording: it lived in the process that was killed")
+        lines.append("  no recording: it was in the memory of the process that was killed")
     return lines
 
 
@@ -278,7 +278,7 @@ class MemoryCurve:
     peak: int = 0
 
     def sample(self) -> None:
-        """If the last one is long enough ago. Nothing, once the process is gone."""
+        """Take a sample if the last one is old enough; none once the process has ended."""
         now = time.monotonic()
         if self.samples and now - self.samples[-1].time < self.interval:
             return
@@ -294,7 +294,7 @@ class MemoryCurve:
             self.interval *= 2
 
     def bars(self, width: int = 32) -> str:
-        """The curve, a character for each stretch of time: the most there."""
+        """Return the curve as text, one character for the maximum of each interval."""
         totals = [sample.total for sample in self.samples]
         if not totals:
             return ""
@@ -303,7 +303,8 @@ class MemoryCurve:
         return "".join(_BARS[min(7, 8 * total // (max(most) + 1))] for total in most)
 
     def growth(self) -> list[tuple[int, str, int, float]]:
-        """Processes that grew over the last part of the curve: pid, name, bytes, bytes a second; the fastest first."""
+        """Return processes that grew over the last part of the curve, fastest first: pid, name, bytes, bytes a
+        second."""
         if len(self.samples) < 2:
             return []
         last = self.samples[-1]

@@ -23,7 +23,7 @@ _LATE = 8.0  # seconds that a rank which was ended waits for others' ends before
 
 @dataclass(frozen=True)
 class Place:
-    """Of this process among the ranks."""
+    """This process's place among the ranks."""
 
     rank: int
     count: int
@@ -32,7 +32,7 @@ class Place:
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Place | None:
-        """None for a process alone."""
+        """Return the place, None for a process alone."""
         try:
             rank, count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
             local = int(environment.get("LOCAL_WORLD_SIZE", count))
@@ -64,15 +64,17 @@ class RanksFolder:
         return str(self.path / f"rank{self.place.rank}.mopt")
 
     def begin(self) -> None:
-        """This rank runs; what an earlier job has left of it is gone."""
+        """Begin this rank's run, and remove what an earlier job has left of it."""
         self.path.mkdir(parents=True, exist_ok=True)
         Path(self.recording).unlink(missing_ok=True)
         (self.path / "told").unlink(missing_ok=True)
         self._write({"state": "running"})
 
     def end(self, outcome: dict[str, Any], *, wait: bool) -> bool:
-        """This rank has ended. Whether it is the one to tell of all: the last. wait: it was ended from outside, as all
-        are when one fails; where others do not end then, it is the first that has waited for a while."""
+        """Record the end of this rank; return whether it must report for all, as the last one.
+
+        wait: it was ended from outside, as all are when one fails; if others do not end then, the first to have waited
+        for a while reports."""
         with self._alone():
             self._write({"state": "ended", **outcome})
             if self._is_complete():
@@ -116,7 +118,7 @@ class RanksFolder:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Of all ranks."""
+        """Hold the lock of all ranks."""
         with open(self.path / ".lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -153,17 +155,17 @@ _RANK = {
     "figures?": _FIGURES,
     "progress?": {"steps?": (int,)},
 }
-"""What a rank writes: types, a list or dict of them; those with a question mark may be missing, dicts None then."""
+"""A rank's file: types, a list or dict of them; those with a question mark may be missing, dicts None then."""
 
 
 def _check(value: Any, shape: Any, called: str) -> None:
-    """TypeError where a value is not of a shape; `called` is how the error speaks of it."""
+    """Raise TypeError if a value does not have the shape; `called` is its name in the error."""
     if isinstance(shape, tuple):
         least = -64 if called == "status" else 0  # a signal's is below zero
         if type(value) not in shape or not (
             type(value) is str or value is None or least <= value < 1 << 63  # as NaN is not
         ):
-            raise TypeError(f"{called} is no {shape[0].__name__}")
+            raise TypeError(f"{called} is not a {shape[0].__name__}")
     elif isinstance(shape, list):
         for number, one in enumerate(_of(value, list, called)):
             _check(one, shape[0], f"{called}[{number}]")
@@ -181,22 +183,23 @@ def _check(value: Any, shape: Any, called: str) -> None:
 
 def _of(value: Any, kind: type, called: str) -> Any:
     if type(value) is not kind:
-        raise TypeError(f"{called} is no {kind.__name__}")
+        raise TypeError(f"{called} is not a {kind.__name__}")
     return value
 
 
 def load(folder: str | Path) -> list[dict[str, Any]]:
-    """Reports of the last job's ranks, by rank. Raises ValueError, naming the file, for one that no rank
-    has written."""
+    """Return the reports of the last job's ranks, by rank.
+
+    Raises ValueError, naming the file, for one that no rank has written."""
     found: list[dict[str, Any]] = []
     for path in sorted(Path(folder).glob("rank*.json"), key=lambda path: path.stat().st_mtime_ns):
         try:
             one = json.loads(path.read_text(encoding="utf-8"))
             _check(one, _RANK, "it")
             if not 0 <= one["rank"] < one["ranks"] <= _MOST_RANKS:
-                raise ValueError(f"it is said to be rank {one['rank']} of {one['ranks']}")
+                raise ValueError(f"it claims to be rank {one['rank']} of {one['ranks']}")
             # A file may say half of a character, which no terminal takes.
             found.append(json.loads(json.dumps(one, ensure_ascii=False).encode(errors="replace")))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: it is not what a rank of `memopt run` writes ({error})") from None
+            raise ValueError(f"{path}: it is not the report of a rank of `memopt run` ({error})") from None
     return sorted((one for one in found if one["job"] == found[-1]["job"]), key=lambda one: one["rank"])

@@ -53,7 +53,7 @@ class RunRequest:
 
     @property
     def name(self) -> str:
-        """Of the program, for a file's name."""
+        """Return the program's name, for a file's name."""
         return self.argv[0].rpartition(".")[2] if self.module else Path(self.argv[0]).stem
 
 
@@ -63,7 +63,7 @@ _MOST_ROWS = 100  # of lines, and of modules
 
 
 def main() -> None:
-    """`python -c "from memopt._run.run_child import main; main()" REQUEST`."""
+    """Run `python -c "from memopt._run.run_child import main; main()" REQUEST`."""
     request = RunRequest.from_json(sys.argv[1])
     # The parent has blocked what it waits for, and a mask is inherited.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -82,15 +82,19 @@ def main() -> None:
 
 
 def _end_as_interrupted(ended_by: list[BaseException]) -> None:
-    """An interpreter that an interrupt ends dies of the signal, unless code was run from a string since, as finish()
-    does with what it imports: then it ends with 1."""
+    """End with the signal.
+
+    An interpreter ended by an interrupt dies of the signal, unless code has been run from a string since, as by imports
+    in finish(): then it would end with 1."""
     if any(isinstance(error, KeyboardInterrupt) for error in ended_by):
         with contextlib.suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt")
 
 
 def _show_only_the_programs_frames(interrupts: bool) -> None:
-    """interrupts: an uncaught one is shown too; else the parent tells of it."""
+    """Show only the program's frames.
+
+    interrupts: whether an uncaught interrupt is shown too; otherwise the parent reports it."""
     hook = sys.excepthook
 
     def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
@@ -161,7 +165,7 @@ class _Run:
         register_optimizer_step_post_hook(self._progress)
 
     def _progress(self, *_: Any) -> None:
-        """The progress that the parent reports of a child that is killed."""
+        """Write the progress that the parent reports for a child that is killed."""
         self._steps += 1
         now = time.monotonic()
         if now - self._told >= _PROGRESS_SECONDS and os.getpid() == self._pid:
@@ -178,8 +182,9 @@ class _Run:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Writes what was recorded. A forked child has nothing to write; a failure here changes nothing of how the
-        program ends."""
+        """Write the recording.
+
+        A forked child has nothing to write; a failure here does not change how the program ends."""
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
@@ -198,7 +203,7 @@ class _Run:
         finally:
             running.stop()
         if not recordings:
-            self._failed("nothing was recorded: the program used no device")
+            self._failed("nothing was recorded: the program allocated on no device")
             return
         path = self._request.output or f"memopt-{self._request.name}.{self._pid}.mopt"
         recording_file.save(recordings, path)
@@ -214,7 +219,7 @@ class _Run:
 
 
 def _figures(recording: Recording) -> dict[str, Any]:
-    """Figures by which the ranks of a job are compared, readable without torch."""
+    """Return the figures by which the ranks of a job are compared, readable without torch."""
     from memopt._memory.recording import summary
 
     told = summary.as_dict(recording)

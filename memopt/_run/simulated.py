@@ -17,13 +17,13 @@ _STARTUP = str(Path(__file__).resolve().parent / "startup")
 
 
 def environment(settings: str, before: Mapping[str, str]) -> dict[str, str]:
-    """`before`, and what lets processes with it have a device of these settings (activation.settings_of)."""
+    """Return `before` with variables that give its processes a device of these settings (activation.settings_of)."""
     folders = [_STARTUP, *filter(None, [before.get("PYTHONPATH")])]
     return {**before, _activation.VARIABLE: settings, "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def begin() -> None:
-    """In a process with such an environment, before it imports torch."""
+    """Prepare a process with such an environment, before it imports torch."""
     call_before_torch(_activate)
     call_after_torch(_compute)
 
@@ -43,20 +43,23 @@ def _compute() -> None:
 
 
 def _share_nothing() -> None:
-    """A process has no way to another one's card. torch would say "operation not supported" of it."""
+    """Refuse to share a card between processes, which is not possible here; torch would only say "operation not
+    supported"."""
     import torch
 
     def refused(*_: Any) -> None:
         raise RuntimeError(
-            "a tensor on a simulated card cannot be shared with another process, which has a card of its own: share "
-            "it before it goes to the card, or run with one process"
+            "a tensor on a simulated card cannot be shared with another process, which has its own card: share it "
+            "before it is moved to the card, or run with one process"
         )
 
     torch.UntypedStorage._share_cuda_ = refused  # type: ignore[assignment, method-assign]
 
 
 def _speak_by_gloo() -> None:
-    """Ranks are processes, whose simulated cards no NCCL connects; gloo goes through the host, with the same values."""
+    """Use gloo between ranks: they are processes whose simulated cards NCCL cannot connect.
+
+    gloo goes through the host, with the same values."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -69,7 +72,7 @@ def _speak_by_gloo() -> None:
         ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks < 0 else ranks
         if ranks > 1 and (backend is None or "nccl" in backend):
             if os.environ.get("RANK", "0") == "0":
-                said = "memopt run: simulated cards have no NCCL between them: their ranks speak by gloo"
+                said = "memopt run: simulated cards have no NCCL: the ranks communicate over gloo"
                 print(said, file=sys.stderr)
             backend = "gloo"
         original(backend, *args, **kwargs)

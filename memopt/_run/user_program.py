@@ -18,8 +18,10 @@ from typing import Any
 
 
 def run_as_main(argv: list[str], module: bool) -> None:
-    """argv[0]: the script, or the module's name. What it raises comes through, SystemExit too. The program's __main__
-    stays afterwards: functions that run at exit, and pickles, want it."""
+    """Run the program as __main__.
+
+    argv[0]: the script, or the module's name. Its exceptions are passed on, SystemExit too. Its __main__ module
+    remains, because functions that run at exit, and pickles, need it."""
     sys.argv = list(argv)
     if module:
         sys.path[0] = os.getcwd()
@@ -52,7 +54,7 @@ def call_before_torch(then: Callable[[], None]) -> None:
 
 
 def call_after_torch(then: Callable[[], None]) -> None:
-    """At once where torch is imported already."""
+    """Call a function after torch is imported; at once if it is imported already."""
     if "torch" in sys.modules:
         then()
     else:
@@ -64,7 +66,7 @@ def _nothing() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Stays until torch is there: to be asked where it is does not mean that it is imported."""
+    """A finder that remains until torch is imported: a lookup of torch does not mean that it is imported."""
 
     def __init__(self, before: Callable[[], None] = _nothing, after: Callable[[], None] = _nothing) -> None:
         self.before, self._after = before, after
@@ -91,7 +93,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """The loader of the module, which is in its place again once the module is loaded."""
+    """The loader of a module, which is replaced by the original once the module is loaded."""
 
     def __init__(self, loader: Loader, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder

@@ -37,7 +37,7 @@ VARIABLES = {
     "MEMOPT_LOG": f"what the memopt logger shows: {', '.join(LEVELS)}",
     "MEMOPT_ON_OOM": "what memopt.enable() does on an out-of-memory error: report, raise",
     "MEMOPT_REPORT": "file for the report of an out-of-memory error, appended; a page if its name ends in .html",
-    "MEMOPT_NVRTC": "path of the run-time compiler, where it is not the one of torch's wheel",
+    "MEMOPT_NVRTC": "path of the run-time compiler, if it is not the one of torch's wheel",
 }
 
 
@@ -113,7 +113,10 @@ def _torch() -> Finding:
     version = torch_version.installed()
     if version is None:
         return Finding(
-            "torch", "absent", "not installed; what needs it will say so", "pip install 'torch>=2.10'"
+            "torch",
+            "absent",
+            "not installed; functions that need it raise an error",
+            "pip install 'torch>=2.10'",
         )
     if torch_version.too_old(version):
         return Finding("torch", "broken", f"{version} is older than 2.10", "pip install -U torch")
@@ -125,7 +128,7 @@ def _torch() -> Finding:
                 "torch",
                 "absent",
                 f"{version} without NVIDIA's libraries ({error}): it runs on the simulated device alone",
-                "memopt.sim.activate() before `import torch`; for a GPU: pip install torch, with all that it asks for",
+                "memopt.sim.activate() before `import torch`; for a GPU: pip install torch with all its dependencies",
             )
         return Finding(
             "torch",
@@ -160,7 +163,7 @@ def _driver() -> list[Finding]:
         driver = _C.cuda_driver()
     except _C.Error as error:
         if error.status == "MO_NO_DEVICE" and stands_in():
-            text = "none: memopt's libraries stand in for the driver and the rest of NVIDIA's, with no device"
+            text = "none: memopt's libraries replace the driver and NVIDIA's other libraries, with no device"
             return [Finding("cuda driver", "absent", text)]
         state: State = "absent" if error.status in ("MO_NO_LIBRARY", "MO_NO_DEVICE") else "broken"
         remedy = "" if state == "absent" else "update the NVIDIA driver"
@@ -175,10 +178,14 @@ def _driver() -> list[Finding]:
     return found
 
 
-def _allocator() -> Finding:
+def _allocator() -> list[Finding]:
     from memopt.cuda import _allocator as current_allocator
 
-    return current_allocator.finding()
+    return [
+        current_allocator.finding(),
+        *current_allocator.double_map_findings(),
+        *current_allocator.nccl_findings(),
+    ]
 
 
 def _enabled() -> Finding:
@@ -214,7 +221,7 @@ def _simulated_device() -> Finding:
     topic = "simulated device"
     if sim.is_active():
         return Finding(
-            topic, "ok", "active in this process: what is said of a driver and devices here is of this one"
+            topic, "ok", "active in this process: the driver and devices reported here are the simulated ones"
         )
     try:
         readiness = sim.readiness()
@@ -234,7 +241,7 @@ def _variables() -> list[Finding]:
         Finding(
             "environment",
             "broken",
-            f"{name} is set and means nothing to memopt",
+            f"{name} is set, but memopt does not know it",
             f"one of: {', '.join(VARIABLES)}",
         )
         for name in sorted(os.environ)
@@ -264,12 +271,12 @@ def _allocator_settings() -> list[Finding]:
             Finding(
                 "environment",
                 "broken",
-                f"PYTORCH_CUDA_ALLOC_CONF={old} and PYTORCH_ALLOC_CONF={new} clash: torch obeys the former",
+                f"PYTORCH_CUDA_ALLOC_CONF={old} and PYTORCH_ALLOC_CONF={new} conflict: torch uses the former",
                 "unset one of them",
             )
         ]
     return [
-        Finding("environment", "ok", f"{name}={value}: for torch's own allocator, without effect on memopt's")
+        Finding("environment", "ok", f"{name}={value}: for torch's own allocator, no effect on memopt's")
         for name, value in (("PYTORCH_CUDA_ALLOC_CONF", old), ("PYTORCH_ALLOC_CONF", new))
         if value
     ]

@@ -35,7 +35,7 @@ def install(chosen: EnableSettings) -> None:
         _take_pool(chosen.memory_budget)
     elif _torch_patches.is_ours():
         raise _C.Error(
-            "memopt's allocator is active already, and torch cannot switch back: use backend='pool'"
+            "memopt's allocator is already active, and torch cannot switch back: use backend='pool'"
         )
     elif chosen.memory_budget is not None:
         _limit(chosen.memory_budget)

@@ -11,17 +11,17 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Bytes that a process has in memory now, shared pages included. Raises OSError where there is no such process."""
+    """Return the resident bytes of a process, shared pages included. Raises OSError if there is no such process."""
     return _statm(pid)[1]
 
 
 def address_space_bytes() -> int:
-    """Bytes of addresses that this process has mapped, which RLIMIT_AS limits."""
+    """Return the bytes of address space that this process has mapped, which RLIMIT_AS limits."""
     return _statm("self")[0]
 
 
 def own_bytes() -> int:
-    """Bytes that this process has in memory, without shared pages and files' pages."""
+    """Return the resident bytes of this process, without shared pages and files' pages."""
     _, resident, shared, *_ = _statm("self")
     return resident - shared
 
@@ -35,7 +35,9 @@ def _statm(pid: int | str) -> list[int]:
 
 
 def peak_resident_bytes() -> int:
-    """The most bytes that this process had in memory since reset_peak_resident(). (rusage begins with the parent's.)"""
+    """Return the peak of this process's resident bytes since reset_peak_resident().
+
+    (rusage starts with the parent's.)"""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
@@ -53,7 +55,7 @@ def reset_peak_resident() -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started, as far as they are there."""
+    """Return the child processes of a process that still exist."""
     found: list[int] = []
     with suppress(OSError):  # it has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -63,7 +65,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they did."""
+    """Return the child processes of a process, and their descendants."""
     return [one for child in children(pid) for one in (child, *descendants(child))]
 
 
@@ -80,7 +82,7 @@ class Limit(NamedTuple):
 
 
 def limit_of(pid: int | str = "self", proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> Limit:
-    """The tightest of the limits that hold for a process."""
+    """Return the tightest of a process's limits."""
     found = [_machine(Path(proc))]
     kills: int | None = None
     for folder in _groups(Path(proc) / str(pid) / "cgroup", Path(cgroups)):
@@ -122,7 +124,7 @@ def available(
 
 
 def _page_cache(file: Path) -> int:
-    """Bytes of a cgroup's files that the kernel drops when it needs them."""
+    """Return the bytes of a cgroup's file pages that the kernel drops when it needs memory."""
     stat = dict(line.split(" ", 1) for line in _lines(file) if " " in line)
     return sum(int(stat.get(name, 0)) for name in ("inactive_file", "active_file"))
 
@@ -135,7 +137,7 @@ def _machine(proc: Path) -> Limit:
 
 
 def _groups(file: Path, cgroups: Path) -> list[Path]:
-    """The process's group and those around it, the innermost first, where they are to be seen from here."""
+    """Return the process's cgroup and its ancestors, innermost first, as far as they are visible."""
     for line in _lines(file):
         _, controllers, path = line.split(":", 2)
         root = cgroups if not controllers else cgroups / "memory"

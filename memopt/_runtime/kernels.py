@@ -71,9 +71,7 @@ def nvrtc_candidates() -> tuple[str, ...]:
 @cache
 def prepare() -> None:
     """Tell the C engine the two above, once a process. Called by everything that launches a kernel."""
-    logger.info(
-        "kernels: NVRTC, if it is needed, from %s; cache in %s", nvrtc_candidates(), cache_directory()
-    )
+    logger.info("kernels: NVRTC (if needed) from %s; cache in %s", nvrtc_candidates(), cache_directory())
     _C.kernels_configure(nvrtc_candidates(), cache_directory())
 
 
@@ -87,8 +85,7 @@ def status(device: int = 0) -> dict[str, object]:
 
 
 def finding() -> Finding:
-    """A line for memopt.doctor(): whether there is an embedded image, and if not, whether NVRTC is at
-    hand."""
+    """Return a line for memopt.doctor(): whether there is an embedded image, and if not, whether NVRTC is available."""
     state = _C.kernel_status()
     named = os.environ.get("MEMOPT_NVRTC")
     if named and not _opens(named):
@@ -103,9 +100,12 @@ def finding() -> Finding:
     found = next(filter(_opens, nvrtc_candidates()), None)
     if found:
         kept = cache_directory()
-        text = f"to be compiled at first use by {found}, {f'kept in {kept}' if kept else 'kept nowhere'}"
+        text = f"to be compiled at first use by {found}, {f'cached in {kept}' if kept else 'not cached'}"
         return Finding("kernels", "ok", text)
-    remedy = "where there is a GPU: pip install nvidia-cuda-nvrtc (CUDA 12: nvidia-cuda-nvrtc-cu12), or build with nvcc"
+    remedy = (
+        "on a machine with a GPU: pip install nvidia-cuda-nvrtc (CUDA 12: nvidia-cuda-nvrtc-cu12), or build "
+        "with nvcc"
+    )
     return Finding("kernels", "absent", "none embedded, and no NVRTC is installed to compile them", remedy)
 
 

@@ -85,7 +85,7 @@ class _OldModule(ModuleType):
         value = getattr(importlib.import_module(self._new), today)
         text = (
             f"{self.__name__} is a module of memopt 0.1: import {name} by a public name (memopt.types has the result "
-            "types); a pickle that names it is loaded, and names it no more once it is saved again"
+            "types); a pickle that names it still loads, and no longer names it once it is saved again"
         )
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         return value

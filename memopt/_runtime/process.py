@@ -69,11 +69,11 @@ def command(python: str | None, module: str, *arguments: str) -> list[str]:
 
 
 def ended(status: int) -> str:
-    """An exit status in words."""
+    """Describe an exit status in words."""
     if status >= 0:
         return f"ended with status {status}"
     name = signal.Signals(-status).name
-    hint = " (is the host's memory used up?)" if -status == signal.SIGKILL else ""
+    hint = " (has the host run out of memory?)" if -status == signal.SIGKILL else ""
     return f"was ended by {name}{hint}"
 
 
@@ -108,7 +108,7 @@ class Children:
         line = command(python, module, *arguments)
         with self._lock, _interrupted_later():  # between its start and the next line nobody would end it
             if self._closed:
-                raise ChildFailed("the child process was not started: its parent is leaving")
+                raise ChildFailed("the child process was not started: its parent is exiting")
             child = Child(line, environment, output)
             self._running.append(child)
         if output is None:
@@ -143,7 +143,7 @@ class Child:
         self._stdout = -1 if self._process.stdout is None else self._process.stdout.fileno()
 
     def send(self, request: Any) -> None:
-        """Send another request. That the child has ended, hear() says."""
+        """Send another request. If the child has ended, hear() reports it."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             rest = memoryview(json.dumps(request).encode() + b"\n")
@@ -151,7 +151,7 @@ class Child:
                 rest = rest[self._process.stdin.write(rest) :]
 
     def hear(self, seconds: float | None = None) -> Message | None:
-        """Its next message, None once it has ended. Raises TimeoutError after so many seconds."""
+        """Return its next message, None once it has ended. Raises TimeoutError after so many seconds."""
         return hear([self], seconds)[1]
 
     def __iter__(self) -> Iterator[Message]:
@@ -159,8 +159,9 @@ class Child:
             yield message
 
     def wait(self, seconds: float | None = None, answered: Callable[[], bool] = lambda: False) -> None:
-        """Wait until it has ended, or so many seconds are over. Once it has answered, only the interpreter's own end is
-        waited for, which threads may keep from coming."""
+        """Wait until it has ended, or for so many seconds.
+
+        Once it has answered, only the interpreter's end is waited for, which threads may delay."""
         end = math.inf if seconds is None else time.monotonic() + seconds
         leaving = False
         while not self._is_over() and time.monotonic() < end:
@@ -169,8 +170,10 @@ class Child:
             time.sleep(0.02)
 
     def end(self) -> int:
-        """End it, and return its status. Told to end, it may first end what has left its group
-        (_estimate/protection.py); then its group is killed."""
+        """End it, and return its status.
+
+        It is asked to end first, so that it can end processes that have left its group (_estimate/protection.py); then
+        its group is killed."""
         with self._ending:
             if self._process.returncode is None:
                 # Until it is reaped its number is nobody else's: what ends here is its own.
@@ -192,7 +195,7 @@ class Child:
         return "\n".join(self._tail.decode(errors="replace").splitlines()[-lines:])
 
     def _is_over(self) -> bool:
-        """True once it has ended; it is left to be reaped."""
+        """Whether it has ended; it is not reaped."""
         with contextlib.suppress(ChildProcessError):
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
         return True
@@ -210,8 +213,9 @@ class Child:
 
 
 def hear(children: Sequence[Child], seconds: float | None = None) -> tuple[Child, Message | None]:
-    """The next message of any of these children; None from one that has ended. Raises TimeoutError after so many
-    seconds."""
+    """Return the next message of any of these children, and the child; None from one that has ended.
+
+    Raises TimeoutError after so many seconds."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     while True:
         for child in children:
@@ -232,7 +236,7 @@ def hear(children: Sequence[Child], seconds: float | None = None) -> tuple[Child
 
 
 def ask(module: str, request: Any = None, *, seconds: float, python: str | None = None) -> Message:
-    """The first answer of a module to a request. Raises ChildFailed."""
+    """Return a module's first answer to a request. Raises ChildFailed."""
     with Children() as children:
         child = children.start(module, request=request, python=python)
         try:
@@ -273,8 +277,9 @@ _answers: IO[str] | None = None
 
 
 def requests() -> Iterator[Any]:
-    """Requests to this process, until its parent ends it or is gone. From the first on it has no standard input, and
-    what it prints goes where standard error does."""
+    """Yield requests to this process, until its parent ends it or is gone.
+
+    From the first on it has no standard input, and its output goes to standard error."""
     global _answers
     with open(os.dup(0)) as asked:
         _answers = open(os.dup(1), "w")  # noqa: SIM115
@@ -287,7 +292,7 @@ def requests() -> Iterator[Any]:
 
 
 def tell(kind: str, **what: Any) -> None:
-    """Send a message to the parent. Where there is none any more, this process ends, too."""
+    """Send a message to the parent. If the parent is gone, this process ends too."""
     assert _answers is not None
     try:
         _answers.write(json.dumps({"kind": kind, **what}) + "\n")
@@ -305,13 +310,14 @@ _WARNINGS: list[tuple[str, type[Warning]]] = [
 
 
 def silence_libraries() -> None:
-    """Keep them quiet in this process from now on."""
+    """Silence libraries in this process from now on."""
     for begin, category in _WARNINGS:
         warnings.filterwarnings("ignore", re.escape(begin), category)
 
 
 def quiet_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, and what keeps them quiet; what it says itself of warnings, and of TensorFlow's log, holds."""
+    """Return the environment with settings that silence libraries; its own settings for warnings and TensorFlow's log
+    are kept."""
     ours = [f"ignore:{begin}:{category.__name__}" for begin, category in _WARNINGS]
     own = environment.get("PYTHONWARNINGS")
     return {

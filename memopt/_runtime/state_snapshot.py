@@ -61,7 +61,7 @@ def set_python_random(state: tuple[Any, ...]) -> None:
 
 
 def is_drawn_from(state: tuple[Any, ...]) -> bool:
-    """True where the states are not those that python_random() returned; NumPy's counts only if it was loaded then."""
+    """Whether the states differ from those that python_random() returned; NumPy's counts only if it was loaded then."""
     return python_random()[: len(state)] != state
 
 
@@ -97,7 +97,7 @@ class RandomState:
             set_python_random(self._python)
 
     def was_drawn_from(self) -> bool:
-        """True where any state is another than in the snapshot."""
+        """Whether any state differs from the snapshot."""
         return bool(self._drawn_from()) or (self._python is not None and is_drawn_from(self._python))
 
     def forget_unchanged(self) -> None:
@@ -108,12 +108,12 @@ class RandomState:
         return [pair for pair in self._states if not torch.equal(pair[0].get_state(), pair[1])]
 
     def present(self) -> list[Tensor]:
-        """The states that torch's generators have now."""
+        """Return the present states of torch's generators."""
         return [generator.get_state() for generator, _ in self._states]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restore torch's states for as long as this lasts; afterwards they are what they were before."""
+        """Restore torch's states within the context; restore the present ones afterwards."""
         before = self.present()
         try:
             for generator, state in self._states:
@@ -135,7 +135,7 @@ CONTAINERS = (list, dict, set, collections.deque)
 
 
 def content_ids(container: Any) -> list[int]:
-    """The identities of what is in one of CONTAINERS, keys among them."""
+    """Return the identities of the contents of one of CONTAINERS, keys included."""
     members = (
         (part for item in container.items() for part in item) if isinstance(container, dict) else container
     )
@@ -143,7 +143,7 @@ def content_ids(container: Any) -> list[int]:
 
 
 def refill(container: Any, content: Any) -> None:
-    """Give a container its content of before again, where it has another."""
+    """Restore a container's former content if it has another one."""
     if content_ids(container) != content_ids(content):
         container.clear()
         (container.extend if isinstance(container, list | collections.deque) else container.update)(content)
@@ -162,7 +162,7 @@ class ModuleTensors(NamedTuple):
 
     @staticmethod
     def of(modules: Iterable[nn.Module]) -> ModuleTensors:
-        """Found anew for each step: nn.Module's own iterators take several times as long."""
+        """Find the tensors of modules. This runs in each step; nn.Module's own iterators take several times as long."""
         left: list[nn.Module | None] = [*modules]
         left.reverse()
         seen, known = set[int](), set[int]()
@@ -185,7 +185,7 @@ class ModuleTensors(NamedTuple):
 
 
 def version(tensor: Tensor) -> int:
-    """The number of changes in place; tensors of inference mode count none."""
+    """Return the number of changes in place; tensors of inference mode count none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -199,7 +199,7 @@ class SavedBuffer(NamedTuple):
     copy: Tensor | None
 
     def has_changed(self) -> bool:
-        """True where another buffer has the name, or this one's version has moved."""
+        """Whether another buffer has the name, or this one's version has changed."""
         return self.module._buffers.get(self.key) is not self.buffer or version(self.buffer) != self.version
 
     def restore(self, *, is_required: bool) -> None:
@@ -210,8 +210,8 @@ class SavedBuffer(NamedTuple):
             elif is_required:
                 raise ValueError(
                     f"buffer {self.key} of {type(self.module).__name__} ({buffer.nbytes} bytes) was changed in place "
-                    "by a step that ran out of memory, and no step before has shown that it would: run the first one "
-                    "with a smaller batch"
+                    "by a step that ran out of memory, and no earlier step had changed it: run the first step with a "
+                    "smaller batch"
                 )
         elif copy is not None:
             # Some operations (batch_norm) write without counting a version. These are the values that belong to it, for
@@ -400,7 +400,9 @@ def _state_of(one: Any) -> Any:
 
 
 def _on_host(gradient: Tensor | None) -> Tensor | None:
-    """A gradient's values. One that is more than plain memory (sparse, a DTensor) stays where it is."""
+    """Return a gradient's values on the host.
+
+    A gradient that is more than plain memory (sparse, a DTensor) stays where it is."""
     if gradient is None:
         return None
     plain = type(gradient) is Tensor and gradient.layout is torch.strided
@@ -409,7 +411,7 @@ def _on_host(gradient: Tensor | None) -> Tensor | None:
 
 
 def _give(parameter: Tensor, kept: Tensor | None) -> None:
-    """Into the gradient's memory, if that is still there, so that who has a view of it sees it too."""
+    """Restore a gradient in its own memory, if that still exists, so that views of it show the values too."""
     gradient = parameter.grad
     if kept is None:
         parameter.grad = None

@@ -19,7 +19,7 @@ def enable(
     memory_budget: int | str | None = None,
     on_oom: Literal["report", "raise"] | None = None,
 ) -> None:
-    """Enable memopt for an unmodified training script, without a change of its results.
+    """Enable memopt for an unmodified training script, without changing its results.
 
     It adds the report of an out-of-memory error, printed before the traceback of an uncaught exception; a warning when
     memory grows from step to step; and in a notebook the release of memory that a failed cell left on the device.
@@ -85,8 +85,8 @@ def patch() -> None:
 
     They are checkpoint, checkpoint_sequential and create_selective_checkpoint_contexts of torch.utils.checkpoint. They
     are replaced there and in every module that has imported them by name, such as transformers and torch.distributed's
-    checkpoint_wrapper. Other references to torch's functions (a default argument, an earlier functools.partial) stay:
-    call this early. memopt.disable() undoes it.
+    checkpoint_wrapper. Other references to torch's functions (a default argument, an earlier functools.partial) are not
+    replaced: call this early. memopt.disable() undoes it.
     """
     from memopt._runtime.torch_version import require
 
@@ -148,7 +148,7 @@ def _replace() -> None:
                     setattr(module, name, ours)
                     _replaced.append((module, name, theirs, ours))
         logger.info(
-            "torch's names bound to memopt's: %s", ", ".join(f"{m.__name__}.{n}" for m, n, *_ in _replaced)
+            "torch names rebound to memopt's: %s", ", ".join(f"{m.__name__}.{n}" for m, n, *_ in _replaced)
         )
 
 

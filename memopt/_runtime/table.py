@@ -29,7 +29,7 @@ class ResultTable:
     left: Sequence[int] = (0,)
 
     def lines(self, indent: str = "  ", gap: str = "  ") -> list[str]:
-        """The heads, if there are any, and the rows."""
+        """Return the heads, if there are any, and the rows as lines of text."""
         rows = [*([self.heads] if self.heads else []), *self.rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [
@@ -42,7 +42,7 @@ class ResultTable:
         ]
 
     def html(self) -> str:
-        """Static: no script, no style but its own cells'."""
+        """Return static HTML: no script, and no style except that of its cells."""
         heads = "".join(f"<th>{escape(head)}</th>" for head in self.heads)
         body = "".join(f"<tr>{self._cells(row)}</tr>" for row in self.rows)
         return f"<table>{heads and f'<thead><tr>{heads}</tr></thead>'}<tbody>{body}</tbody></table>"
@@ -86,7 +86,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def several(name: str, values: Iterable[str]) -> list[tuple[str, str]]:
-    """Rows of Facts that say several things under one name."""
+    """Return rows of Facts with several values under one name."""
     return [(name if n == 0 else "", value) for n, value in enumerate(values)]
 
 

@@ -46,7 +46,7 @@ class Converted:
 
     @property
     def freed(self) -> int:
-        """Bytes that the conversion has freed."""
+        """Bytes freed by the conversion."""
         return self.before - self.after
 
     def __str__(self) -> str:
@@ -78,14 +78,14 @@ def to_dtype_(
     """Convert floating-point parameters and buffers to another floating-point dtype, in place.
 
     Whatever holds a parameter, such as an optimizer, then holds the converted one. Tensors that share memory still
-    share it afterwards (tied weights, views; a storage is converted once). Gradients are converted along; integers,
-    booleans and complex numbers stay. An optimizer's states keep their dtype. While a storage is converted it exists
+    share it afterwards (tied weights, views; a storage is converted once). Gradients are converted as well; integers,
+    booleans and complex numbers are not. An optimizer's states keep their dtype. While a storage is converted it exists
     twice, but never the whole model.
 
     Args:
         module_or_tensors: A module, a tensor, or lists, tuples and dicts of them.
         dtype: float32, float64, float16, bfloat16, or a float8 dtype (for storage, not for computing).
-        keep: Tensors that stay as they are: "norms" (batch and instance norms, whose running statistics need float32;
+        keep: Tensors that are not converted: "norms" (batch and instance norms, whose running statistics need float32;
             layer, group and RMS norms have none, and outside autocast CUDA wants their parameters in the dtype of their
             input), None for nothing, names or prefixes of names ("head", "layers.0"), modules, tensors, or a function
             of name and tensor.
@@ -186,7 +186,7 @@ def _kept(given: Any, tensors: dict[str, torch.Tensor], keep: Keep) -> set[str]:
             raise TypeError(f"keep: {type(one).__name__} is not a name, module or tensor")
         if not found:
             raise ValueError(
-                f"keep: {one if isinstance(one, str) else type(one).__name__} is not among what is given"
+                f"keep: {one if isinstance(one, str) else type(one).__name__} is not part of the first argument"
             )
         kept |= found
     return kept
@@ -222,16 +222,18 @@ def _check(
             f"{name} is a {type(tensor).__name__}, {tensor.layout}: only plain tensors are converted in place"
         )
     if not tensor.is_leaf:
-        raise ValueError(f"{name} has a graph behind it: detach() it, or convert what it was made of")
+        raise ValueError(
+            f"{name} has an autograd graph: detach() it, or convert the tensors that it was computed from"
+        )
     members = shared[tensor.untyped_storage()._cdata]
     for other, member in members.items():
         if member.dtype != tensor.dtype or other in stay:
             raise ValueError(
-                f"{name} and {other} share memory, and {other} is to stay {_short(member.dtype)}"
+                f"{name} and {other} share memory, but {other} is to remain {_short(member.dtype)}"
             )
     if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ValueError(
-            f"{name} is expanded, several of its elements are one in memory: make it contiguous() first"
+            f"{name} is expanded, so several of its elements share one place in memory: make it contiguous() first"
         )
 
 
@@ -252,7 +254,7 @@ def _overflowing(name: str, tensor: torch.Tensor, dtype: torch.dtype, allowed: b
                 largest = max(largest, float(part[lost].abs().max()))
     if count and not allowed:
         raise ValueError(
-            f"{name}: {count} values are beyond {_short(dtype)}'s largest, {limit:g}, the largest of them {largest:g}: "
+            f"{name}: {count} values are beyond {_short(dtype)}'s largest, {limit:g}; the largest is {largest:g}: "
             "take torch.bfloat16, keep that tensor (keep=), or pass allow_overflow=True"
         )
     return count

@@ -68,6 +68,6 @@ def require(feature: str) -> None:
         raise missing(feature)
     if too_old(version):
         raise ImportError(
-            f"{feature} needs PyTorch 2.10 or later, and this is {version}: pip install -U torch",
+            f"{feature} needs PyTorch 2.10 or later, but this is {version}: pip install -U torch",
             name="torch",
         )

@@ -1,4 +1,4 @@
-"""Mixed precision: torch.amp's and torch.nn.utils' work on gradients, in fewer passes over memory.
+"""Mixed precision: the gradient operations of torch.amp and torch.nn.utils, in fewer passes over memory.
 
 Drop-ins: the same signatures, results and errors.
 """

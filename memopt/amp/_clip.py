@@ -35,23 +35,25 @@ def clip_grad_norm_(
     """Clip gradients by their norm in place, as a drop-in for torch.nn.utils.clip_grad_norm_.
 
     Dense fp32, fp16 and bf16 gradients on one device, with norm_type 2 or inf, go through memopt's kernels: one pass to
-    read them, one to scale them, which touches nothing where the norm is within max_norm already. The norm is fp32,
-    within 1e-6 of that in double: for fp16 gradients too, whose norm in fp16 would overflow, and with it zero them all,
-    and for fp32 gradients beyond 1.8e19, whose squares overflow in torch's sum with the same end. All else (fp64,
-    sparse, strided with gaps, subclasses, several devices, other norms, foreach=False) is torch's.
+    read them, and one to scale them, which is skipped where the norm is within max_norm already. The norm is fp32,
+    within 1e-6 of the norm in double. This also holds for fp16 gradients, whose norm would overflow in fp16 and make
+    all of them zero, and for fp32 gradients beyond 1.8e19, whose squares overflow in torch's sum with the same result.
+    Everything else (fp64, sparse, strided with gaps, subclasses, several devices, other norms, foreach=False) goes to
+    torch's function.
 
     Args:
-        parameters: The parameters whose gradients are clipped, as one vector. DTensors may lie on several meshes, and
-            beside plain tensors, which torch's function refuses; a plain one is then the same on every rank.
-        max_norm: The largest norm that the gradients may keep.
+        parameters: The parameters whose gradients are clipped, as one vector. DTensors may lie on several meshes and be
+            mixed with plain tensors, which torch's function refuses; a plain tensor must then be the same on every
+            rank.
+        max_norm: The largest norm of the clipped gradients.
         norm_type: The norm's order; inf for the largest magnitude.
-        error_if_nonfinite: Raise where the norm is infinite or NaN, which waits for the device.
+        error_if_nonfinite: Whether to raise if the norm is infinite or NaN, which waits for the device.
         foreach: As torch's.
-        process_group: Ranks that hold different parameters of one model, as pipeline stages do: the norm is that of all
-            of theirs together, and each of them calls this.
+        process_group: Ranks that hold different parameters of one model, such as pipeline stages. The norm is that of
+            all their parameters together, and each of these ranks must call this function.
 
     Returns:
-        The norm that the gradients had.
+        The norm of the gradients before clipping.
 
     Raises:
         RuntimeError: The norm is not finite, and error_if_nonfinite is set.
@@ -88,12 +90,12 @@ def clip_grad_norm_(
 
 
 def _mesh_of(parameter: Tensor) -> object:
-    """The mesh of a gradient that is a DTensor, None of a plain tensor."""
+    """Return the mesh of a gradient that is a DTensor, None for a plain tensor."""
     return getattr(parameter.grad, "device_mesh", None)
 
 
 def _lie_apart(parameters: list[Tensor]) -> bool:
-    """True where gradients are DTensors of one mesh and others that are not."""
+    """Whether some gradients are DTensors of one mesh and others are not."""
     there = [p for p in parameters if p.grad is not None]
     first = _mesh_of(there[0]) if there else None
     return any(_mesh_of(p) != first for p in there)
@@ -107,7 +109,7 @@ def _clip_apart(
     foreach: bool | None,
     process_group: ProcessGroup | None,
 ) -> Tensor:
-    """Each mesh's norm by torch's, and the norm of these."""
+    """Clip by the norms that torch computes for each mesh, combined into one."""
     import torch.distributed as dist
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -145,12 +147,12 @@ def device_of(number: int) -> device:
 
 
 def has_fast_norm(gradients: _C.Gradients, norm_type: float) -> bool:
-    """True where memopt's kernels are to compute this norm of these. Not of fp64: its norm is fp32."""
+    """Whether memopt's kernels can compute this norm. Not for fp64, because their norm is fp32."""
     return norm_type in (2.0, math.inf) and not gradients.others and torch.float64 not in gradients.dtypes
 
 
 def refuse_nonfinite(norm: Tensor, norm_type: float) -> None:
-    """Raise torch's error, in torch's words, where the norm is not finite; waits for the device."""
+    """Raise torch's error if the norm is not finite; waits for the device."""
     if not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from "
@@ -161,5 +163,5 @@ def refuse_nonfinite(norm: Tensor, norm_type: float) -> None:
 
 
 def count_as_written(gradients: _C.Gradients, number: int) -> None:
-    """Lets autograd know, as mul_() would, that what it may have kept of these has changed."""
+    """Tell autograd, as mul_() would, that these tensors have changed."""
     torch.autograd.graph.increment_version(gradients.tensors(number))

@@ -53,7 +53,9 @@ class _Options:
         if self.max_scale is not None and not self.max_scale >= (self.min_scale or 0):
             raise ValueError(f"max_scale={self.max_scale}: expected at least min_scale, {self.min_scale}")
         if self.hysteresis < 1:
-            raise ValueError(f"hysteresis={self.hysteresis}: at least 1, where each inf backs the scale off")
+            raise ValueError(
+                f"hysteresis={self.hysteresis}: expected at least 1, with which each inf backs the scale off"
+            )
         if self.no_gradients not in ("error", "finite"):
             raise ValueError(f"no_gradients={self.no_gradients!r}: expected 'error' or 'finite'")
 
@@ -68,33 +70,35 @@ class _Stepped(NamedTuple):
 class GradScaler(_Torchs):
     """A gradient scaler that reads gradients once, as a drop-in for torch.amp.GradScaler.
 
-    The same results bit for bit, the same errors, the same state_dict, and an instance of torch's class. Gradients are
-    read once where torch reads them several times, and where torch only lacks a kernel (bf16 on CUDA) it works.
+    It gives the same results bit for bit, the same errors and the same state_dict, and is an instance of torch's class.
+    It reads gradients once where torch reads them several times, and also works where torch merely lacks a kernel (bf16
+    on CUDA).
 
-    step(optimizer, max_norm=…) clips too. With memopt.optim's optimizers that is one pass to read the gradients and the
-    optimizer's own, and the host waits for nothing. unscale_and_clip_() does the same for any optimizer, step_skipped()
-    tells whether a step was skipped.
+    step(optimizer, max_norm=…) also clips. With memopt.optim's optimizers this takes one pass to read the gradients and
+    the optimizer's own pass, without host synchronization. unscale_and_clip_() does the same for any optimizer;
+    step_skipped() tells whether a step was skipped.
 
     Args:
         device: As torch's, like the next five.
         init_scale: The scale to begin with.
-        growth_factor: What the scale is multiplied by to grow.
-        backoff_factor: What the scale is multiplied by after an inf.
-        growth_interval: The number of iterations in a row without an inf after which the scale grows.
-        enabled: False makes every method pass on to the optimizer, or do nothing.
-        min_scale: The least scale that update() leaves.
-        max_scale: The largest scale that update() leaves.
-        hysteresis: The number of iterations in a row with an inf that it takes to back the scale off.
-        allow_fp16: Unscale fp16 gradients, instead of refusing them.
-        no_gradients: "finite": an optimizer without any gradient steps, and counts as finite, instead of an error.
-        repair: Close torch's holes. The scale keeps a finite reciprocal (torch's can underflow, and then turns zero
-            gradients into NaN that is not found), and it grows again after growth_interval was lowered below the
-            tracker.
-        process_group: The ranks that agree on found_inf, "world" for all, as ShardedGradScaler does: where one finds an
-            inf, all skip. (DTensor gradients are agreed on without it.)
+        growth_factor: The factor by which the scale grows.
+        backoff_factor: The factor by which the scale is multiplied after an inf.
+        growth_interval: The number of consecutive iterations without an inf after which the scale grows.
+        enabled: If False, every method calls the optimizer directly or does nothing.
+        min_scale: The smallest scale that update() sets.
+        max_scale: The largest scale that update() sets.
+        hysteresis: The number of consecutive iterations with an inf after which the scale backs off.
+        allow_fp16: Whether fp16 gradients are unscaled instead of refused.
+        no_gradients: "finite": an optimizer without any gradient steps and counts as finite, instead of raising an
+            error.
+        repair: Whether to fix two faults of torch's scaler. The scale keeps a finite reciprocal (torch's scale can
+            underflow, and then turns zero gradients into NaN that is not found), and it grows again after
+            growth_interval was lowered below the tracker.
+        process_group: The ranks that agree on found_inf, "world" for all, as with ShardedGradScaler: if one finds an
+            inf, all skip the step. (For DTensor gradients the ranks agree without it.)
 
     Raises:
-        ValueError: An option is out of its range.
+        ValueError: An option is out of range.
 
     Example:
         >>> scaler = memopt.amp.GradScaler()
@@ -155,7 +159,7 @@ class GradScaler(_Torchs):
         return founds
 
     def _is_replaced(self) -> bool:
-        """True where a subclass or a framework has put a function of its own in place of our _unscale_grads_()."""
+        """Whether a subclass or a framework has replaced our _unscale_grads_() by its own function."""
         current = getattr(self._unscale_grads_, "__func__", None)
         return current is not GradScaler._unscale_grads_
 
@@ -231,18 +235,19 @@ class GradScaler(_Torchs):
     ) -> Tensor:
         """Unscale an optimizer's gradients and clip them by their norm.
 
-        As unscale_(optimizer) and then clip_grad_norm_() of all its gradients: one pass to read them, one to scale
-        them, which touches nothing where the scale is 1 and the norm within max_norm. Where memopt.amp.clip_grad_norm_
-        leaves gradients to torch, so does this.
+        This is unscale_(optimizer) followed by clip_grad_norm_() of all its gradients, in one pass to read them and one
+        to scale them. The second is skipped where the scale is 1 and the norm within max_norm. Gradients that
+        memopt.amp.clip_grad_norm_ leaves to torch are left to torch here, too.
 
         Args:
-            optimizer: The optimizer whose gradients are unscaled, all together.
-            max_norm: The largest norm that the unscaled gradients may keep.
+            optimizer: The optimizer whose gradients are unscaled, all of them together.
+            max_norm: The largest norm of the unscaled gradients after clipping.
             norm_type: The norm's order; inf for the largest magnitude.
-            error_if_nonfinite: Raise where the norm is infinite or NaN; only then the host waits for the device.
+            error_if_nonfinite: Whether to raise if the norm is infinite or NaN; only then does the host wait for the
+                device.
 
         Returns:
-            The norm that the unscaled gradients had.
+            The norm of the unscaled gradients before clipping.
 
         Raises:
             RuntimeError: The gradients are unscaled already, or the norm is not finite with error_if_nonfinite.
@@ -341,19 +346,19 @@ class GradScaler(_Torchs):
         unscaled_grads: bool = False,
         **kwargs: Any,
     ) -> float | None:
-        """Step an optimizer unless an inf was found, as torch's does; clip its gradients too, if max_norm is given.
+        """Step an optimizer unless an inf was found, like torch's step(); with max_norm, clip its gradients, too.
 
-        Clipping is that of unscale_and_clip_(), or of clip_grad_norm_() where the gradients were unscaled before;
-        gradient_norm(optimizer) is the norm that they had. With memopt.optim's optimizers and dense fp32, fp16 or bf16
-        gradients they are then only read: the optimizer's kernel unscales and clips on its way, and the host waits for
-        nothing. param.grad is left as it was, scaled and not clipped, unless unscaled_grads is set.
+        Gradients are clipped as by unscale_and_clip_(), or as by clip_grad_norm_() if they were unscaled before;
+        gradient_norm(optimizer) is their norm before clipping. With memopt.optim's optimizers, dense fp32, fp16 and
+        bf16 gradients are only read: the optimizer's kernel unscales and clips them, and the host does not wait.
+        param.grad then remains as it was, scaled and not clipped, unless unscaled_grads is set.
 
         Args:
             optimizer: The optimizer to step.
             *args: Passed to optimizer.step().
             max_norm: The largest norm of the unscaled gradients; None clips nothing.
             norm_type: The norm's order; inf for the largest magnitude.
-            unscaled_grads: Leave the gradients as the optimizer has used them.
+            unscaled_grads: Whether to leave the gradients as the optimizer has used them, unscaled and clipped.
             **kwargs: Passed to optimizer.step().
 
         Returns:
@@ -426,13 +431,14 @@ class GradScaler(_Torchs):
         return NotImplemented, clip_grad_norm_(_parameters(optimizer), max_norm, norm_type)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Tell whether step(optimizer) was skipped for an inf.
+        """Tell whether step(optimizer) was skipped because of an inf.
 
         Args:
-            optimizer: One that has stepped in this iteration or, after update(), in the one that it ended.
+            optimizer: An optimizer that stepped in this iteration or, after update(), in the iteration that update()
+                ended.
 
         Returns:
-            A tensor of one bool on the scale's device, which waits only when it is read.
+            A tensor of one bool on the scale's device; the host waits only when it reads it.
 
         Raises:
             RuntimeError: step() was not called on it.
@@ -450,7 +456,7 @@ class GradScaler(_Torchs):
         """Return the norm that step(optimizer, max_norm=…) found, in this iteration or the one that update() ended.
 
         Args:
-            optimizer: One whose last step clipped.
+            optimizer: An optimizer whose last step clipped.
 
         Returns:
             A tensor of one fp32.
@@ -460,7 +466,7 @@ class GradScaler(_Torchs):
         """
         norm = self._stepped_last(optimizer, "gradient_norm()").norm
         if norm is None:
-            raise RuntimeError("gradient_norm() needs a step that clips: step(optimizer, max_norm=…)")
+            raise RuntimeError("gradient_norm() needs a step that clips: call step(optimizer, max_norm=…)")
         return norm
 
     def _stepped_last(self, optimizer: torch.optim.Optimizer, asked: str) -> _Stepped:
@@ -474,10 +480,10 @@ class GradScaler(_Torchs):
     # ---- update and state ------------------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale, as torch's does, within min_scale, max_scale, hysteresis and repair.
+        """Update the scale, like torch's update(), subject to min_scale, max_scale, hysteresis and repair.
 
         Args:
-            new_scale: The scale to set instead; the options do not count then.
+            new_scale: The scale to set instead; the options are ignored then.
         """
         if not self._enabled:
             return
@@ -522,14 +528,14 @@ class GradScaler(_Torchs):
         return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state and, with hysteresis, `_hysteresis_tracker`, which torch's scaler passes over."""
+        """Return torch's state and, with hysteresis, `_hysteresis_tracker`, which torch's scaler ignores."""
         state: dict[str, Any] = super().state_dict()
         if self._enabled and self._options.hysteresis > 1:
             state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of torch's scaler or memopt's.
+        """Load the state of torch's scaler or memopt's.
 
         Args:
             state_dict: What state_dict() returned.

@@ -27,8 +27,9 @@ def foreach_unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tens
     before that; found_inf is never cleared.
 
     Dense tensors go through memopt's kernels, on the CPU and on CUDA: one pass over all of them, whatever their number
-    and types, bf16 included (which torch's op refuses on CUDA up to 2.13). Where inv_scale is 1 nothing is written. All
-    else (sparse, strided with gaps, subclasses, a scale that is elsewhere) is passed to torch's op, errors included.
+    and types, bf16 included (which torch's op refuses on CUDA up to 2.13). Where inv_scale is 1 nothing is written.
+    Everything else (sparse, strided with gaps, subclasses, a scale on another device) is passed to torch's op, with its
+    errors.
 
     Args:
         grads: Tensors on found_inf's device.
@@ -57,7 +58,8 @@ def foreach_unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tens
 
 
 def _device_of_scalars(found_inf: Tensor, inv_scale: Tensor) -> int | None:
-    """The device that both are on (-1: the CPU), one plain fp32 each; None where torch's op words the error."""
+    """Return the device of both scalars (-1: the CPU), if each is one plain fp32; None where torch's op words the
+    error."""
     for t in (found_inf, inv_scale):
         if type(t) is not torch.Tensor or not (t.is_cpu or t.is_cuda):
             return None
@@ -103,7 +105,7 @@ def torchs_pass(grads: list[Tensor], founds: dict[torch.device, Tensor], inv_sca
 
 
 SMALLEST_SCALE = 2.0**-126
-"""What repair=True keeps a scale from falling below: the smallest normal fp32, whose reciprocal is finite."""
+"""The least scale that repair=True leaves: the smallest normal fp32, whose reciprocal is finite."""
 
 torchs_update_ = original(torch, "_amp_update_scale_")
 
@@ -124,35 +126,37 @@ def update_scale_(
 ) -> Tensor:
     """Update a gradient scale, as a drop-in for torch._amp_update_scale_.
 
-    The scale is backed off where found_inf is not 0, and grows after growth_interval calls without; in place and on the
-    device, so the host does not wait.
+    The scale backs off where found_inf is not 0, and grows after growth_interval calls where it is 0. This happens in
+    place and on the device, so the host does not wait.
 
     Args:
         current_scale: The scale, one fp32; changed in place.
         growth_tracker: The number of calls without an inf, one int32; changed in place.
         found_inf: One fp32, not 0 where gradients had an inf or a NaN.
-        growth_factor: What the scale is multiplied by to grow.
-        backoff_factor: What the scale is multiplied by to back off.
-        growth_interval: The number of calls in a row without an inf after which the scale grows.
-        min_scale: The least scale.
+        growth_factor: The factor by which the scale grows.
+        backoff_factor: The factor by which the scale backs off.
+        growth_interval: The number of consecutive calls without an inf after which the scale grows.
+        min_scale: The smallest scale.
         max_scale: The largest scale.
-        hysteresis: The number of calls in a row with a found_inf that it takes to back off.
-        hysteresis_tracker: An int32 beside growth_tracker, filled with hysteresis at first, that counts them.
-        repair: Keep the scale's reciprocal finite (the scale stays above 2**-126), and let a tracker that is past the
-            interval, since the interval was lowered, count as having reached it (torch's would never grow the scale
-            again).
+        hysteresis: The number of consecutive calls with found_inf set after which the scale backs off.
+        hysteresis_tracker: One int32 on growth_tracker's device that counts them; initially equal to hysteresis.
+        repair: Whether to keep the scale's reciprocal finite (the scale stays above 2**-126), and to let a tracker that
+            has passed the interval, because the interval was lowered, count as having reached it (torch's function
+            would never grow the scale again).
 
     Returns:
         current_scale.
 
     Raises:
-        ValueError: hysteresis is below 1, or needs a tracker and has none.
+        ValueError: hysteresis is below 1, or above 1 without a tracker.
 
     Example:
         >>> memopt.amp.update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2000, max_scale=2.0**24)
     """
     if hysteresis < 1:
-        raise ValueError(f"hysteresis={hysteresis}: at least 1, where each found_inf backs the scale off")
+        raise ValueError(
+            f"hysteresis={hysteresis}: expected at least 1, with which each found_inf backs the scale off"
+        )
     if hysteresis > 1 and hysteresis_tracker is None:
         raise ValueError(f"hysteresis={hysteresis} needs a hysteresis_tracker, an int32 tensor of that value")
     if repair:

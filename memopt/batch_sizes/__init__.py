@@ -1,5 +1,5 @@
-"""Batch sizes: the largest that fits, one that adapts step by step, and what else changes with it (the learning rate,
-the number of batches that are accumulated)."""
+"""Batch sizes: the largest that fits, one that adapts step by step, and what depends on it (the learning rate, the
+number of accumulated batches)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models, tensors and batches made smaller by the field's own libraries, each with a report of what was really saved.
+"""Models, tensors and batches made smaller by established libraries, each with a report of what was really saved.
 
-Bytes before and after, in memory and on disk, are measured and not reckoned. Every function that ends in an underscore
-changes a model in place, and changes all of it or nothing: where it raises, the model is as it was.
+Bytes before and after, in memory and on disk, are measured, not estimated. Every function that ends in an underscore
+changes a model in place, and changes all of it or nothing: if it raises, the model is as it was.
 """
 
 from __future__ import annotations

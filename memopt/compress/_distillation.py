@@ -29,34 +29,35 @@ class DistillationLoss(nn.Module):
     hard_weight * hard_loss(student, target) + (1 - hard_weight) * T² * KL(teacher / T || student / T) + feature_weight
     * mean of the features' squared differences.
 
-    The soft targets are those of Hinton, Vinyals and Dean (https://arxiv.org/abs/1503.02531, section 2), whose T² keeps
-    their gradients as large as the hard ones' at every temperature; the features' those of FitNets
-    (https://arxiv.org/abs/1412.6550). `report` has what the teacher takes now and took before.
+    The soft targets are those of Hinton, Vinyals and Dean (https://arxiv.org/abs/1503.02531, section 2), where T² keeps
+    their gradients as large as those of the hard targets at every temperature. The features' term is that of FitNets
+    (https://arxiv.org/abs/1412.6550). `report` has the teacher's bytes before and after.
 
     Args:
-        teacher: The large model, or None where teacher_logits are given to each call. It is put into eval mode, its
-            parameters take no gradients any more, and its floating-point tensors but those of norms become
+        teacher: The large model, or None if teacher_logits are given to each call. It is put into eval mode, its
+            parameters no longer take gradients, and its floating-point tensors, except those of norms, are converted to
             `teacher_dtype`, in place. It runs without a graph, in that type (autocast), on inputs in that type, after
-            the student and within the call. It is no part of this module: parameters(), state_dict(), to() and train()
-            leave it alone.
+            the student and within the call. It is not a submodule of this module: parameters(), state_dict(), to() and
+            train() do not affect it.
         temperature: T, above 0.
-        hard_weight: A share, a float within 0…1; 0.0 needs no target, 1.0 no teacher.
+        hard_weight: The hard loss's share, a float from 0 to 1; 0.0 needs no target, 1.0 no teacher.
         hard_loss: A function of logits and target; by default cross-entropy.
-        ignore_index: Positions with this target count in neither loss.
-        teacher_dtype: By default torch.bfloat16; None leaves the teacher's types.
-        student: The model that learns, where features are compared.
-        features: {"layer2": "layer4"}: the student's module layer2 is to give what the teacher's layer4 gives.
+        ignore_index: Positions with this target are excluded from both losses.
+        teacher_dtype: The teacher's dtype, by default torch.bfloat16; None keeps the teacher's dtypes.
+        student: The model that learns, if features are compared.
+        features: {"layer2": "layer4"}: the output of the student's module layer2 is to match that of the teacher's
+            layer4.
         feature_weight: The weight of the features' term.
-        projections: By the student's names, modules that bring its features to the teacher's shape; they are parts of
-            this module, to be trained with the student.
-        offload: The place of the teacher's parameters ("cpu", or a directory), from which they visit the device layer
-            by layer: memopt.offload_layers(teacher, to=offload, device=device); .offloaded is its handle.
-        device: The device of an offloaded teacher's computation.
+        projections: Modules, by the student's names, that bring its features to the teacher's shape. They are
+            submodules of this module, to be trained with the student.
+        offload: The place of the teacher's parameters ("cpu", or a directory), from which they are copied to the device
+            layer by layer: memopt.offload_layers(teacher, to=offload, device=device); .offloaded is its handle.
+        device: The device on which an offloaded teacher computes.
 
     Raises:
-        TypeError: An argument is none of its kind. The teacher is unchanged then, as with ValueError.
-        ValueError: Names that a model does not have, a teacher that is the student or on meta, an offload that
-            offload_layers() refuses.
+        TypeError: An argument has the wrong type. The teacher is unchanged then, as with ValueError.
+        ValueError: A model lacks a name, the teacher is the student or on the meta device, or offload_layers() refuses
+            the offload.
 
     Example:
         >>> distil = DistillationLoss(teacher, temperature=4.0, hard_weight=0.1)
@@ -91,9 +92,9 @@ class DistillationLoss(nn.Module):
         _check_teacher(teacher, student, offload)
         pairs = dict(features or {})
         if pairs and (teacher is None or student is None):
-            raise ValueError("features= are of a student's and a teacher's modules: give both models")
+            raise ValueError("features= names modules of a student and a teacher: give both models")
         if student is not None and not pairs:
-            raise ValueError("student= is for features=; its logits are given to each call")
+            raise ValueError("student= is used with features= only; pass the student's logits to each call")
         self.projections = nn.ModuleList(_projections(projections or {}, pairs))
         self._projected = {name: number for number, name in enumerate(projections or {})}
         self._pairs = pairs
@@ -113,7 +114,7 @@ class DistillationLoss(nn.Module):
 
     @property
     def teacher(self) -> nn.Module | None:
-        """The model whose outputs are learnt from; None where they are given."""
+        """The model from whose outputs the student learns; None if teacher_logits are given."""
         found: nn.Module | None = self._models[0]
         return found
 
@@ -194,11 +195,11 @@ class DistillationLoss(nn.Module):
         """Compute the loss.
 
         Args:
-            student_logits: What the student returned, classes in the last dimension (or, of a hard_loss of your own,
-                wherever both losses expect them), or an output with `.logits`.
+            student_logits: The student's output, or its `.logits`, with classes in the last dimension (or, with your
+                own hard_loss, wherever both losses expect them).
             target: The hard loss's target.
-            inputs: The teacher's: one argument, a tuple of arguments or a mapping of keyword arguments.
-            teacher_logits: The teacher's logits instead, of the same shape as the student's.
+            inputs: The teacher's inputs: one argument, a tuple of arguments or a mapping of keyword arguments.
+            teacher_logits: The teacher's logits, instead of inputs, in the shape of the student's.
 
         Returns:
             A scalar.
@@ -207,11 +208,12 @@ class DistillationLoss(nn.Module):
         if student.dim() < 2 and (self.hard_weight < 1.0 or self.hard_loss is None):
             raise ValueError(
                 f"DistillationLoss: the student's logits are {tuple(student.shape)}: expected classes in the last "
-                "dimension and a batch before it; a single example's are given with .unsqueeze(0), and so its target"
+                "dimension and a batch before it; for a single example, use .unsqueeze(0) on the logits and the "
+                "target"
             )
         if target is None and self.hard_weight > 0.0:
             raise ValueError(
-                f"DistillationLoss: hard_weight={self.hard_weight} needs a target; 0.0 does without"
+                f"DistillationLoss: hard_weight={self.hard_weight} needs a target; hard_weight=0.0 needs none"
             )
         if inputs is not None and teacher_logits is not None:
             raise ValueError("DistillationLoss: give inputs= or teacher_logits=, not both")
@@ -279,13 +281,13 @@ class DistillationLoss(nn.Module):
             if mine.shape != wanted.shape:
                 raise ValueError(
                     f"DistillationLoss: the student's {name!r} gives {tuple(mine.shape)}, the teacher's {other!r} "
-                    f"{tuple(wanted.shape)}: give a module that brings them together in projections={{{name!r}: …}}"
+                    f"{tuple(wanted.shape)}: give a module that maps one to the other in projections={{{name!r}: …}}"
                 )
             losses.append(nn.functional.mse_loss(mine, wanted.to(mine)))
         return torch.stack(losses).mean()
 
     def remove(self) -> None:
-        """Takes its hooks off the models, and brings the teacher's parameters back where they were."""
+        """Remove the hooks from the models, and bring the teacher's parameters back to their former device."""
         _, learning, taught = self._models
         for capture in (learning, taught):
             if capture is not None:
@@ -311,17 +313,17 @@ def _check_teacher(teacher: Any, student: Any, offload: Any) -> None:
             raise TypeError(f"{who}: expected a torch.nn.Module, got a {type(model).__name__}")
     if teacher is None:
         if offload is not None:
-            raise ValueError("offload= is of a teacher, and there is none")
+            raise ValueError("offload= applies to a teacher, but there is none")
         return
     if student is not None and (
         teacher is student or {id(p) for p in teacher.parameters()} & {id(p) for p in student.parameters()}
     ):
         raise ValueError(
-            "the teacher and the student share parameters, and the teacher's are not trained: make a copy of it"
+            "the teacher and the student share parameters, but the teacher's are not trained: copy the teacher"
         )
     for name, tensor in (*teacher.named_parameters(), *teacher.named_buffers()):
         if tensor.is_meta:
-            raise ValueError(f"teacher: {name} is on the meta device, without values: load them first")
+            raise ValueError(f"teacher: {name} is on the meta device and has no values: load them first")
 
 
 def _projections(projections: Mapping[str, nn.Module], pairs: Mapping[str, str]) -> list[nn.Module]:
@@ -341,7 +343,7 @@ def _logits(result: Any, who: str) -> torch.Tensor:
         raise TypeError(f"DistillationLoss: the {who}'s output is a {type(result).__name__}, without .logits")
     if found.dim() == 0:
         raise ValueError(
-            f"DistillationLoss: the {who}'s logits are a single number, and not a score for each class"
+            f"DistillationLoss: the {who}'s logits are a single number, not a score for each class"
         )
     return found
 
@@ -386,8 +388,8 @@ class FeatureCapture:
         missing = [name for name in self.names if name not in self._found]
         if missing:
             raise ValueError(
-                f"features: the {self.who}'s {', '.join(map(repr, missing))} has not run since the last loss: call the "
-                f"{self.who} before each"
+                f"features: the {self.who}'s {', '.join(map(repr, missing))} has not run since the last loss: call "
+                f"the {self.who} before each loss"
             )
         found, self._found = self._found, {}
         return found
@@ -405,6 +407,6 @@ class FeatureCapture:
         found = output[0] if isinstance(output, tuple | list) and output else output
         if not isinstance(found, torch.Tensor):
             raise TypeError(
-                f"features: the {self.who}'s {name!r} returns a {type(output).__name__}, and no tensor"
+                f"features: the {self.who}'s {name!r} returns a {type(output).__name__}, not a tensor"
             )
         self._found[name] = found

@@ -48,10 +48,10 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """A batch of the same structure as was given, with PackedTensors where tensors were packed.
+    """A batch of the structure of the original, with PackedTensors in the place of packed tensors.
 
-    report: bytes before and after. max_error: the largest of all its tensors'. Pickled, saved and sent to workers like
-    any batch.
+    `report`: bytes before and after. `max_error`: the largest error of all its tensors. The object can be pickled,
+    saved and sent to workers like any batch.
     """
 
     batch: Any
@@ -59,16 +59,16 @@ class PackedInputs:
 
     @property
     def max_error(self) -> float:
-        """The largest difference between a value and what comes back, of all packed tensors."""
+        """The largest difference between a value and its unpacked value, over all packed tensors."""
         return max(
             (leaf.max_error for leaf in _leaves(self.batch) if isinstance(leaf, PackedTensor)), default=0.0
         )
 
     def unpack(self, device: torch.device | str | None = None) -> Any:
-        """Make the batch again, its packed tensors whole and all its tensors on a device.
+        """Return the batch with its tensors unpacked, all of them on one device.
 
         Args:
-            device: The place of all tensors; by default where they are.
+            device: The device of all tensors; by default they stay where they are.
 
         Returns:
             The batch.
@@ -85,25 +85,26 @@ class PackedInputs:
 def pack_inputs(
     batch: Any, dtype: torch.dtype = torch.uint8, *, max_error: float | None = None
 ) -> PackedInputs:
-    """Store a batch's floating-point tensors in fewer bits, to be kept, cached or sent to a device, and unpacked there.
+    """Pack a batch's floating-point tensors into fewer bits, to be kept, cached or sent to a device.
 
     Args:
-        batch: A tensor, or tensors in lists, tuples and dicts; integers, truths and all else in it stay as they are.
-        dtype: torch.uint8 or torch.int16: 256 or 65536 even steps from a tensor's smallest value to its largest; off by
-            half a step at most, (max - min) / 510 or / 131070, and rounding. Values that are whole numbers within the
-            range of the type, and bytes divided by 255 as torchvision's ToTensor makes them, come back exactly.
-            torch.float16 or torch.bfloat16: rounded to 11 or 8 bits; off by |x| / 2048 or / 256 at most, float16 below
-            6e-5 by 3e-8.
-        max_error: The most that any element may change; a tensor that would change more stays as it is, and the report
-            says so. Each PackedTensor carries the error that it has, measured on all of its elements.
+        batch: A tensor, or tensors in lists, tuples and dicts; integers, booleans and everything else are kept as they
+            are.
+        dtype: torch.uint8 or torch.int16: 256 or 65536 even steps from a tensor's smallest value to its largest; the
+            error is at most half a step, (max - min) / 510 or / 131070, plus rounding. Whole numbers within the range
+            of the type, and bytes divided by 255 as torchvision's ToTensor makes them, come back exactly. torch.float16
+            or torch.bfloat16: rounded to 11 or 8 bits; the error is at most |x| / 2048 or / 256, and for float16 below
+            6e-5 at most 3e-8.
+        max_error: The largest permitted change of any element. A tensor that would change more is not packed, and the
+            report says so. Each PackedTensor has its error, measured on all of its elements.
 
     Returns:
-        PackedInputs; .unpack(device) brings the batch back.
+        A PackedInputs; .unpack(device) returns the batch.
 
     Raises:
-        TypeError: Another dtype, or a batch without a tensor. Nothing is packed then, as with ValueError.
-        ValueError: A tensor with a gradient to pass on, sparse or on meta, infinite or NaN values, and values beyond
-            float16's largest.
+        TypeError: The dtype is another one, or the batch has no tensor. Nothing is packed then, as with ValueError.
+        ValueError: A tensor requires a gradient, is sparse or on the meta device, or has values that are infinite, NaN
+            or beyond float16's largest.
 
     Example:
         >>> packed = memopt.compress.pack_inputs(images, max_error=0.01)
@@ -117,7 +118,7 @@ def pack_inputs(
         isinstance(max_error, bool) or not isinstance(max_error, int | float) or not 0 <= max_error < math.inf
     ):
         raise ValueError(
-            f"max_error={max_error!r}: expected a number that is not negative, in the tensors' unit"
+            f"max_error={max_error!r}: expected a number of 0 or more, in the unit of the tensors"
         )
     tensors = {
         _name(path): leaf
@@ -137,7 +138,7 @@ def pack_inputs(
     for name, tensor in wanted.items():
         one = packed.get(id(tensor)) or _pack(tensor.detach(), dtype)
         if max_error is not None and one.max_error > max_error:
-            skipped[name] = f"it would change by up to {one.max_error:.3g}, and max_error={max_error:g}"
+            skipped[name] = f"it would change by up to {one.max_error:.3g}, more than max_error={max_error:g}"
             continue
         packed[id(tensor)] = one
         changed.append(name)
@@ -179,19 +180,21 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
             f"{whose} is a {type(tensor).__name__}, {tensor.layout}: only plain tensors are packed"
         )
     if tensor.is_meta:
-        raise ValueError(f"{whose} is on the meta device, without values")
+        raise ValueError(f"{whose} is on the meta device and has no values")
     if not tensor.numel():
         return
     low, high = (float(bound) for bound in tensor.aminmax())
     if not (math.isfinite(low) and math.isfinite(high)):  # one NaN makes both NaN
-        raise ValueError(f"{whose} has values that are infinite or NaN, which few bits cannot tell apart")
+        raise ValueError(f"{whose} has infinite or NaN values, which cannot be packed")
     if not dtype.is_floating_point:
         if not math.isfinite(high - low):
-            raise ValueError(f"{whose}: from {low:g} to {high:g} is too far for even steps")
+            raise ValueError(f"{whose}: the range from {low:g} to {high:g} is too large for even steps")
         return
     limit = torch.finfo(dtype).max
     if max(-low, high) > limit:
-        raise ValueError(f"{whose}: its largest value is {max(-low, high):g}, and {dtype}'s is {limit:g}")
+        raise ValueError(
+            f"{whose}: its largest value is {max(-low, high):g}, but that of {dtype} is {limit:g}"
+        )
 
 
 def _pack(tensor: torch.Tensor, dtype: torch.dtype) -> PackedTensor:
@@ -214,22 +217,22 @@ def _pack(tensor: torch.Tensor, dtype: torch.dtype) -> PackedTensor:
 
 
 def _counting(dtype: torch.dtype, low: float, high: float) -> torch.dtype:
-    """The type that steps are counted in: half types are too coarse."""
+    """Return the dtype in which steps are counted: half types are too coarse."""
     if high > low and not 1 / _FAR < high - low < _FAR:
         return torch.float64
     return torch.promote_types(dtype, torch.float32)
 
 
 def _rounded_up(error: torch.Tensor) -> float:
-    """A difference in float32 may be too small by its last bit."""
+    """Return a difference, rounded up: in float32 it may be too small by its last bit."""
     found = float(error)
     return found if error.dtype == torch.float64 else found * (1 + 2.0**-23)
 
 
 def _range(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """The range that is divided into steps.
+    """Return the range that is divided into steps.
 
-    The type's own for whole numbers within it, 0…1 for bytes divided by 255, else the tensor's.
+    It is the type's own for whole numbers within it, 0…1 for bytes divided by 255, else the tensor's.
     """
     low, high = (float(bound) for bound in tensor.aminmax())
     first = 0.0 - _shift(dtype)

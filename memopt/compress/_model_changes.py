@@ -42,13 +42,13 @@ def _refusal(module: nn.Module, replaces: bool) -> str | None:
     forward, call = module.__dict__.get("forward"), module.__dict__.get("_call_impl")
     kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
     if isinstance(module, torch.jit.ScriptModule):
-        return "is TorchScript, whose code holds its parameters: compress the module it was made from"
+        return "is TorchScript, whose code holds its parameters: compress the module from which it was made"
     if "FullyShardedDataParallel" in kinds or "FSDPModule" in kinds:
         return "holds shards of its parameters: compress the model before it is sharded"
     if not replaces:
         return None
     if kinds.intersection(_WRAPPERS):
-        return "keeps its parameters itself: compress the model within, before it is wrapped"
+        return "manages its parameters itself: compress the inner model before it is wrapped"
     if module._compiled_call_impl is not None or "OptimizedModule" in kinds:
         return (
             "is compiled, and compiled code holds its parameters: compress the plain model, then compile it"
@@ -57,8 +57,8 @@ def _refusal(module: nn.Module, replaces: bool) -> str | None:
         return "is offloaded by memopt.offload_layers(): .remove() its handle first, and offload it again afterwards"
     if type(forward).__name__ == "StageForward":
         return (
-            "runs by a plan of memopt.auto_checkpoint(), which measured its tensors: memopt.undo_checkpoint(model) "
-            "first, and plan again afterwards"
+            "runs by a plan of memopt.auto_checkpoint(), which measured its tensors: call "
+            "memopt.undo_checkpoint(model) first, and plan again afterwards"
         )
     return None
 
@@ -74,40 +74,42 @@ def weight_of(name: str, module: nn.Module, parameter: str, function: str) -> nn
     if found is None:
         if any(isinstance(hook, prune.BasePruningMethod) for hook in module._forward_pre_hooks.values()):
             raise ValueError(
-                f"{whose} is pruned already, by a mask that is applied at every call: make it permanent first "
+                f"{whose} is already pruned by a mask that is applied at every call: make it permanent first "
                 f"(torch.nn.utils.prune.remove(module, {parameter!r}))"
             )
         if parametrize.is_parametrized(module, parameter):
             raise ValueError(
-                f"{whose} is parametrized, made of other tensors at every use: "
+                f"{whose} is parametrized, computed from other tensors at every use: call "
                 "torch.nn.utils.parametrize.remove_parametrizations() first"
             )
         if hasattr(module, parameter) and not callable(getattr(module, parameter)):
             raise ValueError(
-                f"{whose} is no parameter, but made of other tensors before every call: remove what makes it first "
-                "(torch.nn.utils.remove_weight_norm() or remove_spectral_norm())"
+                f"{whose} is not a parameter, but computed from other tensors before every call: remove the hook that "
+                "computes it first (torch.nn.utils.remove_weight_norm() or remove_spectral_norm())"
             )
-        raise ValueError(f"{whose} is quantised already, or packed: it is no parameter with values")
+        raise ValueError(f"{whose} is already quantised or packed: it is not a parameter with values")
     if why := unusable(found):
         raise ValueError(f"{whose} {why}")
     return found
 
 
 def unusable(tensor: torch.Tensor) -> str | None:
-    """The reason why a tensor's values cannot be changed, None if they can."""
+    """Return the reason why a tensor's values cannot be changed, None if they can."""
     if isinstance(tensor, UninitializedParameter):
         return "has no shape yet: run the lazy module once first"
     if type(tensor) not in _PLAIN or type(tensor.data) is not torch.Tensor:
         kind = type(tensor if type(tensor) not in _PLAIN else tensor.data)
         if kind.__name__ == "DTensor":
             return "is a DTensor, a shard of a whole: compress the model before it is sharded"
-        return f"is a {kind.__name__}, so quantised, sparse or wrapped already: only plain tensors are compressed"
+        return (
+            f"is a {kind.__name__}, already quantised, sparse or wrapped: only plain tensors are compressed"
+        )
     if tensor.layout is not torch.strided:
         return f"is sparse already ({tensor.layout})"
     if tensor.is_quantized:
         return "is quantised already"
     if tensor.is_meta:
-        return "is on the meta device, without values: give it values first (to_empty(), load_state_dict())"
+        return "is on the meta device and has no values: give it values first (to_empty(), load_state_dict())"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in inference mode and cannot be changed outside of it: clone() it first"
     if not tensor.is_floating_point():
@@ -144,15 +146,15 @@ def choose(model: nn.Module, layers: Layers, fits: Fits, what: str) -> dict[str,
         for root in _roots(named, layers):
             found = {name for name, module in _within(named, root) if fits(module)}
             if not found:
-                raise ValueError(f"layers: {shown(root)} is no {what}, and has none within")
+                raise ValueError(f"layers: {shown(root)} is not a {what} and contains none")
             within |= found
         chosen = {name: module for name, module in named.items() if name in within}
     if not chosen:
         kinds = ", ".join(sorted({type(module).__name__ for module in named.values()}))
         raise ValueError(
-            f"the model has no {what}, but {kinds}"
+            f"the model has no {what}, only {kinds}"
             if layers is None
-            else f"layers= leaves no {what}, of {kinds}"
+            else f"layers= selects no {what}, only {kinds}"
         )
     return chosen
 
@@ -168,7 +170,9 @@ def _roots(named: dict[str, nn.Module], layers: Any) -> Iterator[str]:
     for one in wanted:
         if isinstance(one, nn.Module):
             if id(one) not in names:
-                raise ValueError(f"layers: a {type(one).__name__} that was given is no module of the model")
+                raise ValueError(
+                    f"layers: a {type(one).__name__} that was given is not a module of the model"
+                )
             yield names[id(one)]
         elif isinstance(one, str):
             if one not in named:
@@ -284,7 +288,7 @@ def fraction(amount: Any, what: str = "amount") -> float:
     """
     if isinstance(amount, bool) or not isinstance(amount, numbers.Real):
         raise TypeError(
-            f"{what}={amount!r} is a {type(amount).__name__}: expected a float between 0 and 1, a share"
+            f"{what}={amount!r} is a {type(amount).__name__}: expected a share, a float between 0 and 1"
         )
     if isinstance(amount, numbers.Integral):
         raise TypeError(
@@ -299,20 +303,20 @@ def fraction(amount: Any, what: str = "amount") -> float:
 
 
 def _proposed(amount: Any, what: str) -> str:
-    """The share that was likely meant: a number from 2 to 100 is a percentage. Empty where there is none."""
+    """Suggest the share that was probably meant: a number from 2 to 100 is a percentage. Empty if there is none."""
     if 2 <= amount <= 100:
         return f" ({what}={float(amount) / 100:g})"
     return f" ({what}={float(amount)})" if 0 <= amount <= 1 else ""
 
 
 def library(module: str, package: str, function: str) -> Any:
-    """Import a module; what it prints or raises on the way is its own. ImportError says how to install it."""
+    """Import a module. What it prints or raises during the import is its own. ImportError says how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise  # it is there, and cannot find something itself
         raise ImportError(
-            f"{function} is done by {package}, which is not installed: pip install 'memopt[compress]', or {package}",
+            f"{function} needs {package}, which is not installed: pip install 'memopt[compress]', or {package}",
             name=error.name,
         ) from error

@@ -63,27 +63,27 @@ def prune_(
     sample: Any = None,
     evaluate: Evaluate = None,
 ) -> Report:
-    """Prune a model in place and for good: no masks, hooks or second copies stay.
+    """Prune a model in place and permanently: no masks, hooks or second copies remain.
 
-    Where only values change ("l1_unstructured", "2:4") parameters stay the objects they are, with their ties, views,
-    hooks and optimizers, also of models whose layers memopt offloads or checkpoints. Until all is done the old values
-    live beside the new ones.
+    Where only values change ("l1_unstructured", "2:4"), parameters remain the same objects, with their ties, views,
+    hooks and optimizers, also in models whose layers memopt offloads or checkpoints. Until the end of the call the old
+    values are kept beside the new ones.
 
     Args:
         model: The model.
-        amount: A share, a float within 0…1.
-        method: "l1_unstructured": of each weight the `amount` of elements of the smallest magnitude become zero, as
-            torch.nn.utils.prune.l1_unstructured() and remove() do it. Zeros take as much memory as other numbers: it
-            saves 0 bytes, and the report says so; sparsify_() can turn them into fewer. "2:4": of each four neighbours
-            along a weight's input dimension the two smallest become zero; amount is 0.5. It saves 0 bytes as well,
-            until sparsify_(model, "2:4") on a device that has the kernels. "structured": whole output channels, the
-            `amount` of each layer's, are taken out by Torch-Pruning, together with all that depends on them in other
-            layers: layers become smaller, in training and on disk. What makes the model's output keeps its size. The
-            smaller parameters are new objects: make the optimizer afterwards.
-        layers: Names or modules of the model, with all that is within, or a function of name and module; by default all
-            linear and convolution layers and attention's projections (of "2:4" linear layers and projections).
+        amount: The share to prune, a float from 0 to 1.
+        method: "l1_unstructured": the `amount` of each weight's elements with the smallest magnitude become zero, as by
+            torch.nn.utils.prune.l1_unstructured() and remove(). Zeros take as much memory as other numbers, so it saves
+            0 bytes, and the report says so; sparsify_() can store them in fewer. "2:4": of every four neighbours along
+            a weight's input dimension the two smallest become zero; amount is 0.5. It also saves 0 bytes, until
+            sparsify_(model, "2:4") on a device that has the kernels. "structured": Torch-Pruning removes whole output
+            channels, the `amount` of each layer's, together with everything that depends on them in other layers:
+            layers become smaller, in training and on disk. The layers that produce the model's output keep their size.
+            The smaller parameters are new objects: create the optimizer afterwards.
+        layers: Names or modules of the model, with all their submodules, or a function of name and module; by default
+            all linear and convolution layers and attention's projections (for "2:4" linear layers and projections).
         sample: One argument of the model, a tuple of arguments or a mapping of keyword arguments: "structured" runs the
-            model with it to find what depends on what.
+            model with it to find the dependencies between layers.
         evaluate: A function of the model that returns its accuracy; it is called before and after, in eval mode and
             without gradients.
 
@@ -91,9 +91,9 @@ def prune_(
         A Report.
 
     Raises:
-        TypeError: An argument is none of its kind. The model is unchanged then, as with all of these.
-        ValueError: An amount outside 0…1, unknown layers, none that fit, weights that are masked, parametrized,
-            quantised, sparse, sharded or on meta; the message names the layer and the remedy.
+        TypeError: An argument has the wrong type. The model is unchanged then, as with all of these.
+        ValueError: The amount is outside 0…1, a layer is unknown, no layer is suitable, or a weight is masked,
+            parametrized, quantised, sparse, sharded or on the meta device; the message names the layer and the remedy.
         ImportError: Torch-Pruning is missing.
 
     Example:
@@ -110,7 +110,7 @@ def prune_(
     check_model(model, function, replaces=False)
     if method == "2:4":
         if share != 0.5:
-            raise ValueError(f"amount={amount!r}: 2:4 takes two of each four, amount=0.5")
+            raise ValueError(f"amount={amount!r}: 2:4 prunes two of each four elements, amount=0.5")
         pruning: prune.BasePruningMethod = TwoOfFour()
         weights, skipped = _multiples_of_four(_weights(model, layers, function, (nn.Linear,)))
     else:
@@ -122,7 +122,7 @@ def prune_(
 def _weights(
     model: nn.Module, layers: Layers, function: str, kinds: tuple[type[nn.Module], ...]
 ) -> dict[str, nn.Parameter]:
-    """The weights by name, each parameter once."""
+    """Return the weights by name, each parameter once."""
 
     def fits(module: nn.Module) -> bool:
         return isinstance(module, (*kinds, nn.MultiheadAttention)) or _was_one(module, kinds)
@@ -152,7 +152,7 @@ def _multiples_of_four(
     weights: dict[str, nn.Parameter],
 ) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
     skipped = {
-        name: f"its rows have {weight.shape[-1]} elements, no multiple of four"
+        name: f"its rows have {weight.shape[-1]} elements, not a multiple of four"
         for name, weight in weights.items()
         if weight.shape[-1] % 4
     }
@@ -178,7 +178,7 @@ def _zero(
             weight.mul_(mask)
     outcome.changed.extend(weights)
     outcome.notes.append(
-        "a zero takes as much memory as any other number: sparsify_() says where zeros can be left out"
+        "zeros take as much memory as other numbers: sparsify_() stores a layer without its zeros"
     )
 
 
@@ -190,16 +190,16 @@ _FUNCTION = "prune_ structured"
 
 
 def take_channels(model: nn.Module, share: float, layers: Layers, sample: Any, evaluate: Evaluate) -> Report:
-    """prune_(method="structured")."""
+    """Implement prune_(method="structured")."""
     check_model(model, _FUNCTION, replaces=True)
     if sample is None:
         raise ValueError(
-            "prune_ structured runs the model once to find which layers depend on which: give it a sample=, one "
+            "prune_ structured runs the model once to find the dependencies between layers: give it a sample=, one "
             "argument, a tuple of arguments, or a mapping of keyword arguments"
         )
     if share == 1.0:
         raise ValueError(
-            "amount=1.0: a layer cannot go without outputs; at least one channel of each must stay"
+            "amount=1.0: a layer cannot be left without outputs; at least one channel of each must remain"
         )
     if torch.is_inference_mode_enabled():
         raise ValueError(
@@ -238,20 +238,20 @@ def take_channels(model: nn.Module, share: float, layers: Layers, sample: Any, e
             if name in smaller:
                 continue
             if module in at_end:
-                outcome.skipped[name] = "its channels are those of the model's output"
+                outcome.skipped[name] = "its channels are the model's output"
             else:
                 outcome.skipped[name] = (
-                    f"amount={share} takes none of its channels, or all, or they are tied to those of a layer that "
-                    "stays"
+                    f"amount={share} removes none or all of its channels, or they are tied to those of a layer that "
+                    "is kept"
                 )
         if not smaller and share:
             raise ValueError(
-                f"{_FUNCTION}: nothing can be taken out: "
+                f"{_FUNCTION}: nothing can be removed: "
                 + "; ".join(f"{shown(name)}: {why}" for name, why in outcome.skipped.items())
             )
         outcome.changed.extend(name or "the model itself" for name in sorted(smaller))
         if smaller:
-            outcome.notes.append("the smaller parameters are new objects: make the optimizer anew")
+            outcome.notes.append("the smaller parameters are new objects: create the optimizer again")
 
     return carry_out(model, _FUNCTION, change, evaluate)
 
@@ -280,7 +280,9 @@ def _prune(
     kwargs: Mapping[str, Any],
     shapes: list[tuple[int, ...]],
 ) -> set[nn.Module]:
-    """Returns the modules whose channels are those of the model's outputs, whose shapes it writes down."""
+    """Prune, and return the modules whose channels are those of the model's outputs.
+
+    The outputs' shapes are appended to `shapes`."""
     import torch_pruning as tp
 
     made: list[Any] = []
@@ -290,8 +292,8 @@ def _prune(
         found = [t for t in _tensors(result) if t.grad_fn is not None]
         if not found:
             raise ValueError(
-                f"{_FUNCTION}: no output of the model has a graph, so that nothing of it can be traced: does its "
-                "forward detach() it, or run under no_grad()?"
+                f"{_FUNCTION}: no output of the model has a graph, so the model cannot be traced: does its forward "
+                "detach() the output, or run under no_grad()?"
             )
         made.extend(t.grad_fn for t in found)
         return found
@@ -317,9 +319,9 @@ def _prune(
 
 
 def _making_outputs(pruner: Any, made: set[Any]) -> set[nn.Module]:
-    """The layers that make the model's outputs, by their dependencies, whichever channels.
+    """Return the layers that make the model's outputs, by their dependencies, whichever channels.
 
-    The library's groups of all channels take as long as the pruning.
+    The library's groups of all channels would take as long as the pruning.
     """
     graph = pruner.DG
     ends = {node for node in graph.module2node.values() if node.grad_fn in made or not node.outputs}
@@ -334,7 +336,7 @@ def _making_outputs(pruner: Any, made: set[Any]) -> set[nn.Module]:
 
 
 def _losing_outputs(graph: Any, root: Any, function: Any) -> set[Any]:
-    """The nodes whose output channels go with the root's."""
+    """Return the nodes whose output channels are removed together with the root's."""
     seen = {(root, function)}
     waiting = [(root, function)]
     while waiting:
@@ -352,7 +354,7 @@ def _losing_outputs(graph: Any, root: Any, function: Any) -> set[Any]:
 
 @contextmanager
 def _only_looking(model: nn.Module, *, training_graph: bool = False) -> Iterator[None]:
-    """Put the model into eval mode; modes, buffers, gradients and random states are afterwards what they were.
+    """Put the model into eval mode; modes, buffers, gradients and random states are restored afterwards.
 
     training_graph: with a graph through all parameters, frozen ones too.
     """
@@ -372,7 +374,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Shapes of what the model makes of the sample."""
+    """Return the shapes of the model's outputs for the sample."""
     with _only_looking(model):
         return [tuple(t.shape) for t in _tensors(model(*args, **kwargs))]
 
@@ -381,13 +383,13 @@ def _check_outputs(before: Sequence[Any], after: Sequence[Any]) -> None:
     for old, new in itertools.zip_longest(before, after):
         if old != new:
             raise ValueError(
-                f"{_FUNCTION}: the model's output would be {new} instead of {old}: leave the layer that makes it out "
-                "of layers="
+                f"{_FUNCTION}: the model's output would be {new} instead of {old}: leave the layer that computes it "
+                "out of layers="
             )
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
-    """Names of each parameter that has several."""
+    """Return the names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
@@ -395,7 +397,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
-    """The library makes a new parameter at each place."""
+    """Tie parameters again, since the library makes a new parameter at each place."""
     for first, *others in ties:
         kept = model.get_parameter(first)
         for other in others:
@@ -405,7 +407,7 @@ def _tie_again(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
                 continue
             if there.shape != kept.shape or not torch.equal(there, kept):
                 raise ValueError(
-                    f"{_FUNCTION}: {first} and {other} are one parameter, of which different channels would go: name "
-                    "other layers in layers=, or untie them"
+                    f"{_FUNCTION}: {first} and {other} are one parameter, from which different channels would be "
+                    "removed: name other layers in layers=, or untie them"
                 )
             model.get_submodule(owner)._parameters[name] = kept

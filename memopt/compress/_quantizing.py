@@ -29,8 +29,8 @@ _TRIED_ROWS = 64
 """A multiple of what every kernel wants of a layer's outputs."""
 
 _NO_GRADIENTS = {
-    "int8_dynamic": "no gradient passes through these layers: it is for inference",
-    "int4": "no gradient passes through these layers: it is for inference",
+    "int8_dynamic": "no gradient passes through these layers: they are for inference only",
+    "int4": "no gradient passes through these layers: they are for inference only",
 }
 
 
@@ -42,25 +42,25 @@ def quantize_(
     group_size: int | None = None,
     evaluate: Evaluate = None,
 ) -> Report:
-    """Quantise the weights of a model's linear layers in place, by torchao.
+    """Quantise the weights of a model's linear layers in place, with torchao.
 
-    The quantised weights are new parameters that take no gradient; state_dict(), pickle and copies know them where
-    torchao is imported, and load_state_dict() with assign=True brings them into a plain model. Until all is done the
-    old weights live beside them. Some rows of the first layer of each type and device are tried on a copy, before
-    anything changes.
+    The quantised weights are new parameters that take no gradient. state_dict(), pickle and copies work with them where
+    torchao is imported, and load_state_dict() with assign=True loads them into a plain model. Until the end of the call
+    the old weights are kept beside them. Before anything changes, some rows of the first layer of each type and device
+    are tried on a copy.
 
     Args:
         model: The model.
-        method: "int8_weight_only": weights of 8 bits with a scale a row, made whole again where they are used; any
-            device. "int8_dynamic": weights of 8 bits; inputs are quantised too as they come, a scale a row, and
-            products are of integers; any device. "int4": weights of 4 bits with a scale and a zero point for each
+        method: "int8_weight_only": 8-bit weights with a scale for each row, dequantised where they are used; any
+            device. "int8_dynamic": 8-bit weights, and inputs quantised when they arrive, with a scale for each row;
+            products are of integers; any device. "int4": 4-bit weights with a scale and a zero point for each
             `group_size` elements of a row: on CUDA devices of compute capability 8.0 and later, in bfloat16, and on the
-            CPU, where a layer's outputs must be a multiple of 16. Or a config of torchao.quantization, which is handed
-            on as it is; those above are Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig,
+            CPU, where a layer's number of outputs must be a multiple of 16. Or a config of torchao.quantization, which
+            is passed on unchanged; the methods above are Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig,
             Int4WeightOnlyConfig (CUDA) and PrototypeInt4WeightOnlyConfig (CPU), without their set_inductor_config,
             which changes settings of the whole process.
-        layers: Names or modules of the model, with all that is within, or a function of name and module; by default all
-            linear layers but those within attention modules that read their weights themselves.
+        layers: Names or modules of the model, with all their submodules, or a function of name and module; by default
+            all linear layers except those within attention modules that read their weights themselves.
         group_size: 32, 64 or 128 (the default) elements, for "int4".
         evaluate: A function of the model that returns its accuracy; it is called before and after, in eval mode and
             without gradients.
@@ -71,9 +71,9 @@ def quantize_(
     Raises:
         ImportError: torchao is missing. The model is unchanged then, as with all of these.
         NotImplementedError: The device has no kernels for the method.
-        TypeError: An argument is none of its kind.
-        ValueError: An unknown method, unknown layers, none that fit, weights that are quantised already, masked,
-            sparse, sharded or on meta; the message names the layer and the remedy.
+        TypeError: An argument has the wrong type.
+        ValueError: The method or a layer is unknown, no layer is suitable, or a weight is already quantised, masked,
+            sparse, sharded or on the meta device; the message names the layer and the remedy.
 
     Example:
         >>> print(memopt.compress.quantize_(model, "int4", group_size=64))
@@ -91,7 +91,7 @@ def quantize_(
     kinds = {device.type for device in devices}
     if len(kinds) > 1 and method == "int4":
         raise ValueError(
-            f"{function}: the layers are on {' and '.join(sorted(kinds))}: name those of one in layers="
+            f"{function}: the layers are on {' and '.join(sorted(kinds))}: name those of one device in layers="
         )
     config = _config(method, size, devices, function)
     skipped = {} if method != "int4" else _not_fitting(weights, size)
@@ -121,7 +121,7 @@ def _group_size(method: Any, group_size: Any) -> int:
     if group_size is None:
         return 128
     if method != "int4":
-        raise ValueError(f"group_size={group_size!r} is of method='int4' alone")
+        raise ValueError(f"group_size={group_size!r} applies to method='int4' only")
     if isinstance(group_size, bool) or not isinstance(group_size, int):
         raise TypeError(f"group_size={group_size!r}: expected one of {', '.join(map(str, GROUP_SIZES))}")
     if group_size not in GROUP_SIZES:
@@ -158,7 +158,7 @@ def _config(method: Any, size: int, devices: set[torch.device], function: str) -
 
 
 def _without_int4(device: torch.device) -> str | None:
-    """The name of a device without int4 kernels in torchao, None for others."""
+    """Return the name of a device for which torchao has no int4 kernels, None for others."""
     if device.type != "cuda":
         return str(device)
     major, minor = torch.cuda.get_device_capability(device)
@@ -166,22 +166,24 @@ def _without_int4(device: torch.device) -> str | None:
 
 
 def _not_fitting(weights: Mapping[str, torch.Tensor], size: int) -> dict[str, str]:
-    """The reason why int4 does not apply to a layer."""
+    """Return the reason why int4 does not apply to a layer."""
     found = {}
     for name, weight in weights.items():
         outputs, inputs = weight.shape
         if inputs % size:
             smaller = [str(one) for one in GROUP_SIZES if inputs % one == 0]
-            found[name] = f"its {inputs} inputs are no multiple of group_size={size}" + (
+            found[name] = f"its {inputs} inputs are not a multiple of group_size={size}" + (
                 f": group_size={smaller[-1]} would do" if smaller else ""
             )
         elif weight.device.type == "cpu" and outputs % 16:
-            found[name] = f"its {outputs} outputs are no multiple of 16, which the CPU's kernel wants"
+            found[name] = f"its {outputs} outputs are not a multiple of 16, which the CPU's kernel needs"
     return found
 
 
 def _try(chosen: Mapping[str, nn.Module], config: Any, function: str) -> None:
-    """Quantises and runs a copy of some rows of the first layer of each kind: NotImplementedError where that fails."""
+    """Quantise and run a copy of some rows of the first layer of each kind.
+
+    Raises NotImplementedError if that fails."""
     from torchao.quantization import quantize_ as quantize
 
     seen: set[tuple[torch.device, torch.dtype]] = set()
@@ -210,11 +212,11 @@ def _everything(module: nn.Module, name: str) -> bool:
 
 
 def _untied(model: nn.Module, chosen: Mapping[str, nn.Module]) -> list[str]:
-    """A note on weights that other modules share, an embedding for one."""
+    """Return a note on weights that other modules share, such as an embedding."""
     weights = {id(module._parameters["weight"]): name for name, module in chosen.items()}
     here = {f"{name}.weight" if name else "weight" for name in chosen}
     return [
-        f"{name} was one with the weight of {shown(weights[id(p)])}, and stays beside it"
+        f"{name} was tied to the weight of {shown(weights[id(p)])}, and remains in memory beside it"
         for name, p in model.named_parameters(remove_duplicate=False)
         if id(p) in weights and name not in here
     ]
@@ -250,7 +252,7 @@ def _quantize(
 
 
 def _quantized(module: nn.Module, config: Any, quantize: Callable[..., None]) -> nn.Parameter | None:
-    """The module's new weight; None where there is none, and the module is as it was."""
+    """Return the module's new weight; None if there is none, and the module is unchanged."""
     standing = dict(module.__dict__), dict(module._parameters)
     quantize(module, config, filter_fn=_everything)
     new = module._parameters["weight"]

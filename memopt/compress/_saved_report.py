@@ -24,8 +24,8 @@ Evaluate: TypeAlias = Callable[[Any], float] | None
 class Bytes:
     """The bytes of a model.
 
-    `memory`: of the storages of parameters and buffers, each counted once. `disk`: of the file that
-    torch.save(model.state_dict(), file) makes, None where the model cannot be saved.
+    `memory`: bytes of the storages of parameters and buffers, each counted once. `disk`: bytes of the file that
+    torch.save(model.state_dict(), file) writes, None if the model cannot be saved.
     """
 
     memory: int
@@ -40,11 +40,11 @@ class Report:
         technique: The name of the technique.
         before: Bytes before it.
         after: Bytes after it.
-        changed: Names of the layers or tensors that are others now.
-        skipped: By name, why a layer stayed as it was.
-        notes: Other things to know.
-        accuracy_before: What `evaluate` said of the model before, None without one.
-        accuracy_after: What `evaluate` said of the model afterwards.
+        changed: Names of the layers or tensors that were changed.
+        skipped: The reasons why layers were not changed, by name.
+        notes: Further remarks.
+        accuracy_before: The result of `evaluate` before the change, None without `evaluate`.
+        accuracy_after: The result of `evaluate` after the change.
     """
 
     technique: str
@@ -58,19 +58,19 @@ class Report:
 
     @property
     def saved(self) -> int:
-        """Bytes of memory; negative where it takes more than before."""
+        """Bytes of memory saved; negative if the model takes more than before."""
         return self.before.memory - self.after.memory
 
     @property
     def saved_on_disk(self) -> int | None:
-        """Bytes of the saved model; negative where it takes more than before."""
+        """Bytes saved on disk; negative if the file takes more than before."""
         if self.before.disk is None or self.after.disk is None:
             return None
         return self.before.disk - self.after.disk
 
     @property
     def accuracy_change(self) -> float | None:
-        """Accuracy after less before; None where either was not measured."""
+        """The accuracy after minus the accuracy before; None if either was not measured."""
         if self.accuracy_before is None or self.accuracy_after is None:
             return None
         return self.accuracy_after - self.accuracy_before
@@ -86,9 +86,8 @@ class Report:
             )
         for why in dict.fromkeys(self.skipped.values()):
             alike = [name for name, reason in self.skipped.items() if reason == why]
-            lines.append(
-                f"  {alike[0]} stays: {why}" if len(alike) == 1 else f"  {shortened(alike)} stay: {why}"
-            )
+            names = alike[0] if len(alike) == 1 else shortened(alike)
+            lines.append(f"  {names} unchanged: {why}")
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -99,7 +98,7 @@ class Report:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """The first names, and how many there are; empty where there are none."""
+    """Return the first names and the number of names; empty if there are none."""
     first = [*names]
     more = ", …" if len(first) > 4 else ""
     return f"{', '.join(first[:4])}{more} ({len(first)})" if first else ""
@@ -113,37 +112,39 @@ def _line(what: str, before: int, after: int) -> str:
 
 
 def signed(nbytes: int) -> str:
-    """Bytes as they are shown, also below zero."""
+    """Format bytes with a sign if they are negative."""
     return f"-{_C.format_size(-nbytes)}" if nbytes < 0 else str(_C.format_size(nbytes))
 
 
 def measure(model: nn.Module, notes: list[str] | None = None) -> Bytes:
-    """A model's bytes as it stands. Why it cannot be saved, where it cannot, is added to the notes."""
+    """Measure a model's present bytes. If it cannot be saved, the reason is added to the notes."""
     return bytes_of(standing(model), model.state_dict, notes)
 
 
 def bytes_of(
     tensors: Iterable[torch.Tensor], state: Callable[[], Any], notes: list[str] | None = None
 ) -> Bytes:
-    """The bytes of tensors, and of the file that torch.save() makes of a state."""
+    """Return the bytes of tensors, and of the file that torch.save() makes of a state."""
     memory = storage_bytes(tensors)
     try:
         return Bytes(memory, disk_bytes(state()))
     except Exception as error:  # whatever the state's own classes raise: saving is not what was asked for
         if notes is not None:
-            notes.append(f"bytes on disk are not known, torch.save() fails: {type(error).__name__}: {error}")
+            notes.append(
+                f"bytes on disk are not known, because torch.save() fails: {type(error).__name__}: {error}"
+            )
         return Bytes(memory, None)
 
 
 def check_evaluate(evaluate: Any) -> None:
     if evaluate is not None and not callable(evaluate):
         raise TypeError(
-            f"evaluate={evaluate!r}: expected a function that is given the model and returns a number"
+            f"evaluate={evaluate!r}: expected a function that takes the model and returns a number"
         )
 
 
 def score(model: nn.Module, evaluate: Evaluate) -> float | None:
-    """The result of `evaluate` for the model in eval mode, without gradients."""
+    """Return the result of `evaluate` for the model in eval mode, without gradients."""
     if evaluate is None:
         return None
     modes = Modes(model)
@@ -156,19 +157,19 @@ def score(model: nn.Module, evaluate: Evaluate) -> float | None:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"evaluate(model) returned {type(value).__name__}, and not a number") from error
+        raise TypeError(f"evaluate(model) returned {type(value).__name__}, not a number") from error
 
 
 # ---- bytes on disk ---------------------------------------------------------------------------------------------------
 
 
 def standing(model: nn.Module) -> list[torch.Tensor]:
-    """A model's parameters and buffers."""
+    """Return a model's parameters and buffers."""
     return [*model.parameters(), *model.buffers()]
 
 
 class _Counter(io.RawIOBase):
-    """A file that nothing is kept of but its length."""
+    """A file that keeps nothing but its length."""
 
     def __init__(self) -> None:
         self.nbytes = 0

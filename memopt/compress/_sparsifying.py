@@ -41,8 +41,8 @@ class SparseLinear(nn.Linear):
 class SparseReport(Report):
     """A Report with the choices that were made.
 
-    choices: of each tensor that was looked at, its density and the break-even, converted or not. tensor: of a tensor
-    that was given, the sparse one, or itself where it was not converted.
+    `choices`: for each tensor considered, its density, its break-even density, and whether it was converted. `tensor`:
+    if a tensor was given, the sparse one, or the same tensor if it was not converted.
     """
 
     choices: tuple[SparseChoice, ...] = ()
@@ -64,34 +64,34 @@ def sparsify_(
 ) -> SparseReport:
     """Put the weights of a model's linear layers, or a tensor, into a sparse layout where that takes less memory.
 
-    A tensor is converted only if it takes less memory than its storage does now and nothing else of the model holds
-    that storage; the report says of each its density and the break-even, which follow from the types of its elements
-    and indices (sources: memopt/compress/_sparsifying.py). float32 breaks even at a density of 1/2 in csr with int32
-    indices, 1/3 with int64, and 1/5 in coo; below that it is memory that is saved, hardly ever time.
+    A tensor is converted only if the sparse layout takes less memory than its storage and nothing else in the model
+    uses that storage. The report gives each tensor's density and break-even density, which depends on the types of
+    elements and indices (sources: memopt/compress/_sparsifying.py). float32 breaks even at a density of 1/2 in csr with
+    int32 indices, 1/3 with int64, and 1/5 in coo. Below that, memory is saved, but hardly ever time.
 
     A layer's sparse weight is a new parameter that takes no gradient; gradients still pass to the layer's input. It can
-    be saved, pickled and deep-copied; load_state_dict() needs assign=True in a dense model. In "coo" a layer becomes a
-    memopt.compress._sparsifying.SparseLinear, an nn.Linear in all else. A tensor cannot change its layout in place: the
-    sparse one is the report's `tensor`.
+    be saved, pickled and deep-copied; load_state_dict() needs assign=True in a dense model. With "coo" a layer becomes
+    a memopt.compress._sparsifying.SparseLinear, which is otherwise an nn.Linear. A tensor cannot change its layout in
+    place: the sparse one is the report's `tensor`.
 
     Args:
         model_or_tensor: The model, or one tensor.
         layout: "csr": matrices; indices are int32 where they fit, unless index_dtype=torch.int64. "coo": any shape;
-            indices are int64. "2:4": matrices in which two of each four neighbours are zero (prune_(method="2:4") makes
-            them so), on CUDA devices of compute capability 8.0 and later.
-        layers: Names or modules of the model, with all that is within, or a function of name and module; by default all
-            linear layers.
+            indices are int64. "2:4": matrices in which two of every four neighbours are zero (as after
+            prune_(method="2:4")), on CUDA devices of compute capability 8.0 and later.
+        layers: Names or modules of the model, with all their submodules, or a function of name and module; by default
+            all linear layers.
         index_dtype: torch.int32 or torch.int64, for "csr".
-        evaluate: A function of the model that returns its accuracy, before and after.
+        evaluate: A function of the model that returns its accuracy; it is called before and after.
 
     Returns:
         A SparseReport.
 
     Raises:
         NotImplementedError: The device has no kernels for the layout. Nothing has changed then, as with all of these.
-        TypeError: An argument is none of its kind.
-        ValueError: An unknown layout or layer, a tensor that requires a gradient, is sparse already, quantised or on
-            meta; the message names the tensor and the remedy.
+        TypeError: An argument has the wrong type.
+        ValueError: The layout or a layer is unknown, or a tensor requires a gradient, is already sparse, quantised or
+            on the meta device; the message names the tensor and the remedy.
 
     Example:
         >>> memopt.compress.prune_(model, 0.9)
@@ -105,7 +105,7 @@ def sparsify_(
         raise ValueError(f"index_dtype: indices of {layout} are always int64")
     if isinstance(model_or_tensor, torch.Tensor):
         if layers is not None or evaluate is not None:
-            raise ValueError("layers= and evaluate= are for models; a tensor has none")
+            raise ValueError("layers= and evaluate= apply to models, not to a tensor")
         return _sparsify_tensor(model_or_tensor, layout, index_dtype)
     return _sparsify_model(model_or_tensor, layout, layers, index_dtype, evaluate)
 
@@ -134,9 +134,9 @@ def _sparsify_model(
                 why = found.why
                 if found.sparse is not None:
                     if others := _other_places(model, weight, weights):
-                        why = f"its memory stays with {others[0]}"
+                        why = f"its memory is shared with {others[0]}, which keeps it"
                     elif any(uses[device, address] > 1 for device, address, *_ in memory_of(weight)):
-                        why = "other tensors of the model lie in its storage"
+                        why = "its storage also holds other tensors of the model"
                 choices.append(replace(found.choice, converted=not why))
                 if why or found.sparse is None:
                     outcome.skipped[path] = why
@@ -148,7 +148,7 @@ def _sparsify_model(
                 module.__class__ = SparseLinear
             outcome.changed.append(path)
         if outcome.changed:
-            outcome.notes.append("the sparse weights take no gradients")
+            outcome.notes.append("the sparse weights have no gradients")
 
     report = carry_out(model, function, change, evaluate, SparseReport, lambda: {"choices": tuple(choices)})
     assert isinstance(report, SparseReport)
@@ -156,14 +156,14 @@ def _sparsify_model(
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Subclasses may read the weight in ways of their own."""
+    """Whether the module is a linear layer of a known class: subclasses may read the weight in other ways."""
     return type(module) in (nn.Linear, SparseLinear) or (
         type(module).__module__.startswith("torch.ao.nn.") and type(module).__name__ == "Linear"
     )
 
 
 def _other_places(model: nn.Module, weight: nn.Parameter, weights: Mapping[str, nn.Parameter]) -> list[str]:
-    """Other places of this parameter in the model, beside the layers to be converted."""
+    """Return other places of this parameter in the model, besides the layers to be converted."""
     here = {f"{name}.weight" if name else "weight" for name, one in weights.items() if one is weight}
     return [
         name for name, p in model.named_parameters(remove_duplicate=False) if p is weight and name not in here
@@ -171,13 +171,13 @@ def _other_places(model: nn.Module, weight: nn.Parameter, weights: Mapping[str, 
 
 
 def _check_kernels(name: str, weight: torch.Tensor, layout: str, function: str) -> None:
-    """Runs the product with a few rows of the weight in the layout, as the layer will."""
+    """Run the product with a few rows of the weight in the layout, as the layer will."""
     whose = f"{function}: {shown(name)}"
     if layout == "2:4" and (
         weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device) < (8, 0)
     ):
         raise NotImplementedError(
-            f"{whose} is on {weight.device}, which has no kernels for 2:4: it takes a CUDA device of compute "
+            f"{whose} is on {weight.device}, which has no kernels for 2:4: they need a CUDA device of compute "
             "capability 8.0 or later"
         )
     rows = torch.ones_like(
@@ -227,11 +227,11 @@ def _unusable(tensor: torch.Tensor, layout: str) -> str | None:
     if tensor.is_quantized:
         return "is quantised"
     if tensor.is_meta:
-        return "is on the meta device, without values"
+        return "is on the meta device and has no values"
     if tensor.requires_grad:
         return (
-            "requires a gradient, which its sparse copy would not pass on: give it .detach()ed, and "
-            "requires_grad_() what comes back"
+            "requires a gradient, which its sparse copy would not propagate: pass its .detach(), and call "
+            "requires_grad_() on the result"
         )
     if tensor.dim() == 0 or (layout != "coo" and tensor.dim() != 2):
         return f"has {tensor.dim()} dimensions: {layout} takes {'at least one' if layout == 'coo' else 'two'}"
@@ -271,7 +271,7 @@ def _find(name: str, tensor: torch.Tensor, layout: str, index_dtype: torch.dtype
     share = nnz / count if count else 0.0
     why = ""
     if layout == "2:4" and (tensor.shape[1] % 4 or int((tensor.reshape(-1, 4) != 0).sum(1).max()) > 2):
-        why = "more than two of some four neighbours are not zero: prune_(method='2:4') first"
+        why = "more than two of four neighbouring elements are not zero: call prune_(method='2:4') first"
     elif size >= dense:
         why = (
             f"{layout} would take {_C.format_size(size)} of {_C.format_size(dense)}, saving {signed(dense - size)}: "
@@ -287,7 +287,7 @@ _SURELY = 0.9
 
 
 def _looks(tensor: torch.Tensor) -> float:
-    """The density of some 64 of its rows."""
+    """Estimate the density from some 64 rows."""
     some = tensor[:: max(1, len(tensor) // 64)]
     return int(some.count_nonzero()) / int(some.numel())
 
@@ -328,7 +328,7 @@ class SparseChoice:
 
 
 def sparse_bytes(shape: torch.Size, nnz: int, item: int, layout: str, index: int) -> int:
-    """item, index: bytes of an element and of an index."""
+    """Return the bytes in the layout. item, index: bytes of an element and of an index."""
     if layout == "coo":
         return nnz * (8 * len(shape) + item)
     if layout == "csr":
@@ -338,7 +338,7 @@ def sparse_bytes(shape: torch.Size, nnz: int, item: int, layout: str, index: int
 
 
 def break_even(shape: torch.Size, dense: int, item: int, layout: str, index: int) -> float:
-    """The density at which the layout takes as much as `dense` bytes; 2:4 has one density alone."""
+    """Return the density at which the layout takes as much as `dense` bytes; for 2:4 the only density."""
     count = shape.numel()
     if layout == "2:4":
         return 0.5
@@ -362,18 +362,19 @@ def convert(tensor: torch.Tensor, layout: str, index_dtype: torch.dtype) -> torc
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """In a storage of its own size, and no view: a view of a part keeps the whole it is a part of."""
+    """Return the tensor, or a copy if it is a view or a part of a larger storage, since a view keeps the whole
+    storage."""
     alone = tensor._base is None and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if alone else tensor.clone()
 
 
 def index_type(shape: torch.Size, nnz: int, layout: str, index_dtype: torch.dtype | None) -> torch.dtype:
-    """The type of the indices: int32 where they fit and nothing else was asked for."""
+    """Return the dtype of the indices: int32 if they fit and nothing else was requested."""
     fits = max(nnz, *shape, 1) < 2**31
     if layout != "csr":
         return torch.int64
     if index_dtype == torch.int32 and not fits:
         raise ValueError(
-            f"index_dtype=torch.int32 cannot count {nnz} elements of {tuple(shape)}: take torch.int64"
+            f"index_dtype=torch.int32 cannot index {nnz} elements of {tuple(shape)}: use torch.int64"
         )
     return index_dtype or (torch.int32 if fits else torch.int64)

@@ -21,19 +21,19 @@ _FUNCTION = "tie_"
 def tie_(
     model: nn.Module, pairs: Iterable[tuple[str, str]] | None = None, *, evaluate: Evaluate = None
 ) -> Report:
-    """Make parameters of a model one, so that they are kept once, saved once and trained together.
+    """Tie parameters of a model, so that they are stored once, saved once and trained together.
 
-    The values of the second are gone; the report says where they differed. Its gradient goes too, and an optimizer that
-    was made before still steps the old parameter: make it afterwards. To untie, give a module a parameter of its own.
+    The values of the second are lost; the report says where they differed. Its gradient is lost, too. An optimizer
+    created before still steps the old parameter: create it afterwards. To untie, give a module its own parameter.
 
     Args:
         model: The model.
-        pairs: Names (kept, tied): the second becomes the first, whose values stay. Both are parameters ("embed.weight",
-            "head.weight"), or both modules with parameters of the same names and shapes ("layers.0", "layers.1"), each
-            of which is tied. None: the matrices (two dimensions or more) that duplicates(model) finds equal byte for
-            byte in storages of their own. Vectors and tensors of one repeated value are left out, and named in the
-            report: fresh norms and biases are equal because nothing has trained them yet. Name them in pairs to tie
-            them.
+        pairs: Names (kept, tied): the second is replaced by the first, whose values are kept. Both are parameters
+            ("embed.weight", "head.weight"), or both are modules with parameters of the same names and shapes
+            ("layers.0", "layers.1"), all of which are tied. None: the matrices (two dimensions or more) that
+            duplicates(model) finds equal byte for byte in separate storages. Vectors and tensors of one repeated value
+            are left out, and named in the report, since new norms and biases are equal only because they have not been
+            trained yet. Name them in pairs to tie them.
         evaluate: A function of the model that returns its accuracy; it is called before and after, in eval mode and
             without gradients.
 
@@ -41,9 +41,9 @@ def tie_(
         A Report.
 
     Raises:
-        TypeError: An argument is none of its kind. The model is unchanged then, as with ValueError.
-        ValueError: Names that the model does not have, parameters of other shapes, types, devices or requires_grad, one
-            that would be tied to itself or to two others, and nothing to tie.
+        TypeError: An argument has the wrong type. The model is unchanged then, as with ValueError.
+        ValueError: The model lacks a name; two parameters differ in shape, type, device or requires_grad; a parameter
+            would be tied to itself or to two others; or there is nothing to tie.
 
     Example:
         >>> memopt.compress.tie_(model, [("embed.weight", "head.weight")])
@@ -60,17 +60,17 @@ def tie_(
         for kept, tied in wanted:
             first, second = model.get_parameter(kept), model.get_parameter(tied)
             if not same_bytes(first, second):
-                outcome.notes.append(f"{tied} had other values than {kept}: they are gone")
+                outcome.notes.append(f"{tied} had other values than {kept}, which are lost")
             for owner, name in _places(model, second):
                 setattr(owner, name, first)  # an RNN holds it in a list too
             outcome.changed.append(tied)
-        outcome.notes.append("an optimizer that was made before steps the old parameters: make it anew")
+        outcome.notes.append("an existing optimizer still steps the old parameters: create it again")
 
     return carry_out(model, _FUNCTION, change, evaluate)
 
 
 def _equal_pairs(model: nn.Module, skipped: dict[str, str]) -> list[tuple[str, str]]:
-    """Pairs of equal matrices. What is equal and is none goes to `skipped`, by name with the reason."""
+    """Return pairs of equal matrices. Other equal tensors are added to `skipped`, by name with the reason."""
     parameters = dict(model.named_parameters())
     found = []
     for group in duplicates(model).equal:
@@ -93,11 +93,11 @@ def _equal_pairs(model: nn.Module, skipped: dict[str, str]) -> list[tuple[str, s
 
 
 def _accidental(parameter: torch.Tensor) -> str:
-    """The reason why a parameter may equal another by accident; empty if it hardly can."""
+    """Return the reason why a parameter may equal another by accident; empty if it hardly can."""
     if parameter.dim() < 2:
-        return "it equals another, but is no matrix; name it in pairs to tie it"
+        return "it equals another, but is not a matrix; name it in pairs= to tie it"
     if is_constant(parameter):
-        return "it equals another, but is one value throughout; name it in pairs to tie it"
+        return "it equals another, but all its values are the same; name it in pairs= to tie it"
     return ""
 
 
@@ -109,10 +109,10 @@ def _parameter_pairs(model: nn.Module, pairs: Any) -> Iterator[tuple[str, str]]:
     count = 0
     for pair in pairs:
         if isinstance(pair, str) or not isinstance(pair, Iterable):
-            raise TypeError(f"{_FUNCTION}: {pair!r} is no pair of names")
+            raise TypeError(f"{_FUNCTION}: {pair!r} is not a pair of names")
         names = list(pair)
         if len(names) != 2 or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"{_FUNCTION}: {pair!r} is no pair of names")
+            raise TypeError(f"{_FUNCTION}: {pair!r} is not a pair of names")
         for name in names:
             if name not in parameters and name not in modules:
                 raise ValueError(f"{_FUNCTION}: the model has no parameter or module {name!r}")
@@ -124,10 +124,10 @@ def _parameter_pairs(model: nn.Module, pairs: Any) -> Iterator[tuple[str, str]]:
             yield from _of_modules(kept, modules[kept], tied, modules[tied])
         else:
             raise ValueError(
-                f"{_FUNCTION}: of {kept!r} and {tied!r} one is a parameter and the other a module"
+                f"{_FUNCTION}: one of {kept!r} and {tied!r} is a parameter and the other a module"
             )
     if not count:
-        raise ValueError(f"{_FUNCTION}: pairs is empty: None ties what is equal")
+        raise ValueError(f"{_FUNCTION}: pairs is empty: pass None to tie equal parameters")
 
 
 def _of_modules(kept: str, first: nn.Module, tied: str, second: nn.Module) -> Iterator[tuple[str, str]]:
@@ -135,7 +135,7 @@ def _of_modules(kept: str, first: nn.Module, tied: str, second: nn.Module) -> It
     if set(one) != set(other) or not one:
         apart = sorted(set(one) ^ set(other))
         raise ValueError(
-            f"{_FUNCTION}: {kept!r} and {tied!r} have not the same parameters"
+            f"{_FUNCTION}: {kept!r} and {tied!r} do not have the same parameters"
             + (f": {', '.join(apart[:4])} is in one of them" if apart else ", but none")
         )
     for name in one:
@@ -145,7 +145,7 @@ def _of_modules(kept: str, first: nn.Module, tied: str, second: nn.Module) -> It
 def _check(model: nn.Module, kept: str, tied: str) -> None:
     first, second = model.get_parameter(kept), model.get_parameter(tied)
     if first is second:
-        raise ValueError(f"{_FUNCTION}: {kept} and {tied} are one parameter already")
+        raise ValueError(f"{_FUNCTION}: {kept} and {tied} are already one parameter")
     for what in ("shape", "dtype", "device", "layout", "requires_grad"):
         one, other = getattr(first, what), getattr(second, what)
         if one != other:
@@ -191,9 +191,9 @@ def _places(model: nn.Module, parameter: torch.Tensor) -> list[tuple[nn.Module, 
 class Duplicates:
     """Names of parameters and buffers that share a storage, or are equal.
 
-    `tied`: groups that lie in one storage, as one parameter under several names or as views. `equal`: groups of the
-    same shape, type and bytes, each in memory of its own: tie_() makes matrices among them one, others where they are
-    named. `could_save`: bytes of memory that would be freed if each group of `equal` were one.
+    `tied`: groups that share one storage, as one parameter under several names or as views. `equal`: groups of equal
+    shape, type and bytes, each in its own memory. tie_() ties the matrices among them, and others if they are named.
+    `could_save`: bytes of memory that would be freed if each group of `equal` were tied.
     """
 
     tied: tuple[tuple[str, ...], ...]
@@ -203,7 +203,7 @@ class Duplicates:
     def __str__(self) -> str:
         lines = [f"tied: {', '.join(group)}" for group in self.tied]
         lines += [f"equal, and could be tied: {', '.join(group)}" for group in self.equal]
-        lines.append(f"tying what is equal would save {_C.format_size(self.could_save)}")
+        lines.append(f"tying the equal ones would save {_C.format_size(self.could_save)}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -212,11 +212,12 @@ class Duplicates:
 def duplicates(model: nn.Module) -> Duplicates:
     """Find parameters and buffers that share a storage, and those that are equal byte for byte without sharing one.
 
-    Values are compared only among tensors of the same shape, type and device, whole and exactly (NaN equals the same
-    NaN, 0.0 is not -0.0); sparse and quantised ones, and those on the meta device, are looked at for sharing alone.
+    Values are compared only among tensors of the same shape, type and device, completely and exactly (NaN equals the
+    same NaN, 0.0 is not -0.0). Sparse and quantised tensors, and those on the meta device, are checked for sharing
+    only.
 
     Args:
-        model: The model to look at; it is not changed.
+        model: The model to examine; it is not changed.
 
     Returns:
         The names, as Duplicates.
@@ -245,14 +246,14 @@ def duplicates(model: nn.Module) -> Duplicates:
 
 
 def _storages_of(tensor: torch.Tensor) -> set[object]:
-    """Identity of a tensor's memory; on the meta device, which has none, its storage object."""
+    """Return the identity of a tensor's memory; on the meta device, which has none, its storage object."""
     if tensor.is_meta and tensor.layout is torch.strided:
         return {("meta", tensor.untyped_storage()._cdata)}
     return {(device, address) for device, address, *_ in memory_of(tensor)}
 
 
 def _equal(named: list[tuple[str, torch.Tensor]]) -> list[tuple[str, ...]]:
-    """In the order of their first names."""
+    """Return groups of equal tensors, in the order of their first names."""
     alike: dict[object, list[list[tuple[str, torch.Tensor]]]] = defaultdict(list)
     for name, tensor in named:
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or not memory_of(tensor):
@@ -276,7 +277,7 @@ def _equal(named: list[tuple[str, torch.Tensor]]) -> list[tuple[str, ...]]:
 
 
 def _beginning(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The first few elements of a tensor that has some, so that tensors that differ are seldom compared whole."""
+    """Return the first few elements of a non-empty tensor, so that different tensors are seldom compared whole."""
     row = tensor.detach()[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor.detach().reshape(1)
     return tuple(_as_bytes(row[:16]).tolist())
 
@@ -287,7 +288,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_constant(tensor: torch.Tensor) -> bool:
-    """True where all elements of a plain tensor, which has some, are the same byte for byte."""
+    """Whether all elements of a non-empty plain tensor are the same byte for byte."""
     elements = _as_bytes(tensor.detach()).view(tensor.numel(), -1)
     return bool((elements == elements[0]).all())
 
@@ -296,6 +297,6 @@ _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as integers, among which NaN is equal to itself."""
+    """Return the elements as integers, among which NaN is equal to itself."""
     plain = tensor.contiguous().flatten()
     return plain.view(_OF_SIZE.get(plain.element_size(), torch.uint8))

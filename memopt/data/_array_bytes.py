@@ -7,8 +7,9 @@ from typing import Any
 
 
 def dtype_description(dtype: Any) -> Any:
-    """A str, or a list of tuples (name, description, shape) for the fields. None for a dtype that NumPy has no such
-    description of: Python objects, fields that overlap or are out of order."""
+    """Return a str, or a list of tuples (name, description, shape) for the fields.
+
+    None for a dtype that NumPy cannot describe so: Python objects, fields that overlap or are out of order."""
     import numpy as np
 
     if dtype.hasobject:
@@ -21,7 +22,7 @@ def dtype_description(dtype: Any) -> Any:
 
 
 def _plain(descr: Any) -> Any:
-    """In NumPy's description a shape may be of NumPy's ints."""
+    """Return the description with plain ints, since NumPy's shapes may contain NumPy's own."""
     if isinstance(descr, list):
         return [
             (
@@ -35,8 +36,9 @@ def _plain(descr: Any) -> Any:
 
 
 def dtype_of(written: Any) -> Any:
-    """The dtype of a description; JSON's lists will do for its tuples. ValueError, TypeError or SyntaxError for what is
-    none."""
+    """Return the dtype of a description; JSON's lists may stand for its tuples.
+
+    Raises ValueError, TypeError or SyntaxError for anything else."""
     import numpy as np
 
     return np.lib.format.descr_to_dtype(_with_tuples(written))
@@ -56,8 +58,8 @@ def _with_tuples(written: Any) -> Any:
 
 
 def bytes_of(tensor: Any) -> memoryview:
-    """The elements in C order. A view of the tensor's own memory where that is contiguous and on the CPU, else of a
-    copy; the memory stays as long as the view does."""
+    """Return the elements in C order: a view of the tensor's own memory if it is contiguous and on the CPU, else of a
+    copy. The memory lives as long as the view."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     count = plain.numel() * plain.element_size()
     if count == 0:

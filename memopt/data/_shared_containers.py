@@ -49,12 +49,12 @@ class SharedContainer:
         return made
 
     def _whole(self) -> Self:
-        """The same with a memory of just what is in it."""
+        """Return the same content in a memory that holds nothing else."""
         return self
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole memory that this is in, or a slice of."""
+        """Bytes of the whole memory that contains this object, which may be a slice."""
         return len(self._memory)
 
     def __copy__(self) -> Self:
@@ -156,22 +156,23 @@ class SharedList(SharedSequence[T]):
     """A list in memory that worker processes share.
 
     Reading a plain list's objects writes to their reference counts, and so copies them, page by page, into each worker
-    process. Here they are bytes, and each read makes the item anew: two reads of an item give equal objects, not the
-    same one, and changing one changes nothing here. It reads as the list does (index, slice, iteration, `in`,
+    process. Here they are bytes, and each read creates the item anew: two reads of an item return equal objects, not
+    the same one, and a change of one does not change the list. It is read like a list (index, slice, iteration, `in`,
     `index()`, `count()`, `==`); a slice is a view.
 
     An item is None, a bool, int, float, complex, str, bytes, bytearray, or a tuple, list, dict, set or frozenset of
     such, to a depth of 200; a NumPy array or scalar; a dense torch tensor on the CPU. Arrays and tensors are views,
-    aligned to 64 bytes, which keep the memory alive. Arrays are read-only; a tensor can be written to, and what is
-    written stays in the process that wrote it. For str alone SharedStrings is smaller and faster.
+    aligned to 64 bytes, which keep the memory alive. Arrays are read-only; a tensor can be written to, but the change
+    is visible only in the process that made it. For str alone SharedStrings is smaller and faster.
 
-    To processes that multiprocessing starts (DataLoader's workers under fork, spawn and forkserver) it goes as a file
-    descriptor, at no cost; pickled elsewhere it carries its content. The memory has no name: it is gone with the last
-    process that uses it, however that ends. It does not count in /dev/shm, but in a container's memory. Take one only
-    from processes that you would take a pickle from: its content may say that it is one.
+    To processes that multiprocessing starts (DataLoader's workers under fork, spawn and forkserver) it is sent as a
+    file descriptor, at no cost; pickled in any other way it carries its content. The memory is unnamed: it is freed
+    with the last process that uses it, however that process ends. It does not count in /dev/shm, but in a container's
+    memory. Accept one only from processes from which you would accept a pickle, because its content may contain
+    pickles.
 
     Args:
-        items: Any iterable. It is read once, front to back, so that of a generator one item exists at a time. Building
+        items: Any iterable. It is read once, front to back, so only one item of a generator exists at a time. Building
             takes 3 MiB beside the result and the current item.
         pickle: Keep other objects as pickles, which each read loads.
 
@@ -194,14 +195,15 @@ class SharedList(SharedSequence[T]):
 class SharedStrings(SharedSequence[str]):
     """A list of str in memory that worker processes share.
 
-    A str of a plain list carries a reference count, and a worker that reads it writes to it: page after page of the
-    list is copied into each worker. Here a str is its UTF-8 bytes and 4 (beyond 4 GiB: 8) bytes for its place; each
-    read makes it anew. It reads as the list does (index, slice, iteration, `in`, `index()`, `count()`, `==`); a slice
-    is a view. It cannot be changed. Surrogates are kept; an instance of a subclass of str comes back as a str.
+    A str of a plain list has a reference count, and a worker that reads the str writes to the count: the list is copied
+    page by page into each worker. Here a str takes its UTF-8 bytes and 4 (beyond 4 GiB: 8) bytes for its offset; each
+    read creates it anew. It is read like a list (index, slice, iteration, `in`, `index()`, `count()`, `==`); a slice is
+    a view. It cannot be changed. Surrogates are kept; an instance of a subclass of str comes back as a str.
 
-    To processes that multiprocessing starts (DataLoader's workers under fork, spawn and forkserver) it goes as a file
-    descriptor, at no cost; pickled elsewhere it carries its content. The memory has no name: it is gone with the last
-    process that uses it, however that ends. It does not count in /dev/shm, but in a container's memory.
+    To processes that multiprocessing starts (DataLoader's workers under fork, spawn and forkserver) it is sent as a
+    file descriptor, at no cost; pickled in any other way it carries its content. The memory is unnamed: it is freed
+    with the last process that uses it, however that process ends. It does not count in /dev/shm, but in a container's
+    memory.
 
     Args:
         strings: Any iterable. It is read once, front to back, so a generator's strings never exist all at once.
@@ -232,15 +234,15 @@ V = TypeVar("V", covariant=True)
 class SharedDict(SharedContainer, _C.SharedMapping, Mapping[K, V]):
     """A dict in memory that worker processes share.
 
-    It reads as the dict does (`d[key]`, `get()`, `in`, `keys()`, `values()`, `items()`, iteration in the order of
-    insertion, `==`). It cannot be changed. Each read makes the value anew. It goes to other processes as a SharedList
-    does. An entry costs its bytes, 8 (beyond 4 GiB: 16) for its places and 11 to 21 in the index.
+    It is read like a dict (`d[key]`, `get()`, `in`, `keys()`, `values()`, `items()`, iteration in insertion order,
+    `==`). It cannot be changed. Each read creates the value anew. It is sent to other processes like a SharedList. An
+    entry costs its own bytes, 8 (beyond 4 GiB: 16) for its offsets and 11 to 21 in the index.
 
-    Keys are str, int, float, bytes, bool, None and tuples of them; not nan. They are looked up as in a dict, where 1,
-    1.0 and True are equal. Values are what the items of a SharedList are.
+    Keys are str, int, float, bytes, bool, None and tuples of them, but not nan. They are looked up as in a dict, where
+    1, 1.0 and True are equal. Values have the types that items of a SharedList have.
 
     Args:
-        items: A mapping, or an iterable of pairs, read once, entry by entry. Of equal keys the first one stays, with
+        items: A mapping, or an iterable of pairs, read once, entry by entry. Of equal keys the first one is kept, with
             the last value. Building takes 3 MiB beside the result.
         pickle: Keep other values as pickles, which each read loads.
 
@@ -308,7 +310,7 @@ class SharedDict(SharedContainer, _C.SharedMapping, Mapping[K, V]):
 
 
 class _Items(ItemsView[K, V]):
-    """Entry by entry: nothing is looked up."""
+    """An items view that reads entry by entry: nothing is looked up."""
 
     __slots__ = ()
     _mapping: SharedDict[K, V]
@@ -344,7 +346,7 @@ Leaf = tuple[int, Any, Any]  # kind, description, buffer
 
 
 def encode(value: object) -> Leaf | str:
-    """A leaf, or what is wrong with it."""
+    """Return the encoded leaf, or what is wrong with it."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         if type(value) in (numpy.ndarray, numpy.memmap):
@@ -353,18 +355,17 @@ def encode(value: object) -> Leaf | str:
             return _of_scalar(value)
     if torch is not None and isinstance(value, torch.Tensor):
         return _of_tensor(value)
-    return f"of type {type(value).__qualname__}: {_TAKEN}; pickle=True keeps others as pickles"
+    return f"of type {type(value).__qualname__}: {_TAKEN}; pickle=True stores other types as pickles"
 
 
 def encode_or_pickle(value: object) -> Leaf | str:
-    """The same, and what cannot be a view of shared memory is kept as a pickle."""
+    """Return the same, with values that cannot be views of shared memory as pickles."""
     found = encode(value)
     return (_PICKLE, None, pickle.dumps(value, pickle.HIGHEST_PROTOCOL)) if isinstance(found, str) else found
 
 
 def decode(kind: int, description: Any, memory: _C.SharedMemory, begin: int, length: int) -> object:
-    """The value of a leaf; an array or tensor keeps the memory alive. Raises memopt.Error where what is there is no
-    such value."""
+    """Return the value of a leaf; an array or tensor keeps the memory alive. Raises memopt.Error for damaged memory."""
     if kind == _PICKLE:
         return pickle.loads(memoryview(memory)[begin : begin + length])
     try:
@@ -383,7 +384,7 @@ def decode(kind: int, description: Any, memory: _C.SharedMemory, begin: int, len
         SyntaxError,
     ) as error:
         raise _C.Error(f"this shared container's memory is damaged: {error}") from error
-    raise _C.Error(f"this shared container's memory is damaged: a leaf of the unknown kind {kind}")
+    raise _C.Error(f"this shared container's memory is damaged: it has a leaf of the unknown kind {kind}")
 
 
 # ---- NumPy -----------------------------------------------------------------------------------------------------------
@@ -393,10 +394,12 @@ def _of_array(array: Any) -> Leaf | str:
     import numpy as np
 
     if array.dtype.hasobject:
-        return f"an array of {array.dtype}: each element is a Python object; pickle=True keeps it as a pickle"
+        return (
+            f"an array of {array.dtype}: each element is a Python object; pickle=True stores it as a pickle"
+        )
     written = _array_bytes.dtype_description(array.dtype)
     if written is None:
-        return f"an array of {array.dtype}: NumPy cannot name this type; pickle=True keeps it as a pickle"
+        return f"an array of {array.dtype}: NumPy cannot name this type; pickle=True stores it as a pickle"
     fortran = array.flags.f_contiguous and not array.flags.c_contiguous
     plain = np.asarray(array, order="F" if fortran else "C")
     flat = plain.reshape(-1, order="F" if fortran else "C")  # a view
@@ -409,7 +412,7 @@ def _of_scalar(value: Any) -> Leaf | str:
 
     array = np.asarray(value)
     if type(value) is not array.dtype.type or array[()].__class__ is not type(value):
-        return f"of type {type(value).__qualname__}: {_TAKEN}; pickle=True keeps others as pickles"
+        return f"of type {type(value).__qualname__}: {_TAKEN}; pickle=True stores other types as pickles"
     found = _of_array(array)
     return found if isinstance(found, str) else (_SCALAR, found[1], found[2])
 
@@ -434,7 +437,7 @@ def _of_tensor(tensor: Any) -> Leaf | str:
     import torch
 
     if type(tensor) is not torch.Tensor:
-        return f"of type {type(tensor).__qualname__}: plain tensors can be shared: give its .detach()"
+        return f"of type {type(tensor).__qualname__}: only plain tensors can be shared: give its .detach()"
     if tensor.device.type != "cpu":
         return f"a tensor on {tensor.device}: share its .cpu()"
     if tensor.layout is not torch.strided or tensor.is_quantized:

@@ -1,4 +1,4 @@
-"""A trained model as a file that runs without the program that trained it."""
+"""Export of a trained model to a file that runs without the program that trained it."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ from memopt.deploy._output_check import Check
 class Export:
     """An exported model. Print it; in a notebook it is a table.
 
-    `files`: what was written, with bytes on disk, the model first; none where no path was given. `size`: of all of it,
-    measured. `parameters`, `buffers`: bytes of the model's storages, each counted once. `checks`: outputs beside those
-    of the live model, a sample each. `memory`: of inference, in a process of its own; None where it was not measured,
-    and `not_measured` says why. `taken_off`: what the live model had on it. `warnings`: of the exporter. `program`:
-    what the exporter returned, where no file was asked for.
+    `files`: the files written, with bytes on disk, the model first; none if no path was given. `size`: their total
+    size, measured. `parameters`, `buffers`: bytes of the model's storages, each counted once. `checks`: the comparisons
+    with the live model's outputs, one for each sample. `memory`: the memory of inference, in a separate process; None
+    if it was not measured, and `not_measured` says why. `taken_off`: the wrappers and hooks that the live model has and
+    the file lacks. `warnings`: the exporter's warnings. `program`: the exporter's result, if no file was requested.
     """
 
     model: str
@@ -41,21 +41,20 @@ class Export:
 
     @property
     def path(self) -> Path | None:
-        """The first of the files that were written; None where there is none."""
+        """The first of the files written; None if there is none."""
         return self.files[0][0] if self.files else None
 
     @property
     def peak(self) -> int | None:
-        """Bytes that inference takes at its peak; None where it was not measured.
-
-        Of live tensors or, where these are not counted, resident ones.
+        """Peak bytes of inference; None if not measured. Bytes of live tensors or, where these are not counted,
+        resident bytes.
         """
         if self.memory is None:
             return None
         return self.memory.resident if self.memory.live is None else self.memory.live
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return JSON-able values."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "program"}
         return plain | {
             "files": [[str(path), size] for path, size in self.files],
@@ -66,8 +65,8 @@ class Export:
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """The table's rows, a name and a text each."""
-        where = "" if self.files else ", not kept: no path was given"
+        """Return the table's rows, each with a name and a text."""
+        where = "" if self.files else ", not saved: no path was given"
         apart = f" in {len(self.files)} files" if len(self.files) > 1 else ""
         said = [
             (
@@ -112,18 +111,18 @@ def _check(one: Check) -> str:
         return f"{one.sample}: bit-equal to the live model's ({one.outputs} of them)"
     return (
         f"{one.sample}: within {one.difference:.1e} of the largest value of the live model's ({one.outputs} of them, "
-        f"{kind}, {one.tolerance:.0e} is let pass)"
+        f"{kind}, {one.tolerance:.0e} is allowed)"
     )
 
 
 def _inference(memory: InferenceMemory) -> str:
     live = (
-        "live tensors are not told by this runtime"
+        "this runtime does not report live tensors"
         if memory.live is None
         else f"{_C.format_size(memory.live)} of live tensors at the peak"
     )
     return (
-        f"{live}; a process of its own grows by {_C.format_size(memory.loaded)} when it loads the file and by "
-        f"{_C.format_size(memory.resident)} at the peak, beside {_C.format_size(memory.imports)} of what it imports; "
+        f"{live}; its own process grows by {_C.format_size(memory.loaded)} when it loads the file and by "
+        f"{_C.format_size(memory.resident)} at the peak, besides {_C.format_size(memory.imports)} for its imports; "
         f"{memory.seconds * 1e3:.3g} ms a run, on {memory.where}"
     )

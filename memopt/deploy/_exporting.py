@@ -57,33 +57,33 @@ def export(
 ) -> Export:
     """Export a model, in evaluation mode, as a file that runs without its program, and check the outputs.
 
-    The file is of the plain model: what auto_checkpoint(), offload_layers(), memopt.checkpoint, DDP and torch.compile
-    have put on it is not in it, and masks of torch.nn.utils.prune have become part of the weights. The model itself,
-    its mode, buffers, gradients and the random states are as before. An offloaded model is exported where its
-    parameters live. An old file stays as it is until the new one is written and has passed.
+    The file contains the plain model, without the additions of auto_checkpoint(), offload_layers(), memopt.checkpoint,
+    DDP and torch.compile; masks of torch.nn.utils.prune are merged into the weights. The model itself, its mode,
+    buffers and gradients, and the random states are not changed. An offloaded model is exported on the device where its
+    parameters live. An existing file is kept until the new one is written and has passed the checks.
 
     Args:
         model: The model, as it is trained or run.
         sample: The input of forward: one argument, a tuple of them, or a dict by name.
-        path: The file; with None everything is done and measured, and nothing is kept but the exporter's program.
+        path: The file; with None everything is done and measured, and only the exporter's program is kept.
         format: "pt2" (torch.export), "onnx" (torch.onnx on torch.export, run by onnxruntime) or "torchscript"
-            (torch.jit.trace, deprecated by torch); by default as the path ends (.pt2, .onnx, .pt), else "pt2".
-        dynamic_batch: Let the first dimension of the sample's tensors, as long as the first one's, have any size.
+            (torch.jit.trace, deprecated by torch); by default from the path's extension (.pt2, .onnx, .pt), else "pt2".
+        dynamic_batch: Whether the first dimension of the sample's tensors may have any size, where it is as long as the
+            first tensor's.
         dynamic_shapes: As torch.export.export takes it.
-        samples: More samples to compare outputs on, of other shapes where these may vary.
+        samples: More samples for the comparison of outputs, of other shapes where these may vary.
         tolerance: The largest difference of an output, as a share of its largest value, or by dtype; by default 1e-10
             for float64, 1e-4 for float32, 1e-2 for float16, 6e-2 for bfloat16, and none for integers.
-        verify: Compare outputs with the live model's: on the sample, on the others, and, with a dynamic batch, on
-            batches of another size and of 1.
-        measure: Run the file in a process of its own and report what that takes.
-        options: More for the exporter itself (opset_version=, strict=).
+        verify: Whether to compare outputs with the live model's: on the sample, on the others, and, with a dynamic
+            batch, on batches of another size and of 1.
+        measure: Whether to run the file in a separate process and report its memory.
+        options: Further arguments of the exporter itself (opset_version=, strict=).
 
     Returns:
         An Export: print it.
 
     Raises:
-        TypeError: The model or an argument is none that can be exported; nothing has changed then, as with all of
-            these.
+        TypeError: The model or an argument cannot be exported; nothing has changed then, as with all of these.
         ValueError: The model is in training mode with dropout or batch norm, sharded, without values, or does not run
             on a sample.
         ImportError: A package that the format needs is missing.
@@ -102,7 +102,7 @@ def export(
     writer.require(run=verify or measure)
     if name == "torchscript" and dynamic_shapes is not None:
         raise ValueError(
-            "deploy.export: a trace has no dynamic shapes: what of it holds for others is checked on samples="
+            "deploy.export: a trace has no dynamic shapes: whether it holds for other shapes is checked on samples="
         )
     if dynamic_batch and dynamic_shapes is not None:
         raise ValueError("deploy.export: dynamic_shapes says which dimensions vary: leave dynamic_batch out")
@@ -182,7 +182,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
 
 
 def _check_mode(model: nn.Module) -> None:
-    """Refuse modules in training mode that evaluation mode would change: their owner may have meant it so."""
+    """Refuse modules in training mode that evaluation mode would change, because the mode may be intended."""
     found = [
         f"{name or 'the model'} ({type(module).__name__})"
         for name, module in model.named_modules()
@@ -191,8 +191,8 @@ def _check_mode(model: nn.Module) -> None:
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError(
-            f"deploy.export: in training mode {', '.join(found[:3])}{more} would do something else than when it is "
-            "deployed: model.eval() first"
+            f"deploy.export: in training mode {', '.join(found[:3])}{more} would behave differently than when it is "
+            "deployed: call model.eval() first"
         )
 
 
@@ -215,18 +215,19 @@ def _check_devices(plain: PlainModel, model: nn.Module, call: Call) -> None:
     for leaf in _tensors(call):
         if leaf.is_meta:
             raise ValueError(
-                "deploy.export: the sample is on meta and has no values: the model has to run on it"
+                "deploy.export: the sample is on meta and has no values, but the model must run on it"
             )
         if len(there) == 1 and leaf.device not in there:
             raise ValueError(
-                f"deploy.export: the sample is on {leaf.device} and the model on {next(iter(there))}: bring it there"
+                f"deploy.export: the sample is on {leaf.device} but the model is on {next(iter(there))}: move the "
+                "sample there"
             )
 
 
 def _batch_size(call: Call) -> int:
     size = batch_of(call)
     if size is None:
-        raise ValueError("deploy.export: dynamic_batch, but no tensor of the sample has a first dimension")
+        raise ValueError("deploy.export: dynamic_batch needs a tensor with a first dimension in the sample")
     return size
 
 
@@ -235,7 +236,7 @@ def _batch_size(call: Call) -> int:
 
 @contextmanager
 def _nothing_changes(model: nn.Module, plain: PlainModel) -> Iterator[None]:
-    """Put the live model into evaluation mode; it and the random states are afterwards as they were."""
+    """Put the live model into evaluation mode; restore it and the random states afterwards."""
     modes = Modes(model)
     devices = {t.device.type for t in (*plain.module.parameters(), *model.buffers())} | {"cpu"}
     with ExitStack() as stack:
@@ -256,7 +257,8 @@ def _nothing_changes(model: nn.Module, plain: PlainModel) -> Iterator[None]:
 
 
 def _outputs(model: nn.Module, calls: list[tuple[str, Call]]) -> list[list[torch.Tensor]]:
-    """The outputs of each call, one after the other, as the file's are run: a model may count its calls."""
+    """Return the outputs of each call, one after the other, in the order of the file's runs: a model may count its
+    calls."""
     with preserve_state(model):
         return [_live(model, call, what) for what, call in calls]
 
@@ -286,7 +288,7 @@ def _written(
         first = next((line for line in str(inner).splitlines() if line.strip()), "")
         other = "" if name == "pt2" else "; torch.export ('pt2') exports more"
         raise RuntimeError(
-            f"deploy.export: {name} cannot be made of a {type(plain.module).__name__}: {type(inner).__name__}: "
+            f"deploy.export: {name} cannot be made from a {type(plain.module).__name__}: {type(inner).__name__}: "
             f"{first}{other}"
         ) from error
 
@@ -312,7 +314,7 @@ def _checks(
             if is_out_of_memory(error):
                 raise
             raise RuntimeError(
-                f"deploy.export: the {name} file does not run on {what}, on which the model does: {error}"
+                f"deploy.export: the {name} file does not run on {what}, but the model does: {error}"
             ) from error
         try:
             checks.append(_output_check.compare(what, live, found, tolerance))
@@ -322,13 +324,13 @@ def _checks(
 
 
 def _classes_from(module: nn.Module) -> list[str]:
-    """The modules of the classes of its tensors, where these are not torch's own: quantised ones."""
+    """Return the modules that define the classes of its tensors, if these are not torch's own (quantised ones)."""
     kinds = {type(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return sorted({kind.__module__ for kind in kinds if not kind.__module__.startswith("torch.")} - {"torch"})
 
 
 def _home(plain: PlainModel) -> torch.device | None:
-    """The device of an offloaded model's parameters, None where a model computes where it is."""
+    """Return the device of an offloaded model's parameters, None for a model that computes where its parameters are."""
     return next(plain.module.parameters()).device if plain.moved else None
 
 
@@ -339,7 +341,7 @@ def _moved(call: Call, home: torch.device | None) -> Call:
 
 
 def _copied(call: Call) -> Call:
-    """A model may write into what it is given."""
+    """Return copies of the arguments, because a model may write into them."""
     return _mapped(call, lambda leaf: leaf.detach().clone())
 
 
@@ -351,7 +353,8 @@ def _mapped(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
 
 
 def _in_order_of(first: Any, other: Any) -> Any:
-    """The other with the keys of its dicts in the first one's order, in which a file's inputs are numbered."""
+    """Return the other structure with the keys of its dicts in the first one's order, in which a file's inputs are
+    numbered."""
     kind = type(first)
     if kind is not type(other):
         return other
@@ -368,7 +371,7 @@ def _tensors(call: Call) -> list[torch.Tensor]:
 
 
 def _other_sizes(size: int) -> list[int]:
-    """One more, and a batch of 1, which exporters treat apart."""
+    """Return the next size, and a batch of 1, which exporters treat differently."""
     return [count for count in (size + 1, 1) if count != size]
 
 
@@ -385,7 +388,9 @@ def _shapes(call: Call) -> str:
 
 
 class _Heard:
-    """The warnings that come, said again when it ends: where it fails, they may tell why. The list stays."""
+    """A context that collects warnings and repeats them at its end: after a failure they may give the reason.
+
+    The list remains."""
 
     def __enter__(self) -> list[warnings.WarningMessage]:
         self._catching = warnings.catch_warnings(record=True)
@@ -421,7 +426,9 @@ def _say(said: list[warnings.WarningMessage], error: BaseException | None) -> No
 
 
 def _text(one: warnings.WarningMessage) -> str:
-    """Those that concern whoever exports: FutureWarnings are torch's with itself."""
+    """Return the text of a warning that concerns the user.
+
+    A FutureWarning concerns torch itself, so its text is empty."""
     if issubclass(one.category, FutureWarning):
         return ""
     return " ".join(str(one.message).split())
@@ -432,7 +439,7 @@ def _dynamic(size: int | None, shapes: Any, name: str) -> str:
         return "" if size is None else "a trace: it holds for the batch sizes that were compared"
     if size is not None:
         return "the batch may have any size"
-    return "" if shapes is None else f"as dynamic_shapes says: {shapes}"
+    return "" if shapes is None else f"as given by dynamic_shapes: {shapes}"
 
 
 def _versions(name: str) -> dict[str, str]:

@@ -127,8 +127,8 @@ class Onnx(Format):
             for leaf in given:
                 if leaf.dtype is torch.bfloat16:
                     raise ValueError(
-                        "onnxruntime takes no bfloat16 from Python: export another type, or pass verify=False and "
-                        "measure=False"
+                        "onnxruntime does not accept bfloat16 from Python: export another type, or pass verify=False "
+                        "and measure=False"
                     )
             feed = {name: leaf.detach().cpu().numpy() for name, leaf in zip(names, given, strict=True)}
             return [torch.from_numpy(value) for value in session.run(None, feed)]
@@ -142,7 +142,7 @@ class TorchScript(Format):
     def require(self, *, run: bool) -> None:
         if not hasattr(torch.jit, "trace"):
             raise ImportError(
-                f"deploy.export: torch {torch.__version__} has no TorchScript any more: export to 'pt2' or 'onnx'"
+                f"deploy.export: torch {torch.__version__} no longer has TorchScript: export to 'pt2' or 'onnx'"
             )
 
     def write(self, module: torch.nn.Module, call: Call, path: Path, options: ExportOptions) -> Any:
@@ -173,10 +173,10 @@ def name_of(name: str | None, path: Path | None) -> str:
         suffix = "" if path is None else path.suffix.lower()
         named = {".pt2": "pt2", ".onnx": "onnx", ".ts": "torchscript", ".pt": "torchscript"}
         if suffix not in ("", *named):
-            raise ValueError(f"deploy.export: {path} says no format: name it, format= {_ways()}")
+            raise ValueError(f"deploy.export: {path} does not imply a format: pass format= {_ways()}")
         return named.get(suffix, "pt2")
     if name not in FORMATS:
-        raise ValueError(f"deploy.export: format={name!r} is none of {_ways()}")
+        raise ValueError(f"deploy.export: format={name!r} is not one of {_ways()}")
     return name
 
 

@@ -41,12 +41,12 @@ class Check:
 
 
 def tensors_of(outputs: Any) -> list[torch.Tensor]:
-    """Those of whatever a model returns, in order."""
+    """Return the tensors in whatever a model returns, in order."""
     return [leaf for leaf in pytree.tree_leaves(_plain(outputs)) if isinstance(leaf, torch.Tensor)]
 
 
 def _plain(outputs: Any) -> Any:
-    """Mappings whose class pytree does not know (Hugging Face's outputs are such) as dicts."""
+    """Return mappings whose class pytree does not know (such as Hugging Face's outputs) as dicts."""
     if isinstance(outputs, Mapping) and type(outputs) is not dict:
         return {name: _plain(value) for name, value in outputs.items()}
     if isinstance(outputs, tuple | list):
@@ -57,7 +57,7 @@ def _plain(outputs: Any) -> Any:
 
 
 def tolerance_of(dtype: torch.dtype, wanted: Tolerance) -> float:
-    """0 where it has to be equal."""
+    """Return the tolerance of a dtype, 0 if outputs must be equal."""
     real = dtype.to_real() if dtype.is_complex else dtype
     if isinstance(wanted, Mapping):
         return wanted.get(dtype, wanted.get(real, TOLERANCE.get(real, 0.0)))
@@ -67,21 +67,21 @@ def tolerance_of(dtype: torch.dtype, wanted: Tolerance) -> float:
 
 
 def compare(sample: str, live: list[torch.Tensor], exported: list[torch.Tensor], wanted: Tolerance) -> Check:
-    """Raises OutputsDiffer."""
+    """Compare the outputs. Raises OutputsDiffer."""
     if len(live) != len(exported):
-        raise OutputsDiffer(f"{sample}: {len(exported)} outputs, where the live model gives {len(live)}")
+        raise OutputsDiffer(f"{sample}: {len(exported)} outputs, but the live model gives {len(live)}")
     worst = Check(sample, len(live), 0.0, 0.0, None)
     for number, (expected, found) in enumerate(zip(live, exported, strict=True)):
         if expected.shape != found.shape or expected.dtype != found.dtype:
             raise OutputsDiffer(
-                f"{sample}: output {number} is {_form(found)}, where the live model gives {_form(expected)}"
+                f"{sample}: output {number} is {_form(found)}, but the live model gives {_form(expected)}"
             )
         allowed = tolerance_of(expected.dtype, wanted)
         difference = largest_difference(expected, found)
         if not difference <= allowed:
             raise OutputsDiffer(
                 f"{sample}: output {number} ({_form(expected)}) differs by {difference:.2g} of its largest value from "
-                f"the live model's, and {allowed:.2g} is let pass: tolerance= lets more pass"
+                f"the live model's, more than the {allowed:.2g} allowed: tolerance= allows more"
             )
         if worst.dtype is None or difference - allowed > worst.difference - worst.tolerance:
             worst = Check(sample, len(live), difference, allowed, expected.dtype)

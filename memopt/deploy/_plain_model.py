@@ -37,7 +37,7 @@ class PlainModel:
 
 
 class _TakenOff:
-    """In a copy, in the place of what was memopt's: it goes before the copy is given away."""
+    """A placeholder in a copy for one of memopt's objects; it is removed before the copy is returned."""
 
     def __init__(self, own: Any = None) -> None:
         self.own = own
@@ -51,7 +51,7 @@ def plain_model(model: nn.Module) -> PlainModel:
         ValueError: It cannot be copied; the message says why.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"deploy.export: model is a {type(model).__name__}, expected a torch.nn.Module")
+        raise TypeError(f"deploy.export: model is a {type(model).__name__}; expected a torch.nn.Module")
     inside, taken_off = model, []
     while (held := _wrapped(inside)) is not None:
         taken_off.append(type(inside).__name__)
@@ -66,7 +66,7 @@ def plain_model(model: nn.Module) -> PlainModel:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """The module that DDP, DataParallel or torch.compile have wrapped."""
+    """Return the module that DDP, DataParallel or torch.compile wraps."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return module.module  # type: ignore[no-any-return]
     held = getattr(module, "_orig_mod", None)
@@ -79,11 +79,11 @@ def _check(model: nn.Module) -> None:
         where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"deploy.export: {where} is TorchScript already: export the module it was made from"
+                f"deploy.export: {where} is already TorchScript: export the module from which it was made"
             )
         if kinds.intersection(("FSDPModule", "FullyShardedDataParallel")):
             raise ValueError(
-                f"deploy.export: {where} is sharded, each rank has a part of it: load its full state_dict "
+                f"deploy.export: {where} is sharded, so each rank has a part of it: load its full state_dict "
                 "(torch.distributed.checkpoint.state_dict) into a plain model, and export that"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -94,7 +94,9 @@ def _check(model: nn.Module) -> None:
                 f"deploy.export: {name!r} is a DTensor, a part of it on each rank: gather it first"
             )
         if tensor.is_meta:
-            raise ValueError(f"deploy.export: {name!r} is on meta and has no values: load them first")
+            raise ValueError(
+                f"deploy.export: {name!r} is on the meta device and has no values: load them first"
+            )
 
 
 def _copy(model: nn.Module, taken_off: list[str]) -> nn.Module:
@@ -129,14 +131,14 @@ def _copy(model: nn.Module, taken_off: list[str]) -> nn.Module:
                 _mend(there, memo, taken_off)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise ValueError(
-            f"deploy.export: a {type(model).__name__} cannot be copied ({type(error).__name__}: {error}): take off it "
-            "what copy.deepcopy() refuses, a hook or a handle maybe"
+            f"deploy.export: a {type(model).__name__} cannot be copied ({type(error).__name__}: {error}): remove the "
+            "part that copy.deepcopy() refuses, such as a hook or a handle"
         ) from error
     return made
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All that the modules hold: parameters, buffers, and what is an attribute or in a container that is one."""
+    """Yield all tensors of the modules: parameters, buffers, and attributes that are tensors or containers of them."""
     yield from model.parameters()
     yield from model.buffers()
     for module in model.modules():
@@ -146,7 +148,7 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _mend(module: nn.Module, memo: dict[int, Any], taken_off: list[str]) -> None:
-    """A module of the copy: what stands there for something of memopt's makes place for the module's own."""
+    """Replace placeholders in a module of the copy by the module's own attributes."""
     for name, value in list(module.__dict__.items()):
         if not isinstance(value, _TakenOff):
             continue
@@ -164,7 +166,7 @@ def _mend(module: nn.Module, memo: dict[int, Any], taken_off: list[str]) -> None
 
 
 def _bring_buffers_home(module: nn.Module) -> None:
-    """An offloaded model's buffers are on the device that computes: in the copy they are where its parameters are."""
+    """Move an offloaded model's buffers, in the copy, from the compute device to the device of its parameters."""
     home = next(module.parameters()).device
     tied: dict[int, torch.Tensor] = {}
     for part in module.modules():
@@ -174,7 +176,8 @@ def _bring_buffers_home(module: nn.Module) -> None:
 
 
 def _make_masks_permanent(module: nn.Module, taken_off: list[str]) -> None:
-    """torch.nn.utils.prune keeps a weight, its mask, and their product: in the copy there is the product alone."""
+    """Merge the masks of torch.nn.utils.prune, which keeps a weight, its mask, and their product: the copy has only the
+    product."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for hook in list(part._forward_pre_hooks.values()):

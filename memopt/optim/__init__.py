@@ -1,7 +1,6 @@
 """Optimizers in one pass over memory, with torch.optim's arguments and results.
 
-The gradients' scale, the clip coefficient and the overflow flag of a gradient scaler are read where the update happens;
-optimizer states may have 8 bits.
+The update itself reads a gradient scaler's scale, clip coefficient and overflow flag; optimizer states may have 8 bits.
 """
 
 from __future__ import annotations

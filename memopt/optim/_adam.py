@@ -48,7 +48,7 @@ class AdamStates(OnePass):
             raise ValueError(f"Invalid state_bits value: {group['state_bits']} (8 or 32)")
         if group["state_bits"] == 8 and group["amsgrad"]:
             raise ValueError(
-                "amsgrad=True keeps a largest second moment that 8 bits cannot follow: use state_bits=32"
+                "amsgrad=True keeps a maximum of second moments that 8 bits cannot track: use state_bits=32"
             )
 
     def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
@@ -75,7 +75,7 @@ class AdamStates(OnePass):
     def _check_state(self, p: Tensor, state: dict[str, Any]) -> str | None:
         has = [name for name in MOMENTS if state.get(name) is not None]
         if len(has) == 1:
-            return f"it has a state {has[0]!r} alone, without {(set(MOMENTS) - {*has}).pop()!r}"
+            return f"it has only the state {has[0]!r}, without {(set(MOMENTS) - {*has}).pop()!r}"
         for name in has:
             value, scale = state[name], state.get(name + "_scale")
             codes = isinstance(value, Tensor) and value.dtype is torch.uint8 and value.shape == p.shape
@@ -83,7 +83,7 @@ class AdamStates(OnePass):
                 wrong = not_like(p, state, name)
             elif not codes or not isinstance(scale, Tensor):
                 wrong = (
-                    f"its states {name!r} and '{name}_scale' are no codes (uint8, of its shape) with scales"
+                    f"its states {name!r} and '{name}_scale' are not codes (uint8, of its shape) with scales"
                 )
             elif scale.shape != (blocks(p),):
                 wrong = f"its state '{name}_scale' has the shape {tuple(scale.shape)}, not {(blocks(p),)}"
@@ -182,7 +182,7 @@ class AdamStates(OnePass):
 
 
 def _coded(state: dict[str, Any]) -> dict[str, Any]:
-    """Codes under names that torch's optimizers do not take for moments."""
+    """Rename codes so that torch's optimizers do not take them for moments."""
     return {name + "_codes" if name + "_scale" in state else name: value for name, value in state.items()}
 
 
@@ -198,14 +198,14 @@ def _full(state: dict[str, Any]) -> dict[str, Any]:
 class Adam(AdamStates, _TorchsAdam):
     """Adam in one pass over memory, with torch.optim.Adam's arguments and results.
 
-    It is to torch.optim.Adam what memopt.optim.AdamW is to torch.optim.AdamW.
+    It differs from torch.optim.Adam as memopt.optim.AdamW differs from torch.optim.AdamW.
 
     Args:
         params: As torch.optim.Adam's, like all that are not named here.
         state_bits: As memopt.optim.AdamW's, like the next three.
-        min_8bit_size: The least number of elements for states of 8 bits.
-        master_weights: Keep an fp32 copy of fp16 and bf16 parameters.
-        stochastic_rounding: Round fp16 and bf16 parameters at random.
+        min_8bit_size: The smallest number of elements for 8-bit states.
+        master_weights: Whether to keep an fp32 copy of fp16 and bf16 parameters.
+        stochastic_rounding: Whether to round fp16 and bf16 parameters stochastically.
 
     Raises:
         ValueError: As memopt.optim.AdamW does.
@@ -259,39 +259,39 @@ class Adam(AdamStates, _TorchsAdam):
 class AdamW(AdamStates, _TorchsAdamW):
     """AdamW in one pass over memory, with torch.optim.AdamW's arguments and results.
 
-    A step does not wait for the GPU, under a gradient scaler neither. foreach, fused and capturable are accepted and
-    change nothing: this step is always fused and may always be captured. As with torch's fused step, a parameter's
-    version counter does not notice the update. The options of memopt's own may be given in a param group, too.
+    A step does not wait for the GPU, not even under a gradient scaler. foreach, fused and capturable are accepted and
+    change nothing: this step is always fused and can always be captured. As with torch's fused step, the update does
+    not increment a parameter's version counter. memopt's own options may also be given in a param group.
 
     With the same inputs a step gives torch's numbers to within 6 roundings of their terms in the parameter's type
-    (fp32: 4e-7, fp64: 7e-16), but for these:
+    (fp32: 4e-7, fp64: 7e-16), with these exceptions:
 
-    - A gradient beyond 1.8e19, whose square no fp32 holds, makes exp_avg_sq infinite, and its parameter (not one of
-      fp64) stands still but for the decay, as torch's does from 5.8e20 on (betas[1] = 0.999).
-    - fp16 and bf16 parameters have what fused=True gives, which rounds each number once a step; torch's loops round
+    - A gradient beyond 1.8e19, whose square overflows fp32, makes exp_avg_sq infinite. Its parameter (unless it is
+      fp64) then changes only by the decay, as torch's does from 5.8e20 on (betas[1] = 0.999).
+    - fp16 and bf16 parameters get the results of fused=True, which rounds each number once a step; torch's loops round
       after each operation.
-    - fp64 parameters with an fp32 tensor as lr: torch rounds 1 - lr * weight_decay and the step's size to fp32, this
-      one to fp64: 1.2e-7 of the parameter and of its update.
-    - exp_avg is infinite after an infinite gradient, torch's becomes NaN; the parameter is NaN with both.
-    - Under a gradient scaler it is torch's fused step: fp16 gradients are taken, a skipped step leaves gradients
-      scaled, and a skipped first one makes states of zeros on CUDA.
-    - A parameter whose dtype changes needs its states loaded anew. Before that torch's steps take them or raise,
-      depending on foreach and fused; this one takes fp32 states of fp16 and bf16 parameters and does else as torch's
-      with foreach=None.
+    - For fp64 parameters with an fp32 tensor as lr, torch rounds 1 - lr * weight_decay and the step size to fp32, this
+      optimizer to fp64: a difference of 1.2e-7 of the parameter and of its update.
+    - After an infinite gradient exp_avg is infinite, torch's is NaN; the parameter is NaN with both.
+    - Under a gradient scaler it behaves like torch's fused step: fp16 gradients are accepted, a skipped step leaves
+      gradients scaled, and a skipped first step creates states of zeros on CUDA.
+    - A parameter whose dtype changes needs its states loaded again. Until then torch's steps accept them or raise,
+      depending on foreach and fused. This one accepts fp32 states of fp16 and bf16 parameters and otherwise behaves
+      like torch's with foreach=None.
 
-    With state_bits=8 a gradient that is infinite or NaN, or whose square no fp32 holds, changes its own parameter alone
-    and leaves it no moments. A smaller one is what the 255 others of its block are measured by: from 1000 times theirs
-    on it slows them for as long as exp_avg_sq remembers it, from 8000 times it costs them their first moments for some
-    steps.
+    With state_bits=8 an element whose gradient is infinite or NaN, or whose square overflows fp32, affects only its own
+    parameter, and its moments become 0. A large gradient below that determines the scale of the 255 other elements of
+    its block: from 1000 times theirs on, it slows them for as long as exp_avg_sq remembers it; from 8000 times on, they
+    lose their first moments for some steps.
 
     Args:
         params: As torch.optim.AdamW's, like all that are not named here.
         state_bits: 8 keeps the two moments in 2.03 bytes a parameter instead of 8; see state_dict() for how such states
             are exchanged.
-        min_8bit_size: The least number of elements of a parameter whose moments have 8 bits.
-        master_weights: fp16 and bf16 parameters have an fp32 copy, and fp32 states, that the step works on.
-        stochastic_rounding: fp16 and bf16 parameters without such a copy are rounded up or down at random, so that
-            small updates are not lost on the average; the same on every run.
+        min_8bit_size: The smallest number of elements of a parameter for 8-bit moments.
+        master_weights: Whether fp16 and bf16 parameters have an fp32 copy and fp32 states, on which the step works.
+        stochastic_rounding: Whether fp16 and bf16 parameters without such a copy are rounded stochastically, so that
+            small updates are not lost on average; deterministic from run to run.
 
     Raises:
         ValueError: As torch's, for differentiable=True, and for amsgrad=True with state_bits=8.

@@ -38,24 +38,24 @@ class OnePass(torch.optim.Optimizer):
     # ---- a class's own --------------------------------------------------------------------------------------------
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raises ValueError where options of a group exclude each other."""
+        """Raise ValueError if options of a group exclude each other."""
 
     def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
-        """Make the missing states of a plain parameter. True: its momentum buffer has no value yet."""
+        """Create the missing states of a plain parameter. Return whether its momentum buffer has no value yet."""
         raise NotImplementedError
 
     def _read(self, state: dict[str, Any]) -> None:
-        """Gives the loaded states of one parameter the names that they have here."""
+        """Rename the loaded states of one parameter to the names used here."""
 
     def _check_state(self, p: Tensor, state: dict[str, Any]) -> str | None:
-        """Says in words which of these cannot be a state of p."""
+        """Describe which of these cannot be a state of p; None if all can."""
         step = state.get("step")
         if isinstance(step, Tensor) and step.numel() != 1:
             return f"its state 'step' has the shape {tuple(step.shape)}"
         return next(filter(None, (not_like(p, state, name) for name in self._like_p)), None)
 
     def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Brings loaded states of p into the form in which this optimizer keeps them."""
+        """Convert loaded states of p to the form in which this optimizer keeps them."""
         raise NotImplementedError
 
     def _update_by_torch(
@@ -65,7 +65,7 @@ class OnePass(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _check_gradient(self, grad: Tensor) -> None:
-        """Raises what torch does where it refuses a gradient."""
+        """Raise torch's exception for a gradient that torch refuses."""
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class OnePass(torch.optim.Optimizer):
             self._forget_collected()
 
     def _lack_states(self, left: list[int]) -> bool:
-        """True where one of these parameters was left for its gradient's order and has yet to get states."""
+        """Whether one of these parameters was left out because of its gradient's order and still lacks states."""
         flat = [(p, group) for group in self.param_groups for p in group["params"]]
         return any(
             not self.state.get(p)
@@ -203,7 +203,7 @@ class OnePass(torch.optim.Optimizer):
         return first
 
     def _forget(self, first: list[tuple[int, Tensor]]) -> None:
-        """The first step of these was not taken: their buffers have no value still."""
+        """Forget that these had a first step, because it was not taken: their buffers have no value yet."""
         if first:
             self._plan = None
         for _, p in first:
@@ -251,8 +251,8 @@ class OnePass(torch.optim.Optimizer):
                 names = self.param_groups[number].get("param_names")
                 raise ValueError(
                     f"parameter {index} of param group {number}{f' ({names[index]})' if names else ''}, of shape "
-                    f"{tuple(p.shape)}: {wrong}; states are taken from an optimizer of the same parameters in the same "
-                    "order"
+                    f"{tuple(p.shape)}: {wrong}; states can be loaded only from an optimizer of the same parameters "
+                    "in the same order"
                 )
 
     # ---- param groups and state dicts --------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class OnePass(torch.optim.Optimizer):
             if whole["differentiable"]:
                 kind = type(self).__name__
                 raise ValueError(
-                    f"memopt.optim.{kind} works outside autograd: use torch.optim.{kind} where differentiable=True"
+                    f"memopt.optim.{kind} works outside autograd: use torch.optim.{kind} for differentiable=True"
                 )
             self._check_group(whole)
         super().add_param_group(param_group)
@@ -344,7 +344,7 @@ class ScaledStep:
             if device in self.factors:
                 return self.factors[device]
             raise RuntimeError(
-                f"the scaler gave no factor for {device}: step() of the scaler takes the gradients that it saw"
+                f"the scaler gave no factor for {device}: call the scaler's step() with the gradients that it has seen"
             )
         if self.grad_scale is None:
             return None
@@ -357,7 +357,7 @@ class ScaledStep:
         return self.found_inf.detach().to(device=device, dtype=torch.float32, non_blocking=True)
 
     def is_skipped_on_cpu(self) -> bool:
-        """True where the step is skipped and nothing has to be waited for to know it."""
+        """Whether the step is skipped, as far as that is known without waiting."""
         return self.found_inf is not None and self.found_inf.device.type == "cpu" and self.is_skipped()
 
     def is_skipped(self) -> bool:
@@ -373,7 +373,7 @@ class ScaledStep:
 
 
 def _is_bare(stepped: OnePass) -> bool:
-    """True where stepped.step() begins with OnePass.step, apart from torch's own wrappers."""
+    """Whether stepped.step() begins with OnePass.step, apart from torch's own wrappers."""
     if stepped._optimizer_step_pre_hooks or optimizer._global_optimizer_pre_hooks:
         return False
     step: Any = getattr(stepped.step, "__func__", stepped.step)
@@ -409,7 +409,7 @@ def _release(states: dict[str, Any]) -> bool:
 
 
 def _in_order(p: Tensor) -> Tensor | None:
-    """The gradient of p in the order of p's elements; None where it is none of a plain kind."""
+    """Return the gradient of p in the order of p's elements; None if it is not a plain one."""
     grad = p.grad
     if grad is None or type(grad) not in (Tensor, torch.nn.Parameter) or grad.layout is not torch.strided:
         return None

@@ -22,14 +22,14 @@ else:
 class SGD(OnePass, _Torchs):
     """SGD in one pass over memory, with torch.optim.SGD's arguments and results.
 
-    A step does not wait for the GPU, under a gradient scaler neither (but for the first step with a dampening under a
-    scaler, which asks whether it is skipped). foreach and fused are accepted and change nothing. Sparse gradients are
-    left to torch's own step.
+    A step does not wait for the GPU, not even under a gradient scaler (except for the first step with dampening under a
+    scaler, which must know whether it is skipped). foreach and fused are accepted and change nothing. Sparse gradients
+    are left to torch's own step.
 
     With the same inputs a step gives torch's numbers to within 6 roundings of their terms in the parameter's type
     (fp32: 4e-7, fp64: 7e-16). The notes of memopt.optim.AdamW on gradient scalers and on parameters whose dtype changes
-    hold here, too. Sums beyond 65504 of fp16 parameters, where torch's become infinite, are fp32 on their way. p.grad
-    is only read: torch's with foreach=True and nesterov=True adds the momentum to it.
+    apply here, too. Intermediate sums of fp16 parameters beyond 65504, which become infinite in torch, are computed in
+    fp32. p.grad is only read, whereas torch's step with foreach=True and nesterov=True adds the momentum to it.
 
     Args:
         params: As torch.optim.SGD's, like all that are not named here.

@@ -59,7 +59,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def foretold(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
-    """state_bytes(), in parts."""
+    """Return what state_bytes() adds up, in parts."""
     there: list[torch.Tensor] = []
     missing: list[Kind] = []
     trained: list[Kind] = []
@@ -78,8 +78,8 @@ def foretold(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
             made = stepped(optimizer, list(dict.fromkeys(missing)))
         except Exception as error:
             raise ValueError(
-                f"optimizer: {type(optimizer).__name__} has no state yet, and what it will have is not known, as a "
-                f"step of a copy of it failed ({type(error).__name__}: {error}): give the state's bytes, or the "
+                f"optimizer: {type(optimizer).__name__} has no state yet, and the size of its state is not known, "
+                f"because a step of a copy failed ({type(error).__name__}: {error}): give the state's bytes, or the "
                 "optimizer after its first step"
             ) from error
         coming = [size for kind in missing for size in made[kind]]
@@ -87,14 +87,16 @@ def foretold(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
         passing = passing_bytes(optimizer, trained)
     except Exception as error:  # it wants a closure, say; its state is there
         logger.info(
-            "what a step of %s takes besides its state is not known: %s", type(optimizer).__name__, error
+            "the memory that a step of %s takes besides its state is not known: %s",
+            type(optimizer).__name__,
+            error,
         )
         passing = []
     return OptimizerBytes(there, coming, passing, 0)
 
 
 def on_device(found: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """One tensor of each storage on the device."""
+    """Return one tensor of each storage on the device."""
     return list({t.untyped_storage()._cdata: t for t in found if t.device == device}.values())
 
 
@@ -120,7 +122,7 @@ def passing_bytes(optimizer: torch.optim.Optimizer, trained: Sequence[Kind]) -> 
 
 
 def taken_by_steps(optimizer: torch.optim.Optimizer, kind: Kind, count: int) -> int:
-    """Bytes that a step of so many parameters takes besides its state."""
+    """Return the bytes that a step of so many parameters takes besides its state."""
     trial, _ = trial_of(optimizer, [kind] * count)
     type(trial).step(trial)
     allocator = allocator_bytes(kind.device)
@@ -135,7 +137,7 @@ def taken_by_steps(optimizer: torch.optim.Optimizer, kind: Kind, count: int) -> 
 
 
 def stepped(optimizer: torch.optim.Optimizer, wanted: list[Kind]) -> dict[Kind, list[int]]:
-    """Bytes of each tensor of the state that a step of a copy of the optimizer gives a parameter."""
+    """Return the bytes of each state tensor that a step of a copy of the optimizer creates for a parameter."""
     trial, made = trial_of(optimizer, wanted)
     type(trial).step(trial)
     return {
@@ -147,7 +149,7 @@ def stepped(optimizer: torch.optim.Optimizer, wanted: list[Kind]) -> dict[Kind, 
 def trial_of(
     optimizer: torch.optim.Optimizer, wanted: list[Kind]
 ) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
-    """A copy of the optimizer for parameters of zeros, and those."""
+    """Return a copy of the optimizer for parameters of zeros, and these parameters."""
     nothing = {id(p): p.new_empty(0) for group in optimizer.param_groups for p in group["params"]}
     stateless = copy.copy(optimizer)
     stateless.state = defaultdict(dict)

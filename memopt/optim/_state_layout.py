@@ -39,7 +39,7 @@ def wants_codes(p: Tensor, group: dict[str, Any]) -> bool:
 
 
 def like(p: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
-    """A tensor of p's shape, order and device: zeros, or the value, which is not copied where it is one already."""
+    """Return a tensor of p's shape, order and device: zeros, or the value, which is copied only if necessary."""
     p = p.detach()
     if value is None:
         return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
@@ -51,7 +51,8 @@ def like(p: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
 
 
 def not_like(p: Tensor, state: dict[str, Any], name: str) -> str | None:
-    """Says in words why the state of that name, if there is one, is no number for each of p's elements."""
+    """Describe why the state of that name, if there is one, is not one number for each of p's elements; None if it
+    is."""
     value = state.get(name)
     if value is None:
         return None
@@ -65,7 +66,7 @@ def not_like(p: Tensor, state: dict[str, Any], name: str) -> str | None:
 
 
 def one_step(value: Any, p: Tensor) -> Tensor:
-    """The count of steps as a tensor of its own: one fp32 on the parameter's device."""
+    """Return the count of steps as a separate tensor: one fp32 on the parameter's device."""
     if isinstance(value, Tensor):
         return value.detach().to(dtype=torch.float32, device=p.device)
     return torch.tensor(float(value), dtype=torch.float32, device=p.device)
@@ -76,12 +77,12 @@ def blocks(p: Tensor) -> int:
 
 
 def no_codes(p: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of zeros."""
+    """Return codes and scales of zeros."""
     return like(p, torch.uint8), torch.zeros(blocks(p), dtype=torch.float32, device=p.device)
 
 
 def encoded(value: Tensor, p: Tensor, second: bool) -> tuple[Tensor, Tensor]:
-    """A moment as codes in p's order, and their scales."""
+    """Return a moment as codes in p's order, and their scales."""
     host = p.detach().to("cpu")
     codes, scales = no_codes(host)
     _C.adam8_encode(second, like(host, torch.float32, value), codes, scales)
@@ -89,7 +90,7 @@ def encoded(value: Tensor, p: Tensor, second: bool) -> tuple[Tensor, Tensor]:
 
 
 def decoded(codes: Tensor, scales: Tensor, second: bool) -> Tensor:
-    """The fp32 moment that codes stand for, on their device and in their order."""
+    """Return the fp32 moment for these codes, on their device and in their order."""
     codes_here = codes.to("cpu")
     values = torch.empty_like(codes_here, dtype=torch.float32, memory_format=torch.preserve_format)
     _C.adam8_decode(second, values, codes_here, scales.to(device="cpu", dtype=torch.float32).contiguous())

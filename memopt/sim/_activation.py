@@ -41,6 +41,7 @@ def activate(
     context: int | str = 0,
     cudnn_workspace: int | str = 0,
     cudnn_version: int | None = None,
+    stale_aliases: bool = False,
 ) -> None:
     """Create simulated CUDA devices for this process, until it ends. Must come before `import torch`.
 
@@ -59,6 +60,8 @@ def activate(
         cudnn_workspace: Bytes of workspace that every cuDNN plan requests. NVIDIA's sizes are not known; 0 is a lower
             bound.
         cudnn_version: Answer of cudnnGetVersion; by default the version that this torch was published with.
+        stale_aliases: Whether the devices are broken in one way, for tests: what is written by one address of memory
+            that is mapped at two is never seen by the other.
 
     Raises:
         RuntimeError: torch is imported already; a real CUDA driver or runtime is mapped in this process; torch is
@@ -67,7 +70,15 @@ def activate(
         ValueError: A setting makes no sense.
     """
     settings = settings_of(
-        memory, devices, compute_capability, multiprocessors, lazy, blank, context, cudnn_workspace
+        memory,
+        devices,
+        compute_capability,
+        multiprocessors,
+        lazy,
+        blank,
+        context,
+        cudnn_workspace,
+        stale_aliases,
     )
     if cudnn_version is not None:
         settings += f" cudnn_version={cudnn_version}"
@@ -89,17 +100,17 @@ def activate_from(settings: str | None = None) -> None:
         settings = os.environ.get(VARIABLE)
     if not settings:
         raise ValueError(
-            f"no settings of a simulated device: {VARIABLE} has them, as active_settings() gives them"
+            f"there are no settings of a simulated device: {VARIABLE} must hold the result of active_settings()"
         )
     if is_active():
-        raise RuntimeError("the simulated device is active already: one activation a process")
+        raise RuntimeError("the simulated device is already active: a process can activate it only once")
     if "torch" in sys.modules:
-        raise RuntimeError("torch is imported already: memopt.sim.activate() must come before `import torch`")
+        raise RuntimeError("torch is already imported: memopt.sim.activate() must come before `import torch`")
     real = mapped_cuda()
     if real:
         raise RuntimeError(
-            f"a CUDA library is loaded in this process already ({real[0]}): the simulated device runs in a process of "
-            "its own; start a new one and activate before anything opens CUDA"
+            f"a CUDA library is already loaded in this process ({real[0]}): the simulated device needs its own "
+            "process; start a new one and activate the device before anything opens CUDA"
         )
     folder = _set_for_this_torch()
     # Not among what is handed on: another process may have another torch.
@@ -126,7 +137,7 @@ def active_settings() -> str:
         >>> subprocess.run(command, env={**os.environ, VARIABLE: active_settings()})
     """
     if _active is None:
-        raise RuntimeError("the simulated device is not active: memopt.sim.activate() comes first")
+        raise RuntimeError("the simulated device is not active: call memopt.sim.activate() first")
     return _active
 
 
@@ -137,7 +148,7 @@ def libraries() -> Path:
         RuntimeError: activate() has not been called.
     """
     if _libraries is None:
-        raise RuntimeError("no simulated library is loaded: memopt.sim.activate() comes first")
+        raise RuntimeError("no simulated library is loaded: call memopt.sim.activate() first")
     return _libraries
 
 
@@ -198,11 +209,12 @@ def settings_of(
     blank: bool = False,
     context: int | str = 0,
     cudnn_workspace: int | str = 0,
+    stale_aliases: bool = False,
 ) -> str:
     """Return the text for activate_from() that stands for these arguments of activate()."""
     capability = re.fullmatch(r"(\d+)\.(\d)", str(compute_capability))
     if capability is None:
-        raise ValueError(f'compute_capability is a text like "8.0", not {compute_capability!r}')
+        raise ValueError(f'compute_capability must be a string such as "8.0", not {compute_capability!r}')
     values = {
         "memory": parse_size(memory),
         "devices": devices,
@@ -212,6 +224,7 @@ def settings_of(
         "blank": int(blank),
         "context": parse_size(context),
         "cudnn_workspace": parse_size(cudnn_workspace),
+        "stale_aliases": int(stale_aliases),
     }
     return " ".join(f"{key}={value}" for key, value in values.items())
 
@@ -227,7 +240,7 @@ def _torch_lib_dir() -> Path:
     if torch_version.too_old(version):
         oldest = ".".join(map(str, torch_version.OLDEST))
         raise RuntimeError(
-            f"torch {version} in {home} is too old, {oldest} is the oldest simulated: {_INSTALL}"
+            f"torch {version} in {home} is too old: {oldest} is the oldest supported: {_INSTALL}"
         )
     return home / "lib"
 
@@ -256,7 +269,7 @@ def _activated(folder: Path, settings: str) -> ctypes.CDLL:
     refused = device.simcuda_activate(settings.encode())
     if refused is not None:
         _ctypes.dlclose(device._handle)
-        raise ValueError(f"the simulated device refuses {settings!r}: {refused.decode()}")
+        raise ValueError(f"the simulated device rejects {settings!r}: {refused.decode()}")
     try:
         _open(folder)
     except RuntimeError:

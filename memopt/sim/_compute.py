@@ -79,7 +79,7 @@ _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
 
 class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
-    """A dispatch mode under which simulated CUDA ops have the values of the same ops on the CPU.
+    """A dispatch mode under which simulated CUDA ops return the values of the same ops on the CPU.
 
     Raises:
         RuntimeError: The simulated device is not active.
@@ -94,7 +94,7 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
     def __init__(self) -> None:
         if not is_active():
             raise RuntimeError(
-                "Compute is for the simulated device: call memopt.sim.activate() before importing torch"
+                "Compute works on the simulated device only: call memopt.sim.activate() before importing torch"
             )
         super().__init__()  # type: ignore[no-untyped-call]
         self._generators = HostGenerators()
@@ -187,8 +187,8 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if on_cuda(leaf)]
         if func._schema.is_mutable and not all(map(is_plain, _written(func, args, kwargs))):
             raise RuntimeError(
-                f"memopt.sim.Compute cannot write to a sparse or nested tensor in place ({func}): "
-                "write the op without the underscore, or call .coalesce() or .to_dense() before it"
+                f"memopt.sim.Compute cannot write to a sparse or nested tensor in place ({func}): use the op without "
+                "the underscore, or call .coalesce() or .to_dense() first"
             )
         try:
             values = _on_host(func, args, kwargs, {})
@@ -205,7 +205,7 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an op writes to."""
+    """Return the arguments that an op writes to."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     return [
         named[argument.name]
@@ -228,8 +228,8 @@ def _on_host(
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{func} while a CUDA graph is captured: a graph replays kernels, which compute nothing on the simulated "
-            "device, so memopt.sim.Compute has no values for it: run without CUDA graphs, or, for its memory alone, "
-            "without Compute, as `memopt estimate` does"
+            "device, so memopt.sim.Compute has no values for it: run without CUDA graphs, or, to see its memory "
+            "only, without Compute, as `memopt estimate` does"
         )
     # Copies are real work: the CPU must not overtake them.
     for device in {leaf.device for leaf in tree_leaves((args, kwargs)) if on_cuda(leaf)} or {None}:
@@ -245,9 +245,9 @@ def _on_host(
         if not isinstance(error, NotImplementedError):
             raise
         raise RuntimeError(
-            f"memopt.sim.Compute has no values for {func}, which the CPU does not compute: write it with ops that the "
-            "CPU has too (for a kernel of your own: memopt.sim.emulate), or ask `memopt estimate`, which needs no "
-            f"values ({str(error).partition('. ')[0]})"
+            f"memopt.sim.Compute has no values for {func}, which the CPU does not implement: use ops that the CPU has "
+            "too (for your own kernels: memopt.sim.emulate), or use `memopt estimate`, which needs no values "
+            f"({str(error).partition('. ')[0]})"
         ) from None
 
 

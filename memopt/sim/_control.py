@@ -116,7 +116,7 @@ def set_memory(memory: int | str, device: int = 0) -> None:
     """
     if device_library().simcuda_set_memory(device, parse_size(memory)) != 0:
         raise ValueError(
-            f"device {device} cannot have {memory!r} of memory: there is no such device, or it was activated with less"
+            f"device {device} cannot have {memory!r} of memory: the device does not exist, or was activated with less"
         )
 
 
@@ -148,7 +148,7 @@ def fail(name: str, *, after: int = 0, count: int = 1, code: int = 0) -> None:
         ValueError: The simulated device does not implement such a function, or a number is negative.
     """
     if after < 0 or count < 0:
-        raise ValueError(f"after and count are numbers of calls, not {after} and {count}")
+        raise ValueError(f"after and count must be numbers of calls, not {after} and {count}")
     if device_library().simcuda_fail(name.encode(), after, count, code) != 0:
         raise ValueError(f"{name!r} is not a function that the simulated device implements")
 
@@ -208,7 +208,7 @@ def emulate(name: str, body: Body | int, argument_sizes: Sequence[int]) -> None:
         address = ctypes.c_void_p(body)
     _bodies.append(sizes)
     if device_library().simcuda_emulate(name.encode(), address, len(argument_sizes), sizes) != 0:
-        raise MemoryError(f"no host memory to register the body of {name!r}")
+        raise MemoryError(f"not enough host memory to register the body of {name!r}")
 
 
 def workspace_reads() -> int:

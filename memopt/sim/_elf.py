@@ -109,7 +109,7 @@ def _sections(image: mmap.mmap) -> list[_Section]:
 def _string(image: mmap.mmap, at: int) -> str:
     end = image.find(b"\0", at)
     if end < 0:
-        raise IndexError("a string runs past the end")
+        raise IndexError("a string extends past the end")
     return image[at:end].decode()
 
 

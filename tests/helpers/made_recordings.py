@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from memopt._memory.recording import recording_file
 from memopt._memory.recording.recording import (
     ACTIVATIONS,
     CATEGORIES,
@@ -208,12 +209,17 @@ def made(blocks: int = 5, device: str = "cuda:0") -> Recording:
         times_us=torch.arange(events) + (1 << 50),
         stacks=[(), (line, outer), (outer,)],
         modules=["", "Net.first"],
-        marks=[Mark(-1, "step", ""), Mark(events - 1, "oom", "asked 7 bytes")],
+        marks=[Mark(-1, "step", ""), Mark(events - 1, "oom", "requested 7 bytes")],
         reserved_events=torch.tensor([-1, 3]),
         reserved_bytes=torch.tensor([0, 1 << 31]),
         capacity=1 << 34,
         facts={"command": ["train.py"], "versions": {"torch": "x"}},
     )
+
+
+def save(recording: Recording, path: Path) -> None:
+    """As memopt.profile() writes a .mopt file."""
+    recording_file.save([recording], path)
 
 
 def figures(peak: int, line: str = "a.py:3", **more) -> dict:

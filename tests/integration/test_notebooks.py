@@ -96,7 +96,7 @@ def test_a_cells_peak_its_lines_and_what_grew(said):
     assert re.search(
         rf"grown +outputs\[\*\] \+15.0 MiB \(15 tensors, In\[{number[1]}\]:3, graph of \d+ nodes\)", shown
     )
-    assert re.search(rf"asked by +In\[{number[1]}\]:3 2\d\.\d MiB", shown)
+    assert re.search(rf"top lines +In\[{number[1]}\]:3 2\d\.\d MiB", shown)
     html = next(o["data"]["text/html"] for o in said["grows"] if "text/html" in o.get("data", {}))
     assert "<script" not in html and "outputs[*]" in html
 

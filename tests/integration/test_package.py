@@ -46,9 +46,12 @@ def test_public_names_are_there_and_listed():
         _ = memopt.docter
 
 
-def test_only_public_names_are_listed():
-    for module in (memopt, memopt.batch_sizes, memopt.compress, memopt.data):
-        assert {name for name in dir(module) if name[:2] != "__"} == set(module.__all__) - {"__version__"}
+MODULES = [memopt, *(value for name in memopt.__all__ if inspect.ismodule(value := getattr(memopt, name)))]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_only_public_names_are_listed(module):
+    assert {name for name in dir(module) if name[:2] != "__"} == set(module.__all__) - {"__version__"}
 
 
 def test_importing_loads_neither_torch_nor_numpy_nor_ctypes():

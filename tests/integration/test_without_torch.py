@@ -68,5 +68,5 @@ def test_a_torch_that_is_too_old_is_said_the_same_way(
     out, err = capsys.readouterr()
     assert (out, err) == (
         "",
-        "memopt demo needs PyTorch 2.10 or later, and this is 2.9.1: pip install -U torch\n",
+        "memopt demo needs PyTorch 2.10 or later, but this is 2.9.1: pip install -U torch\n",
     )

@@ -46,7 +46,7 @@ limit(4)
 try:
     memopt.backward(fn, x, model=model)
 except RuntimeError as error:
-    assert "one sample alone does not fit (of 8): it needs at least" in str(error), error
+    assert "even one sample (of 8) does not fit: it needs at least" in str(error), error
     assert "of address space" in str(error)
     assert "DefaultCPUAllocator: can't allocate memory" in str(error)
     print("least")

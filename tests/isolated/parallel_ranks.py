@@ -104,12 +104,15 @@ def sequential(model: nn.Module) -> nn.Module:
 
 
 def automatic(model: nn.Module) -> nn.Module:
-    """Within the least budget there is."""
-    sample = batch(RANK, 0)
-    try:
-        memopt.auto_checkpoint(model, sample, memory_budget=1, loss=squares)
-    except InfeasibleBudget as error:
-        memopt.auto_checkpoint(model, sample, memory_budget=error.least_budget, loss=squares)
+    """Within the least budget there is. What collectives' threads hold differs from run to run, now and then by more
+    than the room that an error leaves for it: then it names another."""
+    sample, budget = batch(RANK, 0), 1
+    for _ in range(4):
+        try:
+            memopt.auto_checkpoint(model, sample, memory_budget=budget, loss=squares)
+            break
+        except InfeasibleBudget as error:
+            budget = error.least_budget
     assert vars(model)["plan"].runner is not None or len(model) == 1
     return model
 

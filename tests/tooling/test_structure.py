@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,9 @@ LAYERS = {  # a folder, and those that it may include from
     },
     "simcuda": {"simcuda", "driver/cuda_types.h", "kernels"},
 }
+PRIVATE = re.compile(
+    r"\bmemopt(?:\.\w+)*\._(?!_)\w+(?:\.\w+)*|\bfrom memopt[\w.]* import (?:\([^)]*?|[^(\n]*?)\b_(?!_)\w+"
+)
 SOURCES = [path for layer in LAYERS for path in sorted((CSRC / layer).glob("*.[ch]"))]
 
 
@@ -53,3 +57,28 @@ def test_includes_go_downwards(source):
 def test_only_the_python_layer_knows_python():
     knowing = {source.parent.name for source in SOURCES if "<Python.h>" in source.read_text()}
     assert knowing == {"python"}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from memopt._demo.tasks import Task", ["memopt._demo.tasks"]),
+        ("from memopt import _C, chain", ["from memopt import _C"]),
+        (
+            "from memopt.cuda import (\n    trim,\n    _pool,\n)",
+            ["from memopt.cuda import (\n    trim,\n    _pool"],
+        ),
+        ("memopt.cuda._pool.open()", ["memopt.cuda._pool.open"]),
+        ("memopt.__version__, memopt.live_tensors(), from memopt.demo import get_task", []),
+    ],
+)
+def test_private_names_are_found(text, found):
+    assert PRIVATE.findall(text) == found
+
+
+def test_benchmarks_notebooks_and_readme_use_public_names():
+    listed = ["git", "ls-files", "benchmarks/*.py", "notebooks/*.ipynb", "README.md"]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    private = {file: names for file in files if (names := PRIVATE.findall((ROOT / file).read_text()))}
+    # The child process of `memopt estimate`: no option of the command has it compute the script for real.
+    assert private == {"benchmarks/bench_estimate.py": ["memopt._estimate.script_process"]}

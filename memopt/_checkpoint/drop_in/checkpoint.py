@@ -71,8 +71,8 @@ def checkpoint(
 ) -> Any:
     """Call a function and recompute its intermediate results in the backward pass instead of keeping them.
 
-    A drop-in for torch.utils.checkpoint.checkpoint. Its arguments mean the same, those that this version of torch does
-    not have yet too; batch_norm_once is memopt's own.
+    A drop-in for torch.utils.checkpoint.checkpoint. Its arguments have the same meaning, including those that this
+    version of torch does not have yet; batch_norm_once is memopt's own.
 
     Args:
         function: The function or module to run. Without it, the call returns a decorator with these arguments.

@@ -59,7 +59,7 @@ def complain(kind: str, function: Callable[..., Any], first: Any, second: Any) -
             f"Number of tensors saved during recomputation: {second}.\n"
             f"{_TIP}"
         )
-        ours = f"{_named(function)} saved {first} tensors and, run again, {second}"
+        ours = f"{_named(function)} saved {first} tensors at first, and {second} when run again"
     elif kind == "more":
         text = (
             "torch.utils.checkpoint: trying to save more tensors during "

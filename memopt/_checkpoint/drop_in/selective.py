@@ -56,9 +56,9 @@ def create_selective_checkpoint_contexts(
     """Return two contexts that decide for each operation of a checkpoint whether its result is kept or recomputed.
 
     A drop-in for torch.utils.checkpoint.create_selective_checkpoint_contexts, for `context_fn` of a checkpoint that is
-    not reentrant. CheckpointPolicy.MUST_CPU_OFFLOAD and PREFER_CPU_OFFLOAD keep a result in pinned host memory, copied
-    on a stream of its own, and free the device's. Results on the CPU, tensor
-    subclasses, and results made while a CUDA graph is captured are kept as they are.
+    not reentrant. CheckpointPolicy.MUST_CPU_OFFLOAD and PREFER_CPU_OFFLOAD copy a result to pinned host memory, on a
+    separate stream, and free it on the device. Results on the CPU, tensor subclasses, and results computed while a CUDA
+    graph is captured are kept as they are.
 
     Args:
         policy_fn_or_list: policy_fn(ctx, op, *args, **kwargs), which returns a CheckpointPolicy or a bool (keep); or a
@@ -135,15 +135,15 @@ class HostCopy:
         room = host_memory(device).take(tensor.nbytes)
         if room is None:
             raise MemoryError(
-                f"the host does not lock {tensor.nbytes} bytes for what a checkpoint policy offloads: raise "
-                "`ulimit -l`, or the memory limit of the container, or save or recompute it"
+                f"the host cannot lock {tensor.nbytes} bytes for a tensor that a checkpoint policy offloads: raise "
+                "`ulimit -l` or the memory limit of the container, or save or recompute the tensor"
             )
         self.transfer = PinnedTransfer(flat, room, torch.cuda.current_stream(device).cuda_stream)
         tensor.record_stream(_copies_out(device))
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> HostCopy | None:
-        """None where there is nothing to gain: it is not on a CUDA device, or is not plain memory."""
+        """Return a copy on the host; None for a result that is not on a CUDA device, or not plain memory."""
         if type(tensor) is not torch.Tensor or not tensor.is_cuda or tensor.layout is not torch.strided:
             return None
         return cls(tensor) if tensor.nbytes and not torch.cuda.is_current_stream_capturing() else None

@@ -65,9 +65,9 @@ def checkpoint_sequential(
     """Apply functions one after the other, and recompute intermediate results in the backward pass.
 
     A drop-in for torch.utils.checkpoint.checkpoint_sequential. With memory_budget the functions run by the fastest
-    schedule of recomputation that stays within it. Random states are then restored, and running statistics count a
-    batch once. The functions are measured when they are first called with an input of new shapes, dtypes and devices,
-    which takes some runs of each. They must therefore be the same objects from call to call, not new lambdas.
+    recomputation schedule that stays within it. Random states are then restored, and running statistics count a batch
+    once. The functions are measured when they are first called with an input of new shapes, dtypes and devices, which
+    takes some runs of each. They must therefore be the same objects from call to call, not new lambdas.
 
     Args:
         functions: The functions or modules, or an nn.Sequential.
@@ -76,9 +76,9 @@ def checkpoint_sequential(
         input: The first function's input.
         use_reentrant: As in memopt.checkpoint. Not used with memory_budget.
         memory_budget: Most bytes that this chain may need from the call to the end of its backward: parameters and
-            buffers of the functions, their gradients, the input, saved tensors, the output and its gradient. Other
-            memory (an optimizer's state, other parts of the model) is to be subtracted first. An int, "8GiB", or a
-            fraction (a float) of the device's memory.
+            buffers of the functions, their gradients, the input, saved tensors, the output and its gradient. Subtract
+            other memory (an optimizer's state, other parts of the model) first. An int, "8GiB", or a fraction (a float)
+            of the device's memory.
         **kwargs: preserve_rng_state, and batch_norm_once as in memopt.checkpoint.
 
     Returns:
@@ -99,7 +99,7 @@ def checkpoint_sequential(
         # Not children(), which leaves out a module that is there a second time.
         return run_within(tuple(functions), input, memory_budget)
     if segments is None:
-        raise ValueError("segments is None: give a number of them, or memory_budget")
+        raise ValueError("segments is None: give the number of segments, or memory_budget")
     if use_reentrant is None:
         warnings.warn(_NOT_PASSED, stacklevel=2)
         use_reentrant = True
@@ -226,7 +226,7 @@ class FunctionChain:
                 self.changing.append(k)
         if 0 in self.changing:
             raise ValueError(
-                f"functions[0], {self.names[0]}, changes its input in place, which is needed to run it again: "
+                f"functions[0], {self.names[0]}, changes its input in place, but running it again needs that input: "
                 "give it a copy, or call it before checkpoint_sequential"
             )
         changes = joined(*self.state)

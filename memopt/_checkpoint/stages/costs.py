@@ -353,9 +353,9 @@ class GraphIsGone(ValueError):
 
     def __init__(self, name: str = "a stage") -> None:
         super().__init__(
-            f"{name} takes gradients within its own forward, or leaves a tensor elsewhere than in its output or an "
-            "attribute (in a list, say) that a gradient is taken of: auto_checkpoint() cannot measure it. Return that "
-            "tensor, or checkpoint the other parts by memopt.checkpoint()"
+            f"{name} computes gradients in its own forward pass, or keeps a tensor that needs a gradient outside its "
+            "output and attributes (in a list, say): auto_checkpoint() cannot measure it. Return that tensor, or "
+            "checkpoint the other parts with memopt.checkpoint()"
         )
 
 

@@ -54,7 +54,7 @@ def default_loss(out: Any) -> torch.Tensor:
 
 
 def untaken(size: StageBytes) -> StageBytes:
-    """Of a stage whose output the next one does not take: nothing keeps it but the stage itself, if it saves it."""
+    """Return the sizes of a stage whose output the next one does not take: only the stage may keep it."""
     return size._replace(
         saved=size.saved if size.saves_output else size.saved_beside_output,
         output=0,
@@ -70,23 +70,23 @@ class Measurable(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of each stage."""
+        """The name of each stage."""
 
     @property
     def changing(self) -> Collection[int]:
-        """Stages that change their input in place."""
+        """The numbers of the stages that change their input in place."""
 
     @property
     def lingering(self) -> Sequence[int | None]:
-        """Of each stage another one, whose input its caller still holds, or None."""
+        """For each stage another stage whose input its caller still holds, or None."""
 
     @property
     def norms(self) -> Sequence[Sequence[torch.nn.Module]]:
-        """Of each stage the modules whose running statistics are copied when it runs again."""
+        """For each stage the modules whose running statistics are copied when it runs again."""
 
     @property
     def state(self) -> Sequence[Changes]:
-        """Of each stage what its runs change in modules."""
+        """For each stage what its runs change in modules."""
 
     @property
     def standing(self) -> Sequence[torch.Tensor]:
@@ -97,7 +97,7 @@ class Measurable(Protocol):
         """Tensors whose gradients a step makes and leaves."""
 
     def run(self, run: Callable[..., Any]) -> Any:
-        """One forward pass, in which stage k is run(k, its arguments)."""
+        """Run one forward pass, in which stage k is run(k, its arguments)."""
 
 
 class ExternalGrad(NamedTuple):
@@ -177,8 +177,9 @@ class ChainMeasurement:
         return self.chain.run(run)
 
     def note_externals(self, k: int, call: StageCall, made_by: dict[int, int]) -> None:
-        """Of stage k's arguments that are not the output of the stage before. made_by: storage -> the stage that it was
-        made by, or behind."""
+        """Note those of stage k's arguments that are not the output of the stage before.
+
+        made_by: storage -> the stage that made it."""
         standing = {local(t).untyped_storage()._cdata for t in self.standing}
         for leaf in call.leaves:
             if isinstance(leaf, Held) and leaf.requires_grad and leaf.tensor.layout is torch.strided:
@@ -188,7 +189,7 @@ class ChainMeasurement:
                     self.external_grads.append(ExternalGrad(identity, k, made_by.get(identity, -1), nbytes))
 
     def arguments(self, k: int, call: StageCall, linked: list[Held]) -> Callable[[], Arguments]:
-        """A function that makes stage k's arguments anew for each run by itself."""
+        """Return a function that makes stage k's arguments anew for each separate run."""
         if k not in self.chain.changing:
             return lambda: call.arguments(linked)
         return lambda: call.arguments(
@@ -196,7 +197,8 @@ class ChainMeasurement:
         )
 
     def gradient_bytes(self, made: list[torch.Tensor]) -> tuple[int, int]:
-        """Of the parameters that hooks made these of, after a backward pass through that, and at the most in it."""
+        """Return the bytes of the gradients of the parameters from which hooks made these tensors: after a backward
+        pass through the hooks, and at its peak."""
         if not made:
             return 0, 0
         self.clear_gradients()
@@ -350,7 +352,7 @@ class ChainMeasurement:
         self.stage_seconds.append(StageSeconds(forward, forward, forward, backward))
 
     def of_groups(self, groups: Sequence[range]) -> tuple[list[StageBytes], list[StageSeconds]]:
-        """The costs of these groups of stages, each as one, and of what comes after the last."""
+        """Return the costs of these groups of stages, each as one, and of everything after the last."""
         sizes = [group_bytes(self.stage_bytes[g.start : g.stop]) for g in groups]
         times = [group_seconds(self.stage_seconds[g.start : g.stop]) for g in groups]
         return [*sizes, self.stage_bytes[-1]], [*times, self.stage_seconds[-1]]
@@ -382,7 +384,7 @@ def group(sizes: Sequence[StageBytes]) -> list[range]:
 
 
 def group_bytes(members: Sequence[StageBytes]) -> StageBytes:
-    """The sizes of a group as one stage."""
+    """Return the sizes of a group as one stage."""
     if len(members) == 1:
         return members[0]
     kept = passing = 0  # bytes that stay, and the output of the member before
@@ -425,7 +427,7 @@ def group_bytes(members: Sequence[StageBytes]) -> StageBytes:
 
 
 def group_seconds(members: Sequence[StageSeconds]) -> StageSeconds:
-    """A member before the last cannot end early: the next one needs its output."""
+    """Return the seconds of a group. A member before the last cannot stop early: the next one needs its output."""
     return StageSeconds(
         forward=sum(t.forward for t in members),
         full_forward=sum(t.full_forward for t in members),

@@ -52,7 +52,7 @@ class Call:
         return self.before is not None
 
     def source(self) -> Call | None:
-        """The call of which this one, or the outermost that begins with it, takes an output."""
+        """Return the call whose output this call, or the outermost call that begins with it, takes."""
         call: Call | None = self
         while call is not None and call.before is None:
             first = call.parent is not None and call.parent.children[0] is call and call.takes_parents
@@ -155,7 +155,7 @@ def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def stages_of(call: Call, repeated: set[torch.nn.Module]) -> list[Call]:
-    """The stages that a call's children make, those of one run after those of the other."""
+    """Return the stages that a call's children form, run after run."""
     stages: list[Call] = []
     for run in call.runs():
         for child in run:
@@ -207,8 +207,8 @@ def find_chain(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             stages.append(stage)
     if not stages:
         raise ValueError(
-            f"{type(model).__name__} calls no module of its own once in a forward pass: there is no chain of stages "
-            "to checkpoint. Checkpoint parts of its forward with memopt.checkpoint()"
+            f"{type(model).__name__} calls none of its modules exactly once in a forward pass, so it has no chain of "
+            "stages to checkpoint. Checkpoint parts of its forward with memopt.checkpoint()"
         )
     return stages
 
@@ -349,12 +349,12 @@ def repeatedly(name: str) -> Iterator[None]:
     except RuntimeError as error:
         if "modified by an inplace operation" in str(error):
             raise ValueError(
-                f"{name} changes in place what its own backward pass needs, as it would without checkpoints: {error}. "
-                "Let it use a clone()"
+                f"{name} changes in place a tensor that its own backward pass needs, which fails without checkpoints "
+                f"too: {error}. Change a clone() instead"
             ) from error
         raise ValueError(
             f"{name} behaves differently when it runs again: {error}. A cache or a counter that each run changes may "
-            "be why; Hugging Face's models keep a cache unless model.config.use_cache = False"
+            "be the cause; Hugging Face models keep a cache unless model.config.use_cache = False"
         ) from error
 
 

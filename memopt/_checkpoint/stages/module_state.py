@@ -78,7 +78,9 @@ Changes = dict[
 
 
 def slots_of(modules: Iterable[torch.nn.Module], parameters: bool = True) -> Iterator[StateSlot]:
-    """All but running statistics of batch normalisation. parameters: theirs too."""
+    """Return all slots except running statistics of batch normalisation.
+
+    parameters: whether parameters are included."""
     for module in modules:
         if not isinstance(module, _NormBase):
             yield from (StateSlot(module, "_buffers", name) for name in module._buffers)
@@ -88,7 +90,7 @@ def slots_of(modules: Iterable[torch.nn.Module], parameters: bool = True) -> Ite
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True where its values are the bytes of a storage."""
+    """Whether the tensor's values are the bytes of a storage."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -97,12 +99,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, to be compared also where it is NaN; copies are real on the simulated device too."""
+    """Return a copy on the host that can be compared even where it is NaN; copies are real on the simulated device
+    too."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 class Seen:
-    """A value as it was, to be told from what it is now."""
+    """A value as it was, to be compared with the current one."""
 
     def __init__(self, slot: StateSlot) -> None:
         self.value = value = slot.get()
@@ -119,12 +122,12 @@ class Seen:
             self.contents = copy.copy(value)
 
     def is_another(self, value: Any) -> bool:
-        """True where this is another object than the one that was there."""
+        """Whether another object is there now."""
         simple = isinstance(value, SIMPLE) and type(value) is type(self.value)
         return value is not self.value and not (simple and value == self.value)
 
     def has_changed(self) -> bool:
-        """True where the object that was there has other contents now."""
+        """Whether the object that was there has other contents now."""
         value = self.value
         if isinstance(value, torch.Tensor):
             moved = not value.is_inference() and value._version != self.version
@@ -144,7 +147,7 @@ class Seen:
         return not torch.equal(bits(value), self.contents)
 
     def put_back(self) -> None:
-        """The contents that it had."""
+        """Restore the former contents."""
         value = self.value
         if isinstance(value, torch.Tensor):
             if self.contents is None or not self.differs(value):
@@ -161,7 +164,9 @@ class Seen:
 
 
 class Snapshot:
-    """All state of these modules, as it is now, or is when they are added. parameters: theirs too."""
+    """All state of these modules, as it is now, or when a module is added.
+
+    parameters: whether parameters are included."""
 
     def __init__(self, modules: Iterable[torch.nn.Module], parameters: bool = True) -> None:
         self.parameters = parameters
@@ -194,7 +199,7 @@ class Snapshot:
         self.put_back()
 
     def put_back(self) -> None:
-        """All is again what it was; so it is when the snapshot, as a context, ends."""
+        """Restore everything; the snapshot, used as a context, does so at its end."""
         for slot in self.changes():
             if isinstance(slot, PythonRandom):
                 slot.put(self.random)
@@ -207,7 +212,7 @@ class Snapshot:
 
 @contextmanager
 def watched(modules: Iterable[torch.nn.Module]) -> Iterator[Snapshot]:
-    """A snapshot of these modules, and of others when they are first called meanwhile."""
+    """Return a snapshot of these modules, and of others when they are first called in the meantime."""
     snapshot = Snapshot(modules)
     thread = threading.get_ident()
 
@@ -231,7 +236,7 @@ def joined(*all_changes: Changes) -> Changes:
 
 
 def changes_within(changes: Changes, modules: Iterable[torch.nn.Module]) -> Changes:
-    """Those that concern these modules, which may only read what another changes."""
+    """Return the changes that concern these modules, which may only read what another module changes."""
     changed = {
         value.untyped_storage()._cdata
         for slot, contents in changes.items()
@@ -248,13 +253,13 @@ def changes_within(changes: Changes, modules: Iterable[torch.nn.Module]) -> Chan
 
 
 def buffers_beside(modules: Iterable[torch.nn.Module], changes: Changes) -> list[StateSlot]:
-    """Buffers that no run is known to change."""
+    """Return the buffers that no run is known to change."""
     return [slot for slot in slots_of(modules) if slot.where == "_buffers" and slot not in changes]
 
 
 @contextmanager
 def unchanged(buffers: Iterable[StateSlot], stage: int) -> Iterator[None]:
-    """A stage's first run. No copies of these were kept: a second run would find them changed."""
+    """Check that a stage's run leaves these unchanged: no copies were kept, so a second run would find other values."""
     before = [
         (slot, value, value._version)
         for slot in buffers
@@ -264,14 +269,14 @@ def unchanged(buffers: Iterable[StateSlot], stage: int) -> Iterator[None]:
     for slot, value, version in before:
         if value._version != version:
             raise RuntimeError(
-                f"{slot} is changed by its forward, stage {stage} of the chain, and was not when the model was "
-                "measured: a second run would not be the first. Call auto_checkpoint() again, with the model as it is "
-                "used now (train() or eval(), a sample like this batch)"
+                f"{slot} is changed by its forward pass, stage {stage} of the chain, but was not when the model was "
+                "measured: a second run would differ from the first. Call auto_checkpoint() again, with the model as "
+                "it is used now (train() or eval(), a sample like this batch)"
             )
 
 
 class WeakChanges:
-    """Changes, by weak references to the modules."""
+    """Changes that refer weakly to their modules."""
 
     def __init__(self, changes: Changes) -> None:
         self.of_python = PythonRandom() in changes
@@ -282,7 +287,7 @@ class WeakChanges:
         ]
 
     def now(self) -> Changes:
-        """Those of modules that live."""
+        """Return the changes of modules that still live."""
         found: Changes = {PythonRandom(): False} if self.of_python else {}
         for ref, where, name, contents in self.of_modules:
             if (module := ref()) is not None:
@@ -291,7 +296,7 @@ class WeakChanges:
 
 
 class Copier:
-    """Copies contents; tensors of one storage become tensors of one copy."""
+    """A copier of contents; tensors of one storage become tensors of one copy."""
 
     def __init__(self) -> None:
         self.storages: dict[int, torch.UntypedStorage] = {}
@@ -318,7 +323,7 @@ class Copier:
 
 
 class Found(NamedTuple):
-    """A value that was under a name. contents: a copy, of what is changed in place."""
+    """A value found under a name. contents: a copy, if the value is changed in place."""
 
     slot: StateSlot | PythonRandom
     value: Any
@@ -378,7 +383,7 @@ class ModuleState:
                 slot.put(value)
 
     def repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function for any number of later runs, each of which counts for nothing."""
+        """Return the function for any number of later runs, none of which has a lasting effect."""
         if not self.found:
             return function
 
@@ -413,7 +418,7 @@ class StageState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """For as long as it lasts all is as it was then; afterwards as it was before."""
+        """Restore the recorded state within the context, and the present state afterwards."""
         with ExitStack() as stack:
             stack.enter_context(self.modules.again())
             stack.enter_context(self.random.again())
@@ -425,7 +430,9 @@ class StageState:
 
 
 def cut(changes: Changes, beside: Iterable[torch.Tensor] = ()) -> None:
-    """Values under these names keep their gradient, but no graph; unless it is in the memory of one of `beside`."""
+    """Detach values under these names from their graph; they still require a gradient.
+
+    Values in the memory of one of `beside` are left as they are."""
     kept = {tensor.untyped_storage()._cdata for tensor in beside if is_plain(tensor)}
     for slot in changes:
         value = slot.get()

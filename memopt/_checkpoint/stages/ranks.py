@@ -51,7 +51,7 @@ def agree(measured: ChainMeasurement, budget: int, speed: Bandwidth | None) -> t
     if _most([length, -length], meshes) != [length, -length]:
         raise ValueError(
             f"auto_checkpoint: the model has {len(measured.chain.names)} stages on this rank and another number on "
-            "another one: give every rank the same model, and samples of one structure"
+            "another rank: give every rank the same model, and samples of the same structure"
         )
     agreed = iter(_most(mine, meshes))
     for name in names:

@@ -114,9 +114,9 @@ class SplitBlock:
         if not self.warned:
             self.warned = True
             warnings.warn(
-                f"memopt.auto_checkpoint: {self.name}, a {type(self.module).__name__}, runs as one stage and not as "
-                f"{len(self.parts)}, as {difference} since it was planned: results are right, but the step's peak may "
-                "be above memory_budget. Call auto_checkpoint() again as it is used now",
+                f"memopt.auto_checkpoint: {self.name}, a {type(self.module).__name__}, runs as one stage instead of "
+                f"{len(self.parts)}, because {difference} since it was planned: results are correct, but the step's "
+                "peak may exceed memory_budget. Call auto_checkpoint() again with the model as it is used now",
                 stacklevel=2,
             )
 
@@ -250,10 +250,10 @@ def split(
         streams = set(floating[:1])
     places = worth(recording, cuts(recording, {number for number in streams if number is not None}))
     if not places:
-        return "there is no place in it at which one tensor is all that is needed"
+        return "it has no point at which a single tensor is all that the rest of it needs"
     block = SplitBlock(module, name, forward, recording, programs(recording, places))
     args, kwargs = call.arguments(linked)
     second = noted(call, lambda: block.call(lambda k, *values: block.parts[k](*values), 0, args, kwargs))
     if not first.same(second):
-        return "its parts, run by themselves, do not make the same bits"
+        return "its parts, run separately, do not reproduce its results bit for bit"
     return block

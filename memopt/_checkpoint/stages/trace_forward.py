@@ -181,15 +181,15 @@ class Expected:
     def difference(self, leaves: list[Any], spec: pytree.TreeSpec) -> str | None:
         """Describe the first difference from the recorded arguments and state, None if there is none."""
         if spec != self.spec:
-            return "it is given other arguments"
+            return "its arguments have changed"
         for n, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
             now = TensorKind.of(leaf, self.reads) if isinstance(leaf, torch.Tensor) else leaf
             if type(now) is not type(expected) or now != expected:
-                return f"its argument {n} is {now}, and was {expected}"
+                return f"its argument {n} has changed from {expected} to {now}"
         for module, before in self.opened:
             if (name := before.changed(module)) is not None:
-                return f"{name} of {type(module).__name__} is another"
-        return "autocast is another" if autocast_of(self.kinds) != self.autocast else None
+                return f"{name} of {type(module).__name__} has changed"
+        return "autocast has changed" if autocast_of(self.kinds) != self.autocast else None
 
 
 @contextmanager
@@ -267,7 +267,7 @@ class ForwardTrace(TorchFunctionMode):
             if len(Attributes.of(owner).own) != len(state[owner].own):
                 self.refuse(f"it gives {type(owner).__name__} new attributes")
         if is_drawn_from(chance):
-            self.refuse("it takes random numbers of Python's or NumPy's")
+            self.refuse("it draws random numbers from Python or NumPy")
         self.expected = Expected(args, kwargs, frozenset(self.reads), opened)
 
     def now(self) -> tuple[Any, ...]:
@@ -284,7 +284,7 @@ class ForwardTrace(TorchFunctionMode):
             self.storages.append(tensor.untyped_storage()._cdata)
         else:
             self.storages.append(-1)
-            self.refuse("it works with tensors of another kind than the plain one")
+            self.refuse("it uses tensors that are not plain and strided")
         return number
 
     def known(self, tensor: torch.Tensor) -> int | None:
@@ -310,14 +310,14 @@ class ForwardTrace(TorchFunctionMode):
             elif id(leaf) in self.names:
                 noted.owned.append((place, *self.names[id(leaf)]))
             else:
-                self.refuse(f"it works with a tensor of unknown origin, {list(leaf.shape)}")
+                self.refuse(f"it uses a tensor of unknown origin, {list(leaf.shape)}")
         return noted
 
     def call(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if self.inside or self.refusal:
             return original(module, *args, **kwargs)
         if _get_current_function_mode() is not self:
-            self.refuse("it calls a module within a mode of torch functions")
+            self.refuse("it calls a module within a torch function mode")
             return original(module, *args, **kwargs)
         self.called.append(module)
         self.inside = True
@@ -360,7 +360,7 @@ class ForwardTrace(TorchFunctionMode):
         if not is_module and not tensors and self.read(name, out):
             return out
         if any(leaf is not None and not isinstance(leaf, torch.Tensor) for leaf in leaves):
-            self.refuse(f"{name or type(target).__name__} gives it what is no tensor")
+            self.refuse(f"{name or type(target).__name__} returns something that is not a tensor")
             return out
         makes = []
         for place in tensors:
@@ -391,5 +391,5 @@ class ForwardTrace(TorchFunctionMode):
                 self.reads.add(reads)
                 return True
         if out is not None:
-            self.refuse(f"{name} makes of a tensor what is none")
+            self.refuse(f"{name} returns something that is not a tensor")
         return out is not None

@@ -52,7 +52,7 @@ def html(
     or numbers beyond 2**53.
     """
     if not recordings:
-        raise ValueError("recordings is empty: a page needs one at least")
+        raise ValueError("recordings is empty: a page needs at least one")
     if names is not None and len(names) != len(recordings):
         raise ValueError(f"names has {len(names)} entries for {len(recordings)} recordings: give one each")
     names = _names(recordings) if names is None else list(names)
@@ -243,10 +243,10 @@ def _charts(parts: list[_Part]) -> str:
         f'<section><div class="head"><h2>Memory over time</h2>{buttons}</div>'
         f'<ul class="legend">{legend}{keys}</ul>{row("timeline", 300)}'
         '<p class="hint">Drag over a part to see it in detail, double-click for all. '
-        "Click on a moment for what lived then.</p></section>"
+        "Click on a moment to see what was live then.</p></section>"
         '<section><div class="head"><h2>Allocation map</h2></div>'
-        '<p class="hint">Addresses upwards; those that no block ever had are left out. '
-        f"The paler, the more of it is free.</p>{row('map', 380)}</section>"
+        '<p class="hint">Addresses increase upwards; those that no block ever used are left out. '
+        f"The paler an area, the more of it is free.</p>{row('map', 380)}</section>"
     )
 
 
@@ -266,7 +266,7 @@ def _tables(parts: list[_Part]) -> str:
         return f'<div class="table" id="by-{group}" style="{height}"></div>'
 
     return (
-        '<section id="contents"><div class="head"><h2>What lived</h2>'
+        '<section id="contents"><div class="head"><h2>Live memory</h2>'
         f'<div class="buttons">{buttons}</div></div>{moments}'
         f"<h3>By line</h3>{table('line', max(part.rows['line'] for part in parts))}"
         f"<h3>By module</h3>{table('module', max(part.rows['module'] for part in parts))}</section>"
@@ -293,9 +293,9 @@ def plan_table(plan: Mapping[str, Any] | str) -> str:
         return f'<section id="plan">{head}<pre>{escape(plan)}</pre></section>'
     words = (
         f"{len(plan['stages']) - 1} stages within {size_text(plan['memory_budget'])}: "
-        f"<strong>{size_text(plan['peak_bytes'])}</strong> and {seconds_text(plan['seconds'])} a step, "
-        f"where keeping everything takes {size_text(plan['plain_bytes'])} and {seconds_text(plan['plain_seconds'])}. "
-        f"{size_text(plan['fixed_bytes'])} of it lives however the stages are run."
+        f"<strong>{size_text(plan['peak_bytes'])}</strong> and {seconds_text(plan['seconds'])} a step, where keeping "
+        f"everything takes {size_text(plan['plain_bytes'])} and {seconds_text(plan['plain_seconds'])}. "
+        f"{size_text(plan['fixed_bytes'])} of it is live regardless of how the stages are run."
     )
     rows = "".join(
         f"<tr><td>{escape(stage['name'])}</td>"
@@ -377,7 +377,7 @@ def _when(recording: Recording, peak: PeakSummary) -> str:
 def peak_sentences(recording: Recording, peak: PeakSummary) -> list[str]:
     """Return the sentences as HTML."""
     if not recording.blocks or not peak.bytes:
-        return ["No block of memory lived while this was recorded."]
+        return ["No block of memory was live during the recording."]
     one_moment = not recording.events
     told = [
         f"<strong>{size_text(peak.bytes)}</strong> were alive."
@@ -396,7 +396,7 @@ def peak_sentences(recording: Recording, peak: PeakSummary) -> list[str]:
     if recording.capacity:
         told.append(
             f"{'That' if one_moment else 'The peak'} is {share_text(peak.bytes, recording.capacity)} of the "
-            f"{size_text(recording.capacity)} there are."
+            f"{size_text(recording.capacity)} available."
         )
     for mark in recording.marks:
         if mark.kind == "oom":
@@ -561,7 +561,10 @@ def pack_columns(columns: dict[str, torch.Tensor]) -> Packed:
             continue
         low, high = int(column.min()), int(column.max())
         if max(abs(low), abs(high)) > EXACT:
-            raise ValueError(f"column {name!r} goes from {low} to {high}: a page holds at most 2**53 exactly")
+            raise ValueError(
+                f"column {name!r} goes from {low} to {high}: a page can hold only integers up to "
+                "2**53 exactly"
+            )
         steps = column.diff(prepend=column[:1])
         rises = bool((steps >= 0).all())
         numbers = steps if rises else column - low

@@ -57,8 +57,8 @@ class Growth:
         made = f" (made at {group.created})" if group.created else ""
         if not group.name:
             return (
-                f"+{size}/step{made}: {group.count} tensors to which no variable leads, in reference cycles or held by "
-                "a library; gc.collect() frees the former"
+                f"+{size}/step{made}: {group.count} tensors that no variable reaches: in reference cycles, which "
+                "gc.collect() frees, or held by a library"
             )
         if group.nodes and self.nodes > 0:
             holds = f"a graph of {group.nodes} nodes; use .item() or .detach()"
@@ -158,7 +158,7 @@ class GrowthWatch:
                 return
             self._step()
         except Exception:  # the program's training is worth more than what is said of it
-            logger.exception("memory growth is not watched any more")
+            logger.exception("memory growth is no longer watched")
             self.stop()
         finally:
             self._lock.release()

@@ -131,7 +131,7 @@ def live_tensors(top: int = 10) -> LiveTensors:
     Each entry has the size, the category, the variable that leads to the tensor and the line that binds it. Memory that
     only an autograd graph keeps has the variable whose graph it is. While a recording runs, the line that made the
     tensor is given too. Views of one memory count once. The call walks over the objects of the process (a tenth of a
-    second with torch loaded), takes nothing on a device, and keeps no tensor alive.
+    second with torch loaded), allocates nothing on a device, and keeps no tensor alive.
 
     Args:
         top: Number of groups that are printed; .groups and .tensors have all of them.
@@ -311,7 +311,7 @@ _INDEX = re.compile(r"\[(?:\d+|True|False)\]")
 
 
 def _title(group: LiveGroup) -> str:
-    name = group.name or "(no variable leads there)"
+    name = group.name or "(no variable reaches it)"
     return f"the graph of {name}" if group.only_in_graph and group.name else name
 
 

@@ -205,7 +205,7 @@ def free_path(wanted: str, rank: str) -> Path:
 
 def write_page(report: OomReport, path: Path) -> str:
     """Write the page and return "", or the reason why it could not be written."""
-    failure = [f"it was not done after {_PAGE_SECONDS:.0f} s"]
+    failure = [f"it was not finished after {_PAGE_SECONDS:.0f} s"]
 
     def work() -> None:
         part = path.with_name(f".{path.name}.part")

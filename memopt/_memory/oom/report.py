@@ -62,12 +62,12 @@ class OomReport:
         phase = f" in the {self.location.phase}" if self.location.phase and not text else ""
         who = f"memopt [{self.rank}]" if self.rank else "memopt"
         lines = [
-            f"{who}: CUDA out of memory{where}{text}{phase}, GPU {self.device}, asked {_C.format_size(self.asked)}",
+            f"{who}: CUDA out of memory{where}{text}{phase}, GPU {self.device}, requested {_C.format_size(self.asked)}",
             *_wrapped(f"{_C.format_size(self.bytes.total)} = {shares(self.bytes)}", "  ", " + "),
         ]
         if self.limit is not None:
             lines.append(
-                f"  Limit       {_C.format_size(self.limit)} of the device, which this process has set itself"
+                f"  Limit       {_C.format_size(self.limit)} of the device, set by this process itself"
             )
         lines += _wrapped(f"Fragmentation: {self.fragmentation}", "  ", ", ")
         if self.lines:
@@ -91,7 +91,7 @@ class OomReport:
         device = self.bytes.device
         if active is None or device not in active.devices():
             records = "%%memopt" if cells() else f"memopt run {_script() or 'SCRIPT'}"
-            why = f"nothing is recorded, as `{records}` does"
+            why = f"nothing is being recorded; `{records}` records"
             return replace(self, tried=TriedFixes([], why))
         return replace(self, tried=tried(lambda: active.recording(device), self.situation))
 
@@ -103,13 +103,13 @@ class OomReport:
         if self.tried.fixes:
             lines += _listed("Would fit", [str(fix) for fix in self.tried.fixes])
         elif not self.tried.why:
-            lines += _listed("Would fit", ["nothing of what could be tried on the recording"])
+            lines += _listed("Would fit", ["none of the changes that could be tried on the recording"])
         if now.first and now.phase != "optimizer step":
             least = sum(self.bytes.parts[name] for name in CATEGORIES) + self.asked
-            lines.append(f"  Needs       at least {_C.format_size(least)}: a first step had not completed")
+            lines.append(f"  Needs       at least {_C.format_size(least)}: no first step had completed")
         untried = [one for one in now.untried if not any(one in fix.text for fix in self.tried.fixes)]
         if self.tried.why:
-            lines += _wrapped(f"changes on what was recorded: {self.tried.why}", "  Not tried   ", ", ")
+            lines += _wrapped(f"changes on the recording: {self.tried.why}", "  Not tried   ", ", ")
         if untried:
             if not now.evaluating:
                 card = _C.format_size(self.bytes.total).replace(" ", "")
@@ -186,7 +186,7 @@ def _gathered(
         parts.parts["free"] if limit is None else max(0, min(parts.parts["free"], limit - blocks.reserved))
     )
     here = [tensor for tensor in live.tensors if tensor.device == name]
-    running = where.where or "the pass that runs"
+    running = where.where or "the running pass"
     holders = [(one.address, one.created or (running if one.library else one.where)) for one in here]
     fragmentation = fragmentation_of(device, asked, allowed, blocks, holders)
     capacity = blocks.reserved + allowed
@@ -231,7 +231,7 @@ def _holders(live: LiveTensors, device: str, where: Location) -> list[LiveGroup]
             running[0],
             nbytes=nbytes,
             count=count,
-            name=f"the {where.phase or 'call'} that runs",
+            name=f"the running {where.phase or 'call'}",
             where=where.where,
         )
         chosen = [group for group in chosen if not group.library] + [replace(named, note="")]
@@ -306,11 +306,11 @@ def fragmentation_of(
     """
     largest = _largest_run(blocks)
     enough = blocks.cached + free >= asked
-    how = "the sizes of what is free"
+    how = "the sizes of free blocks"
     if enough:
         replayed = _fits_under_ours(device, asked, blocks.reserved + free)
         if replayed is not None:
-            enough, how = replayed, "a replay of what was recorded"
+            enough, how = replayed, "a replay of the recorded history"
     pinning = _pinning(blocks)
     return Fragmentation(
         enough,
@@ -402,7 +402,7 @@ def contents_of(
     columns |= {"stack": stack[live], "module": name[live], "category": category[live]}
     return Recording(
         device=device,
-        source="what lived when a request failed; by module are the variables that hold it",
+        source="what was live when a request failed; the modules are the variables that hold it",
         columns=columns,
         times_us=torch.empty(0, dtype=torch.int64, device="cpu"),
         stacks=list(stacks),

@@ -64,7 +64,7 @@ def tried(recorded: Callable[[], Recording], now: Situation) -> TriedFixes:
     All of it, the recording included, gets so many seconds: it may wait for a device, which may wait for another
     rank's.
     """
-    found = TriedFixes([], f"it was not done after {SECONDS:.0f} s")
+    found = TriedFixes([], f"it was not finished after {SECONDS:.0f} s")
     until = time.monotonic() + 0.9 * SECONDS  # so that there is time to end with what has been found
 
     def work() -> None:
@@ -91,16 +91,16 @@ def _tried(recording: Recording, now: Situation, until: float) -> TriedFixes:
     if plan is None and now.first:
         return TriedFixes([], "an optimizer had not taken its first step")
     if plan is None and not run.lag:
-        return TriedFixes([], "the rest of the step had not been seen before")
+        return TriedFixes([], "the rest of the step had not been recorded before")
     with _replays(now, until) as replay:
         trial = _Trial(run, now, plan, replay, until)
         if trial.completes("", run.blocks):
             return TriedFixes(
-                [], "the recorded requests fit when they are made again: something else took memory, too"
+                [], "the recorded requests fit when they are replayed, so something else took memory too"
             )
         fixes = trial.fixes()
     late = time.monotonic() > until and not fixes
-    return TriedFixes(fixes, f"it was not done after {SECONDS:.0f} s" if late else "")
+    return TriedFixes(fixes, f"it was not finished after {SECONDS:.0f} s" if late else "")
 
 
 class _Trial:
@@ -250,7 +250,7 @@ def _let_go(run: KnownRun, now: Situation) -> Iterator[RunChange]:
         elif now.evaluating:
             text = f"torch.no_grad() around the evaluation, or {name} without its graph: .item() or .detach(){at}"
         else:
-            text = f"{name} without its graph, where no backward() goes through it: .item() or .detach(){at}"
+            text = f"{name} without its graph, if no backward() goes through it: .item() or .detach(){at}"
         yield RunChange(text, apply=_gone_an_iteration_later(which))
 
 
@@ -357,9 +357,9 @@ def _by_torch(child: Child, file: Path, settings: str, operations: torch.Tensor,
             pass  # nor is it asked again
         else:
             if answer is None:
-                raise RuntimeError(child.said(1) or "it said nothing")
+                raise RuntimeError(child.said(1) or "it ended without a message")
             return 0 if answer.what["failed"] is not None else int(answer.what["peak"])
-    logger.info("trying what would fit took too long")
+    logger.info("testing what would fit took too long")
     return 0
 
 

@@ -266,7 +266,7 @@ def _makes_memory(func: Any) -> bool:
 class OperationsRecorder(HostRecorder):
     """The recorder of one thread. Once there are twice as many events as wanted, the oldest are dropped."""
 
-    source = "operations on the CPU (what a kernel takes to work in is not seen)"
+    source = "operations on the CPU (the scratch memory of kernels is not seen)"
 
     def __init__(self, max_events: int) -> None:
         super().__init__(max_events)

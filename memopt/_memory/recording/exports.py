@@ -255,7 +255,7 @@ class TensorBoard:
     def __call__(self, profiler: Any = None) -> None:
         with self._lock:
             if self._recorder is None:
-                raise RuntimeError("its memopt.profile() has ended: what it recorded is written already")
+                raise RuntimeError("its memopt.profile() has ended, and its recording is already written")
             with unrecorded():  # a recorder of the CPU would see what is worked out here
                 for device in self._recorder.devices():
                     self._write(self._recorder, device)

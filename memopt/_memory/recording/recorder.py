@@ -53,7 +53,7 @@ def start(
         )
     with _lock:
         if _active is not None:
-            raise RuntimeError("memory is being recorded already in this process: stop that recorder first")
+            raise RuntimeError("memory is already being recorded in this process: stop that recorder first")
         if kind == "cuda":
             recorder: Recorder = cuda_recorder.CudaRecorder(max_events)
             recorder._start(modules)

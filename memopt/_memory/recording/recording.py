@@ -99,7 +99,7 @@ class Recording:
             column = self.columns[name]
             if len(column) and not 0 <= int(column.min()) <= int(column.max()) < most:
                 raise ValueError(
-                    f"column {name!r} has indices out of range: they have to be within 0 … {most - 1}"
+                    f"column {name!r} has indices out of range: they must be within 0 … {most - 1}"
                 )
 
         born, died = self.columns["born"], self.columns["died"]
@@ -107,7 +107,7 @@ class Recording:
             int(born.min()) >= -1 and int(died.max()) <= self.events and bool((born < died).all())
         ):
             raise ValueError(
-                f"a block is born at an event or at -1, and dies later, at {self.events} at the latest"
+                f"a block must be born at an event or at -1, and die later, at {self.events} at the latest"
             )
 
     @property

@@ -74,7 +74,7 @@ def load_all(path: str | Path) -> list[Recording]:
             found = from_snapshot(snapshot_file.load(Path(path).read_bytes()))
         else:
             raise ValueError(
-                "it is neither a recording of memopt's (.mopt) nor a snapshot of torch's (.pickle)"
+                "it is neither a memopt recording (.mopt) nor a torch snapshot (.pickle)"
                 + (": it is empty" if not start else "")
             )
         if not found:
@@ -155,11 +155,11 @@ def _load(path: str | Path) -> list[Recording]:
                 for name in (*COLUMNS, *_EXTRA):
                     length = lengths.get(name) if isinstance(lengths, dict) else None
                     if not isinstance(length, int) or isinstance(length, bool) or length < 0:
-                        raise ValueError(f"it does not say how long the column {name!r} is")
+                        raise ValueError(f"it does not state the length of the column {name!r}")
                     budget -= 8 * length
                     if budget < 0:
                         raise ValueError(
-                            f"its columns are more than {_C.format_size(most)}: too much for its size"
+                            f"its columns take more than {_C.format_size(most)}, which is too much for its size"
                         )
                     columns[name] = _column(archive, f"{n}/{name}", length)
                 found.append(_recording(described, columns))
@@ -186,18 +186,18 @@ def _json(archive: zipfile.ZipFile) -> dict[str, Any]:
     try:
         info = archive.getinfo("recording.json")
     except KeyError:
-        raise ValueError("it is a zip file, but no recording: it has no recording.json") from None
+        raise ValueError("it is a zip file, but not a recording: it has no recording.json") from None
     if info.file_size > _MOST_JSON:
         raise ValueError(f"its recording.json is more than {_C.format_size(_MOST_JSON)}")
     try:
         head = json.loads(_content(archive, "recording.json", info.file_size))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"its recording.json is no JSON: {error}") from None
+        raise ValueError(f"its recording.json is not valid JSON: {error}") from None
     if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise ValueError("it is a zip file, but no recording of memopt's")
+        raise ValueError("it is a zip file, but not a memopt recording")
     if head.get("version") != VERSION:
         raise ValueError(
-            f"it is of version {head.get('version')!r}, and this memopt reads {VERSION}: use the memopt that wrote it"
+            f"its version is {head.get('version')!r}, but this memopt reads {VERSION}: use the memopt that wrote it"
         )
     return head
 
@@ -207,13 +207,13 @@ def _content(archive: zipfile.ZipFile, name: str, size: int) -> bytes:
     with archive.open(name) as file:
         content = file.read(size)
         if len(content) != size or file.read(1):
-            raise ValueError(f"its {name} is not of the length that it says")
+            raise ValueError(f"its {name} does not have the stated length")
     return content
 
 
 def _column(archive: zipfile.ZipFile, name: str, length: int) -> torch.Tensor:
     if archive.getinfo(name).file_size != 8 * length:
-        raise ValueError(f"its {name} is not of the length that it says")
+        raise ValueError(f"its {name} does not have the stated length")
     if not length:
         return torch.empty(0, dtype=torch.int64)
     content = bytearray(_content(archive, name, 8 * length))
@@ -225,7 +225,7 @@ def _column(archive: zipfile.ZipFile, name: str, length: int) -> torch.Tensor:
 def _recording(described: dict[str, Any], columns: dict[str, torch.Tensor]) -> Recording:
     texts = {name: described.get(name) for name in _TEXT}
     if not all(isinstance(text, str) for text in texts.values()):
-        raise ValueError("it does not say which device it is of")
+        raise ValueError("it does not name its device")
     capacity, facts = described.get("capacity"), described.get("facts")
     if not (capacity is None or (_is_int(capacity) and capacity >= 0)) or not isinstance(facts, dict):
         raise ValueError("its capacity or its facts are not what memopt writes")
@@ -276,9 +276,9 @@ def _is_int(value: object) -> bool:
 
 def _is_mark(mark: list[Any], events: int) -> bool:
     if len(mark) != 3 or not (_is_int(mark[0]) and isinstance(mark[1], str) and isinstance(mark[2], str)):
-        raise ValueError(f"{mark!r:.100} is no mark")
+        raise ValueError(f"{mark!r:.100} is not a mark")
     if not -1 <= mark[0] <= events:
-        raise ValueError(f"{mark!r:.100} is at an event that is not there")
+        raise ValueError(f"{mark!r:.100} is at an event that does not exist")
     return True
 
 
@@ -305,7 +305,7 @@ def from_snapshot(snapshot: dict[str, Any]) -> list[Recording]:
         found.append(
             Recording(
                 device=f"cuda:{device}",
-                source="a snapshot of torch's (what is for what is not in it)",
+                source="a torch snapshot, which does not say what memory is used for",
                 columns=history.columns,
                 times_us=history.times_us,
                 stacks=history.stacks,

@@ -31,7 +31,7 @@ def profile(
         device: A CUDA device for all CUDA devices, or "cpu" for torch's host memory; by default CUDA if there is a
             device, else the CPU.
         modules: Whether memory is attributed to modules.
-        max_events: Number of births and deaths of blocks that are kept, the most recent ones.
+        max_events: Number of allocations and frees that are kept, the most recent ones.
 
     Returns:
         A Profile, to be used with `with`.
@@ -74,7 +74,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         if self._recorder is not None:
-            raise RuntimeError("this profile runs already: each `with` needs a memopt.profile() of its own")
+            raise RuntimeError("this profile is already running: each `with` needs its own memopt.profile()")
         device, modules, max_events = self._wanted
         running = recorder.active()
         self._own = running is None
@@ -264,15 +264,24 @@ class Profile:
         write(recordings, path, leaks=self.leaks() if recordings else [])
 
 
-def write(recordings: list[Recording], path: str | Path, *, leaks: list[Leak] | None = None) -> None:
-    """Write recordings in the format of the file's extension. Raise ValueError for an unknown one."""
+def write(
+    recordings: list[Recording],
+    path: str | Path,
+    *,
+    leaks: list[Leak] | None = None,
+    title: str | None = None,
+) -> None:
+    """Write recordings in the format of the file's extension. Raise ValueError for an unknown one.
+
+    title: of a page; by default the recorded command.
+    """
     name = Path(path).name.lower()
     if not recordings:
         raise ValueError("there is nothing to save: no device was used")
     if name.endswith((".html", ".htm")):
         from memopt._memory.html import report_page
 
-        report_page.write(recordings, path, title=_title(recordings[0]))
+        report_page.write(recordings, path, title=title or _title(recordings[0]))
     elif name.endswith(".mopt"):
         recording_file.save(recordings, path)
     elif name.endswith((".pickle", ".pkl")):
@@ -283,7 +292,7 @@ def write(recordings: list[Recording], path: str | Path, *, leaks: list[Leak] | 
         found = max(recordings, key=lambda recording: recording.peak()[0])
         Path(path).write_text(json.dumps(summary.as_dict(found, leaks or []), indent=2) + "\n")
     else:
-        raise ValueError(f"{path}: the name has to end in .html, .mopt, .pickle, .trace.json or .json")
+        raise ValueError(f"{path}: the name must end in .html, .mopt, .pickle, .trace.json or .json")
 
 
 def _title(recording: Recording) -> str:

@@ -37,16 +37,16 @@ class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
 
     def load_setitems(self) -> None:
         if not {type(key) for key in self.stack[::2]} <= {str, int}:
-            raise pickle.UnpicklingError("the key of a dict is no text")
+            raise pickle.UnpicklingError("a key of a dict is not a text")
         pickle._Unpickler.load_setitems(self)  # type: ignore[attr-defined]
 
     def load_dict(self) -> None:
         if not {type(key) for key in self.stack[::2]} <= {str, int}:
-            raise pickle.UnpicklingError("the key of a dict is no text")
+            raise pickle.UnpicklingError("a key of a dict is not a text")
         pickle._Unpickler.load_dict(self)  # type: ignore[attr-defined]
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 # In dispatch stand the functions, not their names. A tuple that holds another twice, and that another twice, and so on,
@@ -95,11 +95,11 @@ def load(content: bytes) -> dict[str, Any]:
     except KeyError as error:  # of the table of instructions
         name = _NAMES.get(error.args[0], error.args[0])
         raise ValueError(
-            f"it holds more than numbers, texts, lists and dicts (pickle's {name}), as no snapshot of torch's memory "
-            "does; nothing of it was executed"
+            f"it holds more than numbers, texts, lists and dicts (pickle's {name}), unlike any snapshot of torch's "
+            "memory; none of it was executed"
         ) from None
     except Exception as error:
-        raise ValueError(f"it is damaged, or no pickle: {error or type(error).__name__}") from None
+        raise ValueError(f"it is damaged, or not a pickle: {error or type(error).__name__}") from None
     if not (isinstance(snapshot, dict) and isinstance(snapshot.get("device_traces"), list)):
         raise ValueError(
             "it has no 'device_traces', so it is not a snapshot of torch's memory: write one with "
@@ -188,7 +188,7 @@ def as_trace(snapshot: dict[str, Any]) -> bytes:
         ) from None
     if not written:
         raise ValueError(
-            "it has no history of requests: call torch.cuda.memory._record_memory_history() before they are made"
+            "it has no history of requests: call torch.cuda.memory._record_memory_history() before memory is requested"
         )
     return written.encode() + b"\n"
 

@@ -32,7 +32,7 @@ def text(recording: Recording, leaks: Sequence[Leak] = (), top: int = _TOP) -> s
     if held:
         of = f" of {size(recording.capacity)}" if recording.capacity else ""
         lines.append(
-            f"  the allocator held {size(held)} at the most{of}, retried {recording.facts['retries']} times"
+            f"  the allocator held at most {size(held)}{of} and retried {recording.facts['retries']} times"
         )
     whole = recording.facts.get("peak_allocated", 0)
     if recording.facts.get("events_lost") and whole > peak:
@@ -172,7 +172,7 @@ class Comparison:
                     rest = changes[_TOP_CHANGES:]
                     lines.append(f"    and {_signed(sum(c.more for c in rest))} in {len(rest)} more")
         if not self.by_category:
-            lines.append("  at their peaks, the same")
+            lines.append("  the same at their peaks")
         return "\n".join(lines)
 
 

@@ -146,7 +146,7 @@ def _ooms(trace: list[dict[str, Any]]) -> list[Mark]:
     found, events = [], 0
     for entry in trace:
         if entry["action"] == "oom":
-            found.append(Mark(events - 1, "oom", f"asked {_C.format_size(entry['size'])}"))
+            found.append(Mark(events - 1, "oom", f"requested {_C.format_size(entry['size'])}"))
         elif entry["action"] in ("alloc", "free_requested"):
             events += 1
     return found

@@ -16,7 +16,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(_HERE))
 
 
 class _MemoptFinder:
-    """Of this very memopt, whatever else is installed; and of torch, once, which gets its device first."""
+    """A finder of this very memopt, whatever else is installed; and of torch, once, for which it first prepares the
+    device."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name == "memopt":

@@ -101,7 +101,7 @@ class Counters:
         return CacheStatistics(**dict(zip(_NAMES, sums, strict=True)))
 
     def _mine(self) -> bytearray | mmap.mmap:
-        """This process's counts: after a fork or a pickle they begin anew, in a file that the maker can read."""
+        """Return this process's counts: after a fork or a pickle they start anew, in a file that the maker can read."""
         pid = os.getpid()
         if self._is_maker and pid == self._pid:
             return self._counts

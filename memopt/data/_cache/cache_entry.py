@@ -37,11 +37,11 @@ class Unstorable(TypeError):
 
 
 class Damaged(ValueError):
-    """An entry that is not what was written."""
+    """An entry that differs from what was written."""
 
 
 class Unreadable(Exception):
-    """An entry that is whole and that this process cannot read: it needs a library that is not here."""
+    """A complete entry that this process cannot read, because it lacks a library."""
 
 
 class _Parts:
@@ -54,7 +54,9 @@ class _Parts:
         self.wide: set[str] = set()  # of 16 bytes an element, for which safetensors has no dtype
 
     def add(self, raw: memoryview, dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Keeps the bytes; what the structure says of them. A dtype that safetensors lacks goes in as bytes."""
+        """Store the bytes and return their description for the structure.
+
+        A dtype that safetensors lacks is stored as bytes."""
         name = str(len(self.raw))
         packed = compressed(raw) if self.compress else None
         if packed is not None:
@@ -69,7 +71,7 @@ class _Parts:
 
 
 def encode(value: Any, key: str, compress: bool) -> list[bytes | memoryview]:
-    """The file's bytes, in pieces. Unstorable names what cannot be kept. compress: by zstd, where that pays."""
+    """Return the file's bytes, in pieces. Unstorable names what cannot be kept. compress: by zstd, where that pays."""
     parts = _Parts(compress)
     try:
         structure = json.dumps(_write(value, parts, "the result"), separators=(",", ":"))
@@ -93,7 +95,7 @@ def encode(value: Any, key: str, compress: bool) -> list[bytes | memoryview]:
 
 
 def _checksum(start: Any, *rest: Any) -> int:
-    """CRC-32 of all but the place that it is written in."""
+    """Return the CRC-32 of everything except its own place."""
     view = memoryview(start)
     found = zlib.crc32(view[_CRC_END:], zlib.crc32(view[:_CRC_AT]))
     for piece in rest:
@@ -102,7 +104,7 @@ def _checksum(start: Any, *rest: Any) -> int:
 
 
 def _write(value: Any, parts: _Parts, path: str) -> Any:
-    """The structure: JSON's own words for None, bool, int, float and str, [kind, …] for the rest."""
+    """Return the structure: JSON's own types for None, bool, int, float and str, [kind, …] for the rest."""
     kind = type(value)
     if kind is int and value.bit_length() > _LONGEST_INT:
         return ["int", hex(value)]
@@ -143,9 +145,9 @@ def _write_tensor(value: Any, parts: _Parts, path: str) -> Any:
     elif value.device.type != "cpu":
         remedy = f"is on {value.device}; return value.cpu()"
     elif value.requires_grad:
-        remedy = "requires grad, and no graph can be kept; return value.detach()"
+        remedy = "requires grad, but a graph cannot be cached; return value.detach()"
     elif dtype is None and value.dtype is not torch.complex128:
-        remedy = f"is of {value.dtype}, which no file has"
+        remedy = f"is of {value.dtype}, which the file format does not have"
     if remedy:
         raise Unstorable(f"memopt.data.cached: {path} {remedy}")
     name = str(value.dtype).removeprefix("torch.")
@@ -178,8 +180,10 @@ _FROM_NUMPY = {
 
 
 def load(descriptor: int, mapped: bool) -> Any:
-    """A file's content: a mapping, copy-on-write; a bytearray where it is small, or cannot or must not be mapped. The
-    mapping keeps no descriptor, as one of Python's would before 3.13: hits may be more than a process may open."""
+    """Return a file's content: a copy-on-write mapping, or a bytearray if it is small, or cannot or must not be mapped.
+
+    The mapping keeps no descriptor, as one of Python's would before 3.13: there may be more hits than a process may
+    open files."""
     size = os.fstat(descriptor).st_size
     if mapped and size >= MAPPED_FROM:
         try:
@@ -197,8 +201,9 @@ def load(descriptor: int, mapped: bool) -> Any:
 
 
 def decode(content: Any, key: str) -> Any:
-    """The value of an entry's bytes, views into them where those are tensors or arrays. Damaged unless they are, to the
-    bit, what was written under this key."""
+    """Return the value of an entry's bytes, with tensors and arrays as views into them.
+
+    Raises Damaged unless they are bit for bit what was written under this key."""
     view = memoryview(content)
     try:
         start = safetensors_layout.header_length(view, len(view))
@@ -208,12 +213,12 @@ def decode(content: Any, key: str) -> Any:
         if metadata.get("key") != key:
             raise Damaged(f"it was written as {metadata.get('key')}")
         if metadata.get("memopt") != FORMAT:
-            raise Unreadable(f"it is of format {metadata.get('memopt')}, this memopt reads {FORMAT}")
+            raise Unreadable(f"its format is {metadata.get('memopt')}, but this memopt reads {FORMAT}")
         return _read(json.loads(metadata["value"]), content, extents)
     except (LookupError, TypeError, AttributeError, ValueError, SyntaxError, RecursionError) as error:
         if isinstance(error, Damaged):
             raise
-        raise Damaged(f"it is not what memopt wrote: {error!r}") from error
+        raise Damaged(f"memopt did not write it: {error!r}") from error
 
 
 def _read(written: Any, content: Any, extents: dict[str, safetensors_layout.Extent]) -> Any:
@@ -244,7 +249,7 @@ _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozen
 def _bytes_at(
     part: dict[str, Any], content: Any, extents: dict[str, safetensors_layout.Extent]
 ) -> tuple[Any, int, int]:
-    """(a buffer that can be written, where in it, how many bytes)"""
+    """Return (a writable buffer, the offset in it, the number of bytes)."""
     extent = extents[part["at"]]
     if "zstd" not in part:
         return content, extent.begin, extent.nbytes
@@ -262,7 +267,7 @@ def _read_tensor(buffer: Any, begin: int, nbytes: int, name: str, shape: list[in
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     if count * dtype.itemsize != nbytes:
-        raise Damaged(f"{nbytes} bytes are no {name} of shape {shape}")
+        raise Damaged(f"{nbytes} bytes are not a {name} of shape {shape}")
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=begin).reshape(shape)
 
 
@@ -272,7 +277,7 @@ def _read_array(buffer: Any, begin: int, nbytes: int, described: Any, shape: lis
     dtype = _array_bytes.dtype_of(described)
     count = math.prod(shape)
     if count * dtype.itemsize != nbytes:
-        raise Damaged(f"{nbytes} bytes are no {dtype} of shape {shape}")
+        raise Damaged(f"{nbytes} bytes are not a {dtype} of shape {shape}")
     if nbytes == 0:
         return numpy.ndarray(shape, dtype)
     return numpy.frombuffer(buffer, dtype=dtype, count=count, offset=begin).reshape(shape)
@@ -318,7 +323,7 @@ def _compress() -> Callable[[Any], bytes]:
 
 
 def compressed(raw: memoryview) -> bytes | None:
-    """The bytes compressed, or None where that does not pay: by a trial on a piece of it, then by the whole."""
+    """Return the bytes compressed, or None if that does not pay: a piece is tried first, then the whole."""
     if zstandard_library() is None or len(raw) < 4096:
         return None
     middle = max(0, (len(raw) - SAMPLE) // 2)
@@ -339,7 +344,7 @@ def decompressed(packed: memoryview, size: int) -> bytearray:
             unpacking = zstd.ZstdDecompressor()
             raw = unpacking.decompress(packed, max_length=size + 1)
     except zstd.ZstdError as error:
-        raise ValueError(f"not what zstd wrote: {error}") from error
+        raise ValueError(f"not valid zstd data: {error}") from error
     if len(raw) != size:
-        raise ValueError(f"zstd gave {len(raw)} bytes of {size}")
+        raise ValueError(f"zstd returned {len(raw)} bytes of {size}")
     return bytearray(raw)

@@ -53,7 +53,7 @@ class CacheFolder:
         return os.path.join(self.folder, key[:2], f"{key[2:]}.safetensors")
 
     def probe(self) -> None:
-        """Makes the folder and writes a file there, so that a warning comes at the start, of one process."""
+        """Create the folder and write a file there, so that a warning comes at the start, from one process."""
         part = os.path.join(self.folder, f"{uuid.uuid4().hex}.part")
         try:
             os.makedirs(self.folder, exist_ok=True)
@@ -68,7 +68,7 @@ class CacheFolder:
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> tuple[bool, Any]:
-        """(True, value), or (False, None) where there is no entry, or none that is whole."""
+        """Return (True, value), or (False, None) if there is no complete entry."""
         path = self.path(key)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -87,7 +87,7 @@ class CacheFolder:
             value = cache_entry.decode(content, key)
             self._touch(descriptor, path)
         except cache_entry.Unreadable as error:
-            self._warn("unreadable", f"an entry of {self.folder} is left unread: {error}")
+            self._warn("unreadable", f"an entry of {self.folder} is skipped: {error}")
             return False, None
         except cache_entry.Damaged as error:
             self.counters.add("damaged")
@@ -96,7 +96,7 @@ class CacheFolder:
                 os.unlink(path)
             return False, None
         except OSError as error:
-            self._warn("read", f"{path} cannot be read ({error.strerror}); the value is made again")
+            self._warn("read", f"{path} cannot be read ({error.strerror}); the value is computed again")
             return False, None
         finally:
             os.close(descriptor)
@@ -104,7 +104,7 @@ class CacheFolder:
         return True, value
 
     def _touch(self, descriptor: int, path: str) -> None:
-        """Notes the time of use, which eviction goes by."""
+        """Record the time of use, by which entries are evicted."""
         if self._eviction is None or time.time() - os.fstat(descriptor).st_mtime < TOUCH_SECONDS:
             return
         with contextlib.suppress(OSError):  # another's file, or a folder that cannot be written
@@ -113,12 +113,13 @@ class CacheFolder:
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry, which may yet prove damaged."""
+        """Whether there is an entry, which may still prove damaged."""
         return os.path.exists(self.path(key))
 
     def lease(self, key: str) -> tuple[bool, str | None]:
-        """(whether the caller is to make the entry, the path of the lease that it holds for that and is to release).
-        False: another process makes it. A lease is not held, either, where none can be had."""
+        """Return whether the caller is to make the entry, and the path of the lease that it holds for that and must
+        release. False: another process makes it. The path is None if no lease is held: another process holds it, or
+        none is available."""
         if self._paused():
             return True, None
         path = self._beside(key, "lease")
@@ -126,7 +127,7 @@ class CacheFolder:
         return taken is not False, path if taken else None
 
     def wait(self, key: str) -> bool:
-        """Waits for another process to make the entry; False: it did not, and has no claim any more."""
+        """Wait for another process to make the entry. False: it did not, and has no claim any more."""
         lease = self._beside(key, "lease")
         arrived = wait_for_lease(lease, lambda: self.has(key), lambda: self._clock(lease))
         if not arrived:
@@ -134,7 +135,7 @@ class CacheFolder:
         return arrived
 
     def put(self, key: str, value: Any) -> None:
-        """Writes the entry, or says once why it cannot. Unstorable for a value that no entry can hold."""
+        """Write the entry, or say once why that is impossible. Raises Unstorable for a value that no entry can hold."""
         if self._paused():
             self.counters.add("failed")
             return
@@ -143,8 +144,8 @@ class CacheFolder:
         if self.max_size is not None and size > self.max_size:
             self._warn(
                 "large",
-                f"a value of {_C.format_size(size)} is larger than max_size={_C.format_size(self.max_size)}"
-                " and is not kept",
+                f"a value of {_C.format_size(size)} is larger than max_size={_C.format_size(self.max_size)} and is "
+                "not cached",
             )
             self.counters.add("failed")
             return
@@ -178,11 +179,11 @@ class CacheFolder:
                     rest = rest[file.write(rest) :]
 
     def clear(self) -> int:
-        """Removes every entry in the folder, of whatever function; what else lies there stays. Returns how many."""
+        """Remove every entry in the folder, of whatever function; other files remain. Return their number."""
         count, stayed = remove_all(self.folder)
         if stayed:
             self._warn(
-                "clear", f"{stayed} files of {self.folder} are another user's, and stay: ask who owns them"
+                "clear", f"{stayed} files of {self.folder} belong to another user and remain: ask their owner"
             )
         if self._eviction is not None:
             self._eviction = Eviction(self.folder, self._eviction.max_size)
@@ -192,7 +193,7 @@ class CacheFolder:
         return os.path.join(self.folder, key[:2], f"{key[2:]}.{suffix}")
 
     def _clock(self, beside: str) -> float:
-        """Now, by the clock of the file system: a file server's need not agree with this machine's."""
+        """Return the current time by the clock of the file system: a file server's may differ from this machine's."""
         part = f"{os.path.splitext(beside)[0]}.{uuid.uuid4().hex}.part"
         try:
             with open(part, "xb") as file:
@@ -211,15 +212,15 @@ class CacheFolder:
 
     def _failed(self, error: OSError) -> None:
         self._pause_until = time.monotonic() + RETRY_SECONDS
-        remedy = _REMEDIES.get(error.errno or 0, "see that the folder is there and can be written")
+        remedy = _REMEDIES.get(error.errno or 0, "check that the folder exists and is writable")
         self._warn(
             "write",
-            f"values are not kept: {self.folder} cannot be written ({error.strerror or error}); {remedy}. "
-            "The run goes on, uncached",
+            f"values are not cached: {self.folder} cannot be written ({error.strerror or error}); {remedy}. The run "
+            "continues without the cache",
         )
 
     def _warn(self, about: str, text: str) -> None:
-        """Once in a process, and of a loader's workers only in the first."""
+        """Warn once in a process; of a loader's workers only the first warns."""
         if about in self._warned:
             return
         self._warned.add(about)
@@ -234,15 +235,15 @@ class CacheFolder:
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _REMEDIES = {
     **dict.fromkeys(
-        _TOO_MANY, "too many files are open: raise the limit (`ulimit -n`), or close what is not needed"
+        _TOO_MANY, "too many files are open: raise the limit (`ulimit -n`), or close unneeded files"
     ),
-    errno.ENOSPC: "the disk is full: free some of it, or give max_size= or another dir=",
-    errno.EDQUOT: "the quota is used up: free some of it, or give max_size= or another dir=",
-    errno.EFBIG: "files may not grow that large here: see `ulimit -f`",
-    errno.EROFS: "the file system is mounted read-only: give another dir=, or mount it to be written",
-    errno.EACCES: "this user may not write there: give another dir=, or change who may",
-    errno.EPERM: "this user may not write there: give another dir=, or change who may",
-    errno.ENOTDIR: "a part of the path is no folder: give another dir=",
+    errno.ENOSPC: "the disk is full: free some space, or give max_size= or another dir=",
+    errno.EDQUOT: "the quota is used up: free some space, or give max_size= or another dir=",
+    errno.EFBIG: "the file exceeds the size limit: see `ulimit -f`",
+    errno.EROFS: "the file system is mounted read-only: give another dir=, or mount it writable",
+    errno.EACCES: "this user may not write there: give another dir=, or change its permissions",
+    errno.EPERM: "this user may not write there: give another dir=, or change its permissions",
+    errno.ENOTDIR: "a part of the path is not a folder: give another dir=",
     errno.EEXIST: "a file is in its place: give another dir=",
 }
 
@@ -264,7 +265,7 @@ NETWORKED = (
 
 
 def type_of(path: str) -> str:
-    """The file system's type ("ext4", "nfs4", …) of a path or of its nearest ancestor that exists; "" if unknown."""
+    """Return the file system's type ("ext4", "nfs4", …) for a path or its nearest existing ancestor; "" if unknown."""
     here = os.path.realpath(path)
     best, kind = -1, ""
     try:
@@ -323,7 +324,7 @@ class Eviction:
         """Entries that this process may not remove: another user's, in a folder that is shared."""
 
     def before_writing(self, nbytes: int) -> tuple[int, int]:
-        """Makes room where it is time to. (entries, bytes) that went."""
+        """Make room when it is time to. Return the (entries, bytes) removed."""
         self.written += nbytes
         if self.written <= self.allowance:
             return 0, 0
@@ -341,7 +342,7 @@ class Eviction:
         return count, gone
 
     def _evict(self, excess: int) -> tuple[int, int]:
-        """Removes those used longest ago, `excess` bytes of them at least, as far as this user may."""
+        """Remove the least recently used entries, at least `excess` bytes, as far as this user may."""
         count = gone = freed = 0
         while freed < excess:
             found = self._oldest(excess - freed)
@@ -360,8 +361,9 @@ class Eviction:
         return count, gone
 
     def _oldest(self, excess: int) -> list[tuple[str, int]]:
-        """(path, bytes) of those used longest ago. Of a folder of any size no more than `excess` bytes of entries, and
-        one, are held at once."""
+        """Return (path, bytes) of the least recently used entries.
+
+        However large the folder, no more than `excess` bytes of entries, and one, are held at once."""
         oldest: list[tuple[float, str, int]] = []  # a heap: the one used last is on top
         held = 0
         for path, there in entries(self.folder):
@@ -386,8 +388,9 @@ def shards(folder: str) -> Iterator[str]:
 
 
 def entries(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """(path, what stat says) of the entries, in no order. What goes meanwhile is left out, and what a killed process
-    left lying is removed on the way."""
+    """Yield (path, stat result) of the entries, in no order.
+
+    Entries that vanish meanwhile are left out, and leftovers of killed processes are removed."""
     for shard in shards(folder):
         with contextlib.suppress(*_NOT_OURS), os.scandir(shard) as found:
             for one in found:
@@ -402,13 +405,14 @@ def entries(folder: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def total_size(folder: str) -> int:
-    """Bytes of all entries together."""
+    """Return the bytes of all entries together."""
     return sum(there.st_size for _, there in entries(folder))
 
 
 def remove_all(folder: str) -> tuple[int, int]:
-    """Removes every entry, and what belongs to one: (entries that went, files and folders that are another user's and
-    stayed). Nothing else in the folder is touched."""
+    """Remove every entry and its files.
+
+    Return (entries removed, files and folders of other users that remain). Nothing else in the folder is changed."""
     count = stayed = 0
     for shard in list(shards(folder)):
         try:
@@ -450,7 +454,7 @@ POLL_SECONDS = (0.001, 0.05)
 
 @functools.cache
 def _machine() -> str:
-    """An identity of this machine, since it was started, and of this space of process ids."""
+    """Return an identity of this boot of the machine, and of this PID namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -459,9 +463,9 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Start time of a process of this machine, in the kernel's ticks: with it a process id is never taken for
-    another's.
-    None: there is none such, or only its corpse."""
+    """Return the start time of a process of this machine, in the kernel's ticks: with it a process id is unambiguous.
+
+    None if there is no such process, or only a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -476,7 +480,7 @@ def _lease_holder(pid: int) -> str:
 
 
 def take_lease(path: str) -> bool | None:
-    """True: the caller holds the lease now. False: another does. None: no lease can be had here."""
+    """Take the lease. True: the caller holds it now. False: another process does. None: no lease is available here."""
     holder = _lease_holder(os.getpid())
     try:
         try:
@@ -497,7 +501,7 @@ def release_lease(path: str) -> None:
 
 
 def is_leased(path: str, now: Callable[[], float]) -> bool:
-    """Whether somebody alive still seems to be at it. now: seconds by the clock of the folder's file system."""
+    """Whether a live process still seems to make the entry. now: seconds by the clock of the folder's file system."""
     try:
         holder, written = os.readlink(path), os.lstat(path).st_mtime
     except OSError:
@@ -509,8 +513,9 @@ def is_leased(path: str, now: Callable[[], float]) -> bool:
 
 
 def wait_for_lease(path: str, arrived: Callable[[], bool], now: Callable[[], float]) -> bool:
-    """Waits until the entry has arrived (True), or its maker is gone or has had its time (False), whichever is first.
-    So whoever waits waits `SECONDS` at most."""
+    """Wait until the entry exists (True), or its maker has ended or has used up its time (False).
+
+    A caller waits at most `SECONDS`."""
     pause, longest = POLL_SECONDS
     end = time.monotonic() + LEASE_SECONDS
     while True:

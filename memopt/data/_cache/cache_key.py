@@ -70,7 +70,7 @@ class KeyDigest:
         return self._hash.digest()[:KEY_BYTES]
 
     def mark(self, tag: str, *sizes: int) -> None:
-        """The beginning of a value: its kind and its sizes."""
+        """Add the beginning of a value: its kind and its sizes."""
         self._hash.update(struct.pack(f"<B{len(sizes)}q", len(tag), *sizes) + tag.encode())
 
     def data(self, tag: str, raw: bytes | bytearray | memoryview) -> None:
@@ -78,7 +78,7 @@ class KeyDigest:
         self._hash.update(raw)
 
     def met_before(self, value: object) -> bool:
-        """Whether an object, function or class was written down already: then its number stands for it."""
+        """Whether an object, function or class was added already: then its number stands for it."""
         number = self._number_of(value)
         if number is None:
             self._seen[id(value)] = self._count
@@ -93,18 +93,18 @@ class KeyDigest:
         return self._outer._number_of(value) if number is None and self._outer is not None else number
 
     def element(self, container: object) -> KeyDigest:
-        """A digest of its own for an element of a container, which knows what it is in."""
+        """Return a separate digest for an element of a container; it knows the containers that it is in."""
         made = self.anew()
         made._outer, made._count = self, self._count
         made.inside = [*self.inside, id(container)]
         return made
 
     def anew(self) -> KeyDigest:
-        """An empty digest with the same options."""
+        """Return an empty digest with the same options."""
         return KeyDigest(self.ignore, versioned=self.versioned, introspected=self.introspected)
 
     def refused(self, path: str, value: object, reason: str) -> Unkeyable:
-        """The error of a value, for what cannot import this module."""
+        """Return the error for a value, for modules that cannot import this one."""
         return Unkeyable(path, value, reason)
 
     def add(self, value: Any, path: str) -> None:
@@ -125,7 +125,7 @@ class KeyDigest:
             self.add(value, f"{path}[{number}]")
 
     def pairs(self, tag: str, values: Mapping[Any, Any], path: str) -> None:
-        """In the order they have: a function may go through them in it."""
+        """Add pairs in their order, since a function may iterate over them in it."""
         self.mark(tag, len(values))
         for name, value in values.items():
             self.add(name, f"a key of {path}")
@@ -141,7 +141,7 @@ class KeyDigest:
             self.data("elements", value.tobytes())
         elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].dtype):
             if value.hasobject:
-                raise Unkeyable(path, value, "it is of Python objects")
+                raise Unkeyable(path, value, "it holds Python objects")
             self.data("numpy.dtype", repr(value if value.names else value.str).encode())
         elif kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "layout", "memory_format"):
             self.data(f"torch.{kind.__name__}", str(value).encode())
@@ -183,7 +183,7 @@ class KeyDigest:
                 self._of_builtin(value, kind, builtin, path)
 
     def _of_builtin(self, value: Any, kind: type, builtin: type, path: str) -> None:
-        """An object of a subclass of a built-in type: its content as that type, its class and its attributes."""
+        """Add an object of a subclass of a built-in type: its content as that type, its class and its attributes."""
         if id(value) in self.inside:
             self.mark("itself", len(self.inside) - self.inside.index(id(value)))
             return
@@ -194,7 +194,8 @@ class KeyDigest:
         self.inside.pop()
 
     def _derived(self, value: Any, kind: type, path: str, without: Container[str] = ()) -> None:
-        """Of an object whose content is written down: its class, if that is the program's own, and its attributes."""
+        """Add the rest of an object whose content is added: its class, if that is the program's own, and its
+        attributes."""
         if not function_names.is_own(kind.__module__) and not getattr(value, "__dict__", None):
             return
         function_key.add_class(self, kind, path)
@@ -203,7 +204,8 @@ class KeyDigest:
         )
 
     def _path(self, value: pathlib.PurePath) -> None:
-        """Of a file that is there, also its size and the time it was last written: a changed file is another value."""
+        """Add a path; for an existing file also its size and modification time, since a changed file is another
+        value."""
         self.data("path", os.fsencode(value))
         try:
             there = os.stat(value)
@@ -233,7 +235,7 @@ class KeyDigest:
         self.data("elements", bytes_of(value))
 
     def _object(self, value: Any, kind: type, path: str) -> None:
-        """An object of a class written in Python: its class, and its attributes."""
+        """Add an object of a class written in Python: its class, and its attributes."""
         if not _plain_object(kind):
             raise Unkeyable(path, value, _why_not(kind))
         if self.met_before(value):
@@ -297,7 +299,7 @@ _BY_REDUCTION = {
 
 
 def _dtype(value: Any) -> bytes:
-    """Of a NumPy array or scalar; with fields, where each of them lies."""
+    """Describe the dtype of a NumPy array or scalar; with fields, also the offset of each."""
     return repr(value.dtype if value.dtype.names else value.dtype.str).encode()
 
 
@@ -337,13 +339,13 @@ _REFUSED = (
 )
 
 
-_OWN_MODULE = "what is read of a module through a variable is not known: import what is used from it by name"
+_OWN_MODULE = "what is read from a module through a variable is not known: import the names that are used"
 
 
 def _why_not(kind: type) -> str:
     if kind.__module__ in _REFUSED:
-        return "it has no content that stays the same"
-    return "memopt does not know what its content is"
+        return "it has no stable content"
+    return "memopt does not know its content"
 
 
 def _number(digest: KeyDigest, value: int, _: str) -> None:
@@ -351,7 +353,7 @@ def _number(digest: KeyDigest, value: int, _: str) -> None:
 
 
 def _set(digest: KeyDigest, values: Any, path: str) -> None:
-    """In the order of their elements' own digests: a set has none of its own that stays."""
+    """Add a set in the order of its elements' digests: a set has no lasting order of its own."""
     each = []
     for value in values:
         one = digest.element(values)

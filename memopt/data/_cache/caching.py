@@ -35,17 +35,17 @@ def cached(
     program, followed in turn. Of installed packages name and version count. For a dataset its class, its attributes at
     the time of wrapping and the index count. A function is examined at its first call.
 
-    Keys err on the safe side: an edit that changes nothing may cost a miss. Names that code finds at run time
+    Keys err on the safe side: an edit that changes nothing may cost a miss. Names that code looks up at run time
     (import_module(name), globals()[name], sys.modules, eval) and modules that are passed around as values are refused.
-    So are imports by functions without source, as exec() makes them. Do not cache functions that draw random numbers:
-    they would draw them once.
+    So are imports by functions without source, such as those that exec() makes. Do not cache functions that draw random
+    numbers: they would draw them only once.
 
     A hit's tensors and arrays are mapped copy-on-write: they are writable, and changes stay in the process. They are
     contiguous and share no memory with each other. No pickle is ever written or read.
 
     Args:
         fn_or_dataset: A function, or a dataset with `__getitem__` and `__len__`. Left out: a decorator is returned.
-        dir: The folder, made where it is missing. Many functions may share it.
+        dir: The folder, created if it is missing. Many functions may share it.
         max_size: About the most that all entries in the folder take, in bytes or as "50GiB". The least recently used
             ones are evicted. None: no limit.
         version: Takes the place of source, globals and called functions. Change it whenever the results change.
@@ -75,16 +75,16 @@ def cached(
             cached, dir=dir, max_size=max_size, version=version, ignore=ignore, compress=compress
         )
     if dir is None:
-        raise TypeError("memopt.data.cached needs dir=, the folder that entries are kept in")
+        raise TypeError("memopt.data.cached needs dir=, the folder for its entries")
     limit = None if max_size is None else _C.parse_size(max_size)
     if limit == 0:
-        raise ValueError("memopt.data.cached: max_size=0 keeps nothing; leave it out for no limit")
+        raise ValueError("memopt.data.cached: max_size=0 would cache nothing; leave it out for no limit")
     names = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     is_dataset = hasattr(fn_or_dataset, "__getitem__") and not isinstance(fn_or_dataset, type)
     if not is_dataset and not callable(fn_or_dataset):
         raise TypeError(
             f"memopt.data.cached: a {type(fn_or_dataset).__qualname__} is neither a function nor a map-style dataset "
-            "(__getitem__ and __len__); of a stream, cache the function that makes an item"
+            "(__getitem__ and __len__); for a stream, cache the function that makes an item"
         )
     cache = Cache(fn_or_dataset, CacheFolder(dir, limit, compress), version, names)
     wrapped = CachedDataset(fn_or_dataset, cache) if is_dataset else CachedFunction(fn_or_dataset, cache)
@@ -130,7 +130,7 @@ class Cache:
             raise _explained(error) from None
 
     def value(self, key: str, make: Callable[[], Any]) -> Any:
-        """The entry's value; where there is none, it is made, and kept."""
+        """Return the entry's value; if there is none, make and keep it."""
         counters = self.folder.counters
         found, value = self.folder.get(key)
         if found:
@@ -173,8 +173,8 @@ class Cache:
 
 def _explained(error: Unkeyable) -> TypeError:
     return TypeError(
-        f"memopt.data.cached: {error}; leave it out of the key by ignore=(name,) if the result does not depend on it, "
-        "or, for a global or a function that is called, give version="
+        f"memopt.data.cached: {error}; leave it out of the key with ignore=(name,) if the result does not depend on "
+        "it, or, if it is a global or a called function, give version="
     )
 
 
@@ -193,7 +193,8 @@ class CachedFunction:
         return self.cache.value(key, lambda: self.__wrapped__(*args, **kwargs))
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments by parameter, defaults included: f(1), f(x=1) and, if y=2 is the default, f(1, 2) are one."""
+        """Return the arguments by parameter, defaults included: f(1), f(x=1) and, if y=2 is the default, f(1, 2) are
+        equal."""
         if self._signature is None:
             return args, kwargs
         bound = self._signature.bind(*args, **kwargs)  # a TypeError here is the call's own
@@ -201,7 +202,7 @@ class CachedFunction:
         return {name: value for name, value in bound.arguments.items() if name not in self.cache.ignore}
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method: the object it is called on is an argument, and keyed by its content."""
+        """Bind as a method: the object on which it is called is an argument, keyed by its content."""
         return self if instance is None else functools.partial(self, instance)
 
     def __repr__(self) -> str:

@@ -229,7 +229,7 @@ def add_compiled(digest: KeyDigest, code: types.CodeType, path: str) -> None:
         digest.add(names, f"a constant of {path}")
 
 
-_NO_SOURCE = "its source is not available, so the modules and names that it finds when it runs are not known"
+_NO_SOURCE = "its source is not available, so the modules and names that it uses are not known"
 
 
 _OF_EVERY_CLASS = set(
@@ -281,7 +281,7 @@ _PARAMETERS = ("init", "repr", "eq", "order", "unsafe_hash", "frozen")
 
 
 def add_annotations(digest: KeyDigest, value: Any, path: str) -> None:
-    """Of a function, or a class's own. Texts are what they name, if that is there."""
+    """Add the annotations of a function, or a class's own. A text stands for what it names, if that exists."""
     try:
         written = inspect.get_annotations(value, eval_str=True)
     except Exception:  # whatever a text raises: a name that only type checkers have
@@ -350,7 +350,8 @@ def _add_state(digest: KeyDigest, value: Any, name: str) -> None:
 
 
 def signature_of(function: Any) -> inspect.Signature | None:
-    """None where there is none to be had (some functions in C): then arguments are keyed as they were written."""
+    """Return the signature; None if there is none (some functions in C): then arguments are keyed as they were
+    written."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

@@ -226,7 +226,7 @@ _FINDERS = (
 """Functions and data by which code finds modules and globals by name."""
 FINDER_ATTRIBUTES = {"modules", "__import__", "import_module", "reload", "module_from_spec", "resolve_name"}
 FINDER_ATTRIBUTES |= {"run_module", "run_path"}
-_FINDS = "its names are not known before it runs: import by a statement, or pass what is found as an argument"
+_FINDS = "its names are not known before it runs: use an import statement, or pass the result as an argument"
 
 
 def read(
@@ -301,7 +301,7 @@ def _finder_in(value: Any, steps: Chain) -> Any:
 
 
 def _ignored(digest: KeyDigest, chain: Chain) -> bool:
-    """By its name, by that of anything it is read of, or, of `from a import b`, as b."""
+    """Whether a name is ignored: by itself, by the name of anything it is read of, or, for `from a import b`, as b."""
     parts = (chain[0].removeprefix(IMPORT), *chain[1:])
     names = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
     return not digest.ignore.isdisjoint({*names, *(parts[1:2] if chain[0] != parts[0] else ())})

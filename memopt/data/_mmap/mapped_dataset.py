@@ -31,7 +31,7 @@ of smaller ones mostly come along with their neighbours'."""
 
 @dataclass(frozen=True)
 class MappedBytes:
-    """Memory that a dataset's mappings take, in bytes."""
+    """The bytes of memory that a dataset's mappings take."""
 
     page_cache: int
     """Pages of the file that this process has touched. The kernel shares them among processes and takes them back
@@ -72,7 +72,7 @@ class _Field:
         return row if self.ours else row.clone()
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows next to one another, in one copy."""
+        """Return adjacent rows, in one copy."""
         import torch
 
         pieces = []
@@ -87,7 +87,7 @@ class _Field:
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
 
     def take(self, indices: Tensor) -> Tensor:
-        """Rows at indices, none of them negative, in one copy."""
+        """Return the rows at non-negative indices, in one copy."""
         import torch
 
         # As integers of the same width: torch selects from those whatever the dtype. There are none of 16 bytes.
@@ -105,7 +105,7 @@ class _Field:
         return found.view(self.dtype)
 
     def will_need(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Asks for runs of rows (first, one behind the last) in the disk's order, before anything waits for one."""
+        """Prefetch ranges of rows (first, one past the last) in the disk's order, before any is read."""
         if self.row_bytes < ADVISED_FROM or self.mapping[0] is None or len(self.tensors) > 1:
             return
         for start, stop in runs:
@@ -123,15 +123,15 @@ class _Field:
 class MmapDataset:
     """A map-style dataset whose rows stay in a file and are read when they are asked for, in any order.
 
-    A row is a dict, a tuple or a tensor, as the source is. `[index]` gives views of the mapping, copy-on-write: they
-    may be changed, the file stays as it is. `[slice]` and `[list or tensor of indices]` give batches in one copy,
-    which `DataLoader(dataset, sampler=BatchSampler(...), batch_size=None)` asks for. All dtypes of safetensors are
-    read: bf16, fp8, bool and the rest.
+    A row is a dict, a tuple or a tensor, like the source. `[index]` returns copy-on-write views of the mapping: they
+    may be changed, but the file is not. `[slice]` and `[list or tensor of indices]` return batches in one copy, as
+    `DataLoader(dataset, sampler=BatchSampler(...), batch_size=None)` requests them. All dtypes of safetensors are
+    supported: bf16, fp8, bool and the rest.
 
-    It pickles to worker processes by path and is mapped there anew. Sources that do not know their file (Arrow tables,
-    `torch.from_file(shared=False)`) do not pickle: give the path. Files may be larger than the machine's memory. A
-    file must not be cut short while it is mapped: touching what is gone ends the process. Replace it by renaming. A
-    process that it is pickled to refuses a file that was written or replaced since.
+    It is pickled to worker processes by path and mapped again there. Sources that do not know their file (Arrow tables,
+    `torch.from_file(shared=False)`) cannot be pickled: pass the path instead. Files may be larger than the machine's
+    memory. A file must not be truncated while it is mapped: access to the missing part ends the process. Replace a file
+    by renaming. A process that unpickles the dataset refuses a file that has been written or replaced since.
 
     Args:
         source: The path of a .safetensors, .npy or Arrow (.arrow, .feather) file; or a tensor (`torch.from_file`), a
@@ -140,8 +140,8 @@ class MmapDataset:
             tensor.
 
     Raises:
-        KeyError: A field is not there.
-        ValueError: A file is damaged or cut short, or fields differ in their number of rows. The error names the file.
+        KeyError: A field does not exist.
+        ValueError: A file is damaged or truncated, or fields differ in their number of rows. The error names the file.
         TypeError: A source or dtype is not supported.
 
     Example:
@@ -177,11 +177,13 @@ class MmapDataset:
         self._fields = {}
         for name, chunks in self._chunks.items():
             if any(not one.shape for one in chunks):
-                raise ValueError(f"memopt.data.MmapDataset: field {name!r} has no dimension, and so no rows")
+                raise ValueError(
+                    f"memopt.data.MmapDataset: field {name!r} has no dimension, and therefore no rows"
+                )
             self._fields[name] = _Field(name, chunks, self._mappings)
         counts = {name: len(field) for name, field in self._fields.items()}
         if len(set(counts.values())) > 1:
-            raise ValueError(f"memopt.data.MmapDataset: fields of different numbers of rows: {counts}")
+            raise ValueError(f"memopt.data.MmapDataset: the fields differ in their number of rows: {counts}")
         self._length = next(iter(counts.values()))
 
     def __reduce__(self) -> Any:
@@ -193,8 +195,8 @@ class MmapDataset:
         for name, chunks in self._chunks.items():
             if not all(isinstance(one, Part) for one in chunks):
                 raise TypeError(
-                    f"memopt.data.MmapDataset: field {name!r} does not know its file, and so cannot go to another "
-                    "process without being copied there; open it by its path (or torch.from_file with shared=True)"
+                    f"memopt.data.MmapDataset: field {name!r} does not know its file, so it cannot be sent to another "
+                    "process without a copy; open it by its path (or torch.from_file with shared=True)"
                 )
         return self._chunks
 
@@ -328,7 +330,7 @@ Chunks = list[Any]
 
 
 def from_path(path: str) -> tuple[dict[str, Chunks], str]:
-    """(fields, the form of a row: "dict", "tuple" or "single") of a file."""
+    """Return (fields, the form of a row: "dict", "tuple" or "single") of a file."""
     path = os.path.abspath(path)
     with naming(path):
         return _from_file(path)
@@ -348,19 +350,21 @@ def _from_file(path: str) -> tuple[dict[str, Chunks], str]:
         if {*parts} != {str(number) for number in range(len(parts))} or (
             form == "single" and len(parts) != 1
         ):
-            raise Malformed(f"{path}: its fields {', '.join(parts)} are not those of rows that are a {form}")
+            raise Malformed(f"{path}: its fields {', '.join(parts)} do not match rows of the form {form}")
         names.sort(key=int)
     elif form != "dict":
-        raise Malformed(f"{path}: its rows are said to be a {form!r}: dict, tuple and single are known")
+        raise Malformed(f"{path}: its rows have the unknown form {form!r}: expected dict, tuple or single")
     return {name: [parts[name]] for name in names}, form
 
 
 def from_source(source: Any) -> tuple[dict[str, Chunks], str]:
-    """As from_path, of a dict or tuple of sources, an Arrow table, or one source."""
+    """Return the same as from_path, for a dict or tuple of sources, an Arrow table, or one source."""
     if isinstance(source, Mapping):
         chunks = {str(name): _chunks(one, f"field {name!r}") for name, one in source.items()}
         if len(chunks) < len(source):
-            raise ValueError("memopt.data.MmapDataset: two fields have one name: names are made texts")
+            raise ValueError(
+                "memopt.data.MmapDataset: two fields have the same name once names are converted to text"
+            )
         return chunks, "dict"
     if isinstance(source, tuple):
         return {str(at): _chunks(one, f"field {at}") for at, one in enumerate(source)}, "tuple"
@@ -380,7 +384,7 @@ def _chunks(source: Any, called: str) -> Chunks:
         return [_part_of_tensor(source)]
     if numpy is not None and isinstance(source, numpy.ndarray):
         if source.ndim == 0:
-            raise ValueError(f"memopt.data.MmapDataset: {called} has no dimension, and so no rows")
+            raise ValueError(f"memopt.data.MmapDataset: {called} has no dimension, and therefore no rows")
         if isinstance(source, numpy.memmap) and source.filename is not None:
             return [memmap_part(source)]
         return [_without_warning(source)]
@@ -400,7 +404,8 @@ def _chunks(source: Any, called: str) -> Chunks:
 
 
 def _part_of_tensor(source: Any) -> Any:
-    """A tensor of torch.from_file(shared=True) knows its file; any other is used as it is."""
+    """Return the part of a file for a tensor of torch.from_file(shared=True), which knows its file; any other tensor is
+    used as it is."""
     name = source.untyped_storage().filename
     if name is None or not source.is_contiguous():
         return source
@@ -429,7 +434,9 @@ def _from_table(table: Any) -> dict[str, Chunks]:
 
 
 def _arrow_tensor(array: Any, called: str) -> Any:
-    """An Arrow array as a tensor on Arrow's own memory. Lists of a fixed size are a row's further dimensions."""
+    """Return an Arrow array as a tensor on Arrow's own memory.
+
+    Lists of a fixed size are further dimensions of a row."""
     shape: list[int] = []
     if hasattr(array, "chunks"):
         array = array.combine_chunks()
@@ -443,8 +450,8 @@ def _arrow_tensor(array: Any, called: str) -> Any:
         array = array.flatten()
     if array.null_count:
         raise ValueError(
-            f"memopt.data.MmapDataset: {called} has {array.null_count} nulls, which no tensor has: fill them "
-            "(pyarrow.compute.fill_null) and write the file anew"
+            f"memopt.data.MmapDataset: {called} has {array.null_count} nulls, which tensors cannot hold: fill them "
+            "(pyarrow.compute.fill_null) and write the file again"
         )
     try:
         tensor = _without_warning(array.to_numpy(zero_copy_only=True))
@@ -457,7 +464,7 @@ def _arrow_tensor(array: Any, called: str) -> Any:
 
 
 def _without_warning(array: Any) -> Any:
-    """torch's view of an array that may be read-only: its rows are handed out as copies, so that none is written to."""
+    """Return torch's view of an array that may be read-only: its rows are returned as copies, so none is written to."""
     import torch
 
     with warnings.catch_warnings():

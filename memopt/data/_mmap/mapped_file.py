@@ -48,7 +48,7 @@ class Part:
 
 
 def map_file(file: File) -> mmap.mmap:
-    """The whole of a file, which has to be the one that it was. ValueError where it is not."""
+    """Map the whole of a file. Raises ValueError if it is not the file that it was."""
     descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         there = File.at(file.path, os.fstat(descriptor))
@@ -57,7 +57,7 @@ def map_file(file: File) -> mmap.mmap:
                 f"has {there.size} bytes where {file.size} were" if there.size != file.size else "has changed"
             )
             raise safetensors_layout.Malformed(
-                f"{file.path} {sizes}: it was cut short or written anew since it was opened; open it again"
+                f"{file.path} {sizes}: it was truncated or rewritten since it was opened; open it again"
             )
         return mmap.mmap(
             descriptor, file.size, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
@@ -67,7 +67,7 @@ def map_file(file: File) -> mmap.mmap:
 
 
 def view(part: Part, mapping: mmap.mmap | None) -> Any:
-    """The tensor of a part, on the mapping of its file."""
+    """Return the tensor of a part, on the mapping of its file."""
     import torch
 
     dtype = getattr(torch, part.dtype)
@@ -77,8 +77,8 @@ def view(part: Part, mapping: mmap.mmap | None) -> Any:
     if part.begin % dtype.itemsize:  # torch would read between its own elements
         raw = torch.frombuffer(mapping, dtype=torch.uint8, count=count * dtype.itemsize, offset=part.begin)
         warnings.warn(
-            f"memopt.data.MmapDataset: {part.file.path} has {part.dtype} at byte {part.begin}, which is no multiple of "
-            f"{dtype.itemsize}: that tensor was copied into memory; write the file anew to map it",
+            f"memopt.data.MmapDataset: {part.file.path} has {part.dtype} at byte {part.begin}, which is not a "
+            f"multiple of {dtype.itemsize}: that tensor was copied into memory; write the file again to map it",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -88,8 +88,9 @@ def view(part: Part, mapping: mmap.mmap | None) -> Any:
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Errors of what reads a file name it: Malformed, or TypeError for numbers that torch does not have. Readers raise
-    all kinds of errors of a damaged or forged file."""
+    """Name the file in errors of its reader: Malformed, or TypeError for number types that torch does not have.
+
+    Readers raise all kinds of errors for a damaged or forged file."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -105,11 +106,11 @@ def naming(path: str) -> Iterator[None]:
         raise (TypeError if isinstance(error, TypeError) else safetensors_layout.Malformed)(text) from None
 
 
-_DAMAGED = "it is damaged, or not what its name says"
+_DAMAGED = "it is damaged, or not of the format that its name states"
 
 
 def safetensors_parts(path: str) -> tuple[dict[str, Part], dict[str, str]]:
-    """(fields, metadata) of a safetensors file; Malformed unless it is whole."""
+    """Return (fields, metadata) of a safetensors file. Raises Malformed unless it is complete."""
     with open(path, "rb") as file:
         there = File.at(path, os.fstat(file.fileno()))
         length = safetensors_layout.header_length(file.read(8), there.size)
@@ -123,7 +124,7 @@ def safetensors_parts(path: str) -> tuple[dict[str, Part], dict[str, str]]:
 
 
 def npy_part(path: str) -> Part:
-    """The array of a .npy file."""
+    """Return the array of a .npy file."""
     import numpy
 
     try:
@@ -140,7 +141,7 @@ def npy_part(path: str) -> Part:
 
 
 def _item_bytes(path: str) -> int | None:
-    """Of an element, by the header; None where the file has none."""
+    """Return the bytes of an element, by the header; None if the file has none."""
     from numpy.lib import format as npy
 
     with open(path, "rb") as file:
@@ -153,7 +154,7 @@ def _item_bytes(path: str) -> int | None:
 
 
 def memmap_part(array: Any) -> Part:
-    """The part of its file that a numpy.memmap is."""
+    """Return the part of a file that a numpy.memmap is."""
     if not array.flags.c_contiguous:
         raise ValueError(
             f"memopt.data.MmapDataset: the memmap of {array.filename} is not contiguous in rows (strides "
@@ -168,7 +169,7 @@ def memmap_part(array: Any) -> Part:
 
 
 def torch_name(dtype: Any) -> str:
-    """torch's name of a NumPy dtype; TypeError for one that it lacks."""
+    """Return torch's name of a NumPy dtype. Raises TypeError if torch lacks it."""
     import torch
 
     if not dtype.isnative or not isinstance(getattr(torch, dtype.name, None), torch.dtype):

@@ -27,22 +27,22 @@ element. MmapDataset leaves it out."""
 class MmapWriter:
     """A writer of rows to a .safetensors file, for MmapDataset and anything else that reads safetensors.
 
-    A row is a dict, a tuple or a single one of: tensors, NumPy arrays, numbers (int64, float32 and bool). The first
-    row sets the fields, their dtypes and shapes. Rows are not held, and their number need not be known: the header's
-    place is kept and written at the end.
+    A row is a dict, a tuple or a single one of: tensors, NumPy arrays, numbers (int64, float32 and bool). The first row
+    sets the fields, their dtypes and shapes. Rows are not kept in memory, and their number need not be known: the space
+    for the header is reserved, and the header is written at the end.
 
     The file has another name in the same folder until `close`, which flushes it to the disk and renames it: under the
-    given name there is a whole file or what was there before. In a `with` an exception leaves nothing behind; a killed
-    process leaves a file `<name>.<letters>.part`. Where `close` fails (the disk is full) all rows are kept, and it may
-    be called again. The field with the longest rows goes straight into the file, the others into files beside it that
-    are appended at the end: they take their bytes of the disk twice for that moment.
+    given name there is always either a complete file or the previous one. In a `with` block an exception leaves nothing
+    behind; a killed process leaves a file `<name>.<letters>.part`. If `close` fails (the disk is full), all rows are
+    kept, and it may be called again. The field with the longest rows is written directly to the file, the others to
+    files beside it, which are appended at the end: while this is done they take twice their bytes on the disk.
 
     Args:
         path: The file to write.
-        metadata: Texts by name, kept in the header.
+        metadata: Strings by name, stored in the header.
 
     Raises:
-        TypeError: Metadata are not texts, or a row is not of the first row's form.
+        TypeError: Metadata are not strings, or a row does not have the first row's structure.
         ValueError: A row's fields, dtypes or shapes differ from the first row's.
         OSError: The folder cannot be written; raised before the first row.
 
@@ -56,7 +56,7 @@ class MmapWriter:
         self.path = os.path.abspath(os.fspath(path))
         self.metadata = dict(metadata or {})
         if any(type(text) is not str for one in self.metadata.items() for text in one):
-            raise TypeError(f"MmapWriter: metadata are texts by name, got {self.metadata!r}")
+            raise TypeError(f"MmapWriter: metadata must be a dict of text by name, got {self.metadata!r}")
         self.rows = 0
         self._form = ""
         self._kinds: dict[str, tuple[Any, tuple[int, ...]]] = {}
@@ -69,7 +69,7 @@ class MmapWriter:
         self._start()
 
     def _start(self) -> None:
-        """The first file is made at once: a folder that cannot be written says so here, not after an hour."""
+        """Create the first file at once, so that a folder that cannot be written fails here, not after an hour."""
         self._main = self._file()
 
     def _file(self) -> IO[bytes]:
@@ -119,15 +119,16 @@ class MmapWriter:
         items = [*items]
         found = {str(name): _tensor(value, str(name), self.rows) for name, value in items}
         if len(found) < len(items):
-            raise ValueError(f"MmapWriter: row {self.rows} has two fields of one name: names are made texts")
-        if taken := found.keys() & {safetensors_layout.METADATA, PADDING}:
             raise ValueError(
-                f"MmapWriter: no field can be called {taken.pop()!r}: the format has it for its own"
+                f"MmapWriter: row {self.rows} has two fields of the same name once names are "
+                "converted to text"
             )
+        if taken := found.keys() & {safetensors_layout.METADATA, PADDING}:
+            raise ValueError(f"MmapWriter: no field can be called {taken.pop()!r}: the format reserves it")
         if not found or (self._kinds and found.keys() != self._kinds.keys()):
             raise ValueError(
                 f"MmapWriter: row {self.rows} has fields {', '.join(found) or 'none'} where the first had "
-                f"{', '.join(self._kinds) or 'to have some'}"
+                f"{', '.join(self._kinds) or 'at least one'}"
             )
         self._form = form
         return found
@@ -140,7 +141,9 @@ class MmapWriter:
         )
         if batch and (len(counts) > 1 or any(one.dim() == 0 for one in named.values())):
             shapes = {name: tuple(one.shape) for name, one in named.items()}
-            raise ValueError(f"MmapWriter: a batch needs as many rows of each field, got shapes {shapes}")
+            raise ValueError(
+                f"MmapWriter: a batch needs the same number of rows in each field, got shapes {shapes}"
+            )
         kinds = {
             name: (one.dtype, tuple(one.shape[1:] if batch else one.shape)) for name, one in named.items()
         }
@@ -150,7 +153,8 @@ class MmapWriter:
             if kind != self._kinds[name]:
                 raise ValueError(
                     f"MmapWriter: field {name!r} of row {self.rows} is {kind[0]}{list(kind[1])} where the first row's "
-                    f"was {self._kinds[name][0]}{list(self._kinds[name][1])}: all rows have one dtype and shape"
+                    f"was {self._kinds[name][0]}{list(self._kinds[name][1])}: all rows must have the same dtype and "
+                    "shape"
                 )
         pieces = [(self._files[name], bytes_of(one)) for name, one in named.items()]
         self._torn = True
@@ -162,8 +166,8 @@ class MmapWriter:
     def _check_whole(self) -> None:
         if self._torn:
             raise ValueError(
-                f"MmapWriter: {self.path}: writing row {self.rows} was interrupted, so that its fields have no longer "
-                "the same number of rows: call abort(), and write the file anew"
+                f"MmapWriter: {self.path}: writing row {self.rows} was interrupted, so its fields no longer have the "
+                "same number of rows: call abort(), and write the file again"
             )
 
     def _begin(self, kinds: dict[str, tuple[Any, tuple[int, ...]]]) -> None:
@@ -194,7 +198,7 @@ class MmapWriter:
         """Finish the file and give it its name.
 
         Raises:
-            ValueError: No row was written, so that no field is known; or writing one was interrupted.
+            ValueError: No row was written, so that no field is known; or the writing of a row was interrupted.
             OSError: The file cannot be finished. All rows are kept until abort(), and close() can be called again.
         """
         if self._closed:
@@ -202,19 +206,19 @@ class MmapWriter:
         self._check_whole()
         if not self._kinds:
             self.abort()
-            raise ValueError(f"MmapWriter: {self.path} got no row, and so has no fields to write")
+            raise ValueError(f"MmapWriter: {self.path} got no row, so it has no fields to write")
         try:
             self._finish()
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"MmapWriter: {self.path} cannot be finished ({error.strerror or error}), and its {self.rows} rows are "
-                "kept: free space, or remove the other cause, and call close() again; abort() gives them up",
+                f"MmapWriter: {self.path} cannot be finished ({error.strerror or error}), and its {self.rows} rows "
+                "are kept: free space or remove the cause, then call close() again; abort() discards them",
             ) from error
         self.abort()
 
     def _finish(self) -> None:
-        """Done from the rows' end on, so that it may be done again."""
+        """Write everything after the rows, from their end on, so that it can be repeated."""
         longest = self._order[0]
         written = self.rows * _row_bytes(*self._kinds[longest])
         self._main.seek(self._header + written)
@@ -240,7 +244,7 @@ class MmapWriter:
                 os.close(folder)
 
     def abort(self) -> None:
-        """Gives up: nothing is left of what was written. Does nothing after `close`."""
+        """Discard everything that was written. Does nothing after `close`."""
         self._closed = True
         for file in (self._main, *self._files.values()):
             with contextlib.suppress(OSError):  # what its buffer still holds may not fit on the disk
@@ -295,6 +299,6 @@ def _tensor(value: Any, name: str, row: int) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"MmapWriter: field {name!r} of row {row} is a {type(value).__qualname__}, of which no tensor can be made "
-            f"({error})"
+            f"MmapWriter: field {name!r} of row {row} is a {type(value).__qualname__}, which cannot be converted to a "
+            f"tensor ({error})"
         ) from None

@@ -64,7 +64,7 @@ LONGEST_HEADER = 100_000_000
 
 
 class Malformed(ValueError):
-    """A file that is not, or no longer, what its header says."""
+    """A file that does not match its header, or no longer does."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def header_bytes(
     """The length and the header of a file whose tensors, dtype and shape by name, follow in this order. Padded with
     spaces to a multiple of `align`, or to `length` in all."""
     if METADATA in tensors:
-        raise ValueError(f"no tensor can be called {METADATA!r}: the format has it for its own")
+        raise ValueError(f"no tensor can be called {METADATA!r}: the format reserves it")
     entries: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, (dtype, shape) in tensors.items():
@@ -108,7 +108,7 @@ def header_length(start: bytes | memoryview, file_size: int) -> int:
     length = struct.unpack("<Q", start[:8])[0]
     if length > LONGEST_HEADER or 8 + length > file_size:
         raise Malformed(
-            f"its header would take {length} bytes of {file_size}: cut short, or no safetensors file"
+            f"its header would take {length} bytes of {file_size}: truncated, or not a safetensors file"
         )
     return int(8 + length)
 
@@ -124,18 +124,18 @@ def parse(header: bytes | memoryview, file_size: int) -> tuple[dict[str, Extent]
         raise Malformed("its header is not an object of tensors")
     metadata = entries.pop(METADATA, {})
     if not isinstance(metadata, dict) or any(type(text) is not str for text in metadata.values()):
-        raise Malformed(f"its {METADATA} is not texts by name")
+        raise Malformed(f"its {METADATA} is not a dict of text by name")
     start, found = len(header), {}
     for name, entry in entries.items():
         found[name] = _extent(name, entry, start)
     end = start
     for name, extent in sorted(found.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
         if extent.begin != end:
-            raise Malformed(f"tensor {name!r} begins at byte {extent.begin} where {end} was due")
+            raise Malformed(f"tensor {name!r} begins at byte {extent.begin} where {end} was expected")
         end += extent.nbytes
     if end != file_size:
         raise Malformed(
-            f"the header describes {end} bytes, the file has {file_size}: it was cut short or damaged"
+            f"the header describes {end} bytes, the file has {file_size}: it was truncated or damaged"
         )
     return found, metadata
 
@@ -149,8 +149,8 @@ def _extent(name: str, entry: object, start: int) -> Extent:
     if any(type(number) is not int or number < 0 for number in whole):
         raise Malformed(f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}")
     if type(dtype) is not str or dtype not in BYTES:
-        raise Malformed(f"tensor {name!r} is of dtype {dtype!r}, which is none of {', '.join(BYTES)}")
+        raise Malformed(f"tensor {name!r} is of dtype {dtype!r}, which is not one of {', '.join(BYTES)}")
     nbytes = BYTES[dtype] * math.prod(shape)
     if offsets[1] - offsets[0] != nbytes:
-        raise Malformed(f"tensor {name!r} of {nbytes} bytes is said to take {offsets[1] - offsets[0]}")
+        raise Malformed(f"tensor {name!r} of {nbytes} bytes is stated to take {offsets[1] - offsets[0]}")
     return Extent(dtype, tuple(shape), start + offsets[0], nbytes)

@@ -47,7 +47,7 @@ _READABLE = frozenset(
 
 
 class ToCpu:
-    """Nothing travels."""
+    """A transport to the CPU, which copies nothing."""
 
     ahead = False  # whether it is of use to send a batch before it is wanted
 
@@ -81,7 +81,7 @@ class ToCuda:
         self.memory = batch_memory(device)
 
     def send(self, batch: Any) -> _OnItsWay:
-        """An error leaves nothing that is still read or written."""
+        """Begin the copy of a batch. After an error nothing is still read or written."""
         narrow = _narrow_paths(batch, self.widening)
         if not torch.is_inference_mode_enabled():
             return _OnItsWay(self, batch, narrow)
@@ -89,7 +89,9 @@ class ToCuda:
             return _OnItsWay(self, batch, narrow)
 
     def stream(self) -> int:
-        """The present one's address. torch.cuda.current_stream() takes twenty times as long, twice a batch."""
+        """Return the current stream's address.
+
+        torch.cuda.current_stream() takes twenty times as long, twice a batch."""
         return int(torch._C._cuda_getCurrentRawStream(self.index))  # type: ignore[attr-defined]
 
 
@@ -150,7 +152,7 @@ class _OnItsWay:
                 memory.hold(self._ticket, (slot, read))
 
     def arrive(self) -> Any:
-        """The batch, for the present stream. After an error, it may be asked for again."""
+        """Return the batch, for the current stream. After an error the call may be repeated."""
         transport = self._transport
         user = transport.stream()
         _C.copy_await(transport.index, self._ticket, user)
@@ -160,7 +162,7 @@ class _OnItsWay:
         return _widened(self._batch, self._narrow, transport.widening)
 
     def _lend(self, user: torch.cuda.Stream) -> None:
-        """To a stream whose memory it is not."""
+        """Lend the memory to a stream that does not own it."""
         if self._begun is not None:
             user.wait_event(self._begun)
         for one in self._moved:
@@ -192,7 +194,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
-    """By its own method, on the present stream."""
+    """Move a leaf by its own method, on the current stream."""
     if isinstance(leaf, torch.Tensor) and leaf.device == device:
         return leaf
     if device.type == "cuda" and callable(pin := getattr(leaf, "pin_memory", None)) and _is_on_cpu(leaf):
@@ -204,7 +206,7 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 
 
 def _is_on_cpu(leaf: Any) -> bool:
-    """As far as it says."""
+    """Whether the leaf is on the CPU, as far as it says."""
     return (
         str(getattr(leaf, "device", "cpu")) == "cpu" and getattr(leaf, "layout", None) is not torch.sparse_coo
     )
@@ -213,7 +215,9 @@ def _is_on_cpu(leaf: Any) -> bool:
 def _without(
     pinned: bytes, hosts: list[torch.Tensor], targets: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those that are pinned, and theirs. The others are copied, on the present stream: the host waits."""
+    """Return the pinned tensors and their targets.
+
+    The others are copied on the current stream, for which the host waits."""
     left: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for host, there, lies in zip(hosts, targets, pinned, strict=True):
         if lies:
@@ -225,7 +229,7 @@ def _without(
 
 
 def _pair(leaf: torch.Tensor, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as _C.copy_batch takes them."""
+    """Return both tensors as _C.copy_batch takes them."""
     if not leaf.is_contiguous() and leaf.stride() != there.stride():
         leaf = leaf.clone()  # it had gaps, or one number in several places
     return (leaf, there) if leaf.dtype in _READABLE else (_bytes_of(leaf), _bytes_of(there))
@@ -240,14 +244,14 @@ def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
 
 
 def _narrow_paths(batch: Any, widening: Widening | None) -> frozenset[str]:
-    """Of the leaves that are to be widened, all of which can be."""
+    """Return the paths of the leaves to widen, after checking all of them."""
     if widening is None:
         return frozenset()
     leaves: dict[str, Any] = {}
     map_leaves(batch, lambda path, leaf: leaves.setdefault(path, leaf))
     if missing := widening.missing(leaves):
         there = ", ".join(f"{path!r} ({_described(leaf)})" for path, leaf in leaves.items())
-        raise ValueError(f"widen={missing[0]!r} is nothing in this batch, which has {there or 'no tensors'}")
+        raise ValueError(f"widen={missing[0]!r} is not in this batch, which has {there or 'no tensors'}")
     narrow = frozenset(path for path, leaf in leaves.items() if widening.applies(path, leaf))
     for path in narrow:
         widening.check(path, leaves[path])
@@ -340,7 +344,7 @@ class BatchMemory:
             return None
 
     def hold(self, ticket: int, what: object) -> None:
-        """Until the copy is over."""
+        """Keep the object until the copy is over."""
         with self.lock:
             self._flying.append((ticket, what))
 
@@ -363,7 +367,7 @@ class BatchMemory:
             pass
 
     def _grow(self, slot: int, depth: int) -> None:
-        """A ring for `depth` slots; for fewer where the host cannot."""
+        """Make a ring for `depth` slots; for fewer if the host cannot pin as many."""
         whole = depth * slot
         if self._pieces:
             whole += -(-whole // 8 // ALIGNED) * ALIGNED
@@ -379,8 +383,9 @@ class BatchMemory:
         if self.nbytes < depth * slot and not self._refused:
             self._refused = True
             logger.warning(
-                "Prefetcher: the host cannot pin %d bytes for %d batches (%d are pinned): their copies do not overlap "
-                "the step, or not all. Free host memory, raise the limit of locked memory, or take a smaller depth",
+                "Prefetcher: the host cannot pin %d bytes for %d batches (%d are pinned): some or all of their "
+                "copies do not overlap the step. Free host memory, raise the limit of locked memory, or use a "
+                "smaller depth",
                 depth * slot,
                 depth,
                 self.nbytes,
@@ -396,7 +401,7 @@ _memories: weakref.WeakValueDictionary[int, BatchMemory] = weakref.WeakValueDict
 
 
 def batch_memory(device: torch.device) -> BatchMemory:
-    """Of all prefetchers to that device, whose index is given."""
+    """Return the memory of all prefetchers to that device, whose index is given."""
     assert device.index is not None
     found = _memories.get(device.index)
     if found is None:
@@ -446,7 +451,7 @@ def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str = "") ->
 def _changed(
     items: Iterable[tuple[Any, Any]], change: Callable[[str, Any], Any], path: str
 ) -> dict[Any, Any]:
-    """Those of the items that are another object afterwards."""
+    """Return the items that are another object after the change."""
     before = f"{path}." if path else ""
     found = {}
     for key, value in items:

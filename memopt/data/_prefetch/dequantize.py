@@ -52,7 +52,7 @@ class Widening:
             raise ValueError(f"scale={scale}: expected a finite factor, or True")
         self.mean, self.std = _numbers("mean", mean), _numbers("std", std)
         if self.std is not None and bool((self.std == 0).any()):
-            raise ValueError("std has a zero: no number can be divided by it")
+            raise ValueError("std contains a zero, by which values cannot be divided")
         if self.mean is not None and self.std is not None and self.mean.numel() != self.std.numel():
             if 1 not in (self.mean.numel(), self.std.numel()):
                 raise ValueError(f"{self.mean.numel()} means, but {self.std.numel()} standard deviations")
@@ -73,19 +73,19 @@ class Widening:
             )
         if leaf.dtype not in (*NARROW, torch.float32) or leaf.layout is not torch.strided:
             raise TypeError(
-                f"widen: {path!r} is of {leaf.dtype}: expected {', '.join(map(str, NARROW))} or torch.float32; "
-                "leave it out of widen= and convert it in the loader"
+                f"widen: {path!r} is of {leaf.dtype}: expected {', '.join(map(str, NARROW))} or torch.float32; leave "
+                "the tensor out of widen= and convert it in the loader"
             )
         if self._count > 1 and (
             not -leaf.dim() <= self.channels < leaf.dim() or leaf.shape[self.channels] != self._count
         ):
             raise ValueError(
-                f"widen: {path!r} of shape {tuple(leaf.shape)} has not {self._count} channels in dimension "
-                f"{self.channels}: give channel_dim=, or as many numbers as there are channels"
+                f"widen: {path!r} of shape {tuple(leaf.shape)} does not have {self._count} channels in dimension "
+                f"{self.channels}: give channel_dim=, or one number for each channel"
             )
 
     def missing(self, paths: Collection[str]) -> list[str]:
-        """The keys that none of these paths is."""
+        """Return the keys that match none of these paths."""
         return [
             key
             for key in self.keys or ()
@@ -93,7 +93,7 @@ class Widening:
         ]
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On its device, behind what the present stream was given so far; in its order of memory where it is dense."""
+        """Widen on the leaf's device, after earlier work of the current stream; a dense leaf keeps its memory order."""
         if type(tensor) is not torch.Tensor:
             tensor = tensor.as_subclass(torch.Tensor)
         tensor = tensor.detach()
@@ -117,5 +117,5 @@ def _numbers(name: str, values: Numbers | None) -> torch.Tensor | None:
         return None
     found = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach().reshape(-1).clone()
     if not found.numel() or not bool(found.isfinite().all()):
-        raise ValueError(f"{name}={values}: expected finite numbers, one or one a channel")
+        raise ValueError(f"{name}={values}: expected finite numbers, one in all or one for each channel")
     return found

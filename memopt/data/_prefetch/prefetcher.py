@@ -17,36 +17,36 @@ from memopt.data._prefetch.dequantize import Key, Numbers, Widening
 
 
 class Prefetcher:
-    """An iterable over a loader's batches on a device, where the next ones are copied to beside the computation.
+    """An iterable over a loader's batches on a device; the next ones are copied there while the device computes.
 
-    What the loader raises is raised when the turn of its batch comes. Iterating anew begins the loader anew; a loader
-    that can be iterated only once goes on with the batch after the last one given out, also after a break. `len()` and
-    all attributes are the loader's. `state_dict()` and `load_state_dict()` are those of a loader that has them
-    (torchdata's StatefulDataLoader): the position is behind the last batch given out, not behind the last one fetched.
+    An exception of the loader is raised when it is its batch's turn. A new iteration restarts the loader; a loader that
+    can be iterated only once continues with the batch after the last one returned, also after a break. `len()` and all
+    attributes are the loader's. `state_dict()` and `load_state_dict()` are supported if the loader has them
+    (torchdata's StatefulDataLoader): the position is after the last batch returned, not after the last one fetched.
 
-    An iterator is for one thread at a time. Prefetcher starts no thread: the loader runs where the batch is asked for,
-    and its workers (num_workers) work ahead.
+    An iterator may be used by one thread at a time. Prefetcher starts no thread: the loader runs in the thread that
+    requests a batch, and its workers (num_workers) work ahead.
 
     Args:
         loader: Any iterable of batches: torch's DataLoader (with or without pin_memory), torchdata's, a generator. A
-            batch is a tensor or any nesting of dicts, lists, tuples, named tuples and dataclasses. Objects with a
-            method `to` are moved by it; everything else is passed through.
+            batch is a tensor or any nesting of dicts, lists, tuples, named tuples and dataclasses. Objects with a `to`
+            method are moved by that method; everything else is passed through.
         device: A CUDA device, or the CPU, to which nothing is copied and nothing is fetched ahead.
-        depth: Batches on their way behind the one in use. The bytes of each are taken once on the device and once in
-            pinned memory; batches that are pinned already are copied from where they lie.
-        widen: Tensors that become floating point on the device, so that fewer bytes travel: an index, key or field
-            name, a path ("views.0"), several of these, or True for all of 8 and 16 bits (uint8, int8, uint16, int16,
-            float16, bfloat16). The result is `((x.float() * scale) - mean) / std`, bit for bit as on the CPU.
+        depth: Number of batches in transfer after the one in use. Each takes its bytes once on the device and once in
+            pinned memory; batches that are already pinned are copied directly.
+        widen: Tensors that become floating point on the device, so that fewer bytes are copied: an index, key or field
+            name, a path ("views.0"), several of these, or True for all tensors of 8 and 16 bits (uint8, int8, uint16,
+            int16, float16, bfloat16). The result is `((x.float() * scale) - mean) / std`, bit for bit as on the CPU.
         mean: A number, or one for each channel.
         std: A number, or one for each channel.
         scale: A factor. True divides by the largest integer of the dtype, as ToTensor does (`x.div(255)`).
-        dtype: Of widened tensors: float32, float16 or bfloat16.
-        channel_dim: The dimension of mean and std. -3: NCHW, in either memory format; -1: NHWC.
+        dtype: The dtype of widened tensors: float32, float16 or bfloat16.
+        channel_dim: The dimension to which mean and std apply. -3: NCHW, in either memory format; -1: NHWC.
 
     Raises:
-        ValueError: Arguments, or a batch and they, do not fit.
+        ValueError: Arguments do not fit each other, or do not fit a batch.
         TypeError: A tensor cannot be widened.
-        torch.OutOfMemoryError: A batch finds no room when its turn has come. It is still the next one.
+        torch.OutOfMemoryError: There is no memory for a batch when it is its turn. It is still the next one.
 
     Example:
         >>> for images, labels in memopt.data.Prefetcher(loader, "cuda", widen=0, scale=True, mean=MEAN, std=STD):
@@ -78,7 +78,7 @@ class Prefetcher:
             self._widening = Widening(widen, mean, std, None if scale is False else scale, dtype, channel_dim)
         elif any(given is not None and given is not False for given in (mean, std, scale)):
             raise ValueError(
-                "Prefetcher: mean, std and scale are of what is widened: say widen=0, widen='image' or widen=True"
+                "Prefetcher: mean, std and scale apply to widened tensors: give widen=0, widen='image' or widen=True"
             )
         self._transport: Transport | None = None
         self._position = Position()
@@ -99,7 +99,7 @@ class Prefetcher:
         return begun
 
     def close(self) -> None:
-        """End the latest iteration: batches on their way are dropped, a generator is closed."""
+        """End the latest iteration: batches in transfer are dropped, a generator is closed."""
         latest = self._latest() if self._latest is not None else None
         if latest is not None:
             latest.close()
@@ -114,7 +114,7 @@ class Prefetcher:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        """The loader's."""
+        """Return the loader's attribute."""
         if name == "loader":  # not there yet: a copy is being made
             raise AttributeError(name)
         found = getattr(self.loader, name)
@@ -124,7 +124,7 @@ class Prefetcher:
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned host memory in bytes, of all prefetchers to this device: depth batches, less those that came so."""
+        """Bytes of pinned memory of all prefetchers to this device: `depth` batches, minus those already pinned."""
         if self.device.type == "cpu":
             return 0
         return batch_memory(torch.device("cuda", index_of(self.device))).nbytes
@@ -141,15 +141,15 @@ class Prefetcher:
         return BatchesAhead(source, self._transport, self.depth, self._position, position_of)
 
     def _position_of(self) -> Any:
-        """A copy: a dataset's own may be of what changes while it is read."""
+        """Return a copy: a dataset's own state may refer to objects that change while it is read."""
         return copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
 
     def _state_dict(self) -> Any:
-        """The loader's, as it was when the last batch was given out."""
+        """Return the loader's state when the last batch was given out."""
         return copy.deepcopy(self._position.state) if self._position.known else self._position_of()
 
     def _load_state_dict(self, state: Any) -> None:
-        """The loader's; the next iteration begins there."""
+        """Load the loader's state; the next iteration begins there."""
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
         self._position = Position()
 
@@ -215,7 +215,7 @@ class BatchesAhead(Iterator[Any]):
     def __next__(self) -> Any:
         if self._busy:  # as generators say
             raise ValueError(
-                "Prefetcher: a batch is being asked for already, by another thread or by the loader"
+                "Prefetcher: a batch is already being requested, by another thread or by the loader"
             )
         self._busy = True
         try:
@@ -224,14 +224,14 @@ class BatchesAhead(Iterator[Any]):
             self._busy = False
 
     def close(self) -> None:
-        """No more batches; those on their way are let go, and the loader's iterator is closed if it can be."""
+        """Yield no more batches; those in transfer are dropped, and the loader's iterator is closed if it can be."""
         source = self.source
         self.abandon()
         if callable(close := getattr(source, "close", None)):
             close()
 
     def abandon(self) -> None:
-        """No more batches; the loader's iterator may be another's now."""
+        """Yield no more batches, and leave the loader's iterator, which another iteration may use now."""
         self.source = None
         self._places.clear()
 
@@ -265,11 +265,11 @@ class BatchesAhead(Iterator[Any]):
         return batch
 
     def _send_waiting(self) -> bool:
-        """Those behind the first that found no room before; whether there is now."""
+        """Send the batches behind the first that found no room before; return whether there is room now."""
         return all(self._send(place) for place in list(self._places)[1:])
 
     def _load(self) -> bool:
-        """One more place; none behind an exception that is still to be raised."""
+        """Load one more batch; none after an exception that is still to be raised."""
         if self.source is None or (self._places and self._places[-1].error is not None):
             return False
         place = _Place()
@@ -285,7 +285,7 @@ class BatchesAhead(Iterator[Any]):
         return True
 
     def _send(self, place: _Place, *, its_turn: bool = False) -> bool:
-        """Whether nothing is left to be sent there."""
+        """Send a batch; return whether nothing is left to be sent."""
         if place.sent is None and place.error is None:
             try:
                 place.sent = self._transport.send(place.batch)

@@ -37,36 +37,38 @@ def tune(
 ) -> Tuning:
     """Find a DataLoader's settings by measurement, within a budget of the host's memory.
 
-    Tries num_workers, prefetch_factor, pin_memory and persistent_workers, and proposes the settings with the least
-    memory among those as fast as the fastest. Each trial really iterates the loader, in a fork of this process that
-    ends with the trial: the loader, its dataset, the state of samplers and generators and the random state here stay
-    as they are. Map-style and iterable datasets, any start method and subclasses of DataLoader such as torchdata's
-    StatefulDataLoader are supported. Needs Linux.
+    It tries num_workers, prefetch_factor, pin_memory and persistent_workers, and proposes the settings with the least
+    memory among those that are as fast as the fastest. Each trial really iterates the loader, in a fork of this process
+    that ends with the trial: the loader, its dataset, the state of samplers and generators and the random state of this
+    process do not change. Map-style and iterable datasets, any start method and subclasses of DataLoader such as
+    torchdata's StatefulDataLoader are supported. It needs Linux.
 
     Memory is that of the trial's processes (PSS: of a page that n of them share, an nth each; copies that workers make
-    by reading a list's objects are included) and shared memory with the batches under way. Mapped files are shown
-    apart: they are page cache. More workers than would fit, by what fewer took, are not tried. A trial is stopped when
-    what it takes, and once more what came between two of the last looks, every 10 ms or a little more, would not fit.
+    by reading a list's objects are included) and shared memory with the batches in transit. Mapped files are shown
+    separately, because they are page cache. Numbers of workers that would not fit, judging by smaller numbers, are not
+    tried. Memory is sampled every 10 ms or a little more. A trial is stopped when its memory, plus its growth between
+    two of the last samples, would not fit.
 
-    A setting that fails (a worker dies, a dataset cannot be pickled to spawned workers, no batch comes) is a row that
-    says so. pin_memory is tried where an accelerator can be used in a fork; else it stays as it is. The fork reads
-    batches only as far as that takes memory (a byte a page), with one torch thread. Each trial of a stream begins
-    where the loader stands.
+    A setting that fails (a worker dies, a dataset cannot be pickled to spawned workers, no batch arrives) has a row
+    that says so. pin_memory is tried if an accelerator can be used in a fork; otherwise it is not changed. The fork
+    reads only one byte of each page of a batch, so that it takes memory, with one torch thread. Each trial of a stream
+    starts at the loader's current position.
 
     Args:
         loader: A torch DataLoader.
-        ram: The most that loading may take beyond what this process has already, in bytes or as "8GiB". None: nine
-            tenths of what the host, or the tightest cgroup around this process, has free, divided by LOCAL_WORLD_SIZE;
-            never more.
-        seconds: Time to iterate in a trial, from the first batch on.
-        batches: The most batches in a trial (and three times what workers have under way).
+        ram: The most memory that loading may take beyond what this process already has, in bytes or as "8GiB". None:
+            nine tenths of the memory that the host, or the tightest cgroup around this process, has free, divided by
+            LOCAL_WORLD_SIZE; a larger value is reduced to that.
+        seconds: Duration of a trial, from the first batch on.
+        batches: The most batches in a trial (plus three times those that workers have in progress).
         startup: Seconds to wait for the first batch.
         workers: Numbers of workers to try. Default: 0, 1, 2, 4, … up to the CPUs that this process may use, and the
             loader's own; more are tried as long as they help.
-        step_seconds: Duration of a training step: the least is proposed that gives batches 1.1 times as fast.
+        step_seconds: Duration of a training step: the smallest settings are proposed that deliver batches 1.1 times as
+            fast.
 
     Returns:
-        A table of all that was measured, and the proposal. `.loader()` makes the loader.
+        A table of all measurements, and the proposal. `.loader()` makes the loader.
 
     Raises:
         TypeError: `loader` is not a DataLoader.
@@ -81,17 +83,17 @@ def tune(
 
     if not isinstance(loader, DataLoader):
         raise TypeError(
-            f"memopt.data.tune: a {type(loader).__qualname__} is no torch DataLoader: give the DataLoader itself, "
+            f"memopt.data.tune: a {type(loader).__qualname__} is not a torch DataLoader: give the DataLoader itself, "
             "before it is wrapped"
         )
     for name, value in (("seconds", seconds), ("batches", batches), ("startup", startup)):
         if not value > 0:
-            raise ValueError(f"memopt.data.tune: {name}={value}: more than 0")
+            raise ValueError(f"memopt.data.tune: {name}={value} must be more than 0")
     if step_seconds is not None and not step_seconds > 0:
-        raise ValueError(f"memopt.data.tune: step_seconds={step_seconds}: more than 0")
+        raise ValueError(f"memopt.data.tune: step_seconds={step_seconds} must be more than 0")
     counts = _ladder(loader.num_workers) if workers is None else sorted(set(workers))
     if not counts or any(not isinstance(one, int) or one < 0 for one in counts):
-        raise ValueError(f"memopt.data.tune: workers={counts}: numbers of workers, 0 or more")
+        raise ValueError(f"memopt.data.tune: workers={counts}: expected numbers of workers, 0 or more")
     budget, budget_is = _budget(ram)
     search = _Search(loader, Bounds(seconds, batches, startup, budget), step_seconds)
     search.workers(counts)
@@ -105,7 +107,7 @@ def tune(
 
 
 def _ranks_here() -> int:
-    """Processes of the same job on this machine, which share what it has."""
+    """Return the number of processes of the same job on this machine, which share its memory."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, int(said)) if said.isdecimal() else 1
 
@@ -117,11 +119,11 @@ def _budget(ram: int | str | None) -> tuple[int, str]:
     among = f", {ranks} ranks share it" if ranks > 1 else ""
     if ram is None:
         if part is None:
-            raise ValueError("memopt.data.tune: how much memory is free is not known here; give ram=")
+            raise ValueError("memopt.data.tune: the amount of free memory is not known here; give ram=")
         return part, f"nine tenths of the {_C.format_size(free or 0)} that are free{among}"
     asked = _C.parse_size(ram)
     if asked == 0:
-        raise ValueError("memopt.data.tune: ram=0: every loader takes some")
+        raise ValueError("memopt.data.tune: ram=0 is too little for any loader")
     if part is not None and asked > part:
         return (
             part,
@@ -186,15 +188,15 @@ class _Search:
         best = self._best()
         kind = tuning_trial.accelerator_of_a_fork()
         if kind is None:
-            self.notes.append("pin_memory stays as it is: there is no accelerator here")
+            self.notes.append("pin_memory is left unchanged: there is no accelerator here")
         elif kind == tuning_trial.UNFIT:
             self.notes.append(
-                "pin_memory stays as it is: this process has asked CUDA for its devices already, and a fork of it "
-                "cannot use them; tune before torch.cuda.is_available() is called and anything is on the GPU"
+                "pin_memory is left unchanged: this process has already queried CUDA's devices, and a forked child "
+                "cannot use them; tune before torch.cuda.is_available() is called and before anything is on the GPU"
             )
         elif kind == tuning_trial.SILENT:
             self.notes.append(
-                "pin_memory stays as it is: a fork that was asked for the accelerator gave no answer"
+                "pin_memory is left unchanged: a forked child that queried the accelerator did not answer"
             )
         elif best is not None:
             plain, pinned = (
@@ -223,14 +225,14 @@ class _Search:
         ):
             self.persists = False
             self.notes.append(
-                f"persistent_workers would save {saved:.3g} s an epoch, but workers that stay do not see the "
+                f"persistent_workers would save {saved:.3g} s an epoch, but persistent workers do not see the "
                 "dataset's set_epoch()"
             )
 
     def proposal(self) -> tuple[Settings, str]:
         best = self._best()
         if best is None:
-            return self.current, "the loader's own: nothing else could be measured within the budget"
+            return self.current, "the loader's own settings: nothing else could be measured within the budget"
         settings = best.settings._replace(pin_memory=self.pins)
         if settings.num_workers:
             keeps = self.current.persistent_workers if self.persists is None else self.persists
@@ -245,11 +247,11 @@ class _Search:
         )
         if self.step_seconds is not None:
             enough = (
-                "the least that keeps up" if self._enough(best) else "the fastest, and it does not keep up"
+                "the smallest that keeps up" if self._enough(best) else "the fastest, but it does not keep up"
             )
             why = f"{enough} with a step of {self.step_seconds:g} s"
         else:
-            why = "the least memory of what is as fast as the fastest"
+            why = "the least memory among those as fast as the fastest"
         return settings, f"{why}: {best.rate:.4g} batches/s in {_C.format_size(best.own)}{beside}"
 
     def _try(self, settings: Settings, *, epochs: bool = False, device: str | None = None) -> LoaderTrial:
@@ -260,13 +262,13 @@ class _Search:
         return trial
 
     def _rated(self) -> list[LoaderTrial]:
-        """Trials that compare with one another: of loading alone."""
+        """Return the trials that can be compared with one another: those of loading alone."""
         return [
             one for one in self.trials if one.complete and one.rate and not one.note.startswith("copied to")
         ]
 
     def _expected(self, count: int) -> int | None:
-        """Bytes with so many workers, on the line through the last two trials."""
+        """Return the bytes expected with so many workers, on the line through the last two trials."""
         known = [one for one in self.trials if one.complete and one.settings.num_workers]
         if len(known) < 2:
             return None
@@ -282,7 +284,7 @@ class _Search:
         )
 
     def _best(self) -> LoaderTrial | None:
-        """The least memory of those that are fast enough."""
+        """Return the trial with the least memory of those that are fast enough."""
         rated = self._rated()
         if not rated:
             return None
@@ -331,9 +333,9 @@ class Tuning:
     def loader(self) -> DataLoader[Any]:
         """Make a loader with the proposed settings.
 
-        Everything else is the tuned loader's, the objects themselves: class, dataset, sampler, batch_sampler,
+        Everything else is taken from the tuned loader, the same objects: class, dataset, sampler, batch_sampler,
         collate_fn, worker_init_fn, generator, timeout, drop_last, multiprocessing_context, in_order and the rest. The
-        old loader stays as it is; iterate one of the two.
+        old loader is not changed; iterate only one of the two.
         """
         assert self._loader is not None
         return with_settings(self._loader, self.proposal)
@@ -353,8 +355,8 @@ class Tuning:
     @property
     def _memory_line(self) -> str:
         return (
-            f"budget {_C.format_size(self.budget)} ({self.budget_is}); memory: of all processes, beyond what this one "
-            "had, batches under way included; files: page cache, which the kernel takes back when it wants it"
+            f"budget {_C.format_size(self.budget)} ({self.budget_is}); memory: of all processes, beyond the initial "
+            "memory of this one, batches in flight included; files: page cache, which the kernel reclaims when needed"
         )
 
     __repr__ = __str__

@@ -46,7 +46,8 @@ class Settings(NamedTuple):
         return cls(loader.num_workers, loader.prefetch_factor, loader.pin_memory, loader.persistent_workers)
 
     def with_workers(self, num_workers: int) -> Settings:
-        """DataLoader's own 2 batches ahead where there were no workers so far."""
+        """Return these settings with workers, and DataLoader's default of 2 batches ahead if there were no workers
+        before."""
         ahead = self.prefetch_factor or 2
         return self._replace(
             num_workers=num_workers,
@@ -56,7 +57,7 @@ class Settings(NamedTuple):
 
     @property
     def outstanding(self) -> int:
-        """Batches that are being made or lie ready at any time."""
+        """The number of batches that are in progress or ready at any time."""
         return self.num_workers * (self.prefetch_factor or 0)
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ class Settings(NamedTuple):
 
 
 def with_settings(loader: DataLoader[Any], settings: Settings) -> DataLoader[Any]:
-    """A loader of the same class over the same dataset, sampler, generator and the rest, the objects themselves."""
+    """Return a loader of the same class over the same objects: dataset, sampler, generator and the rest."""
     made = copy.copy(loader)
     # Past DataLoader's __setattr__, which refuses some of these: it guards a loader that is in use, and this is none.
     state: dict[str, Any] = made.__dict__
@@ -107,7 +108,7 @@ class LoaderTrial:
     batch_bytes: int = 0
     """Of one batch's tensors."""
     problem: str | None = None
-    """Why it did not go to its end: stopped, failed, or not tried."""
+    """The reason that it did not go to its end: stopped, failed, or not tried."""
     note: str = ""
 
     @property
@@ -131,8 +132,10 @@ def measure(
     epochs: bool = False,
     device: str | None = None,
 ) -> LoaderTrial:
-    """Never raises for what the loader does. epochs: what the turn from an epoch to the next takes is measured too.
-    device: batches are copied there, as a training loop does."""
+    """Run a trial.
+
+    Never raises for what the loader does. epochs: whether the transition between epochs is measured too. device:
+    batches are copied there, as in a training loop."""
     trial = LoaderTrial(settings)
     memory = FamilyMemory(by_descriptor=_shares_by_descriptor())
     ours, theirs = multiprocessing.Pipe(duplex=False)
@@ -204,14 +207,14 @@ def _watch(trial: LoaderTrial, child: Any, ours: Connection, memory: FamilyMemor
         trial.own, trial.file = max(trial.own, now.own), max(trial.file, now.file)
         steps.append(now.own - last.own)
         if now.own + max(steps) > bounds.budget:  # what the next look would find
-            trial.problem = f"stopped at {_C.format_size(now.own)}: it would go over the budget"
+            trial.problem = f"stopped at {_C.format_size(now.own)}: it would exceed the budget"
             return
         last = now
         if not trial.batches and done - began > bounds.startup:
             trial.problem = f"stopped: no batch came within {bounds.startup:g} s (startup= waits longer)"
             return
         if trial.start is not None and done - began > bounds.startup + 2 * bounds.seconds + trial.start:
-            trial.problem = f"stopped: after batch {trial.batches} none came for too long"
+            trial.problem = f"stopped: after batch {trial.batches} none came within the time limit"
             return
 
 
@@ -221,7 +224,7 @@ def _death(child: Any) -> str:
 
 
 def _end(child: Any) -> None:
-    """The child and all that it started, at once; what they had is free when this returns."""
+    """End the child and all processes that it started; their memory is free when this returns."""
     if child.pid is None:
         return
     family = descendants(child.pid)
@@ -252,8 +255,8 @@ def _shares_by_descriptor() -> bool:
 
 
 def _prepare_fork(loader: DataLoader[Any]) -> None:
-    """In the parent: what a process of a trial would leave behind where it is ended is made here, to be cleared away
-    with this process."""
+    """Prepare the parent: resources that a trial's process would leave behind when it is ended are created here, so
+    that they are cleared away with this process."""
     util.get_temp_dir()  # type: ignore[attr-defined]  # of sockets
     context = loader.multiprocessing_context
     if context is not None and context.get_start_method() != "fork":
@@ -313,7 +316,7 @@ def _rate(
     device: str | None,
     tell: Connection,
 ) -> dict[str, Any]:
-    """Facts of a trial, by LoaderTrial's names."""
+    """Return facts of a trial, by LoaderTrial's names."""
     times = []
     begin = told = time.perf_counter()
     size = 0
@@ -338,8 +341,8 @@ def _rate(
     rate = (len(times) - 1 - first) / elapsed if elapsed > 0 and len(times) - 1 > first else None
     note = ""
     if len(firsts) == 2 and firsts[0] == firsts[1]:
-        note = "the workers give the same batches: each has to take its part of the stream (get_worker_info)"
-    problem = None if rate else f"too short to tell: {len(times)} batches came"
+        note = "the workers return the same batches: each must take its part of the stream (get_worker_info)"
+    problem = None if rate else f"too short to measure: {len(times)} batches came"
     return {"batches": len(times), "rate": rate, "batch_bytes": size, "note": note, "problem": problem}
 
 
@@ -397,7 +400,7 @@ def _tensors(batch: Any) -> Iterator[Any]:
 
 
 def _touched(batch: Any, device: str | None) -> int:
-    """Bytes of a batch's tensors, of which each page was read: a batch that nobody reads takes no memory where it
+    """Return the bytes of a batch's tensors, after reading each page: a batch that is not read takes no memory where it
     arrives, and no time."""
     import torch
 
@@ -415,7 +418,7 @@ def _touched(batch: Any, device: str | None) -> int:
 
 
 def _digest(batch: Any) -> list[Any]:
-    """A fingerprint that equal batches share."""
+    """Return a fingerprint that equal batches share."""
     import torch
 
     found = [(one.shape, one.double().sum().item()) for one in _tensors(batch) if one.dtype != torch.bool]
@@ -423,7 +426,7 @@ def _digest(batch: Any) -> list[Any]:
 
 
 def _said(error: BaseException) -> str:
-    """One line: DataLoader puts a worker's traceback before what it says."""
+    """Return the last line of an error: DataLoader puts a worker's traceback before it."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     text = lines[-1].strip() if lines else ""
     kind = type(error).__name__

@@ -23,7 +23,7 @@ _LEAST_SHARE = 0.1  # of it in the container: less may be anything
 
 
 class WorkerGrowth(NamedTuple):
-    """A worker's memory when it had given its first batch, and last."""
+    """A worker's memory at its first batch, and at its last."""
 
     pid: int
     first: WorkerMemory
@@ -78,34 +78,34 @@ class WorkerWatch:
 
     @property
     def copied(self) -> int:
-        """Bytes that all workers' own written pages have grown by."""
+        """The growth, in bytes, of all workers' private written pages."""
         return sum(max(0, one.last.dirty - one.first.dirty) for one in self.workers)
 
     @property
     def suspects(self) -> list[Container]:
-        """The containers that are large enough to have a part in that, the largest first."""
+        """The containers that are large enough to contribute to that, the largest first."""
         each = self.copied / max(1, len(self._first))
         return [one for one in self.containers if one.nbytes >= _LEAST_SHARE * each][:_SHOWN]
 
     def __str__(self) -> str:
         if not self._first:
-            return "no worker processes were seen: num_workers is 0, or nothing has been iterated yet"
+            return "no worker processes were seen: num_workers is 0, or the loader has not been iterated yet"
         show = _C.format_size
         lines = [
-            f"{len(self._first)} workers have {show(self.copied)} more of their own than at the first batch"
+            f"{len(self._first)} workers have {show(self.copied)} more private memory than at the first batch"
         ]
         for one in self.workers:
             grown = max(0, one.last.dirty - one.first.dirty)
             lines.append(
                 f"  pid {one.pid}: +{show(grown)} written (copies of the parent's pages, or its own), resident "
-                f"{show(one.first.resident)} -> {show(one.last.resident)}, of that files {show(one.last.file)} "
-                f"(page cache, no leak), shared memory {show(one.last.shared)}"
+                f"{show(one.first.resident)} -> {show(one.last.resident)}, of which files {show(one.last.file)} (page "
+                f"cache, no leak), shared memory {show(one.last.shared)}"
             )
         if self.copied >= _LEAST_BYTES:
             for held in self.suspects:
                 lines.append(
-                    f"  {held.path}: {held.kind} of {held.length} {held.items}, {show(held.nbytes)}, is copied by "
-                    f"being read: {held.remedy}"
+                    f"  {held.path}: {held.kind} of {held.length} {held.items}, {show(held.nbytes)}, is copied when "
+                    f"it is read: {held.remedy}"
                 )
         return "\n".join(lines)
 
@@ -115,16 +115,16 @@ def watch(loader: Iterable[Any], *, interval: float = 1.0) -> WorkerWatch:
 
     Under fork a worker shares its parent's memory until it writes to it, and reading a Python object writes to its
     reference count. So a list of a million names is copied into each worker, page by page, over the epoch. The report
-    says how many bytes the workers have written since they started, which containers of the dataset are large enough
-    to be the copied ones, and how to share them. Growth is measured; the container is inferred from its size. Files (a
-    memory-mapped dataset) are shown apart: they are page cache.
+    says how many bytes the workers have written since they started, which containers of the dataset are large enough to
+    be the copied ones, and how to share them. Growth is measured; the container is inferred from its size. Files (a
+    memory-mapped dataset) are shown separately, because they are page cache.
 
     The report is logged as a warning at the end of an epoch in which the workers have copied more than 4 MiB and a
     container is found. Needs Linux.
 
     Args:
         loader: A DataLoader, or a memopt.data.Prefetcher of one.
-        interval: Seconds between looks, at first less. Each takes some milliseconds a worker.
+        interval: Seconds between samples, at first less. Each sample takes some milliseconds per worker.
 
     Returns:
         An iterable in the loader's place; print it for the report.
@@ -138,7 +138,7 @@ def watch(loader: Iterable[Any], *, interval: float = 1.0) -> WorkerWatch:
         >>> print(watched)
     """
     if interval < 0:
-        raise ValueError(f"interval={interval}: 0 or more seconds")
+        raise ValueError(f"interval={interval}: expected 0 or more seconds")
     return WorkerWatch(loader, interval)
 
 
@@ -160,7 +160,7 @@ class WorkerMemory(NamedTuple):
 
 
 def process_memory(pid: int, proc: str = "/proc") -> WorkerMemory | None:
-    """None of a process that is gone, or not ours to look into."""
+    """Return a process's memory; None if it has ended or may not be inspected."""
     try:
         text = (Path(proc) / str(pid) / "smaps_rollup").read_text()
     except OSError:
@@ -205,8 +205,10 @@ class FamilyMemory:
         self._before = here
 
     def look(self, child: int, *, stands_for_parent: bool) -> Taken:
-        """stands_for_parent: the child does what this process will do itself: what it copies of this process's pages
-        by reading them is no part of it."""
+        """Measure.
+
+        stands_for_parent: the child does what this process will do itself, so pages of this process that it copies by
+        reading them do not count."""
         anonymous = file = 0
         shared: dict[tuple[int, int], int] = {}
         mapped = 0
@@ -232,7 +234,7 @@ class FamilyMemory:
 
 
 def is_running(pid: int, proc: str = "/proc") -> bool:
-    """False of one that is gone, or that has ended and waits to be noticed."""
+    """Whether the process runs; False if it is gone, or is a zombie."""
     try:
         state = Path(proc, str(pid), "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -241,7 +243,7 @@ def is_running(pid: int, proc: str = "/proc") -> bool:
 
 
 def _shared_files(pid: int) -> dict[tuple[int, int], int]:
-    """Bytes of memory by file, of the open files that lie in memory and have no name (any more)."""
+    """Return the bytes of memory by file, for open unnamed files in memory."""
     found = {}
     for name in _entries(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{name}"
@@ -290,8 +292,9 @@ class Container(NamedTuple):
 
 
 def containers_of(dataset: object, path: str = "dataset") -> list[Container]:
-    """The largest first. Attributes are followed, and what is in lists and dicts of few items; no code of the data
-    set's runs."""
+    """Return the containers of a data set, the largest first.
+
+    Attributes are followed, and the content of lists and dicts of few items; no code of the data set runs."""
     found: list[Container] = []
     seen: set[int] = set()
     ahead: list[tuple[str, Any, int]] = [(path, dataset, 0)]
@@ -313,7 +316,7 @@ def containers_of(dataset: object, path: str = "dataset") -> list[Container]:
 
 
 def _attributes(value: object) -> list[tuple[str, Any]]:
-    """Those in its __dict__ and its slots, without asking a __getattr__."""
+    """Return the attributes in its __dict__ and its slots, without calling a __getattr__."""
     try:
         held = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -333,7 +333,7 @@ def test_update_scale_is_torchs_bit_for_bit(scale: float, found: float):
 
 def test_update_scale_names_what_hysteresis_needs():
     arguments = torch.ones(()), torch.zeros((), dtype=torch.int32), torch.zeros(()), 2.0, 0.5, 2
-    with pytest.raises(ValueError, match="hysteresis=0: at least 1"):
+    with pytest.raises(ValueError, match="hysteresis=0: expected at least 1"):
         update_scale_(*arguments, hysteresis=0)
     with pytest.raises(ValueError, match="hysteresis=2 needs a hysteresis_tracker"):
         update_scale_(*arguments, hysteresis=2)
@@ -355,7 +355,7 @@ def iterate(scaler, *values: float) -> float:
     [
         ({"min_scale": 0.0}, "min_scale=0.0: expected a positive number"),
         ({"min_scale": 4.0, "max_scale": 2.0}, "max_scale=2.0: expected at least min_scale, 4.0"),
-        ({"hysteresis": 0}, "hysteresis=0: at least 1"),
+        ({"hysteresis": 0}, "hysteresis=0: expected at least 1"),
         ({"no_gradients": "fine"}, "no_gradients='fine': expected 'error' or 'finite'"),
     ],
 )

@@ -165,15 +165,15 @@ def test_nothing_has_the_norm_zero():
 def test_a_scalar_of_another_kind_is_refused_by_name(name: str, wrong: object):
     grad = torch.full((2,), 2.0)
     others = {"inv_scale": scalar(3.0)} if name != "inv_scale" else {}
-    with pytest.raises(ValueError, match=f"{name}: expected a tensor of one float32 on the CPU"):
+    with pytest.raises(ValueError, match=f"{name}: expected a tensor of a single float32 on the CPU"):
         _C.Gradients([grad]).run(CPU, store=True, **others, **{name: wrong})
     assert grad.tolist() == [2.0, 2.0]
 
 
 def test_a_scalar_on_another_device_is_refused():
-    with pytest.raises(ValueError, match="found_inf: expected a tensor of one float32 on CUDA device 0"):
+    with pytest.raises(ValueError, match="found_inf: expected a tensor of a single float32 on CUDA device 0"):
         _C.Gradients([]).run(0, found_inf=scalar())
-    with pytest.raises(ValueError, match="clip: expected a tensor of one float32, not None"):
+    with pytest.raises(ValueError, match="clip: expected a tensor of a single float32, not None"):
         _C.Gradients([]).multiply(CPU, None)
 
 

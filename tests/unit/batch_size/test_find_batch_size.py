@@ -304,7 +304,7 @@ def test_a_size_too_small_for_the_step_itself_below_one_too_large():
 
 
 def test_a_step_that_ignores_its_size_is_refused():
-    with pytest.raises(ValueError, match="asks for the same"):
+    with pytest.raises(ValueError, match="requests the same"):
         memopt.find_batch_size(lambda n: three_batches(3), memory_budget="64MiB")
 
 
@@ -347,7 +347,7 @@ def test_a_card_that_is_not_here():
     assert "memopt.estimate" in str(found) and bits(dict(model.named_parameters())) == before
     with pytest.raises(ValueError, match="whose first dimension"):
         memopt.find_batch_size(model, card="1GiB")
-    with pytest.raises(ValueError, match="is for card="):
+    with pytest.raises(ValueError, match="is used with card="):
         memopt.find_batch_size(three_batches, sample=torch.zeros(2))
 
 

@@ -502,8 +502,8 @@ def test_a_runner_is_copied_and_pickled_without_what_it_keeps(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("op", "where", "text"),
     [
-        (("fall", 0, "saving"), True, "none but 'offload' of fall and bwd"),
-        (("fck", 0, "offload"), True, "none but 'offload' of fall and bwd"),
+        (("fall", 0, "saving"), True, "no option but 'offload' of fall and bwd"),
+        (("fck", 0, "offload"), True, "no option but 'offload' of fall and bwd"),
         (("fall", 0, "offload"), False, "give it where to offload to"),
     ],
 )
@@ -596,11 +596,11 @@ def test_where_nothing_can_be_offloaded_to_is_said_before_anything_changes(tmp_p
     with pytest.raises(ValueError, match="would gain nothing; give the path of a directory"):
         memopt.auto_checkpoint(model, sample, memory_budget="1GiB", loss=loss, to="cpu")
     missing = tmp_path / "missing"
-    with pytest.raises(FileNotFoundError, match=r"give auto_checkpoint's to= a directory") as error:
+    with pytest.raises(FileNotFoundError, match=r"give auto_checkpoint's to= a writable directory") as error:
         memopt.auto_checkpoint(model, sample, memory_budget="1GiB", loss=loss, to=missing)
     assert error.value.filename == str(missing)
     assert model.plan is plan
-    with pytest.raises(ValueError, match="what is on meta cannot be offloaded"):
+    with pytest.raises(ValueError, match="tensors on meta cannot be offloaded"):
         schedule_sets.destination(tmp_path, torch.device("meta"))
 
 

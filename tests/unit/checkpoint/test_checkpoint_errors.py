@@ -60,7 +60,7 @@ def both(function, x, **options):
 
 def test_fewer_tensors(x):
     line = both(lambda: Changing(lambda a: a.sin().exp(), lambda a: a * 2), x)
-    assert line == "Changing() saved 2 tensors and, run again, 0"
+    assert line == "Changing() saved 2 tensors at first, and 0 when run again"
 
 
 def test_more_tensors(x):

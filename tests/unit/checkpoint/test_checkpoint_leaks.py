@@ -279,7 +279,7 @@ def test_the_engine_refuses_what_it_does_not_take(method, arguments):
 def test_an_engine_needs_all_its_names():
     with pytest.raises(TypeError, match="CheckpointEngine needs push_hooks"):
         _C.CheckpointEngine(other=1)
-    with pytest.raises(TypeError, match="takes keyword arguments alone"):
+    with pytest.raises(TypeError, match="takes keyword arguments only"):
         _C.CheckpointEngine(1)
 
 

@@ -242,7 +242,7 @@ def test_budgets_and_what_is_refused() -> None:
             within(functions, wrong)(batch())
     with pytest.raises(ValueError, match="^Unexpected keyword arguments: other$"):
         within(functions, "1GiB", other=1)(batch())
-    with pytest.raises(ValueError, match="segments is None: give a number of them, or memory_budget"):
+    with pytest.raises(ValueError, match="segments is None: give the number of segments, or memory_budget"):
         memopt.checkpoint_sequential(functions, None, batch())
     assert not calls
     for budget in (2**40, "1TiB", 1.0):

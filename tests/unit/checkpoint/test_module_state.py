@@ -358,9 +358,9 @@ class Moving(Layer):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Penalised, "2 takes gradients within its own forward"),
-        (Listing, r"2 takes gradients .* or leaves a tensor .*\(in a list, say\)"),
-        (Moving, r"2 changes in place what its own backward pass needs.*clone\(\)"),
+        (Penalised, "2 computes gradients in its own forward"),
+        (Listing, r"2 computes gradients .* or keeps a tensor .*\(in a list, say\)"),
+        (Moving, r"2 changes in place a tensor that its own backward pass needs.*clone\(\)"),
     ],
 )
 def test_what_cannot_run_again_is_refused_by_name(kind: type[nn.Module], text: str) -> None:

@@ -182,7 +182,7 @@ def test_a_block_that_is_used_otherwise_runs_whole(what: str) -> None:
         if what == "another type":
             module.norm.double(), module.head.double()
     with pytest.warns(
-        UserWarning, match=rf"blocks\.\d, a PreNorm, runs as one stage and not as 2, as .*{words}"
+        UserWarning, match=rf"blocks\.\d, a PreNorm, runs as one stage instead of 2, because .*{words}"
     ):
         same_step(model, plain, sample)
     with warnings.catch_warnings():
@@ -214,7 +214,7 @@ def test_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         memopt.auto_checkpoint(model, sample, memory_budget=least_budget(model, sample), loss=squares)
         same_step(model, plain, sample)
-    with pytest.warns(UserWarning, match="autocast is another"):
+    with pytest.warns(UserWarning, match="autocast has changed"):
         same_step(model, plain, sample)
 
 
@@ -301,7 +301,7 @@ def without_gradients(block: Odd, x: torch.Tensor) -> torch.Tensor:
 
 
 ODD: dict[str, tuple[str, Callable[[Any, torch.Tensor], Any]]] = {
-    "looks at a value": ("item makes of a tensor what is none", lambda _, x: x.sum().item()),
+    "looks at a value": ("item returns something that is not a tensor", lambda _, x: x.sum().item()),
     "branches on a value": ("__bool__", lambda _, x: x * 2 if x.sum() > 0 else x),
     "counts its calls": ("changes count", counts),
     "keeps a tensor": ("new attributes", keeps),
@@ -310,7 +310,7 @@ ODD: dict[str, tuple[str, Callable[[Any, torch.Tensor], Any]]] = {
     "its own function": ("grad mode", lambda _, x: Double.apply(x)),
     "another grad mode": ("grad mode", without_gradients),
     "past autograd": ("uses data", lambda _, x: x.data * 1),
-    "a sparse tensor": ("another kind", lambda _, x: x + x.detach().to_sparse().to_dense()),
+    "a sparse tensor": ("not plain and strided", lambda _, x: x + x.detach().to_sparse().to_dense()),
 }
 
 

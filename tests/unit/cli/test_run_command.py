@@ -90,7 +90,7 @@ def test_a_script_that_is_killed_leaves_what_was_seen_from_outside(tmp_path):
     status, _, err = done("run", script(tmp_path, TRAINING), end, cwd=tmp_path)
     assert status == 128 + 9
     assert "was ended by signal 9 (SIGKILL)" in err and "limit of host memory:" in err
-    assert "last heard of after" in err and "optimizer step" in err
+    assert "last seen after" in err and "optimizer step" in err
 
 
 def test_processes_of_multiprocessing_work_by_either_way_of_starting(tmp_path):

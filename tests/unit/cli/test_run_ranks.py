@@ -150,7 +150,7 @@ def test_ranks_that_are_alike_are_said_to_be(tmp_path):
     for number in range(12):
         rank(tmp_path, number, 12, figures=figures(1000 << 20))
     text = merged_report.text(tmp_path)
-    assert "in 12 ranks on 2 nodes, 2.0 s: all ended with 0" in text and "the ranks are alike" in text
+    assert "in 12 ranks on 2 nodes, 2.0 s: all ended with 0" in text and "the ranks are similar" in text
     assert "node1" in text and text.splitlines()[12].split()[0] == "10"  # by number
 
 
@@ -168,7 +168,9 @@ def test_missing_running_and_out_of_memory_ranks_are_told(tmp_path):
     rank(tmp_path, 3, 4, state="running")
     text = merged_report.text(tmp_path)
     assert "rank 1: ended with 1" in text and "rank 1: out of memory: wanted 2 GiB" in text
-    assert "rank 2 left nothing" in text and "rank 3 (pid 5 on node1) has not told how it ended" in text
+    assert (
+        "rank 2 left no recording" in text and "rank 3 (pid 5 on node1) has not reported how it ended" in text
+    )
     assert merged_report.as_dict(tmp_path)["ended_badly"] == [1, 3]
 
 
@@ -177,7 +179,7 @@ def test_what_is_no_folder_of_ranks_is_refused(tmp_path, capsys):
     assert "there is no rank*.json" in capsys.readouterr().err
     (tmp_path / "rank0.json").write_text('{"rank": "x"}')
     assert main(["report", "--text", str(tmp_path)]) == 2
-    assert "not what a rank of `memopt run` writes" in capsys.readouterr().err
+    assert "not the report of a rank of `memopt run`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -218,4 +220,4 @@ def test_a_node_that_sees_its_own_ranks_alone_tells_of_those(tmp_path):
     for folder in folders:
         folder.begin()
     assert [folder.end({}, wait=False) for folder in folders] == [False, True]
-    assert "ranks 2-3 left nothing" in merged_report.text(tmp_path)
+    assert "ranks 2-3 left no recording" in merged_report.text(tmp_path)

@@ -257,7 +257,7 @@ def test_nothing_of_a_step_is_kept():
         ({"feature_weight": 0.0}, ValueError, "feature_weight"),
         ({"teacher": 3}, TypeError, "teacher"),
         ({"student": 3}, TypeError, "student"),
-        ({"student": nn.Linear(2, 2)}, ValueError, "student= is for features="),
+        ({"student": nn.Linear(2, 2)}, ValueError, "student= is used with features= only"),
         ({"features": {"0": "0"}}, ValueError, "give both models"),
         (
             {"features": {"0": "7"}, "student": perceptron(8, 4, 4)},

@@ -78,7 +78,7 @@ def test_it_is_in_place_and_says_that_nothing_is_saved():
         0,
         256,
     )
-    assert report.accuracy_change == 256 and "saved 0 B" in str(report) and "a zero takes" in str(report)
+    assert report.accuracy_change == 256 and "saved 0 B" in str(report) and "zeros take" in str(report)
     assert "<pre>" in report._repr_html_()
 
 
@@ -103,10 +103,10 @@ def test_two_of_each_four_are_the_smallest_as_torch_ao_finds_them():
 def test_rows_that_are_no_multiple_of_four_are_named():
     model = perceptron(8, 6, 4)
     report = prune_(model, method="2:4")
-    assert list(report.changed) == ["0.weight"] and "no multiple of four" in report.skipped["2.weight"]
+    assert list(report.changed) == ["0.weight"] and "not a multiple of four" in report.skipped["2.weight"]
     model = perceptron(6, 6)
     before = kept(model)
-    with pytest.raises(ValueError, match="no multiple of four"):
+    with pytest.raises(ValueError, match="not a multiple of four"):
         prune_(model, method="2:4")
     assert not differences(before, model)
 
@@ -275,7 +275,7 @@ REFUSED = {
     "masked": (masked, "prune.remove"),
     "parametrized": (parametrized, "remove_parametrizations"),
     "weight_normed": (weight_normed, "remove_weight_norm"),
-    "quantised": (quantised, "quantised already"),
+    "quantised": (quantised, "already quantised"),
     "on meta": (lambda: perceptron(8, 8, 8).to("meta"), "meta"),
     "one layer on meta": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="meta")), "meta"),
     "lazy": (lambda: nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8)), "no shape yet"),
@@ -303,10 +303,10 @@ def test_models_that_cannot_be_pruned_are_refused_and_unchanged(case, method):
     [
         ("1.weight", "no module '1.weight'"),
         (["0", "third"], "no module 'third'"),
-        (nn.Linear(4, 4), "no module of the model"),
-        ("1", "no layer"),
-        ([], "leaves no layer"),
-        (lambda name, module: False, "leaves no layer"),
+        (nn.Linear(4, 4), "not a module of the model"),
+        ("1", "not a layer"),
+        ([], "selects no layer"),
+        (lambda name, module: False, "selects no layer"),
     ],
 )
 def test_unknown_layers_and_empty_choices_are_named(layers, words):
@@ -341,7 +341,7 @@ def test_what_does_not_belong_together_is_refused():
     model = perceptron(8, 8)
     with pytest.raises(ValueError, match=r"method='l2'"):
         prune_(model, 0.5, "l2")
-    with pytest.raises(ValueError, match=r"2:4 takes two of each four"):
+    with pytest.raises(ValueError, match=r"2:4 prunes two of each four"):
         prune_(model, 0.25, "2:4")
     with pytest.raises(ValueError, match="sample= is for"):
         prune_(model, 0.5, sample=torch.ones(1, 8))

@@ -301,8 +301,8 @@ def test_tensors_that_cannot_be_sparse_are_refused():
         (torch.zeros(8), {}, "1 dimensions: csr takes two"),
         (torch.zeros(()), {"layout": "coo"}, "0 dimensions: coo takes at least one"),
         (torch.zeros(2, 2, 2), {}, "3 dimensions"),
-        (torch.zeros(8, 8), {"layers": "0"}, "for models"),
-        (torch.zeros(8, 8), {"evaluate": lambda m: 0.0}, "for models"),
+        (torch.zeros(8, 8), {"layers": "0"}, "apply to models"),
+        (torch.zeros(8, 8), {"evaluate": lambda m: 0.0}, "apply to models"),
     ]
     for tensor, arguments, words in cases:
         with pytest.raises(ValueError, match=words):

@@ -123,7 +123,10 @@ def test_without_pairs_fresh_norms_biases_and_constants_train_on_apart(value, dt
     assert set(report.skipped) == left
     parameters = [model.get_parameter(name) for name in left]
     assert len({id(parameter) for parameter in parameters}) == len(left)
-    assert "layers.5.weight, layers.6.weight (2) stay: it equals another, but is one value" in str(report)
+    assert (
+        "layers.5.weight, layers.6.weight (2) unchanged: it equals another, but all its values are the same"
+        in str(report)
+    )
     tie_(model, [("layers.3.weight", "layers.4.weight")])
     assert model.layers[4].weight is model.layers[3].weight
 
@@ -219,18 +222,18 @@ def test_what_is_no_model_has_no_duplicates():
     [
         ([("embed.weight", "head.wieght")], ValueError, "no parameter or module 'head.wieght'"),
         ([("embed.weight", "layers.0.weight")], ValueError, "differ in shape"),
-        ([("embed.weight", "embed.weight")], ValueError, "one parameter already"),
-        ([("embed", "head.weight")], ValueError, "one is a parameter and the other a module"),
-        ([("embed", "layers.0")], ValueError, "not the same parameters"),
+        ([("embed.weight", "embed.weight")], ValueError, "already one parameter"),
+        ([("embed", "head.weight")], ValueError, "is a parameter and the other a module"),
+        ([("embed", "layers.0")], ValueError, "not have the same parameters"),
         ([("layers.0.weight", "layers.1.weight"), ("layers.2.weight", "layers.1.weight")], ValueError, "tied twice"),
         ([("layers.0.weight", "layers.1.weight"), ("layers.1.weight", "layers.2.weight")], ValueError, "name that one"),
         ([], ValueError, "pairs is empty"),
         ("embed.weight", TypeError, "expected a list"),
         (3, TypeError, "expected a list"),
-        (["embed.weight"], TypeError, "no pair"),
-        ([("embed.weight", 3)], TypeError, "no pair"),
-        ([("embed.weight",)], TypeError, "no pair"),
-        ([3], TypeError, "no pair"),
+        (["embed.weight"], TypeError, "not a pair"),
+        ([("embed.weight", 3)], TypeError, "not a pair"),
+        ([("embed.weight",)], TypeError, "not a pair"),
+        ([3], TypeError, "not a pair"),
     ],
 )  # fmt: skip
 def test_pairs_that_cannot_be_tied_are_refused_and_nothing_changes(pairs, kind, words):

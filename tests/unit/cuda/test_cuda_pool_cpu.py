@@ -41,7 +41,7 @@ def test_without_a_gpu_the_default_device_is_refused_naming_the_cpu():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"size": 0}, "could hold nothing"),
+        ({"size": 0}, "can hold nothing"),
         ({"size": -1}, "-1"),
         ({"size": "2 elephants"}, "elephants"),
         ({"device": "meta"}, "CUDA devices and on the CPU"),
@@ -125,7 +125,7 @@ def test_free_gives_the_memory_back_while_the_name_lives_on(pool):
     pool.free(t)
     assert resident() - before < 10 * MIB
     assert t.shape == (0,) and pool.stats()["allocated_bytes"] == 0
-    with pytest.raises(ValueError, match="freed before"):
+    with pytest.raises(ValueError, match="already freed"):
         pool.free(t)
 
 
@@ -328,7 +328,7 @@ def test_what_is_not_possible_now_is_refused_with_the_mend(pool):
     for call in (pool.pause, lambda: pool.allocate(1), pool.__enter__):
         with pytest.raises(RuntimeError, match=r"call resume\(\) first"):
             call()
-    with pytest.raises(RuntimeError, match="1 live tensors would stay without memory"):
+    with pytest.raises(RuntimeError, match="1 live tensors would be left without memory"):
         pool.close()
     pool.resume()
     pool.close()

@@ -264,7 +264,9 @@ def test_an_edit_that_changes_nothing_is_a_hit(monkeypatch, tmp_path, edit):
 @pytest.mark.parametrize("use", UNKNOWN)
 def test_what_code_finds_by_a_name_that_it_is_given_is_refused_with_the_remedy(monkeypatch, tmp_path, use):
     made = program(monkeypatch, UNKNOWN[use])
-    with pytest.raises(TypeError, match=r"(?s)which .*uses,.*(import by a statement|import what).*version="):
+    with pytest.raises(
+        TypeError, match=r"(?s)which .*uses,.*(use an import statement|import the names).*version="
+    ):
         cached(made.f, tmp_path)("edited_ops")
     cached(made.f, tmp_path, version=1).cache.key("edited_ops", "x")
 

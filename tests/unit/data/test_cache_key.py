@@ -262,9 +262,7 @@ def test_code_counts_by_whichever_way_it_is_reached(monkeypatch, tmp_path, use):
 )
 def test_a_module_in_a_variable_is_refused_with_its_mend(monkeypatch, tmp_path, source):
     f = program(monkeypatch, tmp_path, f"import prog_pkg.ops as ops\n{source}")
-    with pytest.raises(
-        TypeError, match=r"(?s)\(module\) .* import what is used from it by name.*give version="
-    ):
+    with pytest.raises(TypeError, match=r"(?s)\(module\) .* import the names that are used.*give version="):
         cached(f, tmp_path)(1)
     cached(f, tmp_path, version=1)(1)
 

@@ -320,7 +320,7 @@ def test_files_of_another_user_stay_and_keep_nobody_from_writing(tmp_path, monke
     counts = dataset.cache.statistics()
     assert (counts.failed, len(recwarn)) == (0, 0) and counts.evicted > 100
     assert os.path.exists(first) and cache_folder.total_size(str(tmp_path)) <= 1 << 20
-    with pytest.warns(RuntimeWarning, match="2 files of .* are another user's"):
+    with pytest.warns(RuntimeWarning, match="2 files of .* belong to another user"):
         assert dataset.cache.clear() > 5
     assert entries(tmp_path) == [first]
 
@@ -368,7 +368,9 @@ def full_disk(tmp_path):
 def test_a_full_disk_costs_one_warning_and_the_run_goes_on(full_disk):
     count, said, counts = in_child(full_disk / "cache")
     assert (
-        count == "1" and "the disk is full: free some of it" in said and "The run goes on, uncached" in said
+        count == "1"
+        and "the disk is full: free some space" in said
+        and "The run continues without the cache" in said
     )
     assert re.search(r"6 hits of 60 .* 51 not written", counts), (
         counts

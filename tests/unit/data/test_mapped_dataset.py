@@ -172,7 +172,7 @@ def test_memmaps_files_of_numpy_and_torchs_mapped_tensors_go_to_workers_by_path(
         assert dataset[:].tolist() == expected.tolist() and dataset[-1].tolist() == expected[-1].tolist()
     both = MmapDataset({"a": mapped, "b": shared.view(6, 4)})
     assert both[3]["a"].tolist() == both[3]["b"].tolist() == array[3].tolist()
-    with pytest.raises(ValueError, match="different numbers of rows"):
+    with pytest.raises(ValueError, match="differ in their number of rows"):
         MmapDataset({"a": mapped, "b": mapped[:3]})
     with pytest.raises(ValueError, match="not contiguous"):
         MmapDataset(mapped[:, 1:])
@@ -212,7 +212,7 @@ def test_a_file_cut_short_or_grown_is_refused(images, tmp_path):
         path.write_bytes(content)
         with pytest.raises(safetensors_layout.Malformed, match="safetensors"):
             MmapDataset(path)
-        with pytest.raises(safetensors_layout.Malformed, match="cut short or written anew"):
+        with pytest.raises(safetensors_layout.Malformed, match="truncated or rewritten"):
             pickle.loads(message)
 
 
@@ -221,7 +221,7 @@ def test_a_file_written_or_replaced_since_is_refused_whatever_its_size(images, t
     path = tmp_path / "a.safetensors"
     message, there = pickle.dumps(dataset), path.stat()
     os.utime(path, ns=(there.st_atime_ns, there.st_mtime_ns + 1))
-    with pytest.raises(safetensors_layout.Malformed, match="has changed: it was cut short or written anew"):
+    with pytest.raises(safetensors_layout.Malformed, match="has changed: it was truncated or rewritten"):
         pickle.loads(message)
     os.utime(path, ns=(there.st_atime_ns, there.st_mtime_ns))
     assert len(pickle.loads(message)) == 21
@@ -273,7 +273,7 @@ def test_rows_unlike_the_first_are_refused_and_an_exception_leaves_nothing(tmp_p
     for wrong, words in (
         ({"y": 1}, "has fields y where the first had x"),
         ((1,), "a tuple where the first was a dict"),
-        ({"x": "text"}, "is a str, of which no tensor"),
+        ({"x": "text"}, "is a str, which cannot be converted to a tensor"),
         ({"x": torch.zeros(4, dtype=torch.int8)}, r"int8\[4\] where the first row's was"),
     ):
         with pytest.raises((ValueError, TypeError), match=words), MmapWriter(path) as out:
@@ -287,14 +287,14 @@ def test_rows_unlike_the_first_are_refused_and_an_exception_leaves_nothing(tmp_p
 def test_names_of_fields_that_the_file_cannot_have_are_refused(tmp_path):
     with MmapWriter(tmp_path / "names.safetensors") as out:
         for wrong, words in (
-            ({1: 0, "1": 0}, "two fields of one name"),
+            ({1: 0, "1": 0}, "two fields of the same name"),
             ({"__metadata__": 0}, "called '__metadata__'"),
             ({PADDING: 0, "b": 0}, f"called '{PADDING}'"),
         ):
             with pytest.raises(ValueError, match=words):
                 out.append(wrong)
         out.append({"a": 1})
-    with pytest.raises(ValueError, match="two fields have one name"):
+    with pytest.raises(ValueError, match="two fields have the same name"):
         MmapDataset({1: torch.zeros(3), "1": torch.zeros(3)})
     with pytest.raises(ValueError, match="no tensor can be called '__metadata__'"):
         safetensors_layout.header_bytes({"__metadata__": ("U8", (1,))}, {})

@@ -73,12 +73,12 @@ def test_what_is_not_hashable_is_a_type_error(key):
 @pytest.mark.parametrize(
     ("items", "kind", "words"),
     [
-        ({1j: 0}, TypeError, "SharedDict: key 1j: keys are str"),
-        ({(1, frozenset()): 0}, TypeError, r"key \(1, frozenset\(\)\): keys are"),
+        ({1j: 0}, TypeError, "SharedDict: key 1j: keys must be str"),
+        ({(1, frozenset()): 0}, TypeError, r"key \(1, frozenset\(\)\): keys must be"),
         ({float("nan"): 0}, ValueError, "nan equals nothing"),
         ({"a": {"b": [object()]}}, TypeError, r"the value of key 'a'\['b'\]\[0\] is of type object"),
-        ([1], TypeError, "element 0 .* no pair"),
-        ([("a", 1), ("b",)], TypeError, r"element 1 of .* no pair \(key, value\): \('b',\)"),
+        ([1], TypeError, "element 0 .* not a pair"),
+        ([("a", 1), ("b",)], TypeError, r"element 1 of .* not a pair \(key, value\): \('b',\)"),
         (3, TypeError, "not iterable"),
     ],
 )
@@ -179,7 +179,7 @@ def test_damaged_memory_gives_errors_or_values():
             except Exception as error:  # a byte may make a pickle of a value, which raises what it likes
                 assert not isinstance(error, SystemError)
     assert whole
-    with pytest.raises(TypeError, match="is no dict"):
+    with pytest.raises(TypeError, match="is not a dict"):
         SharedDict._of(memopt.data.SharedList([1])._memory)
-    with pytest.raises(TypeError, match="is a dict, no list"):
+    with pytest.raises(TypeError, match="is a dict, not a list"):
         memopt.data.SharedList._of(SharedDict({})._memory)

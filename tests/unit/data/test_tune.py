@@ -140,7 +140,7 @@ def test_a_trial_that_would_go_over_the_budget_is_stopped_with_its_workers(
     os.close(read)
     os.close(write)
     (stopped,) = found.trials
-    assert "over the budget" in stopped.problem and stopped.own <= (budget + 1) << 20
+    assert "exceed the budget" in stopped.problem and stopped.own <= (budget + 1) << 20
     said = [line.split() for line in file.read_text().splitlines()]
     # It is not stopped for nothing.
     assert budget / 3 < max(int(size) for _, size in said) <= budget
@@ -238,12 +238,14 @@ def test_a_stream_is_tuned_and_one_that_is_not_split_is_told(tmp_path):
     assert [one.complete for one in found.trials[:2]] == [True, True] and not found.trials[1].note
     assert sum(len(batch) for batch in found.loader()) == 3000
     same = tune(DataLoader(Stream(split=False), batch_size=5), ram="4GiB", workers=[2], **SHORT)
-    assert "the workers give the same batches" in same.trials[0].note and same.trials[0].note in str(same)
+    assert "the workers return the same batches" in same.trials[0].note and same.trials[0].note in str(same)
 
 
 def test_an_epoch_of_one_batch_is_too_short_and_says_so():
     found = tune(DataLoader(Numbers(3), batch_size=4), ram="4GiB", workers=[0], **SHORT)
-    assert found.trials[0].problem == "too short to tell: 1 batches came" and found.proposal == found.current
+    assert (
+        found.trials[0].problem == "too short to measure: 1 batches came" and found.proposal == found.current
+    )
 
 
 def test_batches_on_their_way_count_and_what_was_there_before_does_not(uncollected):
@@ -297,5 +299,5 @@ def test_nonsense_is_refused_by_name(arguments, message):
 
 
 def test_what_is_no_dataloader_is_refused():
-    with pytest.raises(TypeError, match="a list is no torch DataLoader"):
+    with pytest.raises(TypeError, match="a list is not a torch DataLoader"):
         tune([1, 2])

@@ -262,7 +262,7 @@ def test_without_a_path_nothing_is_kept(tmp_path, monkeypatch):
     made = quietly(nn.Linear(2, 2), torch.ones(1, 2), format="torchscript")
     assert made.path is None and made.size > 0 and files_of(tmp_path) == []
     assert torch.is_tensor(made.program(torch.ones(1, 2)))
-    assert "not kept" in str(made)
+    assert "not saved" in str(made)
 
 
 class Counting(nn.Module):

@@ -158,7 +158,7 @@ def test_quantized_and_pruned_models(told):
     if SOAK:
         assert told["weights"]["counted"] <= told["weights"]["memory"]["live"]
         text, unchanged = told["refused"]
-        assert unchanged and "onnx cannot be made of a Sequential" in text and "'pt2'" in text
+        assert unchanged and "onnx cannot be made from a Sequential" in text and "'pt2'" in text
         assert told["cut"]["counted"] < 4 * 0.8 * (2 * 256 * 512)
 
 

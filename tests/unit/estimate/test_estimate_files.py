@@ -48,16 +48,22 @@ def state(work):
 @pytest.fixture
 def estimate(request, work):
     """Runs the command in the folder, on the simulated device or with the CPU build of torch; returns its exit code,
-    its JSON, what it said. The kernel has what `kernel` leaves it."""
+    its JSON, what it said. The kernel has what `kernel` leaves it. no_shared_files: no file of this user's lies in
+    /dev/shm, whatever other tests leave there meanwhile, where a test may see to that."""
     sim = request.config.getoption("--sim-python")
 
-    def run(source, *options, kernel="overlay", simulated=True, arguments=(), **environment):
+    def run(
+        source, *options, kernel="overlay", simulated=True, arguments=(), no_shared_files=False, **environment
+    ):
         (work / "train.py").write_text(source)
         before = state(work)
         python = sim if simulated else sys.executable
         line = [python, "-m", "memopt", "estimate", "--quick", "--json", *options, "train.py", *arguments]
+        refused = REFUSED[kernel]
+        if no_shared_files and os.geteuid() == 0:
+            refused += ",shared_memory"
         done = subprocess.run(
-            [sys.executable, str(HERE / "refusing.py"), REFUSED[kernel], *line],
+            [sys.executable, str(HERE / "refusing.py"), refused, *line],
             cwd=work,
             env={
                 **os.environ,
@@ -166,10 +172,19 @@ if __name__ == "__main__":
     assert sum(len(batch) for batch in loader) == 6
 """
     training = "".join(f"    {line}\n" for line in TRAIN.splitlines())
-    status, found, said = estimate(source + training, kernel=kernel)
+    status, found, said = estimate(source + training, kernel=kernel, no_shared_files=True)
     assert status == 0, said
     assert "cuda:0" in said
     assert found["by_category"]["parameters"] == WEIGHT
+
+
+def test_what_keeps_a_script_from_shared_memory_is_named(estimate):
+    needs("landlock")
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="0-memopt-test-") as file:
+        lock = "import multiprocessing\nmultiprocessing.get_context('spawn').Lock()\n"
+        status, _, said = estimate(lock + TRAIN, kernel="landlock")
+        assert status == 2 and "PermissionError" in said
+        assert Path(file.name).name in said.rpartition("PermissionError")[2], said
 
 
 def test_a_sitecustomize_of_the_users_own_still_runs(estimate, tmp_path):

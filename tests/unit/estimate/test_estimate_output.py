@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from memopt._estimate.progress import Followed
 from memopt._runtime import process
 
@@ -34,7 +36,8 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)} | more
+    """With standard output that Python buffers by blocks, as it does by default where it is no terminal."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | more
 
 
 def done(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,9 +47,12 @@ def done(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_scripts_output_is_labelled_and_the_answer_stands_alone(tmp_path):
-    told = done(tmp_path, "--json", "train.py")
-    assert json.loads(told.stdout)["steps"] == 1
+@pytest.mark.parametrize("way", ["simulated", "fake tensors"])
+def test_the_scripts_output_is_labelled_and_the_answer_stands_alone(tmp_path, request, way):
+    """Each line comes when it is written, before what comes after."""
+    python = ["--python", request.config.getoption("--sim-python")] if way == "simulated" else []
+    told = done(tmp_path, "--quick", "--json", *python, "train.py")
+    assert json.loads(told.stdout)["steps"] == 1, told.stderr
     phase, *lines = told.stderr.splitlines()
     assert phase.startswith("memopt estimate: train.py")
     own = [line for line in lines if not line.startswith("memopt estimate: ")]  # phases

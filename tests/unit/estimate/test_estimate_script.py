@@ -91,7 +91,7 @@ NOTHING = {
 def test_a_script_that_takes_no_step_is_nothing_to_tell(estimate, name):
     ranks = ["--nproc", "2"] if name == "as a rank" else []
     status, found, said = estimate(NOTHING[name], "--quick", "--gpu", "8GiB", *ranks)
-    assert (status, found) == (2, None) and "nothing to tell" in said
+    assert (status, found) == (2, None) and "no result" in said
     if name == "it takes no step":
         status, found, _ = estimate(NOTHING[name], "--quick", "--gpu", "8GiB", "--steps", "0")
         assert (status, found["verdict"]) == (0, "fits")
@@ -128,7 +128,7 @@ def test_of_a_script_that_needs_all_of_its_steps_the_rest_is_not_seen(estimate):
     status, found, said = estimate(whole, "--quick", "--gpu", "8GiB")
     assert (status, found["verdict"]) == (1, "unsure") and said.count("begins") == 3
     assert found["peak_allocated"] < 64 * MIB
-    assert "what comes after was not seen" in found["covered"][0] and "AssertionError" in found["covered"][1]
+    assert "what follows was not seen" in found["covered"][0] and "AssertionError" in found["covered"][1]
 
 
 def test_without_a_cuda_build_fake_tensors_answer_and_say_that_they_are_the_weaker_way(tmp_path):
@@ -147,7 +147,7 @@ def test_without_a_cuda_build_fake_tensors_answer_and_say_that_they_are_the_weak
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["method"] == "fake tensors" and found["verdict"] == "fits" and found["steps"] == 3
-    assert found["covered"] == ["3 steps, then it was ended: what comes after was not seen"]
+    assert found["covered"] == ["3 steps, then it was ended: what follows was not seen"]
     assert found["by_category"]["parameters"] == 8 * 4 * MIB
     low, high = found["peak_allocated_range"]
     assert low < 8 * 4 * MIB + 10 * 16 * MIB < high

@@ -119,7 +119,7 @@ def test_what_a_cycle_holds_is_said_to_have_no_name(watch: GrowthWatch):
     finally:
         gc.enable()
         gc.collect()
-    assert "to which no variable leads" in said
+    assert "that no variable reaches" in said
 
 
 def test_a_false_alarm_says_nothing_and_doubles_the_window(watch: GrowthWatch):

@@ -261,7 +261,7 @@ def test_stopping_and_starting_within_a_forward_pass_is_fine():
 
 def test_only_one_notes_and_stopping_twice_is_once(noted):
     other = Noted()
-    with pytest.raises(RuntimeError, match="noted already"):
+    with pytest.raises(RuntimeError, match="already being recorded"):
         other.calls.start()
     other.calls.stop()
     Probe()(torch.ones(1))

@@ -89,7 +89,7 @@ def test_what_is_said_to_fit_fits(case, run):
 
 def test_a_step_that_was_not_seen_is_at_least_as_much(run):
     text = " ".join(run("first forward")["text"].split())
-    assert "Needs at least 57.2 MiB: a first step had not completed" in text
+    assert "Needs at least 57.2 MiB: no first step had completed" in text
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,6 @@ def test_the_page_has_the_report_and_what_lived_or_what_was_recorded(tmp_path):
         if record:
             assert "history of torch&#x27;s allocator" in text and ">Out of memory</button>" in text
         else:
-            assert "what lived when a request failed" in text and "history[*]" in text
+            assert "what was live when a request failed" in text and "history[*]" in text
     assert pages[0] == "oom.rank1.html" and re.fullmatch(r"oom\.rank1\.\d+\.html", pages[1])
     assert sorted(path.name for path in tmp_path.glob("*.html")) == sorted(pages)

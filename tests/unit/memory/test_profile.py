@@ -245,7 +245,7 @@ def test_it_is_saved_in_the_form_that_the_name_asks_for(tmp_path):
     counters = [event for event in events if event["ph"] == "C"]
     assert max(sum(event["args"].values()) for event in counters) == prof.peak
     assert [event["name"] for event in events if event["ph"] == "i"] == ["step"] * 6
-    with pytest.raises(ValueError, match=r"has to end in \.html"):
+    with pytest.raises(ValueError, match=r"must end in \.html"):
         prof.save(tmp_path / "a.txt")
 
 

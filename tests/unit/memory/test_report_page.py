@@ -149,7 +149,7 @@ def test_the_peaks_step_is_the_one_that_had_not_ended(events, step):
 def test_a_recording_of_nothing_says_so():
     recording = next(r for r in map(made_recordings.anything, range(99)) if not r.blocks)
     assert peak_sentences(recording, peak_of(recording)) == [
-        "No block of memory lived while this was recorded."
+        "No block of memory was live during the recording."
     ]
 
 

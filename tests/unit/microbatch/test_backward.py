@@ -134,7 +134,7 @@ def refused(words: str, fn: Callable[..., torch.Tensor], *args: object, **named:
         (nn.BatchNorm1d(6), "BatchNorm1d 'norm' normalises by the batch's own statistics"),
         (nn.SyncBatchNorm(6), "SyncBatchNorm 'norm'"),
         (nn.BatchNorm1d(6, track_running_stats=False).eval(), "BatchNorm1d 'norm'"),
-        (nn.InstanceNorm1d(6, track_running_stats=True), "averages the statistics it keeps over the batch"),
+        (nn.InstanceNorm1d(6, track_running_stats=True), "averages its running statistics over the batch"),
     ],
     ids=lambda n: type(n).__name__,
 )
@@ -178,9 +178,9 @@ def test_batch_norm_is_let_through_in_eval_mode_or_by_request() -> None:
             r"a mean over \d of \d targets \(ignore_index=-100\)",
         ),
         (lambda out, y: F.cross_entropy(out, y, weight=torch.tensor([1.0, 2, 3, 4])), "class weights"),
-        (lambda out, y: F.cross_entropy(out, y, reduction="sum"), "no 'mean' of samples"),
-        (lambda out, y: out.logsumexp(0).mean(), "no 'mean' of samples"),
-        (lambda out, y: (out * (y < 1)[:, None]).sum() / (y < 1).sum(), "no 'mean' of samples"),
+        (lambda out, y: F.cross_entropy(out, y, reduction="sum"), "not a 'mean' over samples"),
+        (lambda out, y: out.logsumexp(0).mean(), "not a 'mean' over samples"),
+        (lambda out, y: (out * (y < 1)[:, None]).sum() / (y < 1).sum(), "not a 'mean' over samples"),
     ],
     ids=["ignored", "ignored by default", "weighted", "sum", "mixed", "masked"],
 )
@@ -253,7 +253,7 @@ def test_exact_refuses_what_is_random() -> None:
 
 def test_a_loss_behind_dropout_is_checked_in_eval_mode() -> None:
     model = Net(dropout=0.5)
-    refused("no 'mean'", lambda x, y: F.cross_entropy(model(x), y, reduction="sum"), *batch(), model=model)
+    refused("not a 'mean'", lambda x, y: F.cross_entropy(model(x), y, reduction="sum"), *batch(), model=model)
     assert model.layers[3].training
 
 

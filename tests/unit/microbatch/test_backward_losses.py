@@ -92,7 +92,7 @@ def test_a_wrong_reduction_of_derivatives_is_found() -> None:
     model = network()
     x = batch()[0].double()
     refused(
-        "no 'mean' of samples",
+        "not a 'mean' over samples",
         lambda a: derivative(model(a := a.detach().requires_grad_()), a).square().sum(),
         x,
         model=model,

@@ -81,10 +81,10 @@ def test_what_is_unbatched_is_given_whole(name: int | str) -> None:
     [
         ((X, torch.zeros(7, 7)), r"argument 1 \(shape \(7, 7\)\) has 7, and argument 0 4.*unbatched=\(1,\)"),
         ((X, {"t": torch.zeros(())}), r"argument 1\['t'\] \(shape \(\)\) has no such dimension"),
-        ((X, ["a", "b"]), "argument 1 is a list of 2, the batch has 4 samples"),
+        ((X, ["a", "b"]), "argument 1 is a list of 2, but the batch has 4 samples"),
         (([X, X],), "lists='samples' if each element is a sample"),
-        ((3, "a"), "no tensor, and so no samples"),
-        ((["a"], ["a", "b"]), "no one number of samples"),
+        ((3, "a"), "no tensor, and therefore no samples"),
+        ((["a"], ["a", "b"]), "differ in their number of samples"),
     ],
 )
 def test_samples_that_cannot_be_told_are_refused(args: tuple, words: str) -> None:

@@ -222,7 +222,7 @@ def test_found_inf_and_factor_must_be_fp32():
     give_gradients(ours, number=0)
     new.step()
     before = bits(ours)
-    with pytest.raises(ValueError, match="factor must be one float32 on the parameters' device"):
+    with pytest.raises(ValueError, match="factor must be a single float32 on the parameters' device"):
         scaled_step(new, torch.tensor(0.5, dtype=torch.float64))
     assert same_bits(before, ours)
     new.found_inf = torch.tensor(1.0, dtype=torch.float64)  # sums of flags may be of any type

@@ -139,15 +139,19 @@ WRONG_STATES = {
         spoiled("max_exp_avg_sq", lambda t: t[0]),
         r"'max_exp_avg_sq' has the shape \(7,\)",
     ),
-    "alone": ("amsgrad", lambda s: s.pop("exp_avg_sq"), "'exp_avg' alone, without 'exp_avg_sq'"),
+    "alone": ("amsgrad", lambda s: s.pop("exp_avg_sq"), "only the state 'exp_avg', without 'exp_avg_sq'"),
     "type": ("amsgrad", spoiled("exp_avg", torch.Tensor.long), "'exp_avg' is of torch.int64"),
     "no tensor": ("amsgrad", spoiled("exp_avg", lambda t: t.tolist()), "'exp_avg' is list, not a tensor"),
     "step": ("amsgrad", spoiled("step", lambda t: torch.ones(2)), r"'step' has the shape \(2,\)"),
-    "codes": ("amsgrad", spoiled("exp_avg", torch.Tensor.byte), "'exp_avg' and 'exp_avg_scale' are no codes"),
+    "codes": (
+        "amsgrad",
+        spoiled("exp_avg", torch.Tensor.byte),
+        "'exp_avg' and 'exp_avg_scale' are not codes",
+    ),
     "bits": (
         "amsgrad",
         lambda s: s.update(exp_avg=s["exp_avg"].to(torch.int8), exp_avg_scale=torch.ones(1)),
-        "'exp_avg' and 'exp_avg_scale' are no codes",
+        "'exp_avg' and 'exp_avg_scale' are not codes",
     ),
     "scales": (
         "amsgrad",

@@ -250,12 +250,12 @@ def test_what_torchs_sgd_refuses_is_refused_in_its_words(options):
 @pytest.mark.parametrize("kind", PAIRS)
 def test_what_memopt_refuses(kind):
     cls = PAIRS[kind][0]
-    with pytest.raises(ValueError, match=r"use torch\.optim\.\w+ where differentiable=True"):
+    with pytest.raises(ValueError, match=r"use torch\.optim\.\w+ for differentiable=True"):
         cls(parameters(), differentiable=True)
     if kind != "sgd":
         with pytest.raises(ValueError, match=r"Invalid state_bits value: 4 \(8 or 32\)"):
             cls(parameters(), state_bits=4)
-        with pytest.raises(ValueError, match="amsgrad=True keeps a largest second moment"):
+        with pytest.raises(ValueError, match="amsgrad=True keeps a maximum of second moments"):
             cls(parameters(), state_bits=8, amsgrad=True)
     optimizer = cls(parameters())
     with pytest.raises(ValueError, match="differentiable"):
@@ -295,7 +295,7 @@ def test_one_step_at_a_time():
     for thread in threads:
         thread.join()
     assert optimizer.state[params[0]]["step"] == 1 + len(done)
-    assert set(refused) <= {"this optimizer's step() is running already: one step at a time"}
+    assert set(refused) <= {"this optimizer's step() is already running: run one step at a time"}
 
     class Greedy(torch.Tensor):
         asked = 0
@@ -304,7 +304,7 @@ def test_one_step_at_a_time():
         def grad(self):
             Greedy.asked += 1
             if Greedy.asked == 3:
-                with pytest.raises(RuntimeError, match="is running already"):
+                with pytest.raises(RuntimeError, match="is already running"):
                     greedy.step()
             return torch.ones(2)
 

@@ -97,7 +97,7 @@ def test_torchs_allocator_settings_are_shown(name, findings):
 def test_torchs_allocator_settings_that_clash_are_broken_and_the_one_that_wins_is_named(findings):
     settings = {"PYTORCH_ALLOC_CONF": "backend:native", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     (clash,) = findings(**settings)["environment"]
-    assert clash["state"] == "broken" and "torch obeys the former" in clash["text"]
+    assert clash["state"] == "broken" and "torch uses the former" in clash["text"]
     assert clash["text"].startswith("PYTORCH_CUDA_ALLOC_CONF=")
     both_alike = dict.fromkeys(settings, "backend:native")
     assert {f["state"] for f in findings(**both_alike)["environment"]} == {"ok"}
