@@ -69,8 +69,8 @@ def noted(command: list[str]) -> str:
 
 
 def is_current(obj: str, command: list[str], embedded: list[str]) -> bool:
-    """Whether it was compiled in the same way from the same files: those that the compiler listed beside it, and those
-    that the assembler put in, which it does not list."""
+    """Return whether it was compiled in the same way from the same files: those that the compiler listed beside it, and
+    those that the assembler put in, which it does not list."""
     path = Path(obj)
     listed, said = path.with_suffix(".d"), path.with_suffix(".command")
     if not (path.exists() and listed.exists() and said.exists()) or said.read_text() != noted(command):
@@ -119,7 +119,7 @@ class BuildExtension(build_ext):
     """build_ext with flags by file, the kernels, and the simulated device's libraries."""
 
     def links_as_one(self) -> bool:
-        """Whether this compiler and its linker do: clang does with some linkers only."""
+        """Return whether this compiler and its linker do: clang does with some linkers only."""
         folder = Path(self.build_temp).resolve() / "links_as_one"
         folder.mkdir(parents=True, exist_ok=True)
         source = folder / "probe.c"

@@ -300,7 +300,7 @@ def inputs(report: harness.Report, quick: bool) -> None:
 
 
 def ties(report: harness.Report, width: int) -> None:
-    """What measuring costs where the change itself is one assignment."""
+    """The cost of measuring where the change itself is one assignment."""
     model = perceptron(width, 4)
     mine = Changed(model, lambda m: compress.tie_(m, [("0.weight", "1.weight")]))
 

@@ -100,7 +100,7 @@ def run(case: Case, arguments: str, **request: Any) -> dict[str, Any]:
 
 
 def line_of(answer: dict[str, Any]) -> str:
-    """Where it ran out of memory."""
+    """The line that ran out of memory."""
     oom = answer["oom"]
     return f"{Path(oom['file']).name}:{oom['line']}" if oom else "no out-of-memory error"
 

@@ -57,7 +57,7 @@ def cpu_clock(run: Callable[[], object], calls: int) -> float:
 
 
 class Switch:
-    """What looks at memory while a contender is timed: nothing, or one of these."""
+    """The observer of memory while a contender is timed: none, or one of these."""
 
     def __init__(self, device: str, first: Callable[[], object]) -> None:
         """first: what is run once with it on before anything is timed: modules are named, tables grow."""

@@ -23,16 +23,16 @@ MATRIX_OPERATIONS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
 ]
-"""What selective checkpointing is usually told to save: results that take long for their size."""
+"""The usual choice of selective checkpointing: results that take long to compute for their size."""
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """What checkpoint_sequential divides into segments."""
+    """The modules that checkpoint_sequential divides into segments."""
     return list(model.blocks if isinstance(model, Blocks) else model.children())
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What one would checkpoint by hand: a transformer's blocks; each convolution with what follows it."""
+    """Regions that one would checkpoint by hand: a transformer's blocks; each convolution with what follows it."""
     if isinstance(model, Blocks):
         return list(model.blocks)
     groups: list[list[nn.Module]] = []

@@ -1,4 +1,4 @@
-"""What rounds of interleaved timing say: best, median and spread of each contender, and its ratio to the
+"""The outcome of rounds of interleaved timing: best, median and spread of each contender, and its ratio to the
 peer.
 
     ratio = peer / contender        2.0: twice as fast as the peer, or half of its bytes
@@ -103,7 +103,7 @@ class Comparison:
         return {name: self.goal for name in self.calls if name != self.peer}
 
     def goal_met(self) -> bool | None:
-        """Whether all that have a goal reach it by the median ratio; None without a goal."""
+        """Return whether all that have a goal reach it by the median ratio; None without a goal."""
         if self.goal is None:
             return None
         return all(statistics.median(self.ratios(name)) >= goal for name, goal in self.goals().items())

@@ -314,7 +314,7 @@ def one_allocator(name: str, steps: int) -> dict[str, int]:
 
 
 def workers(quick: bool) -> list[dict[str, Any]]:
-    """What two workers copy of the text's lines in an epoch."""
+    """The bytes of the text's lines that two workers copy in an epoch."""
     from torch.utils.data import DataLoader
 
     import memopt

@@ -1,4 +1,4 @@
-"""What a figure was measured on: machine, versions, commit, and whether the device was real."""
+"""The conditions that a figure was measured under: machine, versions, commit, and whether the device was real."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def commit() -> dict[str, object]:
 
 
 def simulated() -> bool:
-    """Whether memopt's simulated CUDA device is active in this process."""
+    """Return whether memopt's simulated CUDA device is active in this process."""
     sim = sys.modules.get("memopt.sim")
     return sim is not None and sim.is_active()
 
@@ -87,7 +87,7 @@ def isa() -> str:
 
 
 def _torch(cuda: bool) -> dict[str, object]:
-    """What torch is, if it has been imported; the harness itself does not need it."""
+    """The build of torch, if it has been imported; the harness itself does not need it."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {"torch": None}

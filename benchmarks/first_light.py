@@ -61,7 +61,7 @@ class Result:
     versions: dict[str, str]
 
     def disagreements(self) -> list[str]:
-        """What is not as it must be, in words; empty when all is well."""
+        """The expectations that were missed, in words; empty if none was."""
         found = []
         for precision, by_device in self.runs.items():
             cpu, cuda = by_device["cpu"], by_device["cuda"]
@@ -193,7 +193,7 @@ def run(steps: int = STEPS, say: Callable[[str], None] = lambda text: None) -> R
 
 
 def device_counts() -> dict[str, int]:
-    """What the simulated device saw: calls by CUDA's names, and what is left on it."""
+    """The simulated device's record: calls by CUDA's names, and what is left on it."""
     from memopt import sim
 
     stats = sim.stats()

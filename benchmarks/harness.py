@@ -50,7 +50,7 @@ scheduler ticks."""
 
 @dataclass(frozen=True)
 class Contender:
-    """What is timed. `before` runs untimed before each sample: it restores what `run` uses up."""
+    """A function that is timed. `before` runs untimed before each sample: it restores what `run` uses up."""
 
     run: Callable[[], object]
     before: Callable[[], object] | None = None
@@ -92,7 +92,7 @@ Clock = Callable[[Callable[[], object], int], float]
 
 
 def calls_per_sample(contender: Contender, clock: Clock, min_seconds: float = MIN_SAMPLE_SECONDS) -> int:
-    """How many calls fill a sample: 1 for a contender that has to be reset, else doubled until `min_seconds`
+    """The number of calls that fill a sample: 1 for a contender that has to be reset, else doubled until `min_seconds`
     are reached."""
     if contender.before is not None:
         return 1
@@ -288,7 +288,7 @@ class Report:
         return figure
 
     def record_share(self, found: Comparison, name: str, bound: str, *, goal: float | None = None) -> Figure:
-        """How near to `bound` a contender of `found` moves its bytes: the ratio is the share of its bytes a second that
+        """A contender's bandwidth as a share of that of `bound`: the ratio is the share of its bytes a second that
         is reached, the median of the rounds."""
         share = statistics.median(found.shares(name, bound))
         case = f"bytes a second of {bound}: {found.case}"

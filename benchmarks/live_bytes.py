@@ -1,4 +1,4 @@
-"""How many bytes a training step holds at once, and what they are.
+"""The bytes that a training step holds at once, by kind.
 
 The figure every `memory_budget` is about: *live bytes*, the sum of the storages that exist at one moment,
 each counted once, parameters, buffers, gradients, optimizer state, batch and activations together. It is a

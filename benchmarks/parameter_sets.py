@@ -110,7 +110,7 @@ class Bound:
 def assert_equal_work(
     what: str, theirs: Iterable[Tensor], ours: Iterable[Tensor], tolerance: float = 5e-3
 ) -> None:
-    """What was timed did the same on both sides: called before the timing, when both have made the same steps. The
+    """A check that both sides did the same: called before the timing, when both have made the same steps. The
     difference of all tensors as one vector, over its norm. The tolerance is torch's: its norm of a tensor of millions,
     summed up in fp32 on the CPU, is 5e-4 off."""
     difference = norm = 0.0

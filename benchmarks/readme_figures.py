@@ -37,7 +37,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast as the peer a contender is: median, least and greatest of the rounds."""
+    """The speed of a contender as a multiple of the peer's: median, least and greatest of the rounds."""
 
     case: str
     contender: str
@@ -51,7 +51,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Row:
-    """What is claimed, what stands beside it, and memopt. A text holds {} for each of its values."""
+    """A row: the claim, the peer's figure and memopt's. A text holds {} for each of its values."""
 
     claim: str
     file: str
@@ -107,7 +107,7 @@ def inverse(value: float) -> str:
 
 
 def speed(claim: str, file: str, peer: str, case: str, contender: str) -> Row:
-    """How many times as fast as the peer."""
+    """The speed as a multiple of the peer's."""
     return Row(claim, file, f"{peer} 1", "{}", (Ratio(case, contender),))
 
 
@@ -390,7 +390,7 @@ def table() -> str:
 
 
 def demo() -> str:
-    """What `make demo` found, of the JSON that `make bench` has it write."""
+    """The results of `make demo`, from the JSON that `make bench` has it write."""
     if not path("demo").exists():
         return "`make demo` has not been run for this table yet."
     found = result("demo")

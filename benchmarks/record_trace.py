@@ -84,7 +84,7 @@ class Trace:
 
 
 class Marks:
-    """What history does not know, in the order it happened; each leaves a mark in history."""
+    """Events that history does not record, in their order; each leaves a mark in history."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int, int]] = []

@@ -1,4 +1,4 @@
-"""What is finished on disk, so that a soak run that was cut off goes on where it stopped."""
+"""A log on disk of what is finished, so that a soak run that was interrupted continues."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Task(demo.Task):
             return sum(parameter.numel() for parameter in self.build_model("meta").parameters())
 
     def metadata(self) -> dict[str, object]:
-        """What a result needs to name this task again: sizes, seed, parameters, the digest of the data."""
+        """The identity of this task for a result: sizes, seed, parameters, the digest of the data."""
         return {
             **asdict(self),
             "shape": dict(self.shape),

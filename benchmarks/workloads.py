@@ -34,7 +34,7 @@ StepDone = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Loop:
-    """What a loop is told: how many steps, how large, whom to tell of each."""
+    """The settings of a loop: its steps, its scale, and a function to call after each step."""
 
     steps: int
     scale: float

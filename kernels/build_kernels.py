@@ -88,7 +88,7 @@ def find_nvcc() -> Path | None:
 
 
 def listed_architectures(nvcc: Path) -> list[int]:
-    """What nvcc can compile for, as 75, 80 … 120, ascending."""
+    """The architectures that nvcc can compile for, as 75, 80 … 120, ascending."""
     listing = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
     return sorted({int(number) for number in re.findall(r"\bsm_(\d+)\b", listing)})
 

@@ -238,7 +238,7 @@ def fill_techniques(python: Path, options: argparse.Namespace) -> None:
 
 
 def beside_cpu(python: Path, options: argparse.Namespace) -> None:
-    """What the CPU's environment can import, this can."""
+    """Give this environment what the CPU's can import."""
     cpu = HOME / "cpu" / "bin" / "python"
     if not cpu.exists():
         make(argparse.Namespace(name="cpu", torch=options.torch))

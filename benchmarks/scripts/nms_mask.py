@@ -14,7 +14,7 @@ args = parser.parse_args()
 
 
 def suppress(boxes, scores, threshold=0.5):
-    """Which boxes overlap no better one too much."""
+    """A mask of the boxes that overlap no better one too much."""
     order = scores.argsort(descending=True)
     boxes = boxes[order]
     low, high = (

@@ -244,7 +244,7 @@ class Plan:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the budget needs no recomputation and no offload: the plain run fits."""
+        """Return whether the budget needs no recomputation and no offload: the plain run fits."""
         return max(self._runs().values()) == 1 and not self.offloaded
 
     def _first_keeps(self) -> dict[int, str]:

@@ -124,7 +124,7 @@ class ChainRunner:
         return away
 
     def is_last(self, n: int) -> bool:
-        """Whether the backward of operation n's stage comes next."""
+        """Return whether the backward of operation n's stage comes next."""
         following = next((op for op in self.ops[n + 1 :] if op[0] not in ("sent", "fetch")), None)
         return following == ("bwd", self.ops[n][1])
 

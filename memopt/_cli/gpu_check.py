@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from memopt._cli import write
-from memopt._gpu_check import report
-from memopt._gpu_check.run import PARTS, check
+from memopt._gpu_check import check_report
+from memopt._gpu_check.processes import PARTS, check
 
 NAME = "gpu-check"
 HELP = "check memopt on this machine's GPU, and write a report to share"
@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.compare:
         try:
-            first, second = map(report.read, options.compare)
+            first, second = map(check_report.read, options.compare)
         except ValueError as error:
             print(f"memopt gpu-check: {error}", file=sys.stderr)
             return 2
-        write(report.compared(first, second), options.output)
+        write(check_report.compared(first, second), options.output)
         return 0
     names = [name for name in PARTS if name in options.parts or name == "environment"]
 

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_one_of_several() -> bool:
-    """Whether -o names a folder that the ranks of a job share."""
+    """Return whether -o names a folder that the ranks of a job share."""
     return Place.of(os.environ) is not None
 
 

@@ -67,7 +67,7 @@ class Guesses:
 
     @property
     def hang_on_fraction(self) -> bool:
-        """Whether another fraction could give another peak."""
+        """Return whether another fraction could give another peak."""
         return any(guess.kind in BY_FRACTION for guess in self._counts)
 
     def rows(self) -> list[dict[str, Any]]:

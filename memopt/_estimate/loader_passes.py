@@ -132,8 +132,8 @@ class LoaderPasses:
         return not self._found_largest(batches, this) and not _skip_to_last(batches, left)
 
     def _found_largest(self, batches: Any, this: _Pass) -> bool:
-        """Whether the next batch is the largest of those left in a pass with batches of different sizes; once for each
-        place."""
+        """Return whether the next batch is the largest of those left in a pass with batches of different sizes; once
+        for each place."""
         place = this.loop.place
         if place in self.read or len(set(this.sizes)) < 2:
             return False
@@ -156,7 +156,7 @@ class LoaderPasses:
         return True
 
     def _runs_whole(self, this: _Pass, grows: int, left: int | None) -> bool:
-        """Whether a pass whose memory grows is to go on."""
+        """Return whether a pass whose memory grows is to go on."""
         where = this.loop.where
         each = f"{Path(where).name} keeps {_C.format_size(grows)} a batch"
         if left is None:
@@ -212,7 +212,7 @@ def _batches_left(batches: Any, given: int) -> int | None:
 
 
 def _skip_to_last(batches: Any, left: int | None) -> bool:
-    """Whether the pass now reaches its last batch by itself."""
+    """Return whether the pass now reaches its last batch by itself."""
     if left is None or left > _SKIPPED or batches._dataset_kind == dataloader._DatasetKind.Iterable:
         return False
     batches._sampler_iter = iter(deque(batches._sampler_iter, maxlen=1))

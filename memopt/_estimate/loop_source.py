@@ -206,7 +206,7 @@ def _calls(body: Iterable[ast.AST]) -> bool:
 
 
 def _is_generator(function: ast.FunctionDef) -> bool:
-    """Whether the function itself yields, not only a function within it."""
+    """Return whether the function itself yields, not only a function within it."""
     waiting: list[ast.AST] = [*function.body]
     while waiting:
         node = waiting.pop()

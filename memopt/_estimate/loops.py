@@ -128,7 +128,8 @@ class Loops:
             raise Stopped("steps")
 
     def due(self, where: str, line: str, every: Any) -> bool:
-        """Whether what a loop does every so many iterations is due out of turn, because this iteration is the last.
+        """Return whether what a loop does every so many iterations is due out of turn, because this iteration is the
+        last.
 
         It is not in a loop that has fewer iterations.
         """
@@ -163,7 +164,7 @@ class Loops:
             self.last.pop(loop.periodic, None)
 
     def ends(self, loop: Loop) -> bool:
-        """Whether the loop is to end before its next iteration; called once for each iteration."""
+        """Return whether the loop is to end before its next iteration; called once for each iteration."""
         loop.seen, self._unasked = self.taken, 0
         if loop.within:
             loop.within = False

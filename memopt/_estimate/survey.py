@@ -90,7 +90,7 @@ class Survey:
         return replace(request.like(card), memory=card.usable)
 
     def _completes(self, request: Request, card: Card, free: Answer | None, what: str) -> bool:
-        """Whether a request runs on a card; `free`, its run without a limit, often decides that already."""
+        """Return whether a request runs on a card; `free`, its run without a limit, often decides that already."""
         contexts = card.context * (1 if free is None else free.contexts)
         if free is not None and free.held + contexts <= card.usable:
             return True
@@ -99,7 +99,7 @@ class Survey:
         return self._ask(self._on(card, request), what).completed
 
     def runs_on(self, card: Card) -> bool:
-        """Whether the script is sure to run on a card, cuDNN's workspaces included."""
+        """Return whether the script is sure to run on a card, cuDNN's workspaces included."""
         workspace = self.request.cudnn_workspace or CUDNN_WORKSPACE
         asked = [self.request, replace(self.request, cudnn_workspace=workspace)]
         return all(self._ask(self._on(card, one), f"on {card}").completed for one in asked)
@@ -186,7 +186,7 @@ class Survey:
         return advice.find(found, card, self.request.backend, attempt)
 
     def _is_sure(self, found: Estimate, request: Request, answer: Answer, what: str) -> bool:
-        """Whether a run on a card completes, also with workspaces if they make a difference."""
+        """Return whether a run on a card completes, also with workspaces if they make a difference."""
         if answer.completed and found.reserved[0] != found.reserved[1] and found.unknowns:
             answer = self._ask(replace(request, cudnn_workspace=CUDNN_WORKSPACE), f"{what}, with workspaces")
         return answer.completed

@@ -105,7 +105,7 @@ class WriteSandbox(Files):
             return os.path.isdir(name)
 
     def _real(self, name: str) -> bool:
-        """Whether the file exists on the system and the script has not removed it."""
+        """Return whether the file exists on the system and the script has not removed it."""
         gone = bool(self._gone) and any(str(part) in self._gone for part in (name, *Path(name).parents))
         return not gone and self._there(name)
 

@@ -19,7 +19,7 @@ ITSELF = "a call by ctypes itself"
 PINNED, DEVICE, READ_WRITE, DISABLE_TIMING = 1, 1, 3, 2
 
 
-class Location(ctypes.Structure):
+class MemoryLocation(ctypes.Structure):
     """CUmemLocation"""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
@@ -31,7 +31,7 @@ class Properties(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
-        ("location", Location),
+        ("location", MemoryLocation),
         ("windows", ctypes.c_void_p),
         ("flags", ctypes.c_ubyte * 8),
     )
@@ -40,7 +40,7 @@ class Properties(ctypes.Structure):
 class Access(ctypes.Structure):
     """CUmemAccessDesc"""
 
-    _fields_ = (("location", Location), ("flags", ctypes.c_int))
+    _fields_ = (("location", MemoryLocation), ("flags", ctypes.c_int))
 
 
 class Driver:
@@ -69,7 +69,7 @@ class Driver:
         return version.value
 
     def properties(self) -> Properties:
-        return Properties(type=PINNED, location=Location(DEVICE, self.device))
+        return Properties(type=PINNED, location=MemoryLocation(DEVICE, self.device))
 
     def close(self) -> None:
         self("cuDevicePrimaryCtxRelease_v2", self.device)
@@ -87,7 +87,7 @@ def map_once(driver: Driver, count: int, whole: bool, seconds: dict[str, list[fl
     size, none, one = ctypes.c_size_t(HANDLE), ctypes.c_uint64(0), ctypes.c_size_t(1)
     base, range_size = ctypes.c_uint64(), ctypes.c_size_t(HANDLE * count)
     properties = ctypes.byref(driver.properties())
-    access = ctypes.byref(Access(Location(DEVICE, driver.device), READ_WRITE))
+    access = ctypes.byref(Access(MemoryLocation(DEVICE, driver.device), READ_WRITE))
     made: list[ctypes.c_uint64] = []
     mapped: list[tuple[ctypes.c_uint64, ctypes.c_size_t]] = []
 

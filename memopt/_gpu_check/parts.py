@@ -1,4 +1,4 @@
-"""The parts of `memopt gpu-check`: a function each, of which a process that run.py has started runs one."""
+"""The parts of `memopt gpu-check`: a function each, of which a process that processes.py has started runs one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
-from memopt._gpu_check.report import Status
-from memopt._gpu_check.run import MODULE
+from memopt._gpu_check.check_report import Status
+from memopt._gpu_check.processes import MODULE
 from memopt._runtime import process
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ ROOMY = 32 << 30  # bytes free on the device, for the sizes of --full; the other
 Figures = dict[str, float | int | str]
 
 
-class Finding(NamedTuple):
+class PartOutcome(NamedTuple):
     status: Status
     text: str = ""
     figures: Figures = {}  # noqa: RUF012 (never changed)
 
 
-class Request(NamedTuple):
+class PartRequest(NamedTuple):
     part: str
     quick: bool
     simulated: bool
@@ -48,13 +48,13 @@ class Request(NamedTuple):
 # ---- environment -----------------------------------------------------------------------------------------------------
 
 
-def environment(request: Request) -> Finding:
+def environment(request: PartRequest) -> PartOutcome:
     try:
         driver = _C.cuda_driver()
     except _C.Error as error:
-        return Finding("not here", str(error))
+        return PartOutcome("not here", str(error))
     if not driver["devices"]:
-        return Finding("not here", "the CUDA driver sees no GPU")
+        return PartOutcome("not here", "the CUDA driver sees no GPU")
     import torch
 
     from memopt._runtime.doctor import doctor
@@ -71,17 +71,19 @@ def environment(request: Request) -> Finding:
         found[f"device {number}, bytes"] = device["total_bytes"]
         found[f"device {number}, virtual memory management"] = "yes" if device["virtual_memory"] else "no"
     if not torch.cuda.is_available():
-        return Finding("wrong", "torch sees no GPU although the driver does: is it a CPU build?", found)
+        return PartOutcome("wrong", "torch sees no GPU although the driver does: is it a CPU build?", found)
     broken = [finding for finding in doctor().findings if finding.state == "broken"]
     if broken:
-        return Finding("wrong", "; ".join(f"{finding.topic}: {finding.text}" for finding in broken), found)
-    return Finding("ok", figures=found)
+        return PartOutcome(
+            "wrong", "; ".join(f"{finding.topic}: {finding.text}" for finding in broken), found
+        )
+    return PartOutcome("ok", figures=found)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def kernels(request: Request) -> Finding:
+def kernels(request: PartRequest) -> PartOutcome:
     """The optimizers' kernels equal the CPU's loops in bits, whatever the sizes and alignments; the norm is right."""
     import torch
 
@@ -102,7 +104,7 @@ def kernels(request: Request) -> Finding:
                 here, there = (_trained(make, values, dtype, device) for device in ("cpu", "cuda"))
                 compared += sum(tensor.numel() for tensor in here)
                 if not all(torch.equal(_bits(a), _bits(b)) for a, b in zip(here, there, strict=True)):
-                    return Finding(
+                    return PartOutcome(
                         "wrong", f"{name}, {dtype}, seed {seed + number}: other bits than the CPU's loops"
                     )
             params = [torch.nn.Parameter(value.to("cuda", dtype)) for value in values]
@@ -120,8 +122,8 @@ def kernels(request: Request) -> Finding:
         "note": state["note"],
     }
     if furthest > NORM_ERROR:
-        return Finding("wrong", f"the gradients' norm is off by {furthest:.1e} of itself", figures)
-    return Finding("ok", figures=figures)
+        return PartOutcome("wrong", f"the gradients' norm is off by {furthest:.1e} of itself", figures)
+    return PartOutcome("ok", figures=figures)
 
 
 def _drawn(draw: random.Random, seed: int) -> torch.Tensor:
@@ -167,7 +169,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 # ---- aliasing --------------------------------------------------------------------------------------------------------
 
 
-def aliasing(request: Request) -> Finding:
+def aliasing(request: PartRequest) -> PartOutcome:
     """The allocator's own test of each device: whether what is written by one of two addresses is read by the other."""
     import torch
 
@@ -189,13 +191,13 @@ def aliasing(request: Request) -> Finding:
             )
     text = "; ".join(f"{name}: {value}" for name, value in figures.items() if value != "on")
     status: Status = "wrong" if incoherent else "not here" if text else "ok"
-    return Finding(status, text, figures)
+    return PartOutcome(status, text, figures)
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 
-def streams(request: Request) -> Finding:
+def streams(request: PartRequest) -> PartOutcome:
     """Memory that goes from stream to stream is not written while another stream still reads it."""
     import torch
 
@@ -229,24 +231,24 @@ def streams(request: Request) -> Finding:
     torch.cuda.empty_cache()
     figures: Figures = {"blocks that were read by another stream": rounds, "seed": seed}
     if bad:
-        return Finding(
+        return PartOutcome(
             "wrong", f"{bad} of {rounds} blocks were written while another stream still read them", figures
         )
-    return Finding("ok", figures=figures)
+    return PartOutcome("ok", figures=figures)
 
 
 # ---- driver ----------------------------------------------------------------------------------------------------------
 
 
-def driver(request: Request) -> Finding:
+def driver(request: PartRequest) -> PartOutcome:
     from memopt._gpu_check import driver_calls
 
     try:
         counts = driver_calls.COUNTS[:3] if request.quick else driver_calls.COUNTS
         found = driver_calls.microseconds(3 if request.quick else 7, counts)
     except RuntimeError as error:
-        return Finding("wrong", str(error))
-    return Finding("ok", figures={f"{name}, µs": value for name, value in found.items()})
+        return PartOutcome("wrong", str(error))
+    return PartOutcome("ok", figures={f"{name}, µs": value for name, value in found.items()})
 
 
 # ---- allocator -------------------------------------------------------------------------------------------------------
@@ -261,7 +263,7 @@ CONTENDERS: dict[str, tuple[str, bool | None]] = {
 }
 
 
-def allocator(request: Request) -> Finding:
+def allocator(request: PartRequest) -> PartOutcome:
     """One loop under each allocator, a process each: the losses are equal in bits, and memory and time are compared."""
     figures: Figures = {}
     losses: dict[str, list[float]] = {}
@@ -281,28 +283,30 @@ def allocator(request: Request) -> Finding:
             try:
                 answer = child.hear(LOOP_SECONDS)
             except TimeoutError as error:
-                return Finding("wrong", f"{name}: {error}", figures)
+                return PartOutcome("wrong", f"{name}: {error}", figures)
             if answer is None or answer.kind != "finding":
-                return Finding("wrong", f"{name}: {child.said(1)}", figures)
+                return PartOutcome("wrong", f"{name}: {child.said(1)}", figures)
         found = answer.what["figures"]
         losses[name] = found.pop("losses")
         figures.update({f"{name}: {key}": value for key, value in found.items()})
     return _judged(losses, figures)
 
 
-def _judged(losses: dict[str, list[float]], figures: Figures) -> Finding:
+def _judged(losses: dict[str, list[float]], figures: Figures) -> PartOutcome:
     others = [name for name in losses if losses[name] != losses["native"]]
     if others:
-        return Finding("wrong", f"other losses than under torch's allocator: {', '.join(others)}", figures)
+        return PartOutcome(
+            "wrong", f"other losses than under torch's allocator: {', '.join(others)}", figures
+        )
     kept = [name for name in CONTENDERS if "memopt" in name and figures[f"{name}: {_LEFT}"]]
     if kept:
-        return Finding(
+        return PartOutcome(
             "wrong", f"memory is held although no tensor lives any more: {', '.join(kept)}", figures
         )
-    return Finding("ok", figures=figures)
+    return PartOutcome("ok", figures=figures)
 
 
-def loop(request: Request) -> dict[str, Any]:
+def loop(request: PartRequest) -> dict[str, Any]:
     """Training of batches of varying length under one allocator. The host runs ahead of the device."""
     import torch
 
@@ -360,7 +364,7 @@ def loop(request: Request) -> dict[str, Any]:
 # ---- bandwidth -------------------------------------------------------------------------------------------------------
 
 
-def bandwidth(request: Request) -> Finding:
+def bandwidth(request: PartRequest) -> PartOutcome:
     """Bytes a second of AdamW's update and of a norm, beside those of a copy of the same size."""
     import torch
 
@@ -383,8 +387,8 @@ def bandwidth(request: Request) -> Finding:
     copy = float(figures["copy, GB/s"])
     slow = [name for name, value in figures.items() if float(value) < SLOW * copy]
     if slow and not request.simulated:
-        return Finding("slow", f"less than {SLOW:.0%} of a copy's bandwidth: {', '.join(slow)}", figures)
-    return Finding("ok", figures=figures)
+        return PartOutcome("slow", f"less than {SLOW:.0%} of a copy's bandwidth: {', '.join(slow)}", figures)
+    return PartOutcome("ok", figures=figures)
 
 
 def _gigabytes(nbytes: int, run: Callable[[], object], rounds: int) -> float:
@@ -406,7 +410,7 @@ def _gigabytes(nbytes: int, run: Callable[[], object], rounds: int) -> float:
 # ---- estimate --------------------------------------------------------------------------------------------------------
 
 
-def estimate(request: Request) -> Finding:
+def estimate(request: PartRequest) -> PartOutcome:
     """The peak that memopt.estimate() predicts, beside the one that torch counts when the same steps run here."""
     import torch
 
@@ -435,8 +439,8 @@ def estimate(request: Request) -> Finding:
     low, high = predicted.allocated
     off = max(low / measured - 1, 1 - high / measured, 0.0)
     if off > ESTIMATE_ERROR:
-        return Finding("wrong", f"the predicted peak is off by {off:.1%} of the measured one", figures)
-    return Finding("ok", figures=figures)
+        return PartOutcome("wrong", f"the predicted peak is off by {off:.1%} of the measured one", figures)
+    return PartOutcome("ok", figures=figures)
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
@@ -457,7 +461,7 @@ def _device(simulated: bool) -> Iterator[None]:
         yield
 
 
-_PARTS: dict[str, Callable[[Request], Finding]] = {
+_PARTS: dict[str, Callable[[PartRequest], PartOutcome]] = {
     "environment": environment,
     "kernels": kernels,
     "aliasing": aliasing,
@@ -470,7 +474,7 @@ _PARTS: dict[str, Callable[[Request], Finding]] = {
 
 
 def main() -> None:
-    request = Request(**next(process.requests()))
+    request = PartRequest(**next(process.requests()))
     with _device(request.simulated):
         if request.part == "loop":
             process.tell("finding", figures=loop(request))

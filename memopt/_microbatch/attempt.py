@@ -218,7 +218,7 @@ class EntryGradients:
 
 
 def _has_its_memory_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor views its memory."""
+    """Return whether no other tensor views its memory."""
     storage = tensor.untyped_storage()
     fresh = torch.empty(1).untyped_storage()
     return (

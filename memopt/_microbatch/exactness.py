@@ -177,7 +177,7 @@ def is_due(steps: int) -> bool:
 
 
 def is_compiled(modules: Sequence[nn.Module], fn: Any) -> bool:
-    """Whether code is compiled: another batch size is then compiled again, and permanently in another way."""
+    """Return whether code is compiled: another batch size is then compiled again, and permanently in another way."""
     found = [fn, *(module for root in modules for module in root.modules())]
     return any(
         hasattr(one, "_torchdynamo_orig_callable")
@@ -310,7 +310,7 @@ class _PartLosses:
 
 
 def add_up(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether the weighted losses of parts add up to that of `whole`. Waits for the device."""
+    """Return whether the weighted losses of parts add up to that of `whole`. Waits for the device."""
     values = [float(part) for part in parts]
     expected = float(whole)
     scale = max(abs(expected), *map(abs, values))

@@ -75,7 +75,7 @@ def _statistics(devices: Iterable[torch.device]) -> list[dict[str, int]]:
 
 
 def _has_statistics() -> bool:
-    """Whether the allocator has statistics: a pluggable one that is not memopt's has none."""
+    """Return whether the allocator has statistics: a pluggable one that is not memopt's has none."""
     return torch.cuda.memory.get_allocator_backend() != "pluggable" or _C.allocator_is_current()
 
 
@@ -172,7 +172,7 @@ class Record:
         return None if self.taken is None else self.taken[1] * max(size / self.taken[0], 1.0)
 
     def is_expected(self, size: int, room: int) -> bool:
-        """Whether the size is expected to fit, by the estimate."""
+        """Return whether the size is expected to fit, by the estimate."""
         bytes_ = self.estimate(size)
         wrong = self.mistaken is not None and size >= self.mistaken
         return bytes_ is not None and not wrong and bytes_ <= room * (1 - HEADROOM)
@@ -222,7 +222,7 @@ class KnownSizes:
         return self._records.setdefault(what, {}).setdefault(shapes, Record())
 
     def is_unlimited(self, what: Hashable) -> bool:
-        """Whether nothing has failed for it so far."""
+        """Return whether nothing has failed for it so far."""
         return what not in self._records
 
     def choose(self, what: Hashable, shapes: Shapes, samples: int, room: int) -> int:
@@ -276,7 +276,7 @@ class KnownSizes:
 
 
 def _is_within(one: Shapes, other: Shapes) -> bool:
-    """Whether a shape has the same form and is larger in no dimension."""
+    """Return whether a shape has the same form and is larger in no dimension."""
     return len(one) == len(other) and all(
         len(a) == len(b) and kind == like and all(x <= y for x, y in zip(a, b, strict=True))
         for (a, kind), (b, like) in zip(one, other, strict=True)

@@ -63,7 +63,7 @@ class Cutting(NamedTuple):
 
     @staticmethod
     def _names(steps: _Steps, name: int | str) -> bool:
-        """Whether the name is on the path. A number is an argument's position; a name may be anywhere."""
+        """Return whether the name is on the path. A number is an argument's position; a name may be anywhere."""
         return name == steps[0] if isinstance(name, int) else name in steps
 
 
@@ -321,7 +321,7 @@ class Weights:
 
     @property
     def by_samples(self) -> bool:
-        """Whether the reduction is a mean whose weights are the numbers of samples."""
+        """Return whether the reduction is a mean whose weights are the numbers of samples."""
         return self.reduction == "mean"
 
     def count(self, start: int, stop: int) -> Any:
@@ -342,7 +342,7 @@ class Weights:
         return self._counts[key]
 
     def is_nothing(self, start: int, stop: int) -> bool:
-        """Whether a micro-batch has zero weight (all tokens masked, for example): it has no mean and is skipped.
+        """Return whether a micro-batch has zero weight (all tokens masked, for example): it has no mean and is skipped.
 
         Waits for the device if the weight is a tensor there.
         """

@@ -186,7 +186,7 @@ class offload_activations(ContextDecorator):
 
 
 def _is_a_parameters(tensor: torch.Tensor) -> bool:
-    """Whether the memory is a parameter's, which lives on."""
+    """Return whether the memory is a parameter's, which lives on."""
     base = tensor if tensor._base is None else tensor._base
     return bool(base.is_leaf and base.requires_grad)
 
@@ -304,7 +304,7 @@ class SavedStorage:
         self.round, self._left = 0, 0
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is on this storage and has not been changed since it was saved."""
+        """Return whether the tensor is on this storage and has not been changed since it was saved."""
         return self._storage() is tensor.untyped_storage() and self.version == tensor._version
 
     def one_more(self) -> int:
@@ -316,7 +316,7 @@ class SavedStorage:
     # ---- out ---------------------------------------------------------------------------------------------------------
 
     def alone(self) -> bool:
-        """Whether nobody but the backward pass holds the storage."""
+        """Return whether nobody but the backward pass holds the storage."""
         return uses_of(self._cdata) == uses_by_one()
 
     def whole(self) -> torch.Tensor | None:

@@ -151,7 +151,7 @@ class DeviceCopy:
         return int(self._tensor.untyped_storage()._cdata)
 
     def holds(self, host: torch.Tensor) -> bool:
-        """Whether this is the tensor that was copied, and it has not changed since."""
+        """Return whether this is the tensor that was copied, and it has not changed since."""
         return host is self.host and host._version == self.version and host.data_ptr() == self.pointer
 
     def tensor(self) -> torch.Tensor:

@@ -80,7 +80,7 @@ class PlacedCopy:
 
     @property
     def changed(self) -> bool:
-        """Whether the copy was written to, or its .data assigned.
+        """Return whether the copy was written to, or its .data assigned.
 
         A write in place through .data shows in neither. An RNN on a device also assigns .data, to have its weights in
         one piece for cuDNN, with the same values."""
@@ -439,7 +439,7 @@ class LayerResidency:
         return sum(copy.nbytes for copies in self._here.values() for copy in copies.values())
 
     def is_wanted(self) -> bool:
-        """Whether a backward pass may still need something."""
+        """Return whether a backward pass may still need something."""
         return any(count > 0 for count in self._alive.values())
 
     def drop_all(self) -> None:

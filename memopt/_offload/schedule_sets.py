@@ -168,7 +168,7 @@ class OffloadedStorage:
                 self._transfer.fetch()
 
     def advance(self) -> bool:
-        """Whether a part of the way back is still to begin."""
+        """Return whether a part of the way back is still to begin."""
         if self._transfer is None:
             return False
         try:

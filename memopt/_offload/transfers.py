@@ -89,7 +89,7 @@ def give_up(space: DiskSpace) -> None:
 
 
 def can_go(tensor: torch.Tensor, least_bytes: int = LEAST_BYTES) -> bool:
-    """Whether the tensor's storage can be copied as bytes, and is worth it."""
+    """Return whether the tensor's storage can be copied as bytes, and is worth it."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided

@@ -53,7 +53,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is broken; things that are merely absent do not count."""
+        """Return whether nothing is broken; things that are merely absent do not count."""
         return all(finding.state != "broken" for finding in self.findings)
 
     def as_dict(self) -> dict[str, object]:
@@ -141,7 +141,7 @@ def _torch() -> Finding:
 
 
 def _lacks_nvidia_alone(error: Exception) -> bool:
-    """Whether torch only lacks a library of NVIDIA's, which the simulated device would replace."""
+    """Return whether torch only lacks a library of NVIDIA's, which the simulated device would replace."""
     from memopt import sim
     from memopt.sim._coverage import NVIDIA_SONAME
 

@@ -195,7 +195,7 @@ class Child:
         return "\n".join(self._tail.decode(errors="replace").splitlines()[-lines:])
 
     def _is_over(self) -> bool:
-        """Whether it has ended; it is not reaped."""
+        """Return whether it has ended; it is not reaped."""
         with contextlib.suppress(ChildProcessError):
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
         return True

@@ -61,7 +61,8 @@ def set_python_random(state: tuple[Any, ...]) -> None:
 
 
 def is_drawn_from(state: tuple[Any, ...]) -> bool:
-    """Whether the states differ from those that python_random() returned; NumPy's counts only if it was loaded then."""
+    """Return whether the states differ from those that python_random() returned; NumPy's counts only if it was loaded
+    then."""
     return python_random()[: len(state)] != state
 
 
@@ -97,7 +98,7 @@ class RandomState:
             set_python_random(self._python)
 
     def was_drawn_from(self) -> bool:
-        """Whether any state differs from the snapshot."""
+        """Return whether any state differs from the snapshot."""
         return bool(self._drawn_from()) or (self._python is not None and is_drawn_from(self._python))
 
     def forget_unchanged(self) -> None:
@@ -199,7 +200,7 @@ class SavedBuffer(NamedTuple):
     copy: Tensor | None
 
     def has_changed(self) -> bool:
-        """Whether another buffer has the name, or this one's version has changed."""
+        """Return whether another buffer has the name, or this one's version has changed."""
         return self.module._buffers.get(self.key) is not self.buffer or version(self.buffer) != self.version
 
     def restore(self, *, is_required: bool) -> None:

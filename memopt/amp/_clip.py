@@ -95,7 +95,7 @@ def _mesh_of(parameter: Tensor) -> object:
 
 
 def _lie_apart(parameters: list[Tensor]) -> bool:
-    """Whether some gradients are DTensors of one mesh and others are not."""
+    """Return whether some gradients are DTensors of one mesh and others are not."""
     there = [p for p in parameters if p.grad is not None]
     first = _mesh_of(there[0]) if there else None
     return any(_mesh_of(p) != first for p in there)
@@ -147,7 +147,7 @@ def device_of(number: int) -> device:
 
 
 def has_fast_norm(gradients: _C.Gradients, norm_type: float) -> bool:
-    """Whether memopt's kernels can compute this norm. Not for fp64, because their norm is fp32."""
+    """Return whether memopt's kernels can compute this norm. Not for fp64, because their norm is fp32."""
     return norm_type in (2.0, math.inf) and not gradients.others and torch.float64 not in gradients.dtypes
 
 

@@ -159,7 +159,7 @@ class GradScaler(_Torchs):
         return founds
 
     def _is_replaced(self) -> bool:
-        """Whether a subclass or a framework has replaced our _unscale_grads_() by its own function."""
+        """Return whether a subclass or a framework has replaced our _unscale_grads_() by its own function."""
         current = getattr(self._unscale_grads_, "__func__", None)
         return current is not GradScaler._unscale_grads_
 

@@ -156,7 +156,7 @@ def _sparsify_model(
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear layer of a known class: subclasses may read the weight in other ways."""
+    """Return whether the module is a linear layer of a known class: subclasses may read the weight in other ways."""
     return type(module) in (nn.Linear, SparseLinear) or (
         type(module).__module__.startswith("torch.ao.nn.") and type(module).__name__ == "Linear"
     )

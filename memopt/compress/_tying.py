@@ -288,7 +288,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_constant(tensor: torch.Tensor) -> bool:
-    """Whether all elements of a non-empty plain tensor are the same byte for byte."""
+    """Return whether all elements of a non-empty plain tensor are the same byte for byte."""
     elements = _as_bytes(tensor.detach()).view(tensor.numel(), -1)
     return bool((elements == elements[0]).all())
 

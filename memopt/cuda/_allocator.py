@@ -115,7 +115,7 @@ def _chosen(asked: dict[str, Any]) -> _Settings:
 
 
 def _on_a_blank_device() -> bool:
-    """Whether this process has a simulated device that keeps no bytes, on which the test would prove nothing."""
+    """Return whether this process has a simulated device that keeps no bytes, on which the test would prove nothing."""
     activation = sys.modules.get("memopt.sim._activation")
     return activation is not None and activation.is_active() and "blank=1" in activation.active_settings()
 

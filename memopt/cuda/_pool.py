@@ -99,12 +99,12 @@ class CudaPool:
 
     @property
     def paused(self) -> bool:
-        """Whether pause() was called without resume(): addresses are kept, memory is given back."""
+        """Return whether pause() was called without resume(): addresses are kept, memory is given back."""
         return self._paused
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called."""
+        """Return whether close() was called."""
         return self._closed
 
     def stats(self) -> dict[str, Any]:

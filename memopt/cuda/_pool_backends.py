@@ -115,7 +115,7 @@ class ArenaMemory:
 
 
 def forked() -> bool:
-    """Whether this process is a child, by fork(), of one that used CUDA."""
+    """Return whether this process is a child, by fork(), of one that used CUDA."""
     import torch
 
     return bool(torch.cuda._is_in_bad_fork())

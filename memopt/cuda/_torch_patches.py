@@ -92,7 +92,7 @@ def remove() -> None:
 
 
 def is_ours() -> bool:
-    """Whether torch allocates through memopt, or will from the first use of CUDA on, with its statistics patched."""
+    """Return whether torch allocates through memopt, or will from the first use of CUDA on, with patched statistics."""
     if not _installed:
         return False
     import torch
@@ -112,7 +112,7 @@ def _forwarding(place: _PatchedName, original: Any) -> Any:
 
 
 def _is_static(place: _PatchedName) -> bool:
-    """Whether the name is in a class, and is called without an instance."""
+    """Return whether the name is in a class, and is called without an instance."""
     return place.name == "_new_shared_cuda"
 
 
@@ -474,7 +474,7 @@ def _give_up(graph: Any) -> None:
 
 
 def _releases_its_pool(graph: Any) -> bool:
-    """Whether the capture succeeded but its instantiation failed: torch then releases the pool with the graph."""
+    """Return whether the capture succeeded but its instantiation failed: torch then releases its pool."""
     try:
         graph.pool()
     except RuntimeError:

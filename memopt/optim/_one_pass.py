@@ -152,7 +152,8 @@ class OnePass(torch.optim.Optimizer):
             self._forget_collected()
 
     def _lack_states(self, left: list[int]) -> bool:
-        """Whether one of these parameters was left out because of its gradient's order and still lacks states."""
+        """Return whether one of these parameters was left out because of its gradient's order and still lacks
+        states."""
         flat = [(p, group) for group in self.param_groups for p in group["params"]]
         return any(
             not self.state.get(p)
@@ -357,7 +358,7 @@ class ScaledStep:
         return self.found_inf.detach().to(device=device, dtype=torch.float32, non_blocking=True)
 
     def is_skipped_on_cpu(self) -> bool:
-        """Whether the step is skipped, as far as that is known without waiting."""
+        """Return whether the step is skipped, as far as that is known without waiting."""
         return self.found_inf is not None and self.found_inf.device.type == "cpu" and self.is_skipped()
 
     def is_skipped(self) -> bool:
@@ -373,7 +374,7 @@ class ScaledStep:
 
 
 def _is_bare(stepped: OnePass) -> bool:
-    """Whether stepped.step() begins with OnePass.step, apart from torch's own wrappers."""
+    """Return whether stepped.step() begins with OnePass.step, apart from torch's own wrappers."""
     if stepped._optimizer_step_pre_hooks or optimizer._global_optimizer_pre_hooks:
         return False
     step: Any = getattr(stepped.step, "__func__", stepped.step)

@@ -153,7 +153,7 @@ def libraries() -> Path:
 
 
 def is_active() -> bool:
-    """Whether activate() has succeeded in this process."""
+    """Return whether activate() has succeeded in this process."""
     return _active is not None
 
 
@@ -193,7 +193,7 @@ def mapped_cuda(maps: str = "/proc/self/maps") -> list[str]:
 
 
 def stands_in(maps: str = "/proc/self/maps") -> bool:
-    """Whether the simulated driver is loaded without an activation, as a machine that has no device.
+    """Return whether the simulated driver is loaded without an activation, as a machine that has no device.
 
     Where the environment has links to it in the place of NVIDIA's libraries, `import torch` loads it.
     """

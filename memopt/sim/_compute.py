@@ -341,12 +341,12 @@ def on_cuda(leaf: object) -> TypeGuard[torch.Tensor]:
 
 
 def dispatches(kind: type) -> bool:
-    """Whether tensors of this type handle their operations themselves, as fake tensors and wrapper subclasses do."""
+    """Return whether tensors of this type handle their operations themselves, as fake ones and wrapper classes do."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def is_plain(leaf: object) -> bool:
-    """Whether a tensor's memory is one storage that its shape and strides describe."""
+    """Return whether a tensor's memory is one storage that its shape and strides describe."""
     return not isinstance(leaf, torch.Tensor) or (leaf.layout is torch.strided and not leaf.is_nested)
 
 

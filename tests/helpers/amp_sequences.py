@@ -336,7 +336,7 @@ def seen(world: World, gradients: bool) -> dict[str, Any]:
 
 
 def called(call: Callable[[World, random.Random], Any], world: World, seed: int) -> tuple[Any, bool]:
-    """What came of a call, and whether it was an error of the op's, which may leave gradients half done."""
+    """The outcome of a call, and whether it was an error of the op's, which may leave gradients half done."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make(*arguments: str) -> str | None:
-    """What it says where it fails. Of two at once, the second waits and then finds it done: at work beside it, it could
-    build anew what the first has just built and now runs."""
+    """The output of a make that fails. Of two at once, the second waits and then finds it done: at work beside it, it
+    could build anew what the first has just built and now runs."""
     (ROOT / "build").mkdir(exist_ok=True)
     with open(ROOT / "build/c.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -58,7 +58,7 @@ def tests_of(file: Path) -> list[str]:
 
 
 class Skip(NamedTuple):
-    """What a test needs is not here."""
+    """Something that a test needs is missing."""
 
     why: str
 

@@ -191,7 +191,7 @@ class Tab:
                 yield message["params"]
 
     def said(self) -> list[str]:
-        """What went to the console, errors and warnings of the browser among it."""
+        """The console's messages, with the browser's errors and warnings."""
         found = [json.dumps(p.get("args", p)) for p in self._heard("Runtime.consoleAPICalled")]
         found += [json.dumps(p["exceptionDetails"]) for p in self._heard("Runtime.exceptionThrown")]
         return found + [json.dumps(p["entry"]) for p in self._heard("Log.entryAdded")]
@@ -238,7 +238,7 @@ class Tab:
         return tuple(found)
 
     def colours(self, png: bytes, box: tuple[float, float, float, float] | None = None) -> dict[str, int]:
-        """How many of a picture's pixels have which colour ("#rrggbb"), as the browser reads the file."""
+        """The number of a picture's pixels by colour ("#rrggbb"), as the browser reads the file."""
         picture = base64.b64encode(png).decode()
         crop = "[0, 0, image.width, image.height]" if box is None else json.dumps([round(n) for n in box])
         return self.evaluate(

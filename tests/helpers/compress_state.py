@@ -42,7 +42,7 @@ def _values(tensor: torch.Tensor) -> Any:
 
 
 def differences(before: dict[str, Any], model: nn.Module) -> list[str]:
-    """What is not as it was, by name; nothing for a model that is."""
+    """The names of what has changed; none for a model that is as it was."""
     after = kept(model)
     found = []
     if len(before["modules"]) != len(after["modules"]):

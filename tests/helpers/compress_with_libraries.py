@@ -388,7 +388,7 @@ def test_structured_pruning_shrinks_as_the_library_does():
 
 
 def test_bytes_of_structured_pruning_are_storages_and_not_elements():
-    """What is taken out of a weight that shows a part of a larger storage frees nothing while others lie there."""
+    """Pruning a weight that views a larger storage frees nothing while others use that storage."""
     model = perceptron(8, 8, 8, bias=False)
     flat = torch.randn(10_000)
     model[0].weight = nn.Parameter(flat[:64].view(8, 8))

@@ -1,4 +1,4 @@
-"""What a CudaPool on a CUDA device does, whichever way it gets there: tests/sim/test_cuda_pool_memopt.py and
+"""Tests of a CudaPool on a CUDA device, whichever backend it has: tests/sim/test_cuda_pool_memopt.py and
 tests/sim/test_cuda_pool_native.py run these, each under the allocator of its name."""
 
 from __future__ import annotations

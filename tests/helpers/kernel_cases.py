@@ -463,7 +463,7 @@ CASES = {"gradients": GradientsCase, "update": UpdateCase, "widen": WidenCase}
 def faults_of(
     library: KernelLibrary, name: str, rounds: int, seed: int, stop_at_first: bool = False
 ) -> list[str]:
-    """What random grids of a kernel show, each line with the round that made it."""
+    """The faults that random grids of a kernel show, each line with the round that made it."""
     found: list[str] = []
     for round_number in range(rounds):
         case = CASES[name](library, np.random.default_rng([seed, round_number]))

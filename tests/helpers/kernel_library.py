@@ -69,7 +69,7 @@ def runtime(folder: Path) -> list[str]:
 
 
 class Work(NamedTuple):
-    """What threads did: issue slots, bytes of global memory loaded and stored, those of them 16 at a time."""
+    """Counts of what threads did: issue slots, bytes of global memory loaded and stored, those of them 16 at a time."""
 
     kernel_slots: int
     kernel_bytes: int
@@ -117,7 +117,7 @@ class KernelLibrary:
         return cls(source, ["-w"], watched=not counted)
 
     def work(self) -> Work:
-        """What has been done since the last call."""
+        """The counts since the last call."""
         counters = [ctypes.c_uint64.in_dll(self._library, name) for name in Work._fields]
         found = Work(*(counter.value for counter in counters))
         for counter in counters:
@@ -182,5 +182,5 @@ class Buffer:
         self.address = self._bytes.ctypes.data if raw.size else self._room.ctypes.data
 
     def array(self, dtype: type | np.dtype | None = None) -> np.ndarray:
-        """What is there now."""
+        """The present content."""
         return np.frombuffer(self._bytes.tobytes(), dtype or self.dtype)

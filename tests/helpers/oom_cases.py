@@ -287,7 +287,7 @@ def two_leaks(changes):
 
 
 def kept_by_the_forward(changes):
-    """What the model keeps of the pass that runs, its graph is needed for."""
+    """A model that keeps tensors of the running pass, which its graph needs."""
 
     class Keeping(nn.Module):
         def __init__(self):

@@ -287,7 +287,7 @@ CALLS: list[tuple[Callable[[Side, Side, random.Random], Any], int]] = [
 
 # ---- the bound -------------------------------------------------------------------------------------------------------
 class Bounds:
-    """How far each number of one parameter may be from torch's."""
+    """The largest allowed difference of each number of one parameter from torch's."""
 
     def __init__(self, p: Tensor) -> None:
         self.of = {name: torch.zeros(p.shape, dtype=torch.float64) for name in ("p", *STATES)}
@@ -386,7 +386,7 @@ def compare(what: str, ours: Tensor, theirs: Tensor, bound: Tensor) -> None:
 
 # ---- playing ---------------------------------------------------------------------------------------------------------
 def seen(side: Side) -> list[tuple[Tensor, Tensor | None, dict[str, Any], dict[str, Any]]]:
-    """What a step will take: parameter, gradient, states, group."""
+    """The tensors of a step: parameter, gradient, states, group."""
     return [
         (
             p.detach().clone(),
@@ -427,7 +427,7 @@ class Pair:
         return self.bounds.setdefault(number, Bounds(self.theirs.params[number]))
 
     def make(self, call: Any, seed: int) -> bool:
-        """Whether the sequence can go on."""
+        """Return whether the sequence can go on."""
         before = seen(self.theirs)
         for side in (self.ours, self.theirs):
             side.held = side.optimizer.state_dict()
@@ -480,7 +480,8 @@ class Pair:
 
 
 def is_mixed(held: tuple[Tensor, Any, dict[str, Any], Any]) -> bool:
-    """Whether a parameter's states are of another type than it is: torch's steps differ in which of that they take."""
+    """Return whether a parameter's states are of another type than it is: torch's steps differ in which of that they
+    take."""
     p, _, state, _ = held
     return any(state[name].dtype is not p.dtype for name in STATES if state.get(name) is not None)
 

@@ -1,4 +1,4 @@
-"""What the processes of test_shared_passing.py run. Without torch, whose import takes longer than all else there."""
+"""Programs of the processes of test_shared_passing.py. Without torch, whose import takes longer than all else there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Mine(SharedStrings):
 
 
 def memories() -> int:
-    """How many shared memories this process has mapped."""
+    """The number of shared memories that this process has mapped."""
     return Path("/proc/self/maps").read_text().count("memopt-shared")
 
 

@@ -45,7 +45,7 @@ KEYS = st.recursive(
 
 
 def form(value: object) -> object:
-    """What is equal where two values are the same in type and bits, all the way down."""
+    """A form that is equal for two values of the same types and bits, all the way down."""
     kind = type(value)
     if kind is float:
         return kind, struct.pack("d", value)

@@ -60,7 +60,8 @@ class SimFile(pytest.File):
 
     @cached_property
     def reports(self) -> dict[str, list[dict]]:
-        """What the process said of each test, phase by phase. Asked for by the first test of the file that runs."""
+        """The reports of the process on each test, phase by phase. Asked for by the first test of the file that
+        runs."""
         wanted = [item.id_there for item in self.session.items if item.parent is self]
         with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as results:
             done = pytest_there(self.config, "-q", "--report-to", results.name, *wanted)

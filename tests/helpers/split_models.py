@@ -232,7 +232,7 @@ class BertLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """What is before the blocks, the blocks, what is after; keywords are given to every block."""
+    """A model of a head, blocks and a tail; keywords are given to every block."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()

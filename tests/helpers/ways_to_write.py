@@ -257,7 +257,7 @@ def flags_of(path: Path) -> bytes:
 
 
 def write_all(folder: str) -> int:
-    """How many went through."""
+    """The number of writes that succeeded."""
     done = 0
     for name, function in WAYS.items():
         try:

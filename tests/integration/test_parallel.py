@@ -30,7 +30,7 @@ def library(tmp_path_factory):
 
 
 def ranges(loop, count: int, grain: int) -> tuple[list[tuple[int, int]], set[int]]:
-    """How [0, count) was dealt out, in order, and on which threads."""
+    """The parts that [0, count) was divided into, in order, and their threads."""
     seen: list[tuple[int, int]] = []
     threads: set[int] = set()
 

@@ -252,8 +252,9 @@ def sharded():
 
 
 def sharded_runs_out():
-    """Where one rank runs out within, all raise the same. The last case: its groups are of no use. STAYS: seconds that
-    the rank stays after it has raised, so that the others' collectives end by their limit and not by its end."""
+    """A test that all ranks raise the same error when one runs out of memory within fn. The last case: its groups are
+    of no use. STAYS: seconds that the rank stays after it has raised, so that the others' collectives end by their
+    limit and not by its end."""
     where, stays = os.environ["WHERE"], float(os.environ["STAYS"])
     model = model_of("fsdp")
     made = rank_protocol.of_model(model, limit=LIMIT)

@@ -12,7 +12,7 @@ REMEDY = "needs PyTorch, which is not installed: pip install 'torch>=2.10'"
 
 
 def refusal(call) -> str:
-    """What it says of torch, or nothing; any other exception passes."""
+    """The message about torch, or nothing; any other exception passes."""
     try:
         call()
     except ModuleNotFoundError as error:

@@ -34,7 +34,7 @@ class Stress:
         self.over = False
 
     def timed(self, what: str, call: Callable[[], object]) -> object:
-        """What the call returns, None where it raises; how long it took, and what it raised, is noted."""
+        """Return the call's result, None if it raises; its time and its error are recorded."""
         begun, result = time.perf_counter(), None
         try:
             result = call()

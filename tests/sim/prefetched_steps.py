@@ -68,7 +68,8 @@ def ahead_by(which: str, choose: random.Random) -> Callable[[], object]:
 def wrong_after(
     which: str, make: Callable[[int], torch.Tensor], seed: int = 0, depth: int = 2, *, other: bool = False
 ) -> int:
-    """How many steps saw another batch than theirs. other: they run on a stream of their own, but for each third."""
+    """The number of steps that saw another batch than theirs. other: they run on a stream of their own, but for each
+    third."""
     choose = random.Random(seed)
     widen = True if make(0).dtype == torch.uint8 else None
     want = [make(step).to(torch.float32 if widen else torch.int64) for step in range(STEPS)]

@@ -11,7 +11,7 @@ import memopt.sim
 
 
 def race(seed: int, stream_count: int, operations: int = 200) -> int:
-    """How many readers saw something else than what was written. Leaves the device eager."""
+    """The number of readers that saw something else than what was written. Leaves the device eager."""
     torch.set_num_threads(1)  # small copies on a busy host: many threads only wait for each other
     choose = random.Random(seed)
     streams = [torch.cuda.Stream() for _ in range(stream_count)]

@@ -1,4 +1,4 @@
-"""What memopt.cuda.allocator() can be told, once a process."""
+"""The settings of memopt.cuda.allocator(), given once a process."""
 
 SIM = None
 

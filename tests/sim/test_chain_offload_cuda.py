@@ -106,7 +106,7 @@ def in_use(where: ScheduleOffload) -> int:
 
 
 def wrong_after(steps: int, ahead: str, later: str, seed: int = 0, to: str | Path = "cpu") -> int:
-    """How many tensors came back as something else than they were."""
+    """The number of tensors that came back changed."""
     run_ahead = ahead_by(ahead, random.Random(seed))
     stages = [Stage(k, run_ahead) for k in range(5)]
     where = ScheduleOffload(str(to), dict.fromkeys(range(5), MIB))

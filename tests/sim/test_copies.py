@@ -29,7 +29,8 @@ def run_ahead(which: str) -> None:
 
 
 def there_and_back(ahead: str, *, await_out: bool = True, after: bool = True, await_in: bool = True) -> bool:
-    """Whether a tensor that is made, copied out, overwritten, brought back and read is the same. The flags: faults."""
+    """Return whether a tensor that is made, copied out, overwritten, brought back and read is the same. The flags:
+    faults."""
     value = next(values)
     source, other, seen = full(value), full(value + 1), full(0)
     host = pinned_tensor(CUDA, SIZE)

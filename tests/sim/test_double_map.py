@@ -1,4 +1,4 @@
-"""Whether memory is mapped at two addresses: by a test of each device when its pool opens, unless the user says."""
+"""double_map: memory at two addresses, decided by a test of each device when its pool opens, unless the user says."""
 
 import pytest
 
@@ -184,7 +184,7 @@ def test_gpu_check_calls_stale_aliases_wrong(run_script):
         run_script,
         """
 from memopt._gpu_check import parts
-found = parts.aliasing(parts.Request("aliasing", True, True))
+found = parts.aliasing(parts.PartRequest("aliasing", True, True))
 assert found.status == "wrong" and "did not read by the other" in found.text, found
 """,
         "stale_aliases=True",

@@ -1,4 +1,4 @@
-"""What a script writes under an estimate is there for the script, and for nobody else."""
+"""Writes of an estimated script: visible to the script, and to nobody else."""
 
 import os
 import tempfile

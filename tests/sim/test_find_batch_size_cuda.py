@@ -53,7 +53,7 @@ class Training:
 
 
 def runs(training: Training, n: int) -> bool:
-    """Whether two steps of n run, from an empty cache."""
+    """Return whether two steps of n run, from an empty cache."""
     torch.cuda.empty_cache()
     try:
         training.step(n)

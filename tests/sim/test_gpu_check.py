@@ -12,15 +12,16 @@ import torch
 
 import memopt
 from memopt import sim
-from memopt._gpu_check import parts, report
-from memopt._gpu_check.run import PARTS, check
+from memopt._gpu_check import check_report, parts
+from memopt._gpu_check.check_report import CheckReport, PartResult
+from memopt._gpu_check.processes import PARTS, check
 
 SIM = {"memory": "1GiB"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def request(part: str, contender: str = "") -> parts.Request:
-    return parts.Request(part, quick=True, simulated=True, contender=contender)
+def request(part: str, contender: str = "") -> parts.PartRequest:
+    return parts.PartRequest(part, quick=True, simulated=True, contender=contender)
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_every_part_is_right_on_the_simulated_device(tmp_path):
     file = tmp_path / "report.json"
     done = command("--simulated", "-o", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = report.read(str(file))
+    found = check_report.read(str(file))
     assert [(part.part, part.status) for part in found.parts] == [(name, "ok") for name in PARTS]
     assert found.simulated and found.passed
     assert str(found) in done.stdout and "simulated" in done.stdout
@@ -75,13 +76,16 @@ def test_what_is_no_report_is_refused(tmp_path, text):
 
 
 def test_a_comparison_has_what_differs():
-    one = report.Report([report.PartResult("driver", "ok", figures={"map": 2.0, "same": 1.0})], False)
-    two = report.Report([report.PartResult("driver", "slow", figures={"map": 3.0, "same": 1.0})], False)
-    assert report.compared(one, two).splitlines()[2:] == ["| driver | ok | slow |", "| map | 2 | 3 (1.50×) |"]
+    one = CheckReport([PartResult("driver", "ok", figures={"map": 2.0, "same": 1.0})], False)
+    two = CheckReport([PartResult("driver", "slow", figures={"map": 3.0, "same": 1.0})], False)
+    assert check_report.compared(one, two).splitlines()[2:] == [
+        "| driver | ok | slow |",
+        "| map | 2 | 3 (1.50×) |",
+    ]
 
 
 def test_a_part_whose_process_ends_is_wrong(monkeypatch):
-    monkeypatch.setattr("memopt._gpu_check.run.MODULE", "memopt._gpu_check.report")
+    monkeypatch.setattr("memopt._gpu_check.processes.MODULE", "memopt._gpu_check.check_report")
     (found,) = check(["environment"], quick=True, simulated=True).parts
     assert found.status == "wrong" and "without an answer" in found.text
 
@@ -119,7 +123,7 @@ from memopt._gpu_check import parts
 fill = torch.Tensor.fill_
 torch.Tensor.fill_ = lambda block, value: fill(block, value + (value == 7))
 with memopt.sim.Compute():
-    found = parts.streams(parts.Request("streams", True, True))
+    found = parts.streams(parts.PartRequest("streams", True, True))
 assert found.status == "wrong" and found.text.startswith("1 of 200 blocks"), found
 """
     )

@@ -57,7 +57,7 @@ def test_graphed_callables_run_forward_and_backward():
 
 
 def test_replay_runs_a_kernel_with_a_host_body_in_stream_order():
-    """What it was launched with is what it is replayed with, on the values of that time."""
+    """A replay has the arguments of the launch, on the values of its own time."""
     library = memopt.sim._control.device_library()
     image = b".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry add_one() { ret; }\n\0"
     module, function = ctypes.c_void_p(), ctypes.c_void_p()

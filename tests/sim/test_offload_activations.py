@@ -75,7 +75,7 @@ def ahead_by(which: str, choose: random.Random) -> Callable[[], object]:
 
 
 def wrong_after(steps: int, which: str, seed: int = 0, count: int = 6, to: str | Path = "cpu") -> int:
-    """How many tensors came back as something else than they were."""
+    """The number of tensors that came back changed."""
     run_ahead, pairs = ahead_by(which, random.Random(seed)), []
     torch.cuda.empty_cache()  # memory that is given again at once
     sim.lazy(True)
@@ -489,7 +489,7 @@ def test_a_host_that_can_pin_no_more_is_no_error() -> None:
 def test_no_memory_ahead_of_time_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
-    """What is fetched before it is wanted may find no room on the device; when it is wanted there is some."""
+    """A fetch ahead may find no room on the device; when its tensor is wanted there is some."""
     function = getattr(owner, name)
     refused = []
 

@@ -278,7 +278,7 @@ def test_what_a_layer_did_before_it_raised_can_go_backwards() -> None:
 
 
 class Assigns(nn.Linear):
-    """Whose forward keeps its rows short; and, before it is whole, cuts off one."""
+    """A layer whose forward keeps its rows short and, before it is whole, cuts off one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)

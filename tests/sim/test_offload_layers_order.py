@@ -63,7 +63,7 @@ class Layer(nn.Module):
 
 
 def wrong_after(steps: int, ahead: str, seed: int = 0, *, late: bool = False) -> int:
-    """How many values were not what they should be. late: the device does nothing until the host waits for it."""
+    """The number of wrong values. late: the device does nothing until the host waits for it."""
     choose = random.Random(seed)
     where: list[int] = []
 
@@ -201,7 +201,7 @@ def test_a_gradient_keeps_its_memory_until_its_copy_is_made(monkeypatch: pytest.
 
 
 def test_a_look_at_what_was_saved_is_over_when_the_program_goes_on() -> None:
-    """Which may write to the parameter then."""
+    """A hook that may write to the parameter then."""
     layer = Layer(3, lambda: None)
     handle = memopt.offload_layers(layer, device="cuda")
     layer.prepare(0)

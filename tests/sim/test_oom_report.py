@@ -45,7 +45,7 @@ def out_of_memory(size: int = 1 << 30) -> tuple[torch.OutOfMemoryError, OomRepor
 
 
 def check(report: OomReport) -> None:
-    """What holds of every report."""
+    """Assertions on every report."""
     assert sum(report.bytes.parts.values()) == report.bytes.total == torch.cuda.mem_get_info()[1]
     assert all(size >= 0 for size in report.bytes.parts.values())
     assert len(str(report).splitlines()) <= LINES

@@ -1,4 +1,4 @@
-"""What torch says of memory while memopt's allocator is its current one: torch's keys, and what is true."""
+"""torch's statistics while memopt's allocator is current: torch's keys, and true values."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_history_summary_and_pools_have_torchs_form(told, what):
 
 
 class Model:
-    """What must be said, from nothing but the requests."""
+    """The expected statistics, from nothing but the requests."""
 
     def __init__(self) -> None:
         self.live: list[torch.Tensor] = []

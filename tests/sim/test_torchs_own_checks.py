@@ -1,6 +1,6 @@
-"""What torch checks of its own allocator (test_cuda.py) and no other file here puts to memopt's: raw requests, exact
-counts, fractions to the granule, delayed frees, backward on side streams, graphs beside each other, a fuzz of contents.
-The device copies and computes nothing: contents are what was copied there."""
+"""torch's tests of its own allocator (test_cuda.py), applied to memopt's where no other file here does: raw requests,
+exact counts, fractions to the granule, delayed frees, backward on side streams, graphs beside each other, a fuzz of
+contents. The device copies and computes nothing: contents are what was copied there."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Copy(torch.autograd.Function):
 
 
 def test_backward_runs_on_the_streams_of_forward_and_each_gradient_arrives():
-    """What dies on the way is used again at once, on whichever stream asks next."""
+    """A block that is freed on the way is used again at once, on whichever stream asks next."""
     for i in range(100 if LONG else 10):
         streams = [torch.cuda.Stream() for _ in range(3)]
         here = torch.cuda.current_stream()

@@ -94,7 +94,7 @@ def test_generation_asks_for_a_larger_cache_each_time():
 
 
 def record(tmp_path: Path, *arguments: str) -> tuple[str, list[list[str]]]:
-    """What the script prints, and the events it writes."""
+    """The script's output, and the events that it writes."""
     output = tmp_path / "trace.txt"
     command = [sys.executable, str(ROOT / "benchmarks/record_trace.py"), *arguments, "-o", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

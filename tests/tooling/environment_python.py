@@ -22,8 +22,8 @@ def python_of(environment: str) -> str:
 
 
 def run_there(environment: str, source: str, *arguments: str) -> str:
-    """What a program prints there that finds memopt; a failure is the test's. It has no file, so its workers are its
-    forks, which from CPython 3.14 on is not the default."""
+    """Return the output of a program there that finds memopt; a failure is the test's. It has no file, so its workers
+    are its forks, which from CPython 3.14 on is not the default."""
     forks = "import multiprocessing\nmultiprocessing.set_start_method('fork')\n"
     done = subprocess.run(
         [python_of(environment), "-c", forks + source, *arguments],

@@ -1,5 +1,5 @@
-"""What `make lint` runs, in one list: a line a check, and at the end which tools this machine lacks. Exits with 1 if a
-check that ran found something."""
+"""The checks of `make lint`, in one list: a line a check, and at the end which tools this machine lacks. Exits with 1
+if a check that ran found something."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tracked(*patterns: str) -> list[str]:
 
 
 def flags_of(source: str) -> list[str]:
-    """What a file is compiled with beside the warnings."""
+    """The compiler's options for a file beside the warnings."""
     if source.startswith("csrc/python/"):
         import sysconfig
 

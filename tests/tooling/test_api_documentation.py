@@ -1,4 +1,4 @@
-"""What `make docs` shows: every public name of memopt, of its packages and of its classes says what it is."""
+"""The pages of `make docs`: every public name of memopt, of its packages and of its classes says what it is."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FUZZERS = sorted(path.stem for path in (ROOT / "tests" / "fuzz").glob("fuzz_*.c"
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, str | None]:
-    """What make said of each fuzzer that it could not build, None of the others."""
+    """The output of make for each fuzzer that it could not build, None for the others."""
     return {name: make(f"build/c/asan/fuzz/{name}") for name in FUZZERS}
 
 

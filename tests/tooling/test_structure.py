@@ -1,4 +1,4 @@
-"""What ARCHITECTURE.md promises of the tree, checked on the tree."""
+"""The promises of ARCHITECTURE.md about the tree, checked on the tree."""
 
 from __future__ import annotations
 

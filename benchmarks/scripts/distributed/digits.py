@@ -1,4 +1,5 @@
-"""What the scripts beside this train: a residual classifier on scikit-learn's digits, which ship with it."""
+"""The training task of the scripts in this folder: a residual classifier on scikit-learn's digits, which ship with
+it."""
 
 from collections.abc import Iterator
 

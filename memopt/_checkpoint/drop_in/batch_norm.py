@@ -25,8 +25,8 @@ _lock = threading.Lock()
 
 
 def is_once() -> bool:
-    """Whether this thread runs a region that asked for one update of running statistics, for the first or the second
-    time."""
+    """Return whether this thread runs a region that asked for one update of running statistics, for the first or the
+    second time."""
     return getattr(_of_thread, "depth", 0) > 0
 
 

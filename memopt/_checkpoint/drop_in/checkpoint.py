@@ -239,7 +239,7 @@ def _under(
 
 
 def is_tracing() -> bool:
-    """Whether torch.fx, or something built on it, records the operations that run."""
+    """Return whether torch.fx, or something built on it, records the operations that run."""
     return _dispatch_mode(_PROXY) is not None or _fx_traces()
 
 

@@ -38,7 +38,7 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def equal(saved: Any, tensor: torch.Tensor) -> bool:
-    """Whether a tensor matches the saved description, which comes from describe() or is DLPack's numbers."""
+    """Return whether a tensor matches the saved description, which comes from describe() or is DLPack's numbers."""
     before: dict[str, Any] = _metadata(saved) if isinstance(saved, tuple) else saved
     return before == describe(tensor)
 

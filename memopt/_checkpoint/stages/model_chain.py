@@ -60,7 +60,7 @@ class Call:
         return call.before if call is not None else None
 
     def follows(self, other: Call) -> bool:
-        """Whether this call's source is `other`, or a call that `other` ends with."""
+        """Return whether this call's source is `other`, or a call that `other` ends with."""
         source, inner = self.source(), other
         while inner is not source and inner.parent is not None and inner.parent.children[-1] is inner:
             inner = inner.parent
@@ -168,7 +168,7 @@ def stages_of(call: Call, repeated: set[torch.nn.Module]) -> list[Call]:
 
 
 def through(call: Call, stages: list[Call]) -> bool:
-    """Whether these stages carry the call from its input to its output."""
+    """Return whether these stages carry the call from its input to its output."""
     return (
         stages[0].takes_parents
         and call.passes
@@ -359,7 +359,7 @@ def repeatedly(name: str) -> Iterator[None]:
 
 
 def is_its_classes(module: torch.nn.Module) -> bool:
-    """Whether the module's forward is its class's own, neither compiled nor replaced.
+    """Return whether the module's forward is its class's own, neither compiled nor replaced.
 
     A replaced forward may have effects that cannot be seen.
     """

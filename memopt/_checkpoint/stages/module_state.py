@@ -90,7 +90,7 @@ def slots_of(modules: Iterable[torch.nn.Module], parameters: bool = True) -> Ite
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values are the bytes of a storage."""
+    """Return whether the tensor's values are the bytes of a storage."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -122,12 +122,12 @@ class Seen:
             self.contents = copy.copy(value)
 
     def is_another(self, value: Any) -> bool:
-        """Whether another object is there now."""
+        """Return whether another object is there now."""
         simple = isinstance(value, SIMPLE) and type(value) is type(self.value)
         return value is not self.value and not (simple and value == self.value)
 
     def has_changed(self) -> bool:
-        """Whether the object that was there has other contents now."""
+        """Return whether the object that was there has other contents now."""
         value = self.value
         if isinstance(value, torch.Tensor):
             moved = not value.is_inference() and value._version != self.version

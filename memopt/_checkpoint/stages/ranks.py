@@ -24,13 +24,13 @@ Gather = Callable[[], AbstractContextManager[None]]
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """Whether fully_shard is to gather the module's parameters or those of a module in it."""
+    """Return whether fully_shard is to gather the module's parameters or those of a module in it."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # large, and loaded where there is such a model
     return fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in module.modules())
 
 
 def is_distributed(module: torch.nn.Module) -> bool:
-    """Whether this rank holds only a part of some parameter."""
+    """Return whether this rank holds only a part of some parameter."""
     return is_sharded(module) or any(hasattr(p, "device_mesh") for p in module.parameters())
 
 

@@ -211,7 +211,7 @@ def module_calls(call: Callable[..., Any]) -> Iterator[None]:
 
 
 def has_matrix(module: torch.nn.Module) -> bool:
-    """Whether the module multiplies by parameters; embedding tables are only looked up and do not count."""
+    """Return whether the module multiplies by parameters; embedding tables are only looked up and do not count."""
     return any(
         parameter.dim() > 1
         for inner in module.modules()
@@ -383,7 +383,7 @@ class ForwardTrace(TorchFunctionMode):
         return pytree.tree_unflatten(leaves, spec)
 
     def read(self, name: str, out: Any) -> bool:
-        """Whether the attribute depends on a tensor's metadata only, not on its values."""
+        """Return whether the attribute depends on a tensor's metadata only, not on its values."""
         if name in KIND:
             return True
         for reads, names in (("shape", SHAPE), ("strides", STRIDES), ("requires_grad", GRADIENT)):

@@ -281,7 +281,8 @@ def _of_set(holder: Any) -> Iterator[_Step]:
 
 
 def _only_atoms(values: list[Any]) -> bool:
-    """Whether a container has only texts, numbers and rows of them, as a dataset has: they need not be followed."""
+    """Return whether a container has only texts, numbers and rows of them, as a dataset has: they need not be
+    followed."""
     return not any(map(gc.is_tracked, values))
 
 

@@ -35,7 +35,7 @@ _WORDS = (
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception is an out-of-memory error, or was raised while one was handled.
+    """Return whether an exception is an out-of-memory error, or was raised while one was handled.
 
     Out-of-memory errors are torch.OutOfMemoryError, MemoryError, an OSError with ENOMEM, and the RuntimeErrors by which
     torch passes on what CUDA, cuBLAS, cuDNN and its CPU allocator report.

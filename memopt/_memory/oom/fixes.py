@@ -126,7 +126,7 @@ def _moments(device: str, snapshot: HeapSnapshot) -> dict[int, list[int]]:
 
 
 def _one_has_not_stepped(optimizers: list[torch.optim.Optimizer]) -> bool:
-    """Whether some optimizer has not stepped, as far as states show it: plain SGD has none."""
+    """Return whether some optimizer has not stepped, as far as states show it: plain SGD has none."""
     telling = (one for one in optimizers if type(one) is not torch.optim.SGD or one.defaults["momentum"])
     return any(_lacks_states(one) for one in telling)
 

@@ -355,7 +355,8 @@ def _largest_holder(blocks: AllocatorBlocks, pinning: torch.Tensor, names: list[
 
 
 def _fits_under_ours(device: int, asked: int, capacity: int) -> bool | None:
-    """Whether the recorded requests and then this one complete on a device of that capacity under memopt's allocator.
+    """Return whether the recorded requests and then this one complete on a device of that capacity under memopt's
+    allocator.
 
     None where nothing is recorded, or too much to be read at once.
     """

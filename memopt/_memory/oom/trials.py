@@ -205,7 +205,7 @@ def _settings() -> str:
 
 
 def _go_together(changes: tuple[RunChange, ...]) -> bool:
-    """Whether changes can be combined: not two allocators, and not two replacements of the optimizer."""
+    """Return whether changes can be combined: not two allocators, and not two replacements of the optimizer."""
     return (
         sum(bool(change.allocator) for change in changes) < 2
         and sum(change.text.endswith(("fused=True)", "state_bits=8)")) for change in changes) < 2

@@ -252,7 +252,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _makes_memory(func: Any) -> bool:
-    """Whether an operation can make memory.
+    """Return whether an operation can make memory.
 
     One whose results are all views of its arguments, or arguments themselves, makes none; exceptions are operations
     that give an argument another memory, and those by which torch.tensor() returns its result.

@@ -76,7 +76,7 @@ def _start_cpu(max_events: int, modules: bool) -> Recorder:
 
 
 def cuda_is_here() -> bool:
-    """Whether there is a CUDA device, without asking its driver: that would break a later fork."""
+    """Return whether there is a CUDA device, without asking its driver: that would break a later fork."""
     if torch.version.cuda is None:
         return False
     sim = sys.modules.get("memopt.sim")

@@ -84,7 +84,7 @@ def blocks_of(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def is_pickle(content: bytes) -> bool:
-    """Whether the content begins as pickles do since protocol 2; a trace in the plain form never does."""
+    """Return whether the content begins as pickles do since protocol 2; a trace in the plain form never does."""
     return content[:1] == pickle.PROTO
 
 

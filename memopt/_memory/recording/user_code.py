@@ -28,7 +28,7 @@ NOTEBOOK = "<notebook>"  # the file of names that cells have bound: any of them
 
 @functools.lru_cache(maxsize=1 << 16)
 def is_user_file(file: str) -> bool:
-    """Whether a file is the user's. A notebook's cell is, whatever name its kernel gives it."""
+    """Return whether a file is the user's. A notebook's cell is, whatever name its kernel gives it."""
     if file.startswith("<"):
         return file.startswith("<ipython-input")
     ours = file.startswith(_HERE) or file.startswith(_MEMOPT)
@@ -36,14 +36,14 @@ def is_user_file(file: str) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is the user's; code typed at Python's prompt or given by -c is, too."""
+    """Return whether a file is the user's; code typed at Python's prompt or given by -c is, too."""
     return is_user_file(file) or file.startswith(("<stdin", "<string"))
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def is_package_file(file: str) -> bool:
-    """Whether a file belongs to an installed package other than torch and memopt; its lines count where none is the
-    user's."""
+    """Return whether a file belongs to an installed package other than torch and memopt; its lines count where none is
+    the user's."""
     installed = re.search(r"[/\\](site-packages|dist-packages)[/\\](.*)", file)
     return installed is not None and not re.match(r"(torch|memopt)[/\\.]", installed[2])
 

@@ -113,7 +113,7 @@ class CacheFolder:
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry, which may still prove damaged."""
+        """Return whether there is an entry, which may still prove damaged."""
         return os.path.exists(self.path(key))
 
     def lease(self, key: str) -> tuple[bool, str | None]:
@@ -283,8 +283,8 @@ def type_of(path: str) -> str:
 
 
 def keeps_unlinked_files(path: str) -> bool:
-    """Whether a file that another machine removes stays for those who have it mapped. On a network file system it does
-    not: touching the mapping would end the process (SIGBUS), so files are read there instead."""
+    """Return whether a file that another machine removes stays for those who have it mapped. On a network file system
+    it does not: touching the mapping would end the process (SIGBUS), so files are read there instead."""
     return not type_of(path).startswith(NETWORKED)
 
 
@@ -501,7 +501,8 @@ def release_lease(path: str) -> None:
 
 
 def is_leased(path: str, now: Callable[[], float]) -> bool:
-    """Whether a live process still seems to make the entry. now: seconds by the clock of the folder's file system."""
+    """Return whether a live process still seems to make the entry. now: seconds by the clock of the folder's file
+    system."""
     try:
         holder, written = os.readlink(path), os.lstat(path).st_mtime
     except OSError:

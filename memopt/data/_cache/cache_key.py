@@ -78,7 +78,7 @@ class KeyDigest:
         self._hash.update(raw)
 
     def met_before(self, value: object) -> bool:
-        """Whether an object, function or class was added already: then its number stands for it."""
+        """Return whether an object, function or class was added already: then its number stands for it."""
         number = self._number_of(value)
         if number is None:
             self._seen[id(value)] = self._count
@@ -308,7 +308,7 @@ def _is_of(kind: type, module: str, name: str) -> bool:
 
 
 def _plain_object(kind: type) -> bool:
-    """Whether attributes are all its state: every class it comes from is written in Python, or `object`."""
+    """Return whether attributes are all its state: every class it comes from is written in Python, or `object`."""
     in_c = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
     if kind is object:
         return False  # a mark that is told from others by being itself

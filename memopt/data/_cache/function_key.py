@@ -49,13 +49,13 @@ _BUILT_IN = (
 
 
 def is_callable_with_code(value: object) -> bool:
-    """Whether it is a function, made of functions, or named in a library."""
+    """Return whether it is a function, made of functions, or named in a library."""
     kinds = (types.FunctionType, *_BUILT_IN, *_PARTS)
     return isinstance(value, kinds) or _is_named_in_c(value) or _is_cached(value)
 
 
 def _is_named_in_c(value: Any) -> bool:
-    """Whether it is of a kind of an installed package's own, for functions that their names tell apart."""
+    """Return whether it is of a kind of an installed package's own, for functions that their names tell apart."""
     kind = type(value)
     if (kind.__module__, kind.__name__) == ("numpy", "ufunc"):
         return not value.__name__.endswith("(vectorized)")  # numpy.frompyfunc's: a function of somebody's
@@ -63,7 +63,7 @@ def _is_named_in_c(value: Any) -> bool:
 
 
 def _is_cached(value: object) -> bool:
-    """Whether it is memopt.data.cached's: what it returns is what the function or dataset in it does."""
+    """Return whether it is memopt.data.cached's: what it returns is what the function or dataset in it does."""
     kind = type(value)
     return (
         kind.__name__ in ("CachedFunction", "CachedDataset")
@@ -117,7 +117,7 @@ def add_function(digest: KeyDigest, function: types.FunctionType, path: str) -> 
 
 
 def _is_generated(value: Any) -> bool:
-    """Whether it is a method that the standard library has made from a class's fields, which count."""
+    """Return whether it is a method that the standard library has made from a class's fields, which count."""
     function = getattr(value, "__func__", value)
     if not isinstance(function, types.FunctionType):
         return False
@@ -298,7 +298,7 @@ def add_annotations(digest: KeyDigest, value: Any, path: str) -> None:
 
 
 def is_annotation(value: object) -> bool:
-    """Whether it is what typing makes of types, as list[int], int | None or a TypeVar."""
+    """Return whether it is what typing makes of types, as list[int], int | None or a TypeVar."""
     return isinstance(getattr(value, "__args__", None), tuple) or type(value).__module__ == "typing"
 
 

@@ -177,7 +177,7 @@ _INSTALLED = tuple(
 
 
 def is_own(module_name: str | None) -> bool:
-    """Whether a module is the program's: not built in, of the standard library or of an installed package."""
+    """Return whether a module is the program's: not built in, of the standard library or of an installed package."""
     module = sys.modules.get(module_name or "")
     if (module_name or "").partition(".")[0] == "memopt":
         return False  # wherever it lies: its version counts
@@ -271,7 +271,7 @@ def _first(function: types.FunctionType, name: str) -> Any:
 
 
 def _has(module: Any, name: str) -> bool:
-    """Whether a module has an attribute, or a submodule that nobody has imported yet."""
+    """Return whether a module has an attribute, or a submodule that nobody has imported yet."""
     if not hasattr(module, name) and hasattr(module, "__path__") and name.isidentifier():
         with contextlib.suppress(ImportError):
             importlib.import_module(f"{module.__name__}.{name}")
@@ -301,7 +301,8 @@ def _finder_in(value: Any, steps: Chain) -> Any:
 
 
 def _ignored(digest: KeyDigest, chain: Chain) -> bool:
-    """Whether a name is ignored: by itself, by the name of anything it is read of, or, for `from a import b`, as b."""
+    """Return whether a name is ignored: by itself, by the name of anything it is read of, or, for `from a import b`, as
+    b."""
     parts = (chain[0].removeprefix(IMPORT), *chain[1:])
     names = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
     return not digest.ignore.isdisjoint({*names, *(parts[1:2] if chain[0] != parts[0] else ())})

@@ -183,7 +183,7 @@ Sent = _Here | _OnItsWay
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Whether it is a tensor whose bytes are all there is to it."""
+    """Return whether it is a tensor whose bytes are all there is to it."""
     return (
         type(leaf) in (torch.Tensor, torch.nn.Parameter)
         and leaf.is_cpu
@@ -206,7 +206,7 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 
 
 def _is_on_cpu(leaf: Any) -> bool:
-    """Whether the leaf is on the CPU, as far as it says."""
+    """Return whether the leaf is on the CPU, as far as it says."""
     return (
         str(getattr(leaf, "device", "cpu")) == "cpu" and getattr(leaf, "layout", None) is not torch.sparse_coo
     )
@@ -420,8 +420,8 @@ _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 def moves_itself(value: object) -> bool:
-    """Whether it goes to a device by its method `to`. A mapping does only if it can be pinned too: the others' `to` is
-    that of all their values (Hugging Face's BatchEncoding), which are better moved one by one."""
+    """Return whether it goes to a device by its method `to`. A mapping does only if it can be pinned too: the others'
+    `to` is that of all their values (Hugging Face's BatchEncoding), which are better moved one by one."""
     if isinstance(value, type) or not callable(getattr(value, "to", None)):
         return False
     return not isinstance(value, Mapping) or callable(getattr(value, "pin_memory", None))

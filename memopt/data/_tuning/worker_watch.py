@@ -234,7 +234,7 @@ class FamilyMemory:
 
 
 def is_running(pid: int, proc: str = "/proc") -> bool:
-    """Whether the process runs; False if it is gone, or is a zombie."""
+    """Return whether the process runs; False if it is gone, or is a zombie."""
     try:
         state = Path(proc, str(pid), "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

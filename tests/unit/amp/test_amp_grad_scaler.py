@@ -37,7 +37,7 @@ def scaler_of(cls=GradScaler, scale: float = 4.0, **options):
 
 
 def outcome(function, *arguments, **named):
-    """What it gave, or its error in words."""
+    """The result, or the error in words."""
     try:
         return bits(function(*arguments, **named))
     except Exception as error:  # compared with torch's

@@ -241,7 +241,7 @@ def test_an_error_of_the_steps_own_is_raised_and_all_is_put_back():
 
 
 def live_at(n: int) -> int:
-    """What the step below holds at its peak beside what stays: three batches of n x 1000 floats."""
+    """The bytes that the step below holds at its peak beside what stays: three batches of n x 1000 floats."""
     return 3 * 4000 * n
 
 

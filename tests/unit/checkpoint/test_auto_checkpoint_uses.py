@@ -58,7 +58,7 @@ def test_in_distributed_data_parallel(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_is_compiled() -> None:
-    """What torch.compile makes of a module keeps its graph: the backend is the one that needs no compiler."""
+    """A module that torch.compile has compiled keeps its graph: the backend is the one that needs no compiler."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(4)]
     plain = nn.Sequential(*(torch.compile(block, backend="aot_eager") for block in blocks))

@@ -1,4 +1,4 @@
-"""What a checkpointed region says when its second run is not its first: torch's exceptions and words, then memopt's
+"""Errors of a checkpointed region whose second run differs from its first: torch's exceptions and words, then memopt's
 line."""
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Storages(TorchDispatchMode):
 
 
 class State:
-    """What a region must leave as it found it."""
+    """The state that a region must leave as it found it."""
 
     def __init__(self):
         top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)

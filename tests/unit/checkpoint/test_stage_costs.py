@@ -1,4 +1,4 @@
-"""What is measured of a stage, where it can be told by hand."""
+"""Measured costs of a stage, where they are known by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memopt.data.cached tells apart, what it takes for the same, and what it refuses."""
+"""Keys of memopt.data.cached: what differs, what is the same, and what is refused."""
 
 from __future__ import annotations
 

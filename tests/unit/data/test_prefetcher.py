@@ -167,7 +167,7 @@ class MadeAtEachAccess(UserDict[str, Any]):
 
 
 def test_a_mapping_may_make_its_tensors_at_each_access() -> None:
-    """What is made for one look is gone after it, and another tensor has its id."""
+    """A tensor that is made for one look is gone after it, and another tensor has its id."""
     made = {str(n): [n, n + 1] for n in range(20)}
     (got,) = Prefetcher([MadeAtEachAccess(made)], "cpu", widen=True)
     assert type(got) is MadeAtEachAccess

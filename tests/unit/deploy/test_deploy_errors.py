@@ -1,4 +1,4 @@
-"""What memopt.deploy.export refuses, and that nothing has changed then: neither the model nor the old file."""
+"""Refusals of memopt.deploy.export, which change nothing: neither the model nor the old file."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_wrappers_of_torch_come_off():
 
 
 def test_one_rank_of_many_exports_alone(tmp_path, monkeypatch):
-    """What it would broadcast the others would have to take."""
+    """A broadcast that all other ranks would have to receive."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         inside = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()

@@ -250,7 +250,7 @@ def test_what_does_not_fit_says_where_it_ends_and_what_would(script, capfd):
 
 
 def advised(script, capfd, lacking, **saves):
-    """What is said to fit, of a script that lacks so much and of which each technique saves so much."""
+    """The techniques that are said to fit a script, by what it lacks and what each saves."""
     path = script(techniques={name.replace("_", " "): size for name, size in saves.items()})
     card = allocated() - lacking + cards.CONTEXT
     found = answer(capfd, "--gpu", card, path, status=1)
@@ -457,7 +457,7 @@ def test_a_child_that_dies_says_how(script, capfd):
 
 
 def alive(pid):
-    """Whether it runs: one that nobody has reaped does not."""
+    """Return whether it runs: one that nobody has reaped does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What an estimate says while it works: phases, the script's own output with a label, and one line when interrupted."""
+"""Output of an estimate while it works: phases, the script's own output with a label, and one line when interrupted."""
 
 from __future__ import annotations
 

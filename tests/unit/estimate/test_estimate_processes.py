@@ -60,7 +60,7 @@ def estimate(request, tmp_path):
 
 @pytest.fixture
 def alone(estimate):
-    """What the training takes in the script's own process."""
+    """The bytes that the training takes in the script's own process."""
     status, found, said = estimate("train()")
     assert status == 0 and found["processes"] is None, said
     return found

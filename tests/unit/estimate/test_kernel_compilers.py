@@ -1,4 +1,4 @@
-"""What torch.compile's compilers are told under an estimate."""
+"""Requests of torch.compile's compilers under an estimate."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def forged_recording(chance):
 
 
 def told(argv, capsys):
-    """What the command line answers: 2 with one line that names the file, or an answer."""
+    """The command line's answer: 2 with one line that names the file, or a report."""
     status = main(argv)
     said = capsys.readouterr().err
     if status == 2:

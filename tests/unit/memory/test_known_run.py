@@ -24,7 +24,7 @@ def failed_at(recording: Recording, event: int) -> Recording:
 
 
 def sizes(blocks: BlockTable) -> list[int]:
-    """What is asked for and freed, in order: as + and -."""
+    """The requests and frees in order, as + and -."""
     return [size or -int(blocks.size[number]) for number, size, _ in blocks.operations().tolist()]
 
 

@@ -1,5 +1,5 @@
-"""Which module runs, noted at nn.Module._call_impl: the same as torch's global hooks say, and nothing of torch is any
-different for it, torch.compile included."""
+"""Records of the running module, taken at nn.Module._call_impl: the same as torch's global hooks say, and nothing of
+torch is any different for it, torch.compile included."""
 
 from __future__ import annotations
 

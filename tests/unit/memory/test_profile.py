@@ -22,7 +22,7 @@ WIDTH = 64
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """What other tests have left is none of these tests' leaks."""
+    """Clear what other tests have left, which is none of these tests' leaks."""
     gc.collect()
 
 

@@ -48,7 +48,7 @@ def plain(markup: str) -> str:
 
 
 def unpack(packed):
-    """What columns.js does, from the description of the format."""
+    """The decoding of columns.js, from the description of the format."""
     content = zlib.decompress(base64.b64decode(packed.base64))
     columns, at = {}, 0
     for name, of in packed.columns.items():

@@ -1,4 +1,4 @@
-"""What is tried next, by what failed and what fitted in how much room."""
+"""The size that is tried next, by what failed and what fitted in how much memory."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(ranks: int, cases: list[str], folder: Path, **environment: str) -> list[list[str]]:
-    """What each rank said."""
+    """The output of each rank."""
     script = str(ROOT / "tests/isolated/micro_batch_ranks.py")
     surroundings = {
         "PYTHONPATH": str(ROOT),

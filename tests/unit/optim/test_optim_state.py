@@ -359,7 +359,7 @@ def test_stocks_states_that_are_not_finite_are_loaded_into_8_bits_as_none():
 
 @pytest.mark.parametrize("second", [False, True])
 def test_codes_and_numbers(second):
-    """What a code stands for has that code; numbers come back within the bounds of kernels/adam8.cuh; 0 is
+    """The value of a code has that code; numbers come back within the bounds of kernels/adam8.cuh; 0 is
     exact."""
     make = generator()
     p = torch.zeros(256 * 40 + 17)

@@ -1,4 +1,4 @@
-"""What memopt 0.1 wrote, read by this version: tests/reference/version_0_1."""
+"""Files of memopt 0.1, read by this version: tests/reference/version_0_1."""
 
 from __future__ import annotations
 

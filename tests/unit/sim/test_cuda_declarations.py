@@ -107,7 +107,7 @@ def test_a_wrong_declaration_would_be_seen(tmp_path):
 
 
 class Declarations:
-    """What can be printed: enumerators, and fields by the C name of their type."""
+    """The printable parts: enumerators, and fields by the C name of their type."""
 
     def __init__(self) -> None:
         self.constants: list[str] = []

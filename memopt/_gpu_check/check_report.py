@@ -29,7 +29,7 @@ class PartResult:
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """The results of all parts that were run. simulated: on the simulated device, whose times mean nothing."""
 
     parts: list[PartResult]
@@ -37,7 +37,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong; what is slow or not here does not count."""
+        """Return whether nothing is wrong; what is slow or not here does not count."""
         return all(part.status != "wrong" for part in self.parts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Report:
         return "\n".join(lines)
 
 
-def read(path: str) -> Report:
+def read(path: str) -> CheckReport:
     """The report that a file holds. Raises ValueError for a file that is no report of this version."""
     try:
         found = json.loads(Path(path).read_text())
@@ -75,12 +75,12 @@ def read(path: str) -> Report:
             raise ValueError(
                 f"{path} is a report of version {found['version']}; this memopt reads version {VERSION}"
             )
-        return Report([PartResult(**part) for part in found["parts"]], found["simulated"])
+        return CheckReport([PartResult(**part) for part in found["parts"]], found["simulated"])
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
         raise ValueError(f"{path} is not a report of `memopt gpu-check -o`") from None
 
 
-def compared(first: Report, second: Report) -> str:
+def compared(first: CheckReport, second: CheckReport) -> str:
     """Both reports side by side, as Markdown: statuses, and the figures that differ, numbers by their ratio."""
     lines = ["| part | first | second |", "| --- | --- | --- |"]
     theirs = {part.part: part for part in second.parts}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from memopt._gpu_check.report import PartResult, Report
+from memopt._gpu_check.check_report import CheckReport, PartResult
 from memopt._runtime import process
 
 # Their order is that of the report; parts.py has a function of each name.
@@ -27,7 +27,7 @@ MODULE = "memopt._gpu_check.parts"
 
 def check(
     names: Sequence[str], quick: bool, simulated: bool, say: Callable[[str], None] = lambda text: None
-) -> Report:
+) -> CheckReport:
     """Run these parts and report on them."""
     found = []
     for name in names:
@@ -35,7 +35,7 @@ def check(
         found.append(_checked(name, {"part": name, "quick": quick, "simulated": simulated}, _SECONDS[quick]))
         if name == "environment" and found[0].status == "not here":
             break  # without a device no other part says more
-    return Report(found, simulated)
+    return CheckReport(found, simulated)
 
 
 def _checked(name: str, request: dict[str, Any], seconds: float) -> PartResult:
