@@ -1,12 +1,12 @@
-/* Physical memory: granules, each a handle of its own of the driver's granularity, and the slots of the address space
- * where they are mapped.
+/* Physical memory: granules, each a handle of its own, all of one size, and the slots of the address space where they are
+ * mapped.
  *
- *     slot      one granularity's worth of a span's addresses; at most one granule is mapped there
+ *     slot      one granule's worth of a span's addresses; at most one granule is mapped there
  *     view      a mapping of a granule in a slot; a granule may have several (double_map)
  *     owner     the one slot whose addresses stand for the granule's memory, or none: then the granule is spare
  *     stale     a slot that maps a granule which it does not own: addresses that nobody may be given until it does
  *
- *     granules = owned + spare           held bytes = granules * granularity
+ *     granules = owned + spare           held bytes = granules * size
  *     owner of g is a view of g          slot s is owned  <=>  s.granule and s.granule.owner == s
  *
  * When memory moves, the old mapping stays: work already queued goes on under the old address, and a step that repeats
@@ -44,7 +44,7 @@ struct mo_granule {
 
 typedef struct mo_granules {
     mo_driver *driver;
-    size_t size; /* bytes of a granule: driver->granularity */
+    size_t size; /* bytes of a granule: a multiple of driver->granularity, from the pool's opening on */
     size_t count, spare_count, stale_count;
     mo_granule *spare;  /* doubly linked by previous and next */
     mo_granule *unused; /* structs without memory, linked by next */

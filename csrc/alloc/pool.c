@@ -16,8 +16,9 @@
 #include "driver/driver_cuda.h"
 #include "driver/forked.h"
 
-#define REPEATING 256               /* requests predicted right in a row, until a step is taken to repeat */
-#define RECALLED  ((size_t)1 << 20) /* requests larger than this are put where they were the last time */
+#define REPEATING      256  /* requests predicted right in a row, until a step is taken to repeat */
+#define GRANULES_LEAST 4096 /* of a full device */
+#define RECALLED       ((size_t)1 << 20) /* requests larger than this are put where they were the last time */
 
 /* ---- the process's pools --------------------------------------------------------------------------------- */
 
@@ -107,6 +108,22 @@ void mo_pool_read_double_map(mo_pool *pool, mo_pool_double_map *out)
 
 /* ---- opening and closing ------------------------------------------------------------------------------------ */
 
+/* The driver's granularity, doubled as long as GRANULES_LEAST of them fit the budget and the device: 16 MiB on a card of
+ * 80 GiB. Each costs a create and a map when the card is filled; where memory is short, some ten are lost at the edges of
+ * blocks, whatever their size (replay --frontier). */
+static size_t granule_size(mo_driver *driver, size_t budget)
+{
+    size_t size = driver->granularity, free_bytes = 0, limit = 0;
+
+    if (!size || driver->memory_info(driver, NULL, &free_bytes, &limit))
+        return size;
+    if (budget && budget < limit)
+        limit = budget;
+    while (limit / size >= 2 * GRANULES_LEAST)
+        size *= 2;
+    return size;
+}
+
 mo_status mo_pool_open(mo_driver *driver, const mo_pool_settings *settings, mo_detail *detail, mo_pool **out)
 {
     mo_pool *pool = mo_host_calloc(1, sizeof *pool);
@@ -120,7 +137,7 @@ mo_status mo_pool_open(mo_driver *driver, const mo_pool_settings *settings, mo_d
         pool->settings.small_limit = MO_SMALL_LIMIT;
     if (!pool->settings.huge_limit)
         pool->settings.huge_limit = MO_HUGE_LIMIT;
-    pool->granules.size = driver->granularity;
+    pool->granules.size = granule_size(driver, pool->settings.budget);
     if (settings->test_aliases) {
         pool->settings.test_aliases = driver->granularity != 0; /* without, there is nothing to map twice */
         pool->settings.double_map =

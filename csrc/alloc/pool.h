@@ -3,7 +3,7 @@
  * Addresses and memory are apart. Each zone (zone.h) carves blocks out of its own addresses by best fit, byte by byte
  * (MO_ALIGNMENT); physical memory is granules (granules.h), which move to where they are needed:
  *
- *     held = granules * granularity        held <= budget
+ *     held = granules * their size         held <= budget
  *     held <= (1 + slack) * live peak, where granules that are free elsewhere can be moved instead of creating more
  *     live blocks lie on granules that their zone owns; a granule has one owner
  *
@@ -54,8 +54,8 @@ typedef struct mo_pool_settings {
 mo_pool_settings mo_pool_defaults(void);
 void mo_pool_set_defaults(mo_pool_settings settings);
 
-/* driver must outlive the pool. Makes no driver call but, where the settings ask for it, test_aliases, which may run within
- * a capture and WAITS for its own work; that the test fails, or cannot be run, is no failure. */
+/* driver must outlive the pool. Makes no driver call but memory_info and, where the settings ask for it, test_aliases, which may
+ * run within a capture and WAITS for its own work; that the test fails, or cannot be run, is no failure. */
 mo_status mo_pool_open(mo_driver *driver, const mo_pool_settings *settings, mo_detail *detail, mo_pool **out);
 
 /* Gives all back to the driver, live or not; WAITS for the device. What the driver refuses is reported, and the pool is

@@ -16,13 +16,36 @@ TEST(a_size_of_zero_is_address_zero_and_counts_for_nothing)
     close_pool();
 }
 
-TEST(opening_makes_no_call_of_the_driver_but_reserve)
+TEST(opening_makes_no_call_of_the_driver_but_for_its_memory)
 {
     open_pool(64 * MIB, GRANULE, plain_settings);
     for (int call = 0; call < MO_MODEL_DEVICE_CALL_COUNT; call++)
-        if (call != MO_MODEL_DEVICE_reserve)
-            CHECK_EQ(device.calls[call], 0);
+        CHECK_EQ(device.calls[call], call == MO_MODEL_DEVICE_memory_info);
     close_pool();
+}
+
+/* Calls that give a device's memory to live blocks of 1 GiB. */
+static uint64_t calls_to_fill(size_t gibibytes, size_t budget)
+{
+    mo_pool_settings settings = plain_settings;
+
+    settings.budget = budget;
+    open_pool(gibibytes << 30, 2 * MIB, settings);
+    for (size_t filled = budget ? budget : gibibytes << 30; filled; filled -= (size_t)1 << 30)
+        get((size_t)1 << 30, A);
+    const uint64_t calls = device.calls[MO_MODEL_DEVICE_create] + device.calls[MO_MODEL_DEVICE_map];
+    CHECK_EQ(held(), budget ? budget : gibibytes << 30);
+    close_pool();
+    return calls;
+}
+
+TEST(a_larger_device_is_filled_by_no_more_calls_than_a_small_one)
+{
+    CHECK_EQ(calls_to_fill(8, 0), 2 * 4096);
+    CHECK_EQ(calls_to_fill(15, 0), 2 * 7680);
+    CHECK_EQ(calls_to_fill(16, 0), 2 * 4096);
+    CHECK_EQ(calls_to_fill(80, 0), 2 * 5120); /* of 2 MiB: 2 * 40960 */
+    CHECK_EQ(calls_to_fill(80, (size_t)15 << 30), 2 * 7680);
 }
 
 TEST(every_size_is_rounded_up_to_the_alignment_and_no_further)

@@ -380,7 +380,7 @@ TEST(of_many_blocks_only_the_largest_are_compared)
     mo_request request;
     mo_span *span;
 
-    open_pool(4096 * MIB, UNIT, (mo_pool_settings){.double_map = true});
+    open_pool(2048 * MIB, UNIT, (mo_pool_settings){.double_map = true});
     for (int i = 0; i < FEW; i++) {
         small[i] = get(3 * UNIT, A);
         between[2 * i] = get(5 * UNIT, A);
