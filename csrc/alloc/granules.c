@@ -62,6 +62,7 @@ static mo_granule *take_struct(mo_granules *granules)
 
 static void give_struct(mo_granules *granules, mo_granule *granule)
 {
+    granule->owner = NULL; /* of one that was suspended */
     granule->next = granules->unused;
     granules->unused = granule;
 }
@@ -109,7 +110,7 @@ mo_status mo_granule_map(mo_granules *granules, mo_granule *granule, mo_span *sp
     status = granules->driver->map(granules->driver, address, granules->size, granule->handle, detail);
     if (status)
         return status;
-    slot->granule = granule;
+    slot->granule = slot->latest = granule;
     slot->span = span;
     slot->last_use = (mo_last_use){0};
     slot->granted = false;

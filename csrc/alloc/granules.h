@@ -27,6 +27,7 @@ typedef struct mo_slot mo_slot;
 
 struct mo_slot {
     mo_granule *granule;  /* what is mapped here, NULL: nothing */
+    mo_granule *latest;   /* what was mapped here last, maybe another thing by now: a hint (mo_slot_follow) */
     mo_slot *next_view;   /* of the same granule */
     mo_span *span;        /* set when something is first mapped */
     mo_block *first;      /* the lowest block that begins in this slot, NULL: none (zone.h) */
@@ -55,6 +56,12 @@ typedef struct mo_granules {
 static inline bool mo_slot_owned(const mo_slot *slot)
 {
     return slot->granule && slot->granule->owner == slot;
+}
+
+/* Where the memory lies now that was in this slot last, as far as is known; else NULL. */
+static inline mo_slot *mo_slot_follow(const mo_slot *slot)
+{
+    return slot->latest ? slot->latest->owner : NULL;
 }
 
 /* A new spare granule; MO_NO_DEVICE_MEMORY where the device has no more. */

@@ -181,6 +181,12 @@ static mo_status search(mo_pool *pool, const mo_request *request, mo_address hin
     mo_block *waiting, *block = hint ? mo_remap_at(pool, request, hint) : NULL;
     mo_status status;
 
+    /* Memory that had to move in the step before need not move back: the step is placed where it went. A step that is only
+     * like the one before would take new ways each time; and with double_map the old mapping is there still. */
+    if (hint && !block && request->predicted && !pool->settings.double_map) {
+        hint = mo_remap_follow(request->zone, hint);
+        block = hint ? mo_remap_at(pool, request, hint) : NULL;
+    }
     if (block) {
         pool->stats.recalled++;
         *at = hint;

@@ -133,45 +133,50 @@ void mo_unmap_some_stale(mo_pool *pool, mo_zone *zone)
 
 /* ---- mapping -------------------------------------------------------------------------------------------------- */
 
-/* Undoes map_run: the slots' granules are spare again and, since nobody may use what was not granted, unmapped. */
+/* Undoes map_run: those slots' granules are spare again and, since nobody may use what was not granted, unmapped. */
 static void unmap_run(mo_pool *pool, mo_span *span, size_t slot, size_t count)
 {
     for (size_t i = slot; i < slot + count; i++) {
+        if (!mo_slot_owned(&span->slots[i]))
+            continue;
         mo_granule_disown(&pool->granules, &span->slots[i], span->slots[i].granule->last_use);
         if (mo_granule_unmap(&pool->granules, &span->slots[i], mo_slot_address(span, i), NULL))
             pool->stats.failed_releases++; /* stale and not granted: never switched to */
     }
 }
 
-/* Slots [slot, slot + count) of a hole get spare granules, and become free memory. */
+/* Slots [slot, slot + count) of a hole get spare granules, and become free memory. The granule that became spare last, the
+ * highest of those that moved together, is the first one: without double_map it gets the highest slot, so that what lies in
+ * a row goes on to (mo_remap_follow). With it they are switched back, and of a row the lowest is wanted again first. */
 static mo_status map_run(mo_pool *pool, const mo_request *request, mo_span *span, size_t slot, size_t count,
                          bool join, mo_detail *detail)
 {
     mo_status status = mo_blocks_reserve(&pool->blocks, 4, detail);
-    size_t mapped = 0;
 
-    while (mapped < count && !status) {
+    for (size_t i = 0; i < count && !status; i++) {
+        const size_t at = slot + (pool->settings.double_map ? i : count - 1 - i);
         mo_granule *granule = mo_supply_spare(pool, request, join);
 
         if (!granule)
             status = mo_fail(detail, MO_NO_DEVICE_MEMORY, 0, "no granule is free");
-        else if (span->slots[slot + mapped].granule)
-            status = mo_unmap_stale(pool, &span->slots[slot + mapped], detail);
+        else if (span->slots[at].granule)
+            status = mo_unmap_stale(pool, &span->slots[at], detail);
         if (!status && !pool->settings.double_map)
             status = mo_unmap_views(pool, granule, detail);
         if (!status)
-            status = mo_granule_map(&pool->granules, granule, span, &span->slots[slot + mapped],
-                                    mo_slot_address(span, slot + mapped), detail);
-        if (!status)
-            mo_granule_own(&pool->granules, &span->slots[slot + mapped++]);
+            status = mo_granule_map(&pool->granules, granule, span, &span->slots[at],
+                                    mo_slot_address(span, at), detail);
+        if (status)
+            break;
+        mo_granule_own(&pool->granules, &span->slots[at]);
+        if (span->fresh <= at)
+            span->fresh = at + 1;
     }
-    if (span->fresh < slot + mapped)
-        span->fresh = slot + mapped;
     if (!status)
         status = mo_granules_grant(&pool->granules, &span->slots[slot], mo_slot_address(span, slot), count,
                                    detail);
     if (status) {
-        unmap_run(pool, span, slot, mapped);
+        unmap_run(pool, span, slot, count);
         return status;
     }
     mo_zone_own(request->zone, span, slot, count);
@@ -255,16 +260,25 @@ static bool vacant(const mo_pool *pool, const mo_request *request, const mo_site
     return true;
 }
 
+/* The zone's span that an address lies in, NULL: none. */
+static mo_span *span_at(const mo_zone *zone, mo_address address)
+{
+    mo_span *span = zone->spans;
+
+    while (span && address - span->base >= span->size)
+        span = span->next;
+    return span;
+}
+
 mo_block *mo_remap_at(mo_pool *pool, const mo_request *request, mo_address address)
 {
-    mo_span *span = request->zone->spans;
+    mo_span *span = span_at(request->zone, address);
     mo_address end = address + request->size;
-    mo_site p = {.at = address};
+    mo_site p = {.at = address, .span = span};
     mo_block *block;
 
-    while (span && (address < span->base || end > span->base + span->size))
-        span = span->next;
-    p.span = span;
+    if (span && end > span->base + span->size)
+        return NULL;
     if (!span || !span->slot_count || !vacant(pool, request, &p))
         return NULL;
     for (block = mo_span_block_at(span, address); block && block->address < end; block = block->next)
@@ -285,6 +299,17 @@ mo_block *mo_remap_at(mo_pool *pool, const mo_request *request, mo_address addre
         }
     block = mo_span_block_at(span, address);
     return block->state == MO_BLOCK_FREE && end <= block->address + block->size ? block : NULL;
+}
+
+mo_address mo_remap_follow(const mo_zone *zone, mo_address address)
+{
+    const mo_span *span = span_at(zone, address);
+    const mo_slot *slot = span && span->slot_count ? &span->slots[mo_span_slot(span, address)] : NULL;
+    const mo_slot *now = slot ? mo_slot_follow(slot) : NULL;
+
+    if (!now || now == slot || now->span->zone != zone)
+        return 0;
+    return mo_view_address(now) + (address - mo_slot_address(span, mo_span_slot(span, address)));
 }
 
 /* ---- for devices that came later ------------------------------------------------------------------------------ */

@@ -28,6 +28,9 @@ mo_status mo_remap_site(mo_pool *pool, const mo_request *request, const mo_site 
  * free as it is, or after switching granules back. NULL otherwise. */
 mo_block *mo_remap_at(mo_pool *pool, const mo_request *request, mo_address address);
 
+/* Where the memory that was at an address of the zone lies now, if that is elsewhere in the zone; else 0. */
+mo_address mo_remap_follow(const mo_zone *zone, mo_address address);
+
 /* Unmaps a stale view. MO_NOT_READY while it may be in use. */
 mo_status mo_unmap_stale(mo_pool *pool, mo_slot *slot, mo_detail *detail);
 

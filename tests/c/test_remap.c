@@ -65,6 +65,36 @@ TEST(a_stale_slot_can_be_switched_to_where_its_granule_is_free_outside_the_site)
     close_pool();
 }
 
+TEST(where_memory_went_is_told_by_the_address_it_had_last_and_in_the_order_that_it_had)
+{
+    mo_address from, at;
+    mo_zone *zone;
+    size_t freed;
+
+    open_pool(12 * UNIT, UNIT, (mo_pool_settings){.budget = 12 * UNIT});
+    zone = &pool->general.zones[MO_ZONE_LARGE];
+    from = get(4 * UNIT, A);
+    get(2 * UNIT, A);
+    CHECK_EQ(mo_remap_follow(zone, from), 0);            /* it has not gone */
+    CHECK_EQ(mo_remap_follow(zone, from + 8 * UNIT), 0); /* nothing was ever there */
+    CHECK_EQ(mo_remap_follow(zone, zone->spans->base - 1), 0);
+    put(from);
+    finish(A);
+    at = get(10 * UNIT, A); /* all that is left, and those four */
+    CHECK(at > from);
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(!zone->spans->slots[mo_span_slot(zone->spans, from) + i].granule);
+        CHECK_EQ(mo_remap_follow(zone, from + i * UNIT + 512), mo_remap_follow(zone, from) + i * UNIT + 512);
+    }
+    CHECK(mo_remap_follow(zone, from) >= at && mo_remap_follow(zone, from) + 4 * UNIT <= at + 10 * UNIT);
+    CHECK_EQ(mo_remap_follow(&pool->general.zones[MO_ZONE_SMALL], from), 0);
+    put(at);
+    finish(A);
+    CHECK_OK(mo_pool_trim(pool, 0, &said, &freed));
+    CHECK_EQ(mo_remap_follow(zone, from), 0); /* it is the device's again */
+    close_pool();
+}
+
 /* What a device that comes later is granted by: every mapping once, in as few calls as there are rows of them. */
 TEST(all_that_is_mapped_is_granted_again_and_a_call_that_fails_changes_nothing)
 {
