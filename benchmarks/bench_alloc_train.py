@@ -7,7 +7,8 @@ that do nothing, and a device that counts every call and every byte. For each lo
     held        the most the device gave out, where it has plenty, over the live peak
     frontier    the smallest device on which the loop completes, over the live peak; by bisection to 0.1 %
     calls       driver calls a step, by function: in the last three steps with plenty, over all steps at the frontier
-                and on a device of 1.03 times the live peak. moved = maps beyond the first of each handle
+                and on a device of 1.03 times the live peak. moved = maps beyond the first of each handle; host_waits,
+                as the allocator counts them, for queued work of the device
 
 and the host's CPU time for torch.empty and del, in turns between processes that each have one allocator.
 
@@ -169,10 +170,21 @@ def memopt_peak() -> int:
     return memopt.cuda.memory_stats()["peak_bytes"]
 
 
+def host_waits() -> int:
+    import torch
+
+    if torch.cuda.memory.get_allocator_backend() == "native":
+        return int(torch.cuda.memory_stats().get("num_sync_all_streams", 0))
+    import memopt
+
+    return memopt.cuda.memory_stats()["host_waits"]
+
+
 def count_calls() -> dict[str, int]:
     from memopt import sim
 
     counts = {name: sim.calls(name) for names in CALLS.values() for name in names}
+    counts["host_waits"] = host_waits()
     # A call that failed is a call, but made nothing: handles that were made = those that live + those released.
     return counts | {"created": sim.stats()["handles"] + counts["cuMemRelease"]}
 
@@ -348,6 +360,10 @@ def moved(calls: dict[str, float]) -> float:
     return max(0.0, calls.get("cuMemMap", 0) - calls.get("created", 0))
 
 
+def waited(calls: dict[str, float]) -> float:
+    return calls.get("host_waits", 0)
+
+
 class Runs:
     """With --resume: finished measurements, on disk a line each, and those of the last result. One counts while torch,
     the workloads and, for memopt, the extension are what it was made with: its key says."""
@@ -438,8 +454,10 @@ def report_memory(report: harness.Report, measured: dict[str, Any], peer: str) -
     for title, where, which, count in (
         ("memory calls a step, last steps, no limit", "plenty", "last_steps", memory_calls),
         ("memory calls a step at the frontier", "at_frontier", "all_steps", memory_calls),
+        ("memory calls a step, last steps, at the frontier", "at_frontier", "last_steps", memory_calls),
         ("granules moved a step at the frontier", "at_frontier", "all_steps", moved),
         ("granules moved a step at 1.03 of the live peak", "at_103_percent", "all_steps", moved),
+        ("host waits a step, last steps, at 1.03 of the live peak", "at_103_percent", "last_steps", waited),
     ):
         for name, by_allocator in measured.items():
             values = {
