@@ -59,6 +59,9 @@ class _Replay(TypedDict):
     host_waits: int
     operations: int
     ns_per_op: float
+    request_ns_p50: int
+    request_ns_p99: int
+    request_ns_max: int
     driver_calls_per_step: list[int]
     granules_moved_per_step: list[int]
     granules_switched_per_step: list[int]

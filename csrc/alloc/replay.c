@@ -2,6 +2,7 @@
 
 #include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -28,6 +29,8 @@ typedef struct run {
     unsigned long long *arenas; /* pool numbers that were opened, never 0 */
     size_t arena_count, arena_room;
     uint64_t clock_cost; /* nanoseconds of one reading */
+    uint32_t *times;     /* nanoseconds of each request so far */
+    size_t requests;
     mo_replay_result result;
     mo_detail *detail;
 } run;
@@ -80,12 +83,31 @@ static uint64_t cost_of_clock(void)
     return least;
 }
 
-static void end_clock(run *r, uint64_t start)
+static uint64_t end_clock(run *r, uint64_t start)
 {
-    const uint64_t took = now() - start;
+    const uint64_t read = now() - start, took = read > r->clock_cost ? read - r->clock_cost : 0;
 
-    r->result.nanoseconds += took > r->clock_cost ? took - r->clock_cost : 0;
+    r->result.nanoseconds += took;
     r->result.operations++;
+    return took;
+}
+
+static int by_number(const void *a, const void *b)
+{
+    const uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+
+    return (x > y) - (x < y);
+}
+
+/* Sorts them. */
+static mo_replay_times summary(uint32_t *times, size_t count)
+{
+    if (!count)
+        return (mo_replay_times){0};
+    qsort(times, count, sizeof *times, by_number);
+    return (mo_replay_times){.p50 = times[mo_ceil_div(count * 50, 100) - 1],
+                             .p99 = times[mo_ceil_div(count * 99, 100) - 1],
+                             .max = times[count - 1]};
 }
 
 /* ---- work on the streams --------------------------------------------------------------------------------------- */
@@ -227,7 +249,8 @@ static mo_status allocate(run *r, const mo_trace_event *e)
                                   &r->addresses[e->block]);
     else
         status = mo_pool_alloc(r->pool, b->size, stream, r->detail, &r->addresses[e->block]);
-    end_clock(r, start);
+    const uint64_t took = end_clock(r, start);
+    r->times[r->requests++] = took < UINT32_MAX ? (uint32_t)took : UINT32_MAX;
     if (!status)
         work(r, e);
     return status;
@@ -308,8 +331,9 @@ static mo_status open_run(run *r)
         return mo_fail(r->detail, MO_INVALID, 0, "the trace has no request on device %" PRIu32, o->device);
     r->addresses = mo_host_calloc(t->block_count, sizeof *r->addresses);
     r->streams = mo_host_calloc(t->stream_count, sizeof *r->streams);
+    r->times = mo_host_calloc(t->block_count, sizeof *r->times);
     r->result.steps = mo_host_calloc((size_t)t->steps + 1, sizeof *r->result.steps);
-    if (!r->addresses || !r->streams || !r->result.steps)
+    if (!r->addresses || !r->streams || !r->times || !r->result.steps)
         return mo_fail(r->detail, MO_NO_HOST_MEMORY, 0, "no host memory to replay %" PRIu32 " blocks",
                        t->block_count);
     for (uint32_t i = 0; i < t->stream_count; i++)
@@ -322,6 +346,7 @@ static mo_status open_run(run *r)
 static mo_status close_run(run *r, mo_status status)
 {
     r->result.peak_reserved = r->device.peak;
+    r->result.request = summary(r->times, r->requests);
     for (size_t i = 0; i < r->arena_count; i++) {
         mo_status s =
             mo_pool_arena_release(r->pool, (mo_arena_id){0, r->arenas[i]}, status ? NULL : r->detail);
@@ -337,6 +362,7 @@ static mo_status close_run(run *r, mo_status status)
     mo_model_device_close(&r->device);
     mo_host_free(r->addresses);
     mo_host_free(r->streams);
+    mo_host_free(r->times);
     mo_host_free(r->arenas);
     return status;
 }

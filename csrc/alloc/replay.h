@@ -40,14 +40,21 @@ typedef struct mo_replay_step {
     size_t held;         /* bytes of the device in use at the end of the step */
 } mo_replay_step;
 
+/* Nanoseconds of one request: as many of a hundred took at most that. Beside the allocator's own they hold whatever else the
+ * machine did meanwhile, which shows in `max`. */
+typedef struct mo_replay_times {
+    uint64_t p50, p99, max;
+} mo_replay_times;
+
 typedef struct mo_replay_result {
     bool completed; /* false: the device was too small, and the run ended at failed_line */
     uint32_t failed_line;
     char failure[1024]; /* the allocator's own words */
     size_t live_peak;
-    size_t peak_reserved;  /* of the device: what was created and not given back, mapped or not */
-    uint64_t operations;   /* requests, frees and record_streams that were put to the allocator */
-    uint64_t nanoseconds;  /* that it took for them, the model device's time included */
+    size_t peak_reserved; /* of the device: what was created and not given back, mapped or not */
+    uint64_t operations;  /* requests, frees and record_streams that were put to the allocator */
+    uint64_t nanoseconds; /* that it took for them, the model device's time included */
+    mo_replay_times request;
     mo_replay_step total;  /* held: at the end */
     mo_replay_step *steps; /* step_count; one, the whole, for a trace without `s` */
     uint32_t step_count;

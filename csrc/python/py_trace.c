@@ -35,24 +35,27 @@ static PyObject *result_as_dict(const mo_replay_result *r)
     const uint64_t last_calls = r->step_count ? r->steps[r->step_count - 1].driver_calls : 0;
 
     return Py_BuildValue(
-        "{s:O,s:I,s:s,s:n,s:n,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:d,s:N,s:N,s:N,s:N,s:N}",            /* */
-        "completed", r->completed ? Py_True : Py_False,                                         /* */
-        "failed_line", r->failed_line,                                                          /* */
-        "failure", r->failure,                                                                  /* */
-        "live_peak", (Py_ssize_t)r->live_peak,                                                  /* */
-        "peak_reserved", (Py_ssize_t)r->peak_reserved,                                          /* */
-        "stitches", (unsigned long long)r->total.stitches,                                      /* */
-        "granules_moved", (unsigned long long)r->total.granules_moved,                          /* */
-        "granules_switched", (unsigned long long)r->total.granules_switched,                    /* */
-        "driver_calls", (unsigned long long)r->total.driver_calls,                              /* */
-        "driver_calls_last_step", (unsigned long long)last_calls,                               /* */
-        "host_waits", (unsigned long long)r->total.host_waits,                                  /* */
-        "operations", (unsigned long long)r->operations,                                        /* */
-        "ns_per_op", (double)r->nanoseconds / (double)operations,                               /* */
-        "driver_calls_per_step", steps_of(r, offsetof(mo_replay_step, driver_calls)),           /* */
-        "granules_moved_per_step", steps_of(r, offsetof(mo_replay_step, granules_moved)),       /* */
-        "granules_switched_per_step", steps_of(r, offsetof(mo_replay_step, granules_switched)), /* */
-        "host_waits_per_step", steps_of(r, offsetof(mo_replay_step, host_waits)),               /* */
+        "{s:O,s:I,s:s,s:n,s:n,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:d,s:K,s:K,s:K,s:N,s:N,s:N,s:N,s:N}", /* */
+        "completed", r->completed ? Py_True : Py_False,                                          /* */
+        "failed_line", r->failed_line,                                                           /* */
+        "failure", r->failure,                                                                   /* */
+        "live_peak", (Py_ssize_t)r->live_peak,                                                   /* */
+        "peak_reserved", (Py_ssize_t)r->peak_reserved,                                           /* */
+        "stitches", (unsigned long long)r->total.stitches,                                       /* */
+        "granules_moved", (unsigned long long)r->total.granules_moved,                           /* */
+        "granules_switched", (unsigned long long)r->total.granules_switched,                     /* */
+        "driver_calls", (unsigned long long)r->total.driver_calls,                               /* */
+        "driver_calls_last_step", (unsigned long long)last_calls,                                /* */
+        "host_waits", (unsigned long long)r->total.host_waits,                                   /* */
+        "operations", (unsigned long long)r->operations,                                         /* */
+        "ns_per_op", (double)r->nanoseconds / (double)operations,                                /* */
+        "request_ns_p50", (unsigned long long)r->request.p50,                                    /* */
+        "request_ns_p99", (unsigned long long)r->request.p99,                                    /* */
+        "request_ns_max", (unsigned long long)r->request.max,                                    /* */
+        "driver_calls_per_step", steps_of(r, offsetof(mo_replay_step, driver_calls)),            /* */
+        "granules_moved_per_step", steps_of(r, offsetof(mo_replay_step, granules_moved)),        /* */
+        "granules_switched_per_step", steps_of(r, offsetof(mo_replay_step, granules_switched)),  /* */
+        "host_waits_per_step", steps_of(r, offsetof(mo_replay_step, host_waits)),                /* */
         "held_per_step", steps_of(r, offsetof(mo_replay_step, held)));
 }
 

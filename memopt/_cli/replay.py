@@ -23,6 +23,7 @@ HELP = "replay a recorded run through memopt's allocator"
 RUN = (
     "completed failed_line failure peak_reserved stitches granules_moved granules_switched driver_calls"
     " driver_calls_last_step host_waits operations ns_per_op"
+    " request_ns_p50 request_ns_p99 request_ns_max"
 ).split()
 BY_STEP = (
     "driver_calls_per_step granules_moved_per_step granules_switched_per_step host_waits_per_step held_per_step"
@@ -129,7 +130,8 @@ def _text(answer: dict[str, Any]) -> str:
         ("host waits", f"{answer['host_waits']} for work on the device, before a request could be served"),
         (
             "steps, requests",
-            f"{answer['steps']}, {answer['operations']} calls of {answer['ns_per_op']:.0f} ns",
+            f"{answer['steps']}, {answer['operations']} calls of {answer['ns_per_op']:.0f} ns;"
+            f" 99 % of the requests at most {answer['request_ns_p99']} ns",
         ),
     ]
     if not answer["completed"]:

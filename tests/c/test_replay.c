@@ -61,6 +61,26 @@ TEST(requests_are_counted_and_steps_add_up)
     CHECK(result.nanoseconds > 0);
 }
 
+TEST(the_slowest_requests_of_a_hundred_do_not_count_for_the_99th_percentile)
+{
+    mo_replay_options o = mo_replay_defaults();
+    char text[1 << 15];
+    size_t length = 0;
+
+    parse("s\na 1 1000 0\n");
+    run(&o);
+    CHECK(result.request.p50 > 0);
+    CHECK_EQ(result.request.p50, result.request.p99);
+    CHECK_EQ(result.request.p50, result.request.max);
+    for (size_t i = 0; i < 400; i++) /* two of them map a thousand granules */
+        length += (size_t)snprintf(text + length, sizeof text - length, "a %zu %zu 0\nf %zu 0\n", i,
+                                   i % 200 == 50 ? (i + 1000) * 2 * MIB : 1000, i);
+    parse(text);
+    run(&o);
+    CHECK(result.request.p50 <= result.request.p99 && result.request.max <= result.nanoseconds);
+    CHECK(10 * result.request.p99 < result.request.max);
+}
+
 TEST(a_trace_without_steps_is_one)
 {
     mo_replay_options o = checked();

@@ -46,6 +46,7 @@ def test_the_json_has_the_documented_keys(capsys, trace):
     ):
         assert type(found[key]) is int, key
     assert type(found["ns_per_op"]) is float and found["ns_per_op"] > 0
+    assert 0 < found["request_ns_p50"] <= found["request_ns_p99"] <= found["request_ns_max"]
     assert found["completed"] is True
     assert found["live_peak"] == found["frontier"] == 40 * MIB
     assert found["peak_reserved"] >= found["live_peak"]
