@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,16 +156,22 @@ def convert(history: Iterable[dict[str, Any]], marks: list[tuple[str, int, int]]
 
 def record(name: str, scale: float = 1.0, steps: int | None = None) -> Trace:
     """Runs the workload and returns its trace. memopt.sim must be active, and nothing allocated yet."""
+    from benchmarks.workloads import WORKLOADS
+
+    return record_run(lambda step_done: WORKLOADS[name].run(step_done, scale, steps))
+
+
+def record_run(run: Callable[[Callable[[int], None]], None]) -> Trace:
+    """The same of any program that calls what it is given at the end of each step."""
     import torch
 
-    from benchmarks.workloads import WORKLOADS
     from memopt import sim
 
     marks = Marks()
     torch.cuda.init()
     torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=1 << 40)
     marks.watch()
-    WORKLOADS[name].run(lambda step: marks.mark("s"), scale, steps)
+    run(lambda step: marks.mark("s"))
     gc.collect()
     torch.cuda.synchronize()
     (history,) = torch.cuda.memory._snapshot()["device_traces"]
