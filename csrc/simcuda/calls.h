@@ -44,6 +44,7 @@ typedef struct sim_call {
     uint64_t passes, failures; /* the fault plan: so many more pass, then so many fail with `code` */
     int code;
     struct sim_call *next;
+    uint64_t price; /* nanoseconds of the host's clock (clock.h) */
 } sim_call;
 
 void sim_calls_add(sim_call *call);
@@ -56,7 +57,7 @@ CUresult sim_runtime_enter(sim_call *call, int needs);
 void sim_leave(void);
 
 #define SIM_CALL(name)                                                                                       \
-    static sim_call name##_call = {#name, (void *)name, 0, 0, 0, 0, NULL};                                   \
+    static sim_call name##_call = {#name, (void *)name, 0, 0, 0, 0, NULL, 0};                                \
     __attribute__((constructor)) static void name##_register(void)                                           \
     {                                                                                                        \
         sim_calls_add(&name##_call);                                                                         \
@@ -108,6 +109,7 @@ typedef struct sim_thread {
     struct sim_stream *default_streams[SIM_MAX_DEVICES]; /* CU_STREAM_PER_THREAD, made at first use */
     CUstreamCaptureMode capture_mode;                    /* cudaThreadExchangeStreamCaptureMode */
     bool in_user_code; /* a kernel body or host function runs on this thread */
+    const sim_call *call; /* that the thread is in, with the lock held */
 } sim_thread;
 
 sim_thread *sim_self(void);

@@ -46,12 +46,13 @@ typedef struct simcuda_counts {
 /* settings: "key=value key=value", any order, each at most once; sizes in bytes.
  *   memory=2147483648  devices=1  cc=80  sms=108  context=0     (memory and context: a device; context is
  *   lazy=0             blank=0            stale_aliases=0         taken off the free memory)
- *   cudnn_workspace=0  cudnn_version=0                            (kept for the library they name)
+ *   dead_handles=0     cudnn_workspace=0  cudnn_version=0         (the last two: kept for the library they name)
  * lazy: device work runs only when something waits for it (or has asked for SIMCUDA_PATIENCE times in a row, queueing
- * nothing meanwhile, whether it is done), or at simcuda_progress. blank: copies to the
- * device and memsets are dropped, reads give zeros. stale_aliases: a broken device: what is written by one address of
- * memory that is mapped at two is never seen by the other, as if each had a cache that nobody invalidates. NULL on
- * success, else the reason, in storage that lives for ever. */
+ * nothing meanwhile, whether it is done), or at simcuda_progress. blank: copies to the device and memsets are dropped,
+ * reads give zeros. stale_aliases: a broken device: what is written by one address of memory that is mapped at two is
+ * never seen by the other, as if each had a cache that nobody invalidates. dead_handles: a call that is given a destroyed
+ * stream's or event's handle, which CUDA calls undefined, says so on standard error and aborts the process; without, it
+ * answers CUDA_ERROR_INVALID_HANDLE. NULL on success, else the reason, in storage that lives for ever. */
 const char *simcuda_activate(const char *settings);
 
 /* The value of a setting, its default where simcuda_activate was not given it; 0 for an unknown key and
@@ -89,6 +90,15 @@ void simcuda_set_lazy(int on);
  * as far as their dependencies allow without running other streams. The legacy stream is named by
  * CU_STREAM_LEGACY and belongs to the calling thread's device. Returns how many ran. */
 int simcuda_progress(void *stream, int n);
+
+/* The virtual clock (clock.h), in nanoseconds: *host, of the process, and *of_device, when all that is queued on the device
+ * so far is done. -1 when there is no such device (or no activation yet). */
+int simcuda_clock(int device, uint64_t *host, uint64_t *of_device);
+
+/* The price of `what` in nanoseconds, from now on `nanoseconds` unless that is negative: of a call of an API function, by
+ * the name of its symbol; of a "kernel" on the device; of a "device GiB" or "link GiB" that is copied (prices.h). Returns
+ * the price before; -1 for a name that is none, and before activation. */
+int64_t simcuda_price(const char *what, int64_t nanoseconds);
 
 /* Gives a kernel a host body, by its exact name in the image (mangled or extern "C"). `body` gets pointers to
  * the arguments, copied at launch; it runs in stream order, on some thread, with no lock of the device held.

@@ -20,12 +20,13 @@ typedef struct sim_device {
     struct sim_pool *pool;     /* current pool of cudaMallocAsync; default_pool at first */
     struct sim_pool *default_pool;
     bool peers[SIM_MAX_DEVICES]; /* peer access enabled from this device's context to another */
+    uint64_t finish, blocking_finish; /* the latest of its streams', of its blocking streams' (clock.h) */
 } sim_device;
 
 extern sim_device sim_devices[SIM_MAX_DEVICES];
 extern int sim_device_count; /* 0 before activation */
 extern bool sim_initialised; /* cuInit, or any runtime call */
-extern bool sim_lazy, sim_blank, sim_stale_aliases;
+extern bool sim_lazy, sim_blank, sim_stale_aliases, sim_dead_handles;
 extern int sim_cc, sim_sms; /* compute capability times ten; multiprocessors */
 extern CUresult sim_fault;  /* sticky error; CUDA_SUCCESS while the device is healthy */
 

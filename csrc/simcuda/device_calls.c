@@ -1,5 +1,6 @@
 #include "calls.h"
 #include "capture.h"
+#include "clock.h"
 #include "context.h"
 #include "device.h"
 #include "streams.h"
@@ -104,6 +105,7 @@ sim_thread *sim_self(void)
 void sim_calls_add(sim_call *call)
 {
     call->next = calls;
+    call->price = sim_price_of(call->name);
     calls = call;
 }
 
@@ -196,6 +198,18 @@ void simcuda_fail_clear(void)
     sim_unlock();
 }
 
+int64_t simcuda_price(const char *what, int64_t nanoseconds)
+{
+    sim_lock();
+    sim_call *call = sim_activated() ? find(what) : NULL;
+    uint64_t *price = call ? &call->price : sim_activated() ? sim_device_price(what) : NULL;
+    int64_t before = price ? (int64_t)*price : -1;
+    if (price && nanoseconds >= 0)
+        *price = (uint64_t)nanoseconds;
+    sim_unlock();
+    return before;
+}
+
 static CUresult planned(sim_call *call)
 {
     if (!call->failures)
@@ -226,11 +240,19 @@ static CUresult state_allows(int needs, CUresult not_activated)
     return CUDA_SUCCESS;
 }
 
+static void begin(sim_call *call)
+{
+    sim_thread *thread = sim_self();
+
+    sim_lock();
+    thread->call = call;
+    call->count++;
+    sim_host_time += call->price;
+}
+
 CUresult sim_driver_enter(sim_call *call, int needs)
 {
-    sim_self();
-    sim_lock();
-    call->count++;
+    begin(call);
     CUresult result = planned(call);
     if (result == CUDA_SUCCESS && !(needs & SIM_ANYTIME) && !sim_initialised)
         result = CUDA_ERROR_NOT_INITIALIZED;
@@ -239,15 +261,13 @@ CUresult sim_driver_enter(sim_call *call, int needs)
     if (result == CUDA_SUCCESS && needs & SIM_CONTEXT && !sim_context_current())
         result = CUDA_ERROR_INVALID_CONTEXT;
     if (result != CUDA_SUCCESS)
-        sim_unlock();
+        sim_leave();
     return result;
 }
 
 CUresult sim_runtime_enter(sim_call *call, int needs)
 {
-    sim_self();
-    sim_lock();
-    call->count++;
+    begin(call);
     CUresult result = planned(call);
     if (result == CUDA_SUCCESS)
         result = state_allows(needs, CUDA_ERROR_NO_DEVICE);
@@ -256,11 +276,12 @@ CUresult sim_runtime_enter(sim_call *call, int needs)
     if (result == CUDA_SUCCESS && needs & SIM_CONTEXT)
         result = sim_context_bind_primary();
     if (result != CUDA_SUCCESS)
-        sim_unlock();
+        sim_leave();
     return result;
 }
 
 void sim_leave(void)
 {
+    sim_self()->call = NULL;
     sim_unlock();
 }

@@ -13,7 +13,7 @@
 
 sim_device sim_devices[SIM_MAX_DEVICES];
 int sim_device_count;
-bool sim_initialised, sim_lazy, sim_blank, sim_stale_aliases;
+bool sim_initialised, sim_lazy, sim_blank, sim_stale_aliases, sim_dead_handles;
 int sim_cc, sim_sms;
 CUresult sim_fault;
 uint64_t sim_reservations, sim_reserved_bytes, sim_host_allocations, sim_modules;
@@ -46,6 +46,7 @@ static setting settings[] = {
     {"lazy", 0, 0, 1, false},
     {"blank", 0, 0, 1, false},
     {"stale_aliases", 0, 0, 1, false},
+    {"dead_handles", 0, 0, 1, false},
     {"context", 0, 0, 1ull << 44, false},
     {"cudnn_workspace", 0, 0, 1ull << 44, false},
     {"cudnn_version", 0, 0, 1000000, false},
@@ -212,6 +213,7 @@ const char *simcuda_activate(const char *text)
         sim_lazy = simcuda_setting("lazy") != 0;
         sim_blank = simcuda_setting("blank") != 0;
         sim_stale_aliases = simcuda_setting("stale_aliases") != 0;
+        sim_dead_handles = simcuda_setting("dead_handles") != 0;
         if (open_devices()) {
             if (sim_kernel_bodies_register)
                 sim_kernel_bodies_register();

@@ -1,6 +1,7 @@
 #include "events.h"
 
 #include "capture.h"
+#include "clock.h"
 #include "context.h"
 #include "handles.h"
 
@@ -136,8 +137,11 @@ CUresult sim_event_wait(sim_event *event, sim_stream *stream, unsigned flags)
         return sim_capture_wait(stream, event->capture, event->point, event->point_count,
                                 event->mark != NULL);
     CUresult result = sim_capture_check_submit(stream);
-    if (result != CUDA_SUCCESS || !event->mark || event->mark->reached)
+    if (result != CUDA_SUCCESS || !event->mark)
         return result; /* an event never recorded counts as complete */
+    sim_stream_after(stream, event->mark->when);
+    if (event->mark->reached)
+        return result;
 
     sim_work *work = sim_work_new(SIM_WORK_WAIT, stream->device);
     if (!work)

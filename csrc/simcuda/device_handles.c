@@ -1,6 +1,10 @@
 #include "handles.h"
 
+#include "device.h"
+
+#include <inttypes.h>
 #include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 /* A handle is tag | generation << 28 | slot << 4. */
@@ -56,10 +60,30 @@ static slot *live(uint64_t handle)
     return &slots[index];
 }
 
+/* The number was handed out once, and its slot is free or another object's now. */
+static bool destroyed(uint64_t handle)
+{
+    return handle >> 48 == tag >> 48 && !(handle & ((1 << SLOT_SHIFT) - 1)) &&
+           (handle >> SLOT_SHIFT & (SLOTS - 1)) < used && !live(handle);
+}
+
+static void trap(uint64_t handle, const char *what)
+{
+    const sim_call *call = sim_self()->call;
+
+    if (!call) /* not a program's call: the control interface's, or the device's own */
+        return;
+    fprintf(stderr, "simulated CUDA device: %s was given %#" PRIx64 ", the handle of a destroyed %s\n",
+            call->name, handle, what);
+    abort();
+}
+
 void *sim_handle_get(uint64_t handle, sim_kind kind)
 {
     slot *found = live(handle);
 
+    if (sim_dead_handles && (kind == SIM_KIND_STREAM || kind == SIM_KIND_EVENT) && destroyed(handle))
+        trap(handle, kind == SIM_KIND_STREAM ? "stream" : "event");
     return found && found->kind == kind ? found->object : NULL;
 }
 

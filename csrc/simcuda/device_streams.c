@@ -1,24 +1,17 @@
 #include "streams.h"
 
 #include "capture.h"
+#include "clock.h"
 #include "context.h"
 #include "handles.h"
 
 #include <stdlib.h>
-#include <time.h>
 
 sim_stream *sim_streams;
 static uint64_t tickets;
 static unsigned asked; /* queries in a row that answered "not yet", with nothing queued between them */
 static uint64_t
     pending; /* over all streams: work that runs at once, the usual case, never looks at the list */
-
-static uint64_t nanoseconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 /* ---- marks -------------------------------------------------------------------------------------------- */
 sim_mark *sim_mark_new(void)
@@ -138,6 +131,13 @@ uint64_t sim_pending(int device)
     return count;
 }
 
+void sim_streams_lose(uintptr_t at, size_t size)
+{
+    for (sim_stream *stream = pending ? sim_streams : NULL; stream; stream = stream->next)
+        for (sim_operation *operation = stream->head; operation; operation = operation->next)
+            operation->lost |= sim_work_touches(operation->work, at, size);
+}
+
 /* ---- order -------------------------------------------------------------------------------------------- */
 /* The stream whose head must run before this one's, or NULL. */
 static sim_stream *blocker(const sim_stream *stream)
@@ -164,13 +164,14 @@ static void run_head(sim_stream *stream)
     sim_operation *operation = stream->head;
 
     stream->running = true;
-    sim_work_run(operation->work);
+    if (operation->lost)
+        sim_device_fault(stream->device);
+    else
+        sim_work_run(operation->work);
     stream->running = false;
     if (operation->mark) {
-        if (operation->work->kind == SIM_WORK_RECORD) {
+        if (operation->work->kind == SIM_WORK_RECORD)
             operation->mark->reached = true;
-            operation->mark->when = nanoseconds();
-        }
         sim_mark_release(operation->mark);
     }
     stream->head = operation->next;
@@ -222,8 +223,11 @@ CUresult sim_stream_submit(sim_stream *stream, sim_work *work, sim_mark *mark)
     }
     *operation = (sim_operation){.work = work, .mark = mark, .ticket = ++tickets};
     asked = 0;
-    if (mark && work->kind == SIM_WORK_RECORD)
+    sim_clock_queue(stream, work);
+    if (mark && work->kind == SIM_WORK_RECORD) {
         mark->stream = stream;
+        mark->when = stream->finish;
+    }
     if (stream->tail)
         stream->tail->next = operation;
     else
@@ -263,6 +267,7 @@ CUresult sim_stream_synchronize(sim_stream *stream)
 {
     uint64_t last = stream->tail ? stream->tail->ticket : 0;
 
+    sim_host_until(stream->finish);
     sim_stream_hold(stream);
     while (stream->head && stream->head->ticket <= last)
         advance(stream);
@@ -274,6 +279,7 @@ CUresult sim_device_synchronize(int device)
 {
     uint64_t last = tickets;
 
+    sim_host_until(sim_devices[device].finish);
 again:
     for (sim_stream *stream = pending ? sim_streams : NULL; stream; stream = stream->next)
         if (stream->device == device && stream->head && stream->head->ticket <= last) {
@@ -289,12 +295,15 @@ bool sim_mark_query(sim_mark *mark)
         asked = 0;
         sim_mark_synchronize(mark);
     }
+    if (mark->reached)
+        sim_host_until(mark->when);
     return mark->reached;
 }
 
 CUresult sim_mark_synchronize(sim_mark *mark)
 {
     mark->references++;
+    sim_host_until(mark->when);
     while (!mark->reached)
         advance(mark->stream);
     sim_mark_release(mark);

@@ -107,6 +107,39 @@ bool sim_work_addresses_valid(sim_work *work)
     }
 }
 
+static bool rows_touch(const char *row, size_t rows, size_t pitch, size_t bytes, uintptr_t at, size_t size)
+{
+    for (; rows; rows--, row += pitch)
+        if ((uintptr_t)row < at + size && at < (uintptr_t)row + bytes)
+            return true;
+    return false;
+}
+
+bool sim_work_touches(const sim_work *work, uintptr_t at, size_t size)
+{
+    switch (work->kind) {
+    case SIM_WORK_COPY:
+        return rows_touch(work->copy.to, work->copy.rows, work->copy.to_pitch, work->copy.width, at, size) ||
+               rows_touch(work->copy.from, work->copy.rows, work->copy.from_pitch, work->copy.width, at,
+                          size);
+    case SIM_WORK_SET:
+        return rows_touch(work->set.to, work->set.rows, work->set.pitch, work->set.width * work->set.element,
+                          at, size);
+    case SIM_WORK_KERNEL:
+        for (int i = 0; i < work->kernel.count; i++)
+            for (size_t word = 0; word + sizeof(uintptr_t) <= work->kernel.sizes[i];
+                 word += sizeof(uintptr_t)) {
+                uintptr_t address;
+                memcpy(&address, (char *)work->kernel.arguments[i] + word, sizeof address);
+                if (address - at < size)
+                    return true;
+            }
+        return false;
+    default:
+        return false;
+    }
+}
+
 static bool on_device(const void *address)
 {
     const sim_range *range = sim_range_at(&sim_ranges, (uintptr_t)address);

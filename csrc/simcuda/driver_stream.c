@@ -1,5 +1,6 @@
 /* Streams, events and capture by the driver API. */
 #include "capture.h"
+#include "clock.h"
 #include "context.h"
 #include "driver_api.h"
 #include "events.h"
@@ -47,7 +48,10 @@ SIM_DRIVER(SIM_CONTEXT, cuStreamQuery, (CUstream handle), (handle))
     CUresult result = sim_capture_check_wait(stream);
     if (result != CUDA_SUCCESS)
         return result;
-    return sim_stream_idle(stream) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    if (!sim_stream_idle(stream))
+        return CUDA_ERROR_NOT_READY;
+    sim_host_until(stream->finish);
+    return CUDA_SUCCESS;
 }
 
 SIM_DRIVER(SIM_CONTEXT, cuStreamSynchronize, (CUstream handle), (handle))

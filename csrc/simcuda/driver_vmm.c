@@ -8,6 +8,7 @@
 #include "driver_api.h"
 #include "handles.h"
 #include "ranges.h"
+#include "streams.h"
 
 #include <string.h>
 #include <sys/mman.h>
@@ -288,6 +289,8 @@ SIM_DRIVER(SIM_INITIALISED | SIM_UNSAFE, cuMemUnmap, (CUdeviceptr address, size_
 {
     if (!whole_mappings(address, size))
         return CUDA_ERROR_INVALID_VALUE;
+    /* CUDA does not wait here: what is queued would find the addresses empty, or other memory there. */
+    sim_streams_lose((uintptr_t)address, size);
     for (uintptr_t at = (uintptr_t)address, end = at + size; at < end;) {
         sim_range *range = sim_range_at(&sim_ranges, at), copy = *range;
 

@@ -4,7 +4,8 @@
  * (bits 47 to 63 not all equal), multiple of 16: table slot and generation. A destroyed, foreign, mistyped or
  * made-up handle is found out by comparing, so that misuse is the documented error and never a crash; a
  * slot's generation changes at each use, so that a stale handle does not name the slot's next object (until
- * 2^19 uses). */
+ * 2^19 uses). With the setting dead_handles a destroyed stream's or event's handle that a call is given ends the process:
+ * CUDA follows such a handle, to whatever is there. */
 #ifndef SIM_HANDLES_H
 #define SIM_HANDLES_H
 

@@ -1,5 +1,6 @@
 /* Streams, events and host functions by the runtime API. */
 #include "capture.h"
+#include "clock.h"
 #include "context.h"
 #include "cudart_api.h"
 #include "events.h"
@@ -70,7 +71,10 @@ SIM_RUNTIME(SIM_CONTEXT, cudaStreamQuery, (cudaStream_t handle), (handle))
     CUresult result = sim_capture_check_wait(stream);
     if (result != CUDA_SUCCESS)
         return result;
-    return sim_stream_idle(stream) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    if (!sim_stream_idle(stream))
+        return CUDA_ERROR_NOT_READY;
+    sim_host_until(stream->finish);
+    return CUDA_SUCCESS;
 }
 
 SIM_RUNTIME(SIM_CONTEXT, cudaStreamSynchronize, (cudaStream_t handle), (handle))

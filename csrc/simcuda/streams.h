@@ -22,7 +22,7 @@ enum { SIM_PRIORITY_LEAST = 0, SIM_PRIORITY_GREATEST = -5 };
 typedef struct sim_mark {
     unsigned references;
     bool reached;
-    uint64_t when;             /* nanoseconds; of when it was reached */
+    uint64_t when;             /* nanoseconds: when it is reached, on the virtual clock (clock.h) */
     struct sim_stream *stream; /* where it is queued; meaningless once reached */
 } sim_mark;
 
@@ -30,6 +30,7 @@ typedef struct sim_operation {
     sim_work *work;
     sim_mark *mark; /* of SIM_WORK_RECORD and SIM_WORK_WAIT */
     uint64_t ticket;
+    bool lost; /* memory that it uses was unmapped meanwhile: a fault, whatever is mapped there since */
     struct sim_operation *next;
 } sim_operation;
 
@@ -42,6 +43,7 @@ typedef struct sim_stream {
     bool destroyed;   /* no handle any more; freed when it is drained and nobody holds it */
     bool running;     /* its head is user code that runs now, on some thread, without the lock */
     unsigned holders; /* threads that wait on it */
+    uint64_t finish;  /* when all that is queued is done, on the virtual clock */
     sim_operation *head, *tail;
     struct sim_capture *capture; /* NULL unless it is capturing; see capture.h */
     struct sim_node **frontier;  /* the nodes its next node depends on */
@@ -88,5 +90,8 @@ void sim_mark_release(sim_mark *mark);
 
 /* Operations queued and not finished, on one device. */
 uint64_t sim_pending(int device);
+
+/* [at, at + size) is unmapped: queued work that will touch it, as far as addresses are known, is lost. */
+void sim_streams_lose(uintptr_t at, size_t size);
 
 #endif

@@ -67,6 +67,10 @@ void sim_work_release(sim_work *work);
  * the work runs, where it is the sticky CUDA_ERROR_ILLEGAL_ADDRESS. */
 bool sim_work_addresses_valid(sim_work *work);
 
+/* Whether it will read or write in [at, at + size): rows of copies and memsets; for a kernel, whether an argument points
+ * there, so that an array which only reaches into it is not seen, nor anything of a kernel without a host body. */
+bool sim_work_touches(const sim_work *work, uintptr_t at, size_t size);
+
 /* Does it. Called with the lock held; released around user code. */
 void sim_work_run(const sim_work *work);
 

@@ -42,6 +42,7 @@ def activate(
     cudnn_workspace: int | str = 0,
     cudnn_version: int | None = None,
     stale_aliases: bool = False,
+    dead_handles: bool = False,
 ) -> None:
     """Create simulated CUDA devices for this process, until it ends. Must come before `import torch`.
 
@@ -62,6 +63,8 @@ def activate(
         cudnn_version: Answer of cudnnGetVersion; by default the version that this torch was published with.
         stale_aliases: Whether the devices are broken in one way, for tests: what is written by one address of memory
             that is mapped at two is never seen by the other.
+        dead_handles: Whether a call that is given the handle of a destroyed stream or event aborts the process, with a
+            line on standard error that names both. By default it answers "invalid handle"; CUDA says neither.
 
     Raises:
         RuntimeError: torch is imported already; a real CUDA driver or runtime is mapped in this process; torch is
@@ -79,6 +82,7 @@ def activate(
         context,
         cudnn_workspace,
         stale_aliases,
+        dead_handles,
     )
     if cudnn_version is not None:
         settings += f" cudnn_version={cudnn_version}"
@@ -210,6 +214,7 @@ def settings_of(
     context: int | str = 0,
     cudnn_workspace: int | str = 0,
     stale_aliases: bool = False,
+    dead_handles: bool = False,
 ) -> str:
     """Return the text for activate_from() that stands for these arguments of activate()."""
     capability = re.fullmatch(r"(\d+)\.(\d)", str(compute_capability))
@@ -225,6 +230,7 @@ def settings_of(
         "context": parse_size(context),
         "cudnn_workspace": parse_size(cudnn_workspace),
         "stale_aliases": int(stale_aliases),
+        "dead_handles": int(dead_handles),
     }
     return " ".join(f"{key}={value}" for key, value in values.items())
 

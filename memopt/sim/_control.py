@@ -47,6 +47,11 @@ def declare(library: ctypes.CDLL) -> None:
         "simcuda_fail_clear": (None, []),
         "simcuda_set_lazy": (None, [ctypes.c_int]),
         "simcuda_progress": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]),
+        "simcuda_clock": (
+            ctypes.c_int,
+            [ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint64)],
+        ),
+        "simcuda_price": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int64]),
         "simcuda_emulate": (
             ctypes.c_int,
             [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_size_t)],
@@ -180,6 +185,65 @@ def progress(n: int = -1, stream: int | None = None) -> int:
     """
     ran: int = device_library().simcuda_progress(stream, n)
     return ran
+
+
+def clock(device: int = 0) -> dict[str, int]:
+    """Return the virtual time: what the program would have taken, had each call and each kernel its stated price.
+
+    The prices and their sources are in csrc/simcuda/prices.h, the rules in clock.h. No clock of the machine is read, so
+    the same program takes the same time in every run. Work that is done at once, which lazy(True) ends, makes every
+    query of an event a wait.
+
+    Args:
+        device: Index of the device.
+
+    Returns:
+        Nanoseconds: "host" of the process, moved by each call and by each wait; "device" when all that is queued on the
+        device so far will be done.
+
+    Raises:
+        ValueError: There is no such device.
+
+    Example:
+        >>> before = memopt.sim.clock()["host"]
+        >>> step()
+        >>> torch.cuda.synchronize()
+        >>> microseconds = (memopt.sim.clock()["host"] - before) / 1000
+    """
+    host, done = ctypes.c_uint64(), ctypes.c_uint64()
+    if device_library().simcuda_clock(device, ctypes.byref(host), ctypes.byref(done)) != 0:
+        raise ValueError(f"no simulated device {device}")
+    return {"host": host.value, "device": done.value}
+
+
+def price(what: str, nanoseconds: int | None = None) -> int:
+    """Return a price on the virtual clock, and change it where a new one is given.
+
+    Args:
+        what: CUDA's name of a function ("cuMemMap"), whose calls cost the host; "kernel", which a launch costs the
+            device; "device GiB" or "link GiB", which copies and memsets cost the device for each GiB of its memory, or
+            between it and the host.
+        nanoseconds: The price from now on; None leaves it.
+
+    Returns:
+        The price before, in nanoseconds.
+
+    Raises:
+        ValueError: Nothing of that name has a price, or the new one is negative.
+
+    Example:
+        >>> memopt.sim.price("cuMemCreate", 50_000)
+        29000
+    """
+    if nanoseconds is not None and nanoseconds < 0:
+        raise ValueError(f"the price of {what!r} must not be negative, not {nanoseconds} ns")
+    before: int = device_library().simcuda_price(what.encode(), -1 if nanoseconds is None else nanoseconds)
+    if before < 0:
+        raise ValueError(
+            f"{what!r} has no price: name a function that the simulated device implements, or "
+            "'kernel', 'device GiB' or 'link GiB'"
+        )
+    return before
 
 
 def emulate(name: str, body: Body | int, argument_sizes: Sequence[int]) -> None:

@@ -118,22 +118,27 @@ TEST(elapsed_time_needs_two_complete_timed_records)
     CUstream stream = new_stream();
     CUevent first = new_event(0), second = new_event(0), untimed = new_event(CU_EVENT_DISABLE_TIMING);
     float milliseconds = -1;
+    CUdeviceptr memory;
+    const int64_t price = simcuda_price("device GiB", 640 * 1000 * 1000);
     CUresult (*elapsed_of_cuda_12)(float *, CUevent, CUevent) = cuEventElapsedTime;
 
+    OK(cuMemAlloc_v2(&memory, 4 * MIB));
     IS(cuEventElapsedTime_v2(&milliseconds, first, second), INVALID_HANDLE); /* not recorded */
     OK(cuEventRecord(first, stream));
+    OK(cuMemsetD8Async(memory, 1, 4 * MIB, stream));
     OK(cuEventRecord(second, stream));
     OK(cuEventRecord(untimed, stream));
     IS(cuEventElapsedTime_v2(&milliseconds, first, second), NOT_READY);
     CHECK_EQ(simcuda_progress(stream, 1), 1);
-    usleep(2000);
     OK(cuEventSynchronize(untimed));
     OK(cuEventElapsedTime_v2(&milliseconds, first, second));
-    CHECK(milliseconds >= 1.5f && milliseconds < 10000);
+    CHECK(milliseconds > 2.49f && milliseconds < 2.51f); /* the virtual clock's: at 640 ms a GiB */
     OK(elapsed_of_cuda_12(&milliseconds, second, first));
-    CHECK(milliseconds <= -1.5f);
+    CHECK(milliseconds < -2.49f);
     IS(cuEventElapsedTime_v2(&milliseconds, first, untimed), INVALID_HANDLE);
     IS(cuEventElapsedTime_v2(NULL, first, second), INVALID_VALUE);
+    CHECK_EQ(simcuda_price("device GiB", price), 640 * 1000 * 1000);
+    OK(cuMemFree_v2(memory));
     OK(cuEventDestroy_v2(first));
     OK(cuEventDestroy_v2(second));
     OK(cuEventDestroy_v2(untimed));

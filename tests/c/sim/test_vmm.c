@@ -385,6 +385,11 @@ TEST(each_device_has_rights_of_its_own)
     CHECK_LIVE(before);
 }
 
+static void kernel_that_never_runs(void **arguments, const unsigned grid[3], const unsigned block[3])
+{
+    (void)arguments, (void)grid, (void)block;
+}
+
 TEST(unmapping_under_queued_work_is_an_illegal_address)
 {
     open_device();
@@ -406,6 +411,87 @@ TEST(unmapping_under_queued_work_is_an_illegal_address)
     CHECK_EQ(counts_now(0).faults, 1);
     simcuda_forget_fault();
     OK(cuMemRelease(handle));
+    OK(cuMemAddressFree(address, FRAME));
+    OK(cuStreamDestroy_v2(stream));
+    CHECK_LIVE(before);
+}
+
+/* On a GPU it might find the new memory, the old, or nothing. */
+TEST(queued_work_whose_memory_was_unmapped_faults_though_other_memory_is_mapped_there_since)
+{
+    static const size_t sizes[] = {sizeof(int), sizeof(CUdeviceptr)};
+    static const char image[] =
+        "//\n.version 8.0\n.target sm_80\n.address_size 64\n.visible .entry adds() { ret; }\n";
+    char *host;
+    int one = 1;
+
+    for (int what = 0; what < 5; what++) {
+        open_device();
+        simcuda_live before = live_now();
+        const uint64_t faults = counts_now(0).faults;
+        CUdeviceptr address = reserve(2), inside = address + 8;
+        CUmemGenericAllocationHandle old = create(1), new = create(1), other = create(1);
+        CUstream stream;
+        CUmodule module;
+        CUfunction function;
+        void *arguments[] = {&one, &inside};
+
+        OK(cuMemHostAlloc((void **)&host, 8, 0)); /* a copy from pageable memory would wait */
+        OK(cuModuleLoadData(&module, image));
+        OK(cuModuleGetFunction(&function, module, "adds"));
+        CHECK_EQ(simcuda_emulate("adds", kernel_that_never_runs, 2, sizes), 0);
+        OK(cuMemMap(address, FRAME, 0, old, 0));
+        OK(cuMemMap(address + FRAME, FRAME, 0, other, 0));
+        OK(cuMemSetAccess(address, 2 * FRAME, &rw_0, 1));
+        OK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+        simcuda_set_lazy(1);
+        if (what == 0)
+            OK(cuMemsetD8Async(address + FRAME - 1, 1, 2, stream)); /* one byte of it is enough */
+        if (what == 1)
+            OK(cuMemcpyDtoHAsync_v2(host, inside, 8, stream));
+        if (what == 2)
+            OK(cuMemcpyDtoDAsync_v2(inside, address + FRAME, 8, stream));
+        if (what == 3)
+            OK(cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, arguments, NULL));
+        if (what == 4)
+            OK(cuMemsetD8Async(address + FRAME, 1, 64, stream)); /* the neighbour, which stays */
+        OK(cuMemUnmap(address, FRAME));
+        OK(cuMemMap(address, FRAME, 0, new, 0));
+        OK(cuMemSetAccess(address, FRAME, &rw_0, 1));
+        CHECK_EQ(cuStreamSynchronize(stream), what == 4 ? CUDA_SUCCESS : CUDA_ERROR_ILLEGAL_ADDRESS);
+        CHECK_EQ(counts_now(0).faults - faults, what != 4);
+        simcuda_forget_fault();
+        OK(cuMemUnmap(address, 2 * FRAME));
+        OK(cuMemRelease(old));
+        OK(cuMemRelease(new));
+        OK(cuMemRelease(other));
+        OK(cuMemAddressFree(address, 2 * FRAME));
+        OK(cuStreamDestroy_v2(stream));
+        OK(cuModuleUnload(module));
+        OK(cuMemFreeHost(host));
+        CHECK_LIVE(before);
+    }
+}
+
+/* Work that has run needs its memory no more, and handles that are released leave mappings be. */
+TEST(unmapping_after_the_work_and_releasing_before_it_are_no_fault)
+{
+    open_device();
+    simcuda_live before = live_now();
+    const uint64_t faults = counts_now(0).faults;
+    CUdeviceptr address = reserve(1);
+    CUmemGenericAllocationHandle handle = create(1);
+    CUstream stream;
+
+    OK(cuMemMap(address, FRAME, 0, handle, 0));
+    OK(cuMemSetAccess(address, FRAME, &rw_0, 1));
+    OK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+    simcuda_set_lazy(1);
+    OK(cuMemsetD8Async(address, 1, 64, stream));
+    OK(cuMemRelease(handle));
+    OK(cuStreamSynchronize(stream));
+    OK(cuMemUnmap(address, FRAME));
+    CHECK_EQ(counts_now(0).faults, faults);
     OK(cuMemAddressFree(address, FRAME));
     OK(cuStreamDestroy_v2(stream));
     CHECK_LIVE(before);
