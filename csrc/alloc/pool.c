@@ -9,6 +9,7 @@
 #include "alloc/pool_wait.h"
 #include "alloc/remap.h"
 #include "alloc/segments.h"
+#include "alloc/torch_streams.h"
 #include "alloc/trace_ring.h"
 #include "base/assert.h"
 #include "base/hostmem.h"
@@ -23,8 +24,11 @@
 /* ---- the process's pools --------------------------------------------------------------------------------- */
 
 static mo_lock opening = MO_LOCK_INIT;
-static mo_pool_settings defaults = {
-    .slack = 20, .recall = true, .small_limit = MO_SMALL_LIMIT, .huge_limit = MO_HUGE_LIMIT};
+static mo_pool_settings defaults = {.slack = 20,
+                                    .recall = true,
+                                    .small_limit = MO_SMALL_LIMIT,
+                                    .huge_limit = MO_HUGE_LIMIT,
+                                    .stream_lasts = mo_torch_stream_lasts};
 static _Atomic(mo_pool *) of_device[MO_MAX_DEVICES];
 static void (*on_open[MO_ON_OPEN])(int device, mo_pool *pool); /* under `opening` */
 
@@ -133,6 +137,7 @@ mo_status mo_pool_open(mo_driver *driver, const mo_pool_settings *settings, mo_d
     pool->lock = (mo_lock)MO_LOCK_INIT;
     pool->driver = pool->granules.driver = pool->order.driver = driver;
     pool->settings = *settings;
+    pool->order.lasts = settings->stream_lasts;
     if (!pool->settings.small_limit)
         pool->settings.small_limit = MO_SMALL_LIMIT;
     if (!pool->settings.huge_limit)
@@ -211,7 +216,7 @@ static mo_status search(mo_pool *pool, const mo_request *request, mo_address hin
         return status;
     }
     if (!pool->settings.double_map || request->captured || pool->granules.stale_count)
-        mo_stream_order_probe(&pool->order); /* on the slow path only */
+        mo_stream_order_probe(&pool->order, request->stream); /* on the slow path only */
     for (mo_effort effort = MO_EFFORT_SWITCH;; effort++) {
         status = mo_place(pool, request, effort, detail, out, at);
         if ((status != MO_NO_DEVICE_MEMORY && status != MO_NOT_READY) || effort == MO_EFFORT_CREATE)
@@ -464,6 +469,7 @@ static void free_block(mo_pool *pool, mo_block *block)
     mo_arena *arena = zone->arena;
     uint64_t own = 1ull << block->stream;
     bool shared = (block->last_use.streams & ~own) != 0;
+    uint64_t alive;
 
     block->last_use.streams |= own;
     block->last_use.tick = ++pool->order.tick;
@@ -473,9 +479,11 @@ static void free_block(mo_pool *pool, mo_block *block)
         state->users--;
         state->last = block->last_use.tick;
     }
-    /* Marked now, it is known the sooner to be over; where that fails, whoever wants the memory marks again. */
+    /* Marked now, it is known the sooner to be over; where that fails, whoever wants the memory marks again. Recorded streams
+     * are alive, as for torch's own allocator, which marks them here too; the block's own, if borrowed, may be gone. */
+    alive = block->last_use.streams & ~(own & pool->order.borrowed);
     if (shared)
-        mo_stream_order_mark(&pool->order, block->last_use.streams, block->last_use.tick, NULL);
+        mo_stream_order_mark(&pool->order, alive, block->last_use.tick, NULL);
     mo_stat_add(&pool->stats, MO_ALLOCATION, zone->column, -1);
     mo_stat_add(&pool->stats, MO_ALLOCATED_BYTES, zone->column, -(int64_t)block->size);
     mo_stat_add(&pool->stats, MO_REQUESTED_BYTES, zone->column, -(int64_t)block->requested);

@@ -47,9 +47,11 @@ typedef struct mo_pool_settings {
     size_t huge_limit;  /* smallest request, in bytes, of a zone for huge ones, at least; 0: MO_HUGE_LIMIT */
     size_t small_limit; /* largest request, in bytes, that lies in a zone for small ones; 0: MO_SMALL_LIMIT */
     size_t preallocate; /* physical bytes that mo_pool_of_device holds from the start; 0: none */
+    bool (*stream_lasts)(int device, mo_stream stream); /* see mo_stream_order.lasts */
 } mo_pool_settings;
 
-/* What a pool opened by mo_pool_of_device gets: at first budget 0, slack 20, double_map off and not tested, recall on. Set
+/* What a pool opened by mo_pool_of_device gets: at first budget 0, slack 20, double_map off and not tested, recall on, streams
+ * that last as torch says (torch_streams.h). Set
  * before the first use of a device; pools that are open stay as they are. */
 mo_pool_settings mo_pool_defaults(void);
 void mo_pool_set_defaults(mo_pool_settings settings);

@@ -41,7 +41,7 @@ void mo_arena_drop_reference(mo_pool *pool, mo_arena *arena)
         return;
     }
     arena->unsettled = ++pool->order.tick;
-    if (!mo_stream_order_capturing(&pool->order))
+    if (!mo_pool_capturing(pool))
         mo_pool_synchronize(pool, NULL);
 }
 

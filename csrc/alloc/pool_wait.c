@@ -6,6 +6,11 @@
 
 #define POLL_NS 20000 /* between two looks at what is waited for */
 
+bool mo_pool_capturing(mo_pool *pool)
+{
+    return (pool->routes && pool->order.borrowed) || mo_stream_order_capturing(&pool->order);
+}
+
 mo_status mo_pool_synchronize(mo_pool *pool, mo_detail *detail)
 {
     const uint64_t tick = pool->order.tick;
@@ -37,7 +42,7 @@ mo_status mo_pool_wait(mo_pool *pool, mo_detail *detail)
         mo_lock_take(&pool->lock);
     }
     /* What no event tells, the device as a whole does; where that fails, too, its error is the answer. */
-    if ((status || use.streams || mo_arenas_unsettled(pool)) && !mo_stream_order_capturing(order)) {
+    if ((status || use.streams || mo_arenas_unsettled(pool)) && !mo_pool_capturing(pool)) {
         mo_status whole = mo_pool_synchronize(pool, status ? detail : NULL);
 
         status = status ? whole : MO_OK;

@@ -9,6 +9,10 @@
  * Arenas are settled, too. */
 mo_status mo_pool_wait(mo_pool *pool, mo_detail *detail);
 
+/* Whether the device cannot be waited for as a whole, since a stream is being captured. Of borrowed streams, which are not
+ * asked, any may be while there is a route: torch's captures have one. */
+bool mo_pool_capturing(mo_pool *pool);
+
 /* Until the whole device is done: not while a graph is captured, which CUDA may end for that. */
 mo_status mo_pool_synchronize(mo_pool *pool, mo_detail *detail);
 

@@ -14,6 +14,21 @@ void mo_stream_order_close(mo_stream_order *order)
 
 /* ---- numbers ------------------------------------------------------------------------------------------- */
 
+static bool borrowed(const mo_stream_order *order, unsigned t)
+{
+    return order->borrowed >> t & 1;
+}
+
+/* Stream t is named: it may have been found to last since. */
+static mo_status named(mo_stream_order *order, unsigned t, unsigned *out)
+{
+    const bool lasts = !order->lasts || order->lasts(order->driver->device, order->streams[t].handle);
+
+    order->borrowed = (order->borrowed & ~(1ull << t)) | (uint64_t)!lasts << t;
+    *out = order->recent = t;
+    return MO_OK;
+}
+
 static bool idle(const mo_stream_state *state)
 {
     return !state->users && state->done >= state->last;
@@ -38,18 +53,16 @@ mo_status mo_stream_order_find(mo_stream_order *order, mo_stream stream, mo_deta
     for (unsigned t = 0; t < order->count; t++)
         if (order->streams[t].handle == stream) {
             *out = order->recent = t;
-            return MO_OK;
+            return borrowed(order, t) ? named(order, t, out) : MO_OK;
         }
     if (order->count < MO_STREAMS) {
         order->streams[order->count] = (mo_stream_state){.handle = stream};
-        *out = order->recent = order->count++;
-        return MO_OK;
+        return named(order, order->count++, out);
     }
     for (unsigned t = 0; t < MO_STREAMS; t++) {
         if (idle(&order->streams[t])) {
             renumber(order, t, stream);
-            *out = order->recent = t;
-            return MO_OK;
+            return named(order, t, out);
         }
         unused |= !order->streams[t].users;
     }
@@ -63,7 +76,7 @@ mo_status mo_stream_order_find(mo_stream_order *order, mo_stream stream, mo_deta
 
 /* ---- events -------------------------------------------------------------------------------------------- */
 
-typedef enum capture { NOT_CAPTURED, CAPTURED, CANNOT_ASK /* destroyed, or the driver is gone */ } capture;
+typedef enum capture { NOT_CAPTURED, CAPTURED, CANNOT_ASK /* the driver is gone */ } capture;
 
 static capture capture_of(mo_stream_order *order, unsigned t)
 {
@@ -83,7 +96,7 @@ static bool is_captured(mo_stream_order *order, unsigned t)
 bool mo_stream_order_capturing(mo_stream_order *order)
 {
     for (unsigned t = 0; t < order->count; t++)
-        if (capture_of(order, t) == CAPTURED)
+        if (!borrowed(order, t) && capture_of(order, t) == CAPTURED)
             return true;
     return false;
 }
@@ -133,7 +146,7 @@ mo_status mo_stream_order_mark(mo_stream_order *order, uint64_t streams, uint64_
         mo_stream_state *state = &order->streams[t];
         mo_status status;
 
-        if (state->done >= tick || state->mark_count == MO_MARKS ||
+        if (state->done >= tick || (state->mark_count == MO_MARKS && !borrowed(order, t)) ||
             (state->mark_count && state->marks[state->mark_count - 1].tick >= tick) || is_captured(order, t))
             continue;
         status = mark_now(order, t, detail);
@@ -169,14 +182,14 @@ void mo_stream_order_poll(mo_stream_order *order)
     poll(order, NULL); /* what it fails to tell now it may tell later */
 }
 
-void mo_stream_order_probe(mo_stream_order *order)
+void mo_stream_order_probe(mo_stream_order *order, unsigned s)
 {
     mo_stream_order_poll(order);
     for (unsigned t = 0; t < order->count; t++) {
         const mo_stream_state *state = &order->streams[t];
         const uint64_t newest = state->mark_count ? state->marks[state->mark_count - 1].tick : state->done;
 
-        if (state->last > newest && state->mark_count < MO_PROBES &&
+        if ((t == s || !borrowed(order, t)) && state->last > newest && state->mark_count < MO_PROBES &&
             (order->tick - newest) * MO_PROBES >= order->tick - state->done)
             mo_stream_order_mark(order, 1ull << t, order->tick,
                                  NULL); /* what it fails to tell now it may tell later */
@@ -201,6 +214,15 @@ uint64_t mo_stream_order_missing(const mo_stream_order *order, unsigned s, bool 
             missing &= ~(1ull << t);
     }
     return missing;
+}
+
+/* Whether there is a mark of t that its part of this use is over by. */
+static bool marked(const mo_stream_order *order, unsigned t, mo_last_use use)
+{
+    const mo_stream_state *state = &order->streams[t];
+
+    return state->mark_count &&
+           state->marks[state->mark_count - 1].tick >= mo_stream_order_tick(order, t, use);
 }
 
 /* Makes s wait for the first mark of t at tick or later, or for a new one. Only behind a new one is s also behind all that
@@ -242,11 +264,16 @@ mo_status mo_stream_order_join(mo_stream_order *order, unsigned s, bool captured
         return MO_OK;
     if (captured || is_captured(order, s))
         return mo_fail(detail, MO_NOT_READY, 0, "a stream that is being captured cannot wait for another");
-    for (uint64_t rest = missing; rest; rest &= rest - 1)
-        if (is_captured(order, (unsigned)__builtin_ctzll(rest)))
-            return mo_fail(detail, MO_NOT_READY, 0, "no stream can wait for a stream that is being captured");
     for (uint64_t rest = missing; rest; rest &= rest - 1) {
-        mo_status status = wait_for(order, s, (unsigned)__builtin_ctzll(rest), use.tick, detail);
+        const unsigned t = (unsigned)__builtin_ctzll(rest);
+
+        if (borrowed(order, t) ? !marked(order, t, use) : is_captured(order, t))
+            return mo_fail(detail, MO_NOT_READY, 0,
+                           "no stream can wait for a stream that is being captured or may be gone");
+    }
+    for (uint64_t rest = missing; rest; rest &= rest - 1) {
+        const unsigned t = (unsigned)__builtin_ctzll(rest);
+        mo_status status = wait_for(order, s, t, mo_stream_order_tick(order, t, use), detail);
 
         if (status)
             return status;
@@ -270,12 +297,12 @@ mo_last_use mo_stream_order_pending(const mo_stream_order *order)
  * over. */
 static mo_status mark_for(mo_stream_order *order, unsigned t, mo_last_use *use, mo_detail *detail)
 {
-    const mo_stream_state *state = &order->streams[t];
     mo_status status;
 
-    if (state->mark_count == MO_MARKS || (state->mark_count && state->marks[state->mark_count - 1].tick >=
-                                                                   mo_stream_order_tick(order, t, *use)))
+    if (order->streams[t].mark_count == MO_MARKS || marked(order, t, *use))
         return MO_NOT_READY;
+    if (borrowed(order, t))
+        return MO_OK;
     switch (capture_of(order, t)) {
     case NOT_CAPTURED:
         status = mark_now(order, t, detail);

@@ -14,10 +14,16 @@
  * A stream that is being captured into a graph neither records nor waits, and what a graph captures runs at every
  * replay, after whatever: for it only memory whose every use is over will do (`captured`).
  *
+ * A stream *lasts* if it is never destroyed, as torch's own do. Any other is *borrowed*: it may be destroyed at any time, also
+ * before memory that was used on it is freed, and CUDA follows a handle wherever it points. So the driver is given a borrowed
+ * stream's handle only in a call of the pool that names the stream (a request for it, record_stream) and, as torch's own
+ * allocator does, in the free of memory that recorded it. What its other uses left is over when the whole device is:
+ *
+ *     driver given handle of t  =>  t lasts, or t is the stream of the request, or t was recorded and this is the free
+ *
  * Streams get numbers below MO_STREAMS as they appear; a number whose stream has no memory any more and is over goes to
- * the next stream that comes. Handles are never dereferenced; a stream that was destroyed is taken to be over once the
- * device has been synchronised. Nothing here waits: whoever does gives the pool's lock away meanwhile (pool_wait.c).
- * No locks: the pool's. */
+ * the next stream that comes. Handles are never dereferenced. Nothing here waits: whoever does gives the pool's lock away
+ * meanwhile (pool_wait.c). No locks: the pool's. */
 #ifndef MO_STREAM_ORDER_H
 #define MO_STREAM_ORDER_H
 
@@ -53,7 +59,10 @@ typedef struct mo_stream_order {
     mo_driver *driver;
     uint64_t tick;
     unsigned count;
-    unsigned recent; /* the number asked for last */
+    unsigned recent;   /* the number asked for last */
+    uint64_t borrowed; /* bit t: the stream numbered t does not last */
+    /* Whether a stream lasts: asked when one is named that is not known to. NULL: all do. */
+    bool (*lasts)(int device, mo_stream stream);
     mo_stream_state streams[MO_STREAMS];
     mo_event *spare[MO_EVENTS]; /* not in use, kept until the close: none is destroyed while that may fail */
     unsigned spare_count;
@@ -82,7 +91,8 @@ mo_status mo_stream_order_find(mo_stream_order *order, mo_stream stream, mo_deta
 static inline mo_status mo_stream_order_number(mo_stream_order *order, mo_stream stream, mo_detail *detail,
                                                unsigned *out)
 {
-    if (order->recent >= order->count || order->streams[order->recent].handle != stream)
+    if (order->recent >= order->count || order->streams[order->recent].handle != stream ||
+        order->borrowed >> order->recent & 1)
         return mo_stream_order_find(order, stream, detail, out);
     *out = order->recent;
     return MO_OK;
@@ -115,20 +125,21 @@ static inline void mo_stream_order_settle(const mo_stream_order *order, mo_last_
 uint64_t mo_stream_order_missing(const mo_stream_order *order, unsigned s, bool captured, mo_last_use use);
 
 /* Makes s wait, on the device, for what mo_stream_order_missing says. MO_NOT_READY, with nothing done, where one of the
- * streams is being captured, or s is. */
+ * streams is being captured, or s is, or one is borrowed and has no mark that would do. */
 mo_status mo_stream_order_join(mo_stream_order *order, unsigned s, bool captured, mo_last_use use,
                                mo_detail *detail);
 
-/* Records an event on each of these streams that has none since `tick`; streams under capture are left out, and so is a
- * stream with MO_MARKS marks (it has a later one to come). */
+/* Records an event on each of these streams that has none since `tick`; they are alive. Streams under capture are left out,
+ * and so is a stream with MO_MARKS marks (it has a later one to come; a borrowed one has not, and its newest moves on). */
 mo_status mo_stream_order_mark(mo_stream_order *order, uint64_t streams, uint64_t tick, mo_detail *detail);
 
 /* Looks, without waiting, which marks are over. */
 void mo_stream_order_poll(mo_stream_order *order);
 
-/* The same, and sees to it that more is known the next time: a stream whose last use is not over gets a mark, unless the
- * newest of its marks is younger than a MO_PROBESth of all that is not over. So what is known lags little behind what is. */
-void mo_stream_order_probe(mo_stream_order *order);
+/* The same, in a request for stream s, and sees to it that more is known the next time: a stream that lasts, or is s, whose
+ * last use is not over gets a mark, unless the newest of its marks is younger than a MO_PROBESth of all that is not over. So
+ * what is known lags little behind what is. */
+void mo_stream_order_probe(mo_stream_order *order, unsigned s);
 
 /* Whether all of use is over, as far as is known. */
 static inline bool mo_stream_order_over(const mo_stream_order *order, mo_last_use use)
@@ -139,13 +150,13 @@ static inline bool mo_stream_order_over(const mo_stream_order *order, mo_last_us
 
 /* What a host that waits asks again and again: drops from *use what is over, and what is being captured and so has no end
  * to wait for. MO_NOT_READY: some of it is still to be waited for. MO_OK: none is; what *use has left are streams that
- * cannot be asked (destroyed ones), which are over when the whole device is. Else the driver's error. */
+ * cannot be asked (borrowed ones), which are over when the whole device is. Else the driver's error. */
 mo_status mo_stream_order_await(mo_stream_order *order, mo_last_use *use, mo_detail *detail);
 
 /* Streams whose last use of any memory is not known to be over. */
 mo_last_use mo_stream_order_pending(const mo_stream_order *order);
 
-/* Whether any stream that has a number is being captured: then the device cannot be waited for as a whole. */
+/* Whether any stream that lasts and has a number is being captured: then the device cannot be waited for as a whole. */
 bool mo_stream_order_capturing(mo_stream_order *order);
 
 /* The device has been waited for since `tick`: what was freed until then is over. */

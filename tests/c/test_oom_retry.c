@@ -165,7 +165,7 @@ TEST(free_segments_go_for_one_of_another_size_but_not_while_a_graph_is_captured)
     get(20 * MIB, A);
     put(model.blocks[0].address);
     finish(A);
-    mo_stream_order_probe(&pool->order);
+    mo_stream_order_probe(&pool->order, 0);
     request = request_of(30 * MIB, A);
     request.captured = true;
     CHECK_EQ(climb(&request), 0);

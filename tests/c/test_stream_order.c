@@ -403,14 +403,14 @@ TEST(what_is_known_to_be_over_lags_little_behind_what_is)
         give(&pieces[0]);
         if (n >= behind)
             mo_model_device_complete(&device, STREAM(0), 1);
-        mo_stream_order_probe(&order);
+        mo_stream_order_probe(&order, a);
         CHECK(order.streams[a].mark_count <= MO_PROBES);
         CHECK(order.streams[a].done <= n + 1 - (n < behind ? n + 1 : behind)); /* only what ended */
         CHECK(n < 4 * behind || order.streams[a].done + behind + behind / 2 > n);
     }
     mo_model_device_complete(&device, STREAM(0), SIZE_MAX);
-    mo_stream_order_probe(&order);
-    mo_stream_order_probe(&order);
+    mo_stream_order_probe(&order, a);
+    mo_stream_order_probe(&order, a);
     CHECK(mo_stream_order_over(&order, pieces[0].use));
     CHECK_EQ(order.streams[a].mark_count, 0);
     close_order();
