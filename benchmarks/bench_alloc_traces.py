@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,6 +140,7 @@ def measure(number: int, folder: Path) -> dict[str, Any]:
             "host waits at the frontier": run["at_frontier"]["host_waits"],
         }
     path.unlink()
+    print(number, found, file=sys.stderr, flush=True)
     return found
 
 
@@ -147,11 +150,11 @@ def main() -> int:
         return 0
     options = harness.parser(__doc__).parse_args()
     report = harness.Report("bench_alloc_traces", options)
-    traces = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(0, TRACES, 13 if options.quick else 1):
-            traces.append(measure(number, Path(folder)))
-            print(number, traces[-1], file=sys.stderr, flush=True)
+    numbers = range(0, TRACES, 13 if options.quick else 1)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        traces = list(
+            pool.map(lambda number: measure(number, Path(folder)), numbers)
+        )  # nothing is timed here
     report.note("traces", traces)
     for mode, (_, held_limit) in MODES.items():
         frontiers = [trace[mode]["frontier"] for trace in traces]
