@@ -10,7 +10,16 @@ that do nothing, and a device that counts every call and every byte. For each lo
                 and on a device of 1.03 times the live peak. moved = maps beyond the first of each handle; host_waits,
                 as the allocator counts them, for queued work of the device
 
-and the host's CPU time for torch.empty and del, in turns between processes that each have one allocator.
+the host's CPU time for torch.empty and del, in turns between processes that each have one allocator,
+and, with --only clock, a step's time on the device's virtual clock (csrc/simcuda/clock.h), beside native's with plenty:
+
+    time of a step    from when the device will have done the first half of the steps to when it will have done
+                      them all, over the steps in between; the device waits where the host, a step ahead, is late
+    price of calls    what the calls of that half that change memory cost together, a step, were none of it hidden
+
+A call costs what csrc/simcuda/prices.h says. A launch takes the same on the device whatever it computes: what the
+loop's operations take by roofline.py, over its launches, and 2 us. Python's own time is not counted, so the host is
+never late but for its calls; a program that is bound by the host would see the price of calls in full.
 
 With plenty memopt holds its default of 2 % above the live peak; on a smaller device it is told by memory_budget= that
 it may have all of it, which the others take anyway. The host is one step ahead of the device, as on a GPU: the work of
@@ -25,6 +34,7 @@ learns from what it has seen, gets a new process each time.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import hashlib
 import itertools
@@ -44,9 +54,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import harness  # noqa: E402
 
-PLENTY = 80 << 30  # bytes: far above what any loop holds under any allocator
+PLENTY = 24 << 30  # bytes: a card that no loop fills under any allocator
 PRECISION = 0.001  # of the live peak
 LAST_STEPS = 3
+LAUNCH_NS = 2000  # of the device, for a kernel that does next to nothing; an estimate
 CALLS = {
     "memory": (
         "cudaMalloc cudaFree cuMemAlloc cuMemFree cuMemAddressReserve cuMemAddressFree cuMemCreate cuMemRelease "
@@ -112,6 +123,8 @@ def serve(allocator: Allocator, real: bool = False) -> None:
             answer = time_pairs(**request)
         elif "train" in request:
             answer = train(**request)
+        elif "roofline" in request:
+            answer = price_of_a_launch(**request)
         else:
             answer = probe(**request)
             give_everything_back()
@@ -120,8 +133,10 @@ def serve(allocator: Allocator, real: bool = False) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def probe(name: str, memory: int, scale: float, steps: int | None) -> dict[str, Any]:
-    """Runs a loop on a device of so much memory, the host one step ahead."""
+def probe(
+    name: str, memory: int, scale: float, steps: int | None, kernel: int | None = None
+) -> dict[str, Any]:
+    """Runs a loop on a device of so much memory, the host one step ahead. kernel: nanoseconds of a launch."""
     import torch
 
     from benchmarks.workloads import WORKLOADS
@@ -133,11 +148,14 @@ def probe(name: str, memory: int, scale: float, steps: int | None) -> dict[str, 
     native = torch.cuda.memory.get_allocator_backend() == "native"
     if native:
         torch.cuda.memory.reset_peak_memory_stats()
-    counts = [count_calls()]
+    if kernel is not None:
+        sim.price("kernel", kernel)
+    counts, ends = [count_calls()], [sim.clock()["device"]]
     ahead: list[torch.cuda.Event] = []
 
     def step_done(step: int) -> None:
         counts.append(count_calls())
+        ends.append(sim.clock()["device"])
         ahead.append(torch.cuda.current_stream().record_event())
         if len(ahead) > 1:
             ahead.pop(0).synchronize()
@@ -151,6 +169,7 @@ def probe(name: str, memory: int, scale: float, steps: int | None) -> dict[str, 
         message = str(error)
     done = len(counts) - 1
     tail = counts[max(0, done - LAST_STEPS)]
+    half = done // 2
     return {
         "completed": message is None,
         "message": message,
@@ -161,6 +180,33 @@ def probe(name: str, memory: int, scale: float, steps: int | None) -> dict[str, 
         "live_peak": torch.cuda.memory_stats()["requested_bytes.all.peak"] if native else memopt_peak(),
         "last_steps": difference(counts[-1], tail),
         "all_steps": difference(counts[-1], counts[0]),
+        "step_ns": (ends[done] - ends[half]) / max(1, done - half),
+        "calls_ns": price_of(difference(counts[-1], counts[half])) / max(1, done - half),
+    }
+
+
+def price_of(calls: dict[str, int]) -> float:
+    from memopt import sim
+
+    return sum(calls.get(name, 0) * sim.price(name) for name in CALLS["memory"])
+
+
+def price_of_a_launch(roofline: str, scale: float, steps: int | None) -> dict[str, Any]:
+    """Nanoseconds that a launch of this loop takes on the device, all of them alike."""
+    from benchmarks.roofline import Roofline
+    from benchmarks.workloads import WORKLOADS
+    from memopt import sim
+
+    launches = sim.stats()["launches"]
+    with Roofline() as found:
+        WORKLOADS[roofline].run(lambda step: None, scale, steps)
+    launches = sim.stats()["launches"] - launches
+    return {
+        "kernel": round(found.seconds * 1e9 / launches) + LAUNCH_NS,
+        "launches": launches,
+        "seconds": found.seconds,
+        "flops": found.flops,
+        "bytes": found.bytes,
     }
 
 
@@ -364,6 +410,88 @@ def waited(calls: dict[str, float]) -> float:
     return calls.get("host_waits", 0)
 
 
+MODES = {"memopt": ("memopt", True), "memopt, one address": ("memopt", False)}  # of the clock's contenders
+
+
+def clock_runs(options: argparse.Namespace, names: list[str], runs: Runs) -> dict[str, Any]:
+    """{workload: {contender: what a launch takes, and a step with plenty and at 1.03 of the live peak}}."""
+    contenders = {name: (name, True) for name in options.allocators if not ALLOCATORS[name].memopt}
+    contenders |= {name: mode for name, mode in MODES.items() if mode[0] in options.allocators}
+    children = {name: Child(allocator) for name, (allocator, _) in contenders.items()}
+    prices = digest("csrc/simcuda/prices.h", "csrc/simcuda/device_clock.c", "benchmarks/roofline.py")
+    measured: dict[str, dict[str, Any]] = {name: {} for name in names}
+    asked = {"scale": options.scale, "steps": options.steps}
+    for name in names:
+        first: dict[str, Any] = {}
+        for contender, (allocator, double_map) in contenders.items():
+            options.double_map = double_map  # part of the key
+            key = f"clock {key_of(name, allocator, options)} {prices}"
+            run = runs.get(key)
+            if run is None:
+                launch = first["launch"] if first else priced(name, asked)
+                ask = functools.partial(
+                    children[contender].ask,
+                    name=name,
+                    double_map=double_map,
+                    kernel=launch["kernel"],
+                    **asked,
+                )
+                plenty = ask(memory=PLENTY)
+                live = first.get("live_peak", plenty["live_peak"])
+                short = ask(memory=int(1.03 * live))
+                run = {"key": key, "live_peak": live, "launch": launch}
+                run |= {"plenty": timed(plenty), "at_103_percent": timed(short)}
+                runs.put(run)
+            first = first or run
+            measured[name][contender] = run
+            for where in ("plenty", "at_103_percent"):
+                ratio = run[where]["step_ns"] / first["plenty"]["step_ns"]
+                beside = f"{ratio:.4f} of native's" if run[where]["completed"] else "none: out of memory"
+                say(f"{name:24}{contender:22}{where:16}a step {beside}")
+    for child in children.values():
+        child.close()
+    return measured
+
+
+def priced(name: str, asked: dict[str, Any]) -> dict[str, Any]:
+    child = Child("native")
+    found = child.ask(roofline=name, **asked)
+    child.close()
+    return found
+
+
+def timed(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: found[name] for name in ("completed", "step_ns", "calls_ns")}
+
+
+def report_clock(report: harness.Report, measured: dict[str, Any]) -> None:
+    shown = (("plenty", "with no limit", 1.01), ("at_103_percent", "at 1.03 of the live peak", 1.03))
+    for figure, unit, title in (
+        ("step_ns", "ms", "virtual time of a step"),
+        ("calls_ns", "ms", "price of memory calls a step"),
+    ):
+        for where, said, _ in shown:
+            for name, by_contender in measured.items():
+                values = {
+                    contender: run[where][figure] * 1e-6
+                    for contender, run in by_contender.items()
+                    if run[where]["completed"]
+                }
+                if values:
+                    report.record(f"{title} {said}, {name}", values, unit=unit, peer=next(iter(values)))
+    for contender in MODES:
+        for where, said, limit in shown:
+            for name, by_contender in measured.items():
+                run = by_contender.get(contender)
+                if run is None or "native" not in by_contender or not run[where]["completed"]:
+                    continue
+                ratio = run[where]["step_ns"] / by_contender["native"]["plenty"]["step_ns"]
+                case = f"goal: a step's time {said}, {contender}, {name}"
+                report.record(
+                    case, {"limit": limit, contender: ratio}, unit="of native's", peer="limit", goal=1.0
+                )
+
+
 class Runs:
     """With --resume: finished measurements, on disk a line each, and those of the last result. One counts while torch,
     the workloads and, for memopt, the extension are what it was made with: its key says."""
@@ -559,7 +687,11 @@ def main() -> int:
         action="store_false",
         help="memopt's allocator maps its memory at one address only",
     )
-    parser.add_argument("--only", choices=["memory", "time"], help="one half of it")
+    parser.add_argument(
+        "--only",
+        choices=["memory", "time", "clock"],
+        help="one part of it; both modes' virtual time, which no other part has, is a result of its own",
+    )
     options = parser.parse_args()
     if options.cuda:
         parser.error("this measures on the simulated device; bench_alloc_gpu.py is the one for a GPU")
@@ -575,12 +707,19 @@ def main() -> int:
     unknown = sorted(set(names) - set(WORKLOADS))
     if unknown:
         parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
-    mode = "" if options.double_map else ".no_double_map"
+    mode = ".clock" if options.only == "clock" else "" if options.double_map else ".no_double_map"
     report = harness.Report(f"bench_alloc_train{mode}", options)
     report.note("scale", options.scale)
     report.note("steps", options.steps or {name: WORKLOADS[name].steps for name in names})
     report.note("precision of the frontier", PRECISION)
     report.note("settings", {name: ALLOCATORS[name].settings for name in options.allocators})
+    if options.only == "clock":
+        result = options.output or harness.RESULTS / f"{report.name}.json"
+        runs = Runs(harness.RESULTS / "rounds" / f"{report.name}.runs.jsonl", result, options.resume)
+        timings = clock_runs(options, names, runs)
+        report.note("runs", timings)
+        report_clock(report, timings)
+        return report.finish()
     if options.only != "time":
         result = options.output or harness.RESULTS / f"{report.name}.json"
         runs = Runs(harness.RESULTS / "rounds" / f"{report.name}.runs.jsonl", result, options.resume)

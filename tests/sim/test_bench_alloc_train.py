@@ -12,7 +12,20 @@ import pytest
 import torch
 
 from benchmarks import bench_alloc_train
-from benchmarks.bench_alloc_train import ALLOCATORS, PRECISION, ROOT, Runs, measure, moved
+from benchmarks.bench_alloc_train import (
+    ALLOCATORS,
+    LAUNCH_NS,
+    PRECISION,
+    ROOT,
+    Runs,
+    measure,
+    moved,
+    price_of,
+    price_of_a_launch,
+    probe,
+)
+from benchmarks.roofline import BYTES_A_SECOND, FLOPS_OTHERWISE, Roofline
+from memopt import sim
 
 SIM = {"memory": "1GiB", "blank": True}
 LIVE = 1_000_000
@@ -73,6 +86,45 @@ def test_finished_runs_are_found_again_and_a_torn_one_is_not(tmp_path):
     again.put({"key": "later", "frontier": 3})
     assert Runs(log, result, resume=True).get("later")["frontier"] == 3
     assert Runs(log, result, resume=False).get("new") is None
+
+
+def test_an_operation_takes_what_its_operations_or_its_bytes_take_whichever_is_more():
+    a, b = torch.zeros(2048, 2048, device="cuda"), torch.zeros(2048, 2048, device="cuda")
+    with Roofline() as product:
+        a @ b
+    assert product.flops == 2 * 2048**3
+    assert product.bytes == 3 * a.nbytes
+    assert product.seconds == pytest.approx(2 * 2048**3 / FLOPS_OTHERWISE)
+    with Roofline() as found:
+        c = a.detach().view(-1)[:1024]  # parts of it, and memory that nothing is written to
+        torch.empty_like(a)
+    assert found.bytes == found.seconds == 0
+    with Roofline() as found:
+        a.add_(1)
+        b[0].expand(2048, 2048).sum()
+    assert found.bytes == 2 * a.nbytes + b.nbytes + 4
+    assert found.seconds == pytest.approx(found.bytes / BYTES_A_SECOND)
+    with Roofline() as found:
+        (torch.ones(4, device="cuda", requires_grad=True) * 2).sum().backward()
+    assert found.bytes > 16 + 32 + 20  # of ones, mul and sum: autograd has operations too
+    del c
+
+
+def test_a_launch_is_priced_so_that_a_loops_launches_take_what_its_operations_do():
+    found = price_of_a_launch("gnn", 0.05, 2)
+    assert found["launches"] > 0 and found["flops"] > 0
+    total = (found["kernel"] - LAUNCH_NS) * found["launches"] * 1e-9
+    assert total == pytest.approx(found["seconds"], abs=found["launches"] * 1e-9)
+
+
+def test_a_steps_virtual_time_is_its_launches_where_the_host_is_ahead():
+    kernel = 50_000  # ns: far more than the calls of a launch
+    first = probe("gnn", 1 << 30, 0.05, 6, kernel)
+    assert first["completed"] and first["steps"] == 6
+    again = probe("gnn", 1 << 30, 0.05, 6, 2 * kernel)
+    assert again["step_ns"] == pytest.approx(2 * first["step_ns"], rel=0.01)
+    sim.price("kernel", 5000)
+    assert price_of({"cuMemMap": 3, "cuMemCreate": 2, "cudaEventRecord": 100}) == 3 * 2000 + 2 * 29000
 
 
 def test_the_peers_are_told_apart_by_a_real_run(tmp_path: Path):

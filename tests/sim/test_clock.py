@@ -44,6 +44,7 @@ def test_a_price_changes_the_time_and_the_old_one_is_returned():
     # The device's time includes what it waits for the host before the first launch.
     assert dear["device"] - cheap["device"] == pytest.approx(3 * (1000 * US - before), rel=0.01)
     assert sim.price("cuMemCreate") == 29 * US
+    assert sim.price("cudaLaunchKernel") == 2.5 * US  # of another library
 
 
 def test_events_keep_virtual_time():
