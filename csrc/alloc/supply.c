@@ -113,17 +113,23 @@ static size_t next_victims(const mo_pool *pool, const mo_zone *zone, mo_block **
     return count;
 }
 
-/* Whole slots of a free block: those behind the site, where the block is part of it; what lies before may be needed. */
-static void slots_outside(const mo_block *block, const mo_request *request, const mo_site *site, size_t *low,
-                          size_t *high)
+/* Whole slots of a free block that are not the site's: those behind it, where the block is part of it. Those before it, which
+ * may be needed next, only with `before`: rather than that a stream waits for it or the request is refused. */
+static void slots_outside(const mo_block *block, const mo_request *request, const mo_site *site, bool before,
+                          size_t *low, size_t *high)
 {
-    mo_block_slots(block, low, high);
-    if (block->span == site->span && block->address < site->at + request->size &&
-        block->address + block->size > site->at) {
-        size_t behind = mo_span_slot(block->span, site->at + request->size - 1) + 1;
+    size_t first, behind;
 
+    mo_block_slots(block, low, high);
+    if (block->span != site->span || block->address >= site->at + request->size ||
+        block->address + block->size <= site->at)
+        return;
+    first = mo_span_slot(block->span, site->at);
+    behind = mo_span_slot(block->span, site->at + request->size - 1) + 1;
+    if (before && behind >= *high)
+        *high = mo_size_min(*high, first);
+    else
         *low = *low > behind ? *low : behind;
-    }
 }
 
 /* Makes up to `want` granules of a free block spare, from its end, so that its head stays joined to what it lies beside. With
@@ -133,7 +139,7 @@ static size_t steal_of(mo_pool *pool, const mo_request *request, mo_block *block
 {
     size_t low, high, count;
 
-    slots_outside(block, request, site, &low, &high);
+    slots_outside(block, request, site, join, &low, &high);
     mo_stream_order_settle(&pool->order, &block->last_use);
     if (low >= high || !mo_supply_may_have(pool, request, block->last_use, join))
         return 0;

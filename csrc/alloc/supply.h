@@ -3,7 +3,8 @@
  *     spare      nobody's already
  *     created    while what is held stays within the slack, or within a budget that was set
  *     stolen     out of free blocks elsewhere, of huge ones first: of the largest few the one that has been free longest
- *                (without double_map: the largest), from its end, so that its head stays joined to what it lies beside
+ *                (without double_map: the largest), from its end, so that its head stays joined to what it lies beside; of
+ *                the site's own block what lies before the site, from MO_EFFORT_JOIN on
  *
  * Memory may go to a request where its stream waits for nobody, or is made to (MO_EFFORT_JOIN): on the device. Where
  * granules cannot be mapped twice, and for a stream under capture, the memory's last use must be over on the host. */

@@ -3,6 +3,7 @@
 #include "alloc/arena.h"
 #include "alloc/supply.h"
 #include "base/size.h"
+#include "alloc/remap.h"
 #include "pool_fixture.h"
 
 #define UNIT ((size_t)1 << 19) /* bytes of a granule here */
@@ -447,6 +448,37 @@ TEST(a_budget_is_never_exceeded_by_creation)
     CHECK_EQ(device.used, 3 * UNIT);
     CHECK_EQ(pool->held_peak, 3 * UNIT);
     CHECK_EQ(pool->stats.num_device_alloc, 3);
+    close_pool();
+}
+
+/*      0                 8       11  granules
+ *      | free      |site . . . . |             five whole ones lie before it, three are needed behind */
+TEST(what_lies_before_a_site_in_its_own_block_is_taken_where_nothing_else_is)
+{
+    size_t create, take;
+    mo_request request;
+    mo_address block;
+    mo_site site;
+
+    open_pool(1024 * MIB, GRANULE, (mo_pool_settings){.budget = 8 * GRANULE});
+    block = get(8 * GRANULE, A);
+    put(block);
+    finish(A);
+    mo_stream_order_probe(&pool->order);
+    request = request_of(&pool->general, 11 * MIB, A);
+    site = (mo_site){.span = request.zone->spans, .at = block + 11 * MIB, .need = 3};
+    site.slot = mo_span_slot(site.span, block) + 8;
+    site.count = 3;
+    CHECK(!mo_supply_plan(pool, &request, &site, 3, MO_EFFORT_MOVE, &create, &take));
+    CHECK(!mo_supply_plan(pool, &request, &site, 6, MO_EFFORT_JOIN, &create, &take));
+    CHECK(mo_supply_plan(pool, &request, &site, 3, MO_EFFORT_JOIN, &create, &take));
+    CHECK_EQ(create, 0);
+    CHECK_EQ(take, 3);
+    CHECK_OK(mo_remap_site(pool, &request, &site, MO_EFFORT_JOIN, &said));
+    for (size_t i = 0; i < 11; i++)
+        CHECK_EQ(mo_slot_owned(&site.span->slots[site.slot - 8 + i]), i < 2 || i > 4);
+    CHECK(mo_span_block_at(site.span, site.at)->state == MO_BLOCK_FREE);
+    CHECK_POOL();
     close_pool();
 }
 
