@@ -46,6 +46,20 @@ static size_t may_enter(const mo_request *request)
     return own->budget ? (own->budget - smaller(own->budget, mo_arena_held(own))) / UNIT : SIZE_MAX;
 }
 
+/* Whether a slot that begins at `at` may leave a block which overlaps the site: it lies behind the site, or (join) before it,
+ * where the block has none behind. */
+static bool leaves(const mo_request *request, const mo_site *site, const mo_block *block, mo_address at,
+                   bool join)
+{
+    const mo_address end = site->at + request->size;
+    const size_t last = mo_span_slot(site->span, end - 1), first = mo_span_slot(site->span, site->at);
+
+    if (at >= end)
+        return true;
+    return join && mo_span_slot(site->span, at) < first &&
+           block->address + block->size < mo_slot_address(site->span, last + 2);
+}
+
 /* Whole free granules outside the site that can become spare for the request, `enter` of them at most from other arenas. */
 static size_t stealable(const mo_request *request, const mo_site *site, bool join, size_t enter)
 {
@@ -62,13 +76,13 @@ static size_t stealable(const mo_request *request, const mo_site *site, bool joi
                 for (size_t i = 0; i < span->fresh; i++) {
                     const mo_address at = mo_slot_address(span, i);
                     mo_block *block = mo_span_block_at(span, at);
-                    const bool beside = block->address < site->at + request->size && /* overlaps the site … */
+                    const bool beside = block->address < site->at + request->size && /* overlaps the site */
                                         block->address + block->size > site->at && span == site->span;
 
                     here += mo_slot_owned(&span->slots[i]) && block->state == MO_BLOCK_FREE &&
                             block->address + block->size >= at + UNIT && block->address <= at &&
                             may_have(request, block->last_use, join) &&
-                            !(beside && at < site->at + request->size); /* … and does not lie behind it */
+                            (!beside || leaves(request, site, block, at, join));
                 }
         if (arena == own)
             inside += here;
