@@ -202,7 +202,9 @@ static mo_status load_in_context(const mo_driver_cuda *device, const mo_kernel_i
         return status;
     m->architecture = 10 * major + minor;
 
-    if (image->fatbin_size == 0) {
+    if (settings->no_image) {
+        note(m, "the embedded image was left out, as asked");
+    } else if (image->fatbin_size == 0) {
         note(m, "this build of memopt contains no compiled kernels (it was built without nvcc)");
     } else {
         status = take_image(api, image->fatbin, false, m, &refused, detail);
@@ -285,7 +287,7 @@ static bool copy_text(const char **out, const char *text)
 
 mo_status mo_kernels_configure(const mo_kernel_settings *settings, mo_detail *detail)
 {
-    mo_kernel_settings fresh = {0}, former;
+    mo_kernel_settings fresh = {.no_image = settings->no_image}, former;
     bool ok;
 
     if (mo_forked())

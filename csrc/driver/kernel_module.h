@@ -56,6 +56,7 @@ typedef struct mo_kernel_settings {
     size_t nvrtc_path_count;
     const char *cache_directory; /* NULL or "": no cache */
     const char *version;         /* memopt's, part of the key; NULL counts as "" */
+    bool no_image;               /* leaves way 1 out, so that a check can see the others */
 } mo_kernel_settings;
 
 typedef struct mo_kernel_module {

@@ -5,9 +5,10 @@
 
 PyDoc_STRVAR(
     configure_doc,
-    "kernels_configure($module, nvrtc_paths, cache_directory, /)\n--\n\n"
-    "Where to look for NVRTC (a tuple of paths or sonames, tried in order, at most 8) and where compiled\n"
-    "kernels are kept (None: nowhere). Counts for devices whose kernels are not loaded yet.");
+    "kernels_configure($module, nvrtc_paths, cache_directory, embedded=True, /)\n--\n\n"
+    "Where to look for NVRTC (a tuple of paths or sonames, tried in order, at most 8), where compiled\n"
+    "kernels are kept (None: nowhere), and whether the embedded image may serve. Counts for devices whose\n"
+    "kernels are not loaded yet.");
 
 static PyObject *kernels_configure(PyObject *module, PyObject *args)
 {
@@ -15,9 +16,12 @@ static PyObject *kernels_configure(PyObject *module, PyObject *args)
     PyObject *paths = NULL;
     mo_detail detail;
     mo_status status;
+    int embedded = 1;
 
-    if (!PyArg_ParseTuple(args, "O!z:kernels_configure", &PyTuple_Type, &paths, &settings.cache_directory))
+    if (!PyArg_ParseTuple(args, "O!z|p:kernels_configure", &PyTuple_Type, &paths, &settings.cache_directory,
+                          &embedded))
         return NULL;
+    settings.no_image = !embedded;
     for (Py_ssize_t i = 0; i < PyTuple_Size(paths) && i < MO_NVRTC_PATHS_MAX; i++) {
         settings.nvrtc_paths[i] = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(paths, i), NULL);
         if (!settings.nvrtc_paths[i])

@@ -219,6 +219,16 @@ TEST(a_build_without_an_image_compiles)
     finish();
 }
 
+TEST(an_image_that_is_left_out_is_not_asked_for)
+{
+    start();
+    settings.no_image = true;
+    loads(&bad, MO_KERNELS_COMPILED, 1);
+    CHECK(strstr(module.note, "left out"));
+    CHECK_EQ(fake.loads, 1);
+    finish();
+}
+
 TEST(source_version_architecture_and_compiler_each_make_a_key_of_their_own)
 {
     const mo_kernel_image other = {"", 0, "another source", 14};
