@@ -1,6 +1,7 @@
-"""Check memopt on this machine's GPU: kernels, memory at two addresses, streams, the driver's times, the allocator,
-bandwidth, and an estimate beside the real peak. Each part runs in a process of its own. Prints a Markdown summary; -o
-writes the report as JSON. Exits with 1 if a part is wrong or there is no GPU."""
+"""Check memopt on this machine's GPU, in nine parts: environment, kernels, memory at two addresses, streams, the
+driver's times, the allocator, bandwidth, an estimate beside the real peak, and the features beside plain torch. Each
+part runs in a process of its own. Prints a Markdown summary; -o writes the report as JSON. Exits with 1 if a part is
+wrong or there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,169 +1,42 @@
-"""The parts of `memopt gpu-check`: a function each, of which a process that processes.py has started runs one."""
+"""The parts of `memopt gpu-check`: a function each, of which a process that processes.py has started runs one.
+
+The larger ones have a module each."""
 
 from __future__ import annotations
 
 import math
 import os
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from memopt import _C
+from memopt._gpu_check.allocator_part import allocator, loop
 from memopt._gpu_check.check_report import Status
-from memopt._gpu_check.processes import MODULE
+from memopt._gpu_check.driver_part import driver
+from memopt._gpu_check.environment_part import environment
+from memopt._gpu_check.feature_part import features, rank
+from memopt._gpu_check.kernel_part import kernels, load, only_loads
+from memopt._gpu_check.part_outcome import (
+    ROOMY,
+    Figures,
+    PartOutcome,
+    PartRequest,
+    late_work,
+    use_memopts_allocator,
+)
 from memopt._runtime import process
 
 if TYPE_CHECKING:
     import torch
 
 SIMULATED_MEMORY = "2GiB"
-# Relative: of the norm of all gradients, whose sum the device makes in another order.
-NORM_ERROR = 1e-6
 # A kernel that reaches less of a copy's bandwidth is slow: the kernels are built to be bound by memory.
 SLOW = 0.7
 # The prediction's difference from the measured peak, as a part of that.
 ESTIMATE_ERROR = 0.05
-LOOP_SECONDS = 300.0
-ROOMY = 32 << 30  # bytes free on the device, for the sizes of --full; the others take 2 GiB
-
-Figures = dict[str, float | int | str]
-
-
-class PartOutcome(NamedTuple):
-    status: Status
-    text: str = ""
-    figures: Figures = {}  # noqa: RUF012 (never changed)
-
-
-class PartRequest(NamedTuple):
-    part: str
-    quick: bool
-    simulated: bool
-    contender: str = ""
-
-
-# ---- environment -----------------------------------------------------------------------------------------------------
-
-
-def environment(request: PartRequest) -> PartOutcome:
-    try:
-        driver = _C.cuda_driver()
-    except _C.Error as error:
-        return PartOutcome("not here", str(error))
-    if not driver["devices"]:
-        return PartOutcome("not here", "the CUDA driver sees no GPU")
-    import torch
-
-    from memopt._runtime.doctor import doctor
-
-    found: Figures = {
-        "torch": torch.__version__,
-        "torch's CUDA": torch.version.cuda or "none",
-        "driver's CUDA": driver["version"],
-    }
-    if driver["lacking"]:
-        found["functions that the driver lacks"] = ", ".join(driver["lacking"])
-    for number, device in enumerate(driver["devices"]):
-        found[f"device {number}"] = f"{device['name']}, compute capability {device['compute_capability']}"
-        found[f"device {number}, bytes"] = device["total_bytes"]
-        found[f"device {number}, virtual memory management"] = "yes" if device["virtual_memory"] else "no"
-    if not torch.cuda.is_available():
-        return PartOutcome("wrong", "torch sees no GPU although the driver does: is it a CPU build?", found)
-    broken = [finding for finding in doctor().findings if finding.state == "broken"]
-    if broken:
-        return PartOutcome(
-            "wrong", "; ".join(f"{finding.topic}: {finding.text}" for finding in broken), found
-        )
-    return PartOutcome("ok", figures=found)
-
-
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-def kernels(request: PartRequest) -> PartOutcome:
-    """The optimizers' kernels equal the CPU's loops in bits, whatever the sizes and alignments; the norm is right."""
-    import torch
-
-    from memopt import amp, optim
-
-    seed, rounds = 20, 4 if request.quick else 40
-    draw = random.Random(seed)
-    cases: list[tuple[str, Callable[[Any], torch.optim.Optimizer]]] = [
-        ("AdamW", lambda params: optim.AdamW(params, lr=1e-2)),
-        ("AdamW, 8-bit states", lambda params: optim.AdamW(params, lr=1e-2, state_bits=8)),
-        ("SGD, momentum", lambda params: optim.SGD(params, lr=1e-2, momentum=0.9)),
-    ]
-    compared, furthest = 0, 0.0
-    for number in range(rounds):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            values = [_drawn(draw, seed + number + i) for i in range(6)]
-            for name, make in cases:
-                here, there = (_trained(make, values, dtype, device) for device in ("cpu", "cuda"))
-                compared += sum(tensor.numel() for tensor in here)
-                if not all(torch.equal(_bits(a), _bits(b)) for a, b in zip(here, there, strict=True)):
-                    return PartOutcome(
-                        "wrong", f"{name}, {dtype}, seed {seed + number}: other bits than the CPU's loops"
-                    )
-            params = [torch.nn.Parameter(value.to("cuda", dtype)) for value in values]
-            for param, value in zip(params, values, strict=True):
-                param.grad = value.to("cuda", dtype)
-            norm = float(amp.clip_grad_norm_(params, math.inf))
-            right = math.sqrt(sum(float(value.to(dtype).double().square().sum()) for value in values))
-            furthest = max(furthest, abs(norm - right) / right)
-    state = _C.kernel_status()
-    figures: Figures = {
-        "values compared": compared,
-        "largest relative error of the norm": furthest,
-        "kernels from": state["origin"],
-        "architecture": state["architecture"],
-        "note": state["note"],
-    }
-    if furthest > NORM_ERROR:
-        return PartOutcome("wrong", f"the gradients' norm is off by {furthest:.1e} of itself", figures)
-    return PartOutcome("ok", figures=figures)
-
-
-def _drawn(draw: random.Random, seed: int) -> torch.Tensor:
-    """Values on the CPU: a view that begins anywhere in its storage."""
-    import torch
-
-    size, before = int(2 ** draw.uniform(0, 15)), draw.randrange(8)
-    return torch.randn(before + size, generator=torch.Generator().manual_seed(seed))[before:]
-
-
-def _trained(
-    make: Callable[[Any], torch.optim.Optimizer], values: list[torch.Tensor], dtype: torch.dtype, device: str
-) -> list[torch.Tensor]:
-    """The parameters and their states after three steps, on the CPU."""
-    import torch
-
-    params = []
-    for value in values:
-        storage = torch.empty(value.storage_offset() + value.numel(), dtype=dtype, device=device)
-        part = storage[value.storage_offset() :]
-        part.copy_(value.to(dtype))
-        params.append(torch.nn.Parameter(part))
-    optimizer = make(params)
-    for step in range(3):
-        for param, value in zip(params, values, strict=True):
-            param.grad = (value * (0.1 + step)).to(dtype).to(device)
-        optimizer.step()
-    states = [
-        s
-        for param in params
-        for _, s in sorted(optimizer.state[param].items())
-        if isinstance(s, torch.Tensor)
-    ]
-    return [tensor.detach().cpu() for tensor in (*params, *states)]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 # ---- aliasing --------------------------------------------------------------------------------------------------------
@@ -178,7 +51,7 @@ def aliasing(request: PartRequest) -> PartOutcome:
     torch.cuda.memory.change_current_allocator(cuda.allocator(double_map=None))
     figures: Figures = {}
     incoherent = False
-    with warnings.catch_warnings():
+    with late_work(request.simulated), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is off is said here
         for number in range(torch.cuda.device_count()):
             torch.empty(1, device=number)
@@ -201,32 +74,37 @@ def streams(request: PartRequest) -> PartOutcome:
     """Memory that goes from stream to stream is not written while another stream still reads it."""
     import torch
 
-    from memopt import cuda
-
-    torch.cuda.memory.change_current_allocator(cuda.allocator())
+    use_memopts_allocator()
     rounds, size = (200, 1 << 12) if request.simulated else (2000, 1 << 22)
     draw, seed = random.Random(9), 9
     several = [torch.cuda.Stream() for _ in range(3)]
     live: list[torch.Tensor] = []
-    wrong = torch.zeros(rounds, dtype=torch.int64, device="cuda")
-    torch.cuda.synchronize()
-    for number in range(rounds):
-        writer, reader = draw.sample(several, 2)
-        with torch.cuda.stream(writer):
-            written = torch.empty(draw.randrange(size // 2, size), dtype=torch.int64, device="cuda")
-            written.fill_(number)
-        reader.wait_stream(writer)
-        with torch.cuda.stream(reader):
-            for _ in range(draw.randrange(4)):  # so that what is read is read late
-                written.sum()
-            wrong[number].copy_((written != number).sum())
-        written.record_stream(reader)
-        live.append(written)
-        del written
-        while len(live) > draw.randrange(8):
-            live.pop(draw.randrange(len(live)))
-    torch.cuda.synchronize()
-    bad = int((wrong != 0).sum())
+    with late_work(request.simulated):
+        numbers = torch.arange(16).repeat_interleave(size).view(16, size).cuda()  # a row a round, in turn
+        read = torch.full((rounds, 2), -1).cuda()
+        scratch = torch.empty(size, dtype=torch.int64, device="cuda")
+        torch.cuda.synchronize()
+        for number in range(rounds):
+            writer, reader = draw.sample(several, 2)
+            count = draw.randrange(size // 2, size)
+            with torch.cuda.stream(writer):
+                written = torch.empty(count, dtype=torch.int64, device="cuda")
+                written.copy_(numbers[number % 16, :count])
+            reader.wait_stream(writer)
+            with torch.cuda.stream(reader):
+                for _ in range(draw.randrange(4)):  # so that what is read is read late
+                    scratch[:count].copy_(written)
+                read[number, 0].copy_(written[0])
+                read[number, 1].copy_(written[-1])
+            written.record_stream(reader)
+            live.append(written)
+            del written
+            while len(live) > draw.randrange(8):
+                live.pop(draw.randrange(len(live)))
+            if request.simulated:
+                _run_ahead(draw, several)
+        torch.cuda.synchronize()
+        bad = int((read.cpu() != torch.arange(rounds)[:, None] % 16).any(1).sum())
     live.clear()
     torch.cuda.empty_cache()
     figures: Figures = {"blocks that were read by another stream": rounds, "seed": seed}
@@ -237,128 +115,11 @@ def streams(request: PartRequest) -> PartOutcome:
     return PartOutcome("ok", figures=figures)
 
 
-# ---- driver ----------------------------------------------------------------------------------------------------------
+def _run_ahead(draw: random.Random, several: list[torch.cuda.Stream]) -> None:
+    """Run some of one stream's queued work before the others', as a GPU might."""
+    from memopt import sim
 
-
-def driver(request: PartRequest) -> PartOutcome:
-    from memopt._gpu_check import driver_calls
-
-    try:
-        counts = driver_calls.COUNTS[:3] if request.quick else driver_calls.COUNTS
-        found = driver_calls.microseconds(3 if request.quick else 7, counts)
-    except RuntimeError as error:
-        return PartOutcome("wrong", str(error))
-    return PartOutcome("ok", figures={f"{name}, µs": value for name, value in found.items()})
-
-
-# ---- allocator -------------------------------------------------------------------------------------------------------
-
-_LEFT = "bytes held at the end"
-# By name: what torch's own allocator is configured with, and double_map of memopt's.
-CONTENDERS: dict[str, tuple[str, bool | None]] = {
-    "native": ("expandable_segments:False", None),
-    "expandable": ("expandable_segments:True", None),
-    "memopt": ("", None),
-    "memopt, one address": ("", False),
-}
-
-
-def allocator(request: PartRequest) -> PartOutcome:
-    """One loop under each allocator, a process each: the losses are equal in bits, and memory and time are compared."""
-    figures: Figures = {}
-    losses: dict[str, list[float]] = {}
-    for name, (settings, _) in CONTENDERS.items():
-        environment = {
-            **os.environ,
-            "PYTORCH_CUDA_ALLOC_CONF": settings,
-            "PYTORCH_ALLOC_CONF": settings,
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # the same sums in the same order
-        }
-        with process.Children() as children:
-            child = children.start(
-                MODULE,
-                request=request._replace(part="loop", contender=name)._asdict(),
-                environment=environment,
-            )
-            try:
-                answer = child.hear(LOOP_SECONDS)
-            except TimeoutError as error:
-                return PartOutcome("wrong", f"{name}: {error}", figures)
-            if answer is None or answer.kind != "finding":
-                return PartOutcome("wrong", f"{name}: {child.said(1)}", figures)
-        found = answer.what["figures"]
-        losses[name] = found.pop("losses")
-        figures.update({f"{name}: {key}": value for key, value in found.items()})
-    return _judged(losses, figures)
-
-
-def _judged(losses: dict[str, list[float]], figures: Figures) -> PartOutcome:
-    others = [name for name in losses if losses[name] != losses["native"]]
-    if others:
-        return PartOutcome(
-            "wrong", f"other losses than under torch's allocator: {', '.join(others)}", figures
-        )
-    kept = [name for name in CONTENDERS if "memopt" in name and figures[f"{name}: {_LEFT}"]]
-    if kept:
-        return PartOutcome(
-            "wrong", f"memory is held although no tensor lives any more: {', '.join(kept)}", figures
-        )
-    return PartOutcome("ok", figures=figures)
-
-
-def loop(request: PartRequest) -> dict[str, Any]:
-    """Training of batches of varying length under one allocator. The host runs ahead of the device."""
-    import torch
-
-    import memopt
-
-    settings, double_map = CONTENDERS[request.contender]
-    if not settings:
-        torch.cuda.memory.change_current_allocator(memopt.cuda.allocator(double_map=double_map))
-    torch.use_deterministic_algorithms(True)
-    roomy = torch.cuda.mem_get_info()[0] > ROOMY
-    width, steps = (
-        (32, 12) if request.simulated else (4096, 60) if roomy and not request.quick else (1024, 30)
-    )
-    make = torch.Generator().manual_seed(5)
-    model = torch.nn.Sequential(
-        *(
-            part
-            for _ in range(4)
-            for part in (
-                torch.nn.Linear(width, 4 * width),
-                torch.nn.ReLU(),
-                torch.nn.Linear(4 * width, width),
-            )
-        )
-    )
-    for param in model.parameters():
-        param.data.copy_(torch.randn(param.shape, generator=make) / param.shape[-1] ** 0.5)
-    model.cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    data = torch.randn(2 * width, width, generator=make).cuda()
-    draw, losses, middle = random.Random(6), [], 0.0
-    for step in range(steps):
-        if step == steps // 2:
-            torch.cuda.synchronize()
-            middle = time.perf_counter()
-        loss = model(data[: draw.randrange(width, 2 * width)]).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - middle) / (steps - steps // 2)
-    stats = torch.cuda.memory_stats()
-    found = {
-        "losses": [float(loss) for loss in losses],
-        "milliseconds a step": seconds * 1e3,
-        "held over the live peak": stats["reserved_bytes.all.peak"] / stats["requested_bytes.all.peak"],
-    }
-    del model, optimizer, data, param, loss, losses
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    return {**found, _LEFT: torch.cuda.memory_stats()["reserved_bytes.all.current"]}
+    sim.progress(draw.randrange(6), draw.choice(several).cuda_stream)
 
 
 # ---- bandwidth -------------------------------------------------------------------------------------------------------
@@ -371,7 +132,7 @@ def bandwidth(request: PartRequest) -> PartOutcome:
     from memopt import amp, optim
 
     roomy = torch.cuda.mem_get_info()[0] > ROOMY
-    count = 1 << (16 if request.simulated else 28 if roomy and not request.quick else 26)
+    count = 1 << (14 if request.simulated else 28 if roomy and not request.quick else 26)
     values = torch.randn(count, generator=torch.Generator().manual_seed(1)).cuda()
     param = torch.nn.Parameter(values)
     param.grad = values.clone()
@@ -416,7 +177,7 @@ def estimate(request: PartRequest) -> PartOutcome:
 
     import memopt
 
-    width = 256 if request.simulated else 2048
+    width = 64 if request.simulated else 2048
     model = torch.nn.Sequential(
         *(torch.nn.TransformerEncoderLayer(width, 8, batch_first=True, dropout=0.0) for _ in range(4))
     )
@@ -447,14 +208,18 @@ def estimate(request: PartRequest) -> PartOutcome:
 
 
 @contextmanager
-def _device(simulated: bool) -> Iterator[None]:
+def _device(request: PartRequest) -> Iterator[None]:
     """The device that a part runs on; the simulated one computes what torch asks it to."""
-    if not simulated:
+    if not request.simulated:
         yield
         return
     from memopt import sim
 
+    os.environ["OMP_NUM_THREADS"] = "1"  # the work is small: more threads would only wait for each other
     sim.activate(memory=SIMULATED_MEMORY)
+    if only_loads(request):  # which needs no torch
+        yield
+        return
     from memopt.sim._compute import Compute  # needs torch, which comes after activate()
 
     with Compute():
@@ -470,14 +235,17 @@ _PARTS: dict[str, Callable[[PartRequest], PartOutcome]] = {
     "allocator": allocator,
     "bandwidth": bandwidth,
     "estimate": estimate,
+    "features": features,
 }
+# What parts run in processes that they start themselves.
+_WITHIN: dict[str, Callable[[PartRequest], dict[str, Any]]] = {"loop": loop, "load": load, "rank": rank}
 
 
 def main() -> None:
     request = PartRequest(**next(process.requests()))
-    with _device(request.simulated):
-        if request.part == "loop":
-            process.tell("finding", figures=loop(request))
+    with _device(request):
+        if request.part in _WITHIN:
+            process.tell("finding", figures=_WITHIN[request.part](request))
         else:
             process.tell("finding", **_PARTS[request.part](request)._asdict())
 

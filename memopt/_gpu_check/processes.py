@@ -3,6 +3,8 @@ process ends one part."""
 
 from __future__ import annotations
 
+import platform
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +15,14 @@ from memopt._runtime import process
 # Their order is that of the report; parts.py has a function of each name.
 PARTS = {
     "environment": "driver, devices, and what of memopt works there",
-    "kernels": "optimizer and scaler kernels, beside the CPU's loops",
+    "kernels": "optimizer and scaler kernels, beside the CPU's loops, by each way of loading them",
     "aliasing": "memory at two addresses (double_map)",
     "streams": "memory that one stream frees and another gets",
-    "driver": "time of the driver's calls",
-    "allocator": "a training loop under each allocator: memory, time, losses",
+    "driver": "time of the driver's calls, idle and beside a kernel",
+    "allocator": "a training loop under each allocator: memory, time, losses; errors, waits, graphs, a fork",
     "bandwidth": "bytes a second of the kernels, beside a copy's",
     "estimate": "predicted and measured peak of a training step",
+    "features": "optimizers, backward, offloading, checkpointing, Prefetcher, CudaPool, NCCL, beside plain torch",
 }
 _SECONDS = {True: 300.0, False: 1800.0}  # of a part, by `quick`
 MODULE = "memopt._gpu_check.parts"
@@ -43,7 +46,23 @@ def _checked(name: str, request: dict[str, Any], seconds: float) -> PartResult:
     try:
         answer = process.ask(MODULE, request, seconds=seconds).what
     except process.ChildFailed as error:
-        # Of its output the error alone: what stands before it has paths of this machine.
+        # Of its output the error alone.
         lines = [str(error).partition("\n")[0], *error.output.splitlines()[-1:]]
         answer = {"status": "wrong", "text": ": ".join(lines)}
-    return PartResult(name, **answer, seconds=time.monotonic() - start)
+    figures = {
+        figure: _impersonal(value) if isinstance(value, str) else value
+        for figure, value in answer.get("figures", {}).items()
+    }
+    status, text = answer["status"], _impersonal(answer["text"])
+    return PartResult(name, status, text, figures, seconds=time.monotonic() - start)
+
+
+# A file's folders: what begins with a slash that follows no word, so that GB/s is none.
+_FOLDERS = re.compile(r"(?<![\w./])/(?:[^\s/:;,'\"]+/)+")
+
+
+def _impersonal(text: str) -> str:
+    """A text of a report without this machine's name and folders, for it is shown to others."""
+    node = platform.node()
+    shown = _FOLDERS.sub("…/", text)
+    return re.sub(rf"\b{re.escape(node)}\b", "this machine", shown) if node else shown
