@@ -51,7 +51,7 @@ class Roofline(TorchDispatchMode):
 
 
 def is_view(func: Any) -> bool:
-    """Whether it returns part of what it is given, and writes nothing."""
+    """Return whether it returns part of what it is given, and writes nothing."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
