@@ -60,14 +60,20 @@ MO_BODY float mo_adam8_scale(float largest)
     return largest < MO_ADAM8_TINY ? 0 : largest > MO_ADAM8_HUGE ? MO_ADAM8_HUGE : largest;
 }
 
+/* span: MO_ADAM8_SPAN_M or _V. */
+MO_BODY float mo_adam8_per(float span, float scale)
+{
+    return scale > 0 ? mo_divf(span, scale) : 0;
+}
+
 MO_BODY float mo_adam8_per_m(float scale)
 {
-    return scale > 0 ? mo_divf(MO_ADAM8_SPAN_M, scale) : 0;
+    return mo_adam8_per(MO_ADAM8_SPAN_M, scale);
 }
 
 MO_BODY float mo_adam8_per_v(float scale)
 {
-    return scale > 0 ? mo_divf(MO_ADAM8_SPAN_V, scale) : 0;
+    return mo_adam8_per(MO_ADAM8_SPAN_V, scale);
 }
 
 /* ---- of an element --------------------------------------------------------------------------------------------------- */
@@ -111,6 +117,86 @@ MO_BODY unsigned mo_adam8_encode_v(float v, float per, unsigned dither)
     if (code > 255)
         code = 255;
     return code ? code : v > 0;
+}
+
+/* ---- of four elements in a word, the first in its lowest byte: the same with fewer operations ------------------------------ */
+
+/* Byte k of a word where a code lies in a float, the sign's bit of m not taken off. */
+MO_BODY unsigned mo_adam8_in_place(unsigned word, unsigned k)
+{
+    return k < 3 ? word << (MO_ADAM8_SHIFT - 8 * k) : word >> (8 * k - MO_ADAM8_SHIFT);
+}
+
+MO_BODY void mo_adam8_decode_four_m(unsigned word, float unit, float *m)
+{
+    const float zero = mo_mulf(-MO_ADAM8_C_M, unit);
+    unsigned k;
+
+    MO_UNROLL
+    for (k = 0; k < 4; k++) {
+        const unsigned bits = (mo_adam8_in_place(word, k) & 127u << MO_ADAM8_SHIFT) + MO_ADAM8_ZERO_M;
+        const float magnitude = mo_fmaf(mo_float_from_bits(bits), unit, zero);
+        m[k] = word & 128u << 8 * k ? 0 - magnitude : magnitude;
+    }
+}
+
+MO_BODY void mo_adam8_decode_four_v(unsigned word, float unit, float *v)
+{
+    const float zero = mo_mulf(-MO_ADAM8_C_V, unit);
+    unsigned k;
+
+    MO_UNROLL
+    for (k = 0; k < 4; k++) {
+        const unsigned bits = (mo_adam8_in_place(word, k) & 255u << MO_ADAM8_SHIFT) + MO_ADAM8_ZERO_V;
+        v[k] = mo_fmaf(mo_float_from_bits(bits), unit, zero);
+    }
+}
+
+/* The bytes of that number, 0 to 3, of four words. */
+MO_BODY unsigned mo_adam8_gathered(const unsigned *word, unsigned number)
+{
+    const unsigned pair = number << 4 | number | 0x40;
+
+    return mo_bytes(mo_bytes(word[0], word[1], pair), mo_bytes(word[2], word[3], pair), 0x5410);
+}
+
+MO_BODY unsigned mo_adam8_signs(const float *m)
+{
+    const unsigned word[4] = {mo_float_bits(m[0]), mo_float_bits(m[1]), mo_float_bits(m[2]),
+                              mo_float_bits(m[3])};
+
+    return mo_adam8_gathered(word, 3) & 0x80808080u;
+}
+
+/* Of |m|, with mo_adam8_signs of m. */
+MO_BODY unsigned mo_adam8_encode_four_m(const float *magnitude, unsigned signs, float per)
+{
+    unsigned code[4], k;
+
+    MO_UNROLL
+    for (k = 0; k < 4; k++) {
+        const float y = mo_fmaf(magnitude[k], per, MO_ADAM8_C_M);
+        const unsigned rounded =
+            (mo_float_bits(y) + (1u << (MO_ADAM8_SHIFT - 1)) - MO_ADAM8_ZERO_M) >> MO_ADAM8_SHIFT;
+        code[k] = rounded < 127 ? rounded : 127;
+    }
+    return mo_adam8_gathered(code, 0) | signs;
+}
+
+/* dither: the first element's. */
+MO_BODY unsigned mo_adam8_encode_four_v(const float *v, float per, unsigned dither)
+{
+    unsigned code[4], k;
+
+    MO_UNROLL
+    for (k = 0; k < 4; k++) {
+        const float y = mo_fmaf(v[k], per, MO_ADAM8_C_V);
+        const unsigned up = (dither + k * MO_ADAM8_DITHER_INDEX) >> (32 - MO_ADAM8_SHIFT);
+        const unsigned rounded = (mo_float_bits(y) + up - MO_ADAM8_ZERO_V) >> MO_ADAM8_SHIFT;
+        const unsigned least = v[k] > 0, most = rounded < 255 ? rounded : 255;
+        code[k] = most > least ? most : least;
+    }
+    return mo_adam8_gathered(code, 0);
 }
 
 #endif

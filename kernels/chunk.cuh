@@ -44,6 +44,22 @@ typedef struct MO_ALIGNED(8) mo_eight_bytes {
     unsigned word[2];
 } mo_eight_bytes;
 
+/* A word of any four bytes of two words, numbered from the lowest: 0 to 3 are a's, 4 to 7 are b's. The lowest digit of `which`
+ * names the lowest byte. */
+MO_BODY unsigned mo_bytes(unsigned a, unsigned b, unsigned which)
+{
+#ifdef __CUDACC__
+    return __byte_perm(a, b, which);
+#else
+    const unsigned long long both = (unsigned long long)b << 32 | a;
+    unsigned word = 0, k;
+
+    for (k = 0; k < 4; k++)
+        word |= (unsigned)(both >> (which >> 4 * k & 7) * 8 & 0xFF) << 8 * k;
+    return word;
+#endif
+}
+
 /* The address as a pointer. A number could point into any memory space; saying "global" makes the compiler
  * emit ld.global for what would else be a generic load. (Generic and global addresses are equal numbers.) */
 MO_BODY void *mo_global(unsigned long long address)
@@ -72,6 +88,18 @@ MO_BODY mo_split mo_chunk_split(mo_chunk chunk, unsigned size)
     split.vectors = (chunk.count - split.head) / lanes;
     split.tail = chunk.count - split.head - split.vectors * lanes;
     return split;
+}
+
+/* Sixteen bytes by one store: nvcc makes of a struct of words one for some architectures, four for others. */
+MO_BODY void mo_store_words(unsigned long long address, unsigned a, unsigned b, unsigned c, unsigned d)
+{
+#ifdef __CUDACC__
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+#else
+    const mo_vector words = {{(unsigned long long)b << 32 | a, (unsigned long long)d << 32 | c}};
+    *(mo_vector *)mo_global(address) = words;
+#endif
 }
 
 #endif

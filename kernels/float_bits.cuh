@@ -34,6 +34,21 @@ MO_BODY unsigned mo_float_bits(float x)
 #endif
 }
 
+MO_BODY float mo_magnitudef(float x)
+{
+    return mo_float_from_bits(mo_float_bits(x) & 0x7FFFFFFF);
+}
+
+/* Of a NaN and a number it is the number. */
+MO_BODY float mo_largerf(float a, float b)
+{
+#ifdef __CUDACC__
+    return fmaxf(a, b);
+#else
+    return b > a || a != a ? b : a;
+#endif
+}
+
 MO_BODY double mo_double_from_bits(unsigned long long bits)
 {
 #ifdef __CUDACC__
@@ -144,6 +159,28 @@ MO_BODY unsigned mo_bf16_pair(float low, float high)
 #else
     return mo_bf16_from_float(high) << 16 | mo_bf16_from_float(low);
 #endif
+}
+
+/* And back. */
+MO_BODY void mo_f16_pair_to_float(unsigned pair, float *low, float *high)
+{
+#ifdef __CUDACC__
+    unsigned short first, second;
+    asm("mov.b32 {%0, %1}, %2;"
+        : "=h"(first), "=h"(second)
+        : "r"(pair)); /* no instruction: a register has halves */
+    *low = mo_f16_to_float(first);
+    *high = mo_f16_to_float(second);
+#else
+    *low = mo_f16_to_float(pair & 0xFFFF);
+    *high = mo_f16_to_float(pair >> 16);
+#endif
+}
+
+MO_BODY void mo_bf16_pair_to_float(unsigned pair, float *low, float *high)
+{
+    *low = mo_float_from_bits(pair << 16);
+    *high = mo_float_from_bits(pair & 0xFFFF0000u);
 }
 
 #endif

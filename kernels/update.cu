@@ -18,27 +18,54 @@
 #define UPDATE_THREADS 256
 #define UPDATE_BLOCKS  3 /* of a multiprocessor at once: 80 registers a thread */
 
-/* Of values that are at least 0 and no NaN, in all lanes. */
-MO_BODY float update_warp_largest(float x)
+/* Of two values of each lane, which are at least 0 and no NaN, the largest in the warp: of m in the lower sixteen lanes, of v
+ * in the upper. */
+MO_BODY float update_warp_largest(float m, float v, bool upper)
 {
-    for (unsigned apart = 16; apart > 0; apart /= 2)
+    float x = fmaxf(upper ? v : m, __shfl_xor_sync(0xFFFFFFFFu, upper ? m : v, 16));
+
+    for (unsigned apart = 8; apart > 0; apart /= 2)
         x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, apart));
     return x;
 }
 
-MO_BODY void update_codes(const mo_update_work *w)
+/* The lower half of a warp finds the new scale of m, with its only division, while the upper half finds that of v.
+ * `way` is a constant. */
+MO_BODY void update_codes_in(const mo_update_work *w, mo_update_way way)
 {
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const bool upper = lane >= 16;
 
     MO_NOT_UNROLLED
-    for (unsigned long long block = w->begin / MO_ADAM8_ELEMENTS + warp; block * MO_ADAM8_ELEMENTS < w->end;
-         block += warps) {
+    for (unsigned block = warp; block * MO_ADAM8_ELEMENTS < w->count; block += warps) {
+        const mo_update_few few = mo_update_lane_of(w, block, lane);
         mo_update_lane held;
-        mo_update_codes_take(w, block, lane, &held);
-        held.largest_m = update_warp_largest(held.largest_m);
-        held.largest_v = update_warp_largest(held.largest_v);
+        float scale, per, other;
+        mo_update_codes_take(w, way, block, few, &held);
+        scale = mo_adam8_scale(update_warp_largest(held.largest_m, held.largest_v, upper));
+        per = mo_adam8_per(upper ? MO_ADAM8_SPAN_V : MO_ADAM8_SPAN_M, scale);
+        other = __shfl_xor_sync(0xFFFFFFFFu, per, 16);
         __syncwarp(); /* all lanes have read the scales that one writes: a shuffle orders no memory */
-        mo_update_codes_put(w, block, lane, &held);
+        mo_update_codes_put(w, few, &held, upper ? other : per, upper ? per : other);
+        if (lane % 16 == 0)
+            ((float *)mo_global(upper ? w->a.v_scale : w->a.m_scale))[block] = scale;
+    }
+}
+
+MO_BODY void update_codes(const mo_update_work *w)
+{
+    switch (w->way) {
+    case MO_UPDATE_IN_F32:
+        update_codes_in(w, MO_UPDATE_IN_F32);
+        break;
+    case MO_UPDATE_IN_F16:
+        update_codes_in(w, MO_UPDATE_IN_F16);
+        break;
+    case MO_UPDATE_IN_BF16:
+        update_codes_in(w, MO_UPDATE_IN_BF16);
+        break;
+    default:
+        update_codes_in(w, MO_UPDATE_MIXED);
     }
 }
 

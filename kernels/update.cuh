@@ -4,8 +4,8 @@
  * (csrc/simcuda/grid.h).
  *
  * A unit is a run of elements of one parameter, processed by one block; it begins at a multiple of 1024 elements. Threads
- * take four elements at a time, eight where states have 8 bits: by one load an array where they lie on the grid of their
- * own size (16 bytes at the most), else one by one. */
+ * take four elements at a time, eight where all are of one type of 16 bits or states have 8: an array by accesses of 16
+ * bytes (8 where they are no more) if it lies on their grid, else one by one. */
 #ifndef MO_UPDATE_CUH
 #define MO_UPDATE_CUH
 
@@ -18,11 +18,34 @@
 
 /* ---- a block --------------------------------------------------------------------------------------------------- */
 
+/* The type of a parameter, of its gradient and, where they are no codes, of its states. */
+typedef enum mo_update_way {
+    MO_UPDATE_IN_F32,
+    MO_UPDATE_IN_F16,
+    MO_UPDATE_IN_BF16,
+    MO_UPDATE_MIXED, /* several of them, or a master beside the parameter */
+    MO_UPDATE_IN_F64 /* the parameter */
+} mo_update_way;
+
+/* Arrays of a parameter, as bits; not the lowest, whose test takes three instructions more of nvcc's. */
+enum {
+    MO_ARRAY_P = 2,
+    MO_ARRAY_G = 4,
+    MO_ARRAY_MASTER = 8,
+    MO_ARRAY_M = 16,
+    MO_ARRAY_V = 32,
+    MO_ARRAY_VMAX = 64
+};
+
 /* What the threads of a block have in common: in shared memory, made by one of them. */
 typedef struct mo_update_work {
-    mo_update_parameter a;
-    unsigned long long begin, end; /* elements */
-    unsigned step;                 /* the number of this step, from 1 */
+    mo_update_parameter a; /* its arrays' addresses are those of the unit's first element */
+    unsigned first;        /* the number of that element in the parameter, modulo 2^32 */
+    unsigned count;        /* elements of the unit */
+    unsigned step;         /* the number of this step, from 1 */
+    unsigned decays;       /* not 0: MO_ADAM_L2 */
+    unsigned whole;        /* arrays that lie on the grid of the widest access: bits MO_ARRAY_… */
+    mo_update_way way;
     float stored; /* what gradients are multiplied with where they lie; 1: they are not touched */
     union {
         mo_adam_terms adam;
@@ -34,17 +57,70 @@ typedef struct mo_update_work {
     } narrow;
 } mo_update_work;
 
+MO_BODY mo_update_way mo_update_way_of(const mo_update_parameter *a)
+{
+    const unsigned alike = a->flags & MO_UPDATE_CODES || a->state_kind == a->kind;
+
+    if (a->kind == MO_F64)
+        return MO_UPDATE_IN_F64;
+    if (a->grad_kind != a->kind || !alike || a->master)
+        return MO_UPDATE_MIXED;
+    return a->kind == MO_F32 ? MO_UPDATE_IN_F32 : a->kind == MO_F16 ? MO_UPDATE_IN_F16 : MO_UPDATE_IN_BF16;
+}
+
+/* Fours that a thread takes at a time, where states are no codes. */
+MO_BODY unsigned mo_update_fours_of(mo_update_way way)
+{
+    return way == MO_UPDATE_IN_F16 || way == MO_UPDATE_IN_BF16 ? 2 : 1;
+}
+
+/* Moves an array's address to element `first`; `array` where a thread's elements from there on, each of so many bytes, lie
+ * on the grid of the widest access. */
+MO_BODY unsigned mo_update_enter(unsigned long long *address, unsigned size, unsigned long long first,
+                                 unsigned fours, unsigned array)
+{
+    const unsigned width = fours * 4 * size < 16 ? fours * 4 * size : 16;
+
+    if (!*address)
+        return 0;
+    *address += first * size;
+    return *address % width == 0 ? array : 0;
+}
+
+MO_BODY void mo_update_enter_unit(mo_update_work *w, unsigned long long first)
+{
+    mo_update_parameter *const a = &w->a;
+    const unsigned codes = a->flags & MO_UPDATE_CODES, fours = codes ? 2 : mo_update_fours_of(w->way);
+    const unsigned p_size = mo_float_size((mo_float)a->kind), g_size = mo_float_size((mo_float)a->grad_kind),
+                   state_size = codes ? 1 : mo_float_size((mo_float)a->state_kind);
+
+    w->first = (unsigned)first;
+    w->whole = mo_update_enter(&a->p, p_size, first, fours, MO_ARRAY_P) |
+               mo_update_enter(&a->g, g_size, first, fours, MO_ARRAY_G) |
+               mo_update_enter(&a->master, 4, first, fours, MO_ARRAY_MASTER) |
+               mo_update_enter(&a->m, state_size, first, fours, MO_ARRAY_M) |
+               mo_update_enter(&a->v, state_size, first, fours, MO_ARRAY_V) |
+               mo_update_enter(&a->vmax, state_size, first, fours, MO_ARRAY_VMAX);
+    if (codes) {
+        a->m_scale += first / MO_ADAM8_ELEMENTS * 4;
+        a->v_scale += first / MO_ADAM8_ELEMENTS * 4;
+    }
+}
+
 MO_BODY void mo_update_prepare(mo_update_launch launch, unsigned number, mo_update_work *w)
 {
     const mo_update_unit unit = mo_update_units(launch)[number];
     const float factor = launch.factor ? *(const float *)mo_global(launch.factor) : 1.0f;
+    const unsigned long long first = (unsigned long long)unit.index * launch.elements;
     const mo_update_group *group;
     float steps = 0, left;
     double lr;
 
     w->a = mo_update_parameters(launch)[unit.parameter];
-    w->begin = (unsigned long long)unit.index * launch.elements;
-    w->end = w->a.count - w->begin < launch.elements ? w->a.count : w->begin + launch.elements;
+    w->count = w->a.count - first < launch.elements ? (unsigned)(w->a.count - first) : launch.elements;
+    w->way = mo_update_way_of(&w->a);
+    w->decays = !(w->a.flags & MO_UPDATE_SGD) && w->a.flags & MO_ADAM_L2;
+    mo_update_enter_unit(w, first);
     w->stored = launch.store_gradients ? factor : 1.0f;
     left = launch.store_gradients ? 1.0f : factor;
 
@@ -75,131 +151,103 @@ typedef struct MO_ALIGNED(16) mo_four {
     unsigned word[4];
 } mo_four;
 
-MO_BODY unsigned long long mo_four_address(mo_float kind, unsigned long long address,
-                                           unsigned long long first)
+/* Elements first … first + 3 of an array that begins at an address, one by one, as far as it has them; zeros behind. */
+MO_BODY mo_four mo_four_gather(mo_float kind, unsigned long long address, unsigned first, unsigned count)
 {
-    return address + first * mo_float_size(kind);
-}
-
-/* Elements first … first + n - 1 of an array, n <= 4; zeros behind them, and where there is no array. */
-MO_BODY mo_four mo_four_load(mo_float kind, unsigned long long address, unsigned long long first, unsigned n)
-{
-    const unsigned long long at = mo_four_address(kind, address, first);
     mo_four raw = {{0, 0, 0, 0}};
     unsigned k;
 
-    if (!address)
-        return raw;
     if (kind == MO_F32) {
-        if (n == 4 && at % 16 == 0)
-            return *(const mo_four *)mo_global(at);
         MO_UNROLL
         for (k = 0; k < 4; k++)
-            if (k < n)
-                raw.word[k] = ((const unsigned *)mo_global(at))[k];
-        return raw;
+            if (first + k < count)
+                raw.word[k] = ((const unsigned *)mo_global(address))[first + k];
+    } else {
+        MO_UNROLL
+        for (k = 0; k < 4; k++)
+            if (first + k < count)
+                raw.word[k / 2] |= (unsigned)((const unsigned short *)mo_global(address))[first + k]
+                                   << k % 2 * 16;
     }
-    if (n == 4 && at % 8 == 0) {
-        const mo_eight_bytes halves = *(const mo_eight_bytes *)mo_global(at);
-        raw.word[0] = halves.word[0];
-        raw.word[1] = halves.word[1];
-        return raw;
-    }
-    MO_UNROLL
-    for (k = 0; k < 4; k++)
-        if (k < n)
-            raw.word[k / 2] |= (unsigned)((const unsigned short *)mo_global(at))[k] << k % 2 * 16;
     return raw;
 }
 
-MO_BODY void mo_four_store(mo_float kind, unsigned long long address, unsigned long long first, unsigned n,
-                           mo_four raw)
+MO_BODY void mo_four_scatter(mo_float kind, unsigned long long address, unsigned first, unsigned count,
+                             mo_four raw)
 {
-    const unsigned long long at = mo_four_address(kind, address, first);
     unsigned k;
 
     if (kind == MO_F32) {
-        if (n == 4 && at % 16 == 0) {
-            /* In words of 64 bits, or nvcc makes four stores of it. */
-            const mo_vector vector = {{(unsigned long long)raw.word[1] << 32 | raw.word[0],
-                                       (unsigned long long)raw.word[3] << 32 | raw.word[2]}};
-            *(mo_vector *)mo_global(at) = vector;
-            return;
-        }
         MO_UNROLL
         for (k = 0; k < 4; k++)
-            if (k < n)
-                ((unsigned *)mo_global(at))[k] = raw.word[k];
-        return;
+            if (first + k < count)
+                ((unsigned *)mo_global(address))[first + k] = raw.word[k];
+    } else {
+        MO_UNROLL
+        for (k = 0; k < 4; k++)
+            if (first + k < count)
+                ((unsigned short *)mo_global(address))[first + k] =
+                    (unsigned short)(raw.word[k / 2] >> k % 2 * 16);
     }
-    if (n == 4 && at % 8 == 0) {
-        const mo_eight_bytes halves = {{raw.word[0], raw.word[1]}};
-        *(mo_eight_bytes *)mo_global(at) = halves;
-        return;
-    }
-    MO_UNROLL
-    for (k = 0; k < 4; k++)
-        if (k < n)
-            ((unsigned short *)mo_global(at))[k] = (unsigned short)(raw.word[k / 2] >> k % 2 * 16);
 }
 
 /* In what follows a loop stands within each case, not the cases within one loop, whose unrolled branches, all on the same
  * few conditions, would take a CUDA compiler minutes. */
-MO_BODY void mo_four_widen(mo_float kind, mo_four raw, float *x)
+MO_BODY void mo_fours_widen(mo_float kind, unsigned fours, const mo_four *raw, float *x)
 {
     unsigned k;
 
     if (kind == MO_F32) {
         MO_UNROLL
-        for (k = 0; k < 4; k++)
-            x[k] = mo_float_from_bits(raw.word[k]);
+        for (k = 0; k < 4 * fours; k++)
+            x[k] = mo_float_from_bits(raw[k / 4].word[k % 4]);
     } else if (kind == MO_F16) {
         MO_UNROLL
-        for (k = 0; k < 4; k++)
-            x[k] = mo_f16_to_float(raw.word[k / 2] >> k % 2 * 16 & 0xFFFFu);
+        for (k = 0; k < 2 * fours; k++)
+            mo_f16_pair_to_float(raw[k / 2].word[k % 2], &x[2 * k], &x[2 * k + 1]);
     } else {
         MO_UNROLL
-        for (k = 0; k < 4; k++)
-            x[k] = mo_float_from_bits(k % 2 ? raw.word[k / 2] & 0xFFFF0000u : raw.word[k / 2] << 16);
+        for (k = 0; k < 2 * fours; k++)
+            mo_bf16_pair_to_float(raw[k / 2].word[k % 2], &x[2 * k], &x[2 * k + 1]);
     }
 }
 
 /* To nearest. */
-MO_BODY mo_four mo_four_narrow(mo_float kind, const float *x)
+MO_BODY void mo_fours_narrow(mo_float kind, unsigned fours, const float *x, mo_four *raw)
 {
-    mo_four raw = {{0, 0, 0, 0}};
     unsigned k;
 
     if (kind == MO_F32) {
         MO_UNROLL
-        for (k = 0; k < 4; k++)
-            raw.word[k] = mo_float_bits(x[k]);
+        for (k = 0; k < 4 * fours; k++)
+            raw[k / 4].word[k % 4] = mo_float_bits(x[k]);
     } else if (kind == MO_F16) {
-        raw.word[0] = mo_f16_pair(x[0], x[1]);
-        raw.word[1] = mo_f16_pair(x[2], x[3]);
+        MO_UNROLL
+        for (k = 0; k < 2 * fours; k++)
+            raw[k / 2].word[k % 2] = mo_f16_pair(x[2 * k], x[2 * k + 1]);
     } else {
-        raw.word[0] = mo_bf16_pair(x[0], x[1]);
-        raw.word[1] = mo_bf16_pair(x[2], x[3]);
+        MO_UNROLL
+        for (k = 0; k < 2 * fours; k++)
+            raw[k / 2].word[k % 2] = mo_bf16_pair(x[2 * k], x[2 * k + 1]);
     }
-    return raw;
 }
 
-/* Up or down, to 16 bits; x is of elements first, first + 1 … */
-MO_BODY mo_four mo_four_dithered(mo_float kind, const float *x, unsigned first, unsigned step)
+/* Up or down, to 16 bits; dither: the first element's. */
+MO_BODY void mo_fours_dithered(mo_float kind, unsigned fours, const float *x, unsigned dither, mo_four *raw)
 {
-    mo_four raw = {{0, 0, 0, 0}};
     unsigned k;
 
     if (kind == MO_F16) {
         MO_UNROLL
-        for (k = 0; k < 4; k++)
-            raw.word[k / 2] |= mo_f16_dithered(x[k], mo_dither(first + k, step)) << k % 2 * 16;
+        for (k = 0; k < 4 * fours; k += 2)
+            raw[k / 4].word[k / 2 % 2] = mo_f16_dithered(x[k], dither + k * MO_DITHER_INDEX) |
+                                         mo_f16_dithered(x[k + 1], dither + (k + 1) * MO_DITHER_INDEX) << 16;
     } else {
         MO_UNROLL
-        for (k = 0; k < 4; k++)
-            raw.word[k / 2] |= mo_bf16_dithered(x[k], mo_dither(first + k, step)) << k % 2 * 16;
+        for (k = 0; k < 4 * fours; k += 2)
+            raw[k / 4].word[k / 2 % 2] = mo_bf16_dithered(x[k], dither + k * MO_DITHER_INDEX) |
+                                         mo_bf16_dithered(x[k + 1], dither + (k + 1) * MO_DITHER_INDEX) << 16;
     }
-    return raw;
 }
 
 /* ---- parameters and gradients ------------------------------------------------------------------------------------- */
@@ -210,14 +258,15 @@ typedef struct mo_update_kinds {
     int master;
 } mo_update_kinds;
 
-/* plain: all are fp32, which makes the text that follows a quarter as long. Else they are read anew for each few elements:
- * as values that are the same in a whole loop the compiler would make a loop of its own for each combination. */
-MO_BODY mo_update_kinds mo_update_kinds_of(const mo_update_work *w, int plain)
+/* `way` is a constant: where all types are the same they are constants too. Where they are mixed they are read anew for each
+ * few elements: as values that are the same in a whole loop the compiler would make a loop of its own for each combination. */
+MO_BODY mo_update_kinds mo_update_kinds_of(const mo_update_work *w, mo_update_way way)
 {
     const volatile mo_update_parameter *const a = &w->a;
-    mo_update_kinds kinds = {MO_F32, MO_F32, MO_F32, 0};
+    const mo_float kind = way == MO_UPDATE_IN_F16 ? MO_F16 : way == MO_UPDATE_IN_BF16 ? MO_BF16 : MO_F32;
+    mo_update_kinds kinds = {kind, kind, kind, 0};
 
-    if (!plain) {
+    if (way == MO_UPDATE_MIXED) {
         kinds.p = (mo_float)a->kind;
         kinds.g = (mo_float)a->grad_kind;
         kinds.state = (mo_float)a->state_kind;
@@ -226,108 +275,227 @@ MO_BODY mo_update_kinds mo_update_kinds_of(const mo_update_work *w, int plain)
     return kinds;
 }
 
-MO_BODY mo_four mo_update_load_p(const mo_update_work *w, mo_update_kinds kinds, unsigned long long first,
-                                 unsigned n)
+/* Elements of a unit that a thread takes at a time: `fours` times four, a constant. */
+typedef struct mo_update_few {
+    unsigned first; /* in the unit */
+    unsigned left;  /* elements that there are from it on, which may be fewer or more */
+    unsigned fours;
+    unsigned whole; /* arrays that are accessed by all of them at once */
+} mo_update_few;
+
+MO_BODY mo_update_few mo_update_few_at(const mo_update_work *w, unsigned first, unsigned fours)
 {
-    return kinds.master ? mo_four_load(MO_F32, w->a.master, first, n)
-                        : mo_four_load(kinds.p, w->a.p, first, n);
+    const unsigned left = first < w->count ? w->count - first : 0;
+    const mo_update_few few = {first, left, fours, left < fours * 4 ? 0 : w->whole};
+
+    return few;
 }
 
-MO_BODY void mo_update_widen_p(mo_update_kinds kinds, mo_four raw, float *p)
+/* Of an array of fp32, fp16 or bf16 that is there. */
+MO_BODY void mo_update_load(mo_update_few few, unsigned array, mo_float kind, unsigned long long address,
+                            mo_four *raw)
 {
-    mo_four_widen(kinds.master ? MO_F32 : kinds.p, raw, p);
-}
+    const unsigned long long at = address + few.first * (kind == MO_F32 ? 4 : 2);
+    unsigned i;
 
-/* The gradient as the rule takes it; stored too where it is multiplied where it lies. */
-MO_BODY void mo_update_take_g(const mo_update_work *w, mo_update_kinds kinds, mo_four raw,
-                              unsigned long long first, unsigned n, float *g)
-{
-    unsigned k;
-
-    mo_four_widen(kinds.g, raw, g);
-    if (w->stored != 1.0f) {
+    if (!(few.whole & array)) {
         MO_UNROLL
-        for (k = 0; k < 4; k++)
-            g[k] = mo_mulf(g[k], w->stored);
-        mo_four_store(kinds.g, w->a.g, first, n, mo_four_narrow(kinds.g, g));
+        for (i = 0; i < few.fours; i++)
+            raw[i] = mo_four_gather(kind, at, i * 4, few.left);
+    } else if (kind == MO_F32) {
+        MO_UNROLL
+        for (i = 0; i < few.fours; i++)
+            raw[i] = ((const mo_four *)mo_global(at))[i];
+    } else if (few.fours == 2) {
+        const mo_four both = *(const mo_four *)mo_global(at);
+        raw[0].word[0] = both.word[0];
+        raw[0].word[1] = both.word[1];
+        raw[1].word[0] = both.word[2];
+        raw[1].word[1] = both.word[3];
+        raw[0].word[2] = raw[0].word[3] = raw[1].word[2] = raw[1].word[3] = 0;
+    } else {
+        const mo_eight_bytes halves = *(const mo_eight_bytes *)mo_global(at);
+        raw->word[0] = halves.word[0];
+        raw->word[1] = halves.word[1];
+        raw->word[2] = raw->word[3] = 0;
     }
 }
 
-MO_BODY void mo_update_put_p(const mo_update_work *w, mo_update_kinds kinds, unsigned long long first,
-                             unsigned n, const float *p)
+MO_BODY void mo_update_store(mo_update_few few, unsigned array, mo_float kind, unsigned long long address,
+                             const mo_four *raw)
+{
+    const unsigned long long at = address + few.first * (kind == MO_F32 ? 4 : 2);
+    unsigned i;
+
+    if (!(few.whole & array)) {
+        MO_UNROLL
+        for (i = 0; i < few.fours; i++)
+            mo_four_scatter(kind, at, i * 4, few.left, raw[i]);
+    } else if (kind == MO_F32) {
+        MO_UNROLL
+        for (i = 0; i < few.fours; i++)
+            mo_store_words(at + 16 * i, raw[i].word[0], raw[i].word[1], raw[i].word[2], raw[i].word[3]);
+    } else if (few.fours == 2) {
+        mo_store_words(at, raw[0].word[0], raw[0].word[1], raw[1].word[0], raw[1].word[1]);
+    } else {
+        const mo_eight_bytes halves = {{raw->word[0], raw->word[1]}};
+        *(mo_eight_bytes *)mo_global(at) = halves;
+    }
+}
+
+MO_BODY void mo_update_load_p(const mo_update_work *w, mo_update_kinds kinds, mo_update_few few, mo_four *raw)
 {
     if (kinds.master)
-        mo_four_store(MO_F32, w->a.master, first, n, mo_four_narrow(MO_F32, p));
-    /* One store for both would read better, and keeps nvcc 13.0 busy for ever. */
-    if (kinds.p != MO_F32 && w->a.flags & MO_UPDATE_STOCHASTIC)
-        mo_four_store(kinds.p, w->a.p, first, n, mo_four_dithered(kinds.p, p, (unsigned)first, w->step));
+        mo_update_load(few, MO_ARRAY_MASTER, MO_F32, w->a.master, raw);
     else
-        mo_four_store(kinds.p, w->a.p, first, n, mo_four_narrow(kinds.p, p));
+        mo_update_load(few, MO_ARRAY_P, kinds.p, w->a.p, raw);
+}
+
+MO_BODY void mo_update_widen_p(mo_update_kinds kinds, unsigned fours, const mo_four *raw, float *p)
+{
+    mo_fours_widen(kinds.master ? MO_F32 : kinds.p, fours, raw, p);
+}
+
+/* Gradients as the rule takes them; stored too where they are multiplied where they lie. */
+MO_BODY void mo_update_take_g(const mo_update_work *w, mo_update_kinds kinds, mo_update_few few, mo_four *raw,
+                              float *g)
+{
+    unsigned k;
+
+    mo_fours_widen(kinds.g, few.fours, raw, g);
+    if (w->stored != 1.0f) {
+        MO_UNROLL
+        for (k = 0; k < 4 * few.fours; k++)
+            g[k] = mo_mulf(g[k], w->stored);
+        mo_fours_narrow(kinds.g, few.fours, g, raw);
+        mo_update_store(few, MO_ARRAY_G, kinds.g, w->a.g, raw);
+    }
+}
+
+MO_BODY void mo_update_put_p(const mo_update_work *w, mo_update_kinds kinds, mo_update_few few,
+                             const float *p)
+{
+    mo_four raw[2];
+
+    if (kinds.master) {
+        mo_fours_narrow(MO_F32, few.fours, p, raw);
+        mo_update_store(few, MO_ARRAY_MASTER, MO_F32, w->a.master, raw);
+    }
+    /* One store for both would read better, and keeps nvcc 13.0 busy for ever. */
+    if (kinds.p != MO_F32 && w->a.flags & MO_UPDATE_STOCHASTIC) {
+        mo_fours_dithered(kinds.p, few.fours, p, mo_dither(w->first + few.first, w->step), raw);
+        mo_update_store(few, MO_ARRAY_P, kinds.p, w->a.p, raw);
+    } else {
+        mo_fours_narrow(kinds.p, few.fours, p, raw);
+        mo_update_store(few, MO_ARRAY_P, kinds.p, w->a.p, raw);
+    }
 }
 
 /* ---- a thread: states of 16, 32 or 64 bits -------------------------------------------------------------------------- */
 
-MO_BODY void mo_update_adam(const mo_update_work *w, mo_update_kinds kinds, unsigned long long first,
-                            unsigned n)
+/* Of a rule whose flags are a constant, so that none is asked for an element. */
+MO_BODY void mo_update_adam_as(const mo_update_work *w, unsigned flags, unsigned count, float *p,
+                               const float *g, float *m, float *v, float *vmax)
+{
+    unsigned k;
+
+    MO_UNROLL
+    for (k = 0; k < count; k++)
+        p[k] = mo_adam_elementf(&w->narrow.adam, flags, p[k], g[k], &m[k], &v[k], &vmax[k]);
+}
+
+MO_BODY void mo_update_adam_elements(const mo_update_work *w, unsigned flags, unsigned count, float *p,
+                                     const float *g, float *m, float *v, float *vmax)
+{
+    if (flags & MO_ADAM_AMSGRAD)
+        mo_update_adam_as(w, flags, count, p, g, m, v, vmax);
+    else if (flags & MO_ADAM_L2)
+        mo_update_adam_as(w, MO_ADAM_L2, count, p, g, m, v, vmax);
+    else
+        mo_update_adam_as(w, 0, count, p, g, m, v, vmax);
+}
+
+MO_BODY void mo_update_adam(const mo_update_work *w, mo_update_kinds kinds, mo_update_few few)
 {
     const unsigned flags = w->a.flags & MO_UPDATE_RULE;
-    /* All loads are on their way before the first is waited for. */
-    const mo_four raw_p = mo_update_load_p(w, kinds, first, n),
-                  raw_g = mo_four_load(kinds.g, w->a.g, first, n),
-                  raw_m = mo_four_load(kinds.state, w->a.m, first, n),
-                  raw_v = mo_four_load(kinds.state, w->a.v, first, n);
-    float p[4], g[4], m[4], v[4], vmax[4] = {0, 0, 0, 0};
-    unsigned k;
+    mo_four raw_p[2], raw_g[2], raw_m[2], raw_v[2];
+    float p[8], g[8], m[8], v[8], vmax[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 
-    if (flags & MO_ADAM_AMSGRAD)
-        mo_four_widen(kinds.state, mo_four_load(kinds.state, w->a.vmax, first, n), vmax);
-    mo_update_widen_p(kinds, raw_p, p);
-    mo_update_take_g(w, kinds, raw_g, first, n, g);
-    mo_four_widen(kinds.state, raw_m, m);
-    mo_four_widen(kinds.state, raw_v, v);
-    MO_UNROLL
-    for (k = 0; k < 4; k++)
-        p[k] = mo_adam_elementf(&w->narrow.adam, flags, p[k], g[k], &m[k], &v[k], &vmax[k]);
-    mo_four_store(kinds.state, w->a.m, first, n, mo_four_narrow(kinds.state, m));
-    mo_four_store(kinds.state, w->a.v, first, n, mo_four_narrow(kinds.state, v));
-    if (flags & MO_ADAM_AMSGRAD)
-        mo_four_store(kinds.state, w->a.vmax, first, n, mo_four_narrow(kinds.state, vmax));
-    mo_update_put_p(w, kinds, first, n, p);
+    /* All loads are on their way before the first is waited for. */
+    mo_update_load_p(w, kinds, few, raw_p);
+    mo_update_load(few, MO_ARRAY_G, kinds.g, w->a.g, raw_g);
+    mo_update_load(few, MO_ARRAY_M, kinds.state, w->a.m, raw_m);
+    mo_update_load(few, MO_ARRAY_V, kinds.state, w->a.v, raw_v);
+    if (flags & MO_ADAM_AMSGRAD) {
+        mo_four raw[2];
+        mo_update_load(few, MO_ARRAY_VMAX, kinds.state, w->a.vmax, raw);
+        mo_fours_widen(kinds.state, few.fours, raw, vmax);
+    }
+    mo_update_widen_p(kinds, few.fours, raw_p, p);
+    mo_update_take_g(w, kinds, few, raw_g, g);
+    mo_fours_widen(kinds.state, few.fours, raw_m, m);
+    mo_fours_widen(kinds.state, few.fours, raw_v, v);
+    mo_update_adam_elements(w, flags, 4 * few.fours, p, g, m, v, vmax);
+    mo_fours_narrow(kinds.state, few.fours, m, raw_m);
+    mo_update_store(few, MO_ARRAY_M, kinds.state, w->a.m, raw_m);
+    mo_fours_narrow(kinds.state, few.fours, v, raw_v);
+    mo_update_store(few, MO_ARRAY_V, kinds.state, w->a.v, raw_v);
+    if (flags & MO_ADAM_AMSGRAD) {
+        mo_four raw[2];
+        mo_fours_narrow(kinds.state, few.fours, vmax, raw);
+        mo_update_store(few, MO_ARRAY_VMAX, kinds.state, w->a.vmax, raw);
+    }
+    mo_update_put_p(w, kinds, few, p);
 }
 
-MO_BODY void mo_update_sgd(const mo_update_work *w, mo_update_kinds kinds, unsigned long long first,
-                           unsigned n)
+MO_BODY void mo_update_sgd_as(const mo_update_work *w, unsigned flags, unsigned count, float *p,
+                              const float *g, float *m)
+{
+    unsigned k;
+
+    MO_UNROLL
+    for (k = 0; k < count; k++)
+        p[k] = mo_sgd_elementf(&w->narrow.sgd, flags, p[k], g[k], &m[k]);
+}
+
+MO_BODY void mo_update_sgd(const mo_update_work *w, mo_update_kinds kinds, mo_update_few few)
 {
     const unsigned flags = w->a.flags & MO_UPDATE_RULE, momentum = flags & MO_SGD_MOMENTUM;
-    const mo_four raw_p = mo_update_load_p(w, kinds, first, n),
-                  raw_g = mo_four_load(kinds.g, w->a.g, first, n),
-                  raw_m = mo_four_load(kinds.state, momentum ? w->a.m : 0, first, n);
-    float p[4], g[4], m[4];
-    unsigned k;
+    mo_four raw_p[2], raw_g[2], raw_m[2] = {{{0, 0, 0, 0}}, {{0, 0, 0, 0}}};
+    float p[8], g[8], m[8];
 
-    mo_update_widen_p(kinds, raw_p, p);
-    mo_update_take_g(w, kinds, raw_g, first, n, g);
-    mo_four_widen(kinds.state, raw_m, m);
-    MO_UNROLL
-    for (k = 0; k < 4; k++)
-        p[k] = mo_sgd_elementf(&w->narrow.sgd, flags, p[k], g[k], &m[k]);
+    mo_update_load_p(w, kinds, few, raw_p);
+    mo_update_load(few, MO_ARRAY_G, kinds.g, w->a.g, raw_g);
     if (momentum)
-        mo_four_store(kinds.state, w->a.m, first, n, mo_four_narrow(kinds.state, m));
-    mo_update_put_p(w, kinds, first, n, p);
+        mo_update_load(few, MO_ARRAY_M, kinds.state, w->a.m, raw_m);
+    mo_update_widen_p(kinds, few.fours, raw_p, p);
+    mo_update_take_g(w, kinds, few, raw_g, g);
+    mo_fours_widen(kinds.state, few.fours, raw_m, m);
+    if (flags == MO_SGD_MOMENTUM)
+        mo_update_sgd_as(w, MO_SGD_MOMENTUM, 4 * few.fours, p, g, m);
+    else
+        mo_update_sgd_as(w, flags, 4 * few.fours, p, g, m);
+    if (momentum) {
+        mo_fours_narrow(kinds.state, few.fours, m, raw_m);
+        mo_update_store(few, MO_ARRAY_M, kinds.state, w->a.m, raw_m);
+    }
+    mo_update_put_p(w, kinds, few, p);
 }
 
-MO_BODY void mo_update_fours(const mo_update_work *w, int plain, unsigned thread, unsigned threads)
+/* `way` is a constant. */
+MO_BODY void mo_update_narrow(const mo_update_work *w, mo_update_way way, unsigned thread, unsigned threads)
 {
-    unsigned long long first;
+    const unsigned fours = mo_update_fours_of(way);
+    unsigned first;
 
     MO_NOT_UNROLLED
-    for (first = w->begin + 4 * thread; first < w->end; first += 4 * threads) {
-        const unsigned n = w->end - first < 4 ? (unsigned)(w->end - first) : 4;
-        const mo_update_kinds kinds = mo_update_kinds_of(w, plain);
+    for (first = 4 * fours * thread; first < w->count; first += 4 * fours * threads) {
+        const mo_update_few few = mo_update_few_at(w, first, fours);
+        const mo_update_kinds kinds = mo_update_kinds_of(w, way);
         if (w->a.flags & MO_UPDATE_SGD)
-            mo_update_sgd(w, kinds, first, n);
+            mo_update_sgd(w, kinds, few);
         else
-            mo_update_adam(w, kinds, first, n);
+            mo_update_adam(w, kinds, few);
     }
 }
 
@@ -400,15 +568,25 @@ MO_BODY void mo_update_wide(const mo_update_work *w, unsigned long long i)
 /* The share of thread number `thread` of `threads` in the block's unit, whose states are no codes. */
 MO_BODY void mo_update_thread(const mo_update_work *w, unsigned thread, unsigned threads)
 {
-    unsigned long long i;
+    unsigned i;
 
-    if (w->a.kind == MO_F64)
-        for (i = w->begin + thread; i < w->end; i += threads)
+    switch (w->way) {
+    case MO_UPDATE_IN_F64:
+        for (i = thread; i < w->count; i += threads)
             mo_update_wide(w, i);
-    else if (w->a.kind == MO_F32 && w->a.grad_kind == MO_F32 && w->a.state_kind == MO_F32)
-        mo_update_fours(w, 1, thread, threads);
-    else
-        mo_update_fours(w, 0, thread, threads);
+        break;
+    case MO_UPDATE_IN_F32:
+        mo_update_narrow(w, MO_UPDATE_IN_F32, thread, threads);
+        break;
+    case MO_UPDATE_IN_F16:
+        mo_update_narrow(w, MO_UPDATE_IN_F16, thread, threads);
+        break;
+    case MO_UPDATE_IN_BF16:
+        mo_update_narrow(w, MO_UPDATE_IN_BF16, thread, threads);
+        break;
+    default:
+        mo_update_narrow(w, MO_UPDATE_MIXED, thread, threads);
+    }
 }
 
 /* ---- a warp: states of 8 bits ----------------------------------------------------------------------------------------- */
@@ -416,168 +594,124 @@ MO_BODY void mo_update_thread(const mo_update_work *w, unsigned thread, unsigned
 /* What a lane has of a block of 256 elements between its two halves: eight elements that follow each other. */
 typedef struct mo_update_lane {
     float m[8], v[8];
-    float largest_m, largest_v; /* |m| and v */
+    unsigned signs[2]; /* of m, which is |m| now: as codes have them */
+    float largest_m, largest_v;
 } mo_update_lane;
 
-/* How many of a lane's eight elements there are. */
-MO_BODY unsigned mo_update_lane_count(const mo_update_work *w, unsigned long long first)
+/* A lane's eight elements of a block of 256, which is counted from the unit's first. */
+MO_BODY mo_update_few mo_update_lane_of(const mo_update_work *w, unsigned block, unsigned lane)
 {
-    return first >= w->end ? 0 : w->end - first < 8 ? (unsigned)(w->end - first) : 8;
+    return mo_update_few_at(w, block * MO_ADAM8_ELEMENTS + lane * 8, 2);
 }
 
-MO_BODY mo_eight_bytes mo_update_load_codes(unsigned long long address, unsigned long long first, unsigned n)
+MO_BODY mo_eight_bytes mo_update_load_codes(mo_update_few few, unsigned array, unsigned long long address)
 {
-    const unsigned long long at = address + first;
+    const unsigned long long at = address + few.first;
     mo_eight_bytes codes = {{0, 0}};
     unsigned k;
 
-    if (n == 8 && at % 8 == 0)
+    if (few.whole & array)
         return *(const mo_eight_bytes *)mo_global(at);
     MO_UNROLL
     for (k = 0; k < 8; k++)
-        if (k < n)
+        if (k < few.left)
             codes.word[k / 4] |= (unsigned)((const unsigned char *)mo_global(at))[k] << k % 4 * 8;
     return codes;
 }
 
-MO_BODY void mo_update_store_codes(unsigned long long address, unsigned long long first, unsigned n,
+MO_BODY void mo_update_store_codes(mo_update_few few, unsigned array, unsigned long long address,
                                    mo_eight_bytes codes)
 {
-    const unsigned long long at = address + first;
+    const unsigned long long at = address + few.first;
     unsigned k;
 
-    if (n == 8 && at % 8 == 0) {
+    if (few.whole & array) {
         *(mo_eight_bytes *)mo_global(at) = codes;
         return;
     }
     MO_UNROLL
     for (k = 0; k < 8; k++)
-        if (k < n)
+        if (k < few.left)
             ((unsigned char *)mo_global(at))[k] = (unsigned char)(codes.word[k / 4] >> k % 4 * 8);
 }
 
-/* Eight elements in two fours, of which the first `count` are there: those of 16 bits by one access where they lie on the
- * grid of 16 bytes. */
-MO_BODY void mo_update_load_eight(mo_float kind, unsigned long long address, unsigned long long first,
-                                  unsigned count, mo_four *raw)
+/* Puts m's signs by and finds the largest of |m| and v, of the elements that leave the block their moments; the others' are
+ * set to 0. Elements that are not there have neither. */
+MO_BODY void mo_update_lane_measure(mo_update_few few, mo_update_lane *held)
 {
-    const unsigned long long at = mo_four_address(kind, address, first);
+    unsigned most = 0,
+             k; /* v's bits, ordered as numbers that are not negative: above them infinities and NaNs */
 
-    if (kind != MO_F32 && count == 8 && at % 16 == 0) {
-        const mo_four both = *(const mo_four *)mo_global(at);
-        raw[0].word[0] = both.word[0];
-        raw[0].word[1] = both.word[1];
-        raw[1].word[0] = both.word[2];
-        raw[1].word[1] = both.word[3];
-        raw[0].word[2] = raw[0].word[3] = raw[1].word[2] = raw[1].word[3] = 0;
-    } else {
-        raw[0] = mo_four_load(kind, address, first, count < 4 ? count : 4);
-        raw[1] = mo_four_load(kind, address, first + 4, count < 4 ? 0 : count - 4);
-    }
-}
-
-MO_BODY void mo_update_store_eight(mo_float kind, unsigned long long address, unsigned long long first,
-                                   unsigned count, mo_four low, mo_four high)
-{
-    const unsigned long long at = mo_four_address(kind, address, first);
-
-    if (kind != MO_F32 && count == 8 && at % 16 == 0) {
-        const mo_vector both = {{(unsigned long long)low.word[1] << 32 | low.word[0],
-                                 (unsigned long long)high.word[1] << 32 | high.word[0]}};
-        *(mo_vector *)mo_global(at) = both;
-    } else {
-        mo_four_store(kind, address, first, count < 4 ? count : 4, low);
-        mo_four_store(kind, address, first + 4, count < 4 ? 0 : count - 4, high);
-    }
-}
-
-MO_BODY void mo_update_put_eight(const mo_update_work *w, mo_update_kinds kinds, unsigned long long first,
-                                 unsigned count, const float *p)
-{
-    const unsigned element = (unsigned)first;
-
-    if (kinds.master)
-        mo_update_store_eight(MO_F32, w->a.master, first, count, mo_four_narrow(MO_F32, p),
-                              mo_four_narrow(MO_F32, p + 4));
-    if (kinds.p != MO_F32 && w->a.flags & MO_UPDATE_STOCHASTIC)
-        mo_update_store_eight(kinds.p, w->a.p, first, count, mo_four_dithered(kinds.p, p, element, w->step),
-                              mo_four_dithered(kinds.p, p + 4, element + 4, w->step));
-    else
-        mo_update_store_eight(kinds.p, w->a.p, first, count, mo_four_narrow(kinds.p, p),
-                              mo_four_narrow(kinds.p, p + 4));
-}
-
-/* The first half: everything but the new codes, which need the whole block's largest values. `block` is its number in the
- * parameter. */
-MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned long long block, unsigned lane,
-                                  mo_update_lane *held)
-{
-    const mo_update_kinds kinds = mo_update_kinds_of(w, 0);
-    const unsigned long long first = block * MO_ADAM8_ELEMENTS + lane * 8;
-    const unsigned count = mo_update_lane_count(w, first), flags = w->a.flags & MO_UPDATE_RULE;
-    const float unit_m = mo_adam8_unit_m(((const float *)mo_global(w->a.m_scale))[block]);
-    const float unit_v = mo_adam8_unit_v(((const float *)mo_global(w->a.v_scale))[block]);
-    const mo_eight_bytes codes_m = mo_update_load_codes(w->a.m, first, count),
-                         codes_v = mo_update_load_codes(w->a.v, first, count);
-    mo_four raw_p[2], raw_g[2];
-    float p[8], g[4];
-    unsigned half, k;
-
-    held->largest_m = held->largest_v = 0;
-    if (kinds.master)
-        mo_update_load_eight(MO_F32, w->a.master, first, count, raw_p);
-    else
-        mo_update_load_eight(kinds.p, w->a.p, first, count, raw_p);
-    mo_update_load_eight(kinds.g, w->a.g, first, count, raw_g);
     MO_UNROLL
-    for (half = 0; half < 2; half++) {
-        const unsigned n = count <= half * 4 ? 0 : count - half * 4 < 4 ? count - half * 4 : 4;
-        mo_update_widen_p(kinds, raw_p[half], p + half * 4);
-        mo_update_take_g(w, kinds, raw_g[half], first + half * 4, n, g);
+    for (k = 0; k < 8; k++)
+        most = mo_float_bits(held->v[k]) > most ? mo_float_bits(held->v[k]) : most;
+    if (most > mo_float_bits(MO_ADAM8_HUGE)) {
+        most = 0;
         MO_UNROLL
-        for (k = 0; k < 4; k++) {
-            float *const x = &p[half * 4 + k], *const m = &held->m[half * 4 + k],
-                         *const v = &held->v[half * 4 + k], unused = 0;
-            *m = mo_adam8_decode_m(codes_m.word[half] >> k * 8 & 255, unit_m);
-            *v = mo_adam8_decode_v(codes_v.word[half] >> k * 8 & 255, unit_v);
-            *x = mo_adam_elementf(&w->narrow.adam, flags, *x, g[k], m, v, &unused);
-            if (!mo_adam8_is_kept(*v))
-                *m = *v = 0;
-            if (k < n) {
-                const float magnitude = mo_float_from_bits(mo_float_bits(*m) & 0x7FFFFFFFu);
-                if (magnitude > held->largest_m)
-                    held->largest_m = magnitude;
-                if (*v > held->largest_v)
-                    held->largest_v = *v;
-            }
+        for (k = 0; k < 8; k++) {
+            if (!mo_adam8_is_kept(held->v[k]))
+                held->m[k] = held->v[k] = 0;
+            if (k < few.left && held->v[k] > mo_float_from_bits(most))
+                most = mo_float_bits(held->v[k]);
         }
     }
-    mo_update_put_eight(w, kinds, first, count, p);
-}
-
-/* The second half; *held's largest values are the whole block's. */
-MO_BODY void mo_update_codes_put(const mo_update_work *w, unsigned long long block, unsigned lane,
-                                 const mo_update_lane *held)
-{
-    const unsigned long long first = block * MO_ADAM8_ELEMENTS + lane * 8;
-    const unsigned count = mo_update_lane_count(w, first);
-    const float scale_m = mo_adam8_scale(held->largest_m), scale_v = mo_adam8_scale(held->largest_v);
-    const float per_m = mo_adam8_per_m(scale_m), per_v = mo_adam8_per_v(scale_v);
-    mo_eight_bytes codes_m = {{0, 0}}, codes_v = {{0, 0}};
-    unsigned k;
-
+    held->largest_v = mo_float_from_bits(most);
+    held->largest_m = 0;
+    held->signs[0] = mo_adam8_signs(held->m);
+    held->signs[1] = mo_adam8_signs(held->m + 4);
     MO_UNROLL
     for (k = 0; k < 8; k++) {
-        const unsigned dither = mo_adam8_dither((unsigned)first + k, w->step);
-        codes_m.word[k / 4] |= mo_adam8_encode_m(held->m[k], per_m) << k % 4 * 8;
-        codes_v.word[k / 4] |= mo_adam8_encode_v(held->v[k], per_v, dither) << k % 4 * 8;
+        held->m[k] = mo_magnitudef(held->m[k]);
+        held->largest_m = mo_largerf(held->largest_m, held->m[k]);
     }
-    mo_update_store_codes(w->a.m, first, count, codes_m);
-    mo_update_store_codes(w->a.v, first, count, codes_v);
-    if (lane == 0) {
-        ((float *)mo_global(w->a.m_scale))[block] = scale_m;
-        ((float *)mo_global(w->a.v_scale))[block] = scale_v;
+}
+
+/* The first half: everything but the new codes, which need the whole block's largest values. */
+MO_BODY void mo_update_codes_take(const mo_update_work *w, mo_update_way way, unsigned block,
+                                  mo_update_few few, mo_update_lane *held)
+{
+    const mo_update_kinds kinds = mo_update_kinds_of(w, way);
+    const float unit_m = mo_adam8_unit_m(((const float *)mo_global(w->a.m_scale))[block]);
+    const float unit_v = mo_adam8_unit_v(((const float *)mo_global(w->a.v_scale))[block]);
+    const mo_eight_bytes codes_m = mo_update_load_codes(few, MO_ARRAY_M, w->a.m),
+                         codes_v = mo_update_load_codes(few, MO_ARRAY_V, w->a.v);
+    mo_four raw_p[2], raw_g[2];
+    float p[8], g[8], vmax[8];
+    unsigned i;
+
+    mo_update_load_p(w, kinds, few, raw_p);
+    mo_update_load(few, MO_ARRAY_G, kinds.g, w->a.g, raw_g);
+    mo_update_widen_p(kinds, few.fours, raw_p, p);
+    mo_update_take_g(w, kinds, few, raw_g, g);
+    MO_UNROLL
+    for (i = 0; i < 2; i++) {
+        mo_adam8_decode_four_m(codes_m.word[i], unit_m, held->m + 4 * i);
+        mo_adam8_decode_four_v(codes_v.word[i], unit_v, held->v + 4 * i);
     }
+    if (w->decays) /* there is no vmax */
+        mo_update_adam_as(w, MO_ADAM_L2, 8, p, g, held->m, held->v, vmax);
+    else
+        mo_update_adam_as(w, 0, 8, p, g, held->m, held->v, vmax);
+    mo_update_lane_measure(few, held);
+    mo_update_put_p(w, kinds, few, p);
+}
+
+/* The second half; per_m and per_v are of the whole block's largest values. */
+MO_BODY void mo_update_codes_put(const mo_update_work *w, mo_update_few few, const mo_update_lane *held,
+                                 float per_m, float per_v)
+{
+    const unsigned dither = mo_adam8_dither(w->first + few.first, w->step);
+    mo_eight_bytes codes_m, codes_v;
+    unsigned i;
+
+    MO_UNROLL
+    for (i = 0; i < 2; i++) {
+        codes_m.word[i] = mo_adam8_encode_four_m(held->m + 4 * i, held->signs[i], per_m);
+        codes_v.word[i] =
+            mo_adam8_encode_four_v(held->v + 4 * i, per_v, dither + 4 * i * MO_ADAM8_DITHER_INDEX);
+    }
+    mo_update_store_codes(few, MO_ARRAY_M, w->a.m, codes_m);
+    mo_update_store_codes(few, MO_ARRAY_V, w->a.v, codes_v);
 }
 
 #endif

@@ -43,7 +43,7 @@ typedef struct mo_update_launch {
     unsigned long long table;
     unsigned long long factor, found_inf; /* fp32 on the device, or 0 */
     unsigned parameters, groups, units;
-    unsigned elements;        /* a unit's, a multiple of 1024 */
+    unsigned elements; /* a unit's, a multiple of 1024, at most 2^28: a unit's bytes are counted in 32 bits */
     unsigned store_gradients; /* not 0: they are multiplied by the factor where they lie */
 } mo_update_launch;
 

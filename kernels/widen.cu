@@ -10,8 +10,11 @@
 #include "widen.cuh"
 
 #define WIDEN_THREADS 256
+#define WIDEN_BLOCKS                                                                                         \
+    4 /* of a multiprocessor at once: 64 registers a thread, of which each waits for two loads */
 
-MO_ENTRY __global__ void __launch_bounds__(WIDEN_THREADS) memopt_widen(const mo_widen_launch launch)
+MO_ENTRY __global__ void __launch_bounds__(WIDEN_THREADS, WIDEN_BLOCKS)
+    memopt_widen(const mo_widen_launch launch)
 {
     mo_widen_thread(&launch, blockIdx.x, threadIdx.x, blockDim.x);
 }

@@ -5,7 +5,9 @@
  *     element i of memory is of channel (i / inner) % channels      inner: elements from one channel to the next
  *     NCHW: inner = H * W     channels_last: inner = 1     no channels: inner = channels = 1
  *
- * A block has MO_WIDEN_UNIT elements in a row, a thread four at a time: by one load and one store, which are a warp's neighbours. */
+ * A block has MO_WIDEN_UNIT elements in a row, a thread four at a time: by one load and one store, which are a warp's neighbours.
+ * What four elements are normalised by is found once for all the fours of a thread that have the same channels, with the
+ * reciprocals by which their divisions take three operations each. */
 #ifndef MO_WIDEN_CUH
 #define MO_WIDEN_CUH
 
@@ -82,45 +84,56 @@ MO_BODY unsigned mo_widen_bits(unsigned kind, float x)
 
 /* ---- four elements: a loop within each case, as in update.cuh ---------------------------------------------------------- */
 
+/* Integers by way of 2^23 + n, whose lowest bits are n: a GPU converts integers at a quarter of the speed of this. */
+#define MO_WIDEN_2_23 0x1p23f
+
+MO_BODY float mo_widen_byte(unsigned word, unsigned k)
+{
+    return mo_float_from_bits(mo_bytes(word, 0x4B000000, 0x7440 + k));
+}
+
+MO_BODY float mo_widen_half(unsigned word, unsigned k)
+{
+    return mo_float_from_bits(mo_bytes(word, 0x4B000000, 0x7410 + 0x22 * k));
+}
+
 MO_BODY void mo_widen_load(unsigned kind, unsigned long long address, float *x)
 {
     const void *const at = mo_global(address);
     unsigned k;
 
-    if (kind == MO_NUMBER_F32) {
-        const mo_vector vector = *(const mo_vector *)at;
-        MO_UNROLL
-        for (k = 0; k < 4; k++)
-            x[k] = mo_float_from_bits((unsigned)(vector.word[k / 2] >> k % 2 * 32));
-    } else if (kind <= MO_NUMBER_I8) {
+    if (kind <= MO_NUMBER_I8) {
         const unsigned word = *(const unsigned *)at;
         if (kind == MO_NUMBER_U8) {
             MO_UNROLL
             for (k = 0; k < 4; k++)
-                x[k] = mo_number_value(MO_NUMBER_U8, word >> k * 8);
+                x[k] = mo_subf(mo_widen_byte(word, k), MO_WIDEN_2_23);
         } else {
             MO_UNROLL
             for (k = 0; k < 4; k++)
-                x[k] = mo_number_value(MO_NUMBER_I8, word >> k * 8);
+                x[k] = mo_subf(mo_widen_byte(word ^ 0x80808080u, k), MO_WIDEN_2_23 + 128);
         }
+    } else if (kind == MO_NUMBER_F32) {
+        const mo_vector vector = *(const mo_vector *)at;
+        MO_UNROLL
+        for (k = 0; k < 4; k++)
+            x[k] = mo_float_from_bits((unsigned)(vector.word[k / 2] >> k % 2 * 32));
     } else {
         const mo_eight_bytes halves = *(const mo_eight_bytes *)at;
         if (kind == MO_NUMBER_F16) {
-            MO_UNROLL
-            for (k = 0; k < 4; k++)
-                x[k] = mo_number_value(MO_NUMBER_F16, halves.word[k / 2] >> k % 2 * 16);
+            mo_f16_pair_to_float(halves.word[0], &x[0], &x[1]);
+            mo_f16_pair_to_float(halves.word[1], &x[2], &x[3]);
         } else if (kind == MO_NUMBER_BF16) {
-            MO_UNROLL
-            for (k = 0; k < 4; k++)
-                x[k] = mo_number_value(MO_NUMBER_BF16, halves.word[k / 2] >> k % 2 * 16);
+            mo_bf16_pair_to_float(halves.word[0], &x[0], &x[1]);
+            mo_bf16_pair_to_float(halves.word[1], &x[2], &x[3]);
         } else if (kind == MO_NUMBER_U16) {
             MO_UNROLL
             for (k = 0; k < 4; k++)
-                x[k] = mo_number_value(MO_NUMBER_U16, halves.word[k / 2] >> k % 2 * 16);
+                x[k] = mo_subf(mo_widen_half(halves.word[k / 2], k % 2), MO_WIDEN_2_23);
         } else {
             MO_UNROLL
             for (k = 0; k < 4; k++)
-                x[k] = mo_number_value(MO_NUMBER_I16, halves.word[k / 2] >> k % 2 * 16);
+                x[k] = mo_subf(mo_widen_half(halves.word[k / 2] ^ 0x80008000u, k % 2), MO_WIDEN_2_23 + 32768);
         }
     }
 }
@@ -130,9 +143,8 @@ MO_BODY void mo_widen_store(unsigned kind, unsigned long long address, const flo
     void *const at = mo_global(address);
 
     if (kind == MO_F32) {
-        const mo_vector vector = {{(unsigned long long)mo_float_bits(x[1]) << 32 | mo_float_bits(x[0]),
-                                   (unsigned long long)mo_float_bits(x[3]) << 32 | mo_float_bits(x[2])}};
-        *(mo_vector *)at = vector;
+        mo_store_words(address, mo_float_bits(x[0]), mo_float_bits(x[1]), mo_float_bits(x[2]),
+                       mo_float_bits(x[3]));
     } else if (kind == MO_F16) {
         const mo_eight_bytes halves = {{mo_f16_pair(x[0], x[1]), mo_f16_pair(x[2], x[3])}};
         *(mo_eight_bytes *)at = halves;
@@ -180,34 +192,104 @@ MO_BODY void mo_widen_advance(const mo_widen_launch *a, mo_widen_place *place, m
         place->channel -= a->channels;
 }
 
-/* Four elements, the first of them at `place`. */
-MO_BODY void mo_widen_four(const mo_widen_launch *a, mo_widen_place place, float *x)
+/* ---- four elements -------------------------------------------------------------------------------------------------- */
+
+/* What four elements that follow each other are normalised by; mo_divided serves for all of them where `serves` is not 0. */
+typedef struct mo_widen_known {
+    float mean[4];
+    mo_divisor deviation[4];
+    int serves;
+} mo_widen_known;
+
+/* 2^-30 <= |x| <= 2^30 */
+MO_BODY int mo_widen_is_usual(float x)
+{
+    return (mo_float_bits(x) & 0x7FFFFFFFu) - (97u << 23) <= 60u << 23;
+}
+
+/* Whether mo_divided serves with these. With x an integer of 16 bits or a number of fp16, all else as mo_widen_is_usual says, what is
+ * divided by the scale is 0 or in 2^[-24, 16], and what is divided by the deviation is 0 or in 2^[-77, 47]; so quotients are normal
+ * numbers, and remainders are multiples of 2^-123. No integer is -0, nor is a difference of anything but -0 and 0. fp16 has a -0,
+ * which may be taken for +0 where the mean is not 0, and infinities and NaNs, of which a NaN comes. */
+MO_BODY int mo_widen_is_known(const mo_widen_launch *a, float mean, float deviation)
+{
+    return mo_widen_is_usual(deviation) &&
+           (mo_widen_is_usual(mean) || (mean == 0 && a->source_kind < MO_NUMBER_F16));
+}
+
+/* Of elements whose first is at `place`. */
+MO_BODY void mo_widen_know(const mo_widen_launch *a, mo_widen_place place, mo_widen_known *known)
 {
     const float *const means = (const float *)mo_global(a->table), *const deviations = means + a->channels;
-    float mean[4], deviation[4];
     unsigned k;
 
+    known->serves = a->source_kind <= MO_NUMBER_F16 && a->scale > 0 && mo_widen_is_usual(a->scale);
     if (a->inner - place.within >= 4) { /* of one channel */
-        mean[0] = mean[1] = mean[2] = mean[3] = means[place.channel];
-        deviation[0] = deviation[1] = deviation[2] = deviation[3] = deviations[place.channel];
+        const float mean = means[place.channel], deviation = deviations[place.channel];
+        const mo_divisor by = mo_divisor_of(deviation);
+        known->serves &= mo_widen_is_known(a, mean, deviation);
+        MO_UNROLL
+        for (k = 0; k < 4; k++) {
+            known->mean[k] = mean;
+            known->deviation[k] = by;
+        }
     } else {
         MO_UNROLL
         for (k = 0; k < 4; k++) {
-            mean[k] = means[place.channel];
-            deviation[k] = deviations[place.channel];
+            const float mean = means[place.channel], deviation = deviations[place.channel];
+            known->serves &= mo_widen_is_known(a, mean, deviation);
+            known->mean[k] = mean;
+            known->deviation[k] = mo_divisor_of(deviation);
             mo_widen_next(a, &place);
         }
     }
-    if (a->divide) {
+}
+
+/* x as mo_widened makes it; `quickly` a constant: by mo_divided. */
+MO_BODY void mo_widen_normalise(const mo_widen_launch *a, mo_divisor scale, const mo_widen_known *known,
+                                int quickly, const float *x, float *y)
+{
+    unsigned k;
+
+    if (!a->divide) {
         MO_UNROLL
         for (k = 0; k < 4; k++)
-            x[k] = mo_widened(x[k], a->scale, 1, mean[k], deviation[k]);
+            y[k] = mo_mulf(x[k], a->scale);
     } else {
         MO_UNROLL
         for (k = 0; k < 4; k++)
-            x[k] = mo_widened(x[k], a->scale, 0, mean[k], deviation[k]);
+            y[k] = quickly ? mo_divided(x[k], scale) : mo_divf(x[k], a->scale);
+    }
+    MO_UNROLL
+    for (k = 0; k < 4; k++) {
+        const float from_mean = mo_subf(y[k], known->mean[k]);
+        y[k] = quickly ? mo_divided(from_mean, known->deviation[k])
+                       : mo_divf(from_mean, -known->deviation[k].negated);
     }
 }
+
+MO_BODY int mo_widen_is_nan(float x)
+{
+    return x != x;
+}
+
+MO_BODY void mo_widen_four(const mo_widen_launch *a, mo_divisor scale, const mo_widen_known *known, float *x)
+{
+    float y[4];
+    unsigned k, done = 0;
+
+    if (known->serves) {
+        mo_widen_normalise(a, scale, known, 1, x, y);
+        done = a->source_kind != MO_NUMBER_F16 || !mo_widen_is_nan(y[0] + y[1] + (y[2] + y[3]));
+    }
+    if (!done)
+        mo_widen_normalise(a, scale, known, 0, x, y);
+    MO_UNROLL
+    for (k = 0; k < 4; k++)
+        x[k] = y[k];
+}
+
+/* ---- one element ------------------------------------------------------------------------------------------------------ */
 
 MO_BODY unsigned mo_widen_one(const mo_widen_launch *a, unsigned channel, unsigned bits)
 {
@@ -235,28 +317,75 @@ MO_BODY void mo_widen_single(const mo_widen_launch *a, unsigned long long elemen
 
 /* ---- a thread --------------------------------------------------------------------------------------------------------- */
 
+/* How many of the threads share the fours of a block, each taking every so many-th of them: all; or a few less, where then a
+ * thread's fours have all the same channels, as those of images with channels_last have. */
+MO_BODY unsigned mo_widen_sharing(const mo_widen_launch *a, unsigned threads)
+{
+    const unsigned period = a->inner * a->channels;
+    const unsigned fours = period % 4 == 0 ? period / 4 : period % 2 == 0 ? period / 2 : period;
+    const unsigned left = threads % fours;
+
+    return left <= threads / 8 ? threads - left : threads;
+}
+
+/* So many fours of a thread, a constant, of the channels that are known: all are loaded before the first is waited for. */
+MO_BODY void mo_widen_fours(const mo_widen_launch *a, mo_divisor scale, const mo_widen_known *known,
+                            unsigned long long source, unsigned long long source_step,
+                            unsigned long long target, unsigned long long target_step, unsigned fours)
+{
+    float x[8];
+    unsigned i;
+
+    MO_UNROLL
+    for (i = 0; i < fours; i++)
+        mo_widen_load(a->source_kind, source + i * source_step, x + 4 * i);
+    MO_UNROLL
+    for (i = 0; i < fours; i++) {
+        mo_widen_four(a, scale, known, x + 4 * i);
+        mo_widen_store(a->target_kind, target + i * target_step, x + 4 * i);
+    }
+}
+
 MO_BODY void mo_widen_thread(const mo_widen_launch *a, unsigned block, unsigned thread, unsigned threads)
 {
     const unsigned long long begin = (unsigned long long)block * MO_WIDEN_UNIT;
     const unsigned count = a->count - begin < MO_WIDEN_UNIT ? (unsigned)(a->count - begin) : MO_WIDEN_UNIT;
     const unsigned phase = (unsigned)(begin % ((unsigned long long)a->inner * a->channels));
-    const unsigned quads = a->aligned ? count / 4 : 0;
-    const unsigned source_size = mo_number_size(a->source_kind),
-                   target_size = mo_float_size((mo_float)a->target_kind);
-    const unsigned long long source = a->source + begin * source_size,
-                             target = a->target + begin * target_size;
+    const unsigned fours = a->aligned ? count / 4 : 0, sharing = mo_widen_sharing(a, threads);
+    const unsigned source_size = 4 * mo_number_size(a->source_kind),
+                   target_size = 4 * mo_float_size((mo_float)a->target_kind); /* of four */
+    const unsigned long long source_step = sharing * source_size, target_step = sharing * target_size;
+    const mo_divisor scale = mo_divisor_of(a->scale);
+    const mo_widen_place by = mo_widen_place_of(a, 4 * sharing);
+    const unsigned always = a->channels == 1 || (by.within == 0 && by.channel == 0);
+    unsigned long long source = a->source + begin / 4 * source_size + thread * source_size,
+                       target = a->target + begin / 4 * target_size + thread * target_size;
     mo_widen_place place = mo_widen_place_of(a, phase + 4 * thread);
-    const mo_widen_place by = mo_widen_place_of(a, 4 * threads);
+    unsigned i = thread < sharing ? thread : fours;
 
-    MO_NOT_UNROLLED
-    for (unsigned i = thread; i < quads; i += threads) {
-        float x[4];
-        mo_widen_load(a->source_kind, source + 4 * i * source_size, x);
-        mo_widen_four(a, place, x);
-        mo_widen_store(a->target_kind, target + 4 * i * target_size, x);
+    while (i < fours) {
+        /* Those before `stop` have the channels of this one. */
+        const unsigned run = a->inner - place.within < 4 ? 1 : (a->inner - place.within) / 4;
+        const unsigned begun = i, stop = always || run > fours - i ? fours : i + run;
+        mo_widen_known known;
+
+        mo_widen_know(a, place, &known);
+        MO_NOT_UNROLLED
+        for (; i + sharing < stop; i += 2 * sharing) {
+            mo_widen_fours(a, scale, &known, source, source_step, target, target_step, 2);
+            source += 2 * source_step;
+            target += 2 * target_step;
+        }
+        if (i < stop) {
+            mo_widen_fours(a, scale, &known, source, source_step, target, target_step, 1);
+            source += source_step;
+            target += target_step;
+            i += sharing;
+        }
+        place.within += 4 * (i - sharing - begun); /* of the last one */
         mo_widen_advance(a, &place, by);
     }
-    for (unsigned i = 4 * quads + thread; i < count; i += threads)
+    for (i = 4 * fours + thread; i < count; i += threads)
         mo_widen_single(a, begin + i, phase + i);
 }
 

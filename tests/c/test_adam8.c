@@ -112,4 +112,37 @@ TEST(the_largest_numbers_come_back_finite)
     }
 }
 
+TEST(four_elements_in_a_word_are_as_each_alone)
+{
+    uint64_t random = 9;
+
+    for (int round = 0; round < 20000; round++) {
+        const float scale = some_scale(&random), unit_m = mo_adam8_unit_m(scale),
+                    unit_v = mo_adam8_unit_v(scale);
+        const float per_m = mo_adam8_per_m(scale), per_v = mo_adam8_per_v(scale);
+        const unsigned word = (unsigned)test_random(&random), dither = (unsigned)test_random(&random);
+        float m[4], v[4], magnitude[4];
+
+        mo_adam8_decode_four_m(word, unit_m, m);
+        mo_adam8_decode_four_v(word, unit_v, v);
+        for (unsigned k = 0; k < 4; k++) {
+            const unsigned code = word >> 8 * k & 255;
+            CHECK_EQ(mo_float_bits(m[k]), mo_float_bits(mo_adam8_decode_m(code, unit_m))); /* -0 too */
+            CHECK_EQ(mo_float_bits(v[k]), mo_float_bits(mo_adam8_decode_v(code, unit_v)));
+            if (test_random(&random) & 1) {
+                m[k] *= (float)(test_random(&random) >> 40) * 0x1p-24f;
+                v[k] *= (float)(test_random(&random) >> 40) * 0x1p-24f;
+            }
+            magnitude[k] = fabsf(m[k]);
+        }
+        const unsigned codes_m = mo_adam8_encode_four_m(magnitude, mo_adam8_signs(m), per_m);
+        const unsigned codes_v = mo_adam8_encode_four_v(v, per_v, dither);
+        for (unsigned k = 0; k < 4; k++) {
+            CHECK_EQ(codes_m >> 8 * k & 255, mo_adam8_encode_m(m[k], per_m));
+            CHECK_EQ(codes_v >> 8 * k & 255,
+                     mo_adam8_encode_v(v[k], per_v, dither + k * MO_ADAM8_DITHER_INDEX));
+        }
+    }
+}
+
 TEST_MAIN

@@ -37,6 +37,17 @@ static inline uint64_t clamped(double x, uint64_t most)
 {
     return !(x > 0) ? 0 : x >= (double)most ? most : (uint64_t)x;
 }
+/* prmt: a digit of `which` names a byte; its highest bit asks for the byte's sign in all bits */
+static inline uint32_t permuted(uint32_t a, uint32_t b, uint32_t which)
+{
+    const uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t word = 0;
+    for (int k = 0; k < 4; k++, which >>= 4) {
+        const uint8_t byte = both >> (which & 7) * 8;
+        word |= (uint32_t)(which & 8 ? (byte & 0x80 ? 0xFF : 0) : byte) << 8 * k;
+    }
+    return word;
+}
 static inline uint64_t inserted(uint64_t a, uint64_t into, unsigned at, unsigned count)
 {
     const uint64_t mask = count >= 64 ? ~0ull : (1ull << count) - 1;
@@ -327,6 +338,8 @@ class Entry:
             return self.assign(register, kind, product + (f" + ({unsigned}){x[2]}" if name == "mad" else ""))
         if how:
             raise unknown
+        if name == "prmt":
+            return self.assign(register, kind, f"permuted({x[0]}, {x[1]}, {x[2]})")
         if name == "bfi":
             at, count = (f"(unsigned){self.raw(argument)}" for argument in arguments[2:])
             return self.assign(register, kind, f"inserted({x[0]}, {x[1]}, {at}, {count})")

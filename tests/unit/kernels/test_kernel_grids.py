@@ -129,7 +129,14 @@ MUTANTS = [
     Mutant(
         "update", "no barrier after the work is prepared", "        __syncthreads();\n", "", after="&work);\n"
     ),
-    Mutant("update", "the largest of half a warp", "apart = 16;", "apart = 8;", after="update_warp_largest"),
+    Mutant("update", "the largest of half a warp", "apart = 8;", "apart = 4;", after="update_warp_largest"),
+    Mutant(
+        "update",
+        "both states by the scale of one",
+        "upper ? per : other",
+        "upper ? other : per",
+        after="mo_update_codes_put(w",
+    ),
     Mutant("update", "scales are written while others read them", "        __syncwarp();", "        "),
     Mutant("update", "warps take each other's blocks", "block += warps)", "block += 1)"),
     Mutant(
@@ -163,12 +170,20 @@ MUTANTS = [
         "widen", "a channel more is not carried", "        place->channel++;\n", "", after="mo_widen_advance"
     ),
     Mutant("widen", "four of two channels as of one", "place.within >= 4", "place.within >= 3"),
+    Mutant("widen", "a four of two channels goes on", "place.within < 4 ? 1", "place.within < 3 ? 1"),
+    Mutant(
+        "widen",
+        "a run of fours beyond its channel",
+        "(a->inner - place.within) / 4;",
+        "(a->inner - place.within) / 4 + 1;",
+    ),
+    Mutant("widen", "a thread's second four from the first's place", "source + i * source_step", "source"),
     Mutant(
         "update",
         "the second four of eight from the first",
         "= both.word[2];",
         "= both.word[0];",
-        after="load_eight(",
+        after="mo_update_load(",
     ),
     Mutant("widen", "the grid's y for its x", "&launch, blockIdx.x,", "&launch, blockIdx.y,"),
     Mutant(
@@ -187,18 +202,9 @@ OF_INSTRUCTIONS = [
         'asm("cvt.rn.bf16x2.f32 %0, %2, %1;"',
     ),
     Mutant(
-        "update",
-        "eight elements stored on a grid of 8 bytes",
-        "count == 8 && at % 16 == 0",
-        "count == 8 && at % 8 == 0",
-        after="mo_update_store_eight",
+        "update", "16-byte accesses on a grid of 8 bytes", "fours * 4 * size : 16;", "fours * 4 * size : 8;"
     ),
-    Mutant(
-        "update",
-        "16-byte loads on a grid of 8 bytes",
-        "if (n == 4 && at % 16 == 0)\n            return",
-        "if (n == 4 && at % 8 == 0)\n            return",
-    ),
+    Mutant("update", "8-byte accesses on any grid", "*address % width == 0 ? array : 0", "array"),
 ]
 
 
@@ -227,5 +233,5 @@ def test_an_instruction_that_is_not_known_is_an_error() -> None:
 
     entry = ".visible .entry memopt_x(\n.param .u64 p\n)\n{\n.reg .b32 %r<2>;\n{};\nret;\n}}\n"
     assert "kernel_x" in ptx_to_c.to_c(entry.replace("{};", "mov.u32 %r1, %tid.x;").replace("}}", "}"))
-    with pytest.raises(ptx_to_c.UnknownInstruction, match="prmt"):
-        ptx_to_c.to_c(entry.replace("{};", "prmt.b32 %r1, %r0, %r0, 0;").replace("}}", "}"))
+    with pytest.raises(ptx_to_c.UnknownInstruction, match="dp4a"):
+        ptx_to_c.to_c(entry.replace("{};", "dp4a.u32.u32 %r1, %r0, %r0, %r0;").replace("}}", "}"))
