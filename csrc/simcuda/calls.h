@@ -108,7 +108,7 @@ typedef struct sim_thread {
     struct sim_context *contexts[SIM_CONTEXT_DEPTH];
     struct sim_stream *default_streams[SIM_MAX_DEVICES]; /* CU_STREAM_PER_THREAD, made at first use */
     CUstreamCaptureMode capture_mode;                    /* cudaThreadExchangeStreamCaptureMode */
-    bool in_user_code; /* a kernel body or host function runs on this thread */
+    bool in_user_code;    /* a kernel body or host function runs on this thread */
     const sim_call *call; /* that the thread is in, with the lock held */
 } sim_thread;
 

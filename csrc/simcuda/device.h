@@ -19,7 +19,7 @@ typedef struct sim_device {
     struct sim_stream *legacy; /* stream 0 */
     struct sim_pool *pool;     /* current pool of cudaMallocAsync; default_pool at first */
     struct sim_pool *default_pool;
-    bool peers[SIM_MAX_DEVICES]; /* peer access enabled from this device's context to another */
+    bool peers[SIM_MAX_DEVICES];      /* peer access enabled from this device's context to another */
     uint64_t finish, blocking_finish; /* the latest of its streams', of its blocking streams' (clock.h) */
 } sim_device;
 
