@@ -478,7 +478,7 @@ TEST(what_lies_before_a_site_in_its_own_block_is_taken_where_nothing_else_is)
     block = get(8 * GRANULE, A);
     put(block);
     finish(A);
-    mo_stream_order_probe(&pool->order);
+    mo_stream_order_probe(&pool->order, 0);
     request = request_of(&pool->general, 11 * MIB, A);
     site = (mo_site){.span = request.zone->spans, .at = block + 11 * MIB, .need = 3};
     site.slot = mo_span_slot(site.span, block) + 8;
