@@ -142,7 +142,7 @@ def test_the_fatbin_has_machine_code_for_every_architecture_of_nvcc_and_ptx_of_b
     for architecture in known:
         assert any(c // 10 == architecture // 10 and c <= architecture for c in code), architecture
     assert sorted(a for kind, a in found if kind == "ptx") == [min(code), max(code)]
-    assert fatbin.stat().st_size < 400_000
+    assert fatbin.stat().st_size < 600_000  # the update has a loop for each type and alignment
 
 
 def test_a_second_build_does_nothing_and_a_changed_environment_builds_anew(
