@@ -67,7 +67,7 @@ def test_the_frontier_is_found_to_a_thousandth(needs):
 
 
 def test_a_loop_that_no_device_carries_is_an_error():
-    with pytest.raises(RuntimeError, match="ran out of 80 GiB"):
+    with pytest.raises(RuntimeError, match="ran out of"):
         measure(Pretended(1 << 60, holds=1), "any", 1.0, None, True, 0)
 
 
