@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import memopt
 from benchmarks import tasks
+from memopt._checkpoint.stages.costs import tensors_in
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -28,17 +29,20 @@ class Work:
     sample: Any
     loss: Loss
 
-    def step(self) -> torch.Tensor:
-        self.model.zero_grad(set_to_none=True)
-        out = self.model(**self.sample) if isinstance(self.sample, dict) else self.model(self.sample)
+    def step(self, *, keep_gradients: bool = False) -> torch.Tensor:
+        if not keep_gradients:
+            self.model.zero_grad(set_to_none=True)
+        if isinstance(self.sample, dict):
+            out = self.model(**self.sample)
+        else:
+            out = self.model(*self.sample) if isinstance(self.sample, tuple) else self.model(self.sample)
         value = self.loss(out)
         value.backward()
         return value.detach()
 
     def standing_bytes(self) -> int:
         """Bytes of parameters, buffers and batch, each storage once."""
-        sample = list(self.sample.values()) if isinstance(self.sample, dict) else [self.sample]
-        tensors = [*self.model.parameters(), *self.model.buffers(), *sample]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *tensors_in(self.sample)]
         storages = [tensor.untyped_storage() for tensor in tensors]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

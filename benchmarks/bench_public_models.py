@@ -1,0 +1,256 @@
+"""The promises of memopt.auto_checkpoint on models of public libraries, unmodified: 80, 60 and 50 % of the plain peak.
+
+Each model runs in a process of its own, five steps of SGD by the plain model and by each plan: losses and parameters
+must be the same bits, and the most live bytes of all steps, counted at torch's allocator, at most the budget. Where no
+schedule fits, the least budget that the error names is tried instead; it is the last row of every model. Activations
+are live bytes at the peak of a step that begins with gradients, less these and what lives before the step.
+
+A library that is not installed is named, and its models are left out: they are not dependencies of memopt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from benchmarks import harness, public_models  # noqa: E402
+
+if TYPE_CHECKING:
+    from benchmarks.checkpoint_models import Work
+
+SHARES = (0.8, 0.6, 0.5)
+STEPS = 5
+DEEP = 8  # stages: deeper models must be cut to these shares of the plain activations
+ACTIVATIONS, ACTIVATIONS_UNET = 0.35, 0.45
+SECONDS = 900  # for a model
+
+
+# ---- in the process of a model -----------------------------------------------------------------------------------
+
+
+def trained(work: Work) -> dict[str, Any]:
+    """Five steps of training: every bit that they leave, the most live bytes, and seconds of the fastest step."""
+    import torch
+
+    import memopt
+
+    optimizer = torch.optim.SGD(work.model.parameters(), lr=0.01, foreach=False)
+    torch.manual_seed(2)
+    losses, seconds = [], []
+    work.model.zero_grad(set_to_none=True)
+    with memopt.profile("cpu", modules=False) as recorded:
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            losses.append(work.step())
+            seconds.append(time.perf_counter() - start)
+            optimizer.step()
+    work.model.zero_grad(set_to_none=True)
+    before = int(recorded.recording.live_bytes()[0])
+    state = [tensor.detach().clone() for tensor in (*work.model.parameters(), *work.model.buffers())]
+    return {
+        "peak": work.standing_bytes() + recorded.peak - before,
+        "seconds": min(seconds),
+        "bits": [*losses, *state],
+    }
+
+
+def activation_bytes(work: Work) -> int:
+    import torch
+
+    import memopt
+
+    for parameter in work.model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    with memopt.profile("cpu", modules=False) as recorded:
+        work.step(keep_gradients=True)
+    work.model.zero_grad(set_to_none=True)
+    return recorded.peak - int(recorded.recording.live_bytes()[0])
+
+
+def planned(name: str, budget: int, plain: dict[str, Any]) -> dict[str, Any]:
+    """A row: the plan for this budget and what it does, or the least budget if none fits, or the error."""
+    import torch
+
+    from memopt import auto_checkpoint
+    from memopt.chain import InfeasibleBudget
+
+    work = public_models.make(name)
+    start = time.perf_counter()
+    try:
+        auto_checkpoint(work.model, work.sample, memory_budget=budget, loss=work.loss)
+        seconds = time.perf_counter() - start
+        plan = vars(work.model)["plan"]
+        found = trained(work)
+    except InfeasibleBudget as error:
+        return {"budget": budget, "least": error.least_budget}
+    except Exception as error:
+        traceback.print_exc()
+        return {"budget": budget, "error": f"{type(error).__name__}: {error}"}
+    same = all(map(torch.equal, found.pop("bits"), plain["bits"]))
+    return {
+        "budget": budget,
+        **found,
+        "same": same,
+        "stages": len(plan.stages),
+        "planning": seconds,
+        "activations": activation_bytes(work),
+    }
+
+
+def survey(name: str) -> dict[str, Any]:
+    """All rows of a model."""
+    start = time.perf_counter()
+    plain = trained(public_models.make(name))
+    activations = activation_bytes(public_models.make(name))
+    rows = [planned(name, int(share * plain["peak"]), plain) for share in SHARES]
+    least = planned(name, 1, plain)
+    if "least" in least:
+        least = planned(name, least["least"], plain)
+    del plain["bits"]
+    return {
+        "plain": plain,
+        "activations": activations,
+        "rows": rows,
+        "least": least,
+        "wall": time.perf_counter() - start,
+    }
+
+
+def child(name: str) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).resolve()), "--model", name]
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **quiet}, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {SECONDS} s"}
+    if done.returncode:
+        return {"failed": done.stderr.strip()[-2000:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    errors = [row["error"] for row in (*found["rows"], found["least"]) if "error" in row]
+    if errors:
+        found["stderr"] = done.stderr[-4000:]
+    return found
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def cell(row: dict[str, Any], plain: int) -> str:
+    if "error" in row:
+        return row["error"].partition(":")[0]
+    if "least" in row:
+        return f"least {row['least'] / plain:.0%}"
+    return f"{'bit' if row['same'] else 'OTHER BITS'} {row['peak'] / row['budget']:.3f}"
+
+
+def text(table: dict[str, dict[str, Any]]) -> str:
+    head = [f"{share:.0%}" for share in SHARES]
+    lines = [
+        f"{'':<20}{'stages':>7}{'plain MiB':>11}{head[0]:>18}{head[1]:>18}{head[2]:>18}"
+        f"{'least':>9}{'':>18}{'activations':>13}{'slower':>8}"
+    ]
+    for name, found in table.items():
+        if "failed" in found:
+            lines.append(f"{name:<20} {found['failed'].splitlines()[-1][:120]}")
+            continue
+        plain, least = found["plain"]["peak"], found["least"]
+        cells = "".join(f"{cell(row, plain):>18}" for row in found["rows"])
+        line = f"{name:<20}{least.get('stages', '-'):>7}{plain / (1 << 20):>11.1f}{cells}"
+        line += f"{least['budget'] / plain if 'stages' in least else 0:>9.0%}{cell(least, plain):>18}"
+        if "activations" in least:
+            line += f"{least['activations'] / found['activations']:>13.0%}"
+            line += f"{least['seconds'] / found['plain']['seconds']:>8.2f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def promises(report: harness.Report, table: dict[str, dict[str, Any]]) -> None:
+    rows = {
+        name: [] if "failed" in found else [row for row in (*found["rows"], found["least"]) if "peak" in row]
+        for name, found in table.items()
+    }
+    failed = [
+        name
+        for name, found in table.items()
+        if "failed" in found or any("error" in row for row in (*found["rows"], found["least"]))
+    ]
+    other = [name for name, found in rows.items() if any(not row["same"] for row in found)]
+    over = [name for name, found in rows.items() if any(row["peak"] > row["budget"] for row in found)]
+    for case, names in (
+        ("models that are not planned, or fail", failed),
+        ("models whose losses or parameters are other bits", other),
+        ("models over a budget", over),
+    ):
+        report.note(case, names)
+        report.record(case, {"allowed": 1.0, "found": 1.0 + len(names)}, unit="1 + models", goal=1.0)
+    for case, unet, most in (
+        ("activations at the least budget, the worst model deeper than 8 stages", False, ACTIVATIONS),
+        ("activations at the least budget, the worst U-Net", True, ACTIVATIONS_UNET),
+    ):
+        shares = [
+            found["least"]["activations"] / found["activations"]
+            for name, found in table.items()
+            if public_models.MODELS[name].unet is unet
+            and found.get("least", {}).get("stages", 0) > DEEP
+            and "activations" in found["least"]
+        ]
+        if shares:
+            report.record(
+                case, {"allowed": most, "measured": max(shares)}, unit="of the plain run's", goal=1.0
+            )
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    names = list(public_models.MODELS)
+    parser.add_argument("--models", nargs="+", choices=names, default=names, help="some of the models")
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.model:
+        import torch
+
+        torch.set_num_threads(2)
+        logging.disable(logging.WARNING)
+        with contextlib.redirect_stdout(io.StringIO()):  # libraries print
+            found = survey(options.model)
+        print(json.dumps(found))
+        return 0
+    if options.cuda:
+        raise SystemExit("bench_public_models counts the CPU allocator's bytes: leave --cuda out")
+    report = harness.Report(
+        "bench_public_models", options, claim="auto_checkpoint on public models: same bits, within the budget"
+    )
+    missing = [name for name in options.models if not public_models.MODELS[name].installed]
+    for name in missing:
+        print(f"LEFT OUT: {name}: {public_models.MODELS[name].library} is not installed", file=sys.stderr)
+    table: dict[str, dict[str, Any]] = {}
+    for name in options.models:
+        if name not in missing:
+            table[name] = child(name)
+            print(text({name: table[name]}).splitlines()[-1], file=sys.stderr, flush=True)
+    if not table:
+        raise SystemExit("none of the models' libraries is installed")
+    report.note("left out", missing)
+    report.note("rows", table)
+    promises(report, table)
+    print(text(table), end="\n\n", file=sys.stderr if options.json else sys.stdout)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
