@@ -33,6 +33,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.drop_in import batch_norm
+from memopt._checkpoint.stages.argument_objects import ArgumentObject, is_changeable
 from memopt._checkpoint.stages.module_state import Changes, StageState, buffers_beside, unchanged
 from memopt._offload.schedule_sets import OPTION, OffloadedSet, OffloadedTensor, ScheduleOffload, unpacked
 from memopt._runtime.state_snapshot import version
@@ -270,7 +271,8 @@ class StageCall:
         self.state = StageState(leaves, changes)
         # Leaf here, output of the last stage, whether it needs a grad.
         self.links: list[tuple[int, int, bool]] = []
-        self.leaves: list[Any] = leaves  # a tensor as Held; the places of links are not used
+        # A tensor as Held, an object that a run may change as ArgumentObject; the places of links are not used.
+        self.leaves: list[Any] = leaves
         self.saved: list[weakref.ref[SavedPlaceholder]] = []
         self.metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self.outputs: list[TensorVersion | None] = []
@@ -282,6 +284,8 @@ class StageCall:
                 if (source := sources.get((id(leaf), version(leaf)))) is not None:
                     self.links.append((place, source, leaf.requires_grad))
                 leaves[place] = Held.of(leaf)
+            elif is_changeable(leaf):
+                leaves[place] = ArgumentObject(leaf)
 
     def take_linked(self) -> list[Held]:
         linked = [self.leaves[place] for place, _, _ in self.links]
@@ -293,7 +297,7 @@ class StageCall:
         self, linked: Sequence[Held], *, changing: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments. changing: the linked ones are changed in place."""
-        leaves = [leaf.again() if isinstance(leaf, Held) else leaf for leaf in self.leaves]
+        leaves = [leaf.again() if isinstance(leaf, (Held, ArgumentObject)) else leaf for leaf in self.leaves]
         for (place, _, _), held in zip(self.links, linked, strict=True):
             leaves[place] = held.again(changing=changing)
         return pytree.tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.runner import Held, StageCall, unchangeable
+from memopt._checkpoint.stages.argument_objects import ArgumentObject
 from memopt._checkpoint.stages.costs import (
     Meter,
     StageBytes,
@@ -228,7 +229,8 @@ class ChainMeasurement:
             places = [place for place, _, _ in call.links]
             state = call.state.modules
             given = [leaf.tensor for leaf in call.leaves if isinstance(leaf, Held)]
-            self.externals += [*given, *state.tensors]
+            objects = [leaf for leaf in call.leaves if isinstance(leaf, ArgumentObject)]
+            self.externals += [*given, *state.tensors, *(t for one in objects for t in one.tensors)]
             # What is computed between two stages makes the one's gradient of the other's, when its backward is over.
             between = 0
             if k and not places:

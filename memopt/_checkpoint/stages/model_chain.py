@@ -354,7 +354,7 @@ def repeatedly(name: str) -> Iterator[None]:
             ) from error
         raise ValueError(
             f"{name} behaves differently when it runs again: {error}. A cache or a counter that each run changes may "
-            "be the cause; Hugging Face models keep a cache unless model.config.use_cache = False"
+            "be the cause, if it is neither an attribute of a module nor an argument (a global, say)"
         ) from error
 
 

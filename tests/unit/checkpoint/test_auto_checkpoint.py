@@ -328,7 +328,7 @@ def test_a_stage_that_is_not_the_same_each_time_is_refused_by_name() -> None:
             return torch.cat(before).tanh().sum(0, keepdim=True) + x
 
     model = nn.Sequential(nn.Linear(8, 8), Caches(), nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=r"behaves differently.*use_cache"):
+    with pytest.raises(ValueError, match=r"behaves differently.*cache or a counter"):
         memopt.auto_checkpoint(model, torch.ones(1, 8), memory_budget="1GiB")
 
 
