@@ -68,6 +68,7 @@ def trained(work: Work) -> dict[str, Any]:
 
 
 def activation_bytes(work: Work) -> int:
+    """The most live bytes of a step that begins with gradients, beside these and what lives before it."""
     import torch
 
     import memopt
@@ -106,8 +107,21 @@ def planned(name: str, budget: int, plain: dict[str, Any]) -> dict[str, Any]:
         "same": same,
         "stages": len(plan.stages),
         "planning": seconds,
-        "activations": activation_bytes(work),
     }
+
+
+def least_activations(name: str) -> int:
+    """Activations by the plan that takes least where gradients are there before the step."""
+    from memopt import auto_checkpoint
+    from memopt.chain import InfeasibleBudget
+
+    work = public_models.make(name)
+    try:
+        auto_checkpoint(work.model, work.sample, memory_budget=1, loss=work.loss, accumulate=True)
+    except InfeasibleBudget as error:
+        least = error.least_budget
+    auto_checkpoint(work.model, work.sample, memory_budget=least, loss=work.loss, accumulate=True)
+    return activation_bytes(work)
 
 
 def survey(name: str) -> dict[str, Any]:
@@ -119,6 +133,8 @@ def survey(name: str) -> dict[str, Any]:
     least = planned(name, 1, plain)
     if "least" in least:
         least = planned(name, least["least"], plain)
+    if "stages" in least:
+        least["activations"] = least_activations(name)
     del plain["bits"]
     return {
         "plain": plain,

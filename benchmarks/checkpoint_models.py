@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import memopt
 from benchmarks import tasks
-from memopt._checkpoint.stages.costs import tensors_in
 
 Loss = Callable[[Any], torch.Tensor]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass
