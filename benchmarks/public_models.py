@@ -369,7 +369,7 @@ MODELS: dict[str, Public] = {
         timm("vit_tiny_patch16_224", 64, 8, img_size=64, patch_size=8, embed_dim=96, depth=10), "timm"
     ),
     "vit-pytorch": Public(vit_pytorch, "vit_pytorch"),
-    "timm ResNet-50": Public(timm("resnet50", 64, 6), "timm"),
+    "timm ResNet-50": Public(timm("resnet50", 112, 6), "timm"),
     "timm ConvNeXt": Public(timm("convnext_atto", 96, 6), "timm"),
     "timm EfficientNet": Public(timm("efficientnet_b0", 96, 6), "timm"),
     "DenseNet": Public(densenet, "torchvision"),

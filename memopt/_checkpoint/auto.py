@@ -90,8 +90,8 @@ def auto_checkpoint(
 
     Effects of a forward on its modules (buffers, other tensors, numbers, lists and dictionaries that are attributes),
     on objects that it is given (a cache of keys and values), and on Python's and NumPy's random states, happen once,
-    however often a stage runs. The copies needed for that count in the budget. Effects elsewhere (globals, other objects, a parameter changed in place through `.data`) happen again
-    in every run of the stage.
+    however often a stage runs. The copies needed for that count in the budget. Effects elsewhere (globals, other
+    objects, a parameter changed in place through `.data`) happen again in every run of the stage.
 
     For a model in several processes: call it before DistributedDataParallel, on each rank for itself; or after
     fully_shard() and parallelize_module(), on every rank. The ranks then agree on one plan, by the largest measurement

@@ -76,6 +76,7 @@ class ChainRunner:
         modules = [getattr(f, "__self__", f) for f in self.functions]
         self.modules = [module if isinstance(module, torch.nn.Module) else None for module in modules]
         self.norms = [batch_norm.of_function(function) for function in self.functions]
+        self.held = [held_outputs(function) for function in self.functions]
         self.state: Sequence[Changes] = [{} for _ in self.functions] if state is None else state
         self.steady = [
             [] if module is None or state is None else buffers_beside(module.modules(), self.state[k])
@@ -306,11 +307,17 @@ class StageCall:
         """The pack hook of a run for its output alone: saves only what a backward pass within the stage needs."""
         return tensor.detach() if self.has_own_backward else None
 
-    def note_outputs(self, out: Any) -> None:
+    def note_outputs(self, out: Any, held: Collection[int] = ()) -> None:
+        """Note what the next stage's arguments may be linked to: leaves, but for those that are held anyway."""
         self.outputs = [
-            TensorVersion.of(leaf) if isinstance(leaf, torch.Tensor) else None
-            for leaf in pytree.tree_leaves(out)
+            TensorVersion.of(leaf) if isinstance(leaf, torch.Tensor) and n not in held else None
+            for n, leaf in enumerate(pytree.tree_leaves(out))
         ]
+
+
+def held_outputs(function: Function) -> Collection[int]:
+    """Return the leaves of a stage's output that are there until the backward pass: later stages take them too."""
+    return getattr(function, "held_outputs", ())
 
 
 class ChainPass:
@@ -426,7 +433,7 @@ class ChainPass:
         if taken is not None:
             self.offloaded(k, taken, out, self.cursor)
         call.state.random.forget_unchanged()
-        call.note_outputs(out)
+        call.note_outputs(out, self.runner.held[k])
         if op == "fall":
             self.saved.add(k)
             self.settle(k)

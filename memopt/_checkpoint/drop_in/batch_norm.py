@@ -86,7 +86,12 @@ def modules_in(module: torch.nn.Module) -> tuple[_NormBase, ...]:
 
 
 def of_function(function: Callable[..., Any]) -> tuple[_NormBase, ...] | None:
-    """Return such modules in the module that the function is, or is a method of; None for any other function."""
+    """Return such modules in the module that the function is, or is a method of; None for any other function.
+
+    A part of a module's forward names those that it calls, `modules_called`.
+    """
+    if (called := getattr(function, "modules_called", None)) is not None:
+        return tuple(m for m in called if isinstance(m, _NormBase))
     module = getattr(function, "__self__", function)
     return modules_in(module) if isinstance(module, torch.nn.Module) else None
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from memopt._checkpoint.runner import Held, StageCall, unchangeable
+from memopt._checkpoint.runner import Held, StageCall, held_outputs, unchangeable
 from memopt._checkpoint.stages.argument_objects import ArgumentObject
 from memopt._checkpoint.stages.costs import (
     Meter,
@@ -167,7 +167,7 @@ class ChainMeasurement:
             self.last_outputs = [unchangeable(tensor) for tensor in tensors_in(out)]
             call.state.random.forget_unchanged()
             self.state_bytes += call.state.random.nbytes if self.device.type == "cpu" else 0
-            call.note_outputs(out)
+            call.note_outputs(out, held_outputs(self.functions[k]))
             self.outputs = call.outputs
             if k == len(self.functions) - 1:
                 ended()
@@ -233,15 +233,16 @@ class ChainMeasurement:
             self.externals += [*given, *state.tensors, *(t for one in objects for t in one.tensors)]
             # What is computed between two stages makes the one's gradient of the other's, when its backward is over.
             between = 0
+            is_part = self.chain.lingering[k] is not None  # of a block, and not the first: nothing is between
             if k and not places:
-                between = self.stage_bytes[-1].output
+                between = 0 if is_part else self.stage_bytes[-1].output
                 self.stage_bytes[-1] = untaken(self.stage_bytes[-1])
             if k == 0:
                 self.input_bytes = bytes_of(given, self.standing)
 
             def inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
                 leaves = pytree.tree_leaves((args, kwargs))
-                return [leaves[p] for p in places] if places else tensors_in(leaves)
+                return [leaves[p] for p in places] if places or is_part else tensors_in(leaves)
 
             arguments = self.arguments(k, call, linked)
             with repeatedly(self.chain.names[k]):

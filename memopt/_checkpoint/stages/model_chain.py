@@ -7,10 +7,13 @@ block) is a stage, and so is one in which something bypasses a child: it would b
 module that is called more than once in a pass is never a stage, because its calls could not be told apart. One that
 changes its argument in place is a stage only behind the one that made it, with which it runs again.
 
-A second pass cuts blocks into parts where it can (split.py), and sees what each stage changes in modules."""
+A second pass cuts blocks into parts where it can (split.py), and sees what each stage changes in modules. Where the
+stages are no chain (`is_tangled`), a third one cuts the model's own forward instead; if that cannot be traced, a module
+that is too large a part of the model is its children after all."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,8 +28,11 @@ from memopt._checkpoint.stages.costs import GraphIsGone, tensors_in
 from memopt._checkpoint.stages.module_state import Changes, Snapshot, changes_within, joined
 from memopt._checkpoint.stages.ranks import is_sharded
 from memopt._checkpoint.stages.split import Run, SplitBlock, split
+from memopt._checkpoint.stages.trace_forward import is_its_classes
 
-PART = 0.5  # of a lone child's elements that its own runs must make for it to be split
+PART = 0.5  # of a call's elements that the stages in it must make for these to stand for it
+TANGLED = 2  # stages that take nothing from the one before, for the model's forward to be cut as one
+LARGE = 0.4  # of the elements that a model makes, for a stage
 MOST_STAGES = 256  # that blocks are split up to: the solver's time grows with the cube of their number
 
 
@@ -154,13 +160,16 @@ def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return root, out
 
 
-def stages_of(call: Call, repeated: set[torch.nn.Module]) -> list[Call]:
-    """Return the stages that a call's children form, run after run."""
+def stages_of(call: Call, repeated: set[torch.nn.Module], most: float) -> list[Call]:
+    """Return the stages that a call's children form, run after run.
+
+    most: elements above which a child is no stage, although its own do not carry its whole work."""
     stages: list[Call] = []
     for run in call.runs():
         for child in run:
-            parts = stages_of(child, repeated) if child.children else []
-            if len(parts) > 1 and (through(child, parts) if len(run) > 1 else part(child, parts) >= PART):
+            parts = stages_of(child, repeated, most) if child.children else []
+            carried = len(run) > 1 and child.elements <= most
+            if len(parts) > 1 and (through(child, parts) if carried else part(child, parts) >= PART):
                 stages += parts
             elif child.module not in repeated:
                 stages.append(child)
@@ -193,6 +202,28 @@ def find_chain(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     Raises ValueError if there is nothing to checkpoint: no module of it is called by another.
     """
     root, _ = watch(model, args, kwargs)
+    return chain_of(root)
+
+
+def is_tangled(root: Call, stages: list[Call], blocks: Sequence[SplitBlock | None]) -> bool:
+    """Return whether the stages are no chain, or too small a part of the model's call, or one that cannot be split is
+    too large a part.
+
+    Behind the beginning, with its embeddings, a stage of a chain takes what the one before made."""
+    linked = [stage.source() is not None for stage in stages]
+    begun = linked.index(True) if True in linked else 0
+    return (
+        linked[begun:].count(False) >= TANGLED
+        or part(root, stages) < PART
+        or any(
+            block is None and stage.children and stage.elements > LARGE * root.elements
+            for stage, block in zip(stages, blocks, strict=True)
+        )
+    )
+
+
+def chain_of(root: Call, most: float = math.inf) -> list[Call]:
+    """Return the stages of a model's call. Raises ValueError if there are none."""
     times: Counter[torch.nn.Module] = Counter()
 
     def count(call: Call) -> None:
@@ -202,13 +233,13 @@ def find_chain(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
     count(root)
     stages: list[Call] = []
-    for stage in stages_of(root, {module for module, n in times.items() if n > 1}):
+    for stage in stages_of(root, {module for module, n in times.items() if n > 1}, most):
         if not stage.changes or (stages and stage.changes_stream and stage.follows(stages[-1])):
             stages.append(stage)
     if not stages:
         raise ValueError(
-            f"{type(model).__name__} calls none of its modules exactly once in a forward pass, so it has no chain of "
-            "stages to checkpoint. Checkpoint parts of its forward with memopt.checkpoint()"
+            f"{type(root.module).__name__} calls none of its modules exactly once in a forward pass, so it has no "
+            "chain of stages to checkpoint. Checkpoint parts of its forward with memopt.checkpoint()"
         )
     return stages
 
@@ -234,10 +265,8 @@ class Member(NamedTuple):
         if self.block is None:
             return [self.name]
         count = len(self.block.names)
-        return [
-            f"{self.name} ({' + '.join(names) or f'{n + 1} of {count}'})"
-            for n, names in enumerate(self.block.names)
-        ]
+        parts = [" + ".join(names) or f"{n + 1} of {count}" for n, names in enumerate(self.block.names)]
+        return [f"{self.name} ({part})" if self.name else part for part in parts]
 
 
 @contextmanager
@@ -269,8 +298,16 @@ class ModelChain:
         self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.has_own_parameters = not is_sharded(model)  # a unit's forward puts others in their places
         before = Snapshot(model.modules(), self.has_own_parameters)
-        calls = find_chain(model, args, kwargs)
-        blocks, changes = self.split_all(calls, before.changes())
+        root, _ = watch(model, args, kwargs)
+        calls, found = chain_of(root), before.changes()
+        blocks, changes = self.split_all(calls, found)
+        if self.has_own_parameters and is_tangled(root, calls, blocks):
+            whole, changes_of_whole = self.split_all([root], found, whole=True)
+            if whole != [None]:
+                calls, blocks, changes = [root], whole, changes_of_whole
+            elif len(finer := chain_of(root, LARGE * root.elements)) > len(calls):
+                calls = finer
+                blocks, changes = self.split_all(calls, found)
         if sum(1 if block is None else len(block.parts) for block in blocks) > MOST_STAGES:
             blocks = [None] * len(calls)
         self.members: list[Member] = []
@@ -285,17 +322,22 @@ class ModelChain:
             if call.changes:
                 self.changing.add(first)
             self.functions += [forward] if block is None else block.parts
-            self.state += [changes[len(self.members) - 1]] * (len(self.functions) - first)
+            self.state += [
+                changes_within(changes[len(self.members) - 1], part.modules_called)
+                if block is not None and block.whole
+                else changes[len(self.members) - 1]
+                for part in self.functions[first:]
+            ]
             self.lingering += [None] + [first] * (len(self.functions) - first - 1)
         self.norms = [batch_norm.of_function(function) or () for function in self.functions]
         self.names = [name for member in self.members for name in member.names()]
 
     def split_all(
-        self, calls: Sequence[Call], changes: Changes
+        self, calls: Sequence[Call], changes: Changes, *, whole: bool = False
     ) -> tuple[list[SplitBlock | None], list[Changes]]:
         """Split each stage that can be split, in one forward pass, and return also what each stage's runs change.
 
-        changes: what a forward pass of the model changes in modules.
+        changes: what a forward pass of the model changes in modules. whole: the only one is the model's.
         """
         blocks: list[SplitBlock | None] = [None] * len(calls)
         functions = [call.module.forward for call in calls]
@@ -310,7 +352,7 @@ class ModelChain:
             linked = call.take_linked()
             with repeatedly(calls[k].name):
                 if calls[k].children and plain[k] and not calls[k].changes:
-                    found = split(module, calls[k].name, functions[k], call, linked)
+                    found = split(module, calls[k].name, functions[k], call, linked, whole=whole)
                     blocks[k] = found if isinstance(found, SplitBlock) else None
                 snapshot = Snapshot(module.modules(), self.has_own_parameters)
                 out = without_graph(functions[k], args, kwargs, calls[k].name)
@@ -356,16 +398,6 @@ def repeatedly(name: str) -> Iterator[None]:
             f"{name} behaves differently when it runs again: {error}. A cache or a counter that each run changes may "
             "be the cause, if it is neither an attribute of a module nor an argument (a global, say)"
         ) from error
-
-
-def is_its_classes(module: torch.nn.Module) -> bool:
-    """Return whether the module's forward is its class's own, neither compiled nor replaced.
-
-    A replaced forward may have effects that cannot be seen.
-    """
-    return not (
-        "forward" in module.__dict__ or hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-    )
 
 
 def without_graph(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -1,10 +1,14 @@
-"""Parts of a block as stages of a chain: a residual block's attention and its MLP, for instance.
+"""Parts of a forward as stages of a chain: a residual block's attention and its MLP, for instance.
 
 A block is a stage whose module adds something of its own. Its forward is traced (trace_forward.py) and cut where,
 besides the arguments that stay the same for all of it (masks, positions), only one tensor is needed from there on: the
 residual stream between two branches. Parts that have no matrix of parameters (a norm, an activation) join the one
 before. A block stays one stage if it cannot be traced, or if its parts do not reproduce its result on the sample bit
 for bit.
+
+The forward of a whole model whose modules form no chain (skips of a U-Net, sums in the model's own code, lists of
+features) is traced too, modules opened, and cut where besides one tensor only *held* ones are needed: those that live
+across many parts, which stay from the forward pass on (`held_values`).
 
 A call that differs from the trace runs the block whole, as its first part; the others then pass on its result. Results
 therefore do not depend on the trace; only the planned peak does.
@@ -13,7 +17,8 @@ therefore do not depend on the trace; only the planned peak does.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -25,14 +30,23 @@ from memopt._checkpoint.stages.trace_forward import Arguments, Expected, Forward
 
 Run = Callable[..., Any]  # of stage k: run(k, *args, **kwargs)
 
+SHORT = 32  # a life during which less than a part of so many is made is not worth holding a value for
+MOST_HELD = 64
+MOST_CUTS = 128  # of a model, above which parts without a matrix join the one before
+
 
 class PartProgram(NamedTuple):
-    """The steps of one part, which takes the values of these numbers, and what each of them is the last to use."""
+    """The steps of one part, which takes the values of these numbers, and what each of them is the last to use.
+
+    makes: the numbers of its result, a tuple, unless it is the last part. ends: numbers that no later part takes.
+    """
 
     inputs: list[int]
     steps: list[TracedCall]
     unused: list[list[int]]
     result: Arguments
+    makes: list[int]
+    ends: list[int]
 
     def run(self, given: tuple[torch.Tensor, ...]) -> Any:
         values = dict(zip(self.inputs, given, strict=True))
@@ -52,6 +66,9 @@ class BlockPart:
 
     def __init__(self, block: SplitBlock, n: int) -> None:
         self.block, self.n = block, n
+        self.modules_called = called_modules(block.programs[n]) if n else list(block.module.modules())
+        later = {number for program in block.programs[n + 2 :] for number in program.inputs}
+        self.held_outputs = {leaf for leaf, number in enumerate(block.programs[n].makes) if number in later}
 
     @property
     def __self__(self) -> torch.nn.Module:
@@ -67,11 +84,21 @@ class BlockPart:
 
     def __repr__(self) -> str:
         block = self.block
-        return f"<part {self.n + 1} of {len(block.parts)} of {block.name}, a {type(block.module).__name__}>"
+        return f"<part {self.n + 1} of {len(block.parts)} of {block}>"
+
+
+def called_modules(program: PartProgram) -> list[torch.nn.Module]:
+    """Return the modules that a part calls, those in them, and the owners of parameters and buffers that it uses."""
+    found: dict[torch.nn.Module, None] = {}
+    for step in program.steps:
+        if isinstance(step.target, torch.nn.Module):
+            found.update(dict.fromkeys(step.target.modules()))
+        found.update((owner, None) for _, owner, _ in step.arguments.owned)
+    return list(found)
 
 
 class SplitBlock:
-    """A module's forward as parts. names: of the modules that each part calls."""
+    """A module's forward as parts. names: of the modules that each part calls. whole: the module is the model."""
 
     def __init__(
         self,
@@ -80,7 +107,10 @@ class SplitBlock:
         forward: Callable[..., Any],
         recording: ForwardTrace,
         programs: list[PartProgram],
+        *,
+        whole: bool = False,
     ) -> None:
+        self.whole = whole
         self.module, self.name, self.forward = module, name, forward
         self.expected: Expected = recording.expected
         self.programs = programs
@@ -98,89 +128,145 @@ class SplitBlock:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if (difference := self.expected.difference(leaves, spec)) is not None:
             self.warn(difference)
-            out = run(first, False, args, kwargs)
+            result = run(first, False, args, kwargs)
             for n in range(1, len(self.programs)):
-                out = run(first + n, False, out)
-            return out
-        value: Any = None
+                result = run(first + n, False, result)
+            return result
+        values = {number: leaves[place] for number, place in self.places.items()}
+        out: Any = None
         for n, program in enumerate(self.programs):
-            given = [value if n and i == 0 else leaves[self.places[k]] for i, k in enumerate(program.inputs)]
-            value = None
-            value = run(first + n, True, *given)
+            given = [values[number] for number in program.inputs]
+            for number in program.ends:
+                values.pop(number, None)
+            out = run(first + n, True, *given)
             del given
-        return value
+            if n < len(self.programs) - 1:
+                values.update(zip(program.makes, out, strict=True))
+                out = None
+        return out
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model'}, a {type(self.module).__name__}"
 
     def warn(self, difference: str) -> None:
         if not self.warned:
             self.warned = True
             warnings.warn(
-                f"memopt.auto_checkpoint: {self.name}, a {type(self.module).__name__}, runs as one stage instead of "
+                f"memopt.auto_checkpoint: {self}, runs as one stage instead of "
                 f"{len(self.parts)}, because {difference} since it was planned: results are correct, but the step's "
                 "peak may exceed memory_budget. Call auto_checkpoint() again with the model as it is used now",
                 stacklevel=2,
             )
 
 
-def cuts(recording: ForwardTrace, streams: set[int]) -> list[tuple[int, int]]:
-    """Return the places where the recording can be cut: (steps before, the one value needed after).
+class Lives:
+    """The lives of a trace's values: the number of steps before each is made, and of those before its last use.
 
-    streams: numbers of the arguments that are not available everywhere in the chain.
-    """
-    steps, arguments = recording.steps, {number for number in recording.arguments if number is not None}
-    made, last = dict.fromkeys(arguments, 0), dict.fromkeys(arguments, 0)
-    for n, step in enumerate(steps):
-        last.update((number, n) for _, number in step.arguments.uses)
-        made.update((number, n + 1) for _, number in step.makes)
-    last.update((number, len(steps)) for _, number in recording.result.uses)
-    # A part must not change what another made: a second run would find it changed.
-    changed = {
-        at for n, numbers in recording.changes for at in range(min(made[number] for number in numbers), n + 1)
-    }
+    streams: numbers of the arguments that are not available everywhere in the chain."""
+
+    def __init__(self, recording: ForwardTrace, streams: set[int]) -> None:
+        self.steps, self.nbytes, self.storages = recording.steps, recording.nbytes, recording.storages
+        self.arguments = {number for number in recording.arguments if number is not None}
+        self.streams = streams
+        count = len(self.steps)
+        self.made, self.last = dict.fromkeys(self.arguments, 0), dict.fromkeys(self.arguments, 0)
+        for n, step in enumerate(self.steps):
+            self.last.update((number, n) for _, number in step.arguments.uses)
+            self.made.update((number, n + 1) for _, number in step.makes)
+        self.last.update((number, count) for _, number in recording.result.uses)
+        # A part must not change what another made: a second run would find it changed.
+        self.changed = {
+            at
+            for n, numbers in recording.changes
+            for at in range(min(self.made[number] for number in numbers), n + 1)
+        }
+        self.before = [0] * (count + 1)  # bytes that are made before each step, a storage once
+        counted = {self.storages[number] for number in self.arguments}
+        for n, step in enumerate(self.steps):
+            made = {self.storages[v] for _, v in step.makes} - counted
+            counted |= made
+            self.before[n + 1] = self.before[n] + sum(self.nbytes[storage] for storage in made)
+
+    def alive(self, numbers: Iterable[int]) -> list[int]:
+        """Return how many of these values are needed after each number of steps."""
+        change = [0] * (len(self.steps) + 2)
+        for number in numbers:
+            if number in self.last and self.made[number] <= self.last[number]:
+                change[self.made[number]] += 1
+                change[self.last[number] + 1] -= 1
+        return list(accumulate(change))
+
+    def cuts(self, held: set[int]) -> list[int]:
+        """Return the numbers of steps after which besides `held` one value is needed, or none but these."""
+        values = self.alive(set(self.last) - self.arguments - held)
+        there, streams = self.alive(held), self.alive(self.streams)
+        return [
+            at
+            for at in range(1, len(self.steps))
+            if at not in self.changed
+            and not streams[at]
+            and (values[at] == 1 or (there[at] and not values[at]))
+        ]
+
+    def with_matrices(self, places: list[int]) -> list[int]:
+        """Return those of these cuts that leave a matrix of parameters in each part."""
+        has = [step.has_matrix for step in self.steps]
+        ends = [*places[1:], len(has)]
+        return [at for at, end in zip(places, ends, strict=False) if any(has[:at]) and any(has[at:end])]
+
+    def largest_part(self, places: list[int]) -> int:
+        ends = [*places, len(self.steps)]
+        return max(self.before[end] - self.before[at] for at, end in zip([0, *places], ends, strict=True))
+
+
+def held_values(lives: Lives) -> set[int]:
+    """Return the values to hold across parts: those that live longest, as many as make the least memory.
+
+    That is what they take and the largest part between the cuts that they allow, by the bytes of its results."""
+
+    def span(number: int) -> int:
+        return lives.before[lives.last[number]] - lives.before[lives.made[number]]
+
+    least = lives.before[-1] // SHORT
+    long = [number for number in set(lives.last) - lives.arguments if span(number) > least]
+    long.sort(key=span, reverse=True)
+    held: set[int] = set()
+    best, lowest = set(held), lives.largest_part(lives.cuts(held))
+    for number in long[:MOST_HELD]:
+        held.add(number)
+        nbytes = sum(lives.nbytes[storage] for storage in {lives.storages[one] for one in held})
+        taken = nbytes + lives.largest_part(lives.cuts(held))
+        if taken < lowest:
+            best, lowest = set(held), taken
+    return best
+
+
+def programs(recording: ForwardTrace, lives: Lives, places: list[int]) -> list[PartProgram]:
     found = []
-    for at in range(1, len(steps)):
-        live = [v for v, n in last.items() if made[v] <= at <= n and (v in streams or v not in arguments)]
-        if at not in changed and len(live) == 1 and live[0] not in arguments:
-            found.append((at, live[0]))
-    return found
-
-
-def worth(recording: ForwardTrace, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return those of these cuts that leave a matrix of parameters in each part."""
-    has = [step.has_matrix for step in recording.steps]
-    ends = [*(at for at, _ in places[1:]), len(has)]
-    kept = [
-        (at, value)
-        for (at, value), end in zip(places, ends, strict=False)
-        if any(has[:at]) and any(has[at:end])
-    ]
-    return kept
-
-
-def programs(recording: ForwardTrace, places: list[tuple[int, int]]) -> list[PartProgram]:
-    found = []
-    starts, ends = [0, *(at for at, _ in places)], [*(at for at, _ in places), len(recording.steps)]
+    starts, ends = [0, *places], [*places, len(recording.steps)]
     for n, (start, end) in enumerate(zip(starts, ends, strict=True)):
         steps = recording.steps[start:end]
+        own = {number for step in steps for _, number in step.makes}
+        makes: list[int] = []
         if n < len(places):
-            value = places[n][1]
-            result = Arguments([None], [(0, value)], [], pytree.tree_structure(0))
+            makes = sorted(number for number in own if lives.last.get(number, -1) >= end)
+            spec = pytree.tree_structure(tuple(makes))
+            result = Arguments([None] * len(makes), list(enumerate(makes)), [], spec)
         else:
             result = recording.result
-        own = {number for step in steps for _, number in step.makes}
         kept = {number for _, number in result.uses}
         uses = [{number for _, number in step.arguments.uses} for step in steps]
-        needed = (set().union(*uses) | kept) - own
-        inputs = sorted(needed)
-        if n:  # what the part before made comes first
-            inputs.remove(places[n - 1][1])
-            inputs.insert(0, places[n - 1][1])
+        inputs = sorted((set().union(*uses) | kept) - own)
+        gone_after = [
+            number for number in (*lives.arguments, *lives.last) if lives.last.get(number, -1) < end
+        ]
         there, unused = set(inputs), []
         for i, step in enumerate(steps):
             there |= {number for _, number in step.makes}
             gone = there - kept - set().union(*uses[i + 1 :])
             unused.append(sorted(gone))
             there -= gone
-        found.append(PartProgram(inputs, steps, unused, result))
+        found.append(PartProgram(inputs, steps, unused, result, makes, gone_after))
     return found
 
 
@@ -222,36 +308,47 @@ def noted(call: StageCall, run: Callable[[], Any]) -> Noted:
 
 
 def split(
-    module: torch.nn.Module, name: str, forward: Callable[..., Any], call: StageCall, linked: list[Held]
+    module: torch.nn.Module,
+    name: str,
+    forward: Callable[..., Any],
+    call: StageCall,
+    linked: list[Held],
+    *,
+    whole: bool = False,
 ) -> SplitBlock | str:
     """Return the block as parts, or the reason why it cannot be split.
 
-    linked: those of its arguments that the stage before returned.
+    linked: those of its arguments that the stage before returned. whole: it is the model, whose arguments are available
+    everywhere.
     """
     args, kwargs = call.arguments(linked)
     recordings: list[ForwardTrace] = []
 
     def record() -> Any:
-        recordings.append(ForwardTrace(module, forward, args, kwargs))
+        recordings.append(ForwardTrace(module, forward, args, kwargs, opens=whole))
         return recordings[0].out
 
     first = noted(call, record)
     (recording,) = recordings
     if recording.refusal is not None:
         return recording.refusal
+    streams: set[int | None] = set()
     if call.links:
         streams = {recording.arguments[place] for place, _, _ in call.links}
-    else:  # the caller holds it, but it is cut as the blocks after it will be
+    elif not whole:  # the caller holds it, but it is cut as the blocks after it will be
         floating = [
             n
             for n, x in zip(recording.arguments, pytree.tree_leaves((args, kwargs)), strict=True)
             if isinstance(x, torch.Tensor) and x.is_floating_point()
         ]
         streams = set(floating[:1])
-    places = worth(recording, cuts(recording, {number for number in streams if number is not None}))
+    lives = Lives(recording, {number for number in streams if number is not None})
+    places = lives.cuts(held_values(lives) if whole else set())
+    if not whole or len(places) >= MOST_CUTS:
+        places = lives.with_matrices(places)
     if not places:
         return "it has no point at which a single tensor is all that the rest of it needs"
-    block = SplitBlock(module, name, forward, recording, programs(recording, places))
+    block = SplitBlock(module, name, forward, recording, programs(recording, lives, places), whole=whole)
     args, kwargs = call.arguments(linked)
     second = noted(call, lambda: block.call(lambda k, *values: block.parts[k](*values), 0, args, kwargs))
     if not first.same(second):

@@ -1,7 +1,9 @@
 """A trace of one run of a module's forward, as steps that can be run again, some of them at a time.
 
-A step is a call that the forward itself makes: a function of torch's, or a module, which stays whole. The same
-functions in the same order on the same tensors make the same bits and the same graph. Tensors are numbered as they are
+A step is a call that the forward itself makes: a function of torch's, or a module, which stays whole. Where modules are
+opened, the steps of a module that has children are those of its own forward, unless they cannot be traced: then it is
+one step, as before. The same functions in the same order on the same tensors make the same bits and the same graph.
+Tensors are numbered as they are
 made, those among the arguments first. Parameters and buffers are looked up by name whenever a step runs. Modules are
 called, with their hooks.
 
@@ -22,10 +24,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-from memopt._runtime.state_snapshot import is_drawn_from, python_random
+from memopt._runtime.state_snapshot import CONTAINERS, is_drawn_from, python_random
 
 KIND = frozenset(
     "dim ndim ndimension dtype device layout get_device is_nested is_floating_point is_complex is_signed is_sparse "
@@ -102,6 +105,23 @@ class Attribute:
         return getattr(tensor, self.__name__)
 
 
+class Functional:
+    """A function of torch.nn.functional that pickle would look for under another name, such as max_pool2d."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(torch.nn.functional, self.__name__)(*args, **kwargs)
+
+    @staticmethod
+    def instead_of(function: Any) -> Any:
+        if "<locals>" not in getattr(function, "__qualname__", ""):
+            return function
+        named = vars(torch.nn.functional).items()
+        return next((Functional(name) for name, value in named if value is function), function)
+
+
 class TensorKind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
@@ -129,6 +149,7 @@ class Attributes(NamedTuple):
 
     own: dict[str, Any]
     children: dict[str, torch.nn.Module | None]
+    contents: dict[str, list[Any]]  # of containers among its own
 
     @staticmethod
     def of(module: torch.nn.Module) -> Attributes:
@@ -138,7 +159,8 @@ class Attributes(NamedTuple):
             if name not in UNREAD
             and not name.startswith(("_forward_", "_backward_", "_state_dict", "_load_state"))
         }
-        return Attributes(own, dict(module._modules))
+        contents = {name: members(value) for name, value in own.items() if isinstance(value, CONTAINERS)}
+        return Attributes(own, dict(module._modules), contents)
 
     def changed(self, module: torch.nn.Module) -> str | None:
         """Return the name of an attribute that has changed, None if there is none."""
@@ -146,11 +168,60 @@ class Attributes(NamedTuple):
         for was, now in ((self.own, module.__dict__), (self.children, module._modules)):
             for name, value in was.items():
                 other = now.get(name, missing)
-                if other is not value and not (
-                    isinstance(value, SIMPLE) and type(other) is type(value) and other == value
-                ):
+                if was is self.own and name in self.contents and type(other) is type(value):
+                    before, after = self.contents[name], members(other)
+                    if len(before) != len(after) or not all(map(is_same, before, after)):
+                        return f"the contents of {name}"
+                elif not is_same(value, other):
                     return name
         return None
+
+
+def members(container: Any) -> list[Any]:
+    """Return the contents of one of CONTAINERS, keys included."""
+    if isinstance(container, dict):
+        return [part for item in container.items() for part in item]
+    return list(container)
+
+
+def is_same(value: Any, other: Any) -> bool:
+    return other is value or (
+        isinstance(value, SIMPLE) and type(other) is type(value) and bool(other == value)
+    )
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def is_its_classes(module: torch.nn.Module) -> bool:
+    """Return whether the module's forward is its class's own, neither compiled nor replaced.
+
+    A replaced forward may have effects that cannot be seen.
+    """
+    return not (
+        "forward" in module.__dict__ or hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    )
+
+
+def can_open(module: torch.nn.Module) -> bool:
+    """Return whether the module's own forward may stand for a call of it.
+
+    Not where that has effects which come with the whole module: hooks, parametrizations, running statistics.
+    """
+    return (
+        any(True for _ in module.children())
+        and not isinstance(module, _NormBase)
+        and is_its_classes(module)
+        and not has_hooks(module)
+        and "parametrizations" not in module._modules
+        and not isinstance(module, torch.jit.ScriptModule)
+    )
 
 
 def autocast_kinds(leaves: Iterable[Any]) -> tuple[str, ...]:
@@ -170,11 +241,19 @@ def autocast_of(kinds: tuple[str, ...]) -> tuple[Any, ...]:
 class Expected:
     """Arguments and execution state for which a trace is valid."""
 
-    def __init__(self, args: Any, kwargs: Any, reads: frozenset[str], opened: list[torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        args: Any,
+        kwargs: Any,
+        reads: frozenset[str],
+        opened: list[torch.nn.Module],
+        without_hooks: list[torch.nn.Module],
+    ) -> None:
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.reads = reads
         self.leaves = [TensorKind.of(x, reads) if isinstance(x, torch.Tensor) else x for x in leaves]
         self.opened = [(module, Attributes.of(module)) for module in opened]
+        self.without_hooks = without_hooks
         self.kinds = autocast_kinds(leaves)
         self.autocast = autocast_of(self.kinds)
 
@@ -189,6 +268,9 @@ class Expected:
         for module, before in self.opened:
             if (name := before.changed(module)) is not None:
                 return f"{name} of {type(module).__name__} has changed"
+        for module in self.without_hooks:
+            if has_hooks(module):
+                return f"{type(module).__name__} has hooks"
         return "autocast has changed" if autocast_of(self.kinds) != self.autocast else None
 
 
@@ -220,16 +302,51 @@ def has_matrix(module: torch.nn.Module) -> bool:
     )
 
 
+class Given(NamedTuple):
+    """Tensors that a call is given, with the versions that they have before it."""
+
+    tensors: list[torch.Tensor]
+    versions: list[int | None]
+
+    @staticmethod
+    def of(args: Any, kwargs: Any) -> Given:
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        return Given(tensors, [None if tensor.is_inference() else tensor._version for tensor in tensors])
+
+    def changed(self) -> list[torch.Tensor]:
+        return [
+            tensor
+            for tensor, version in zip(self.tensors, self.versions, strict=True)
+            if version is not None and tensor._version != version
+        ]
+
+
 class ForwardTrace(TorchFunctionMode):
     """A mode that runs the module's forward with these arguments and traces it. out: the result.
 
     arguments: the number of each leaf of (args, kwargs), None where it is not a tensor. steps, result: the calls, and
     the structure of the result. changes: (step, numbers of all values in a storage that it changed in place). refusal:
-    the reason why the trace cannot be used, None if it can.
+    the reason why the trace cannot be used, None if it can. storages: the number of each value's, -1 for one that has
+    none. nbytes: of each storage.
+
+    opens: whether modules in it are opened. refusals: of such modules, whose call is one step.
     """
 
-    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        opens: bool = False,
+    ) -> None:
         super().__init__()
+        self.opens = opens
+        self.refusals: list[str] = []
+        self.opened: dict[torch.nn.Module, None] = {}
+        self.nbytes: list[int] = []
+        self.storage_numbers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.steps: list[TracedCall] = []
         self.refusal: str | None = None
         self.numbers: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -262,13 +379,16 @@ class ForwardTrace(TorchFunctionMode):
         called = {inner for leaf in self.called for inner in leaf.modules()}
         opened = [owner for owner in state if owner not in called]
         for owner in opened:
-            if (name := state[owner].changed(owner)) is not None:
-                self.refuse(f"it changes {name} of {type(owner).__name__}")
-            if len(Attributes.of(owner).own) != len(state[owner].own):
-                self.refuse(f"it gives {type(owner).__name__} new attributes")
+            self.check_attributes(owner, state[owner])
         if is_drawn_from(chance):
             self.refuse("it draws random numbers from Python or NumPy")
-        self.expected = Expected(args, kwargs, frozenset(self.reads), opened)
+        self.expected = Expected(args, kwargs, frozenset(self.reads), opened, list(self.opened))
+
+    def check_attributes(self, module: torch.nn.Module, before: Attributes) -> None:
+        if (name := before.changed(module)) is not None:
+            self.refuse(f"it changes {name} of {type(module).__name__}")
+        if len(Attributes.of(module).own) != len(before.own):
+            self.refuse(f"it gives {type(module).__name__} new attributes")
 
     def now(self) -> tuple[Any, ...]:
         return torch.is_grad_enabled(), autocast_of(self.kinds)
@@ -279,12 +399,21 @@ class ForwardTrace(TorchFunctionMode):
     def number(self, tensor: torch.Tensor) -> int:
         number = len(self.storages)
         self.numbers[id(tensor)] = weakref.ref(tensor), number
+        self.storages.append(self.storage(tensor))
+        return number
+
+    def storage(self, tensor: torch.Tensor) -> int:
+        """Return the number of the tensor's storage, in `nbytes`. Another one may come to lie at the same address."""
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        if plain and tensor.layout is torch.strided and not tensor.is_nested:
-            self.storages.append(tensor.untyped_storage()._cdata)
-        else:
-            self.storages.append(-1)
+        if not plain or tensor.layout is not torch.strided or tensor.is_nested:
             self.refuse("it uses tensors that are not plain and strided")
+            return -1
+        storage = tensor.untyped_storage()
+        ref, number = self.storage_numbers.get(storage._cdata, (None, -1))
+        if ref is None or ref() is not storage:
+            number = len(self.nbytes)
+            self.nbytes.append(storage.nbytes())
+            self.storage_numbers[storage._cdata] = weakref.ref(storage), number
         return number
 
     def known(self, tensor: torch.Tensor) -> int | None:
@@ -319,6 +448,8 @@ class ForwardTrace(TorchFunctionMode):
         if _get_current_function_mode() is not self:
             self.refuse("it calls a module within a torch function mode")
             return original(module, *args, **kwargs)
+        if self.opens and can_open(module):
+            return self.open(original, module, args, kwargs)
         self.called.append(module)
         self.inside = True
         try:
@@ -332,26 +463,53 @@ class ForwardTrace(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return self.step(func, args, kwargs or {})
 
+    def open(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run the module with the steps of its own forward; where these cannot be traced, as one step after all."""
+        attributes, first = Attributes.of(module), module not in self.opened
+        self.opened[module] = None
+        begun, numbers, changes = len(self.steps), len(self.storages), len(self.changes)
+        known, reads = dict(self.numbers), set(self.reads)
+        with _pop_mode_temporarily():
+            given, arguments = Given.of(args, kwargs), self.note((args, kwargs))
+        refusal, self.refusal = (
+            self.refusal,
+            None,
+        )  # of one step; its own steps need not handle what it is given
+        out = original(module, *args, **kwargs)
+        self.check_attributes(module, attributes)
+        if self.refusal is None or not first:  # or an earlier call of it has been taken for its steps
+            return out
+        self.refusals.append(f"{type(module).__name__}: {self.refusal}")
+        del self.opened[module], self.steps[begun:], self.changes[changes:], self.storages[numbers:]
+        self.numbers, self.reads, self.refusal = known, reads, refusal
+        self.called.append(module)
+        with _pop_mode_temporarily():
+            return self.add(module, args, kwargs, given, arguments, out)
+
     def step(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run the call and, if it makes or changes tensors, add it to the trace."""
+        given = Given.of(args, kwargs)
+        arguments = self.note((args, kwargs))
+        return self.add(target, args, kwargs, given, arguments, target(*args, **kwargs))
+
+    def add(self, target: Any, args: Any, kwargs: Any, given: Given, arguments: Arguments, out: Any) -> Any:
+        """Add a call that has run to the trace, and return what it returned."""
         if self.now() != self.execution_state:
             self.refuse("it changes grad mode or autocast")
-        arguments = self.note((args, kwargs))
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        before = [None if tensor.is_inference() else tensor._version for tensor in given]
-        out = target(*args, **kwargs)
         if self.refusal:
             return out
-        storages = {
-            tensor.untyped_storage()._cdata
-            for tensor, version in zip(given, before, strict=True)
-            if version is not None and tensor._version != version
-        }
+        changed = given.changed()
+        storages = {self.storage(tensor) for tensor in changed}
         is_module = isinstance(target, torch.nn.Module)
+        if not is_module and any(id(tensor) in self.names for tensor in changed):
+            self.refuse("it changes a parameter or buffer in place")
+            return out
         name = getattr(target, "__name__", "")
         if name == "__get__":
             name = target.__self__.__name__
             target = Attribute(name)
+        elif not is_module:
+            target = Functional.instead_of(target)
         if not is_module and name in UNSEEN:
             self.refuse(f"it uses {name} of a tensor")
             return out
@@ -366,7 +524,7 @@ class ForwardTrace(TorchFunctionMode):
         for place in tensors:
             leaf = leaves[place]
             # Returned as it was given: by another name from here on, as another time it may be another tensor.
-            if self.known(leaf) is not None and leaf.untyped_storage()._cdata not in storages:
+            if self.known(leaf) is not None and self.storage(leaf) not in storages:
                 leaves[place] = torch.ops.aten.alias(leaf)
             makes.append((place, self.number(leaves[place])))
         if storages:
