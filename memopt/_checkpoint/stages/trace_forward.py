@@ -16,6 +16,7 @@ random number of Python's, an attribute that changed, tensors of unknown origin 
 from __future__ import annotations
 
 import enum
+import gc
 import threading
 import types
 import weakref
@@ -382,7 +383,29 @@ class ForwardTrace(TorchFunctionMode):
             self.check_attributes(owner, state[owner])
         if is_drawn_from(chance):
             self.refuse("it draws random numbers from Python or NumPy")
+        if self.refusal is None and self.keeps(leaves, called):
+            gc.collect()  # unless it is garbage only
+            if self.keeps(leaves, called):
+                self.refuse("it keeps a tensor that it made")
         self.expected = Expected(args, kwargs, frozenset(self.reads), opened, list(self.opened))
+
+    def keeps(self, given: list[Any], called: Iterable[torch.nn.Module]) -> bool:
+        """Return whether a tensor that a step made lives on, and is none of the result.
+
+        Someone will look for it, in a list of losses say, and later runs of the steps would put none there. What a
+        called module keeps is its own affair: it is called again. A graph must keep nothing meanwhile."""
+        made = {number for step in self.steps for _, number in step.makes}
+        kept = {
+            id(tensor)
+            for ref, number in self.numbers.values()
+            if number in made and (tensor := ref()) is not None
+        }
+        if kept:
+            own = [[*vars(module).values(), *module._buffers.values()] for module in called]
+            there = pytree.tree_leaves((self.out, given, own))
+            bases = [leaf._base for leaf in there if isinstance(leaf, torch.Tensor)]  # of views
+            kept -= set(map(id, (*there, *bases)))
+        return bool(kept)
 
     def check_attributes(self, module: torch.nn.Module, before: Attributes) -> None:
         if (name := before.changed(module)) is not None:
