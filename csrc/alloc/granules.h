@@ -30,7 +30,6 @@ struct mo_slot {
     mo_granule *latest;   /* what was mapped here last, maybe another thing by now: a hint (mo_slot_follow) */
     mo_slot *next_view;   /* of the same granule */
     mo_span *span;        /* set when something is first mapped */
-    mo_block *first;      /* the lowest block that begins in this slot, NULL: none (zone.h) */
     mo_last_use last_use; /* what may still use the mapping; owned: as of the last frees in it (zone.h) */
     bool granted;         /* the mapping is accessible */
 };

@@ -20,6 +20,7 @@ static void check_slots(tally *c, const mo_span *span, const mo_block *block)
     size_t size = c->pool->granules.size;
     size_t low = mo_span_slot(span, block->address),
            high = (block->address + block->size - 1 - span->base) / size;
+    const mo_block *first = span->firsts[mo_span_page(span, block->address)];
 
     if (block->state == MO_BLOCK_HOLE)
         EXPECT((block->address - span->base) % size == 0 && block->size % size == 0);
@@ -30,7 +31,7 @@ static void check_slots(tally *c, const mo_span *span, const mo_block *block)
             EXPECT(i >= span->fresh || !mo_slot_owned(&span->slots[i]));
         else
             EXPECT(mo_slot_owned(&span->slots[i]) && span->slots[i].granted);
-    EXPECT(span->slots[low].first && span->slots[low].first->address <= block->address);
+    EXPECT(first && first->address <= block->address);
     EXPECT(mo_span_block_at(span, block->address) == block);
     EXPECT(mo_span_block_at(span, block->address + block->size - 1) == block);
 }

@@ -8,41 +8,41 @@
 
 /* ---- where blocks begin ------------------------------------------------------------------------------------ */
 
-static void mark_start(mo_span *span, size_t slot)
+static void mark_start(mo_span *span, size_t page)
 {
     for (int level = 0; level < MO_STARTS_LEVELS && span->starts[level]; level++) {
-        span->starts[level][slot / 64] |= 1ull << (slot % 64);
-        slot /= 64;
+        span->starts[level][page / 64] |= 1ull << (page % 64);
+        page /= 64;
     }
 }
 
-static void clear_start(mo_span *span, size_t slot)
+static void clear_start(mo_span *span, size_t page)
 {
     for (int level = 0; level < MO_STARTS_LEVELS && span->starts[level]; level++) {
-        span->starts[level][slot / 64] &= ~(1ull << (slot % 64));
-        if (span->starts[level][slot / 64])
+        span->starts[level][page / 64] &= ~(1ull << (page % 64));
+        if (span->starts[level][page / 64])
             return;
-        slot /= 64;
+        page /= 64;
     }
 }
 
-/* The last slot <= slot in which a block begins. There is one: a block begins at the span's base. */
-static size_t start_at_or_before(const mo_span *span, size_t slot)
+/* The last page <= page in which a block begins. There is one: a block begins at the span's base. */
+static size_t start_at_or_before(const mo_span *span, size_t page)
 {
     int level = 0;
 
-    for (;; level++, slot = slot / 64 - 1) {
-        uint64_t bits = span->starts[level][slot / 64] & (~0ull >> (63 - slot % 64));
+    for (;; level++, page = page / 64 - 1) {
+        uint64_t bits = span->starts[level][page / 64] & (~0ull >> (63 - page % 64));
 
         if (bits) {
-            slot = slot / 64 * 64 + 63 - (size_t)__builtin_clzll(bits);
+            page = page / 64 * 64 + 63 - (size_t)__builtin_clzll(bits);
             break;
         }
-        MO_ASSERT(slot >= 64);
+        MO_ASSERT(page >= 64);
     }
     while (level--)
-        slot = slot * 64 + 63 - (size_t)__builtin_clzll(span->starts[level][slot]);
-    return slot;
+        page = page * 64 + 63 - (size_t)__builtin_clzll(span->starts[level][page]);
+    return page;
 }
 
 static void add_start(mo_block *block)
@@ -51,13 +51,13 @@ static void add_start(mo_block *block)
 
     if (!span->slot_count)
         return;
-    size_t slot = mo_span_slot(span, block->address);
-    mo_slot *s = &span->slots[slot];
+    size_t page = mo_span_page(span, block->address);
+    mo_block **first = &span->firsts[page];
 
-    if (!s->first)
-        mark_start(span, slot);
-    if (!s->first || block->address < s->first->address)
-        s->first = block;
+    if (!*first)
+        mark_start(span, page);
+    if (!*first || block->address < (*first)->address)
+        *first = block;
 }
 
 /* While the block is still linked to its neighbours. */
@@ -67,25 +67,25 @@ static void remove_start(mo_block *block)
 
     if (!span->slot_count)
         return;
-    size_t slot = mo_span_slot(span, block->address);
-    mo_slot *s = &span->slots[slot];
+    size_t page = mo_span_page(span, block->address);
+    mo_block **first = &span->firsts[page];
 
-    if (s->first != block)
+    if (*first != block)
         return;
-    s->first = block->next && mo_span_slot(span, block->next->address) == slot ? block->next : NULL;
-    if (!s->first)
-        clear_start(span, slot);
+    *first = block->next && mo_span_page(span, block->next->address) == page ? block->next : NULL;
+    if (!*first)
+        clear_start(span, page);
 }
 
 mo_block *mo_span_block_at(const mo_span *span, mo_address address)
 {
-    size_t slot = mo_span_slot(span, address);
-    mo_block *block = span->slots[slot].first;
+    size_t page = mo_span_page(span, address);
+    mo_block *block = span->firsts[page];
 
     if (!block || block->address > address) {
-        if (!slot)
+        if (!page)
             return span->lowest;
-        block = span->slots[start_at_or_before(span, slot - 1)].first;
+        block = span->firsts[start_at_or_before(span, page - 1)];
     }
     while (address - block->address >= block->size)
         block = block->next;
@@ -283,6 +283,7 @@ static void free_tables(mo_span *span)
 {
     for (int level = 0; level < MO_STARTS_LEVELS; level++)
         mo_host_free(span->starts[level]);
+    mo_host_free(span->firsts);
     mo_host_free(span->slots);
     mo_host_free(span);
 }
@@ -290,11 +291,12 @@ static void free_tables(mo_span *span)
 /* The tables are large and mostly never touched: calloc's pages come when they are. */
 static mo_status make_tables(mo_span *span, mo_detail *detail)
 {
-    size_t bits = span->slot_count;
+    size_t bits = span->size / span->page;
     bool complete;
 
     span->slots = mo_host_calloc(span->slot_count, sizeof *span->slots);
-    complete = span->slots != NULL;
+    span->firsts = mo_host_calloc(bits, sizeof(mo_block *));
+    complete = span->slots && span->firsts;
     for (int level = 0; level < MO_STARTS_LEVELS && complete; level++) {
         bits = (bits + 63) / 64;
         span->starts[level] = mo_host_calloc(bits, sizeof *span->starts[level]);
@@ -321,6 +323,7 @@ mo_status mo_zone_add_span(mo_zone *zone, mo_address base, size_t size, bool seg
     span->size = size;
     span->slot_count = segment ? 0 : size / zone->granules->size;
     span->slot_shift = mo_is_power_of_two(zone->granules->size) ? __builtin_ctzll(zone->granules->size) : 0;
+    span->page = segment || zone->granules->size % MO_LARGEST_PAGE ? zone->granules->size : MO_LARGEST_PAGE;
     if (!status && !segment)
         status = make_tables(span, detail);
     if (status) {

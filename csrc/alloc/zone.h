@@ -7,7 +7,7 @@
  *     a slot under a live or free byte is owned; a slot of a hole is empty or stale
  *     no two neighbours are both free, or both holes; holes begin and end at slots
  *     the free blocks are those of the free set, the holes those of the list
- *     slot.first = the lowest block that begins in it; bit i of starts = slot i has one
+ *     firsts[i] = the lowest block that begins in the span's page i, a slot or 2 MiB of one; bit i of starts = page i has one
  *     slot.last_use: covers what the last blocks in it were used by; where one block held all of it last, is that alone. (A free
  *               block's use is all its slots' together, and says of none how long ago it was.) Not kept in small zones
  *
@@ -23,7 +23,8 @@
 typedef struct mo_zone mo_zone;
 typedef struct mo_arena mo_arena;
 
-#define MO_STARTS_LEVELS 4 /* 64^4 slots: 32 TiB of 2 MiB */
+#define MO_LARGEST_PAGE  ((size_t)2 << 20)
+#define MO_STARTS_LEVELS 4 /* 64^4 pages: 32 TiB of 2 MiB */
 
 struct mo_span {
     mo_zone *zone;
@@ -35,7 +36,9 @@ struct mo_span {
     size_t fresh;        /* slots from here on were never mapped */
     size_t stale_search; /* where the search for stale views to unmap goes on */
     mo_slot *slots;
-    uint64_t *starts[MO_STARTS_LEVELS]; /* [0]: a bit a slot; [n + 1]: a bit a word of [n] */
+    size_t page; /* bytes: however large slots are, a block is found by a short walk */
+    mo_block **firsts;
+    uint64_t *starts[MO_STARTS_LEVELS]; /* [0]: a bit a page; [n + 1]: a bit a word of [n] */
     mo_block *lowest;
 };
 
@@ -69,6 +72,14 @@ static inline size_t mo_span_slot(const mo_span *span, mo_address address)
     const size_t offset = address - span->base;
 
     return span->slot_shift ? offset >> span->slot_shift : offset / span->zone->granules->size;
+}
+
+/* Shifts where pages are the largest, as almost always. */
+static inline size_t mo_span_page(const mo_span *span, mo_address address)
+{
+    const size_t offset = address - span->base;
+
+    return span->page == MO_LARGEST_PAGE ? offset / MO_LARGEST_PAGE : offset / span->page;
 }
 
 static inline mo_address mo_slot_address(const mo_span *span, size_t slot)

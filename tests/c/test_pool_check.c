@@ -103,20 +103,18 @@ TEST(the_check_sees_an_impossible_use)
     close_pool();
 }
 
-TEST(the_check_sees_a_slot_that_does_not_know_its_block)
+TEST(the_check_sees_a_page_that_does_not_know_its_block)
 {
     open_sound_pool();
     const mo_block *block = block_at(at.large[0]);
     mo_span *span = block->span;
-    const size_t low = mo_span_slot(span, block->address), high = low + 2;
+    const size_t low = mo_span_page(span, block->address), high = low + 2;
     mo_block false_one = {.address = block->address, .size = block->size, .span = span};
-    CHECK_EQ(mo_span_slot(span, block->address + block->size - 1), high);
-    BROKEN(span->slots[low].first, NULL,
-           "span->slots[low].first && span->slots[low].first->address <= block->address");
-    BROKEN(span->slots[low].first, block->next,
-           "span->slots[low].first && span->slots[low].first->address <= block->address");
-    BROKEN(span->slots[low].first, &false_one, "mo_span_block_at(span, block->address) == block");
-    BROKEN(span->slots[high].first, &false_one,
+    CHECK_EQ(mo_span_page(span, block->address + block->size - 1), high);
+    BROKEN(span->firsts[low], NULL, "first && first->address <= block->address");
+    BROKEN(span->firsts[low], block->next, "first && first->address <= block->address");
+    BROKEN(span->firsts[low], &false_one, "mo_span_block_at(span, block->address) == block");
+    BROKEN(span->firsts[high], &false_one,
            "mo_span_block_at(span, block->address + block->size - 1) == block");
     close_pool();
 }
