@@ -20,7 +20,7 @@ WIDTH = 16
 
 
 class Layer:
-    """What one layer caches: as libraries of transformers have it."""
+    """A layer's cache, as libraries of transformers have it."""
 
     def __init__(self) -> None:
         self.keys: torch.Tensor | None = None
