@@ -1,15 +1,19 @@
-/* Against an array with an entry for every MO_ALIGNMENT bytes of a span: its state, its owner, what may still use it. */
+/* Against an array with an entry for every unit of a span's bytes: its state, its owner, what may still use it. */
 #include "alloc/zone.h"
 
 #include "base/hostmem.h"
 #include "driver/model_device.h"
 #include "test.h"
 
-#define UNIT     ((size_t)MO_ALIGNMENT)
+#define UNIT     unit_size
 #define PER_SLOT 4
 #define SIZE     (PER_SLOT * UNIT)
 #define SLOTS    70 /* more than a word of the bitmap */
 #define UNITS    (SLOTS * PER_SLOT)
+
+/* A slot of the least size is a page as a whole; of the largest, two pages. */
+static const size_t unit_sizes[] = {MO_ALIGNMENT, MO_LARGEST_PAGE / 2};
+static size_t unit_size = MO_ALIGNMENT;
 
 static mo_model_device device;
 static mo_granules granules;
@@ -51,7 +55,7 @@ static void open_zone(size_t slots)
 
     close_zone();
     host_before = mo_host_live();
-    mo_model_device_open(&device, (size_t)1 << 30, SIZE);
+    mo_model_device_open(&device, (size_t)1 << 40, SIZE);
     granules = (mo_granules){.driver = &device.table, .size = SIZE};
     memset(&zone, 0, sizeof zone);
     zone.store = &store;
@@ -128,11 +132,14 @@ static void check_all(void)
         for (size_t v = u; v < end; v++)
             CHECK(mo_span_block_at(span, at(v)) == block &&
                   mo_span_block_at(span, at(v) + UNIT - 1) == block);
+        if (!previous || mo_span_page(span, block->address) != mo_span_page(span, previous->address))
+            CHECK(span->firsts[mo_span_page(span, block->address)] == block);
         free_blocks += block->state == MO_BLOCK_FREE;
         holes += block->state == MO_BLOCK_HOLE;
         live += block->state == MO_BLOCK_LIVE;
     }
     CHECK(!block);
+    CHECK(span->page <= MO_LARGEST_PAGE);
     for (size_t i = 0; i < SLOTS; i++) {
         CHECK_EQ(mo_slot_owned(&span->slots[i]), model[i * PER_SLOT].state != MO_BLOCK_HOLE);
         if (mo_slot_owned(&span->slots[i]))
@@ -354,13 +361,15 @@ TEST(any_sequence_of_operations_leaves_what_the_array_says)
 {
     uint64_t random = test_seed();
 
-    for (int round = 0; round < test_rounds(15, 1000); round++) {
+    for (int round = 0; round < test_rounds(16, 1000); round++) {
+        unit_size = unit_sizes[round % 2];
         open_zone(SLOTS);
         for (int n = 0; n < 1500; n++) {
             one_operation(&random);
             check_all();
         }
     }
+    unit_size = MO_ALIGNMENT;
     close_zone();
 }
 
@@ -414,9 +423,11 @@ TEST(a_block_is_found_among_any_number_of_slots)
     uint64_t random = test_seed();
     size_t owned[400];
 
-    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
-        const size_t slots = sizes[s];
+    for (size_t s = 0; s < 2 * sizeof sizes / sizeof *sizes; s++) {
+        const size_t slots = sizes[s / 2];
         size_t count = 0;
+
+        unit_size = unit_sizes[s % 2];
 
         open_zone(slots);
         for (int n = 0; n < 400; n++) {
@@ -450,6 +461,7 @@ TEST(a_block_is_found_among_any_number_of_slots)
                 check_lookups(owned, count, slots, &random);
         }
     }
+    unit_size = MO_ALIGNMENT;
     close_zone();
 }
 
