@@ -240,7 +240,9 @@ def main() -> int:
     if options.model:
         import torch
 
-        torch.set_num_threads(1)  # bytes and bits are counted: with more, small operations wait for a busy core
+        torch.set_num_threads(
+            1
+        )  # bytes and bits are counted: with more, small operations wait for a busy core
         logging.disable(logging.WARNING)
         with contextlib.redirect_stdout(io.StringIO()):  # libraries print
             found = survey(options.model)

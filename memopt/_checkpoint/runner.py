@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.stages.argument_objects import ArgumentObject, is_changeable
-from memopt._checkpoint.stages.module_state import Changes, StageState, buffers_beside, unchanged
+from memopt._checkpoint.stages.module_state import Changes, StageState, buffers_beside, in_modes, unchanged
 from memopt._offload.schedule_sets import OPTION, OffloadedSet, OffloadedTensor, ScheduleOffload, unpacked
 from memopt._runtime.state_snapshot import version
 from memopt.chain import Op
@@ -75,6 +75,7 @@ class ChainRunner:
         self.gathers = gathers
         modules = [getattr(f, "__self__", f) for f in self.functions]
         self.modules = [module if isinstance(module, torch.nn.Module) else None for module in modules]
+        self.called = [modules_called(f, m) for f, m in zip(self.functions, self.modules, strict=True)]
         self.norms = [batch_norm.of_function(function) for function in self.functions]
         self.held = [held_outputs(function) for function in self.functions]
         self.state: Sequence[Changes] = [{} for _ in self.functions] if state is None else state
@@ -277,6 +278,7 @@ class StageCall:
         self.saved: list[weakref.ref[SavedPlaceholder]] = []
         self.metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self.outputs: list[TensorVersion | None] = []
+        self.training: list[bool] = []  # of each module that it calls
         self.has_own_backward = False  # takes gradients within its own forward
         # The same tensor, unchanged since: what changed between would not come out of running that stage again.
         sources = {output.key(): n for n, output in enumerate(before) if output}
@@ -313,6 +315,12 @@ class StageCall:
             TensorVersion.of(leaf) if isinstance(leaf, torch.Tensor) and n not in held else None
             for n, leaf in enumerate(pytree.tree_leaves(out))
         ]
+
+
+def modules_called(function: Function, module: torch.nn.Module | None) -> Sequence[torch.nn.Module]:
+    """Return the modules that a stage calls, and those in them: all of its module's, if it does not name them."""
+    called: Sequence[torch.nn.Module] | None = getattr(function, "modules_called", None)
+    return called if called is not None else [] if module is None else list(module.modules())
 
 
 def held_outputs(function: Function) -> Collection[int]:
@@ -401,6 +409,7 @@ class ChainPass:
         before = self.calls[self.last] if self.last >= 0 and self.last == k - 1 else None
         outputs = before.outputs if before else ()
         call = self.calls[k] = StageCall(args, kwargs, outputs, self.runner.state[k])
+        call.training = [module.training for module in self.runner.called[k]]
         self.last = k
         self.cursor = self.runner.forward_at[k]
         op = self.runner.ops[self.cursor][0]
@@ -532,6 +541,7 @@ class ChainPass:
         with (
             self.runner.gathers[k]() if self.runner.gathers else nullcontext(),
             call.state.again(),
+            in_modes(self.runner.called[k], call.training),
             batch_norm.kept(self.runner.norms[k]) as copies,
             torch.enable_grad(),
         ):

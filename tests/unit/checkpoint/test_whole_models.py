@@ -197,6 +197,43 @@ def test_the_plain_runs_bits_within_the_least_budget(kind: str) -> None:
     assert all(map(torch.equal, bits(model, other, 4), bits(plain, other, 4)))
 
 
+@pytest.mark.parametrize("kind", ["skips", "sums", "twice"])
+def test_a_training_with_all_that_comes_between_has_the_plain_runs_bits(kind: str) -> None:
+    """Batches of other sizes, gradients of two of them, evaluation, and another model between forward and backward."""
+    make, shape, _ = MODELS[kind]
+    torch.manual_seed(1)
+    model, other, x = make(), make(), torch.randn(shape)
+    plain, plain_other = copy.deepcopy(model), copy.deepcopy(other)
+    for one in (model, other):
+        memopt.auto_checkpoint(one, x, memory_budget=least_budget(one, x), loss=loss)
+
+    def trained(first: nn.Module, second: nn.Module) -> list[torch.Tensor]:
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (first, second)]
+        values = []
+        torch.manual_seed(2)
+        for share in (1, 2, 1, 4):
+            part = x[: max(1, len(x) // share)].contiguous()
+            for sign in (1, -1):
+                out, after = first(part * sign), second(part)
+                first.eval()
+                with torch.no_grad():
+                    values.append(first(part))
+                values += [loss(out).detach(), loss(after).detach()]
+                loss(out).backward()  # in evaluation mode: a stage runs again in the mode that it ran in
+                loss(after).backward()
+                first.train()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*values, *first.state_dict().values(), *second.state_dict().values(), torch.get_rng_state()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a forward that takes another path in this batch
+        found, expected = trained(model, other), trained(plain, plain_other)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_what_cannot_be_traced_is_one_step_and_the_rest_is_cut() -> None:
     model, x = Chosen(), torch.randn(4, 8, WIDTH)
     with torch.no_grad():  # else the graph keeps what the trace must not find
