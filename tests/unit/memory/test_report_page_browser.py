@@ -101,7 +101,6 @@ def test_it_opens_without_a_network_and_without_a_complaint(page):
     assert page.evaluate("document.getElementById('trouble').hidden") is True
     assert page.said() == []
     assert {url.split(":")[0] for url in page.requested()} <= {"file", "data"}
-    assert page.evaluate("navigator.onLine") is False
 
 
 def test_nothing_moves_while_it_is_drawn(page):
