@@ -123,7 +123,7 @@ static size_t granule_size(mo_driver *driver, size_t budget)
         return size;
     if (budget && budget < limit)
         limit = budget;
-    while (limit / size >= 2 * GRANULES_LEAST)
+    while (limit / 2 / size >= GRANULES_LEAST)
         size *= 2;
     return size;
 }
