@@ -24,7 +24,7 @@ typedef struct mo_zone mo_zone;
 typedef struct mo_arena mo_arena;
 
 #define MO_LARGEST_PAGE  ((size_t)2 << 20)
-#define MO_STARTS_LEVELS 4 /* 64^4 pages: 32 TiB of 2 MiB */
+#define MO_STARTS_LEVELS 5 /* 64^5 pages of 2 MiB: more than there are addresses */
 
 struct mo_span {
     mo_zone *zone;

@@ -419,7 +419,8 @@ TEST(a_block_is_found_among_any_number_of_slots)
                                    64 * 64 * 64,
                                    64 * 64 * 64 + 1,
                                    64 * 64 * 64 + 70,
-                                   1000000};
+                                   1000000,
+                                   64 * 64 * 64 * 64 + 1};
     uint64_t random = test_seed();
     size_t owned[400];
 
@@ -428,7 +429,6 @@ TEST(a_block_is_found_among_any_number_of_slots)
         size_t count = 0;
 
         unit_size = unit_sizes[s % 2];
-
         open_zone(slots);
         for (int n = 0; n < 400; n++) {
             size_t slot =
