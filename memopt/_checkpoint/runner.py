@@ -34,9 +34,9 @@ from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.stages.argument_objects import ArgumentObject, is_changeable
-from memopt._checkpoint.stages.module_state import Changes, StageState, buffers_beside, in_modes, unchanged
+from memopt._checkpoint.stages.module_state import Changes, StageState, buffers_beside, unchanged
 from memopt._offload.schedule_sets import OPTION, OffloadedSet, OffloadedTensor, ScheduleOffload, unpacked
-from memopt._runtime.state_snapshot import version
+from memopt._runtime.state_snapshot import Modes, version
 from memopt.chain import Op
 
 FORWARD = ("fnone", "fck", "fall")
@@ -80,8 +80,8 @@ class ChainRunner:
         self.held = [held_outputs(function) for function in self.functions]
         self.state: Sequence[Changes] = [{} for _ in self.functions] if state is None else state
         self.steady = [
-            [] if module is None or state is None else buffers_beside(module.modules(), self.state[k])
-            for k, module in enumerate(self.modules)
+            [] if state is None else buffers_beside(called, self.state[k])
+            for k, called in enumerate(self.called)
         ]
         self.here = threading.local()
         # Where each stage's first run and its backward stand in ops.
@@ -267,10 +267,13 @@ class StageCall:
         kwargs: dict[str, Any],
         before: Sequence[TensorVersion | None],
         changes: Changes,
+        called: Sequence[torch.nn.Module] = (),
     ) -> None:
-        """Keep the call's arguments. changes: what the stage's runs change in modules."""
+        """Keep the call's arguments. changes: what the stage's runs change in modules. called: these, to be run again
+        in their modes."""
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.state = StageState(leaves, changes)
+        self.modes = Modes.of(called)
         # Leaf here, output of the last stage, whether it needs a grad.
         self.links: list[tuple[int, int, bool]] = []
         # A tensor as Held, an object that a run may change as ArgumentObject; the places of links are not used.
@@ -278,7 +281,6 @@ class StageCall:
         self.saved: list[weakref.ref[SavedPlaceholder]] = []
         self.metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self.outputs: list[TensorVersion | None] = []
-        self.training: list[bool] = []  # of each module that it calls
         self.has_own_backward = False  # takes gradients within its own forward
         # The same tensor, unchanged since: what changed between would not come out of running that stage again.
         sources = {output.key(): n for n, output in enumerate(before) if output}
@@ -408,8 +410,7 @@ class ChainPass:
     def first_run(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.calls[self.last] if self.last >= 0 and self.last == k - 1 else None
         outputs = before.outputs if before else ()
-        call = self.calls[k] = StageCall(args, kwargs, outputs, self.runner.state[k])
-        call.training = [module.training for module in self.runner.called[k]]
+        call = self.calls[k] = StageCall(args, kwargs, outputs, self.runner.state[k], self.runner.called[k])
         self.last = k
         self.cursor = self.runner.forward_at[k]
         op = self.runner.ops[self.cursor][0]
@@ -541,7 +542,7 @@ class ChainPass:
         with (
             self.runner.gathers[k]() if self.runner.gathers else nullcontext(),
             call.state.again(),
-            in_modes(self.runner.called[k], call.training),
+            call.modes.again(),
             batch_norm.kept(self.runner.norms[k]) as copies,
             torch.enable_grad(),
         ):

@@ -246,8 +246,18 @@ class Modes:
     They are set by the attribute: some libraries merge weights at eval().
     """
 
-    def __init__(self, *modules: nn.Module) -> None:
-        self._training = [(module, module.training) for root in modules for module in root.modules()]
+    def __init__(self, *roots: nn.Module) -> None:
+        self._note(module for root in roots for module in root.modules())
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module]) -> Modes:
+        """Return the modes of these modules alone."""
+        modes = cls()
+        modes._note(modules)
+        return modes
+
+    def _note(self, modules: Iterable[nn.Module]) -> None:
+        self._training = [(module, module.training) for module in modules]
 
     def set_eval(self) -> None:
         for module, _ in self._training:
@@ -256,6 +266,20 @@ class Modes:
     def restore(self) -> None:
         for module, training in self._training:
             module.training = training
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Restore the modes within the context, and the present ones afterwards."""
+        present = [(module, module.training) for module, _ in self._training]
+        if present == self._training:
+            yield
+            return
+        try:
+            self.restore()
+            yield
+        finally:
+            for module, training in present:
+                module.training = training
 
 
 class GradientTensors:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -392,24 +392,6 @@ class ModuleState:
                 return function(*args, **kwargs)
 
         return run
-
-
-@contextmanager
-def in_modes(modules: Sequence[torch.nn.Module], training: Sequence[bool]) -> Iterator[None]:
-    """Put each of the modules in a mode, training or evaluation, within the context, and in its own one afterwards.
-
-    They are set by the attribute: some libraries merge weights at eval()."""
-    present = [module.training for module in modules]
-    if present == training:
-        yield
-        return
-    try:
-        for module, mode in zip(modules, training, strict=True):
-            module.training = mode
-        yield
-    finally:
-        for module, mode in zip(modules, present, strict=True):
-            module.training = mode
 
 
 class StageState:
