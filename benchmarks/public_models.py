@@ -1,8 +1,8 @@
 """Models of public libraries, unmodified, with random weights and batches: what auto_checkpoint has to plan for.
 
-Deep enough that recomputation pays (most have ten blocks or more) and small enough that a step takes about 0.1 s on two
-CPU threads. Nothing is downloaded. A model is built by the library named beside it; those that have none are written
-here as their authors' repositories have them.
+Deep enough that recomputation pays (most have ten blocks or more) and small enough that a step takes a few tenths of a
+second on a CPU. Nothing is downloaded. A model is built by the library named beside it; those that have none are
+written here as their authors' repositories have them.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 A step is a call that the forward itself makes: a function of torch's, or a module, which stays whole. Where modules are
 opened, the steps of a module that has children are those of its own forward, unless they cannot be traced: then it is
 one step, as before. The same functions in the same order on the same tensors make the same bits and the same graph.
-Tensors are numbered as they are
-made, those among the arguments first. Parameters and buffers are looked up by name whenever a step runs. Modules are
-called, with their hooks.
+Tensors are numbered as they are made, those among the arguments first. Parameters and buffers are looked up by name
+whenever a step runs. Modules are called, with their hooks.
 
 Other effects of a forward are not seen. A trace therefore names its assumptions (`Expected`): the arguments except for
 the tensors' values, and, where the forward asked, shapes; and the attributes of the modules whose code it stands for.
@@ -494,10 +493,8 @@ class ForwardTrace(TorchFunctionMode):
         known, reads = dict(self.numbers), set(self.reads)
         with _pop_mode_temporarily():
             given, arguments = Given.of(args, kwargs), self.note((args, kwargs))
-        refusal, self.refusal = (
-            self.refusal,
-            None,
-        )  # of one step; its own steps need not handle what it is given
+        refusal = self.refusal  # of the call as one step; its own steps need not handle what it is given
+        self.refusal = None
         out = original(module, *args, **kwargs)
         self.check_attributes(module, attributes)
         if self.refusal is None or not first:  # or an earlier call of it has been taken for its steps

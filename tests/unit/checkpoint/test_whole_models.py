@@ -72,7 +72,7 @@ class Mixing(nn.Module):
 
 
 class Sums(nn.Module):
-    """The residual sums are in the code of the module that has the layers."""
+    """Residual sums in the code of the module that has the layers."""
 
     def __init__(self, depth: int = 8) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Wrapper(nn.Module):
 
 
 class Features(nn.Module):
-    """Each layer takes what all before it have made."""
+    """Layers that each take what all before them have made."""
 
     def __init__(self, depth: int = 10, more: int = 8) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Features(nn.Module):
 
 
 class Choosing(nn.Module):
-    """Does what depends on a value, which cannot be traced."""
+    """A branch by a value, which cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Chosen(Wrapper):
 
 
 class Twice(Wrapper):
-    """Calls each of its layers twice."""
+    """Layers that are called twice each."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.layers(self.layers(self.first(x))))
@@ -263,7 +263,7 @@ def test_hooks_of_modules_in_it_run_as_in_the_plain_run() -> None:
 
 
 class Noting(nn.Module):
-    """Leaves a loss of its own in a list that its module has."""
+    """A block that leaves a loss of its own in a list that it has."""
 
     def __init__(self) -> None:
         super().__init__()
