@@ -22,8 +22,8 @@
 /* What a gradient costs beside its bytes, as bytes. */
 #define GRADIENT_BYTES 64
 
-/* A thread's least share, 1 MiB. A second thread would save some 15 us of that, but where no core is free the loop waits
- * for a whole time slice of the kernel's: 14 ms were measured. */
+/* A thread's least share, 1 MiB. A second thread would save some 3 us of it, but where no core is free the loop waits for a
+ * whole time slice of the kernel's: 14 ms were measured. */
 #define ITEMS_A_THREAD 16
 
 enum { ITEMS_ON_STACK = 32 };
