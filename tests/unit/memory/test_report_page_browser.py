@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import random
+import threading
 
 import chromium
 import made_recordings
@@ -101,6 +103,33 @@ def test_it_opens_without_a_network_and_without_a_complaint(page):
     assert page.evaluate("document.getElementById('trouble').hidden") is True
     assert page.said() == []
     assert {url.split(":")[0] for url in page.requested()} <= {"file", "data"}
+
+
+def test_pages_have_no_network_here(browser, tmp_path):
+    """navigator.onLine would not tell: Chromium 150 has it true until it is asked for again."""
+    path = tmp_path / "plain.html"
+    path.write_text("<html data-drawn=yes>")
+    asked = threading.Event()
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.set()
+            self.send_error(404)
+
+        def log_message(self, *_):
+            """Nothing on the screen."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            tab = browser.tab()
+            tab.open(path)
+            fetched = f"fetch('http://127.0.0.1:{server.server_port}', {{mode: 'no-cors'}})"
+            assert tab.evaluate(f"{fetched}.then(() => 'reached', () => 'refused')") == "refused"
+            tab.close()
+        finally:
+            server.shutdown()
+    assert not asked.is_set()
 
 
 def test_nothing_moves_while_it_is_drawn(page):
