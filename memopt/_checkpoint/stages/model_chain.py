@@ -321,6 +321,8 @@ class ModelChain:
             self.members.append(Member(call.module, call.name, forward, first, block))
             if call.changes:
                 self.changing.add(first)
+            if block is not None:
+                block.changes = changes[len(self.members) - 1]
             self.functions += [forward] if block is None else block.parts
             self.state += [
                 changes_within(changes[len(self.members) - 1], part.modules_called)

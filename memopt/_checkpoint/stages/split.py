@@ -10,13 +10,15 @@ The forward of a whole model whose modules form no chain (skips of a U-Net, sums
 features) is traced too, modules opened, and cut where besides one tensor only *held* ones are needed: those that live
 across many parts, which stay from the forward pass on (`held_values`).
 
-A call that differs from the trace runs the block whole, as its first part; the others then pass on its result. Results
-therefore do not depend on the trace; only the planned peak does.
+A call that the trace is not valid for, with other shapes say, is traced again. Where it makes the same calls, these run
+in the same parts. Else the block runs whole, as its first part, and the others pass on its result. Results therefore do
+not depend on the trace; only the planned peak does.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -24,59 +26,87 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.runner import Held, StageCall
 from memopt._checkpoint.stages.costs import no_backward
-from memopt._checkpoint.stages.trace_forward import Arguments, Expected, ForwardTrace, TracedCall
+from memopt._checkpoint.stages.module_state import Changes
+from memopt._checkpoint.stages.trace_forward import (
+    Arguments,
+    Expected,
+    ForwardTrace,
+    RecordedCalls,
+    TracedCall,
+)
 
 Run = Callable[..., Any]  # of stage k: run(k, *args, **kwargs)
 
 SHORT = 32  # a life during which less than a part of so many is made is not worth holding a value for
 MOST_HELD = 64
 MOST_CUTS = 128  # of a model, above which parts without a matrix join the one before
+MOST_TRACES = 64  # of a block, besides the one that it was planned with
 
 
 class PartProgram(NamedTuple):
-    """The steps of one part, which takes the values of these numbers, and what each of them is the last to use.
+    """The steps from start to end as one part, which takes the values of these numbers; of each step, those that it is
+    the last to use.
 
     makes: the numbers of its result, a tuple, unless it is the last part. ends: numbers that no later part takes.
     """
 
+    start: int
+    end: int
     inputs: list[int]
-    steps: list[TracedCall]
     unused: list[list[int]]
-    result: Arguments
     makes: list[int]
     ends: list[int]
 
-    def run(self, given: tuple[torch.Tensor, ...]) -> Any:
+    def run(self, trace: BlockTrace, given: tuple[torch.Tensor, ...]) -> Any:
         values = dict(zip(self.inputs, given, strict=True))
-        for step, unused in zip(self.steps, self.unused, strict=True):
+        for step, unused in zip(trace.steps[self.start : self.end], self.unused, strict=True):
             step.run(values)
             for number in unused:
                 del values[number]
-        return self.result.fill(values)
+        if self.end == len(trace.steps):
+            return trace.result.fill(values)
+        return tuple(values[number] for number in self.makes)
+
+
+class BlockTrace:
+    """The steps of a block and its result, for the arguments and the state that are expected.
+
+    Among the arguments of a stage it is a single leaf, which is the same in later runs.
+    """
+
+    __slots__ = ("expected", "result", "steps")
+
+    def __init__(self, recording: ForwardTrace) -> None:
+        self.expected: Expected = recording.expected
+        self.steps: list[TracedCall] = recording.steps
+        self.result: Arguments = recording.result
 
 
 class BlockPart:
     """One stage of a block.
 
-    part(True, its values …) runs its steps. part(False, args, kwargs) runs the whole block if it is the first part;
-    part(False, out) passes on the block's result if it is not.
+    part(trace, its values …) runs its steps of that trace. part(None, args, kwargs) runs the whole block if it is the
+    first part; part(None, out) passes on the block's result if it is not.
     """
 
     def __init__(self, block: SplitBlock, n: int) -> None:
         self.block, self.n = block, n
-        self.modules_called = called_modules(block.programs[n]) if n else list(block.module.modules())
+        own = block.programs[n]
+        steps = block.trace.steps[own.start : own.end]
+        self.modules_called = called_modules(steps) if n else list(block.module.modules())
         later = {number for program in block.programs[n + 2 :] for number in program.inputs}
-        self.held_outputs = {leaf for leaf, number in enumerate(block.programs[n].makes) if number in later}
+        self.held_outputs = {leaf for leaf, number in enumerate(own.makes) if number in later}
 
     @property
     def __self__(self) -> torch.nn.Module:
         return self.block.module
 
-    def __call__(self, as_recorded: bool, *values: Any) -> Any:
-        if as_recorded:
-            return self.block.programs[self.n].run(values)
+    def __call__(self, trace: BlockTrace | None, *values: Any) -> Any:
+        if trace is not None:
+            return self.block.programs[self.n].run(trace, values)
         if self.n:
             return values[0]
         args, kwargs = values
@@ -87,10 +117,10 @@ class BlockPart:
         return f"<part {self.n + 1} of {len(block.parts)} of {block}>"
 
 
-def called_modules(program: PartProgram) -> list[torch.nn.Module]:
-    """Return the modules that a part calls, those in them, and the owners of parameters and buffers that it uses."""
+def called_modules(steps: Iterable[TracedCall]) -> list[torch.nn.Module]:
+    """Return the modules that these steps call, those in them, and the owners of parameters and buffers they use."""
     found: dict[torch.nn.Module, None] = {}
-    for step in program.steps:
+    for step in steps:
         if isinstance(step.target, torch.nn.Module):
             found.update(dict.fromkeys(step.target.modules()))
         found.update((owner, None) for _, owner, _ in step.arguments.owned)
@@ -98,7 +128,11 @@ def called_modules(program: PartProgram) -> list[torch.nn.Module]:
 
 
 class SplitBlock:
-    """A module's forward as parts. names: of the modules that each part calls. whole: the module is the model."""
+    """A module's forward as parts.
+
+    names: of the modules that each part calls. whole: the module is the model. changes: what its runs change in
+    modules.
+    """
 
     def __init__(
         self,
@@ -112,38 +146,78 @@ class SplitBlock:
     ) -> None:
         self.whole = whole
         self.module, self.name, self.forward = module, name, forward
-        self.expected: Expected = recording.expected
+        self.trace = BlockTrace(recording)
+        self.calls = RecordedCalls.of(recording)
+        self.traces: OrderedDict[tuple[torch.Size, ...], tuple[Expected, BlockTrace | None]] = OrderedDict()
         self.programs = programs
+        self.changes: Changes = {}
         self.places = {number: n for n, number in enumerate(recording.arguments) if number is not None}
         self.parts = [BlockPart(self, n) for n in range(len(programs))]
         self.warned = False
         known = {child: child_name for child_name, child in module.named_modules()}
         self.names = [
-            [known[s.target] for s in p.steps if isinstance(s.target, torch.nn.Module) and s.target in known]
-            for p in programs
+            [
+                known[step.target]
+                for step in self.trace.steps[program.start : program.end]
+                if isinstance(step.target, torch.nn.Module) and step.target in known
+            ]
+            for program in programs
         ]
 
     def call(self, run: Run, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block, its parts being the stages from `first` on."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if (difference := self.expected.difference(leaves, spec)) is not None:
-            self.warn(difference)
-            result = run(first, False, args, kwargs)
+        trace: BlockTrace | None = self.trace
+        if (difference := self.trace.expected.difference(leaves, spec)) is not None:
+            trace = self.trace_for(args, kwargs, leaves, spec)
+        if trace is None:
+            self.warn(str(difference))
+            result = run(first, None, args, kwargs)
             for n in range(1, len(self.programs)):
-                result = run(first + n, False, result)
+                result = run(first + n, None, result)
             return result
         values = {number: leaves[place] for number, place in self.places.items()}
+        del leaves, args, kwargs
         out: Any = None
         for n, program in enumerate(self.programs):
             given = [values[number] for number in program.inputs]
             for number in program.ends:
                 values.pop(number, None)
-            out = run(first + n, True, *given)
+            out = run(first + n, trace, *given)
             del given
             if n < len(self.programs) - 1:
                 values.update(zip(program.makes, out, strict=True))
                 out = None
         return out
+
+    def trace_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec
+    ) -> BlockTrace | None:
+        """Return a trace that is valid for these arguments and makes the planned one's calls, None if there is none."""
+        shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
+        expected, trace = self.traces.get(shapes, (None, None))
+        if expected is None or expected.difference(leaves, spec) is not None:
+            recording = self.traced_again(args, kwargs)
+            trace = BlockTrace(recording) if self.calls == RecordedCalls.of(recording) else None
+            self.traces[shapes] = recording.expected, trace
+            if len(self.traces) > MOST_TRACES:
+                self.traces.popitem(last=False)
+        self.traces.move_to_end(shapes)
+        return trace
+
+    def traced_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTrace:
+        """Run the block's forward for its trace alone: it changes nothing, and no graph holds anything."""
+        call = StageCall(args, kwargs, (), self.changes)
+        again, given = call.arguments(call.take_linked())
+        recordings: list[ForwardTrace] = []
+
+        def record() -> Any:
+            recordings.append(ForwardTrace(self.module, self.forward, again, given, opens=self.whole))
+            return recordings[0].out
+
+        with batch_norm.kept(batch_norm.modules_in(self.module)):
+            noted(call, record)
+        return recordings[0]
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'}, a {type(self.module).__name__}"
@@ -241,7 +315,7 @@ def held_values(lives: Lives) -> set[int]:
     return best
 
 
-def programs(recording: ForwardTrace, lives: Lives, places: list[int]) -> list[PartProgram]:
+def part_programs(recording: ForwardTrace, lives: Lives, places: list[int]) -> list[PartProgram]:
     found = []
     starts, ends = [0, *places], [*places, len(recording.steps)]
     for n, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -250,11 +324,7 @@ def programs(recording: ForwardTrace, lives: Lives, places: list[int]) -> list[P
         makes: list[int] = []
         if n < len(places):
             makes = sorted(number for number in own if lives.last.get(number, -1) >= end)
-            spec = pytree.tree_structure(tuple(makes))
-            result = Arguments([None] * len(makes), list(enumerate(makes)), [], spec)
-        else:
-            result = recording.result
-        kept = {number for _, number in result.uses}
+        kept = set(makes) if n < len(places) else {number for _, number in recording.result.uses}
         uses = [{number for _, number in step.arguments.uses} for step in steps]
         inputs = sorted((set().union(*uses) | kept) - own)
         gone_after = [
@@ -266,7 +336,7 @@ def programs(recording: ForwardTrace, lives: Lives, places: list[int]) -> list[P
             gone = there - kept - set().union(*uses[i + 1 :])
             unused.append(sorted(gone))
             there -= gone
-        found.append(PartProgram(inputs, steps, unused, result, makes, gone_after))
+        found.append(PartProgram(start, end, inputs, unused, makes, gone_after))
     return found
 
 
@@ -348,7 +418,7 @@ def split(
         places = lives.with_matrices(places)
     if not places:
         return "it has no point at which a single tensor is all that the rest of it needs"
-    block = SplitBlock(module, name, forward, recording, programs(recording, lives, places), whole=whole)
+    block = SplitBlock(module, name, forward, recording, part_programs(recording, lives, places), whole=whole)
     args, kwargs = call.arguments(linked)
     second = noted(call, lambda: block.call(lambda k, *values: block.parts[k](*values), 0, args, kwargs))
     if not first.same(second):

@@ -184,6 +184,34 @@ def members(container: Any) -> list[Any]:
     return list(container)
 
 
+def target_of(step: TracedCall) -> Any:
+    """Return what tells the step's target from another's in a trace that is made anew."""
+    if isinstance(step.target, (Attribute, Functional)):
+        return type(step.target), step.target.__name__
+    return step.target
+
+
+class RecordedCalls(NamedTuple):
+    """What two traces of a forward have in common that can be cut at the same places, whatever shapes they are of."""
+
+    targets: list[Any]
+    uses: list[tuple[list[int], list[tuple[torch.nn.Module, str]]]]
+    makes: list[list[int]]
+    changes: list[tuple[int, list[int]]]
+    refusal: str | None
+
+    @staticmethod
+    def of(trace: ForwardTrace) -> RecordedCalls:
+        noted = [*(step.arguments for step in trace.steps), trace.result]
+        return RecordedCalls(
+            [target_of(step) for step in trace.steps],
+            [([n for _, n in one.uses], [(owner, name) for _, owner, name in one.owned]) for one in noted],
+            [[number for _, number in step.makes] for step in trace.steps],
+            trace.changes,
+            trace.refusal,
+        )
+
+
 def is_same(value: Any, other: Any) -> bool:
     return other is value or (
         isinstance(value, SIMPLE) and type(other) is type(value) and bool(other == value)

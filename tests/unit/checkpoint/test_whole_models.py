@@ -234,6 +234,30 @@ def test_a_training_with_all_that_comes_between_has_the_plain_runs_bits(kind: st
     assert all(map(torch.equal, found, expected))
 
 
+class Reading(Wrapper):
+    """Reads the shape of its argument."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(-1, *x.shape[-2:])).view(*x.shape[:-1], WIDTH)
+
+
+def test_batches_of_other_shapes_are_cut_as_the_planned_one() -> None:
+    torch.manual_seed(1)
+    model, x = Reading(), torch.randn(64, 8, WIDTH)
+    plain = copy.deepcopy(model)
+    memopt.auto_checkpoint(model, x, memory_budget=least_budget(model, x), loss=loss)
+    shares = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for rows, length in ((64, 8), (48, 8), (64, 5), (30, 9), (48, 8)):
+            part = torch.randn(rows, length, WIDTH)
+            standing = bytes_of([*model.parameters(), part])
+            peaks = live_peak(model, part), live_peak(plain, part)  # with what it takes to see the new calls
+            shares.append((peaks[0] - standing) / (peaks[1] - standing))
+            assert all(map(torch.equal, bits(model, part, rows), bits(plain, part, rows)))
+    assert max(shares) <= 0.5
+
+
 def test_what_cannot_be_traced_is_one_step_and_the_rest_is_cut() -> None:
     model, x = Chosen(), torch.randn(4, 8, WIDTH)
     with torch.no_grad():  # else the graph keeps what the trace must not find
