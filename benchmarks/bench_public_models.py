@@ -2,7 +2,8 @@
 
 Each model runs in a process of its own, five steps of SGD by the plain model and by each plan: losses and parameters
 must be the same bits, and the most live bytes of all steps, counted at torch's allocator, at most the budget. Where no
-schedule fits, the least budget that the error names is tried instead; it is the last row of every model. Activations
+schedule fits, the least budget that the error names is tried instead. Last a model is planned with half its batch in
+1.05 of the whole one's least budget, and trained with the whole one, which is planned in the first step. Activations
 are live bytes at the peak of a step that begins with gradients, less these and what lives before the step.
 
 A library that is not installed is named, and its models are left out: they are not dependencies of memopt.
@@ -35,6 +36,7 @@ SHARES = (0.8, 0.6, 0.5)
 STEPS = 5
 DEEP = 8  # stages: deeper models must be cut to these shares of the plain activations
 ACTIVATIONS, ACTIVATIONS_UNET = 0.35, 0.45
+ROOM = 1.05  # of the least budget, for a batch twice as large as the sample
 SECONDS = 900  # for a model
 
 
@@ -49,19 +51,23 @@ def trained(work: Work) -> dict[str, Any]:
 
     optimizer = torch.optim.SGD(work.model.parameters(), lr=0.01, foreach=False)
     torch.manual_seed(2)
-    losses, seconds = [], []
+    losses, seconds, peaks = [], [], []
     work.model.zero_grad(set_to_none=True)
-    with memopt.profile("cpu", modules=False) as recorded:
-        for _ in range(STEPS):
+    for _ in range(STEPS):
+        there = sum(p.grad.nbytes for p in work.model.parameters() if p.grad is not None)
+        with memopt.profile("cpu", modules=False) as recorded:
             start = time.perf_counter()
             losses.append(work.step())
             seconds.append(time.perf_counter() - start)
             optimizer.step()
+        before = int(recorded.recording.live_bytes()[0])
+        peaks.append(work.standing_bytes() + there + recorded.peak - before)
     work.model.zero_grad(set_to_none=True)
-    before = int(recorded.recording.live_bytes()[0])
     state = [tensor.detach().clone() for tensor in (*work.model.parameters(), *work.model.buffers())]
     return {
-        "peak": work.standing_bytes() + recorded.peak - before,
+        "peak": max(peaks),
+        "first": peaks[0],
+        "later": max(peaks[1:]),
         "seconds": min(seconds),
         "bits": [*losses, *state],
     }
@@ -110,6 +116,37 @@ def planned(name: str, budget: int, plain: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def grown(name: str, budget: int, plain: dict[str, Any]) -> dict[str, Any]:
+    """A row: planned with half the batch, and trained with all of it, which is planned in the first step."""
+    import torch
+
+    from memopt import auto_checkpoint
+
+    work = public_models.make(name)
+
+    def loss(out: Any) -> torch.Tensor:
+        """The model's, or another where that has the whole batch's targets."""
+        try:
+            return work.loss(out)
+        except (ValueError, RuntimeError):
+            leaves = torch.utils._pytree.tree_leaves(out)
+            return torch.stack(
+                [x.square().mean() for x in leaves if torch.is_tensor(x) and x.requires_grad]
+            ).sum()
+
+    half = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda x: x[: len(x) // 2].contiguous(), work.sample
+    )
+    try:
+        auto_checkpoint(work.model, half, memory_budget=budget, loss=loss)
+        found = trained(work)
+    except Exception as error:
+        traceback.print_exc()
+        return {"budget": budget, "error": f"{type(error).__name__}: {error}"}
+    same = all(map(torch.equal, found.pop("bits"), plain["bits"]))
+    return {"budget": budget, **found, "same": same}
+
+
 def least_activations(name: str) -> int:
     """Activations by the plan that takes least where gradients are there before the step."""
     from memopt import auto_checkpoint
@@ -133,14 +170,18 @@ def survey(name: str) -> dict[str, Any]:
     least = planned(name, 1, plain)
     if "least" in least:
         least = planned(name, least["least"], plain)
+    batches = []
     if "stages" in least:
         least["activations"] = least_activations(name)
+        if public_models.MODELS[name].batched:
+            batches = [grown(name, int(least["budget"] * ROOM), plain)]
     del plain["bits"]
     return {
         "plain": plain,
         "activations": activations,
         "rows": rows,
         "least": least,
+        "grown": batches,
         "wall": time.perf_counter() - start,
     }
 
@@ -157,10 +198,14 @@ def child(name: str) -> dict[str, Any]:
     if done.returncode:
         return {"failed": done.stderr.strip()[-2000:]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    errors = [row["error"] for row in (*found["rows"], found["least"]) if "error" in row]
+    errors = [row["error"] for row in rows_of(found) if "error" in row]
     if errors:
         found["stderr"] = done.stderr[-4000:]
     return found
+
+
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [] if "failed" in found else [*found["rows"], found["least"], *found["grown"]]
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -178,7 +223,7 @@ def text(table: dict[str, dict[str, Any]]) -> str:
     head = [f"{share:.0%}" for share in SHARES]
     lines = [
         f"{'':<20}{'stages':>7}{'plain MiB':>11}{head[0]:>18}{head[1]:>18}{head[2]:>18}"
-        f"{'least':>9}{'':>18}{'activations':>13}{'slower':>8}"
+        f"{'least':>9}{'':>18}{'activations':>13}{'slower':>8}{'batch doubled, first, later':>34}"
     ]
     for name, found in table.items():
         if "failed" in found:
@@ -191,26 +236,45 @@ def text(table: dict[str, dict[str, Any]]) -> str:
         if "activations" in least:
             line += f"{least['activations'] / found['activations']:>13.0%}"
             line += f"{least['seconds'] / found['plain']['seconds']:>8.2f}"
+        for row in found["grown"]:
+            line += f"{cell(row, plain):>18}"
+            line += (
+                f"{row['first'] / row['budget']:>8.3f}{row['later'] / row['budget']:>8.3f}"
+                if "first" in row
+                else ""
+            )
         lines.append(line)
     return "\n".join(lines)
 
 
 def promises(report: harness.Report, table: dict[str, dict[str, Any]]) -> None:
-    rows = {
-        name: [] if "failed" in found else [row for row in (*found["rows"], found["least"]) if "peak" in row]
-        for name, found in table.items()
-    }
+    rows = {name: [row for row in rows_of(found) if "peak" in row] for name, found in table.items()}
     failed = [
         name
         for name, found in table.items()
-        if "failed" in found or any("error" in row for row in (*found["rows"], found["least"]))
+        if "failed" in found or any("error" in row for row in rows_of(found))
     ]
     other = [name for name, found in rows.items() if any(not row["same"] for row in found)]
-    over = [name for name, found in rows.items() if any(row["peak"] > row["budget"] for row in found)]
+    over = [
+        name
+        for name, found in rows.items()
+        if any(row["peak"] > row["budget"] for row in found if "stages" in row)
+    ]
+    doubled = {name: found["grown"] for name, found in table.items() if "failed" not in found}
+    after, planning = (
+        [
+            name
+            for name, found in doubled.items()
+            if any(row[when] > row["budget"] for row in found if "peak" in row)
+        ]
+        for when in ("later", "first")
+    )
     for case, names in (
         ("models that are not planned, or fail", failed),
         ("models whose losses or parameters are other bits", other),
         ("models over a budget", over),
+        ("models over a budget by a doubled batch, once planned", after),
+        ("models over a budget while a doubled batch is planned", planning),
     ):
         report.note(case, names)
         report.record(case, {"allowed": 1.0, "found": 1.0 + len(names)}, unit="1 + models", goal=1.0)

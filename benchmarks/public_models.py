@@ -20,11 +20,15 @@ from benchmarks.checkpoint_models import Work, classes
 
 
 class Public(NamedTuple):
-    """A model's builder, the library it is from (None: torch alone), and whether skips span its depth as a U-Net's."""
+    """A model's builder, and the library it is from, None: torch alone.
+
+    unet: skips span its depth as a U-Net's. batched: the first dimension of each tensor of its sample is the batch.
+    """
 
     build: Callable[[], Work]
     library: str | None = None
     unet: bool = False
+    batched: bool = True
 
     @property
     def installed(self) -> bool:
@@ -442,8 +446,8 @@ MODELS: dict[str, Public] = {
         ),
         "transformers",
     ),
-    "LSTM LM": Public(lstm),
-    "GAT": Public(gat, "torch_geometric"),
+    "LSTM LM": Public(lstm, batched=False),
+    "GAT": Public(gat, "torch_geometric", batched=False),
     "DCGAN": Public(dcgan),
     "HiFi-GAN generator": Public(hifigan),
     "PPO actor-critic": Public(ppo),

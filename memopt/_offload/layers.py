@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memopt import _C
-from memopt._checkpoint.auto import StageForward
+from memopt._checkpoint.shape_plans import PlannedForward, StageForward
 from memopt._offload.carriers import DeviceCarrier, PageCarrier, beside
 from memopt._offload.host_parameters import HostParameters, file_block, locked_block
 from memopt._offload.layer_residency import LayerResidency
@@ -283,7 +283,7 @@ def _check_new(model: nn.Module) -> None:
         whose = f"{name!r} in it" if name else "the model"
         raise ValueError(f"offload_layers: {whose} is already offloaded: .remove() its handle first")
     for name, module in model.named_modules():
-        if isinstance(module.__dict__.get("forward"), StageForward):
+        if isinstance(module.__dict__.get("forward"), (StageForward, PlannedForward)):
             raise ValueError(
                 f"offload_layers: {name or 'the model'} runs by auto_checkpoint's plan, which does not account for "
                 "parameters that are copied to the device: call memopt.undo_checkpoint(model) first, and offload "

@@ -55,7 +55,7 @@ def _refusal(module: nn.Module, replaces: bool) -> str | None:
         )
     if type(call).__name__ == "LayerCall" or type(call).__name__ == "ModelCall":
         return "is offloaded by memopt.offload_layers(): .remove() its handle first, and offload it again afterwards"
-    if type(forward).__name__ == "StageForward":
+    if type(forward).__name__ in ("StageForward", "PlannedForward"):
         return (
             "runs by a plan of memopt.auto_checkpoint(), which measured its tensors: call "
             "memopt.undo_checkpoint(model) first, and plan again afterwards"

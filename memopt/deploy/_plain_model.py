@@ -17,9 +17,10 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 
-from memopt._checkpoint.auto import StageForward
 from memopt._checkpoint.drop_in.checkpoint import _Checkpointed
 from memopt._checkpoint.plan import Plan
+from memopt._checkpoint.shape_plans import PlannedForward, StageForward
+from memopt._checkpoint.stages.trace_forward import ClassForward
 from memopt._offload.layers import NAME, LayerCall
 
 
@@ -110,8 +111,8 @@ def _copy(model: nn.Module, taken_off: list[str]) -> nn.Module:
         if module._compiled_call_impl is not None:
             taken_off.append("compile()")  # nn.Module's state leaves it out of a copy
         for value in module.__dict__.values():
-            if isinstance(value, StageForward):
-                memo[id(value)] = _TakenOff(value.member.forward)
+            if isinstance(value, (StageForward, PlannedForward)):
+                memo[id(value)] = _TakenOff(None if isinstance(value.own, ClassForward) else value.own)
                 taken_off.append("auto_checkpoint")
             elif isinstance(value, LayerCall):
                 memo[id(value)] = _TakenOff()

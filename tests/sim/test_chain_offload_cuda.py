@@ -18,7 +18,7 @@ from torch import nn
 
 import memopt
 from memopt import _C, sim
-from memopt._checkpoint import auto as automatic
+from memopt._checkpoint import shape_plans
 from memopt._checkpoint.runner import ChainRunner
 from memopt._checkpoint.stages.costs import Meter, bytes_of, workspace_bytes
 from memopt._offload import pinned_memory, transfers
@@ -278,7 +278,7 @@ def test_auto_checkpoint_on_a_device_offloads_within_its_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     place = "cpu" if to == "cpu" else tmp_path
-    monkeypatch.setattr(automatic, "bandwidth", lambda *_: Bandwidth(1e13, 1e13))
+    monkeypatch.setattr(shape_plans, "bandwidth", lambda *_: Bandwidth(1e13, 1e13))
     torch.manual_seed(0)
     plain = nn.Sequential(*(Residual(64, 0.1) for _ in range(5))).cuda()
     sample = torch.randn(512, 64, device="cuda")

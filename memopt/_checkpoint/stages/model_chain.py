@@ -28,7 +28,7 @@ from memopt._checkpoint.stages.costs import GraphIsGone, tensors_in
 from memopt._checkpoint.stages.module_state import Changes, Snapshot, changes_within, joined
 from memopt._checkpoint.stages.ranks import is_sharded
 from memopt._checkpoint.stages.split import Run, SplitBlock, split
-from memopt._checkpoint.stages.trace_forward import is_its_classes
+from memopt._checkpoint.stages.trace_forward import is_its_classes, own_forward
 
 PART = 0.5  # of a call's elements that the stages in it must make for these to stand for it
 TANGLED = 2  # stages that take nothing from the one before, for the model's forward to be cut as one
@@ -317,7 +317,7 @@ class ModelChain:
         self.state: list[Changes] = []
         for call, block in zip(calls, blocks, strict=True):
             first = len(self.functions)
-            forward = call.module.forward
+            forward = own_forward(call.module)
             self.members.append(Member(call.module, call.name, forward, first, block))
             if call.changes:
                 self.changing.add(first)
@@ -342,7 +342,7 @@ class ModelChain:
         changes: what a forward pass of the model changes in modules. whole: the only one is the model's.
         """
         blocks: list[SplitBlock | None] = [None] * len(calls)
-        functions = [call.module.forward for call in calls]
+        functions = [own_forward(call.module) for call in calls]
         plain = [is_its_classes(call.module) for call in calls]
         own: list[Changes] = [{} for _ in calls]
         before: Any = ()

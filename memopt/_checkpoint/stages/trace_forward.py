@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import inspect
 import threading
 import types
 import weakref
@@ -225,6 +226,37 @@ def has_hooks(module: torch.nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+class ClassForward:
+    """A module's forward by its class. Unlike the bound method, it is that in a saved module with another one too."""
+
+    __slots__ = ("__self__",)
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.__self__ = module
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.__self__).forward.__get__(self.__self__))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.__self__).forward(self.__self__, *args, **kwargs)
+
+
+def own_forward(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the module's forward, for as long as it may have another in its place."""
+    forward: Callable[..., Any] = module.forward
+    is_classes = getattr(forward, "__func__", None) is getattr(type(module), "forward", forward)
+    return ClassForward(module) if is_classes and getattr(forward, "__self__", None) is module else forward
+
+
+def restore_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    """Give the module the forward that own_forward() returned."""
+    if isinstance(forward, ClassForward):
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
 
 
 def is_its_classes(module: torch.nn.Module) -> bool:

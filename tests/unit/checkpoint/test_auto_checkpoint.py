@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import memopt
 from benchmarks import tasks
-from memopt._checkpoint.auto import StageForward
+from memopt._checkpoint.shape_plans import StageForward
 from memopt._checkpoint.stages.costs import Meter, bytes_of
 from memopt.chain import InfeasibleBudget
 from tests.helpers.residual import FeedForward
@@ -200,9 +200,9 @@ def test_planning_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
     assert all(map(torch.equal, grads, values))
-    # and where all fits, nothing stands in anything's place
+    # and where all fits, nothing stands in anything's place but the model's, for larger batches
     assert model.plan.runner is None
-    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert [module for module in model.modules() if "forward" in module.__dict__] == [model]
 
 
 def checkpointed(kind: str = "vision") -> tuple[nn.Module, object, Callable]:

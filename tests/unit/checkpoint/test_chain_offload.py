@@ -33,8 +33,7 @@ from torch import nn
 
 import memopt
 from memopt import _C
-from memopt._checkpoint import auto as automatic
-from memopt._checkpoint import checked_plan
+from memopt._checkpoint import checked_plan, shape_plans
 from memopt._checkpoint.plan import with_copies
 from memopt._checkpoint.runner import ChainRunner
 from memopt._offload import schedule_sets
@@ -131,7 +130,7 @@ def test_live_bytes_are_never_more_than_predicted(
 ) -> None:
     """Of any schedule with any of its stages' options, on measured chains."""
     choose = random.Random(SEED + half if SOAK else half)
-    monkeypatch.setattr(automatic, "bandwidth", lambda *_: schedule_sets.Bandwidth(1e12, 1e12))
+    monkeypatch.setattr(shape_plans, "bandwidth", lambda *_: schedule_sets.Bandwidth(1e12, 1e12))
 
     def some_schedule(chain: Chain, *_: object) -> tuple[Schedule, int]:
         names = [[option.name for option in stage.options] for stage in chain.stages]
@@ -550,7 +549,7 @@ def test_copies_get_more_time_where_the_budget_leaves_room() -> None:
 def test_a_fast_disk_is_used_and_the_plan_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[int]
 ) -> None:
-    monkeypatch.setattr(automatic, "bandwidth", lambda *_: schedule_sets.Bandwidth(1e13, 1e13))
+    monkeypatch.setattr(shape_plans, "bandwidth", lambda *_: schedule_sets.Bandwidth(1e13, 1e13))
     model, sample, loss = make("vision")
     unchanged = copy.deepcopy(model)
     peak = live_peak(unchanged, sample, loss)

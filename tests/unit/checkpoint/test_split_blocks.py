@@ -163,7 +163,6 @@ def test_without_a_graph_the_blocks_own_forward_runs() -> None:
 
 
 OTHERWISE: dict[str, Callable[[nn.Module], Any]] = {
-    "in eval mode": lambda model: model.eval(),
     "another rate": lambda model: setattr(model.blocks[1], "p", 0.5),
     "another type": lambda model: [
         part.double() for part in (model.token, model.blocks, model.norm, model.head)

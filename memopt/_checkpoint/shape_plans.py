@@ -1,0 +1,373 @@
+"""A planned model's plans, one for each kind and size of arguments; a batch larger than planned is planned first.
+
+A plan serves every call whose arguments have the same structure and types, under the same autocast and mode, and are in
+no dimension larger than those that it was made for: they take no more memory. Any other call is planned before it runs,
+with its arguments as the sample. A call less than half as large as its plan's gets a plan of its own once such calls
+have lost more time to recomputation, by the plan's own figures, than planning takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memopt._checkpoint.checked_plan import Candidate, Forward, checked_plan
+from memopt._checkpoint.plan import Plan
+from memopt._checkpoint.runner import ChainRunner
+from memopt._checkpoint.stages import ranks
+from memopt._checkpoint.stages.measure import ChainMeasurement, Loss, default_loss
+from memopt._checkpoint.stages.model_chain import Member, ModelChain, forwards
+from memopt._checkpoint.stages.module_state import Snapshot
+from memopt._checkpoint.stages.trace_forward import SIMPLE, autocast_kinds, autocast_of, restore_forward
+from memopt._offload.schedule_sets import ScheduleOffload, bandwidth
+from memopt._runtime.log import logger
+from memopt._runtime.state_snapshot import preserve_state
+from memopt.chain import InfeasibleBudget
+from memopt.optim._state_bytes import OptimizerBytes, foretold
+
+MOST_PLANS = 32  # besides that of the sample
+SMALL = 0.5  # of the elements that a plan was made for: calls below may be worth a plan of their own
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as one that torch.compile does not take apart."""
+    dynamo: Any = sys.modules.get("torch._dynamo")  # large, and here once anything is compiled
+    return dynamo.disable(function) if dynamo is not None and hasattr(dynamo, "disable") else function  # type: ignore[no-any-return]
+
+
+class StageForward:
+    """The `forward` attribute of a module in the chain; it runs the stage by the plan."""
+
+    def __init__(self, runner: ChainRunner, member: Member, distributed: bool) -> None:
+        """Make a stage's forward. distributed: whether parameters were sharded over ranks when the plan was made."""
+        self.runner, self.member = runner, member
+        self._checked = distributed
+
+    @property
+    def own(self) -> Any:
+        """Return the module's own forward."""
+        return self.member.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return uncompiled(self.run)(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.member.forward(*args, **kwargs)
+        if not self._checked:
+            if ranks.is_distributed(self.member.module):
+                raise RuntimeError(
+                    f"{self.member.name} was sharded over ranks after auto_checkpoint(), whose plan covers this rank "
+                    "only: call auto_checkpoint() after fully_shard() and parallelize_module(), on every rank"
+                )
+            self._checked = True
+        return self.member.call(self.runner.run, args, kwargs)
+
+
+class LossError(Exception):
+    """The loss that auto_checkpoint() was given cannot be computed for another batch's output."""
+
+
+@dataclass
+class AnyLoss:
+    """A loss as planning for a later batch calls it; it may be one of the sample's targets alone."""
+
+    loss: Loss
+
+    def __call__(self, out: Any) -> torch.Tensor:
+        try:
+            return self.loss(out)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise LossError(str(error)) from error
+
+
+# ---- one plan --------------------------------------------------------------------------------------------------------
+
+
+class CallShape(NamedTuple):
+    """What a plan depends on of a call: its kind, and the size of each dimension of its tensors and each int."""
+
+    kind: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    elements: int
+
+    @staticmethod
+    def of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallShape:
+        leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+        sizes: list[int] = []
+        kinds: list[Any] = []
+        elements = 0
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                kinds.append((leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad))
+                sizes += leaf.shape
+                elements += leaf.numel()
+            elif (isinstance(leaf, SIMPLE) and not isinstance(leaf, (int, float))) or isinstance(leaf, bool):
+                kinds.append(leaf)
+            else:
+                kinds.append(type(leaf))
+                sizes += [leaf] if isinstance(leaf, int) else []
+        state = autocast_of(autocast_kinds(leaves)), model.training
+        return CallShape((spec, kinds, state), tuple(sizes), elements)
+
+    def covers(self, other: CallShape) -> bool:
+        return self.kind == other.kind and all(map(int.__ge__, self.sizes, other.sizes))
+
+
+@dataclass(eq=False)
+class ShapePlan:
+    """A plan, and the forwards that run a model's modules by it; none if it keeps everything."""
+
+    shape: CallShape
+    plan: Plan
+    forwards: dict[torch.nn.Module, StageForward]
+    planning_seconds: float
+    lost_seconds: float = 0.0  # to recomputation, by calls that are small for it
+
+    def is_large_for(self, shape: CallShape) -> bool:
+        """Return whether the call had better have a plan of its own; count it if not."""
+        if shape.elements > SMALL * self.shape.elements or self.plan.runner is None:
+            return False
+        share = shape.elements / self.shape.elements
+        self.lost_seconds += share * (self.plan.seconds - self.plan.plain_seconds)
+        return self.lost_seconds > self.planning_seconds
+
+
+@dataclass
+class PlanRequest:
+    """What auto_checkpoint() was asked for, but for the sample. optimizer: a weak reference, or its state's bytes."""
+
+    loss: Loss
+    budget: int
+    slots: int
+    to: str | None
+    optimizer: weakref.ref[torch.optim.Optimizer] | int
+    accumulate: bool
+    strict: bool
+
+    def optimizer_bytes(self, model: torch.nn.Module) -> OptimizerBytes:
+        optimizer = self.optimizer if isinstance(self.optimizer, int) else self.optimizer()
+        if isinstance(optimizer, torch.optim.Optimizer):
+            with preserve_state(model):
+                return foretold(optimizer)
+        return OptimizerBytes([], [], [], optimizer or 0)
+
+    def plan(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
+        """Return the plan for these arguments of a model that runs plain. The model is left as it was."""
+        begun = time.perf_counter()
+        beside = self.optimizer_bytes(model)
+        distributed = ranks.is_distributed(model)
+        budget = self.budget
+        with preserve_state(model), Snapshot(model.modules(), parameters=not ranks.is_sharded(model)):
+            found = ModelChain(model, args, kwargs)
+            measured = ChainMeasurement(found, self.loss)
+            speed = None if self.to is None else bandwidth(self.to, measured.device)
+            if distributed:
+                budget, speed = ranks.agree(measured, budget, speed)
+            modules = [member.module for member in found.members for _ in member.names()]
+            gathers = ranks.gathers(model, modules)
+
+            def forward_by(candidate: Candidate) -> Forward:
+                plan, operations, passing = candidate
+                if not plan.keeps_all:
+                    offload = None if self.to is None else ScheduleOffload(self.to, plan.offload_slots)
+                    plan.runner = ChainRunner(
+                        found.functions, operations, passing, found.changing, offload, gathers, found.state
+                    )
+
+                def forward() -> tuple[Any, torch.Tensor]:
+                    own = stage_forwards(plan, found.members, distributed)
+                    with torch.enable_grad(), forwards(list(own), list(own.values())):
+                        out = model(*args, **kwargs)
+                        return out, self.loss(out)
+
+                return forward
+
+            plan, *_ = checked_plan(
+                measured,
+                budget,
+                self.slots,
+                beside=beside,
+                accumulate=self.accumulate,
+                whose=type(model).__name__,
+                forward_by=forward_by,
+                speed=speed,
+                distributed=distributed,
+            )
+        plan.offload = self.to
+        shape = CallShape.of(model, args, kwargs)
+        own = stage_forwards(plan, found.members, distributed)
+        return ShapePlan(shape, plan, own, time.perf_counter() - begun)
+
+
+def stage_forwards(
+    plan: Plan, members: list[Member], distributed: bool
+) -> dict[torch.nn.Module, StageForward]:
+    """Return the forward of each module of the chain that runs it by the plan; none if it keeps everything."""
+    if plan.runner is None:
+        return {}
+    return {member.module: StageForward(plan.runner, member, distributed) for member in members}
+
+
+# ---- all plans of a model --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class PlannedForward:
+    """The `forward` attribute of a planned model; it runs the model by the plan for the call's arguments.
+
+    own: the model's forward. request: what a new plan is made by; None in a copy, which has the plans made so far.
+    """
+
+    model: torch.nn.Module
+    own: Callable[..., Any]
+    request: PlanRequest | None
+    plans: list[ShapePlan]
+    refused: list[CallShape] = field(default_factory=list)
+    warned: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.active = self.plans[0]
+        self.put_on()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"request": None}
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.own)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return uncompiled(self.run)(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.choose(args, kwargs)
+        return self.active.forwards.get(self.model, self.own)(*args, **kwargs)
+
+    def put_on(self) -> None:
+        """Give the modules the forwards of the active plan."""
+        for module, forward in self.active.forwards.items():
+            if module is not self.model:
+                module.__dict__["forward"] = forward
+        self.model.__dict__["plan"] = self.active.plan
+
+    def take_off(self) -> None:
+        for module, forward in self.active.forwards.items():
+            if module is not self.model and module.__dict__.get("forward") is forward:
+                restore_forward(module, forward.own)
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan for these arguments the active one."""
+        shape = CallShape.of(self.model, args, kwargs)
+        found = min(
+            (one for one in self.plans if one.shape.covers(shape)),
+            key=lambda one: one.shape.elements,
+            default=None,
+        )
+        if found is None:
+            found = self.plan_for(shape, args, kwargs) if self.can_plan(shape, warns=True) else self.active
+        elif found.is_large_for(shape) and self.can_plan(shape, warns=False):
+            found = self.smaller_plan(found, args, kwargs)
+        if found is not self.active:
+            self.take_off()
+            self.active = found
+            self.put_on()
+
+    def can_plan(self, shape: CallShape, *, warns: bool) -> bool:
+        """Return whether a plan can be made in the midst of a training step."""
+        reason = ""
+        if any(shape.kind == one.kind for one in self.refused):
+            return False
+        if self.request is None:
+            reason = "the model is a copy, or was loaded"
+        elif ranks.is_distributed(self.model) or any(map(synchronizes, self.model.modules())):
+            reason = "other ranks take part in each forward pass"
+        elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            reason = "a CUDA graph is being captured"
+        elif any(p._post_accumulate_grad_hooks for p in self.model.parameters()):  # type: ignore[attr-defined]
+            reason = "parameters have hooks that may step them in a trial step"
+        if reason and warns:
+            self.warn(
+                "a batch is larger than those that auto_checkpoint() planned for, or of another kind, and cannot be "
+                f"planned for now, since {reason}: results are correct, but the step's peak may exceed memory_budget. "
+                "Call auto_checkpoint() with the largest batch"
+            )
+        return not reason
+
+    def plan_for(self, shape: CallShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
+        """Return a plan for these arguments, which no plan covers; the active one, with a warning, where that fails."""
+        assert self.request is not None
+        try:
+            return self.new_plan(self.request, args, kwargs)
+        except LossError as error:
+            text = (
+                f"the loss given to auto_checkpoint() cannot be computed for a batch of another size: {error}. Give "
+                "one that takes any output, such as loss=lambda out: F.cross_entropy(out, out.argmax(-1))"
+            )
+            if self.request.strict:
+                raise ValueError(f"auto_checkpoint: {text}") from error
+            self.warn(
+                f"{text}. Such batches are planned for with the sum of the output, and without the loss's memory"
+            )
+            self.request = replace(self.request, loss=default_loss)
+            return self.plan_for(shape, args, kwargs)
+        except InfeasibleBudget as error:
+            if self.request.strict:
+                raise
+            self.warn(f"{error}. This batch runs by the plan that takes least")
+            return self.new_plan(replace(self.request, budget=error.least_budget), args, kwargs)
+        except ValueError as error:
+            if self.request.strict:
+                raise
+            self.warn(f"a batch cannot be planned for, and its step's peak may exceed memory_budget: {error}")
+            self.refused.append(shape)
+            return self.active
+
+    def smaller_plan(self, large: ShapePlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
+        """Return a plan for these arguments, for which `large` is slow; that one where there is none."""
+        assert self.request is not None
+        try:
+            return self.new_plan(self.request, args, kwargs)
+        except (LossError, ValueError) as error:
+            logger.debug("auto_checkpoint: smaller batches get no plan of their own: %s", error)
+            large.lost_seconds = -math.inf
+            return large
+
+    def new_plan(self, request: PlanRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
+        there = any(parameter.grad is not None for parameter in self.model.parameters())
+        request = replace(request, loss=AnyLoss(request.loss), accumulate=request.accumulate or there)
+        self.take_off()
+        restore_forward(self.model, self.own)
+        try:
+            found = request.plan(self.model, args, kwargs)
+        finally:
+            self.model.__dict__["forward"] = self
+            self.put_on()
+        if len(self.plans) > MOST_PLANS:
+            del self.plans[1]
+        self.plans.append(found)
+        return found
+
+    def warn(self, text: str) -> None:
+        key = text[:40]
+        if key not in self.warned:
+            self.warned.add(key)
+            warnings.warn(f"memopt.auto_checkpoint: {text}", stacklevel=2)
+
+
+def synchronizes(module: torch.nn.Module) -> bool:
+    """Return whether the module's forward waits for other ranks."""
+    return isinstance(module, torch.nn.SyncBatchNorm)
