@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -161,11 +163,12 @@ def plan_for(
 # ---- plans tested by a step ------------------------------------------------------------------------------------------
 
 
-class MeasuredPeaks(NamedTuple):
-    """The most bytes alive in a forward and backward pass, and while the optimizer steps."""
+class TrialSteps(NamedTuple):
+    """The most bytes alive in a forward and backward pass, and while the optimizer steps; seconds of the passes."""
 
     in_passes: int
     in_step: int
+    seconds: float = 0.0
 
 
 def checked_plan(
@@ -190,20 +193,22 @@ def checked_plan(
     def candidate(room: int | None) -> Candidate:
         return plan_for(measured, room, slots, beside=fixed, accumulate=accumulate, whose=whose, speed=speed)
 
-    def tried(found: Candidate) -> MeasuredPeaks:
+    def tried(found: Candidate) -> TrialSteps:
         plan = found[0]
         taken = bytes_of_step(measured, forward_by(found), beside, accumulate=accumulate)
         if distributed:
-            taken = MeasuredPeaks(*ranks.most(measured, taken))
+            in_passes, in_step = ranks.most(measured, taken[:2])
+            taken = TrialSteps(in_passes, in_step, taken.seconds)
         logger.debug(
             "auto_checkpoint: a step under a plan for %d bytes took %d, %d while the optimizer stepped; the budget "
             "is %d",
             plan.peak_bytes,
-            *taken,
+            *taken[:2],
             budget,
         )
         plan.memory_budget = budget
-        plan.peak_bytes = max(taken) or plan.peak_bytes
+        plan.peak_bytes = max(taken[:2]) or plan.peak_bytes
+        plan.ran_in(taken.seconds)
         return taken
 
     room = budget
@@ -218,8 +223,8 @@ def checked_plan(
         except torch.OutOfMemoryError:
             if distributed:
                 raise  # the other ranks wait in this one's collectives
-            taken = MeasuredPeaks(budget + budget // 16, 0)
-        if found[0].peak_bytes <= budget and max(taken) <= budget:
+            taken = TrialSteps(budget + budget // 16, 0)
+        if found[0].peak_bytes <= budget and max(taken[:2]) <= budget:
             return found
         if taken.in_step > budget:
             break  # whatever the stages do
@@ -249,7 +254,7 @@ def checked_plan(
 
 def bytes_of_step(
     measured: ChainMeasurement, forward: Forward, beside: OptimizerBytes, *, accumulate: bool
-) -> MeasuredPeaks:
+) -> TrialSteps:
     """Return the most bytes alive in a training step, by the device's allocator; zeros if it cannot be asked.
 
     Gradients are dropped afterwards.
@@ -257,7 +262,7 @@ def bytes_of_step(
     device = measured.device
     allocator = allocator_bytes(device, blocks=True)
     if type(allocator) is AllocatorBytes:
-        return MeasuredPeaks(0, 0)
+        return TrialSteps(0, 0)
     measured.clear_gradients()
     gc.collect()  # else garbage of before goes in the middle, and so would what has been cast
     torch.clear_autocast_cache()
@@ -268,6 +273,7 @@ def bytes_of_step(
     storages = [one for one in (*storages, *measured.others) if one.device == device]
     standing = allocator.of_storages({one._cdata: one for one in storages}.values())
     most = stepping = 0
+    seconds = []
     state: Sequence[torch.Tensor] = ()
     held: tuple[Any, torch.Tensor] | None = None  # by its caller, until the next step
     allocator.start()
@@ -275,10 +281,12 @@ def bytes_of_step(
         before, _ = allocator.restart()
         for n in range(STEPS):
             allocator.restart()
+            begun = time.perf_counter()
             held = forward()
             with out_of_autocast(device):
                 held[1].backward()
             synchronize(device)
+            seconds.append(time.perf_counter() - begun)
             _, peak = allocator.now_and_peak()
             if n == 0:
                 state = [torch.empty(size, dtype=torch.uint8, device=device) for size in beside.coming]
@@ -295,7 +303,8 @@ def bytes_of_step(
         measured.clear_gradients()
         del held, state
     standing += beside.unseen
-    return MeasuredPeaks(most + standing, stepping + standing) if most else MeasuredPeaks(0, 0)
+    median = statistics.median(seconds)
+    return TrialSteps(most + standing, stepping + standing, median) if most else TrialSteps(0, 0, median)
 
 
 @contextmanager

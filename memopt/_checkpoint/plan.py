@@ -194,9 +194,9 @@ class Plan:
             tensors saved around the stages, and memory of the stages besides each other's outputs.
         gradient_bytes: Bytes of parameter gradients that each stage's backward leaves behind.
         peak_bytes: Predicted peak of a step by the schedule.
-        seconds: Predicted time of the stages in that step.
+        seconds: Time of that step's forward and backward pass, the median of the trial steps.
         plain_bytes: Predicted peak of a step that keeps everything.
-        plain_seconds: Predicted time of the stages in that step.
+        plain_seconds: Predicted time of its passes: by the stages' seconds, in proportion to `seconds`.
         offload: The place where stages may offload to, None for none.
         bandwidth: Its measured speed.
         offload_slots: Bytes at that place, by number of the stage that uses it.
@@ -233,6 +233,12 @@ class Plan:
         self.plain_bytes = fixed_bytes + around.peak(keep_all(chain))
         self.plain_seconds = chain.plain_seconds
         self.runner: ChainRunner | None = None
+
+    def ran_in(self, seconds: float) -> None:
+        """Take the seconds of the plan's own steps for its prediction; those of the plain step change in proportion."""
+        if seconds and self.seconds:
+            self.plain_seconds *= seconds / self.seconds
+            self.seconds = seconds
 
     def _runs(self) -> Counter[int]:
         return Counter(k for op, k, *_ in self.schedule.ops if op in RUNS)

@@ -325,6 +325,15 @@ def modules_called(function: Function, module: torch.nn.Module | None) -> Sequen
     return called if called is not None else [] if module is None else list(module.modules())
 
 
+def calls_of(function: Function) -> tuple[Any, ...]:
+    """Return what a stage calls, for comparison with others: its steps' targets, modules by their types; else none."""
+    steps: tuple[Any, ...] | None = getattr(function, "steps_called", None)
+    if steps is not None:
+        return steps
+    module = getattr(function, "__self__", function)
+    return tuple(map(type, module.modules())) if isinstance(module, torch.nn.Module) else ()
+
+
 def held_outputs(function: Function) -> Collection[int]:
     """Return the leaves of a stage's output that are there until the backward pass: later stages take them too."""
     return getattr(function, "held_outputs", ())

@@ -3,7 +3,8 @@
 The model is run twice, for bytes and for seconds, with something else in its stages' places: it runs each forward and
 backward by itself and then gives the output on without a graph, so that never more than one stage's saved set is there.
 The graph of what is around the stages (an embedding before, the loss after) is made as ever, and measured too. Seconds
-are the minimum of several runs; a device that runs asynchronously is synchronized before and after each.
+are the minimum of several runs of all stages that are alike; a device that runs asynchronously is synchronized before
+and after each.
 
 Stages that a schedule treats as one are measured one by one, and their costs joined (`group`)."""
 
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
-from memopt._checkpoint.runner import Held, StageCall, held_outputs, unchangeable
+from memopt._checkpoint.runner import Held, StageCall, calls_of, held_outputs, unchangeable
 from memopt._checkpoint.stages.argument_objects import ArgumentObject
 from memopt._checkpoint.stages.costs import (
     Meter,
@@ -324,17 +326,17 @@ class ChainMeasurement:
         self.external_grads = list({found.storage: found for found in self.external_grads}.values())
 
     def measure_seconds(self, repeats: int = REPEATS) -> None:
+        """Time each stage once in each of some forward passes, so that a disturbance meets one run of many stages."""
         end = 0.0
+        runs: list[list[StageSeconds]] = [[] for _ in self.functions]
 
         def stage(k: int, call: StageCall, linked: list[Held]) -> None:
             count = self.stage_bytes[k].saved_count
             function = call.state.modules.repeatable(self.functions[k])
             with repeatedly(self.chain.names[k]):
-                runs = [
+                runs[k].append(
                     stage_seconds(function, self.arguments(k, call, linked), self.trainable, count)
-                    for _ in range(repeats)
-                ]
-            self.stage_seconds.append(StageSeconds(*(min(column) for column in zip(*runs, strict=True))))
+                )
 
         def ended() -> None:
             nonlocal end
@@ -342,9 +344,9 @@ class ChainMeasurement:
             end = time.perf_counter()
 
         rest = []
-        for n in range(repeats):
+        for _ in range(repeats):
             with torch.enable_grad():
-                value = self.loss(self.forward(stage if n == 0 else lambda k, call, linked: None, ended))
+                value = self.loss(self.forward(stage, ended))
                 synchronize(self.device)
                 between = time.perf_counter()
                 value.backward()
@@ -352,6 +354,15 @@ class ChainMeasurement:
                 rest.append((between - end, time.perf_counter() - between))
             self.forget()
         forward, backward = (min(column) for column in zip(*rest, strict=True))
+        alike: defaultdict[Any, list[StageSeconds]] = defaultdict(list)
+        kinds = [
+            kind_of(function, size) for function, size in zip(self.functions, self.stage_bytes, strict=False)
+        ]
+        for kind, found in zip(kinds, runs, strict=True):
+            alike[kind] += found
+        self.stage_seconds = [
+            StageSeconds(*(min(column) for column in zip(*alike[kind], strict=True))) for kind in kinds
+        ]
         self.stage_seconds.append(StageSeconds(forward, forward, forward, backward))
 
     def of_groups(self, groups: Sequence[range]) -> tuple[list[StageBytes], list[StageSeconds]]:
@@ -363,6 +374,11 @@ class ChainMeasurement:
     def forget(self) -> None:
         self.externals, self.outputs, self.last_outputs, self.made_before = [], [], [], []
         self.clear_gradients()
+
+
+def kind_of(function: Callable[..., Any], size: StageBytes) -> Any:
+    """Return what stages have in common that take the same time: what they call, and all their bytes."""
+    return (calls_of(function) or id(function)), size
 
 
 # ---- groups of stages ------------------------------------------------------------------------------------------------

@@ -104,6 +104,15 @@ class BlockPart:
     def __self__(self) -> torch.nn.Module:
         return self.block.module
 
+    @property
+    def steps_called(self) -> tuple[Any, ...]:
+        own = self.block.programs[self.n]
+        targets = self.block.calls.targets[own.start : own.end]
+        return tuple(
+            tuple(map(type, target.modules())) if isinstance(target, torch.nn.Module) else target
+            for target in targets
+        )
+
     def __call__(self, trace: BlockTrace | None, *values: Any) -> Any:
         if trace is not None:
             return self.block.programs[self.n].run(trace, values)
