@@ -7,6 +7,7 @@ its graph.
 
 from __future__ import annotations
 
+import os
 import threading
 import types
 import warnings
@@ -30,6 +31,7 @@ from memopt._checkpoint.stages.measure import ChainMeasurement, default_loss
 from memopt._checkpoint.stages.model_chain import without_graph
 from memopt._checkpoint.stages.module_state import Changes, WeakChanges, changes_within, joined, watched
 from memopt._checkpoint.stages.trace_forward import autocast_kinds, autocast_of
+from memopt._offload.schedule_sets import ScheduleOffload, bandwidth, destination
 from memopt._runtime.originals import original
 from memopt._runtime.state_snapshot import preserve_state
 from memopt.chain import Op
@@ -60,6 +62,7 @@ def checkpoint_sequential(
     use_reentrant: bool | None = None,
     *,
     memory_budget: int | float | str | None = None,
+    to: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Apply functions one after the other, and recompute intermediate results in the backward pass.
@@ -79,6 +82,8 @@ def checkpoint_sequential(
             buffers of the functions, their gradients, the input, saved tensors, the output and its gradient. Subtract
             other memory (an optimizer's state, other parts of the model) first. An int, "8GiB", or a fraction (a float)
             of the device's memory.
+        to: With memory_budget, the place where functions may keep their saved sets until their backward, if that is
+            faster than recomputing them, as in memopt.auto_checkpoint.
         **kwargs: preserve_rng_state, and batch_norm_once as in memopt.checkpoint.
 
     Returns:
@@ -86,8 +91,9 @@ def checkpoint_sequential(
 
     Raises:
         memopt.chain.InfeasibleBudget: No schedule fits; the message names the least feasible budget.
-        ValueError: The budget cannot be read (nothing has run then), there are neither segments nor a budget, or an
-            argument is unknown.
+        ValueError: The budget or `to` cannot be read (nothing has run then), there are neither segments nor a budget,
+            `to` is given without a budget, or an argument is unknown.
+        OSError: The disk cannot be written to.
 
     Example:
         >>> y = memopt.checkpoint_sequential(layers, None, x, memory_budget="2GiB")
@@ -97,7 +103,9 @@ def checkpoint_sequential(
         if unknown:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
         # Not children(), which leaves out a module that is there a second time.
-        return run_within(tuple(functions), input, memory_budget)
+        return run_within(tuple(functions), input, memory_budget, to)
+    if to is not None:
+        raise ValueError("to= is where a schedule may offload to: give memory_budget as well")
     if segments is None:
         raise ValueError("segments is None: give the number of segments, or memory_budget")
     if use_reentrant is None:
@@ -130,17 +138,23 @@ class _Segment:
 # ---- by a schedule ---------------------------------------------------------------------------------------------------
 
 
-def run_within(functions: tuple[Function, ...], input: Any, memory_budget: int | float | str) -> Any:
+def run_within(
+    functions: tuple[Function, ...],
+    input: Any,
+    memory_budget: int | float | str,
+    to: str | os.PathLike[str] | None = None,
+) -> Any:
     """Apply functions to the input, one after the other, within the budget."""
     tensors = tensors_in(input)
     modules = modules_of(functions)
     tensors += [parameter for module in modules for parameter in module.parameters()] if not tensors else []
-    budget = budget_bytes(memory_budget, next((t.device for t in tensors), torch.device("cpu")))
+    device = next((t.device for t in tensors), torch.device("cpu"))
+    budget, place = budget_bytes(memory_budget, device), destination(to, device)
     if not functions or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_tracing():
         return _Segment(functions)(input)
-    plans, use = plans_of(functions), use_of(functions, input, budget)
+    plans, use = plans_of(functions), use_of(functions, input, budget, place)
     if use not in plans.by_use:
-        plans.keep(use, plan(functions, input, budget))
+        plans.keep(use, plan(functions, input, budget, place))
     operations = plans.by_use[use]
     if operations is None:
         return _Segment(functions)(input)
@@ -252,10 +266,11 @@ class Operations(NamedTuple):
     passing: set[int]
     changing: list[int]
     state: list[WeakChanges]
+    offload: ScheduleOffload | None
 
     def runner(self, functions: Sequence[Function]) -> ChainRunner:
         state = [changes.now() for changes in self.state]
-        return ChainRunner(functions, self.ops, self.passing, self.changing, state=state)
+        return ChainRunner(functions, self.ops, self.passing, self.changing, self.offload, state=state)
 
 
 class Plans:
@@ -297,12 +312,13 @@ def plans_of(functions: Sequence[Function]) -> Plans:
     return plans
 
 
-def use_of(functions: Sequence[Function], input: Any, budget: int) -> Any:
+def use_of(functions: Sequence[Function], input: Any, budget: int, to: str | None) -> Any:
     """Return a key of everything that a plan depends on besides the functions."""
     leaves, spec = pytree.tree_flatten(input)
     modules = modules_of(functions)
     return (
         budget,
+        to,
         spec,
         tuple(
             (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
@@ -316,7 +332,7 @@ def use_of(functions: Sequence[Function], input: Any, budget: int) -> Any:
     )
 
 
-def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations | None:
+def plan(functions: Sequence[Function], input: Any, budget: int, to: str | None) -> Operations | None:
     """Measure the chain in any context, and leave everything as it was."""
     modules = modules_of(functions)
     with ExitStack() as stack:
@@ -335,13 +351,16 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
         accumulate = any(parameter.grad is not None for parameter in chain.trainable)
         stack.enter_context(preserve_state(parameters=chain.trainable))
         measured = ChainMeasurement(chain, default_loss)
+        offload: ScheduleOffload | None = None
 
         def forward_by(candidate: Candidate) -> Forward:
+            nonlocal offload
             tried, ops, passing = candidate
+            offload = None if to is None else ScheduleOffload(to, tried.offload_slots)
             run = (
                 _Segment(functions)
                 if tried.keeps_all
-                else ChainRunner(functions, ops, passing, chain.changing, state=chain.state)
+                else ChainRunner(functions, ops, passing, chain.changing, offload, state=chain.state)
             )
 
             def forward() -> tuple[Any, torch.Tensor]:
@@ -359,7 +378,10 @@ def plan(functions: Sequence[Function], input: Any, budget: int) -> Operations |
             accumulate=accumulate,
             whose="checkpoint_sequential's chain",
             forward_by=forward_by,
+            speed=None if to is None else bandwidth(to, measured.device),
         )
     if found.keeps_all:
         return None
-    return Operations(ops, passing, chain.changing, [WeakChanges(changes) for changes in chain.state])
+    return Operations(
+        ops, passing, chain.changing, [WeakChanges(changes) for changes in chain.state], offload
+    )

@@ -34,11 +34,13 @@ from torch import nn
 import memopt
 from memopt import _C
 from memopt._checkpoint import checked_plan, shape_plans
+from memopt._checkpoint.drop_in import sequential
 from memopt._checkpoint.plan import with_copies
 from memopt._checkpoint.runner import ChainRunner
+from memopt._checkpoint.stages.costs import Meter, bytes_of
 from memopt._offload import schedule_sets
 from memopt._offload.schedule_sets import ScheduleOffload
-from memopt.chain import Chain, Schedule, Stage
+from memopt.chain import Chain, InfeasibleBudget, Schedule, Stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SEED = int(os.environ["MEMOPT_SEED"])
@@ -608,3 +610,44 @@ def test_the_earlier_name_of_the_place_works_with_a_warning(tmp_path: Path) -> N
     with pytest.warns(DeprecationWarning, match="to="):
         memopt.auto_checkpoint(model, sample, memory_budget="1GiB", loss=loss, offload=tmp_path)
     assert model.plan.offload == str(tmp_path)
+
+
+# ---- checkpoint_sequential -------------------------------------------------------------------------------------------
+
+
+def test_a_sequence_of_functions_offloads_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[int]
+) -> None:
+    monkeypatch.setattr(sequential, "bandwidth", lambda *_: schedule_sets.Bandwidth(1e13, 1e13))
+    torch.manual_seed(3)
+    functions = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    copied, x = copy.deepcopy(functions), torch.randn(512, 64)
+    with pytest.raises(InfeasibleBudget) as error:
+        memopt.checkpoint_sequential(functions, None, x, memory_budget=1)
+    budget = int(error.value.least_budget * 1.2)
+    for _ in range(2):
+        written.clear()
+        out = memopt.checkpoint_sequential(functions, None, x, memory_budget=budget, to=tmp_path)
+        out.square().sum().backward()
+        assert written
+        expected = copied(x)
+        expected.square().sum().backward()
+        assert torch.equal(out, expected)
+        same(functions, copied)
+    meter = Meter()
+    standing = [*functions.parameters(), x]
+    functions.zero_grad()
+    meter.ignore(standing)
+    with meter:
+        memopt.checkpoint_sequential(functions, None, x, memory_budget=budget, to=tmp_path).sum().backward()
+    assert bytes_of(standing) + meter.peak <= budget
+
+
+def test_a_place_without_a_budget_or_that_is_none_is_refused(tmp_path: Path) -> None:
+    functions, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    with pytest.raises(ValueError, match="give memory_budget as well"):
+        memopt.checkpoint_sequential(functions, 2, x, use_reentrant=False, to=tmp_path)
+    with pytest.raises(ValueError, match='to="cpu" is for a model on a CUDA device'):
+        memopt.checkpoint_sequential(functions, None, x, memory_budget="1GiB", to="cpu")
+    with pytest.raises(OSError, match="nowhere"):
+        memopt.checkpoint_sequential(functions, None, x, memory_budget="1GiB", to=tmp_path / "nowhere")
