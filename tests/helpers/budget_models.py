@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -81,34 +80,65 @@ def make(kind: str, seed: int) -> tuple[nn.Module, torch.Tensor]:
 KINDS = ("skips", "convolved", "translates")
 
 
+class Training:
+    """Steps of AdamW on a model; the loss takes a batch of any size."""
+
+    def __init__(self, kind: str, seed: int, device: str) -> None:
+        self.name = f"{kind}, seed {seed}"
+        self.model, self.sample = (one.to(device) for one in make(kind, seed))
+        self.target = torch.randn_like(self.sample)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=bool(seed % 2))
+        self.device = device
+
+    def loss(self, out: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(out, self.target[: len(out)])
+
+    def train(self) -> None:
+        for _ in range(3):
+            out = self.model(self.sample)
+            value = self.loss(out)
+            value.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def plan(self, budget: int, rows: int | None = None) -> None:
+        memopt.auto_checkpoint(
+            self.model, self.sample[:rows], memory_budget=budget, optimizer=self.optimizer, loss=self.loss
+        )
+
+    def least(self) -> int:
+        try:
+            self.plan(1)
+        except InfeasibleBudget as error:
+            return error.least_budget
+        raise AssertionError("a budget of 1 byte is none")
+
+    def is_kept(self, budget: int, most_in: Callable[[Callable[[], None]], int]) -> None:
+        state = (t for s in self.optimizer.state.values() for t in s.values())
+        standing = [*self.model.parameters(), *self.model.buffers(), self.sample, self.target, *state]
+        there = sum(t.nbytes for t in standing) if self.device == "cpu" else 0
+        most = most_in(self.train) + there
+        assert most <= budget, f"{self.name}: {most} of {budget}"
+
+
 def check(kind: str, seed: int, device: str, most_in: Callable[[Callable[[], None]], int]) -> None:
     """A named least budget and one above it are accepted and kept. most_in: the most that the device's allocator
     gives while a function runs, with all that was there before."""
-    model, sample = (one.to(device) for one in make(kind, seed))
-    target = torch.randn_like(sample)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=bool(seed % 2))
-
-    def loss(out: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(out, target)
-
-    def train() -> None:
-        for _ in range(3):
-            out = model(sample)
-            value = loss(out)
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def plan(budget: int) -> None:
-        memopt.auto_checkpoint(model, sample, memory_budget=budget, optimizer=optimizer, loss=loss)
-
-    standing: list[Any] = [*model.parameters(), *model.buffers(), sample, target]
-    try:
-        plan(1)
-    except InfeasibleBudget as error:
-        least = error.least_budget
+    training = Training(kind, seed, device)
+    least = training.least()
     for budget in (least, least + least // 8):
-        plan(budget)
-        there = sum(t.nbytes for t in (*standing, *(t for s in optimizer.state.values() for t in s.values())))
-        most = most_in(train) + (there if device == "cpu" else 0)
-        assert most <= budget, f"{kind}, seed {seed}: {most} of {budget}"
+        training.plan(budget)
+        training.is_kept(budget, most_in)
+
+
+def check_larger(kind: str, seed: int, device: str, most_in: Callable[[Callable[[], None]], int]) -> None:
+    """A batch larger than the planned one is planned in its first step, and keeps the budget."""
+    training = Training(kind, seed, device)
+    budget = training.least() * 9 // 8
+    training.plan(budget, len(training.sample) // 3)
+    training.train()  # the optimizer's state is made, and the batch planned for
+    training.is_kept(budget, most_in)
+    memopt.undo_checkpoint(training.model)
+    training.plan(budget, len(training.sample) // 3)
+    noted = torch.get_rng_state().nbytes if device == "cpu" else 0  # while it is planned for
+    training.is_kept(budget + noted, most_in)

@@ -36,6 +36,12 @@ def test_a_named_least_budget_is_accepted_and_kept(kind: str) -> None:
     budget_models.check(kind, SEED, "cpu", most_in)
 
 
+@pytest.mark.parametrize("kind", budget_models.KINDS)
+def test_a_larger_batch_keeps_the_budget_too(kind: str) -> None:
+    print(f"MEMOPT_SEED={SEED}")
+    budget_models.check_larger(kind, SEED, "cpu", most_in)
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 def test_what_an_optimizers_step_takes_besides_counts(foreach: bool) -> None:
     parameters = [torch.ones(n, 64, requires_grad=True) for n in (8, 32, 32)]
