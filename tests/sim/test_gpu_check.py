@@ -342,9 +342,9 @@ def test_a_handle_that_the_driver_keeps_is_wrong(monkeypatch):
 
 
 def test_losses_that_differ_memory_that_stays_and_a_high_frontier_are_reported():
-    losses = {name: [1.0, 2.0] for name in allocator_part.CONTENDERS}
+    losses = {"unet": {name: [1.0, 2.0] for name in allocator_part.CONTENDERS}}
     figures = {
-        f"{name}: {figure}": value
+        f"unet, {name}: {figure}": value
         for name in allocator_part.CONTENDERS
         for figure, value in (
             (allocator_part.HELD, 0),
@@ -357,24 +357,44 @@ def test_losses_that_differ_memory_that_stays_and_a_high_frontier_are_reported()
         return allocator_part.judged(losses, {**figures, **changed}, simulated)
 
     assert judged(losses).status == "ok"
-    assert "memopt" in judged({**losses, "memopt": [1.0, 2.5]}).text
-    assert "memopt" in judged(losses, **{f"memopt: {allocator_part.HELD}": 1 << 21}).text
-    late = {f"memopt: {allocator_part.STEP}": 12.0}
+    assert "unet, memopt" in judged({"unet": {**losses["unet"], "memopt": [1.0, 2.5]}}).text
+    assert "unet, memopt" in judged(losses, **{f"unet, memopt: {allocator_part.HELD}": 1 << 21}).text
+    late = {f"unet, memopt: {allocator_part.STEP}": 12.0}
     assert judged(losses, **late).status == "slow" and judged(losses, simulated=True, **late).status == "ok"
-    high = judged(losses, simulated=True, **{f"memopt, one address: {allocator_part.FRONTIER}": 1.2})
-    assert high.status == "slow" and "memopt, one address, smallest budget" in high.text
+    high = judged(losses, simulated=True, **{f"unet, memopt, one address: {allocator_part.FRONTIER}": 1.2})
+    assert high.status == "slow" and "unet, memopt, one address, smallest budget" in high.text
 
 
 def test_a_block_that_is_left_is_held_at_the_end_and_a_frontier_is_found(computing):
     left = torch.ones(1 << 20, device="cuda")
-    found = allocator_part.loop(request("loop", "native"))
+    asked = request("loop", "native")._replace(loops=("gnn",))
+    found = allocator_part.loop(asked)["gnn"]
     assert found[allocator_part.HELD] > 0 and allocator_part.FRONTIER not in found
+    assert len(found["losses"]) == 4 and all(found["losses"])
     allocator_part._until_the_end.clear()
     del left
-    found = allocator_part.loop(request("loop", "native", quick=False))
+    found = allocator_part.loop(asked._replace(quick=False))["gnn"]
     allocator_part._until_the_end.clear()
     assert found[allocator_part.HELD] == 0  # also after trainings that ran out of memory
     assert 1 <= found[allocator_part.FRONTIER] <= found["held over the live peak"]
+
+
+def test_a_loop_whose_memory_is_overwritten_has_other_losses(monkeypatch, computing):
+    """A parameter that somebody else writes to in the middle of the loop."""
+    asked = request("loop", "native")._replace(loops=("gnn",))
+    right = allocator_part.loop(asked)["gnn"]["losses"]
+    assert allocator_part.loop(asked)["gnn"]["losses"] == right
+    step, steps = torch.optim.AdamW.step, itertools.count()
+
+    def overwritten(self, *given):
+        step(self, *given)
+        if next(steps) == 1:
+            self.param_groups[0]["params"][0].data.view(-1)[0] = 3.0
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", overwritten)
+    wrong = allocator_part.loop(asked)["gnn"]["losses"]
+    allocator_part._until_the_end.clear()
+    assert wrong[:2] == right[:2] and wrong[2] != right[2]
 
 
 def test_a_process_that_ends_badly_after_its_answer_is_wrong(monkeypatch, tmp_path):
