@@ -533,7 +533,7 @@ def faulty(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return "a paused CudaPool holds"
 
 
-@pytest.mark.parametrize("name", [name for name in feature_part.CHECKS if name != "NCCL"])
+@pytest.mark.parametrize("name", [name for name in feature_part.CHECKS if name not in ("CUDA IPC", "NCCL")])
 def test_a_feature_with_a_fault_is_wrong(name, monkeypatch, computing):
     check = {name: feature_part.CHECKS[name]}
     right = run_checks(check, request("features"), {})
@@ -547,6 +547,29 @@ def test_activations_that_stay_are_wrong(monkeypatch, computing):
     real = memopt.offload_activations
     monkeypatch.setattr(memopt, "offload_activations", lambda min_size, in_flight: real(min_size="1GiB"))
     assert feature_part.offloading(request("features"), {}) == "nothing was offloaded"
+
+
+def test_a_tensor_that_is_sent_or_refused_without_a_remedy_is_wrong(run_script):
+    done = run_script(
+        """
+import memopt.sim
+memopt.sim.activate(memory="1GiB")
+import torch
+from memopt._gpu_check import feature_part, part_outcome
+part_outcome.use_memopts_allocator()
+def reported():
+    asked = part_outcome.PartRequest("features", True, True)
+    return part_outcome.run_checks({"CUDA IPC": feature_part.refused_sending}, asked, {})
+assert reported().status == "ok", reported()
+def refused(self):
+    raise RuntimeError("invalid argument")
+torch.UntypedStorage._share_cuda_ = refused
+assert reported().text == "CUDA IPC: the refusal names no remedy: invalid argument", reported()
+torch.UntypedStorage._share_cuda_ = lambda self: (0, b"", 1 << 22, 0, b"", 0, b"", False)
+assert "was sent to another process" in reported().text, reported()
+"""
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_sums_of_all_ranks_are_compared(monkeypatch):
