@@ -7,14 +7,12 @@ from __future__ import annotations
 import math
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from memopt import _C
+from memopt._gpu_check.aliasing_part import aliasing
 from memopt._gpu_check.allocator_part import allocator, loop
-from memopt._gpu_check.check_report import Status
 from memopt._gpu_check.driver_part import driver
 from memopt._gpu_check.environment_part import environment
 from memopt._gpu_check.feature_part import features, rank
@@ -37,34 +35,6 @@ SIMULATED_MEMORY = "2GiB"
 SLOW = 0.7
 # The prediction's difference from the measured peak, as a part of that.
 ESTIMATE_ERROR = 0.05
-
-
-# ---- aliasing --------------------------------------------------------------------------------------------------------
-
-
-def aliasing(request: PartRequest) -> PartOutcome:
-    """The allocator's own test of each device: whether what is written by one of two addresses is read by the other."""
-    import torch
-
-    from memopt import cuda
-
-    torch.cuda.memory.change_current_allocator(cuda.allocator(double_map=None))
-    figures: Figures = {}
-    incoherent = False
-    with late_work(request.simulated), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is off is said here
-        for number in range(torch.cuda.device_count()):
-            torch.empty(1, device=number)
-            found = _C.allocator_double_map(number)
-            assert found is not None
-            on, tested, why = found
-            incoherent |= tested and not on
-            figures[f"device {number}"] = (
-                "on" if on else f"off: {why}" if tested else "no virtual memory management"
-            )
-    text = "; ".join(f"{name}: {value}" for name, value in figures.items() if value != "on")
-    status: Status = "wrong" if incoherent else "not here" if text else "ok"
-    return PartOutcome(status, text, figures)
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
@@ -216,7 +186,11 @@ def _device(request: PartRequest) -> Iterator[None]:
     from memopt import sim
 
     os.environ["OMP_NUM_THREADS"] = "1"  # the work is small: more threads would only wait for each other
-    sim.activate(memory=SIMULATED_MEMORY)
+    # Two devices reach each other; dependent launches need compute capability 9.0.
+    if request.part == "aliasing":
+        sim.activate(SIMULATED_MEMORY, devices=2, compute_capability="9.0")
+    else:
+        sim.activate(SIMULATED_MEMORY)
     if only_loads(request):  # which needs no torch
         yield
         return

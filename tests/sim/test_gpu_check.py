@@ -256,21 +256,7 @@ def test_what_a_sanitizer_finds_is_wrong(monkeypatch, tmp_path, status):
     assert figures["compute-sanitizer, memcheck"] == ("errors" if status else "clean")
 
 
-# ---- aliasing, streams, driver ---------------------------------------------------------------------------------------
-
-
-def test_stale_reads_by_a_second_address_are_wrong(run_script):
-    done = run_script(
-        """
-import memopt.sim
-memopt.sim.activate(memory="1GiB", stale_aliases=True)
-import torch
-from memopt._gpu_check import parts
-found = parts.aliasing(parts.PartRequest("aliasing", True, True))
-assert found.status == "wrong" and found.text.startswith("device 0: off: "), found
-"""
-    )
-    assert done.returncode == 0, done.stderr
+# ---- streams, driver -------------------------------------------------------------------------------------------------
 
 
 def test_a_block_that_is_written_while_another_stream_reads_it_is_wrong(run_script):
