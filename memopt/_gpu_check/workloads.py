@@ -1,4 +1,4 @@
-"""Nine training loops as people write them, which measure an allocator. benchmarks/workloads.py is another name of it.
+"""Nine training loops as people write them, for measuring what an allocator needs to carry them.
 
     gpt_fixed               a GPT, every batch alike
     gpt_varlen              the length is drawn for each batch, 128 to 1024
