@@ -335,6 +335,7 @@ def test_losses_that_differ_memory_that_stays_and_a_high_frontier_are_reported()
             (allocator_part.HELD, 0),
             (allocator_part.STEP, 9.0),
             (allocator_part.FRONTIER, 1.1),
+            (allocator_part.LIVE, 1 << 30),
         )
     }
 
@@ -348,6 +349,8 @@ def test_losses_that_differ_memory_that_stays_and_a_high_frontier_are_reported()
     assert judged(losses, **late).status == "slow" and judged(losses, simulated=True, **late).status == "ok"
     high = judged(losses, simulated=True, **{f"unet, memopt, one address: {allocator_part.FRONTIER}": 1.2})
     assert high.status == "slow" and "unet, memopt, one address, smallest budget" in high.text
+    few = {f"unet, memopt, one address: {allocator_part.FRONTIER}": 1.2}
+    assert judged(losses, **few, **{f"unet, native: {allocator_part.LIVE}": 64 << 20}).status == "ok"
 
 
 def test_a_block_that_is_left_is_held_at_the_end_and_a_frontier_is_found(computing):
