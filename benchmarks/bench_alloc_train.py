@@ -530,7 +530,7 @@ def key_of(name: str, allocator: str, options: argparse.Namespace) -> str:
     import torch
 
     parts = [name, allocator, f"scale={options.scale}", f"steps={options.steps}"]
-    parts += [torch.__version__, digest("benchmarks/workloads.py")]
+    parts += [torch.__version__, digest("memopt/_gpu_check/workloads.py")]
     if ALLOCATORS[allocator].memopt:
         parts += [digest("memopt/_C.abi3.so", "memopt/**/*.py"), f"double_map={options.double_map}"]
     return " ".join(parts)

@@ -1,5 +1,5 @@
 """Check memopt on this machine's GPU, in nine parts: environment, kernels, memory at two addresses, streams, the
-driver's times, the allocator, bandwidth, an estimate beside the real peak, and the features beside plain torch. Each
+driver's times, the allocator, bandwidth, an estimate beside a step's memory, and the features beside plain torch. Each
 part runs in a process of its own. Prints a Markdown summary; -o writes the report as JSON. Exits with 1 if a part is
 wrong or there is no GPU."""
 

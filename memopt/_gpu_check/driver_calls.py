@@ -48,15 +48,19 @@ class Access(ctypes.Structure):
 class Driver:
     """libcuda's functions; one that fails is a RuntimeError with its name and CUDA's for the error."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
         self("cuInit", 0)
         device = ctypes.c_int()
-        self("cuDeviceGet", ctypes.byref(device), 0)
+        self("cuDeviceGet", ctypes.byref(device), number)
         self.device = device.value
-        context = ctypes.c_void_p()
-        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), self.device)
-        self("cuCtxSetCurrent", context)
+        self.context = ctypes.c_void_p()
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), self.device)
+        self.use()
+
+    def use(self) -> None:
+        """Make the device's context this thread's."""
+        self("cuCtxSetCurrent", self.context)
 
     def __call__(self, name: str, *arguments: Any) -> None:
         code = getattr(self.library, name)(*arguments)

@@ -227,6 +227,25 @@ def pool(request: PartRequest, figures: Figures) -> str:
     return "" if same else "after pause() and resume() a tensor has another address or other contents"
 
 
+def refused_sending(request: PartRequest, figures: Figures) -> str:
+    """A tensor in memopt's memory, for which CUDA IPC has no handles, is refused with the remedy when it is sent to
+    another process."""
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch
+    import torch.multiprocessing
+
+    try:
+        ForkingPickler.dumps(torch.empty(1 << 20, device="cuda"))  # as a queue or a pipe does
+    except RuntimeError as error:
+        text = str(error)
+    else:
+        return "a tensor in memopt's memory was sent to another process"
+    figures["CUDA IPC"] = text
+    named = text.startswith("CUDA tensors cannot be sent") and "Send tensor.cpu()" in text
+    return "" if named else f"the refusal names no remedy: {text}"
+
+
 # ---- several devices -------------------------------------------------------------------------------------------------
 
 
@@ -287,5 +306,6 @@ CHECKS: dict[str, Check] = {
     "auto_checkpoint": checkpointing,
     "Prefetcher": prefetching,
     "CudaPool": pool,
+    "CUDA IPC": refused_sending,
     "NCCL": all_reduce,
 }

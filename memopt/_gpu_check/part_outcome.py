@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,13 +26,14 @@ class PartOutcome(NamedTuple):
 
 
 class PartRequest(NamedTuple):
-    """A part to run; contender and folder: what a part tells the processes that it starts itself."""
+    """A part to run; contender, folder and loops: what a part tells the processes that it starts itself."""
 
     part: str
     quick: bool
     simulated: bool
     contender: str = ""
     folder: str = ""
+    loops: Sequence[str] = ()
 
 
 # Adds to the figures, and returns what is wrong, '' for nothing.

@@ -7,16 +7,16 @@ from __future__ import annotations
 import math
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from memopt import _C
+from memopt._estimate import cards
+from memopt._gpu_check.aliasing_part import aliasing
 from memopt._gpu_check.allocator_part import allocator, loop
-from memopt._gpu_check.check_report import Status
 from memopt._gpu_check.driver_part import driver
 from memopt._gpu_check.environment_part import environment
+from memopt._gpu_check.estimate_part import estimate, steps
 from memopt._gpu_check.feature_part import features, rank
 from memopt._gpu_check.kernel_part import kernels, load, only_loads
 from memopt._gpu_check.part_outcome import (
@@ -35,36 +35,6 @@ if TYPE_CHECKING:
 SIMULATED_MEMORY = "2GiB"
 # A kernel that reaches less of a copy's bandwidth is slow: the kernels are built to be bound by memory.
 SLOW = 0.7
-# The prediction's difference from the measured peak, as a part of that.
-ESTIMATE_ERROR = 0.05
-
-
-# ---- aliasing --------------------------------------------------------------------------------------------------------
-
-
-def aliasing(request: PartRequest) -> PartOutcome:
-    """The allocator's own test of each device: whether what is written by one of two addresses is read by the other."""
-    import torch
-
-    from memopt import cuda
-
-    torch.cuda.memory.change_current_allocator(cuda.allocator(double_map=None))
-    figures: Figures = {}
-    incoherent = False
-    with late_work(request.simulated), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is off is said here
-        for number in range(torch.cuda.device_count()):
-            torch.empty(1, device=number)
-            found = _C.allocator_double_map(number)
-            assert found is not None
-            on, tested, why = found
-            incoherent |= tested and not on
-            figures[f"device {number}"] = (
-                "on" if on else f"off: {why}" if tested else "no virtual memory management"
-            )
-    text = "; ".join(f"{name}: {value}" for name, value in figures.items() if value != "on")
-    status: Status = "wrong" if incoherent else "not here" if text else "ok"
-    return PartOutcome(status, text, figures)
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
@@ -168,56 +138,28 @@ def _gigabytes(nbytes: int, run: Callable[[], object], rounds: int) -> float:
     return nbytes / max(best, 1e-9) / 1e9
 
 
-# ---- estimate --------------------------------------------------------------------------------------------------------
-
-
-def estimate(request: PartRequest) -> PartOutcome:
-    """The peak that memopt.estimate() predicts, beside the one that torch counts when the same steps run here."""
-    import torch
-
-    import memopt
-
-    width = 64 if request.simulated else 2048
-    model = torch.nn.Sequential(
-        *(torch.nn.TransformerEncoderLayer(width, 8, batch_first=True, dropout=0.0) for _ in range(4))
-    )
-    sample = torch.randn(4, 128, width)
-    predicted = memopt.estimate(model, sample, optimizer=torch.optim.AdamW, quick=True, unprotected=True)
-    model.cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    on_device = sample.cuda()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):
-        model(on_device).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    measured = torch.cuda.max_memory_allocated()
-    figures: Figures = {
-        "predicted, bytes": predicted.allocated[1],
-        "measured, bytes": measured,
-        "predicted by": predicted.method,
-    }
-    low, high = predicted.allocated
-    off = max(low / measured - 1, 1 - high / measured, 0.0)
-    if off > ESTIMATE_ERROR:
-        return PartOutcome("wrong", f"the predicted peak is off by {off:.1%} of the measured one", figures)
-    return PartOutcome("ok", figures=figures)
-
-
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _device(request: PartRequest) -> Iterator[None]:
     """The device that a part runs on; the simulated one computes what torch asks it to."""
-    if not request.simulated:
+    if not request.simulated and request.part != "steps":
         yield
         return
     from memopt import sim
+    from memopt.sim import _activation
 
     os.environ["OMP_NUM_THREADS"] = "1"  # the work is small: more threads would only wait for each other
-    sim.activate(memory=SIMULATED_MEMORY)
-    if only_loads(request):  # which needs no torch
+    # Two devices reach each other; dependent launches need compute capability 9.0.
+    if request.part == "aliasing":
+        sim.activate(SIMULATED_MEMORY, devices=2, compute_capability="9.0")
+    elif request.part == "steps":  # which the estimate's part compares with its own device
+        _activation.activate_from(request.contender)
+    else:
+        sim.activate(SIMULATED_MEMORY, context=cards.CONTEXT if request.part == "estimate" else 0)
+    # No torch is needed, or no values: Compute changes what attention asks for.
+    if only_loads(request) or request.part in ("estimate", "steps"):
         yield
         return
     from memopt.sim._compute import Compute  # needs torch, which comes after activate()
@@ -238,7 +180,12 @@ _PARTS: dict[str, Callable[[PartRequest], PartOutcome]] = {
     "features": features,
 }
 # What parts run in processes that they start themselves.
-_WITHIN: dict[str, Callable[[PartRequest], dict[str, Any]]] = {"loop": loop, "load": load, "rank": rank}
+_WITHIN: dict[str, Callable[[PartRequest], dict[str, Any]]] = {
+    "loop": loop,
+    "load": load,
+    "rank": rank,
+    "steps": steps,
+}
 
 
 def main() -> None:

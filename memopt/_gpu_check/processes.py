@@ -16,15 +16,15 @@ from memopt._runtime import process
 PARTS = {
     "environment": "driver, devices, and what of memopt works there",
     "kernels": "optimizer and scaler kernels, beside the CPU's loops, by each way of loading them",
-    "aliasing": "memory at two addresses (double_map)",
+    "aliasing": "memory at two addresses (double_map), also by peers and dependent launches",
     "streams": "memory that one stream frees and another gets",
     "driver": "time of the driver's calls, idle and beside a kernel",
-    "allocator": "a training loop under each allocator: memory, time, losses; errors, waits, graphs, a fork",
+    "allocator": "training loops under each allocator: memory, time, losses; errors, waits, graphs, a fork",
     "bandwidth": "bytes a second of the kernels, beside a copy's",
-    "estimate": "predicted and measured peak of a training step",
-    "features": "optimizers, backward, offloading, checkpointing, Prefetcher, CudaPool, NCCL, beside plain torch",
+    "estimate": "a training step here, as predicted, and request by request on the simulated device",
+    "features": "optimizers, backward, offloading, checkpointing, Prefetcher, CudaPool, IPC, NCCL, beside plain torch",
 }
-_SECONDS = {True: 300.0, False: 1800.0}  # of a part, by `quick`
+_SECONDS = {True: 300.0, False: 3600.0}  # of a part, by `quick`
 MODULE = "memopt._gpu_check.parts"
 
 
