@@ -144,7 +144,7 @@ tsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=thread
 bench_FLAGS = -O2 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -DMO_LEVEL=0
 bench_HOT_FLAGS = -flto=auto
 
-CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scaler/*.c csrc/optim/*.c \
+CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scaler/*.c csrc/optim/*.c csrc/loss/*.c \
 	csrc/checkpoint/*.c csrc/transfer/*.c csrc/data/*.c csrc/confine/*.c))
 SIM = $(sort $(wildcard csrc/simcuda/device_*.c csrc/simcuda/driver_*.c csrc/simcuda/runtime_*.c) $(wildcard csrc/simcuda/nvml.c \
 	csrc/simcuda/kernel_bodies.c))

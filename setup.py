@@ -23,7 +23,19 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "csrc" / "simcuda")]
 import build_kernels  # noqa: E402
 import build_libraries  # noqa: E402
 
-LAYERS = ("base", "driver", "alloc", "scaler", "optim", "checkpoint", "transfer", "data", "confine", "python")
+LAYERS = (
+    "base",
+    "driver",
+    "alloc",
+    "scaler",
+    "optim",
+    "loss",
+    "checkpoint",
+    "transfer",
+    "data",
+    "confine",
+    "python",
+)
 SOURCES = sorted(
     str(path.relative_to(ROOT)) for layer in LAYERS for path in (ROOT / "csrc" / layer).glob("*.c")
 )

@@ -378,6 +378,18 @@ def widen(
     stream: int | None = None,
     /,
 ) -> None: ...
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    lse: Any,
+    loss: Any | None,
+    scale: Any | None,
+    first: int,
+    classes: int,
+    smoothing: float,
+    softcap: float,
+    /,
+) -> None: ...
 
 @final
 class Ring:

@@ -28,7 +28,7 @@ except ImportError as error:
     raise ImportError(f"memopt._C cannot be loaded ({error}): {hint}") from error
 
 if TYPE_CHECKING:
-    from memopt import amp, batch_sizes, chain, compress, cuda, data, demo, deploy, optim, sim, types
+    from memopt import amp, batch_sizes, chain, compress, cuda, data, demo, deploy, nn, optim, sim, types
     from memopt._checkpoint import (
         checkpoint,
         checkpoint_sequential,
@@ -80,6 +80,7 @@ __all__ = [
     "estimate",
     "find_batch_size",
     "live_tensors",
+    "nn",
     "offload_activations",
     "offload_layers",
     "optim",
@@ -127,6 +128,7 @@ __getattr__, __dir__ = lazy_names(
         "data": None,
         "demo": None,
         "deploy": None,
+        "nn": None,
         "optim": None,
         "sim": None,
         "types": None,

@@ -77,7 +77,7 @@ WORD vec larger(vec a, vec b)
     return _mm256_blendv_ps(_mm256_max_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
 
-/* The larger of two numbers. */
+/* The larger of two numbers; b where one is a NaN. */
 WORD vec larger_number(vec a, vec b)
 {
     return _mm256_max_ps(a, b);

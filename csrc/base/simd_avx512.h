@@ -77,7 +77,7 @@ WORD vec larger(vec a, vec b)
     return _mm512_mask_mov_ps(_mm512_max_ps(a, b), _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);
 }
 
-/* The larger of two numbers. */
+/* The larger of two numbers; b where one is a NaN. */
 WORD vec larger_number(vec a, vec b)
 {
     return _mm512_max_ps(a, b);

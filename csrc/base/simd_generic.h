@@ -76,6 +76,24 @@ WORD vec sum(vec a, vec b)
     return a + b;
 }
 
+WORD vec quotient(vec a, vec b)
+{
+    return a / b;
+}
+
+/* The larger of two numbers; b where one is a NaN. */
+WORD vec larger_number(vec a, vec b)
+{
+    return (vec)pick(a > b, (veci)a, (veci)b);
+}
+
+WORD float largest(vec a)
+{
+    const float low = a[0] > a[1] ? a[0] : a[1], high = a[2] > a[3] ? a[2] : a[3];
+
+    return low > high ? low : high;
+}
+
 /* ---- bits -------------------------------------------------------------------------------------------------------- */
 
 WORD vec as_float(veci a)

@@ -60,7 +60,7 @@ int mo_py_add_type(PyObject *module, PyType_Spec *spec, PyObject **kept);
 #define MO_BINDINGS(X)                                                                                       \
     X(units) X(driver) X(alloc) X(statistics) X(kernels) X(trace) X(pool) X(tensor) X(optim) X(adam8)        \
     X(scaler) X(chain) X(checkpoint) X(transfer) X(ring) X(disk) X(module_calls) X(shared) X(shared_items)   \
-    X(shared_mapping) X(cpu_log) X(widen) X(mapped) X(confine)
+    X(shared_mapping) X(cpu_log) X(widen) X(mapped) X(confine) X(loss)
 /* clang-format on */
 
 #define MO_BINDING_INIT(name) int mo_py_##name##_init(PyObject *module);

@@ -373,6 +373,7 @@ CALLS: dict[str, list[tuple]] = {
     "copy_over": [(64, 2), (-1, 0), ("x", 1), ()],
     "copy_counts": [(64,), (-1,), ("x",), ()],
     "copy_wait": [(64, 2, 0.0), (-1, 0, 0.0), ("x", 1, 0.0), ()],
+    "cross_entropy": [(1, 2, 3, 4, 5, 0, 10, 0.0, 0.0), (1, 2, 3, 4, 5, 6, 0, 0.0, 0.0), (1, 2), ()],
     "widen": [(1, 2, None, None, 1, 1.0, False), (1, 2, None, None, "x", 1.0, False), (1, 2), ()],
     "shared_build": [
         (1, "names", ["a", "b"], len, 0), (1, "names", ["a", 1], len, 0), (2, "x", [(1, {"a": 2.0})], len, 0),

@@ -55,7 +55,7 @@ def checks() -> dict[str, list[list[str]]]:
         "clang-format": [["clang-format", "--dry-run", "-Werror", *c_files]],
         "clang-tidy": [["clang-tidy", "--quiet", "--warnings-as-errors=*", s, "--", *WARNINGS, *flags_of(s)]
                        for s in tracked("csrc/base/*.c", "csrc/driver/*.c", "csrc/alloc/*.c", "csrc/scaler/*.c",
-                                       "csrc/optim/*.c", "csrc/checkpoint/*.c",
+                                       "csrc/optim/*.c", "csrc/loss/*.c", "csrc/checkpoint/*.c",
                                        "csrc/transfer/*.c", "csrc/data/*.c")
                        if not s.endswith("kernel_image.c")],
     }  # fmt: skip

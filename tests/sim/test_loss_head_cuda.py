@@ -1,0 +1,61 @@
+"""memopt.nn.linear_cross_entropy on the simulated device, with real numbers: values, bytes, and an offloaded weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt import sim
+
+SIM = {"memory": "1GiB"}
+
+
+@pytest.fixture(autouse=True)
+def computed() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with sim.Compute():
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_loss_and_gradients_are_those_of_the_cpu(dtype, reduction):
+    torch.manual_seed(0)
+    host = [torch.randn(40, 8).to(dtype).requires_grad_(), torch.randn(70, 8).to(dtype).requires_grad_()]
+    device = [tensor.detach().cuda().requires_grad_() for tensor in host]
+    target = torch.randint(70, (40,))
+    target[:5] = -100
+    options = {"reduction": reduction, "label_smoothing": 0.1, "softcap": 20.0, "chunk_bytes": 5000}
+    losses = []
+    for (hidden, weight), labels in ((host, target), (device, target.cuda())):
+        loss = memopt.nn.linear_cross_entropy(hidden, weight, labels, **options)
+        loss.sum().backward()
+        losses.append(loss.detach().cpu())
+    bound = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(losses[0], losses[1], atol=bound, rtol=bound)
+    for mine, theirs in zip(device, host, strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, atol=bound, rtol=bound)
+
+
+def test_no_more_than_a_chunk_and_the_gradients_are_allocated():
+    hidden = torch.randn(512, 16, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(4096, 16, device="cuda").bfloat16().requires_grad_()
+    target = torch.randint(4096, (512,)).cuda()
+    torch.cuda.reset_peak_memory_stats()
+    before, chunk = torch.cuda.memory_allocated(), 1 << 20
+    memopt.nn.linear_cross_entropy(hidden, weight, target, softcap=30.0, chunk_bytes=chunk).backward()
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra <= chunk + weight.nbytes + hidden.nbytes + 64 * 1024
+
+
+def test_a_weight_that_is_offloaded_is_refused_with_the_remedy():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 50)).cuda()
+    handle = memopt.offload_layers(model)
+    x = torch.randn(4, 8, device="cuda")
+    with pytest.raises(ValueError, match=r"offload_layers has its parameters"):
+        memopt.nn.linear_cross_entropy(x, model[1].weight, torch.zeros(4, dtype=torch.int64, device="cuda"))
+    handle.remove()
