@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from memopt.data._tuning.tuning import Tuning
     from memopt.data._tuning.worker_watch import WorkerWatch
     from memopt.deploy._export_report import Export
+    from memopt.nn._fuse_loss_head import FusedLossHead
 
 __all__ = [
     "Agreement",
@@ -41,6 +42,7 @@ __all__ = [
     "Estimate",
     "Export",
     "FoundBatchSize",
+    "FusedLossHead",
     "LiveTensors",
     "MeasuredStep",
     "ModelComparison",
@@ -72,6 +74,7 @@ __getattr__, __dir__ = lazy_names(
         "Estimate": "memopt._estimate.prediction",
         "Export": "memopt.deploy._export_report",
         "FoundBatchSize": "memopt._batch_size.result",
+        "FusedLossHead": "memopt.nn._fuse_loss_head",
         "LiveTensors": "memopt._memory.live.live_tensors",
         "MeasuredStep": "memopt._compare.step_table",
         "ModelComparison": "memopt._compare.model_table",

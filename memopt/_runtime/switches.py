@@ -80,17 +80,29 @@ def _budget(given: int | str | None) -> int | None:
     return size
 
 
-def patch() -> None:
+def patch(*, loss_head: bool = False) -> None:
     """Replace torch's checkpointing functions with memopt's, for code that was not written for memopt.
 
     They are checkpoint, checkpoint_sequential and create_selective_checkpoint_contexts of torch.utils.checkpoint. They
     are replaced there and in every module that has imported them by name, such as transformers and torch.distributed's
     checkpoint_wrapper. Other references to torch's functions (a default argument, an earlier functools.partial) are not
     replaced: call this early. memopt.disable() undoes it.
+
+    Args:
+        loss_head: Whether transformers' models compute their training loss without their logits too, as
+            memopt.nn.fuse_loss_head() makes a model do. A model whose head does not allow it stays plain; the log tells
+            why.
+
+    Raises:
+        ImportError: PyTorch >= 2.10 is missing; or, with loss_head, no model of transformers is imported yet.
     """
     from memopt._runtime.torch_version import require
 
     require("memopt.patch()")
+    if loss_head:
+        from memopt.nn import _transformers_heads
+
+        _transformers_heads.patch()
     _replace()
 
 
@@ -108,6 +120,9 @@ def disable() -> None:
     names = sys.modules.get("memopt.cuda._torch_patches")
     if names is not None:
         names.remove()
+    heads = sys.modules.get("memopt.nn._transformers_heads")
+    if heads is not None:
+        heads.unpatch()
     _restore()
 
 
