@@ -172,6 +172,19 @@ def widen(
     return Launch("widen", argument, ELEMENTS // 8192, dtype().itemsize + SIZE[kind])
 
 
+def cross_entropy(kind: int, cap: float, library: KernelLibrary, rng: np.random.Generator) -> Launch:
+    """Loss and gradient of two rows; the second read is the cache's."""
+    logits = library.buffer("logits", cases.stored(kind, rng.normal(size=ELEMENTS)))
+    table = library.buffer("table", np.array([0, 0, cap, 1 / cap if cap else 0], np.float32))
+    target = library.buffer("target", np.zeros(2, np.int64))
+    numbers = [library.buffer(name, np.ones(2, np.float32)).address for name in ("lse", "loss", "scale")]
+    half = ELEMENTS // 2
+    argument = cases.CrossEntropy(
+        table.address, logits.address, target.address, *numbers, half, 0, half, 3, kind
+    )
+    return Launch("cross_entropy", argument, 2, 2 * SIZE[kind])
+
+
 def all_cases() -> Iterator[tuple[str, Made]]:
     names = {F32: "fp32", F16: "fp16", BF16: "bf16"}
     for kind, name in names.items():
@@ -201,6 +214,10 @@ def all_cases() -> Iterator[tuple[str, Made]]:
                 way = "divide" if divide else "multiply"
                 made = functools.partial(widen, source, kind, divide)
                 yield f"widen {name} to {names[kind]}: {way}", made
+    for kind, name in names.items():
+        for cap in (0, 30):
+            what = f"cross entropy {name}{', capped' * bool(cap)}"
+            yield what, functools.partial(cross_entropy, kind, cap)
     yield "widen uint8 to fp32: divide, channels last", functools.partial(widen, 0, F32, True, inner=1)
 
 

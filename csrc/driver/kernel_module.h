@@ -30,7 +30,8 @@
 #define MO_KERNELS(X)                                                                                        \
     X(MO_KERNEL_GRADIENTS, "memopt_gradients")                                                               \
     X(MO_KERNEL_UPDATE, "memopt_update")                                                                     \
-    X(MO_KERNEL_WIDEN, "memopt_widen")
+    X(MO_KERNEL_WIDEN, "memopt_widen")                                                                       \
+    X(MO_KERNEL_CROSS_ENTROPY, "memopt_cross_entropy")
 
 #define MO_KERNEL_ENUM(identifier, name) identifier,
 typedef enum mo_kernel { MO_KERNELS(MO_KERNEL_ENUM) MO_KERNEL_COUNT } mo_kernel;

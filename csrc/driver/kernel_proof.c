@@ -4,6 +4,7 @@
 #include <stddef.h>
 #include <stdio.h>
 
+#include "../kernels/cross_entropy.cuh"
 #include "../kernels/gradients.cuh"
 #include "../kernels/update_table.cuh"
 #include "../kernels/widen.cuh"
@@ -11,7 +12,8 @@
 #define COUNT   4  /* elements */
 #define THREADS 32 /* a warp: the fewest that every kernel takes */
 
-/* What the kernels read and write, as it lies on the device. The numbers are such that no operation rounds. */
+/* What the kernels read and write, as it lies on the device. The numbers are such that no operation rounds,
+ * but for the logarithm of cross_entropy. */
 typedef struct proof {
     struct { /* the table of each: its head first */
         mo_gradients_head head;
@@ -27,14 +29,19 @@ typedef struct proof {
     struct {
         float mean, deviation;
     } widen;
+    mo_cross_entropy_options options;
+    long long target;
     float inv_scale, found_inf, norm;
     unsigned char bytes[COUNT];
-    MO_ALIGNED(16) float scaled[COUNT], stepped[COUNT], gradient[COUNT], widened[COUNT];
+    MO_ALIGNED(16) float scaled[COUNT], stepped[COUNT], gradient[COUNT], widened[COUNT], logits[COUNT];
+    float lse, loss, row_scale;
 } proof;
 
 static const float scaled[COUNT] = {0.5f, 1, 1, 2}; /* whose norm is 2.5 */
+static const float log_4 = 1.38629436f;
 static const float stepped[COUNT] = {0.5f, 1, 1.5f, 2};
 static const float widened[COUNT] = {0, 0.5f, 1, 1.5f};
+static const float logits[COUNT] = {1, 1, -3, 1}; /* of four equal ones: 4 * (1/4 - 1 at the target) */
 
 #define AT(member) (address + offsetof(proof, member))
 
@@ -51,6 +58,8 @@ static proof before(CUdeviceptr address)
                              .state_kind = MO_F32},
         .update.group.lr = 0.5,
         .widen = {.mean = 1, .deviation = 2},
+        .target = 2,
+        .row_scale = COUNT,
         .inv_scale = 0.5f,
     };
     for (int i = 0; i < COUNT; i++) {
@@ -70,6 +79,14 @@ static bool same(const float a[COUNT], const float b[COUNT])
     return true;
 }
 
+static bool near(const float *a, const float *b, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (!(a[i] - b[i] < 1e-5f && b[i] - a[i] < 1e-5f))
+            return false;
+    return true;
+}
+
 /* The first kernel whose results are not those expected; MO_KERNEL_COUNT where all are. */
 static mo_kernel wrong(const proof *p)
 {
@@ -79,6 +96,9 @@ static mo_kernel wrong(const proof *p)
         return MO_KERNEL_UPDATE;
     if (!same(p->widened, widened))
         return MO_KERNEL_WIDEN;
+    /* The GPU's exponential and logarithm are near: log 4 is the lse and the loss. */
+    if (!near(&p->lse, &log_4, 1) || !near(&p->loss, &log_4, 1) || !near(p->logits, logits, COUNT))
+        return MO_KERNEL_CROSS_ENTROPY;
     return MO_KERNEL_COUNT;
 }
 
@@ -107,8 +127,22 @@ static CUresult launch_all(const mo_cuda_api *api, const CUfunction functions[MO
         .source_kind = MO_NUMBER_U8,
         .target_kind = MO_F32,
     };
-    void *const arguments[MO_KERNEL_COUNT] = {
-        [MO_KERNEL_GRADIENTS] = &gradients, [MO_KERNEL_UPDATE] = &update, [MO_KERNEL_WIDEN] = &widen};
+    mo_cross_entropy_launch cross_entropy = {
+        .table = AT(options),
+        .logits = AT(logits),
+        .target = AT(target),
+        .lse = AT(lse),
+        .loss = AT(loss),
+        .scale = AT(row_scale),
+        .classes = COUNT,
+        .columns = COUNT,
+        .passes = MO_LOSS_FIND | MO_LOSS_SUBTRACT,
+        .kind = MO_F32,
+    };
+    void *const arguments[MO_KERNEL_COUNT] = {[MO_KERNEL_GRADIENTS] = &gradients,
+                                              [MO_KERNEL_UPDATE] = &update,
+                                              [MO_KERNEL_WIDEN] = &widen,
+                                              [MO_KERNEL_CROSS_ENTROPY] = &cross_entropy};
     CUresult code = CUDA_SUCCESS;
 
     for (int i = 0; i < MO_KERNEL_COUNT && !code; i++) {

@@ -115,7 +115,7 @@ static void run_rows(void *user, size_t begin, size_t end)
 
 /* ---- a job --------------------------------------------------------------------------------------------------------- */
 
-static mo_status check(const mo_cross_entropy_job *job, mo_detail *detail)
+mo_status mo_cross_entropy_check(const mo_cross_entropy_job *job, mo_detail *detail)
 {
     size_t count;
 
@@ -144,7 +144,7 @@ static mo_status check(const mo_cross_entropy_job *job, mo_detail *detail)
 mo_status mo_cross_entropy_cpu(const mo_cross_entropy_job *job, mo_detail *detail)
 {
     work w = {.job = job};
-    mo_status status = check(job, detail);
+    mo_status status = mo_cross_entropy_check(job, detail);
 
     if (!status)
         status = choose(&w.kernels, detail);

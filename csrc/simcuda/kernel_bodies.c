@@ -1,6 +1,7 @@
 /* memopt's kernels on the simulated device: the very text that nvcc compiles, run whole by grid.h. */
 #include "simcuda/cuda_words.h"
 
+#include "../kernels/cross_entropy.cu"
 #include "../kernels/gradients.cu"
 #include "../kernels/update.cu"
 #include "../kernels/widen.cu"
@@ -38,6 +39,7 @@ static void run_grid(const char *name, void (*kernel)(const void *), void **argu
         run_grid("memopt_" #name, name##_thread, arguments, grid, block);                                    \
     }
 
+BODY(cross_entropy)
 BODY(gradients)
 BODY(update)
 BODY(widen)
@@ -45,6 +47,8 @@ BODY(widen)
 void sim_kernel_bodies_register(void)
 {
     /* One that finds no memory leaves its kernel doing nothing, which the first test of its values shows. */
+    sim_kernel_emulate("memopt_cross_entropy", cross_entropy_body, 1,
+                       (const size_t[]){sizeof(mo_cross_entropy_launch)});
     sim_kernel_emulate("memopt_gradients", gradients_body, 1, (const size_t[]){sizeof(mo_gradients_launch)});
     sim_kernel_emulate("memopt_update", update_body, 1, (const size_t[]){sizeof(mo_update_launch)});
     sim_kernel_emulate("memopt_widen", widen_body, 1, (const size_t[]){sizeof(mo_widen_launch)});

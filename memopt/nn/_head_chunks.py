@@ -149,8 +149,8 @@ class Head:
     def _length(self, weight: Tensor, across: int) -> int:
         """Return how many rows of `across` classes, or classes of `across` rows, a chunk has."""
         size: int = weight.element_size()
-        if not _in_c(weight):  # torch's operations hold this many copies in fp32, or fp64, at once
-            size += (3 if self._softcap else 2) * max(4, size)
+        if weight.dtype == torch.float64:  # torch's operations hold this many copies at once
+            size += (3 if self._softcap else 2) * size
         return max(1, self._chunk_bytes // (max(across, 1) * size))
 
     def _products(
@@ -183,12 +183,12 @@ class Head:
         """Write lse and losses where losses are asked for; make logits their gradient where there are scales."""
         if isinstance(logits, FakeTensor):  # in place, and so nothing to estimate
             return
-        if _in_c(logits):
+        if logits.dtype != torch.float64:
             _C.cross_entropy(
                 logits, target, lse, losses, scales, first, self._classes, self._smoothing, self._softcap
             )
             return
-        z = logits.to(lse.dtype)
+        z = logits.clone()
         tangent = torch.tanh(z / self._softcap) if self._softcap else None
         if tangent is not None:
             z = tangent * self._softcap
@@ -209,7 +209,3 @@ class Head:
         if tangent is not None:
             z.mul_(tangent.square_().neg_().add_(1))
         logits.copy_(z)
-
-
-def _in_c(tensor: Tensor) -> bool:
-    return bool(tensor.device.type == "cpu" and tensor.dtype != torch.float64)

@@ -41,10 +41,10 @@ def linear_cross_entropy(
     the plain head, whatever the chunks. (A factor of the loss that is no power of 2 rounds it once more, but not under
     autocast.)
 
-    The softmax is one pass of C on the CPU. On a CUDA device, and in float64, torch's operations do it chunk by chunk.
-    The host waits for a device once, to count ignored rows and wrong targets. Under `torch.compile` the call is a graph
-    break. There is no second derivative. Under autocast the matrix products are in autocast's type, and no copy of the
-    weight in it is kept for backward.
+    Softmax, loss and gradient of a chunk are one pass of C on the CPU, one kernel on a CUDA device, and in float64
+    torch's operations. The host waits for a device once, to count ignored rows and wrong targets. Under `torch.compile`
+    the call is a graph break. There is no second derivative. Under autocast the matrix products are in autocast's type,
+    and no copy of the weight in it is kept for backward.
 
     Args:
         hidden: The layer's inputs, (..., features), of float32, float16, bfloat16 or float64.
@@ -55,7 +55,7 @@ def linear_cross_entropy(
         ignore_index: The target of rows that have no part in loss and gradients.
         label_smoothing: The share of the target that is spread over all classes, in [0, 1].
         softcap: Replaces each logit x by softcap * tanh(x / softcap), as Gemma 2 does (arXiv 2408.00118); None: no cap.
-        chunk_bytes: The most bytes of logits at a time (with their copies in torch's operations), as a number or text
+        chunk_bytes: The most bytes of logits at a time (in float64 with their copies), as a number or text
             such as "64MiB"; at least one row, or one class over all rows, is taken. The workspace of torch's matrix
             products comes on top, as in the plain head: up to 1 MiB for bfloat16 on the CPU, more for float16.
 

@@ -62,6 +62,14 @@ Widen = structure(
         "divide aligned source_kind target_kind": c_ubyte,
     },
 )
+CrossEntropy = structure(
+    "CrossEntropy",
+    **{
+        "table logits target lse loss scale classes first": c_uint64,
+        "columns": c_uint,
+        "passes kind": c_ubyte,
+    },
+)
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
@@ -457,7 +465,78 @@ class WidenCase(Case):
         self.check(same(kind, target.array(), wanted), f"kind {source_kind} is made {kind} wrongly")
 
 
-CASES = {"gradients": GradientsCase, "update": UpdateCase, "widen": WidenCase}
+class CrossEntropyCase(Case):
+    """Loss and gradient of rows of logits, whole or a block of their classes."""
+
+    FIND, SUBTRACT = 1, 2
+
+    def run(self) -> None:
+        rng, kind = self.rng, int(self.pick(F32, F16, BF16))
+        rows, columns = int(rng.integers(1, 5)), int(rng.integers(1, 500 if self.small else 5000))
+        passes = int(self.pick(self.FIND, self.SUBTRACT, self.FIND | self.SUBTRACT))
+        first = 0 if passes & self.FIND else int(rng.integers(0, 50))
+        classes = columns if passes & self.FIND else first + columns + int(rng.integers(0, 50))
+        smoothing, cap = float(np.float32(self.pick(0, 0.1))), float(self.pick(0, 0, 5))
+        x = stored(kind, rng.normal(size=(rows, columns)) * self.pick(1, 10) + self.pick(0, 30))
+        if self.chance(0.2):
+            x[rng.integers(rows), rng.integers(columns)] = stored(kind, np.array(-np.inf))
+        logits = self.library.buffer(
+            "logits", x, self.offset(SIZE[kind]), read_only=not passes & self.SUBTRACT
+        )
+        target = rng.integers(0, classes, rows)
+        z, slope = self.capped(wide(kind, x), cap)
+        top = z.max(1, keepdims=True)
+        lse = (top + np.log(np.exp(z - top).sum(1, keepdims=True)))[:, 0]
+        given = np.zeros(rows) if passes & self.FIND else lse
+        scale = rng.normal(size=rows).astype(np.float32)
+        options = np.array([smoothing, smoothing / classes, cap, 1 / cap if cap else 0], np.float32)
+        table = self.library.buffer("table", options, read_only=True)
+        made = {
+            "target": self.library.buffer("target", target, read_only=True),
+            "lse": self.library.buffer("lse", given.astype(np.float32), read_only=not passes & self.FIND),
+            "scale": self.library.buffer("scale", scale, read_only=True),
+            "loss": self.library.buffer("loss", np.full(rows, -1, np.float32)),
+        }
+        addresses = {name: one.address for name, one in made.items()}
+        argument = CrossEntropy(
+            table=table.address, logits=logits.address, classes=classes, first=first, columns=columns,
+            passes=passes, kind=kind, **addresses,
+        )  # fmt: skip
+        self.launch("cross_entropy", argument, rows)
+        here, at = (target >= first) & (target < first + columns), np.arange(rows)
+        column = np.where(here, target - first, 0)
+        if passes & self.FIND:
+            with np.errstate(invalid="ignore"):
+                loss = lse - (1 - smoothing) * z[at, column] - (smoothing * z.mean(1) if smoothing else 0)
+            self.compare("lse", made["lse"].array(), lse, 2e-6 * (1 + np.abs(lse)))
+            self.compare("loss", made["loss"].array(), loss, 4e-6 * (1 + np.abs(lse)))
+        else:
+            self.check((made["loss"].array() == -1).all(), "a loss is written without being found")
+        if passes & self.SUBTRACT:
+            p = np.exp(z - lse[:, None]) - smoothing / classes
+            p[at[here], column[here]] -= 1 - smoothing
+            wanted = scale[:, None] * p * slope
+            units = {F32: 1e-5, F16: 6e-4, BF16: 4.5e-3}[kind]
+            got = wide(kind, logits.array()).reshape(rows, columns)
+            self.compare("gradient", got, wanted, units * np.abs(wanted) + 1e-5)
+
+    @staticmethod
+    def capped(x: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray]:
+        """z, and dz/dx."""
+        return (cap * np.tanh(x / cap), 1 - np.tanh(x / cap) ** 2) if cap else (x, np.ones_like(x))
+
+    def compare(self, name: str, got: np.ndarray, wanted: np.ndarray, bound: np.ndarray) -> None:
+        with np.errstate(invalid="ignore"):
+            right = (np.abs(got - wanted) <= bound) | (got == wanted) | (np.isnan(got) & np.isnan(wanted))
+        self.check(right.all(), f"a {name} is wrong")
+
+
+CASES = {
+    "cross_entropy": CrossEntropyCase,
+    "gradients": GradientsCase,
+    "update": UpdateCase,
+    "widen": WidenCase,
+}
 
 
 def faults_of(

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "kernels"))
 import build_kernels  # noqa: E402
 
-NAMES = ("gradients", "update", "widen")
+NAMES = ("cross_entropy", "gradients", "update", "widen")
 CC = os.environ.get("CC", "gcc").split()
 COMMON = [
     "-std=c11",

@@ -48,6 +48,11 @@ static inline uint32_t permuted(uint32_t a, uint32_t b, uint32_t which)
     }
     return word;
 }
+/* .ftz: a subnormal number is a zero of its sign */
+static inline float flushed(float x)
+{
+    return fpclassify(x) == FP_SUBNORMAL ? copysignf(0, x) : x;
+}
 static inline uint64_t inserted(uint64_t a, uint64_t into, unsigned at, unsigned count)
 {
     const uint64_t mask = count >= 64 ? ~0ull : (1ull << count) - 1;
@@ -88,6 +93,10 @@ REAL = {
     "max": "fmax{f}({0}, {1})",
     "min": "fmin{f}({0}, {1})",
 }
+APPROXIMATE = {
+    "ex2": "exp2f({0})",
+    "rcp": "1 / {0}",
+}  # of the special function unit
 INTEGER = {
     "add": "({u}){0} + ({u}){1}",
     "sub": "({u}){0} - ({u}){1}",
@@ -320,6 +329,9 @@ class Entry:
             raise UnknownInstruction(f"{name}.{'.'.join(modifiers)}")
         x = [self.value(argument, kind) for argument in arguments]
         unknown = UnknownInstruction(f"{name}.{'.'.join(modifiers)}")
+        if name in APPROXIMATE and [*how, kind] == ["approx", "ftz", "f32"]:
+            found = APPROXIMATE[name].format(f"flushed({x[0]})")
+            return self.assign(register, kind, f"flushed({found})")
         if kind in ("f32", "f64"):
             if how not in ([], ["rn"]) or name not in REAL:
                 raise unknown

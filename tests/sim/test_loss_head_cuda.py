@@ -1,4 +1,5 @@
-"""memopt.nn.linear_cross_entropy on the simulated device, with real numbers: values, bytes, and an offloaded weight."""
+"""memopt.nn.linear_cross_entropy on the simulated device, with real numbers: values, bytes, host waits, and an
+offloaded weight."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 from memopt import sim
@@ -50,6 +52,35 @@ def test_no_more_than_a_chunk_and_the_gradients_are_allocated():
     memopt.nn.linear_cross_entropy(hidden, weight, target, softcap=30.0, chunk_bytes=chunk).backward()
     extra = torch.cuda.max_memory_allocated() - before
     assert extra <= chunk + weight.nbytes + hidden.nbytes + 64 * 1024
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_host_waits_once(ignored, monkeypatch):
+    hidden = torch.randn(64, 8, device="cuda", requires_grad=True)
+    weight = torch.randn(90, 8, device="cuda", requires_grad=True)
+    target = torch.randint(90, (64,))
+    target[: 9 * ignored] = -100
+    target, reads = target.cuda(), []
+    read = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: reads.append(0) or read(tensor))
+    with Reads() as others:
+        memopt.nn.linear_cross_entropy(hidden, weight, target, chunk_bytes=5000).backward()
+    assert len(reads) == 1 and others.count == 1
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operations that a host waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count += name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+        out = func(*args, **(kwargs or {}))
+        self.count += name == "_to_copy" and out.device.type == "cpu"
+        return out
 
 
 def test_a_weight_that_is_offloaded_is_refused_with_the_remedy():

@@ -64,6 +64,52 @@ class Mutant(NamedTuple):
 
 BARRIER = "    __syncthreads();\n"
 MUTANTS = [
+    Mutant(
+        "cross_entropy",
+        "no barrier after warps[] is written",
+        BARRIER,
+        "",
+        after="warps[2][warp] = seen.values;\n    }\n",
+    ),
+    Mutant(
+        "cross_entropy",
+        "no barrier before lse is read",
+        "        __syncthreads();\n",
+        "",
+        after="seen, target);\n",
+    ),
+    Mutant(
+        "cross_entropy",
+        "the target's logit after it is overwritten",
+        "if (threadIdx.x == 0 && row.column < launch.columns)",
+        "mo_cross_entropy_subtract(&launch, &row, threadIdx.x, blockDim.x);\nif (threadIdx.x == 0)",
+    ),
+    Mutant(
+        "cross_entropy",
+        "sums of sixteen warps whatever the block",
+        "i < blockDim.x / 32;",
+        "i < 16;",
+        after="warps[2][warp]",
+    ),
+    Mutant(
+        "cross_entropy",
+        "a sum keeps its old maximum",
+        "seen->powers = seen->powers * mo_exponential(seen->top - top)",
+        "seen->powers = seen->powers",
+    ),
+    Mutant("cross_entropy", "the target of the whole where a block is", "target - a->first", "target"),
+    Mutant(
+        "cross_entropy",
+        "single elements begin one too early",
+        "a->columns - split.tail +",
+        "a->columns - split.tail - 1 +",
+    ),
+    Mutant(
+        "cross_entropy",
+        "the vector's own first element",
+        "row->split.head + i * count, count",
+        "i * count, count",
+    ),
     Mutant("gradients", "no barrier after warps[] is written", BARRIER, "", after="warps[warp] = sum;\n"),
     Mutant(
         "gradients",
@@ -101,7 +147,13 @@ MUTANTS = [
         "gridDim.x - 2;",
         after="&head->blocks_done",
     ),
-    Mutant("gradients", "sums of eight warps whatever the block", "i < blockDim.x / 32;", "i < 8;"),
+    Mutant(
+        "gradients",
+        "sums of eight warps whatever the block",
+        "i < blockDim.x / 32;",
+        "i < 8;",
+        after="double warps[",
+    ),
     Mutant(
         "gradients",
         "a barrier for one thread",
@@ -186,7 +238,13 @@ MUTANTS = [
         "= both.word[0];",
         after="mo_update_load(",
     ),
-    Mutant("widen", "the grid's y for its x", "&launch, blockIdx.x,", "&launch, blockIdx.y,"),
+    Mutant(
+        "widen",
+        "the grid's y for its x",
+        "&launch, blockIdx.x,",
+        "&launch, blockIdx.y,",
+        after="memopt_widen(",
+    ),
     Mutant(
         "widen",
         "one element past the end",

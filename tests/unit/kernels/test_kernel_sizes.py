@@ -101,6 +101,41 @@ def update(library: KernelLibrary, rng: np.random.Generator, kind: int = F32) ->
         assert not m.unit(number).any() and not p.unit(number).any(), number
 
 
+def cross_entropy(library: KernelLibrary, rng: np.random.Generator) -> None:
+    """Rows of UNIT logits, of which the last ones are beyond 2^32."""
+    logits = Sparse(np.float32)
+    for number in UNITS[:-1]:
+        logits.unit(number)[:] = rng.normal(size=UNIT)
+    rows = COUNT // UNIT
+    numbers = [np.zeros(rows, np.float32) for _ in range(2)]
+    target, scale = np.zeros(rows, np.int64), np.ones(rows, np.float32)
+    table = library.buffer("table", np.zeros(4, np.float32))
+    argument = kernel_cases.CrossEntropy(
+        table.address,
+        logits.address,
+        *(a.ctypes.data for a in (target, *numbers, scale)),
+        UNIT,
+        0,
+        UNIT,
+        3,
+        F32,
+    )
+    for number in UNITS[:-1]:
+        before = logits.unit(number).astype(float)
+        assert (
+            library.launch("cross_entropy", argument, rows, 64, rng, chosen=range(number, number + 1)) == []
+        )
+        wanted = np.exp(before - np.log(np.exp(before).sum()))
+        wanted[0] -= 1
+        assert np.allclose(logits.unit(number), wanted, atol=1e-5), number
+    for number in {number + side for number in UNITS[:-1] for side in (-1, 1)} - {*UNITS, -1, rows}:
+        assert not logits.unit(number).any(), number
+
+
+def test_a_cross_entropy_reaches_every_element(library, rng):
+    cross_entropy(library, rng)
+
+
 def test_a_norm_reads_every_element(library, rng):
     values, bad = Sparse(np.float32), library.buffer("found_inf", np.zeros(1, np.float32))
     chunks, squares = [], 0.0
@@ -136,6 +171,11 @@ def test_an_update_reaches_every_element(library, rng, kind):
 @pytest.mark.parametrize(
     "run, before, after",
     [
+        (
+            cross_entropy,
+            "(unsigned long long)row * a->columns * size",
+            "(unsigned)(row * a->columns * size)",
+        ),
         (widen, "(unsigned long long)block * MO_WIDEN_UNIT", "(unsigned)(block * MO_WIDEN_UNIT)"),
         (
             update,
