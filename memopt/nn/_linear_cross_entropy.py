@@ -44,7 +44,8 @@ def linear_cross_entropy(
     Softmax, loss and gradient of a chunk are one pass of C on the CPU, one kernel on a CUDA device, and in float64
     torch's operations. The host waits for a device once, to count ignored rows and wrong targets. Under `torch.compile`
     the call is a graph break. There is no second derivative. Under autocast the matrix products are in autocast's type,
-    and no copy of the weight in it is kept for backward.
+    and no copy of the weight in it is kept for backward. A weight under memopt.offload_layers() is on the device while
+    its own module is called: call this there, or use memopt.nn.fuse_loss_head(), which does.
 
     Args:
         hidden: The layer's inputs, (..., features), of float32, float16, bfloat16 or float64.
@@ -169,8 +170,8 @@ def _check(
         if tensor is not None and tensor.device != hidden.device:
             raise ValueError(
                 f"{name} is on {tensor.device}, hidden on {hidden.device}: move it there; a layer under "
-                "memopt.offload_layers has its parameters on the device only while its own forward runs: leave the "
-                "head out of the model that is offloaded (offload the decoder alone)"
+                "memopt.offload_layers has its parameters on the device only while its own forward runs: call this "
+                "there, or use memopt.nn.fuse_loss_head(model)"
             )
     if hidden.device.type not in ("cpu", "cuda"):
         raise ValueError(f"hidden is on {hidden.device}: expected the CPU or a CUDA device")

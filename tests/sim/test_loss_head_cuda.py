@@ -1,5 +1,5 @@
-"""memopt.nn.linear_cross_entropy on the simulated device, with real numbers: values, bytes, host waits, and an
-offloaded weight."""
+"""memopt.nn.linear_cross_entropy and fuse_loss_head on the simulated device, with real numbers: values, bytes, host
+waits, offloaded weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
@@ -90,3 +91,53 @@ def test_a_weight_that_is_offloaded_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"offload_layers has its parameters"):
         memopt.nn.linear_cross_entropy(x, model[1].weight, torch.zeros(4, dtype=torch.int64, device="cuda"))
     handle.remove()
+
+
+class Model(nn.Module):
+    """A language model with what fuse_loss_head asks of one."""
+
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.layer, self.lm_head = (
+            nn.Embedding(70, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 70, bias=False),
+        )
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, tokens, labels=None):
+        logits = self.lm_head(self.layer(self.embedding(tokens)).relu())
+        return F.cross_entropy(logits.float().view(-1, 70), labels.view(-1))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("first", ["offloaded", "fused"])
+def test_a_fused_head_under_offload_layers(tied, dtype, first):
+    tokens = torch.randint(70, (4, 9))
+    labels = tokens.clone()
+    labels[:, :3] = -100
+    tokens, labels = tokens.cuda(), labels.cuda()
+    found = []
+    for offloaded in (False, True):
+        model = Model(tied).cuda()
+        undo = []
+        if offloaded:
+            steps = [memopt.offload_layers, lambda model: memopt.nn.fuse_loss_head(model, chunk_bytes=2000)]
+            undo = [step(model) for step in (steps if first == "offloaded" else steps[::-1])]
+        for _ in range(2):  # the second pass prefetches
+            with torch.autocast("cuda", dtype, enabled=dtype is not None):
+                loss = model(tokens, labels)
+            (loss * 3).backward()
+        found.append([loss.detach().cpu(), *(p.grad.cpu().clone() for p in model.parameters())])
+        del loss
+        for handle in undo:
+            handle.remove()
+    bound = {None: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}[dtype]
+    for plain, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, atol=bound, rtol=bound)
