@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import memopt
 from memopt._estimate import values as estimation_values
 from memopt._estimate.host_reads import Guesses
 from memopt._estimate.values import Values
@@ -72,6 +73,21 @@ def test_what_the_model_decides_is_guessed_and_named_by_its_line(values):
     wheres = {guess["where"] for guess in rows}
     assert {f"{__file__}:{first + 2}", f"{__file__}:{first + 5}"} <= wheres
     assert all(where.startswith(__file__) for where in wheres)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_loss_head_leaves_out_ignored_rows_that_are_known(values, fraction):
+    values.guesses.fraction = fraction
+    hidden = torch.randn(64, 8, device="cuda", requires_grad=True)
+    weight = torch.randn(90, 8, device="cuda", requires_grad=True)
+    labels = torch.arange(64)
+    labels[:24] = -100
+    # From the host; of values that nobody knows, of which no row is left out and none is wrong.
+    for target, kept in ((labels.cuda(), 40), ((hidden.detach() @ weight.detach().t()).argmax(1), 64)):
+        loss = memopt.nn.linear_cross_entropy(hidden, weight, target, reduction="none")
+        assert loss.grad_fn.next_functions[0][0].head.target.shape == (kept,)
+        loss.sum().backward()
+    assert kinds(values) == ["value"]
 
 
 @pytest.mark.parametrize(("fraction", "rows"), [(0.0, 0), (0.25, 16), (1.0, 64)])
