@@ -181,6 +181,39 @@ def checkpointing(request: PartRequest, figures: Figures) -> str:
     return "" if measured <= budget else f"a step took {measured} bytes of a budget of {budget}"
 
 
+def loss_head(request: PartRequest, figures: Figures) -> str:
+    """The loss head's loss and gradients are the plain head's, to a few units in the last place."""
+    import torch
+    from torch.nn import functional
+
+    from memopt import nn
+
+    generator = torch.Generator().manual_seed(10)
+    worst = 0.0
+    for dtype, bound in ((torch.float32, 2e-5), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)):
+        made = [torch.randn(size, 64, generator=generator) for size in (300, 5003)]
+        target = torch.randint(5003, (300,), generator=generator).cuda()
+        target[::7] = -100
+        found = []
+        for fused in (False, True):
+            hidden, weight = (x.to(dtype if fused else torch.float64).cuda() / 8 for x in made)
+            hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+            if fused:
+                loss = nn.linear_cross_entropy(
+                    hidden, weight, target, softcap=20.0, reduction="sum", chunk_bytes="300KiB"
+                )
+            else:
+                logits = 20 * torch.tanh(functional.linear(hidden, weight) / 20)
+                loss = functional.cross_entropy(logits, target, reduction="sum")
+            loss.backward()
+            assert hidden.grad is not None and weight.grad is not None
+            found.append((loss.detach().double() / 300, hidden.grad.double(), weight.grad.double()))
+        error = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True))
+        figures[f"linear_cross_entropy, error in {str(dtype).removeprefix('torch.')}"] = error
+        worst = max(worst, error / bound)
+    return "" if worst <= 1 else f"the loss head's error is {worst:.3g} of what its types allow"
+
+
 def prefetching(request: PartRequest, figures: Figures) -> str:
     """Prefetched batches are the loader's."""
     import torch
@@ -304,6 +337,7 @@ CHECKS: dict[str, Check] = {
     "backward": backward,
     "offload_activations": offloading,
     "auto_checkpoint": checkpointing,
+    "linear_cross_entropy": loss_head,
     "Prefetcher": prefetching,
     "CudaPool": pool,
     "CUDA IPC": refused_sending,

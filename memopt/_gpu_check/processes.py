@@ -22,7 +22,7 @@ PARTS = {
     "allocator": "training loops under each allocator: memory, time, losses; errors, waits, graphs, a fork",
     "bandwidth": "bytes a second of the kernels, beside a copy's",
     "estimate": "a training step here, as predicted, and request by request on the simulated device",
-    "features": "optimizers, backward, offloading, checkpointing, Prefetcher, CudaPool, IPC, NCCL, beside plain torch",
+    "features": "optimizers, backward, offloading, checkpointing, loss head, Prefetcher, CudaPool, IPC, NCCL",
 }
 _SECONDS = {True: 300.0, False: 3600.0}  # of a part, by `quick`
 MODULE = "memopt._gpu_check.parts"
