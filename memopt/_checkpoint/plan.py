@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
+from memopt._checkpoint.stages.cheap_steps import SELECTIVE
 from memopt._offload.schedule_sets import OPTION
 from memopt.chain import Chain, Op, Option, Schedule, Stage, Table
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 REST = "(rest of the model)"
 SAVING = "save"  # the option of a stage to save everything
 RUNS = {"fall": "all", "fck": "its input", "fnone": "nothing"}
-_AWAY = "all, offloaded"
+_KEPT = {OPTION: "all, offloaded", SELECTIVE: "what products made"}
 
 
 class StepOverhead(NamedTuple):
@@ -176,7 +177,8 @@ def with_copies(
             before[behind].append(("fetch", k))
     out: list[Op] = []
     for n, (op, k, *option) in enumerate(ops):
-        out += [*before[n], (op, k, OPTION) if option == [OPTION] else (op, k), *after[n]]
+        own: Op = (op, k, option[0]) if option in ([OPTION], [SELECTIVE]) else (op, k)
+        out += [*before[n], own, *after[n]]
     return out, max(there)
 
 
@@ -235,7 +237,11 @@ class Plan:
         self.runner: ChainRunner | None = None
 
     def ran_in(self, seconds: float) -> None:
-        """Take the seconds of the plan's own steps for its prediction; those of the plain step change in proportion."""
+        """Take the seconds of the plan's own steps for its prediction; those of the plain step change in proportion.
+
+        Args:
+            seconds: Of a forward and backward pass by the plan; 0 where none was timed.
+        """
         if seconds and self.seconds:
             self.plain_seconds *= seconds / self.seconds
             self.seconds = seconds
@@ -251,14 +257,15 @@ class Plan:
     @property
     def keeps_all(self) -> bool:
         """Return whether the budget needs no recomputation and no offload: the plain run fits."""
-        return max(self._runs().values()) == 1 and not self.offloaded
+        drops = any(option == [SELECTIVE] for _, _, *option in self.schedule.ops)
+        return max(self._runs().values()) == 1 and not self.offloaded and not drops
 
     def _first_keeps(self) -> dict[int, str]:
         """Return the tensors' treatment in each stage's first run: kept, dropped or offloaded."""
         first: dict[int, str] = {}
         for op, k, *option in self.schedule.ops:
             if op in RUNS:
-                first.setdefault(k, _AWAY if option == [OPTION] else RUNS[op])
+                first.setdefault(k, _KEPT.get(option[0], RUNS[op]) if option else RUNS[op])
         return first
 
     def as_dict(self) -> dict[str, Any]:
