@@ -222,7 +222,7 @@ def checked_plan(
             budget,
         )
         plan.memory_budget = budget
-        plan.peak_bytes = max(taken[:2]) or plan.peak_bytes
+        plan.predicted_bytes, plan.peak_bytes = plan.peak_bytes, max(taken[:2]) or plan.peak_bytes
         plan.ran_in(taken.seconds)
         return taken
 

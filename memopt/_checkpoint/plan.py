@@ -195,7 +195,8 @@ class Plan:
         fixed_bytes: Bytes that live however the stages run: parameters, buffers, the optimizer's state, the sample,
             tensors saved around the stages, and memory of the stages besides each other's outputs.
         gradient_bytes: Bytes of parameter gradients that each stage's backward leaves behind.
-        peak_bytes: Predicted peak of a step by the schedule.
+        predicted_bytes: Peak of a step by the schedule, as the stages' bytes foretell it.
+        peak_bytes: The same as the allocator counted it in the trial steps; the prediction where it cannot be asked.
         seconds: Time of that step's forward and backward pass, the median of the trial steps.
         plain_bytes: Predicted peak of a step that keeps everything.
         plain_seconds: Predicted time of its passes: by the stages' seconds, in proportion to `seconds`.
@@ -230,7 +231,7 @@ class Plan:
             [size.movable for size in sizes],
             memory_budget - fixed_bytes,
         )
-        self.peak_bytes = fixed_bytes + peak
+        self.predicted_bytes = self.peak_bytes = fixed_bytes + peak
         self.seconds = schedule.seconds
         self.plain_bytes = fixed_bytes + around.peak(keep_all(chain))
         self.plain_seconds = chain.plain_seconds
@@ -276,6 +277,7 @@ class Plan:
             "memory_budget": self.memory_budget,
             "fixed_bytes": self.fixed_bytes,
             "gradient_bytes": sum(self.gradient_bytes),
+            "predicted_bytes": self.predicted_bytes,
             "peak_bytes": self.peak_bytes,
             "seconds": self.seconds,
             "plain_bytes": self.plain_bytes,
