@@ -85,7 +85,8 @@ def auto_checkpoint(
         to: The place where stages may keep their saved sets until their backward, if that is faster than recomputing
             them: "cpu" for a model on a CUDA device (pinned host memory), or a directory's path on a disk. Copies run
             beside the computation; their speed is measured first.
-        strict: Raise for a later batch that no plan fits. If not, it runs by the plan that takes least, with a warning.
+        strict: Raise for a later batch that no plan fits. If not, it runs by a plan for little more than the least,
+            with a warning.
         offload: The earlier name of `to`.
 
     Returns:

@@ -278,13 +278,19 @@ class PlannedForward:
             default=None,
         )
         if found is None:
-            found = self.plan_for(shape, args, kwargs) if self.can_plan(shape, warns=True) else self.active
+            able = self.can_plan(shape, warns=True)
+            found = self.plan_for(shape, args, kwargs) if able else self.largest(shape)
         elif found.is_large_for(shape) and self.can_plan(shape, warns=False):
             found = self.smaller_plan(found, args, kwargs)
         if found is not self.active:
             self.take_off()
             self.active = found
             self.put_on()
+
+    def largest(self, shape: CallShape) -> ShapePlan:
+        """Return the plan of the largest call of this kind; of no such call the active one."""
+        alike = [one for one in self.plans if one.shape.kind == shape.kind]
+        return max(alike, key=lambda one: one.shape.elements, default=self.active)
 
     def can_plan(self, shape: CallShape, *, warns: bool) -> bool:
         """Return whether a plan can be made in the midst of a training step."""
@@ -308,7 +314,7 @@ class PlannedForward:
         return not reason
 
     def plan_for(self, shape: CallShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
-        """Return a plan for these arguments, which no plan covers; the active one, with a warning, where that fails."""
+        """Return a plan for these arguments, which no plan covers; the largest, with a warning, where that fails."""
         assert self.request is not None
         try:
             return self.new_plan(self.request, args, kwargs)
@@ -327,14 +333,14 @@ class PlannedForward:
         except InfeasibleBudget as error:
             if self.request.strict:
                 raise
-            self.warn(f"{error}. This batch runs by the plan that takes least")
-            return self.new_plan(replace(self.request, budget=error.least_budget), args, kwargs)
+            self.warn(f"{error}. This batch runs by a plan for little more than that")
+            return self.new_plan(replace(self.request, budget=error.least_budget * 17 // 16), args, kwargs)
         except ValueError as error:
             if self.request.strict:
                 raise
             self.warn(f"a batch cannot be planned for, and its step's peak may exceed memory_budget: {error}")
             self.refused.append(shape)
-            return self.active
+            return self.largest(shape)
 
     def smaller_plan(self, large: ShapePlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
         """Return a plan for these arguments, for which `large` is slow; that one where there is none."""
