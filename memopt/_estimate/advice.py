@@ -27,7 +27,7 @@ _SWITCH = {
 _CHANGES = {
     FUSED: "the same up to rounding",
     EIGHT_BITS: "other results: states of 8 bits",
-    LOSS_HEAD: "other rounding of the loss and its gradients, most in half precision",
+    LOSS_HEAD: "the same up to rounding",
 }
 # Of the memory that is left beside the context: where the allocator needs more room than the first asks for.
 _BUDGETS = (0.97, 0.9)
@@ -156,8 +156,8 @@ def _in_words(name: str, met: dict[str, list[str]]) -> str:
         FUSED: f"torch.optim.{of}(..., fused=True)",
         EIGHT_BITS: f"memopt.optim.{of}(..., state_bits=8)",
         OFFLOAD_ACTIVATIONS: "memopt.offload_activations() around the forward pass",
-        LOSS_HEAD: "torch.nn.functional.linear_cross_entropy(rows, head.weight, targets, "
-        "options=torch.nn.LinearCrossEntropyOptions()) instead of the head and its cross_entropy",
+        LOSS_HEAD: "memopt.nn.linear_cross_entropy(rows, head.weight, targets, head.bias) instead of the head and its "
+        "cross_entropy (memopt.nn.fuse_loss_head(model) for a model of transformers)",
         OFFLOAD_LAYERS: "memopt.offload_layers(model) before the optimizer is made",
         CHECKPOINT: f'memopt.auto_checkpoint(model, sample, memory_budget="{int(budget or 0) >> 20}MiB", '
         "optimizer=optimizer, accumulate=True)",
