@@ -149,7 +149,7 @@ CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scale
 SIM = $(sort $(wildcard csrc/simcuda/device_*.c csrc/simcuda/driver_*.c csrc/simcuda/runtime_*.c) $(wildcard csrc/simcuda/nvml.c \
 	csrc/simcuda/kernel_bodies.c))
 
-# What kernel_image.c embeds; made by nvcc where there is one.
+# What kernel_image.c embeds, the extension's too; made by nvcc where there is one.
 KERNEL_MACROS = $(shell $(PYTHON) kernels/build_kernels.py --macros build/kernels)
 
 define VARIANT
