@@ -7,6 +7,7 @@ import torch
 from estimation_children import estimate
 
 MIB = 1 << 20
+pytestmark = pytest.mark.sampled(4)
 SCRIPT = """\
 import torch, memopt, memopt.optim
 from torch import nn
