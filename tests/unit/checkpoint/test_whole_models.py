@@ -174,7 +174,6 @@ def bits(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
     return [value.detach(), *gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state()]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_plain_runs_bits_within_the_least_budget(kind: str) -> None:
     make, shape, share = MODELS[kind]
