@@ -119,14 +119,15 @@ docs: build  ## the API's pages, from its docstrings: build/docs/memopt.html
 FUZZ_SECONDS ?= 60
 FUZZERS = $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 CLANG ?= clang
-KERNEL_IMAGE = build/c/plain/core/csrc/driver/kernel_image.o
+# What they call, and what that calls.
+FUZZED = $(wildcard csrc/base/*.c csrc/data/shared*.c) csrc/alloc/trace_text.c
 
-fuzz: $(KERNEL_IMAGE)  ## each fuzzer under libFuzzer for FUZZ_SECONDS (60); needs clang
+fuzz:  ## each fuzzer under libFuzzer for FUZZ_SECONDS (60); needs clang
 	@command -v $(CLANG) >/dev/null || { echo "fuzz: there is no $(CLANG) (Debian: apt-get install clang libclang-rt-14-dev)" >&2; exit 1; }
 	@mkdir -p build/fuzz
 	@for f in $(FUZZERS); do mkdir -p build/fuzz/$$f.corpus && echo "$$f: $(FUZZ_SECONDS) s" >&2 && \
 	    $(CLANG) $(C_FLAGS) -g -O1 -DMO_LEVEL=3 -fsanitize=fuzzer,address,undefined tests/fuzz/$$f.c \
-	        $(filter-out csrc/driver/kernel_image.c,$(CORE)) $(KERNEL_IMAGE) -o build/fuzz/$$f $(C_LIBRARIES) && \
+	        $(FUZZED) -o build/fuzz/$$f $(C_LIBRARIES) && \
 	    build/fuzz/$$f -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 build/fuzz/$$f.corpus || exit 1; done
 
 # ---- plain C: the modules and their tests, in a folder a variant --------------------------------------------------------
@@ -149,7 +150,7 @@ CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scale
 SIM = $(sort $(wildcard csrc/simcuda/device_*.c csrc/simcuda/driver_*.c csrc/simcuda/runtime_*.c) $(wildcard csrc/simcuda/nvml.c \
 	csrc/simcuda/kernel_bodies.c))
 
-# What kernel_image.c embeds; made by nvcc where there is one.
+# What kernel_image.c embeds, the extension's too; made by nvcc where there is one.
 KERNEL_MACROS = $(shell $(PYTHON) kernels/build_kernels.py --macros build/kernels)
 
 define VARIANT
@@ -166,15 +167,16 @@ build/c/$(1)/test_%: tests/c/test_%.c $$(wildcard tests/c/*.h) $$(CORE:%.c=build
 	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -MMD -MP -MF $$@.d $$< $$(CORE:%.c=build/c/$(1)/core/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
 build/c/$(1)/sim/test_%: tests/c/sim/test_%.c $$(wildcard tests/c/*.h) $$(SIM:%.c=build/c/$(1)/sim/%.o)
 	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 -MMD -MP -MF $$@.d $$< $$(SIM:%.c=build/c/$(1)/sim/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
-build/c/$(1)/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/random_input.h $$(CORE:%.c=build/c/$(1)/core/%.o)
+build/c/$(1)/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/random_input.h $$(FUZZED:%.c=build/c/$(1)/core/%.o)
 	@mkdir -p $$(@D)
-	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DMEMOPT_RANDOM_INPUT $$< $$(CORE:%.c=build/c/$(1)/core/%.o) -o $$@ $$(C_LIBRARIES)
+	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DMEMOPT_RANDOM_INPUT $$< $$(FUZZED:%.c=build/c/$(1)/core/%.o) -o $$@ $$(C_LIBRARIES)
 -include $$(wildcard build/c/$(1)/*.d build/c/$(1)/sim/*.d) $$(CORE:%.c=build/c/$(1)/core/%.d) $$(SIM:%.c=build/c/$(1)/sim/%.d)
 endef
 $(foreach variant,plain asan ubsan tsan bench,$(eval $(call VARIANT,$(variant))))
 
-build/c/bench/alloc_core: benchmarks/alloc_core.c $(CORE:%.c=build/c/bench/core/%.o)
-	$(CC) $(C_FLAGS) $(bench_FLAGS) -MMD -MP -MF $@.d $< $(CORE:%.c=build/c/bench/core/%.o) -o $@ -rdynamic $(C_LIBRARIES)
+ALLOCATOR = $(filter csrc/base/% csrc/driver/% csrc/alloc/%,$(CORE))
+build/c/bench/alloc_core: benchmarks/alloc_core.c $(ALLOCATOR:%.c=build/c/bench/core/%.o)
+	$(CC) $(C_FLAGS) $(bench_FLAGS) -MMD -MP -MF $@.d $< $(ALLOCATOR:%.c=build/c/bench/core/%.o) -o $@ -rdynamic $(C_LIBRARIES)
 
 # ---- style ------------------------------------------------------------------------------------------------------------
 C_FILES = $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')

@@ -155,7 +155,7 @@ class BuildExtension(build_ext):
             FLAGS.append("-Werror")
         extension = self.extensions[0]
         extension.extra_compile_args = FLAGS
-        kernel_macros = build_kernels.define_macros(Path(self.build_temp).resolve() / "kernels")
+        kernel_macros = build_kernels.define_macros(Path(self.build_temp).resolve().parent / "kernels")
         kernel_files = [value.strip('"') for name, value in kernel_macros if name.endswith("_PATH")]
         extension.define_macros += kernel_macros
         compile_one = self.compiler._compile

@@ -161,7 +161,7 @@ def write_if_changed(path: Path, text: str) -> None:
 def build(out: Path) -> Path | None:
     """Writes out/kernels.cu and, with nvcc, out/kernels.fatbin; returns the latter's path, or None where
     there is no nvcc (one line on standard error says so). Does nothing where what is there was made by the
-    same command from the same text."""
+    same command from the same text, in whatever folder."""
     mode = os.environ.get("MEMOPT_CUDA", "auto")
     if mode not in ("0", "1", "auto"):
         raise KernelBuildError(f"MEMOPT_CUDA={mode}: expected 0, 1 or auto")
@@ -184,8 +184,9 @@ def build(out: Path) -> Path | None:
         return None
 
     line = command(nvcc, source, fatbin)
+    named = [part.removeprefix(f"{out}{os.sep}") for part in line]
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256("\0".join([*line, version, source.read_text()]).encode()).hexdigest() + "\n"
+    key = hashlib.sha256("\0".join([*named, version, source.read_text()]).encode()).hexdigest() + "\n"
     if fatbin.exists() and stamp.exists() and stamp.read_text() == key:
         return fatbin
     stamp.unlink(missing_ok=True)

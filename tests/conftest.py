@@ -6,7 +6,7 @@
   imported: each file runs in a process of its own under `.venv/sim` (sim_tests.py).
 
 `make test` runs them under pytest-xdist, a worker a core, each file whole in one worker: tests of one file never run
-at the same time, those of two files may.
+at the same time, those of two files may. Of families marked `sampled` it runs some (sampling.py), `make soak` all.
 
 Which environment this process is in, its own file `memopt-environment` says."""
 
@@ -18,12 +18,14 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "helpers"), str(HERE / "tooling")]
 
+import sampling  # noqa: E402
 from c_tests import CFile  # noqa: E402
 from sim_tests import SimFile, in_sim_environment  # noqa: E402
 
@@ -119,7 +121,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The process of a file of tests/sim is told by name what to run.
+    if os.environ.get("MEMOPT_SOAK") != "1" and not in_sim_environment():
+        sampling.sample(config, items)
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["left"] = config.stash[sampling.LEFT]
     places = {str(HERE / file): place for place, file in enumerate(LONGEST_FIRST)}
     rooms = {
         "c": 0,
@@ -135,6 +142,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=place)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What sim_tests.py asks for: the names, each with its family."""
+    target = session.config.getoption("--report-to")
+    if target and session.config.option.collectonly:
+        lines = [{"id": item.nodeid, "family": sampling.family_of(item)} for item in session.items]
+        Path(target).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Of xdist, in the first process: each worker has collected the same."""
+    if left := getattr(node, "workeroutput", {}).get("left"):
+        _config.stash[sampling.LEFT] = left
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if left := sampling.summary(_config.stash.get(sampling.LEFT, {})):
+        terminalreporter.write_line(left)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

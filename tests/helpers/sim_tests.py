@@ -31,32 +31,36 @@ def pytest_there(config: pytest.Config, *arguments: str) -> subprocess.Completed
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def names_there(config: pytest.Config) -> dict[Path, list[str]]:
-    """The tests of tests/sim by file, asked once a session."""
+def names_there(config: pytest.Config) -> dict[Path, list[tuple[str, list | None]]]:
+    """The tests of tests/sim by file, each with its family (sampling.py), asked once a session."""
     found = config.stash.get(_NAMES, None)
     if found is None:
         found = config.stash[_NAMES] = {}
-        done = pytest_there(config, "--collect-only", "-q", "tests/sim")
+        with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as listed:
+            done = pytest_there(config, "--collect-only", "-q", "--report-to", listed.name, "tests/sim")
+            lines = [json.loads(line) for line in listed]
         if done.returncode != 0:
             raise RuntimeError(
                 f"the tests of the simulated device cannot be collected:\n{done.stdout}{done.stderr}"
             )
-        for line in done.stdout.splitlines():
-            file, mark, name = line.partition("::")
-            if mark:
-                found.setdefault(ROOT / file, []).append(name)
+        for line in lines:
+            file, _, name = line["id"].partition("::")
+            found.setdefault(ROOT / file, []).append((name, line["family"]))
         if not found:
             raise RuntimeError(f"no test of the simulated device was found:\n{done.stdout}{done.stderr}")
     return found
 
 
-_NAMES: pytest.StashKey[dict[Path, list[str]]] = pytest.StashKey()
+_NAMES: pytest.StashKey[dict[Path, list[tuple[str, list | None]]]] = pytest.StashKey()
 
 
 class SimFile(pytest.File):
     def collect(self):
-        for name in names_there(self.config).get(self.path, []):
-            yield SimItem.from_parent(self, name=name)
+        for name, family in names_there(self.config).get(self.path, []):
+            item = SimItem.from_parent(self, name=name)
+            if family:
+                item.add_marker(pytest.mark.sampled(family[1], family=family[0]))
+            yield item
 
     @cached_property
     def reports(self) -> dict[str, list[dict]]:

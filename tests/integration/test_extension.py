@@ -116,7 +116,10 @@ def wheels(checkout: Path, tools: Path, tmp_path_factory: pytest.TempPathFactory
     (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
     from_sdist = setup(unpacked, "bdist_wheel", "-d", str(folder / "dist"), path=str(tools))
     # What this checkout's own build has compiled is as good for the copy.
-    for built in (ROOT / "build" / "simcuda", *(ROOT / "build").glob("temp.*")):
+    for built in (
+        *(ROOT / "build" / name for name in ("simcuda", "kernels")),
+        *(ROOT / "build").glob("temp.*"),
+    ):
         if built.is_dir():
             shutil.copytree(built, checkout / built.relative_to(ROOT))
     from_checkout = setup(checkout, "bdist_wheel", "-d", str(checkout / "dist"))

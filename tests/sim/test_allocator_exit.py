@@ -4,7 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 SIM = None
-ROUNDS = 200 if os.environ.get("MEMOPT_SOAK") == "1" else 5
+ROUNDS = 200 if os.environ.get("MEMOPT_SOAK") == "1" else 3
 
 INSTALLED = """
 import memopt.sim

@@ -3,6 +3,7 @@
 import pytest
 
 SIM = None
+pytestmark = pytest.mark.sampled(6)
 
 START = """
 import warnings

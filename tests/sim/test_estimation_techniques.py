@@ -6,6 +6,7 @@ import pytest
 from estimation_children import estimate
 
 MIB = 1 << 20
+pytestmark = pytest.mark.sampled(4)
 SCRIPT = """\
 import torch, memopt, memopt.optim
 from torch import nn

@@ -4,7 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 SIM = None
-ROUNDS = 50 if os.environ.get("MEMOPT_SOAK") == "1" else 4
+ROUNDS = 50 if os.environ.get("MEMOPT_SOAK") == "1" else 2
 
 RIGHT_AFTER_BACKWARD = """
 import memopt.sim

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -331,6 +332,20 @@ needs_image = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that a child has filled."""
+    folder = tmp_path_factory.mktemp("cache")
+    outcome(child(folder))
+    return folder
+
+
+@pytest.fixture
+def filled(compiled_once: Path, tmp_path: Path) -> Path:
+    """A copy of it, with its file's mode."""
+    return shutil.copytree(compiled_once, tmp_path / "filled")
+
+
 @needs_image
 @pytest.mark.parametrize("code", [209, 222])
 def test_a_refused_image_is_compiled_by_nvrtc_once_and_then_comes_from_the_cache(
@@ -382,11 +397,10 @@ def test_without_the_image_kernels_compute_and_no_cache_is_written_or_read(tmp_p
 
 
 @needs_image
-def test_what_lies_in_the_cache_is_left_alone_by_the_simulated_device(tmp_path: Path) -> None:
-    outcome(child(tmp_path))
-    (file,) = (tmp_path / "memopt" / "kernels").iterdir()
+def test_what_lies_in_the_cache_is_left_alone_by_the_simulated_device(filled: Path) -> None:
+    (file,) = (filled / "memopt" / "kernels").iterdir()
     file.write_bytes(b"cut")
-    state = outcome(child(tmp_path, cached=False))
+    state = outcome(child(filled, cached=False))
     assert (state["origin"], state["cache"], state["note"].count("cache")) == ("compiled", "off", 0)
     assert file.read_bytes() == b"cut"
 
@@ -405,10 +419,10 @@ def test_two_processes_at_once_both_load_and_leave_one_file(tmp_path: Path) -> N
 
 
 @needs_image
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("damage", ["header only", "one bit", "foreign"])
-def test_a_damaged_cache_file_is_rebuilt(damage: str, tmp_path: Path) -> None:
-    outcome(child(tmp_path))
-    (file,) = (tmp_path / "memopt" / "kernels").iterdir()
+def test_a_damaged_cache_file_is_rebuilt(damage: str, filled: Path) -> None:
+    (file,) = (filled / "memopt" / "kernels").iterdir()
     good = file.read_bytes()
     middle = len(good) // 2
     damaged = {
@@ -417,7 +431,7 @@ def test_a_damaged_cache_file_is_rebuilt(damage: str, tmp_path: Path) -> None:
         "foreign": b"#!/bin/sh\n" * 100,
     }
     file.write_bytes(damaged[damage])
-    state = outcome(child(tmp_path))
+    state = outcome(child(filled))
     assert (state["origin"], state["cache"], state["stored"], state["compilations"]) == (
         "compiled",
         "damaged",
@@ -426,7 +440,7 @@ def test_a_damaged_cache_file_is_rebuilt(damage: str, tmp_path: Path) -> None:
     )
     assert "rebuilt" in state["note"] and str(file) in state["note"]
     assert file.read_bytes() == good
-    assert outcome(child(tmp_path))["origin"] == "cached"
+    assert outcome(child(filled))["origin"] == "cached"
 
 
 @needs_image
@@ -452,6 +466,7 @@ def test_without_nvrtc_the_error_says_what_was_tried_and_the_mend(tmp_path: Path
 
 
 @needs_image
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("capability", ["7.5", "10.3", "12.1"])
 def test_a_device_of_any_generation_takes_the_embedded_image_and_its_fallback(
     capability: str, tmp_path: Path

@@ -96,6 +96,7 @@ def test_each_block_is_attention_and_mlp(form: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched")  # torch's, of its own layer's masks
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_plain_runs_bits_within_every_budget(form: str) -> None:
     torch.manual_seed(1)

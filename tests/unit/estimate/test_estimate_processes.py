@@ -12,6 +12,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parents[2] / "helpers"
 MIB = 1 << 20
+pytestmark = pytest.mark.sampled(4)
 WEIGHT = 1024 * 1024 * 4
 CONTEXT = 450 * MIB
 TRAINING = """
@@ -36,17 +37,18 @@ def train(rank=0, device="cuda"):
 MAIN = "if __name__ == '__main__':\n"
 
 
-@pytest.fixture
-def estimate(request, tmp_path):
+@pytest.fixture(scope="module")
+def estimate(request, tmp_path_factory):
     """Runs the command; returns its exit code, its JSON, what it said."""
     sim = request.config.getoption("--sim-python")
+    folder = tmp_path_factory.mktemp("estimate")
 
     def run(end, *options):
-        (tmp_path / "train.py").write_text(TRAINING + end)
-        (tmp_path / "alone.py").write_text(TRAINING + "train()")
+        (folder / "train.py").write_text(TRAINING + end)
+        (folder / "alone.py").write_text(TRAINING + "train()")
         done = subprocess.run(
             [sim, "-m", "memopt", "estimate", "--quick", "--json", *options, "train.py"],
-            cwd=tmp_path,
+            cwd=folder,
             env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -58,7 +60,7 @@ def estimate(request, tmp_path):
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone(estimate):
     """The bytes that the training takes in the script's own process."""
     status, found, said = estimate("train()")

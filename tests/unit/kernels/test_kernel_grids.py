@@ -5,7 +5,6 @@ found."""
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 from typing import NamedTuple
 
@@ -281,21 +280,16 @@ def test_each_fault_has_its_place_in_the_kernels() -> None:
         with_fault(build_kernels.flatten(), mutant)
 
 
-def tried(mutants: list[Mutant], count: int) -> list[Mutant]:
-    """Return some that the seed draws, since each takes a build of the kernels; in the long form all."""
-    return mutants if SOAK else random.Random(SEED).sample(mutants, count)
-
-
-@pytest.mark.parametrize("mutant", tried(MUTANTS, 5), ids=lambda m: f"{m.kernel}-{m.fault.replace(' ', '_')}")
+@pytest.mark.sampled(5)  # each takes a build of the kernels
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.kernel}-{m.fault.replace(' ', '_')}")
 def test_a_fault_of_a_line_is_found_in_the_text(folder: Path, mutant: Mutant) -> None:
     library = KernelLibrary.of_text(folder, "watched", with_fault(kernel_text(), mutant))
     assert faults_of(library, mutant.kernel, 400, SEED, stop_at_first=True)
 
 
 @needs_nvcc
-@pytest.mark.parametrize(
-    "mutant", tried(OF_INSTRUCTIONS, 1), ids=lambda m: f"{m.kernel}-{m.fault.replace(' ', '_')}"
-)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mutant", OF_INSTRUCTIONS, ids=lambda m: f"{m.kernel}-{m.fault.replace(' ', '_')}")
 def test_a_fault_of_a_line_is_found_in_the_instructions(folder: Path, mutant: Mutant) -> None:
     library = KernelLibrary.of_ptx(folder, architectures()[-1], with_fault(build_kernels.flatten(), mutant))
     assert faults_of(library, mutant.kernel, 400, SEED, stop_at_first=True)

@@ -147,6 +147,7 @@ def test_forged_recordings_are_refused_in_one_line_or_shown(tmp_path, capsys, fo
     assert loaded
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "value",
     [10**400, float("inf"), float("nan"), [], "a" * 10_000, -1, 0, 2**55, 2**63],

@@ -1,0 +1,52 @@
+"""Families of tests of which a run has some (helpers/sampling.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+SOURCE = """
+import pytest
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("n", range(20))
+def test_of_a_family(n): pass
+def test_alone(): pass
+"""
+CONFTEST = """
+import sampling
+def pytest_collection_modifyitems(config, items): sampling.sample(config, items)
+def pytest_terminal_summary(terminalreporter, config):
+    terminalreporter.write_line(sampling.summary(config.stash[sampling.LEFT]))
+"""
+
+
+@pytest.fixture
+def collected(tmp_path):
+    """What a run with this seed has of it, and what it says."""
+    (tmp_path / "test_it.py").write_text(SOURCE)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+
+    def collect(seed: str, *names: str) -> tuple[list[str], str]:
+        line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *names]
+        environment = {**os.environ, "MEMOPT_SEED": seed, "PYTHONPATH": str(TESTS / "helpers")}
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return re.findall(r"^test_it.py::(\S+)$", done.stdout, re.M), done.stdout
+
+    return collect
+
+
+def test_of_a_family_the_first_is_run_and_others_by_the_seed(collected):
+    some, said = collected("1")
+    assert some[0] == "test_of_a_family[0]" and some[-1] == "test_alone" and len(some) == 5
+    assert "left to `make soak`: 16 tests: test_it.py::test_of_a_family 16 of 20" in said
+    assert collected("1")[0] == some != collected("2")[0]
+
+
+def test_one_that_is_named_is_run(collected):
+    assert collected("1", "test_it.py::test_of_a_family[17]")[0] == ["test_of_a_family[17]"]
