@@ -20,7 +20,6 @@ import torch
 from memopt import _C
 from memopt._checkpoint.plan import REST, SAVING, Plan, StepOverhead, fastest, leanest
 from memopt._checkpoint.stages import ranks
-from memopt._checkpoint.stages.cheap_steps import SELECTIVE
 from memopt._checkpoint.stages.costs import (
     AllocatorBytes,
     StageBytes,
@@ -90,20 +89,6 @@ def chain_stage(name: str, size: StageBytes, time: StageSeconds, speed: Bandwidt
                 time.backward,
                 size.forward_overhead,
                 size.backward_overhead,
-                own.remake_seconds,
-            )
-        )
-    if size.remakable:
-        stays = max(size.saved - size.remakable, size.output)
-        goes = size.saved - stays  # it is there while the stage runs, either way
-        options.append(
-            Option(
-                SELECTIVE,
-                stays,
-                time.full_forward,
-                time.backward + time.cheap,
-                size.forward_overhead + goes,
-                size.backward_overhead + goes,
                 own.remake_seconds,
             )
         )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
-from memopt._checkpoint.stages.cheap_steps import SELECTIVE
 from memopt._offload.schedule_sets import OPTION
 from memopt.chain import Chain, Op, Option, Schedule, Stage, Table
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 REST = "(rest of the model)"
 SAVING = "save"  # the option of a stage to save everything
 RUNS = {"fall": "all", "fck": "its input", "fnone": "nothing"}
-_KEPT = {OPTION: "all, offloaded", SELECTIVE: "what products made"}
+_AWAY = "all, offloaded"
 
 
 class StepOverhead(NamedTuple):
@@ -177,8 +176,7 @@ def with_copies(
             before[behind].append(("fetch", k))
     out: list[Op] = []
     for n, (op, k, *option) in enumerate(ops):
-        own: Op = (op, k, option[0]) if option in ([OPTION], [SELECTIVE]) else (op, k)
-        out += [*before[n], own, *after[n]]
+        out += [*before[n], (op, k, OPTION) if option == [OPTION] else (op, k), *after[n]]
     return out, max(there)
 
 
@@ -258,15 +256,14 @@ class Plan:
     @property
     def keeps_all(self) -> bool:
         """Return whether the budget needs no recomputation and no offload: the plain run fits."""
-        drops = any(option == [SELECTIVE] for _, _, *option in self.schedule.ops)
-        return max(self._runs().values()) == 1 and not self.offloaded and not drops
+        return max(self._runs().values()) == 1 and not self.offloaded
 
     def _first_keeps(self) -> dict[int, str]:
         """Return the tensors' treatment in each stage's first run: kept, dropped or offloaded."""
         first: dict[int, str] = {}
         for op, k, *option in self.schedule.ops:
             if op in RUNS:
-                first.setdefault(k, _KEPT.get(option[0], RUNS[op]) if option else RUNS[op])
+                first.setdefault(k, _AWAY if option == [OPTION] else RUNS[op])
         return first
 
     def as_dict(self) -> dict[str, Any]:

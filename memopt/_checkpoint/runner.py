@@ -27,7 +27,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -35,7 +34,6 @@ from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.stages.argument_objects import ArgumentObject, is_changeable
-from memopt._checkpoint.stages.cheap_steps import SELECTIVE, CheapSteps, Made, ValueNotes
 from memopt._checkpoint.stages.module_state import Changes, StageState, buffers_beside, unchanged
 from memopt._offload.schedule_sets import OPTION, OffloadedSet, OffloadedTensor, ScheduleOffload, unpacked
 from memopt._runtime.state_snapshot import Modes, version
@@ -52,11 +50,10 @@ class ChainRunner:
     """Stages 0 … len(functions)-1 of a schedule. Stages beyond belong to the caller: the loss, say.
 
     functions: of each stage, modules or plain callables with any arguments and outputs. ops: the schedule's operations,
-    (op, stage) or, of "fall" and "bwd", (op, stage, "offload") or (op, stage, "selective"):
-    `memopt.chain.Schedule.ops`. passing: stages whose input is dropped once they have run, because no saved set needs
-    it, not even as the output of the stage before. changing: those of them that change it in place. offload: the place
-    of offloaded sets. gathers: contexts in which stages run again. state: of each stage what its runs change in
-    modules; None: nothing, and nothing is watched.
+    (op, stage) or, of "fall" and "bwd", (op, stage, "offload"): `memopt.chain.Schedule.ops`. passing: stages whose
+    input is dropped once they have run, because no saved set needs it, not even as the output of the stage before.
+    changing: those of them that change it in place. offload: the place of offloaded sets. gathers: contexts in which
+    stages run again. state: of each stage what its runs change in modules; None: nothing, and nothing is watched.
     Raises ValueError if the operations do not begin with one forward pass through all stages in their order.
     """
 
@@ -106,31 +103,28 @@ class ChainRunner:
             )
         # Stages whose input is dropped while their saved set waits for it.
         self.dropped = {k for op, k in self.ops if op == "drop_input"}
-        self.away, self.selective = self._options(ops)
+        self.away = self._offloading(ops)
         self.offloaded = {self.ops[n][1] for n in self.away}
 
-    def _options(self, ops: Sequence[Op]) -> tuple[dict[int, bool], set[int]]:
-        """The "fall"s whose saved set goes: operation -> whether it does so at a later operation, "sent"; and those
-        after which what cheap steps made is dropped. A set that is wanted at once stays, whole."""
+    def _offloading(self, ops: Sequence[Op]) -> dict[int, bool]:
+        """The "fall"s whose saved set goes: operation -> whether it does so at a later operation, "sent". A set that
+        is wanted at once stays."""
         away: dict[int, bool] = {}
-        selective: set[int] = set()
-        supported = [*([OPTION] if self.offload else []), SELECTIVE]
         for n, (op, k, *option) in enumerate(ops):
-            if option and (option[0] not in supported or op not in ("fall", "bwd")):
+            if option and (option != [OPTION] or op not in ("fall", "bwd") or self.offload is None):
                 raise ValueError(
-                    f"operation {n}, {op} {k}, has the option {option[0]!r}: this runner supports no option but "
-                    f"{' and '.join(map(repr, supported))} of fall and bwd"
-                    + ("" if self.offload else "; give it where to offload to")
+                    f"operation {n}, {op} {k}, has the option {option[0]!r}: this runner supports no option"
+                    + (
+                        f" but {OPTION!r} of fall and bwd"
+                        if self.offload
+                        else "; give it where to offload to"
+                    )
                 )
-            if op != "fall" or not option or k >= self.count or self.is_last(n):
-                continue
-            if option == [SELECTIVE]:
-                selective.add(n)
-            else:
+            if op == "fall" and option and k < self.count and not self.is_last(n):
                 rest = self.ops[n:]
                 upto = rest[: rest.index(("bwd", k))]
                 away[n] = ("sent", k) in upto
-        return away, selective
+        return away
 
     def is_last(self, n: int) -> bool:
         """Return whether the backward of operation n's stage comes next."""
@@ -362,7 +356,6 @@ class ChainPass:
         self.outside: int | None = None  # a stage whose saved set was made outside the schedule
         self.sending: dict[int, OffloadedSet] = {}  # whose copies go on beside later stages
         self.coming: list[weakref.ref[Any]] = []  # of which a part may still have to begin
-        self.dropped: dict[int, DroppedValues] = {}  # of stages whose cheap steps make them again
         self.lock = threading.RLock()  # the engine has a thread for each device
 
     # ---- what is held -----------------------------------------------------------------------------------------
@@ -384,7 +377,6 @@ class ChainPass:
 
     def drop_saved(self, k: int) -> None:
         self.sent(k)
-        self.dropped.pop(k, None)
         self.saved.discard(k)
         self.settle(k + 1)
         for saved in self.saved_by(k):
@@ -436,7 +428,6 @@ class ChainPass:
         self.give_input(k, linked, own=k - 1 not in self.saved)
         storages = self.droppable_storages(k)
         taken = self.begin_offload(k, (args, kwargs)) if self.cursor in self.runner.away else None
-        function, notes = self.noting(k, self.cursor)
 
         def pack(tensor: torch.Tensor) -> SavedPlaceholder:
             self.saves = True
@@ -455,12 +446,11 @@ class ChainPass:
         ):
             self.running = k
             try:
-                out = function(*args, **kwargs)
+                out = self.runner.functions[k](*args, **kwargs)
             finally:
                 self.running = -1
         if taken is not None:
             self.offloaded(k, taken, out, self.cursor)
-        self.drop_remakable(k, notes)
         call.state.random.forget_unchanged()
         call.note_outputs(out, self.runner.held[k])
         if op == "fall":
@@ -492,59 +482,6 @@ class ChainPass:
                 return Alias(leaf, tensor.shape, tensor.stride(), tensor.storage_offset())
         return tensor.detach() if taken is None else taken.keep(tensor)
 
-    def noting(self, k: int, at: int | None) -> tuple[Function, ValueNotes | None]:
-        """Return stage k's function for operation `at`, and where it notes its values if some are to be dropped."""
-        function = self.runner.functions[k]
-        if at not in self.runner.selective or getattr(function, "cheap", None) is None:
-            return function, None
-        notes = ValueNotes()
-        return partial(function, note=notes), notes
-
-    def drop_remakable(self, k: int, notes: ValueNotes | None) -> None:
-        """Drop what the stage's cheap steps can make again, if all that these need is kept."""
-        if notes is None:
-            return
-        cheap: CheapSteps = self.runner.functions[k].cheap  # type: ignore[attr-defined]
-        kept: dict[int, SavedPlaceholder] = {}
-        gone: list[tuple[SavedPlaceholder, torch.Tensor, int]] = []
-        for saved in self.saved_by(k):
-            value = saved.value
-            if isinstance(value, torch.Tensor) and (number := notes.first_in(value)) is not None:
-                if number in cheap.dropped:
-                    gone.append((saved, value, number))
-                else:
-                    kept[number] = saved
-        if all(first in kept and number in notes.made for number, first in cheap.needs):
-            self.dropped[k] = DroppedValues(
-                [(weakref.ref(kept[first]), notes.made[number]) for number, first in cheap.needs],
-                [(weakref.ref(saved), Made.of(number, value)) for saved, value, number in gone],
-            )
-            for saved, *_ in gone:
-                saved.value = None
-
-    def make_dropped(self, k: int) -> None:
-        """Run the cheap steps of stage k again for what was dropped, unless something that they need is gone."""
-        values = self.dropped.pop(k, None)
-        if values is None or not self.available(k):
-            return
-        call, function = self.calls[k], self.runner.functions[k]
-        (trace, *given), _ = call.arguments(self.inputs.get(k, ()))
-        there = function.given(given)  # type: ignore[attr-defined]
-        for ref, made in values.needs:
-            tensor = self.resolved(saved) if (saved := ref()) is not None else None
-            if tensor is None:
-                return
-            there[made.number] = tensor.as_strided(made.size, made.stride, made.offset)
-        with (
-            self.runner.gathers[k]() if self.runner.gathers else nullcontext(),
-            call.state.again(),
-            call.modes.again(),
-        ):
-            again = function.cheap.run(trace, there)  # type: ignore[attr-defined]
-        for ref, made in values.dropped:
-            if (saved := ref()) is not None:
-                saved.value = again[made.number].as_strided(made.size, made.stride, made.offset)
-
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def value_of(self, saved: SavedPlaceholder) -> torch.Tensor:
@@ -555,9 +492,6 @@ class ChainPass:
                 self.reach(saved.stage)
             self.coming = [one for one in self.coming if (storage := one()) and storage.advance()]
             value = self.resolved(saved)
-            if value is None and saved.stage in self.dropped:
-                self.make_dropped(saved.stage)
-                value = self.resolved(saved)
             if value is None:
                 self.make_saved(saved.stage)
                 value = self.resolved(saved)
@@ -600,19 +534,16 @@ class ChainPass:
             self.fetch(k)
         elif self.available(k):  # else the pass came another way, and what is wanted of k is made when it is
             away = self.cursor if self.cursor in self.runner.away else None
-            last = self.runner.is_last(self.cursor)
-            self.run_again(k, catch=op == "fall", stop=last, away=away, at=self.cursor)
+            self.run_again(k, catch=op == "fall", stop=self.runner.is_last(self.cursor), away=away)
             if op == "fnone":
                 self.drop_input(k)
             else:
                 self.settle(k)
 
-    def run_again(
-        self, k: int, *, catch: bool, stop: bool = False, away: int | None = None, at: int | None = None
-    ) -> None:
+    def run_again(self, k: int, *, catch: bool, stop: bool = False, away: int | None = None) -> None:
         """Run stage k: for its output; or (catch) for its saved set and, unless it may stop there, its output. away:
-        the operation by which that is offloaded; at: the operation. In grad mode either way, as at first: else oneDNN's
-        LSTM gives other bits."""
+        the operation by which that is offloaded. In grad mode either way, as at first: else oneDNN's LSTM gives other
+        bits."""
         call = self.calls[k]
         args, kwargs = call.arguments(self.inputs.get(k, ()), changing=k in self.runner.changing)
         out = None
@@ -625,11 +556,8 @@ class ChainPass:
             torch.enable_grad(),
         ):
             if catch:
-                function, notes = self.noting(k, at)
-                out = self.catch_saved(k, function, args, kwargs, copies, stop, taken)
+                out = self.catch_saved(k, args, kwargs, copies, stop, taken)
                 self.saved.add(k)
-                self.dropped.pop(k, None)
-                self.drop_remakable(k, notes)
             else:
                 with torch.autograd.graph.saved_tensors_hooks(call.unsaved, unpacked):
                     out = self.runner.functions[k](*args, **kwargs)
@@ -644,7 +572,6 @@ class ChainPass:
     def catch_saved(
         self,
         k: int,
-        function: Function,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         copies: batch_norm.Copies,
@@ -677,7 +604,7 @@ class ChainPass:
         out = None
         try:
             with taken or nullcontext(), torch.autograd.graph.saved_tensors_hooks(pack, unpacked):
-                out = function(*args, **kwargs)
+                out = self.runner.functions[k](*args, **kwargs)
         except SavedAll:
             if not stop:
                 raise
@@ -711,15 +638,6 @@ class ChainPass:
         if stage in self.runner.changing:
             self.drop_input(stage)  # it is not what it was
         self.outside = stage
-
-
-class DroppedValues(NamedTuple):
-    """Saved tensors of a stage that its cheap steps make again.
-
-    needs: the kept ones that these take, and which value each has; dropped: those dropped, and the value of each."""
-
-    needs: list[tuple[weakref.ref[SavedPlaceholder], Made]]
-    dropped: list[tuple[weakref.ref[SavedPlaceholder], Made]]
 
 
 class SavedAll(Exception):

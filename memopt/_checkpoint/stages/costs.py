@@ -300,19 +300,16 @@ class StageBytes(NamedTuple):
     changes_input: bool = False
     movable: int = 0  # bytes of the saved set that the stage alone holds: they can be kept elsewhere
     movable_room: int = 0  # that they take there
-    remakable: int = 0  # bytes of the saved set that its cheap steps can make again
     numbers: int = 0  # bytes of numbers of Python's that its graph keeps, in none of the others
 
 
 class StageSeconds(NamedTuple):
-    """Measured seconds of a stage. remake: a forward with a graph that ends once all is saved. cheap: its cheap steps
-    alone."""
+    """Measured seconds of a stage. remake: a forward with a graph that ends once all is saved."""
 
     forward: float
     full_forward: float
     remake: float
     backward: float
-    cheap: float = 0.0
 
 
 class Enough(Exception):

@@ -20,7 +20,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.runner import Held, StageCall, calls_of, held_outputs, unchangeable
-from memopt._checkpoint.stages import cheap_steps
 from memopt._checkpoint.stages.argument_objects import ArgumentObject
 from memopt._checkpoint.stages.costs import (
     Meter,
@@ -220,7 +219,6 @@ class ChainMeasurement:
 
     def measure_bytes(self) -> None:
         saved: list[torch.Tensor] = []  # around the stages
-        self.cheap_seconds: list[float] = []
         meter = Meter(self.device)
         meter.ignore(self.standing)
         before_last = live = 0
@@ -258,15 +256,8 @@ class ChainMeasurement:
             if (first := self.chain.lingering[k]) is not None:
                 more += self.linked_bytes[first]
             gradients, peak = self.gradient_bytes(self.made_before)
-            cheap = (
-                cheap_steps.Measured(0, 0.0)
-                if state.found
-                else cheap_steps.measure(function, arguments, standing, lambda: synchronize(self.device))
-            )
-            self.cheap_seconds.append(cheap.seconds)
             self.stage_bytes.append(
                 size._replace(
-                    remakable=cheap.nbytes,
                     input_grad=size.input_grad + between,
                     backward_overhead=max(0, size.backward_overhead - between, size.parameter_grad + peak),
                     parameter_grad=size.parameter_grad + gradients,
@@ -367,8 +358,8 @@ class ChainMeasurement:
         kinds = [
             kind_of(function, size) for function, size in zip(self.functions, self.stage_bytes, strict=False)
         ]
-        for kind, found, cheap in zip(kinds, runs, self.cheap_seconds, strict=True):
-            alike[kind] += [one._replace(cheap=cheap) for one in found]
+        for kind, found in zip(kinds, runs, strict=True):
+            alike[kind] += found
         self.stage_seconds = [
             StageSeconds(*(min(column) for column in zip(*alike[kind], strict=True))) for kind in kinds
         ]
@@ -451,7 +442,6 @@ def group_bytes(members: Sequence[StageBytes]) -> StageBytes:
         saved_beside_output=kept - last.saved + last.saved_beside_output,
         movable=sum(size.movable for size in members),
         movable_room=sum(size.movable_room for size in members),
-        remakable=sum(size.remakable for size in members),
     )
 
 
@@ -462,7 +452,6 @@ def group_seconds(members: Sequence[StageSeconds]) -> StageSeconds:
         full_forward=sum(t.full_forward for t in members),
         remake=sum(t.full_forward for t in members[:-1]) + members[-1].remake,
         backward=sum(t.backward for t in members),
-        cheap=sum(t.cheap for t in members),
     )
 
 

@@ -21,7 +21,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -38,11 +38,7 @@ from memopt._checkpoint.stages.trace_forward import (
     TracedCall,
 )
 
-if TYPE_CHECKING:
-    from memopt._checkpoint.stages.cheap_steps import CheapSteps
-
 Run = Callable[..., Any]  # of stage k: run(k, *args, **kwargs)
-Note = Callable[[int, torch.Tensor], None]  # of a value that a step made, by its number
 
 SHORT = 32  # a life during which less than a part of so many is made is not worth holding a value for
 MOST_HELD = 64
@@ -64,13 +60,10 @@ class PartProgram(NamedTuple):
     makes: list[int]
     ends: list[int]
 
-    def run(self, trace: BlockTrace, given: tuple[torch.Tensor, ...], note: Note | None = None) -> Any:
+    def run(self, trace: BlockTrace, given: tuple[torch.Tensor, ...]) -> Any:
         values = dict(zip(self.inputs, given, strict=True))
         for step, unused in zip(trace.steps[self.start : self.end], self.unused, strict=True):
             step.run(values)
-            if note is not None:
-                for _, number in step.makes:
-                    note(number, values[number])
             for number in unused:
                 del values[number]
         if self.end == len(trace.steps):
@@ -95,9 +88,8 @@ class BlockTrace:
 class BlockPart:
     """One stage of a block.
 
-    part(trace, its values …) runs its steps of that trace; note() is told of all that they make. part(None, args,
-    kwargs) runs the whole block if it is the first part; part(None, out) passes on the block's result if it is not.
-    cheap: what it need not keep (cheap_steps.py).
+    part(trace, its values …) runs its steps of that trace. part(None, args, kwargs) runs the whole block if it is the
+    first part; part(None, out) passes on the block's result if it is not.
     """
 
     def __init__(self, block: SplitBlock, n: int) -> None:
@@ -107,7 +99,6 @@ class BlockPart:
         self.modules_called = called_modules(steps) if n else list(block.module.modules())
         later = {number for program in block.programs[n + 2 :] for number in program.inputs}
         self.held_outputs = {leaf for leaf, number in enumerate(own.makes) if number in later}
-        self.cheap: CheapSteps | None = None
 
     @property
     def __self__(self) -> torch.nn.Module:
@@ -122,17 +113,9 @@ class BlockPart:
             for target in targets
         )
 
-    def given(self, values: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the part's arguments by number."""
-        return dict(zip(self.block.programs[self.n].inputs, values, strict=True))
-
-    def is_within(self, at: int) -> bool:
-        """Return whether the part has the step of this number."""
-        return at in range(self.block.programs[self.n].start, self.block.programs[self.n].end)
-
-    def __call__(self, trace: BlockTrace | None, *values: Any, note: Note | None = None) -> Any:
+    def __call__(self, trace: BlockTrace | None, *values: Any) -> Any:
         if trace is not None:
-            return self.block.programs[self.n].run(trace, values, note)
+            return self.block.programs[self.n].run(trace, values)
         if self.n:
             return values[0]
         args, kwargs = values

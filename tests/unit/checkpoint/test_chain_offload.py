@@ -503,8 +503,8 @@ def test_a_runner_is_copied_and_pickled_without_what_it_keeps(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("op", "where", "text"),
     [
-        (("fall", 0, "saving"), True, "no option but 'offload' and 'selective' of fall and bwd"),
-        (("fck", 0, "offload"), True, "no option but 'offload' and 'selective' of fall and bwd"),
+        (("fall", 0, "saving"), True, "no option but 'offload' of fall and bwd"),
+        (("fck", 0, "offload"), True, "no option but 'offload' of fall and bwd"),
         (("fall", 0, "offload"), False, "give it where to offload to"),
     ],
 )

@@ -82,4 +82,4 @@ def test_gradients_and_times() -> None:
     seconds = stage_seconds(
         stage, lambda: ((x.clone().requires_grad_(),), {}), list(stage.parameters()), count
     )
-    assert all(value > 0 for value in seconds._replace(cheap=1))
+    assert all(value > 0 for value in seconds)
