@@ -1,30 +1,16 @@
-/* Over the simulated device, which runs the text of kernels/cross_entropy.cu. The kernels are the embedded ones, or where this build
- * has none, what the made-up NVRTC makes. */
+/* Over the simulated device, which runs the text of kernels/cross_entropy.cu. */
 #include "child.h"
-#include "driver/launch.h"
 #include "driver/staging.h"
-#include "fake_nvrtc.h"
 #include "logits_rows.h"
-#include "simulated_contract.h"
+#include "simulated_kernels.h"
 
-static made *memory; /* the device's, which here is the host's too */
+static made *memory; /* the device's */
 static mo_detail detail;
-static CUstream stream;
 
 static void start(void)
 {
-    static const mo_kernel_settings settings = {.nvrtc_paths = {FAKE_NVRTC_PATH}, .nvrtc_path_count = 1};
-
-    if (!memory) {
-        CUdeviceptr block = 0;
-        stream = contract()->stream;
-        nvrtc_reset();
-        nvrtc.image = NVRTC_KERNELS;
-        CHECK_EQ(mo_kernels_configure(&settings, NULL), MO_OK);
-        IN_CONTEXT(simulated_devices()->api.memory_alloc(&block, sizeof *memory));
-        memory = (made *)(uintptr_t)block;
-    }
-    finish(stream);
+    if (start_kernels())
+        memory = device_memory(sizeof *memory);
 }
 
 /* That job in the device's memory; what becomes of it is *m's then. */
@@ -71,7 +57,7 @@ static void every_failure_in_child(void)
         free(m);
         m = make(&random, MO_BF16, 100, 0, 0);
         CHECK_OK(on_the_device(m));
-        check_rows(m);
+        check_rows(m, KERNEL_TANGENT);
         free(m);
     }
     CHECK_EQ(live_on(0).pending, 0);
@@ -97,7 +83,7 @@ TEST(every_kind_on_the_device_is_the_oracles_by_one_launch_and_the_options_are_u
             *again = *m;
             again->job.logits = kind == MO_F32 ? (uintptr_t)again->floats : (uintptr_t)again->halves;
             CHECK_OK(on_the_device(m));
-            check_rows(m);
+            check_rows(m, KERNEL_TANGENT);
             mo_launch_read(0, &before);
             CHECK_OK(on_the_device(again));
             mo_launch_read(0, &after);

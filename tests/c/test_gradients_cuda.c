@@ -9,40 +9,24 @@
 #include "child.h"
 #include "driver/launch.h"
 #include "driver/staging.h"
-#include "fake_nvrtc.h"
-#include "simulated_contract.h"
+#include "simulated_kernels.h"
 
 enum { COUNT = 4096, LISTS = MO_STAGING_SLOTS + 2, MANY = 172 }; /* MANY: a table beyond the least capacity */
 
 /* Device memory, which here is the host's too. */
 static float *values, *inv_scale, *found_inf, *norm, *clip, *factor;
 static mo_detail detail;
-static CUstream stream;
-
-static CUdeviceptr device_block(size_t size)
-{
-    CUdeviceptr out = 0;
-    IN_CONTEXT(simulated_devices()->api.memory_alloc(&out, size));
-    return out;
-}
 
 static void start(void)
 {
-    static const mo_kernel_settings settings = {.nvrtc_paths = {FAKE_NVRTC_PATH}, .nvrtc_path_count = 1};
-
-    if (!values) {
-        stream = contract()->stream;
-        nvrtc_reset();
-        nvrtc.image = NVRTC_KERNELS;
-        CHECK_EQ(mo_kernels_configure(&settings, NULL), MO_OK);
-        values = (float *)(uintptr_t)device_block(COUNT * sizeof *values);
-        inv_scale = (float *)(uintptr_t)device_block(sizeof *inv_scale);
-        found_inf = (float *)(uintptr_t)device_block(sizeof *found_inf);
-        norm = (float *)(uintptr_t)device_block(3 * sizeof *norm);
+    if (start_kernels()) {
+        values = device_memory(COUNT * sizeof *values);
+        inv_scale = device_memory(sizeof *inv_scale);
+        found_inf = device_memory(sizeof *found_inf);
+        norm = device_memory(3 * sizeof *norm);
         clip = norm + 1;
         factor = norm + 2;
     }
-    finish(stream);
     for (int i = 0; i < COUNT; i++)
         values[i] = 1.0f;
     *inv_scale = 0.5f;

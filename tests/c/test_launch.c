@@ -5,24 +5,9 @@
 #include "../kernels/gradients.cuh"
 #include "base/hostmem.h"
 #include "child.h"
-#include "fake_nvrtc.h"
-#include "simulated_contract.h"
+#include "simulated_kernels.h"
 
 static mo_detail detail;
-static CUstream stream;
-
-static void start(void)
-{
-    static const mo_kernel_settings settings = {.nvrtc_paths = {FAKE_NVRTC_PATH}, .nvrtc_path_count = 1};
-
-    if (!stream) {
-        stream = contract()->stream;
-        nvrtc_reset();
-        nvrtc.image = NVRTC_KERNELS;
-        CHECK_EQ(mo_kernels_configure(&settings, NULL), MO_OK);
-    }
-    finish(stream);
-}
 
 static mo_launch begin(void)
 {
@@ -65,7 +50,7 @@ TEST(a_launch_reads_its_table_in_stream_order)
 {
     CUdeviceptr block = 0;
 
-    start();
+    start_kernels();
     IN_CONTEXT(simulated_devices()->api.memory_alloc(&block, 64));
     float *const values = (float *)(uintptr_t)block;
     values[0] = -3;
@@ -84,7 +69,7 @@ TEST(a_table_grows_and_stays)
     mo_launch launch;
     void *small = NULL, *large = NULL, *again = NULL;
 
-    start();
+    start_kernels();
     launch = begin();
     CHECK(launch.multiprocessors > 0);
     CHECK_OK(mo_launch_table(&launch, 100, &small, &detail));
@@ -103,7 +88,7 @@ TEST(a_device_that_is_none_is_refused_and_nothing_is_held)
 {
     mo_launch launch;
 
-    start();
+    start_kernels();
     CHECK_EQ(mo_launch_begin(2, "a test", &launch, &detail), MO_NO_DEVICE);
     CHECK_EQ(mo_launch_begin(-1, "a test", &launch, &detail), MO_NO_DEVICE);
     CHECK_EQ(launches_now(-1), 0);
@@ -122,7 +107,7 @@ static void forked_child(void)
 
 TEST(a_forked_child_is_refused_though_the_lock_was_held)
 {
-    start();
+    start_kernels();
     mo_launch launch = begin();
     CHECK_CHILD(forked_child);
     mo_launch_end(&launch);

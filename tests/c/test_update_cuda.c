@@ -5,24 +5,9 @@
 #include "base/hostmem.h"
 #include "child.h"
 #include "driver/launch.h"
-#include "fake_nvrtc.h"
-#include "simulated_contract.h"
+#include "simulated_kernels.h"
 
 static mo_detail detail;
-static CUstream stream;
-
-static void start(void)
-{
-    static const mo_kernel_settings settings = {.nvrtc_paths = {FAKE_NVRTC_PATH}, .nvrtc_path_count = 1};
-
-    if (!stream) {
-        stream = contract()->stream;
-        nvrtc_reset();
-        nvrtc.image = NVRTC_KERNELS;
-        CHECK_EQ(mo_kernels_configure(&settings, NULL), MO_OK);
-    }
-    finish(stream);
-}
 
 static mo_status step_of(const job *j)
 {
@@ -85,7 +70,7 @@ static void failure_in_child(void)
     uint64_t random = test_seed();
     static job given, got;
 
-    start();
+    start_kernels();
     make_one(&given, &random, 500, /* codes */ true);
     job_copy(&got, &given);
     CHECK_EQ(simulated_devices()->fail(failing, 0, 1, CUDA_ERROR_OUT_OF_MEMORY), 0);
@@ -118,7 +103,7 @@ TEST(random_jobs_of_all_rules_and_types_are_the_formulas_to_the_bit)
     uint64_t random = test_seed();
     static job given;
 
-    start();
+    start_kernels();
     for (int round = 0; round < test_rounds(150, 20000); round++) {
         const uint64_t before = launches_now();
         job_make(&given, &random, /* ordinary */ round % 3);
@@ -133,7 +118,7 @@ TEST(a_parameter_that_many_blocks_share_is_updated_once_and_its_step_counted_onc
     uint64_t random = test_seed();
     static job given;
 
-    start();
+    start_kernels();
     for (int codes = 0; codes < 2; codes++) {
         make_one(&given, &random, 100003, codes);
         check_job(&given);
@@ -147,7 +132,7 @@ TEST(steps_that_follow_each_other_upload_one_table_and_read_their_scalars_when_t
     mo_launch_counts before, after;
     static job expected, got;
 
-    start();
+    start_kernels();
     make_one(&got, &random, 3000, /* codes */ true);
     job_copy(&expected, &got);
     mo_launch_read(0, &before);
@@ -173,7 +158,7 @@ TEST(a_captured_step_is_counted_and_does_not_run_or_break_the_capture)
     mo_launch_counts before, after;
     static job given, got;
 
-    start();
+    start_kernels();
     make_one(&given, &random, 500, /* codes */ false);
     job_copy(&got, &given);
     mo_launch_read(0, &before);
@@ -194,7 +179,7 @@ TEST(a_wrong_job_is_refused_before_anything_is_queued_or_loaded)
     uint64_t random = test_seed();
     static job given;
 
-    start();
+    start_kernels();
     const uint64_t before = launches_now();
     make_one(&given, &random, 500, /* codes */ false);
     given.parameters[0].g += 1;

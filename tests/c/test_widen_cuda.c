@@ -1,34 +1,19 @@
-/* Over the simulated device, which runs the text of kernels/widen.cuh when the test lets it. The kernels are the embedded ones, or
- * where this build has none, what the made-up NVRTC makes. */
+/* Over the simulated device, which runs the text of kernels/widen.cuh when the test lets it. */
 #include "child.h"
 #include "base/hostmem.h"
-#include "driver/launch.h"
 #include "driver/staging.h"
-#include "fake_nvrtc.h"
-#include "simulated_contract.h"
+#include "simulated_kernels.h"
 #include "widen_jobs.h"
 
 enum { COUNT = 30000 };
 
-/* Device memory, which here is the host's too. */
-static unsigned char *memory;
+static unsigned char *memory; /* the device's */
 static mo_detail detail;
-static CUstream stream;
 
 static void start(void)
 {
-    static const mo_kernel_settings settings = {.nvrtc_paths = {FAKE_NVRTC_PATH}, .nvrtc_path_count = 1};
-
-    if (!memory) {
-        CUdeviceptr block = 0;
-        stream = contract()->stream;
-        nvrtc_reset();
-        nvrtc.image = NVRTC_KERNELS;
-        CHECK_EQ(mo_kernels_configure(&settings, NULL), MO_OK);
-        IN_CONTEXT(simulated_devices()->api.memory_alloc(&block, 8 * COUNT));
-        memory = (unsigned char *)(uintptr_t)block;
-    }
-    finish(stream);
+    if (start_kernels())
+        memory = device_memory(8 * COUNT);
     memset(memory, 7, 8 * COUNT);
 }
 
