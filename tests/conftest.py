@@ -145,7 +145,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What sim_tests.py asks for: the names, each with its family."""
+    """Names for sim_tests.py, each with its family."""
     target = session.config.getoption("--report-to")
     if target and session.config.option.collectonly:
         lines = [{"id": item.nodeid, "family": sampling.family_of(item)} for item in session.items]

@@ -16,7 +16,7 @@ from memopt._checkpoint.plan import Plan
 from memopt._checkpoint.shape_plans import PlannedForward, PlanRequest, StageForward
 from memopt._checkpoint.stages.costs import device_of, tensors_in
 from memopt._checkpoint.stages.measure import Loss, default_loss
-from memopt._checkpoint.stages.trace_forward import own_forward, restore_forward
+from memopt._checkpoint.stages.module_forwards import own_forward, restore_forward
 from memopt._offload.schedule_sets import destination
 
 
@@ -56,8 +56,9 @@ def auto_checkpoint(
     A plan serves all batches that are in no dimension larger than its sample, of the same types, under the same
     autocast and mode. For another one the model is planned anew before it runs, with that batch as the sample: some
     tens of steps' time. Calls less than half as large get a plan of their own once recomputation by the larger one has
-    cost more than planning does. So give the largest batch first. Models sharded over ranks, with SyncBatchNorm, or
-    with parameters that hooks step are not planned anew: they warn, and run by the plan there is.
+    cost more than planning does. So give the largest batch first. Hooks run in planning's steps too. Models sharded
+    over ranks, with SyncBatchNorm, or with parameters that hooks step are not planned anew: they warn, and run by the
+    plan there is.
 
     Effects of a forward on its modules (buffers, other tensors, numbers, lists and dictionaries that are attributes),
     on objects that it is given (a cache of keys and values), and on Python's and NumPy's random states, happen once,

@@ -225,7 +225,7 @@ def _install_loss_head(met: Callable[[], object]) -> None:
 
 
 class _FunctionalHead:
-    """What DeferredLogits asks of a LossHead, for a call of torch.nn.functional.linear."""
+    """A call of torch.nn.functional.linear as a LossHead, for DeferredLogits."""
 
     defers = True
     chunk_bytes = 64 << 20

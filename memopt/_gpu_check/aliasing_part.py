@@ -250,7 +250,7 @@ def _dependent_rounds(number: int) -> tuple[int, int, int]:
 
 
 def peers(request: PartRequest, figures: Figures) -> str:
-    """What a device wrote by one address of its memory, read by its peer by the other, behind an event."""
+    """Values that a device wrote by one address of its memory, read by its peer by the other, behind an event."""
     import torch
 
     count, wrong, pairs = torch.cuda.device_count(), [], 0

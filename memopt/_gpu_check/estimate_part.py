@@ -67,7 +67,7 @@ def estimate(request: PartRequest) -> PartOutcome:
 
 
 def _beyond(stated: tuple[int, int], measured: int) -> float:
-    """How far a measured figure lies outside a stated range, as a part of it."""
+    """The distance of a measured figure from a stated range, as a part of the figure."""
     low, high = stated
     return max(low / measured - 1, 1 - high / measured, 0.0)
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from memopt._checkpoint.drop_in.checkpoint import _Checkpointed
 from memopt._checkpoint.plan import Plan
 from memopt._checkpoint.shape_plans import PlannedForward, StageForward
-from memopt._checkpoint.stages.trace_forward import ClassForward
+from memopt._checkpoint.stages.module_forwards import ClassForward
 from memopt._offload.layers import NAME, LayerCall
 
 

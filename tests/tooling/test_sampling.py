@@ -28,7 +28,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture
 def collected(tmp_path):
-    """What a run with this seed has of it, and what it says."""
+    """A function from a seed to the tests that a run with it has, and its output."""
     (tmp_path / "test_it.py").write_text(SOURCE)
     (tmp_path / "conftest.py").write_text(CONFTEST)
 

@@ -25,10 +25,10 @@ from torch.utils import _pytree as pytree
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.runner import StageCall, TensorVersion, changeable
 from memopt._checkpoint.stages.costs import GraphIsGone, tensors_in
+from memopt._checkpoint.stages.module_forwards import forwards, is_its_classes, own_forward
 from memopt._checkpoint.stages.module_state import Changes, Snapshot, changes_within, joined
 from memopt._checkpoint.stages.ranks import is_sharded
 from memopt._checkpoint.stages.split import Run, SplitBlock, split
-from memopt._checkpoint.stages.trace_forward import is_its_classes, own_forward
 
 PART = 0.5  # of a call's elements that the stages in it must make for these to stand for it
 TANGLED = 2  # stages that take nothing from the one before, for the model's forward to be cut as one
@@ -267,21 +267,6 @@ class Member(NamedTuple):
         count = len(self.block.names)
         parts = [" + ".join(names) or f"{n + 1} of {count}" for n, names in enumerate(self.block.names)]
         return [f"{self.name} ({part})" if self.name else part for part in parts]
-
-
-@contextmanager
-def forwards(modules: Sequence[torch.nn.Module], replacements: Sequence[Any]) -> Iterator[None]:
-    """Replace the forwards of these modules within the context."""
-    before = [module.__dict__.get("forward") for module in modules]
-    try:
-        for module, replacement in zip(modules, replacements, strict=True):
-            module.__dict__["forward"] = replacement
-        yield
-    finally:
-        for module, old in zip(modules, before, strict=True):
-            module.__dict__.pop("forward", None)
-            if old is not None:
-                module.__dict__["forward"] = old
 
 
 class ModelChain:

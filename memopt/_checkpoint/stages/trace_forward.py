@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import enum
 import gc
-import inspect
 import threading
 import types
 import weakref
@@ -29,6 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
+from memopt._checkpoint.stages.module_forwards import is_its_classes
 from memopt._runtime.state_snapshot import CONTAINERS, is_drawn_from, python_random
 
 KIND = frozenset(
@@ -193,7 +193,7 @@ def target_of(step: TracedCall) -> Any:
 
 
 class RecordedCalls(NamedTuple):
-    """What two traces of a forward have in common that can be cut at the same places, whatever shapes they are of."""
+    """The calls of a trace, without shapes. Two traces that have the same can be cut at the same places."""
 
     targets: list[Any]
     uses: list[tuple[list[int], list[tuple[torch.nn.Module, str]]]]
@@ -225,47 +225,6 @@ def has_hooks(module: torch.nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-    )
-
-
-class ClassForward:
-    """A module's forward by its class. Unlike the bound method, it is that in a saved module with another one too."""
-
-    __slots__ = ("__self__",)
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.__self__ = module
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(type(self.__self__).forward.__get__(self.__self__))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.__self__).forward(self.__self__, *args, **kwargs)
-
-
-def own_forward(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the module's forward, for as long as it may have another in its place."""
-    forward: Callable[..., Any] = module.forward
-    is_classes = getattr(forward, "__func__", None) is getattr(type(module), "forward", forward)
-    return ClassForward(module) if is_classes and getattr(forward, "__self__", None) is module else forward
-
-
-def restore_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-    """Give the module the forward that own_forward() returned."""
-    if isinstance(forward, ClassForward):
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward
-
-
-def is_its_classes(module: torch.nn.Module) -> bool:
-    """Return whether the module's forward is its class's own, neither compiled nor replaced.
-
-    A replaced forward may have effects that cannot be seen.
-    """
-    return not (
-        "forward" in module.__dict__ or hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
     )
 
 

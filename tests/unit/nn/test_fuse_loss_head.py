@@ -55,7 +55,7 @@ FORMS = [shifted_labels, shifted_logits, not_shifted, capped, scaled, summed]
 
 
 class Model(nn.Module):
-    """What a causal language model of transformers is to fuse_loss_head."""
+    """A causal language model, as fuse_loss_head sees one of transformers."""
 
     def __init__(self, form=shifted_labels, bias=False, tied=False):
         super().__init__()
