@@ -26,9 +26,10 @@ from memopt._checkpoint.plan import Plan
 from memopt._checkpoint.runner import ChainRunner
 from memopt._checkpoint.stages import ranks
 from memopt._checkpoint.stages.measure import ChainMeasurement, Loss, default_loss
-from memopt._checkpoint.stages.model_chain import Member, ModelChain, forwards
+from memopt._checkpoint.stages.model_chain import Member, ModelChain
+from memopt._checkpoint.stages.module_forwards import forwards, restore_forward
 from memopt._checkpoint.stages.module_state import Snapshot
-from memopt._checkpoint.stages.trace_forward import SIMPLE, autocast_kinds, autocast_of, restore_forward
+from memopt._checkpoint.stages.trace_forward import SIMPLE, autocast_kinds, autocast_of
 from memopt._offload.schedule_sets import ScheduleOffload, bandwidth
 from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import preserve_state
@@ -97,7 +98,7 @@ class AnyLoss:
 
 
 class CallShape(NamedTuple):
-    """What a plan depends on of a call: its kind, and the size of each dimension of its tensors and each int."""
+    """A call as far as a plan depends on it: its kind, and the size of each dimension of its tensors and each int."""
 
     kind: tuple[Any, ...]
     sizes: tuple[int, ...]
@@ -147,7 +148,10 @@ class ShapePlan:
 
 @dataclass
 class PlanRequest:
-    """What auto_checkpoint() was asked for, but for the sample. optimizer: a weak reference, or its state's bytes."""
+    """The arguments of auto_checkpoint(), but for the sample.
+
+    optimizer: a weak reference, or its state's bytes. state_bytes: those of the optimizer when it was last seen.
+    """
 
     loss: Loss
     budget: int
@@ -156,13 +160,17 @@ class PlanRequest:
     optimizer: weakref.ref[torch.optim.Optimizer] | int
     accumulate: bool
     strict: bool
+    state_bytes: int = 0
 
     def optimizer_bytes(self, model: torch.nn.Module) -> OptimizerBytes:
-        optimizer = self.optimizer if isinstance(self.optimizer, int) else self.optimizer()
-        if isinstance(optimizer, torch.optim.Optimizer):
-            with preserve_state(model):
-                return foretold(optimizer)
-        return OptimizerBytes([], [], [], optimizer or 0)
+        if isinstance(self.optimizer, int):
+            return OptimizerBytes([], [], [], self.optimizer)
+        if (optimizer := self.optimizer()) is None:
+            return OptimizerBytes([], [], [], self.state_bytes)
+        with preserve_state(model):
+            found = foretold(optimizer)
+        self.state_bytes = found.there_bytes + sum(found.coming)
+        return found
 
     def plan(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
         """Return the plan for these arguments of a model that runs plain. The model is left as it was."""
