@@ -190,14 +190,14 @@ ROWS = [
     ),
     speed("… of a GPT", "bench_checkpoint", "torch", GPT, SEQUENTIAL.format(8)),
     Row(
-        "`auto_checkpoint`: live bytes, of 30 runs the one nearest its budget",
+        "`auto_checkpoint`: live bytes, of 42 runs the one nearest its budget",
         "bench_auto_checkpoint",
         "budget 1",
         "{}",
         (Value("live bytes, the row nearest its budget", "measured", DIGITS3),),
     ),
     Row(
-        "… its predicted peak, off by, the median and the worst run",
+        "… its foretold peak, off by, the median and the worst run",
         "bench_auto_checkpoint",
         "",
         "{}, {}",
@@ -207,13 +207,13 @@ ROWS = [
         ),
     ),
     Row(
-        "… its predicted seconds, the same",
+        "… the seconds of its trial steps beside later ones, the same",
         "bench_auto_checkpoint",
         "",
         "{}, {}",
         (
-            Value("predicted seconds, furthest from the measured ones: the median row", "measured", PERCENT),
-            Value("predicted seconds, furthest from the measured ones", "measured", PERCENT),
+            Value("seconds of the trial steps, furthest from later ones: the median row", "measured", PERCENT),
+            Value("seconds of the trial steps, furthest from later ones", "measured", PERCENT),
         ),
     ),
     Row(
