@@ -8,7 +8,7 @@ TYPE_CHECKING = False  # type checkers take it for typing's
 
 if TYPE_CHECKING:
     from memopt._batch_size.result import FoundBatchSize, NoBatchSizeFits, Trial
-    from memopt._checkpoint.plan import Plan
+    from memopt._checkpoint.plan import Plan, PlanCheck
     from memopt._compare.model_table import ModelComparison
     from memopt._compare.step_table import MeasuredStep, StepComparison
     from memopt._estimate.cards import Card
@@ -50,6 +50,7 @@ __all__ = [
     "OffloadedLayers",
     "PackedInputs",
     "Plan",
+    "PlanCheck",
     "Profile",
     "Recording",
     "Released",

@@ -30,6 +30,8 @@ static void where(int64_t *stack, int64_t *module)
 
 static pid_t
     owner; /* the process that opened the log: in its child another thread may have been at it for ever */
+static long watch; /* of the watch that goes on, or was the last */
+static bool yields; /* to any other that begins */
 
 static void drop(void)
 {
@@ -42,26 +44,33 @@ static void drop(void)
 
 PyDoc_STRVAR(
     start_doc,
-    "cpu_log_start($module, max_events, /)\n--\n\n"
+    "cpu_log_start($module, max_events, yielding=False, /)\n--\n\n"
     "From now on torch's CPU allocator is watched, and its last max_events births and deaths are kept.\n"
-    "Raises memopt.Error where torch's allocator is not as it is known, or is watched already.");
+    "yielding: until another watch begins. Returns this watch's number.\n"
+    "Raises memopt.Error where torch's allocator is not as it is known, RuntimeError where it is watched already.");
 
-static PyObject *cpu_log_start(PyObject *module, PyObject *count)
+static PyObject *cpu_log_start(PyObject *module, PyObject *args)
 {
-    const size_t capacity = PyLong_AsSize_t(count);
+    Py_ssize_t capacity;
+    int yielding = 0;
     mo_torch_cpu torch;
     mo_detail detail;
     mo_status status;
 
-    if (capacity == (size_t)-1 && PyErr_Occurred())
+    if (!PyArg_ParseTuple(args, "n|p:cpu_log_start", &capacity, &yielding))
         return NULL;
-    if (mo_torch_cpu_watched())
-        return PyErr_Format(PyExc_RuntimeError, "torch's CPU allocator is already being watched");
-    drop(); /* of the parent of a fork */
+    if (capacity < 0)
+        return PyErr_Format(PyExc_ValueError, "cpu_log_start: max_events is %zd, but cannot be negative", capacity);
+    if (mo_torch_cpu_watched()) {
+        if (!yields || yielding)
+            return PyErr_Format(PyExc_RuntimeError, "torch's CPU allocator is already being watched");
+        mo_torch_cpu_stop();
+    }
+    drop(); /* also of the parent of a fork */
     owner = getpid();
     status = mo_torch_cpu_find(&torch, &detail);
     if (!status)
-        status = mo_life_open(capacity, &detail, &opened);
+        status = mo_life_open((size_t)capacity, &detail, &opened);
     if (status)
         return mo_raise(module, status, &detail);
     stacks = mo_code_stacks_open(DEPTH);
@@ -75,19 +84,27 @@ static PyObject *cpu_log_start(PyObject *module, PyObject *count)
         drop();
         return mo_raise(module, status, &detail);
     }
-    Py_RETURN_NONE;
+    yields = yielding;
+    return PyLong_FromLong(++watch);
 }
 
-PyDoc_STRVAR(stop_doc,
-             "cpu_log_stop($module, /)\n--\n\nNothing is watched any more, and what was noted is gone.");
+PyDoc_STRVAR(stop_doc, "cpu_log_stop($module, number, /)\n--\n\n"
+                       "If the watch of this number still goes on, it ends, and what was noted is gone. Returns\n"
+                       "whether it did.");
 
-static PyObject *cpu_log_stop(PyObject *module, PyObject *unused)
+static PyObject *cpu_log_stop(PyObject *module, PyObject *which)
 {
+    const long asked = PyLong_AsLong(which);
+    const bool goes_on = asked == watch && mo_torch_cpu_watched();
+
     (void)module;
-    (void)unused;
-    mo_torch_cpu_stop();
-    drop();
-    Py_RETURN_NONE;
+    if (asked == -1 && PyErr_Occurred())
+        return NULL;
+    if (goes_on) {
+        mo_torch_cpu_stop();
+        drop();
+    }
+    return PyBool_FromLong(goes_on);
 }
 
 PyDoc_STRVAR(no_stacks_doc, "cpu_log_no_stacks($module, /)\n--\n\n"
@@ -288,8 +305,8 @@ static PyObject *cpu_log_stacks(PyObject *module, PyObject *first)
 }
 
 static PyMethodDef methods[] = {
-    {"cpu_log_start", cpu_log_start, METH_O, start_doc},
-    {"cpu_log_stop", cpu_log_stop, METH_NOARGS, stop_doc},
+    {"cpu_log_start", cpu_log_start, METH_VARARGS, start_doc},
+    {"cpu_log_stop", cpu_log_stop, METH_O, stop_doc},
     {"cpu_log_no_stacks", cpu_log_no_stacks, METH_NOARGS, no_stacks_doc},
     {"cpu_log_pause", cpu_log_pause, METH_NOARGS, pause_doc},
     {"cpu_log_resume", cpu_log_resume, METH_NOARGS, resume_doc},

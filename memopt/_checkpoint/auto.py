@@ -60,6 +60,10 @@ def auto_checkpoint(
     over ranks, with SyncBatchNorm, or with parameters that hooks step are not planned anew: they warn, and run by the
     plan there is.
 
+    Later steps are watched too: `model.plan.check()` tells the most bytes that the allocator gave in one. After a step
+    above the budget, with gradients of an earlier batch say, or tensors that trial steps did not make, the next call is
+    planned for that much less.
+
     Effects of a forward on its modules (buffers, other tensors, numbers, lists and dictionaries that are attributes),
     on objects that it is given (a cache of keys and values), and on Python's and NumPy's random states, happen once,
     however often a stage runs. The copies needed for that count in the budget. Effects elsewhere (globals, other
@@ -86,8 +90,8 @@ def auto_checkpoint(
         to: The place where stages may keep their saved sets until their backward, if that is faster than recomputing
             them: "cpu" for a model on a CUDA device (pinned host memory), or a directory's path on a disk. Copies run
             beside the computation; their speed is measured first.
-        strict: Raise for a later batch that no plan fits. If not, it runs by a plan for little more than the least,
-            with a warning.
+        strict: Raise for a later batch that no plan fits, and after a step above the budget. If not, the batch runs by
+            a plan for little more than the least, with a warning.
         offload: The earlier name of `to`.
 
     Returns:
@@ -101,7 +105,7 @@ def auto_checkpoint(
             forward, for instance).
         OSError: The disk cannot be written to.
         RuntimeError: By a later training step: a stage changes a buffer that it did not change with the sample (in
-            eval(), for instance).
+            eval(), for instance); or, where strict, the step before took more than the budget.
 
     Example:
         >>> memopt.auto_checkpoint(model, batch, memory_budget="8GiB", optimizer=optimizer)

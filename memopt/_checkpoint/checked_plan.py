@@ -156,6 +156,7 @@ def plan_for(
             least,
         )
     plan = Plan(sizes, times, chain, schedule, around, budget, fixed, speed)
+    plan.crossing_bytes, plan.slots = measured.crossing_bytes, slots
     plan.offload_slots = {k: measured.stage_bytes[k].movable_room for g in plan.offloaded for k in groups[g]}
     return plan, expand(plan.operations, groups), passing(groups)
 
@@ -164,11 +165,16 @@ def plan_for(
 
 
 class TrialSteps(NamedTuple):
-    """The most bytes alive in a forward and backward pass, and while the optimizer steps; seconds of the passes."""
+    """The most bytes alive in a forward and backward pass, and while the optimizer steps; seconds of the passes.
+
+    standing: of these bytes those that are there before and after a step, the optimizer's state and cuBLAS's workspaces
+    among them.
+    """
 
     in_passes: int
     in_step: int
     seconds: float = 0.0
+    standing: int = 0
 
 
 def checked_plan(
@@ -198,7 +204,7 @@ def checked_plan(
         taken = bytes_of_step(measured, forward_by(found), beside, accumulate=accumulate)
         if distributed:
             in_passes, in_step = ranks.most(measured, taken[:2])
-            taken = TrialSteps(in_passes, in_step, taken.seconds)
+            taken = taken._replace(in_passes=in_passes, in_step=in_step)
         logger.debug(
             "auto_checkpoint: a step under a plan for %d bytes took %d, %d while the optimizer stepped; the budget "
             "is %d",
@@ -208,6 +214,7 @@ def checked_plan(
         )
         plan.memory_budget = budget
         plan.predicted_bytes, plan.peak_bytes = plan.peak_bytes, max(taken[:2]) or plan.peak_bytes
+        plan.standing_bytes = taken.standing
         plan.ran_in(taken.seconds)
         return taken
 
@@ -304,7 +311,10 @@ def bytes_of_step(
         del held, state
     standing += beside.unseen
     median = statistics.median(seconds)
-    return TrialSteps(most + standing, stepping + standing, median) if most else TrialSteps(0, 0, median)
+    if not most:
+        return TrialSteps(0, 0, median)
+    there = standing + measured.workspace_bytes + sum(block_bytes(size, device) for size in beside.coming)
+    return TrialSteps(most + standing, stepping + standing, median, there)
 
 
 @contextmanager

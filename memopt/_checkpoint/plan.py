@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
@@ -180,6 +180,37 @@ def with_copies(
     return out, max(there)
 
 
+@dataclass(frozen=True)
+class PlanCheck:
+    """The peak of a planned model's steps beside its budget; str() says it in a line.
+
+    Attributes:
+        memory_budget: Bytes.
+        predicted_bytes: Peak that the stages' bytes foretell.
+        trial_bytes: The most that the allocator gave in the trial steps.
+        measured_bytes: The most that it gave in the steps since; None if none has shown: before the first one, or where
+            a recording watches the CPU's allocator.
+    """
+
+    memory_budget: int
+    predicted_bytes: int
+    trial_bytes: int
+    measured_bytes: int | None
+
+    @property
+    def within(self) -> bool:
+        """Return whether all steps so far, the trial steps included, were within the budget."""
+        return max(self.trial_bytes, self.measured_bytes or 0) <= self.memory_budget
+
+    def __str__(self) -> str:
+        size = _C.format_size
+        own = "no step yet" if self.measured_bytes is None else f"{size(self.measured_bytes)} in its steps"
+        return (
+            f"predicted {size(self.predicted_bytes)}, {size(self.trial_bytes)} in trial steps, {own}: "
+            f"{'within' if self.within else 'above'} the budget of {size(self.memory_budget)}"
+        )
+
+
 class Plan:
     """The plan of a checkpointed model, `model.plan`; str() explains it.
 
@@ -192,9 +223,13 @@ class Plan:
         memory_budget: Bytes, of everything that lives in a forward and backward pass.
         fixed_bytes: Bytes that live however the stages run: parameters, buffers, the optimizer's state, the sample,
             tensors saved around the stages, and memory of the stages besides each other's outputs.
+        crossing_bytes: The part of them in tensors that skip stages (of a U-Net, say), each counted once. They are
+            kept from the forward pass on.
         gradient_bytes: Bytes of parameter gradients that each stage's backward leaves behind.
         predicted_bytes: Peak of a step by the schedule, as the stages' bytes foretell it.
         peak_bytes: The same as the allocator counted it in the trial steps; the prediction where it cannot be asked.
+        standing_bytes: The part of it that is there before and after a step, the optimizer's state included.
+        step_bytes: The most that the allocator gave in a step since; 0 if none has shown.
         seconds: Time of that step's forward and backward pass, the median of the trial steps.
         plain_bytes: Predicted peak of a step that keeps everything.
         plain_seconds: Predicted time of its passes: by the stages' seconds, in proportion to `seconds`.
@@ -220,6 +255,8 @@ class Plan:
         self.measured_bytes, self.measured_seconds = list(sizes), list(times)
         self.gradient_bytes = list(around.gradients)
         self.memory_budget, self.fixed_bytes = memory_budget, fixed_bytes
+        self.crossing_bytes, self.slots = 0, 500
+        self.around = around
         self.bandwidth = bandwidth
         self.offload: str | None = None
         self.offload_slots: dict[int, int] = {}
@@ -233,7 +270,31 @@ class Plan:
         self.seconds = schedule.seconds
         self.plain_bytes = fixed_bytes + around.peak(keep_all(chain))
         self.plain_seconds = chain.plain_seconds
+        self.standing_bytes = self.step_bytes = 0
         self.runner: ChainRunner | None = None
+
+    def check(self) -> PlanCheck:
+        """Compare the steps that the model has taken by this plan with its budget.
+
+        The allocator's figures decide: of each step from the forward pass to the end of the backward pass. On a CUDA
+        device these are torch's statistics, whose peak a step must raise to show; on a CPU every step shows, but
+        those within a recording. The next call after a step above the budget makes a new plan, or is an error where
+        auto_checkpoint() was called with strict=True.
+
+        Returns:
+            The budget, the prediction, and the most bytes measured.
+
+        Example:
+            >>> print(model.plan.check())
+            predicted 5.81 GiB, 5.83 GiB in trial steps, 5.83 GiB in its steps: within the budget of 6 GiB
+        """
+        return PlanCheck(
+            self.memory_budget, self.predicted_bytes, self.peak_bytes, self.step_bytes or None
+        )
+
+    def took(self, nbytes: int) -> None:
+        """Note the peak of a step by this plan."""
+        self.step_bytes = max(self.step_bytes, nbytes)
 
     def ran_in(self, seconds: float) -> None:
         """Take the seconds of the plan's own steps for its prediction; those of the plain step change in proportion.
@@ -244,6 +305,25 @@ class Plan:
         if seconds and self.seconds:
             self.plain_seconds *= seconds / self.seconds
             self.seconds = seconds
+
+    def least_seconds(self) -> float:
+        """Return a bound: no schedule of these stages within the budget takes less, by the stages' seconds.
+
+        What skips stages is taken for nothing, as if it could be made again in no time. For a chain, in which nothing
+        does, the plan's schedule is the bound.
+
+        Returns:
+            Seconds, to be compared with `schedule.seconds`.
+
+        Example:
+            >>> plan.schedule.seconds / plan.least_seconds() - 1
+            0.021
+        """
+        if not self.crossing_bytes:
+            return self.schedule.seconds
+        room = self.memory_budget - self.fixed_bytes + self.crossing_bytes
+        schedule, _ = fastest(self.chain, self.around, room, self.slots)
+        return min(self.schedule.seconds, schedule.seconds) if schedule else self.schedule.seconds
 
     def _runs(self) -> Counter[int]:
         return Counter(k for op, k, *_ in self.schedule.ops if op in RUNS)
@@ -273,6 +353,7 @@ class Plan:
         return {
             "memory_budget": self.memory_budget,
             "fixed_bytes": self.fixed_bytes,
+            "crossing_bytes": self.crossing_bytes,
             "gradient_bytes": sum(self.gradient_bytes),
             "predicted_bytes": self.predicted_bytes,
             "peak_bytes": self.peak_bytes,
@@ -303,6 +384,7 @@ class Plan:
             f"{self.plain_seconds * 1e3:.1f} ms",
             f"{size(self.fixed_bytes)} of it is live regardless of how the stages are run; the backward pass makes "
             f"{size(sum(self.gradient_bytes))} of gradients",
+            *self._of_crossing(),
             *self._of_offload(),
             f"{'stage':<{width}}  {'saves':>10}  {'output':>10}  {'forward':>10}  {'backward':>10}  "
             "runs  at first keeps",
@@ -315,6 +397,15 @@ class Plan:
                 f"{time.full_forward * 1e3:>7.2f} ms  {time.backward * 1e3:>7.2f} ms  {runs[k]:>4}  {first[k]}"
             )
         return "\n".join(lines)
+
+    def _of_crossing(self) -> list[str]:
+        if not self.crossing_bytes:
+            return []
+        gap = self.schedule.seconds / self.least_seconds() - 1 if self.schedule.seconds else 0.0
+        return [
+            f"{_C.format_size(self.crossing_bytes)} skip stages and are kept throughout: if they took nothing, a step "
+            f"would be {gap:.1%} faster at best"
+        ]
 
     def _of_offload(self) -> list[str]:
         if self.offload is None or self.bandwidth is None:

@@ -30,6 +30,7 @@ from memopt._checkpoint.stages.model_chain import Member, ModelChain
 from memopt._checkpoint.stages.module_forwards import forwards, restore_forward
 from memopt._checkpoint.stages.module_state import Snapshot
 from memopt._checkpoint.stages.trace_forward import SIMPLE, autocast_kinds, autocast_of
+from memopt._checkpoint.step_peak import StepPeak, gradient_bytes
 from memopt._offload.schedule_sets import ScheduleOffload, bandwidth
 from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import preserve_state
@@ -37,6 +38,7 @@ from memopt.chain import InfeasibleBudget
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 MOST_PLANS = 32  # besides that of the sample
+MOST_REPLACED = 2  # times that a plan is replaced by one for less
 SMALL = 0.5  # of the elements that a plan was made for: calls below may be worth a plan of their own
 
 
@@ -135,7 +137,9 @@ class ShapePlan:
     plan: Plan
     forwards: dict[torch.nn.Module, StageForward]
     planning_seconds: float
+    accumulates: bool = False  # gradients were there in its trial steps
     lost_seconds: float = 0.0  # to recomputation, by calls that are small for it
+    replaced: int = 0  # earlier plans in whose place it is, since their steps took more than the budget
 
     def is_large_for(self, shape: CallShape) -> bool:
         """Return whether the call had better have a plan of its own; count it if not."""
@@ -217,7 +221,7 @@ class PlanRequest:
         plan.offload = self.to
         shape = CallShape.of(model, args, kwargs)
         own = stage_forwards(plan, found.members, distributed)
-        return ShapePlan(shape, plan, own, time.perf_counter() - begun)
+        return ShapePlan(shape, plan, own, time.perf_counter() - begun, self.accumulate)
 
 
 def stage_forwards(
@@ -261,9 +265,14 @@ class PlannedForward:
         return uncompiled(self.run)(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self.choose(args, kwargs)
-        return self.active.forwards.get(self.model, self.own)(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.active.forwards.get(self.model, self.own)(*args, **kwargs)
+        self.choose(args, kwargs)
+        plan = self.active.plan
+        peak = StepPeak(list(self.model.parameters()), plan.standing_bytes, plan.took)
+        out = self.active.forwards.get(self.model, self.own)(*args, **kwargs)
+        peak.until_backward_of(out)
+        return out
 
     def put_on(self) -> None:
         """Give the modules the forwards of the active plan."""
@@ -286,9 +295,13 @@ class PlannedForward:
             default=None,
         )
         if found is None:
-            able = self.can_plan(shape, warns=True)
+            able = self.can_plan(
+                shape, "a batch is larger than those that auto_checkpoint() planned for, or of another kind"
+            )
             found = self.plan_for(shape, args, kwargs) if able else self.largest(shape)
-        elif found.is_large_for(shape) and self.can_plan(shape, warns=False):
+        elif self.request is not None and found.plan.step_bytes > found.plan.memory_budget:
+            found = self.plan_for_less(found, shape, args, kwargs)
+        elif found.is_large_for(shape) and self.can_plan(shape):
             found = self.smaller_plan(found, args, kwargs)
         if found is not self.active:
             self.take_off()
@@ -300,8 +313,8 @@ class PlannedForward:
         alike = [one for one in self.plans if one.shape.kind == shape.kind]
         return max(alike, key=lambda one: one.shape.elements, default=self.active)
 
-    def can_plan(self, shape: CallShape, *, warns: bool) -> bool:
-        """Return whether a plan can be made in the midst of a training step."""
+    def can_plan(self, shape: CallShape, what: str = "") -> bool:
+        """Return whether a plan can be made in the midst of a training step. what: has happened, to warn of if not."""
         reason = ""
         if any(shape.kind == one.kind for one in self.refused):
             return False
@@ -313,11 +326,10 @@ class PlannedForward:
             reason = "a CUDA graph is being captured"
         elif any(p._post_accumulate_grad_hooks for p in self.model.parameters()):  # type: ignore[attr-defined]
             reason = "parameters have hooks that may step them in a trial step"
-        if reason and warns:
+        if reason and what:
             self.warn(
-                "a batch is larger than those that auto_checkpoint() planned for, or of another kind, and cannot be "
-                f"planned for now, since {reason}: results are correct, but the step's peak may exceed memory_budget. "
-                "Call auto_checkpoint() with the largest batch"
+                f"{what}, and cannot be planned for now, since {reason}: results are correct, but the step's peak may "
+                "exceed memory_budget. Call auto_checkpoint() with the largest batch"
             )
         return not reason
 
@@ -349,6 +361,40 @@ class PlannedForward:
             self.warn(f"a batch cannot be planned for, and its step's peak may exceed memory_budget: {error}")
             self.refused.append(shape)
             return self.largest(shape)
+
+    def plan_for_less(
+        self, large: ShapePlan, shape: CallShape, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ShapePlan:
+        """Return a plan in the place of one whose own step took more than the budget; that one where there is none.
+
+        What the step took beyond the trial steps is set aside, but for gradients, which new trial steps have too.
+        """
+        assert self.request is not None
+        budget, taken = large.plan.memory_budget, large.plan.step_bytes
+        above = (
+            f"a step took {taken} bytes, {taken - budget} above memory_budget, and {taken - large.plan.peak_bytes} "
+            "more than the trial steps did"
+        )
+        if self.request.strict:
+            raise RuntimeError(
+                f"auto_checkpoint: {above}: raise memory_budget, or lower what the step makes beside the model "
+                "(gradients that were there before it need accumulate=True)"
+            )
+        if large.replaced >= MOST_REPLACED or not self.can_plan(shape, above):
+            return large
+        grads = 0 if large.accumulates else gradient_bytes(self.model.parameters())
+        aside = max(0, taken - large.plan.peak_bytes - grads)
+        try:
+            found = self.new_plan(replace(self.request, budget=budget - aside), args, kwargs)
+        except (LossError, ValueError) as error:
+            self.warn(f"{above}. There is no plan for less: {error}")
+            large.replaced = MOST_REPLACED
+            return large
+        found.plan.memory_budget = budget
+        found.replaced = large.replaced + 1
+        if found.shape.covers(large.shape):
+            self.plans.remove(large)
+        return found
 
     def smaller_plan(self, large: ShapePlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
         """Return a plan for these arguments, for which `large` is slow; that one where there is none."""

@@ -353,8 +353,8 @@ CALLS: dict[str, list[tuple]] = {
     "trace_text": [(0,), (64,), (-1,), ("x",), ()],
     "trace_step": [(), (1,)],
     "module_running": [(), (1,)],
-    "cpu_log_start": [("x",), (-1,), ()],
-    "cpu_log_stop": [(), (1,)],
+    "cpu_log_start": [("x",), (-1,), (10, False, 1), ()],
+    "cpu_log_stop": [(0,), (-1,), ("x",), ()],
     "cpu_log_no_stacks": [(), (1,)],
     "cpu_log_pause": [(1,)],  # it nests: each would have to be resumed
     "cpu_log_resume": [(1,)],

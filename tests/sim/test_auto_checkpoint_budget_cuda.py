@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import memopt
 from memopt._checkpoint.stages.costs import workspace_bytes
 from tests.helpers import budget_models
 
@@ -33,3 +34,36 @@ def test_a_named_least_budget_is_accepted_and_kept(kind: str) -> None:
 def test_a_larger_batch_keeps_the_budget_too(kind: str) -> None:
     print(f"MEMOPT_SEED={SEED}")
     budget_models.check_larger(kind, SEED, "cuda", most_in)
+
+
+def test_a_step_above_the_budget_shows_in_torchs_statistics_and_is_planned_for_less() -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+    model.cuda()
+    batch = torch.randn(1024, 64, device="cuda")
+    plain = most_in(lambda: model(batch).sum().backward())
+    model.zero_grad()
+    memopt.auto_checkpoint(model, batch, memory_budget=int(plain * 0.9))
+    plan = model.plan
+
+    def step(beside: int = 0) -> None:
+        model.zero_grad()
+        out = model(batch)
+        more = torch.empty(beside, dtype=torch.uint8, device="cuda")
+        out.sum().backward()
+        del more
+
+    step()
+    measured = plan.check().measured_bytes
+    assert measured is None or measured <= plan.memory_budget
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    assert plan.check().within and plan.check().measured_bytes is not None
+    above = plan.memory_budget - plan.check().trial_bytes + (64 << 10)
+    step(above)
+    assert not plan.check().within
+    step(above)
+    assert model.plan is not plan and model.plan.check().within
+    torch.cuda.reset_peak_memory_stats()
+    step(above)
+    assert torch.cuda.max_memory_allocated() == model.plan.check().measured_bytes

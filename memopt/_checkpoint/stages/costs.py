@@ -41,8 +41,9 @@ class AllocatorBytes:
     def start(self) -> None:
         """Begin, before the first restart()."""
 
-    def stop(self) -> None:
-        """End, after the last answer."""
+    def stop(self) -> bool:
+        """End, after the last answer, and return whether nobody else began or ended what was asked."""
+        return True
 
     def restart(self) -> tuple[int, int]:
         return 0, 0
@@ -69,8 +70,8 @@ class CudaBytes(AllocatorBytes):
     counted = "requested_bytes"
 
     def now_and_peak(self) -> tuple[int, int]:
-        statistics = torch.cuda.memory_stats(self.device)
-        return statistics[f"{self.counted}.all.current"], statistics[f"{self.counted}.all.peak"]
+        figures = torch.cuda.memory_stats_as_nested_dict(self.device).get(self.counted, {"all": {}})["all"]
+        return figures.get("current", 0), figures.get("peak", 0)
 
 
 class CudaBlocks(CudaBytes):
@@ -96,19 +97,22 @@ class CpuBytes(AllocatorBytes):
     """Figures of torch's CPU allocator, watched from start() to stop(), for all threads.
 
     They are zeros if the allocator is not as expected. If a recording watches it already, that one's figures are used.
+    yielding: until another watch begins, whose figures follow.
     """
 
-    def start(self) -> None:
-        try:
-            _C.cpu_log_start(1)
-            _C.cpu_log_no_stacks()
-            self.own = True
-        except RuntimeError:  # memopt.Error is one
-            self.own = False
+    def __init__(self, *, yielding: bool = False) -> None:
+        self.yielding = yielding
 
-    def stop(self) -> None:
-        if self.own:
-            _C.cpu_log_stop()
+    def start(self) -> None:
+        self.own = 0
+        try:
+            self.own = _C.cpu_log_start(1, self.yielding)
+            _C.cpu_log_no_stacks()
+        except RuntimeError:  # memopt.Error is one
+            return
+
+    def stop(self) -> bool:
+        return bool(self.own) and _C.cpu_log_stop(self.own)
 
     def restart(self) -> tuple[int, int]:
         return _C.cpu_log_live(True)
@@ -117,11 +121,17 @@ class CpuBytes(AllocatorBytes):
         return _C.cpu_log_live(False)
 
 
-def allocator_bytes(device: torch.device | None, *, blocks: bool = False) -> AllocatorBytes:
-    """Return the figures of the device's allocator. blocks: of the allocator's whole blocks, not of requested bytes."""
+def allocator_bytes(
+    device: torch.device | None, *, blocks: bool = False, yielding: bool = False
+) -> AllocatorBytes:
+    """Return the figures of the device's allocator.
+
+    blocks: of the allocator's whole blocks, not of requested bytes. yielding: no watch of its own outlasts the beginning
+    of another.
+    """
     if device is not None and device.type == "cuda":
         return CudaBlocks(device) if blocks else CudaBytes(device)
-    return CpuBytes() if device is not None and device.type == "cpu" else AllocatorBytes()
+    return CpuBytes(yielding=yielding) if device is not None and device.type == "cpu" else AllocatorBytes()
 
 
 def workspace_bytes(device: torch.device) -> int:

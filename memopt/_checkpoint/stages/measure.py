@@ -127,7 +127,8 @@ class ChainMeasurement:
     there before, such as the loss's targets. external_grads: gradients of arguments that are not the output of the
     stage before. input_bytes: of the first stage. held_bytes: what else lives
     from before the last stage to the backward pass, however the stages are run: saved around them, or an argument of
-    one that is not the output of the stage before. result_bytes: of what the model returns, the loss and its gradient,
+    one that is not the output of the stage before. crossing_bytes: of these the arguments that skip stages, each once,
+    which a schedule could make again or offload. result_bytes: of what the model returns, the loss and its gradient,
     beside the last stage's output. workspace_bytes: cuBLAS's own."""
 
     def __init__(self, chain: Measurable, loss: Loss) -> None:
@@ -135,13 +136,14 @@ class ChainMeasurement:
         self.functions = chain.functions
         self.trainable, self.standing = list(chain.trainable), list(chain.standing)
         self.device = device_of(self.standing)
-        self.input_bytes = self.held_bytes = self.result_bytes = 0
+        self.input_bytes = self.held_bytes = self.crossing_bytes = self.result_bytes = 0
         self.state_bytes = 0  # random states, which live beside the stages on a CPU
         self.returns_last = False  # the last stage's output is among what the model returns
         self.stage_bytes: list[StageBytes] = []
         self.stage_seconds: list[StageSeconds] = []
         self.linked_bytes: list[int] = []  # of each stage's input
         self.externals: list[torch.Tensor] = []
+        self.crossing: list[torch.Tensor] = []
         self.outputs: list[Any] = []  # of the stage that ran last
         self.last_outputs: list[torch.Tensor] = []
         self.external_grads: list[ExternalGrad] = []
@@ -241,6 +243,8 @@ class ChainMeasurement:
                 self.stage_bytes[-1] = untaken(self.stage_bytes[-1])
             if k == 0:
                 self.input_bytes = bytes_of(given, self.standing)
+            else:
+                self.crossing += given
 
             def inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
                 leaves = pytree.tree_leaves((args, kwargs))
@@ -291,6 +295,7 @@ class ChainMeasurement:
             # A stage's numbers are there for as long as any graph of it: as if always.
             numbers = sum(size.numbers for size in self.stage_bytes)
             self.held_bytes = bytes_of(held, self.standing) + self.state_bytes + numbers
+            self.crossing_bytes = bytes_of(self.crossing, self.standing)
             kept = bytes_of([*saved[before_last:], value], [*held, *self.last_outputs])
             forward_overhead = max(0, meter.peak - live - kept)
             saved.clear()
@@ -373,6 +378,7 @@ class ChainMeasurement:
 
     def forget(self) -> None:
         self.externals, self.outputs, self.last_outputs, self.made_before = [], [], [], []
+        self.crossing = []
         self.clear_gradients()
 
 

@@ -126,7 +126,7 @@ class CpuRecorder(HostRecorder):
     # ---- starting and stopping ----------------------------------------------------------------------------------
 
     def _start(self, modules: bool) -> None:
-        _C.cpu_log_start(self._max_events)
+        self._number = _C.cpu_log_start(self._max_events)
         atexit.unregister(_C.cpu_log_no_stacks)
         atexit.register(_C.cpu_log_no_stacks)
         with unrecorded():
@@ -137,7 +137,7 @@ class CpuRecorder(HostRecorder):
 
     def _stop(self) -> None:
         self._running = False
-        _C.cpu_log_stop()
+        _C.cpu_log_stop(self._number)
         self._others.clear()
 
     # ---- memory that is not the allocator's ---------------------------------------------------------------------

@@ -1,0 +1,74 @@
+"""The peak of a planned model's own step, by the allocator's figures, for its plan's check()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from memopt._checkpoint.stages.costs import (
+    AllocatorBytes,
+    CpuBytes,
+    allocator_bytes,
+    block_bytes,
+    device_of,
+    tensors_in,
+)
+
+
+def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the blocks of gradients that are there."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return sum(block_bytes(grad.untyped_storage().nbytes(), grad.device) for grad in grads)
+
+
+class StepPeak:
+    """A watch of one step, from before its forward pass to the end of its backward pass.
+
+    The graph alone holds it, and it ends with the graph. No figures of others are reset: on a CUDA device, where others
+    raise and reset the peak, a step shows if it raises it. On a CPU only what is made meanwhile is seen, so gradients
+    of before are counted twice over: when the forward pass begins, and when the backward pass does.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], standing: int, take: Callable[[int], None]) -> None:
+        """Begin. standing: bytes that are there already, gradients apart. take: called with the peak, if it shows."""
+        device = device_of(parameters)
+        self.allocator: AllocatorBytes | None = allocator_bytes(device, blocks=True, yielding=True)
+        self.parameters, self.take = parameters, take
+        self.standing, self.gradients, self.most = standing, gradient_bytes(parameters), 0
+        self.in_backward = False
+        self.allocator.start()
+        self.before, self.highest = self.allocator.now_and_peak()
+
+    def until_backward_of(self, out: Any) -> None:
+        """Let it end when the backward pass of these tensors has."""
+        for tensor in tensors_in(out):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._begin_backward)
+
+    def _begin_backward(self, grads: Any) -> None:
+        if self.in_backward:
+            return
+        self.in_backward = True
+        if isinstance(self.allocator, CpuBytes):
+            self._note(self.allocator.restart()[1])
+            self.gradients = gradient_bytes(self.parameters)
+        torch.autograd.Variable._execution_engine.queue_callback(self.end)  # type: ignore[attr-defined]
+
+    def _note(self, peak: int) -> None:
+        if peak > self.highest:
+            self.most = max(self.most, self.standing + self.gradients + peak - self.before)
+
+    def end(self) -> None:
+        """Tell the step's peak; the second time nothing happens."""
+        if (allocator := self.allocator) is None:
+            return
+        self.allocator = None
+        self._note(allocator.now_and_peak()[1])
+        if allocator.stop() and self.most:
+            self.take(self.most)
+
+    def __del__(self) -> None:
+        if self.allocator is not None:
+            self.allocator.stop()
