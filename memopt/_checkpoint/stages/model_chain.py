@@ -110,7 +110,7 @@ def compiled(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
-    """Run one forward pass without a graph, and return the model's call and its result."""
+    """Run one forward pass whose graph holds nothing, and return the model's call and its result."""
     names = {module: name for name, module in model.named_modules()}
     root = Call(model, "", None)
     open_calls = [root]
@@ -133,6 +133,9 @@ def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         parent.children.append(call)
         open_calls.append(call)
 
+    def no_backward(_: object) -> torch.Tensor:
+        raise GraphIsGone(open_calls[-1].name or type(model).__name__)
+
     def end(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         call = open_calls[-1] if module is not model or len(open_calls) > 1 else root
         call.outputs = seen(out)
@@ -150,13 +153,9 @@ def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         for module in names.keys() - compiled(model):
             stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
-        try:
-            with torch.no_grad():
-                out = model(*args, **kwargs)
-        except RuntimeError as error:
-            if "does not require grad" in str(error):
-                raise GraphIsGone(open_calls[-1].name or type(model).__name__) from error
-            raise
+        # In grad mode, as in training: a model may do otherwise without it, and a kernel take more memory.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, no_backward):
+            out = model(*args, **kwargs)
     return root, out
 
 

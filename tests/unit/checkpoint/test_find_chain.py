@@ -188,3 +188,25 @@ def test_hooks_and_modes_are_as_before() -> None:
         find_chain(model, (torch.ones(1, 7, 8, 8),), {})
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.is_grad_enabled()
+
+
+class FastWithoutGraph(nn.Module):
+    """As libraries have it: another path where nobody asks for gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.fused = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self.fused(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_the_chain_is_that_of_a_forward_pass_with_a_graph() -> None:
+    found = find_chain(FastWithoutGraph(), (torch.randn(2, 4),), {})
+    assert [call.name.partition(".")[0] for call in found] == ["blocks"] * len(found)
+    assert len(found) >= 3

@@ -197,6 +197,7 @@ def test_a_block_that_makes_the_same_calls_otherwise_is_in_parts_too(what: str) 
         OTHERWISE[what](module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*There is no plan for less")  # parameters of another type are larger
         for n in range(2):
             assert (
                 len(parts_run(model, lambda n=n: same_step(model, plain, sample, n)))
@@ -236,8 +237,10 @@ def test_under_autocast() -> None:
     torch.manual_seed(1)
     model, sample = split_models.make("prenorm", 2)
     plain = copy.deepcopy(model)
+    least = least_budget(model, sample)
     with torch.autocast("cpu", torch.bfloat16):
-        memopt.auto_checkpoint(model, sample, memory_budget=least_budget(model, sample), loss=squares)
+        least = max(least, least_budget(model, sample))  # which one is larger depends on the CPU
+        memopt.auto_checkpoint(model, sample, memory_budget=least, loss=squares)
         same_step(model, plain, sample)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
