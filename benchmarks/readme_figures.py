@@ -212,7 +212,9 @@ ROWS = [
         "",
         "{}, {}",
         (
-            Value("seconds of the trial steps, furthest from later ones: the median row", "measured", PERCENT),
+            Value(
+                "seconds of the trial steps, furthest from later ones: the median row", "measured", PERCENT
+            ),
             Value("seconds of the trial steps, furthest from later ones", "measured", PERCENT),
         ),
     ),

@@ -30,7 +30,7 @@ static void where(int64_t *stack, int64_t *module)
 
 static pid_t
     owner; /* the process that opened the log: in its child another thread may have been at it for ever */
-static long watch; /* of the watch that goes on, or was the last */
+static long watch;  /* of the watch that goes on, or was the last */
 static bool yields; /* to any other that begins */
 
 static void drop(void)
@@ -47,7 +47,8 @@ PyDoc_STRVAR(
     "cpu_log_start($module, max_events, yielding=False, /)\n--\n\n"
     "From now on torch's CPU allocator is watched, and its last max_events births and deaths are kept.\n"
     "yielding: until another watch begins. Returns this watch's number.\n"
-    "Raises memopt.Error where torch's allocator is not as it is known, RuntimeError where it is watched already.");
+    "Raises memopt.Error where torch's allocator is not as it is known, RuntimeError where it is watched "
+    "already.");
 
 static PyObject *cpu_log_start(PyObject *module, PyObject *args)
 {
@@ -60,7 +61,8 @@ static PyObject *cpu_log_start(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "n|p:cpu_log_start", &capacity, &yielding))
         return NULL;
     if (capacity < 0)
-        return PyErr_Format(PyExc_ValueError, "cpu_log_start: max_events is %zd, but cannot be negative", capacity);
+        return PyErr_Format(PyExc_ValueError, "cpu_log_start: max_events is %zd, but cannot be negative",
+                            capacity);
     if (mo_torch_cpu_watched()) {
         if (!yields || yielding)
             return PyErr_Format(PyExc_RuntimeError, "torch's CPU allocator is already being watched");
@@ -88,9 +90,10 @@ static PyObject *cpu_log_start(PyObject *module, PyObject *args)
     return PyLong_FromLong(++watch);
 }
 
-PyDoc_STRVAR(stop_doc, "cpu_log_stop($module, number, /)\n--\n\n"
-                       "If the watch of this number still goes on, it ends, and what was noted is gone. Returns\n"
-                       "whether it did.");
+PyDoc_STRVAR(stop_doc,
+             "cpu_log_stop($module, number, /)\n--\n\n"
+             "If the watch of this number still goes on, it ends, and what was noted is gone. Returns\n"
+             "whether it did.");
 
 static PyObject *cpu_log_stop(PyObject *module, PyObject *which)
 {

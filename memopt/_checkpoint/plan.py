@@ -288,9 +288,7 @@ class Plan:
             >>> print(model.plan.check())
             predicted 5.81 GiB, 5.83 GiB in trial steps, 5.83 GiB in its steps: within the budget of 6 GiB
         """
-        return PlanCheck(
-            self.memory_budget, self.predicted_bytes, self.peak_bytes, self.step_bytes or None
-        )
+        return PlanCheck(self.memory_budget, self.predicted_bytes, self.peak_bytes, self.step_bytes or None)
 
     def took(self, nbytes: int) -> None:
         """Note the peak of a step by this plan."""

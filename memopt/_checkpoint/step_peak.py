@@ -31,7 +31,9 @@ class StepPeak:
     of before are counted twice over: when the forward pass begins, and when the backward pass does.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], standing: int, take: Callable[[int], None]) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], standing: int, take: Callable[[int], None]
+    ) -> None:
         """Begin. standing: bytes that are there already, gradients apart. take: called with the peak, if it shows."""
         device = device_of(parameters)
         self.allocator: AllocatorBytes | None = allocator_bytes(device, blocks=True, yielding=True)

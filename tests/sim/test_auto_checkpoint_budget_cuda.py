@@ -38,7 +38,9 @@ def test_a_larger_batch_keeps_the_budget_too(kind: str) -> None:
 
 def test_a_step_above_the_budget_shows_in_torchs_statistics_and_is_planned_for_less() -> None:
     torch.manual_seed(1)
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8))
+    )
     model.cuda()
     batch = torch.randn(1024, 64, device="cuda")
     plain = most_in(lambda: model(batch).sum().backward())

@@ -126,8 +126,7 @@ def allocator_bytes(
 ) -> AllocatorBytes:
     """Return the figures of the device's allocator.
 
-    blocks: of the allocator's whole blocks, not of requested bytes. yielding: no watch of its own outlasts the beginning
-    of another.
+    blocks: of the allocator's whole blocks, not of requested bytes. yielding: its own watch ends where another begins.
     """
     if device is not None and device.type == "cuda":
         return CudaBlocks(device) if blocks else CudaBytes(device)

@@ -80,7 +80,9 @@ def test_after_a_step_above_the_budget_the_model_is_planned_for_less() -> None:
         assert model.plan is not plan and model.plan.memory_budget == budget
         assert model.plan.check().within
     plain(sample()).square().mean().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 def test_gradients_that_were_there_before_are_planned_with_after_a_step_above_the_budget() -> None:
@@ -93,7 +95,9 @@ def test_gradients_that_were_there_before_are_planned_with_after_a_step_above_th
     assert model.plan is not first and model.plan.check().within
     for _ in range(3):
         loss(second(sample())).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), second.parameters(), strict=True)
+    )
 
 
 def test_gradients_dropped_between_forward_and_backward_count_in_the_forward_alone() -> None:
@@ -111,7 +115,9 @@ def test_strict_makes_an_error_of_a_step_above_the_budget_before_the_next_runs()
     model = planned(strict=True)
     step(model, model.plan.memory_budget)
     grads = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"a step took \d+ bytes, \d+ above memory_budget.*raise memory_budget"):
+    with pytest.raises(
+        RuntimeError, match=r"a step took \d+ bytes, \d+ above memory_budget.*raise memory_budget"
+    ):
         model(sample())
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
     memopt.undo_checkpoint(model)
