@@ -167,8 +167,8 @@ def plan_for(
 class TrialSteps(NamedTuple):
     """The most bytes alive in a forward and backward pass, and while the optimizer steps; seconds of the passes.
 
-    standing: of these bytes those that are there before and after a step, the optimizer's state and cuBLAS's workspaces
-    among them.
+    standing: of these bytes those that are there before and after a step, the optimizer's state among them; not
+    cuBLAS's workspaces, since nothing tells whether they are.
     """
 
     in_passes: int
@@ -313,7 +313,7 @@ def bytes_of_step(
     median = statistics.median(seconds)
     if not most:
         return TrialSteps(0, 0, median)
-    there = standing + measured.workspace_bytes + sum(block_bytes(size, device) for size in beside.coming)
+    there = standing + sum(block_bytes(size, device) for size in beside.coming)
     return TrialSteps(most + standing, stepping + standing, median, there)
 
 

@@ -277,7 +277,8 @@ class Plan:
         """Compare the steps that the model has taken by this plan with its budget.
 
         The allocator's figures decide: of each step from the forward pass to the end of the backward pass. On a CUDA
-        device these are torch's statistics, whose peak a step must raise to show; on a CPU every step shows, but
+        device these are torch's statistics, whose peak a step must raise to show, and without cuBLAS's workspaces once
+        these are there; on a CPU every step shows, but
         those within a recording. The next call after a step above the budget makes a new plan, or is an error where
         auto_checkpoint() was called with strict=True.
 

@@ -49,6 +49,7 @@ def test_a_step_above_the_budget_shows_in_torchs_statistics_and_is_planned_for_l
     plan = model.plan
 
     def step(beside: int = 0) -> None:
+        workspace_bytes(torch.device("cuda"))  # else a step does not show them
         model.zero_grad()
         out = model(batch)
         more = torch.empty(beside, dtype=torch.uint8, device="cuda")
