@@ -98,11 +98,12 @@ PyDoc_STRVAR(stop_doc,
 static PyObject *cpu_log_stop(PyObject *module, PyObject *which)
 {
     const long asked = PyLong_AsLong(which);
-    const bool goes_on = asked == watch && mo_torch_cpu_watched();
+    bool goes_on;
 
     (void)module;
     if (asked == -1 && PyErr_Occurred())
         return NULL;
+    goes_on = asked == watch && mo_torch_cpu_watched();
     if (goes_on) {
         mo_torch_cpu_stop();
         drop();

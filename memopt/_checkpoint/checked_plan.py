@@ -155,8 +155,9 @@ def plan_for(
             "smaller batch",
             least,
         )
-    plan = Plan(sizes, times, chain, schedule, around, budget, fixed, speed)
-    plan.crossing_bytes, plan.slots = measured.crossing_bytes, slots
+    plan = Plan(
+        sizes, times, chain, schedule, around, budget, fixed, measured.crossing_bytes, slots, bandwidth=speed
+    )
     plan.offload_slots = {k: measured.stage_bytes[k].movable_room for g in plan.offloaded for k in groups[g]}
     return plan, expand(plan.operations, groups), passing(groups)
 

@@ -248,6 +248,8 @@ class Plan:
         around: StepOverhead,
         memory_budget: int,
         fixed_bytes: int,
+        crossing_bytes: int,
+        slots: int,
         bandwidth: Bandwidth | None = None,
     ) -> None:
         self.stages = [stage.name for stage in chain.stages[:-1]]
@@ -255,8 +257,7 @@ class Plan:
         self.measured_bytes, self.measured_seconds = list(sizes), list(times)
         self.gradient_bytes = list(around.gradients)
         self.memory_budget, self.fixed_bytes = memory_budget, fixed_bytes
-        self.crossing_bytes, self.slots = 0, 500
-        self.around = around
+        self.crossing_bytes, self.slots, self.around = crossing_bytes, slots, around
         self.bandwidth = bandwidth
         self.offload: str | None = None
         self.offload_slots: dict[int, int] = {}
@@ -276,11 +277,10 @@ class Plan:
     def check(self) -> PlanCheck:
         """Compare the steps that the model has taken by this plan with its budget.
 
-        The allocator's figures decide: of each step from the forward pass to the end of the backward pass. On a CUDA
-        device these are torch's statistics, whose peak a step must raise to show, and without cuBLAS's workspaces once
-        these are there; on a CPU every step shows, but
-        those within a recording. The next call after a step above the budget makes a new plan, or is an error where
-        auto_checkpoint() was called with strict=True.
+        The allocator's figures decide, of each step from the forward pass to the end of the backward pass. On a CUDA
+        device these are torch's statistics: a step shows if it raises their peak, and cuBLAS's workspaces count only
+        where the step makes them. On a CPU every step shows, but those within a recording. The next call after a step
+        above the budget makes a new plan, or is an error where auto_checkpoint() was called with strict=True.
 
         Returns:
             The budget, the prediction, and the most bytes measured.

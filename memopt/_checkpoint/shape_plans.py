@@ -372,13 +372,13 @@ class PlannedForward:
         assert self.request is not None
         budget, taken = large.plan.memory_budget, large.plan.step_bytes
         above = (
-            f"a step took {taken} bytes, {taken - budget} above memory_budget, and {taken - large.plan.peak_bytes} "
-            "more than the trial steps did"
+            f"a step's peak was above memory_budget: {taken} bytes, {taken - budget} more than that and "
+            f"{taken - large.plan.peak_bytes} more than in trial steps"
         )
         if self.request.strict:
             raise RuntimeError(
-                f"auto_checkpoint: {above}: raise memory_budget, or lower what the step makes beside the model "
-                "(gradients that were there before it need accumulate=True)"
+                f"auto_checkpoint: {above}. Raise memory_budget to {taken} or more, or make less beside the model; for "
+                "gradients that were there before the step, call auto_checkpoint() with accumulate=True"
             )
         if large.replaced >= MOST_REPLACED or not self.can_plan(shape, above):
             return large
@@ -387,13 +387,18 @@ class PlannedForward:
         try:
             found = self.new_plan(replace(self.request, budget=budget - aside), args, kwargs)
         except (LossError, ValueError) as error:
-            self.warn(f"{above}. There is no plan for less: {error}")
+            why = (
+                f"raise memory_budget to {error.least_budget + aside} or more"
+                if isinstance(error, InfeasibleBudget)
+                else str(error)
+            )
+            self.warn(f"{above}. No plan takes that much less: {why}")
             large.replaced = MOST_REPLACED
             return large
         found.plan.memory_budget = budget
         found.replaced = large.replaced + 1
         if found.shape.covers(large.shape):
-            self.plans.remove(large)
+            self.plans = [one for one in self.plans if one is not large]
         return found
 
     def smaller_plan(self, large: ShapePlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:

@@ -11,16 +11,15 @@ from memopt._checkpoint.stages.costs import (
     AllocatorBytes,
     CpuBytes,
     allocator_bytes,
-    block_bytes,
+    bytes_of,
     device_of,
     tensors_in,
 )
 
 
 def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the blocks of gradients that are there."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return sum(block_bytes(grad.untyped_storage().nbytes(), grad.device) for grad in grads)
+    """Return the bytes of the gradients that are there."""
+    return bytes_of(parameter.grad for parameter in parameters if parameter.grad is not None)
 
 
 class StepPeak:
@@ -28,7 +27,7 @@ class StepPeak:
 
     The graph alone holds it, and it ends with the graph. No figures of others are reset: on a CUDA device, where others
     raise and reset the peak, a step shows if it raises it. On a CPU only what is made meanwhile is seen, so gradients
-    of before are counted twice over: when the forward pass begins, and when the backward pass does.
+    of before are counted apart: those there when the forward pass begins, then those there when the backward pass does.
     """
 
     def __init__(

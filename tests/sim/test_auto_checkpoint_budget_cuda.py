@@ -56,9 +56,6 @@ def test_a_step_above_the_budget_shows_in_torchs_statistics_and_is_planned_for_l
         out.sum().backward()
         del more
 
-    step()
-    measured = plan.check().measured_bytes
-    assert measured is None or measured <= plan.memory_budget
     torch.cuda.reset_peak_memory_stats()
     step()
     assert plan.check().within and plan.check().measured_bytes is not None

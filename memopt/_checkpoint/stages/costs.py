@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ class AllocatorBytes:
         """Begin, before the first restart()."""
 
     def stop(self) -> bool:
-        """End, after the last answer, and return whether nobody else began or ended what was asked."""
+        """End, after the last answer, and return whether one watch of its own gave all answers."""
         return True
 
     def restart(self) -> tuple[int, int]:
@@ -105,11 +105,9 @@ class CpuBytes(AllocatorBytes):
 
     def start(self) -> None:
         self.own = 0
-        try:
+        with suppress(RuntimeError):  # memopt.Error is one
             self.own = _C.cpu_log_start(1, self.yielding)
             _C.cpu_log_no_stacks()
-        except RuntimeError:  # memopt.Error is one
-            return
 
     def stop(self) -> bool:
         return bool(self.own) and _C.cpu_log_stop(self.own)

@@ -377,8 +377,7 @@ class ChainMeasurement:
         return [*sizes, self.stage_bytes[-1]], [*times, self.stage_seconds[-1]]
 
     def forget(self) -> None:
-        self.externals, self.outputs, self.last_outputs, self.made_before = [], [], [], []
-        self.crossing = []
+        self.externals, self.crossing, self.outputs, self.last_outputs, self.made_before = [], [], [], [], []
         self.clear_gradients()
 
 
