@@ -83,6 +83,7 @@ __getattr__, __dir__ = lazy_names(
         "OffloadedLayers": "memopt._offload.layers",
         "PackedInputs": "memopt.compress._input_packing",
         "Plan": "memopt._checkpoint.plan",
+        "PlanCheck": "memopt._checkpoint.plan",
         "Profile": "memopt._memory.recording.session",
         "Recording": "memopt._memory.recording.recording",
         "Released": "memopt._memory.release",

@@ -239,6 +239,8 @@ class Plan:
         operations: The schedule's operations with the times of offload copies, as the runner has them.
     """
 
+    crossing_bytes = standing_bytes = step_bytes = 0  # of a plan that was saved before it had them, too
+
     def __init__(
         self,
         sizes: Sequence[StageBytes],
@@ -271,7 +273,6 @@ class Plan:
         self.seconds = schedule.seconds
         self.plain_bytes = fixed_bytes + around.peak(keep_all(chain))
         self.plain_seconds = chain.plain_seconds
-        self.standing_bytes = self.step_bytes = 0
         self.runner: ChainRunner | None = None
 
     def check(self) -> PlanCheck:
@@ -292,7 +293,11 @@ class Plan:
         return PlanCheck(self.memory_budget, self.predicted_bytes, self.peak_bytes, self.step_bytes or None)
 
     def took(self, nbytes: int) -> None:
-        """Note the peak of a step by this plan."""
+        """Note the peak of a step by this plan.
+
+        Args:
+            nbytes: The most that the allocator gave from its forward pass to the end of its backward pass.
+        """
         self.step_bytes = max(self.step_bytes, nbytes)
 
     def ran_in(self, seconds: float) -> None:
