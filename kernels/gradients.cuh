@@ -33,10 +33,10 @@ enum {
     MO_GRADIENTS_MAXIMUM = 8 /* the norm's kind */
 };
 
-/* The kernel's argument. Addresses are of fp32 on the device, 0 where there is none. */
+/* The kernel's argument. Addresses are of fp32 on the device, norm64's of an fp64, 0 where there is none. */
 typedef struct mo_gradients_launch {
     unsigned long long table; /* mo_gradients_head, mo_chunk[chunks], then room for double[grid] */
-    unsigned long long inv_scale, found_inf, norm, clip, factor;
+    unsigned long long inv_scale, found_inf, norm, norm64, clip, factor;
     double max_norm;
     unsigned chunks, passes;
 } mo_gradients_launch;
@@ -348,10 +348,13 @@ MO_BODY void mo_gradients_write(unsigned long long address, float value)
 MO_BODY void mo_gradients_finish(mo_gradients_launch launch, double sum, float scale)
 {
     const double raw = mo_gradients_norm(sum, launch.passes);
-    const float norm = (float)(launch.passes & MO_GRADIENTS_STORE ? raw : raw * (double)scale);
+    const double norm64 = launch.passes & MO_GRADIENTS_STORE ? raw : raw * (double)scale;
+    const float norm = (float)norm64;
     const double ratio = launch.max_norm / ((double)norm + 1e-6);
     const float clip = ratio > 1 ? 1.0f : (float)ratio; /* a NaN is passed on */
 
+    if (launch.norm64)
+        *(double *)mo_global(launch.norm64) = norm64;
     mo_gradients_write(launch.norm, norm);
     mo_gradients_write(launch.clip, clip);
     mo_gradients_write(launch.factor, scale * clip);

@@ -264,9 +264,11 @@ static const group *find_group(const gradients *self, int device)
     return NULL;
 }
 
-/* The address of one fp32 on the device; 0 for None. False with an exception. */
-static bool scalar(PyObject *module, PyObject *tensor, int device, const char *name, uintptr_t *out)
+/* The address of one value of that kind on the device; 0 for None. False with an exception. */
+static bool scalar_of(PyObject *module, PyObject *tensor, mo_float kind, int device, const char *name,
+                      uintptr_t *out)
 {
+    const char *type = kind == MO_F64 ? "float64" : "float32";
     mo_tensor_view view;
     int known;
 
@@ -274,16 +276,21 @@ static bool scalar(PyObject *module, PyObject *tensor, int device, const char *n
     if (tensor == Py_None)
         return true;
     known = mo_py_tensor_view(module, tensor, &view);
-    if (known > 0 && view.kind == MO_F32 && view.count == 1 && view.device == device) {
+    if (known > 0 && view.kind == kind && view.count == 1 && view.device == device) {
         *out = view.address;
         return true;
     }
     if (known >= 0 && device == MO_CPU)
-        PyErr_Format(PyExc_ValueError, "%s: expected a tensor of a single float32 on the CPU", name);
+        PyErr_Format(PyExc_ValueError, "%s: expected a tensor of a single %s on the CPU", name, type);
     else if (known >= 0)
-        PyErr_Format(PyExc_ValueError, "%s: expected a tensor of a single float32 on CUDA device %d", name,
+        PyErr_Format(PyExc_ValueError, "%s: expected a tensor of a single %s on CUDA device %d", name, type,
                      device);
     return false;
+}
+
+static bool scalar(PyObject *module, PyObject *tensor, int device, const char *name, uintptr_t *out)
+{
+    return scalar_of(module, tensor, MO_F32, device, name, out);
 }
 
 static PyObject *finish(PyObject *module, mo_status status, const mo_detail *detail)
@@ -296,19 +303,21 @@ static PyObject *finish(PyObject *module, mo_status status, const mo_detail *det
 PyDoc_STRVAR(
     run_doc,
     "run($self, device, store=False, inv_scale=None, found_inf=None, norm=None, clip=None, factor=None,\n"
-    "    max_norm=inf, maximum=False)\n--\n\n"
+    "    max_norm=inf, maximum=False, norm64=None)\n--\n\n"
     "One pass over what lies on a device (-1: the CPU). store: gradients are multiplied by inv_scale.\n"
     "found_inf is set to 1 where an element was infinite or NaN before that. norm, clip, factor: where the\n"
     "norm of the unscaled gradients goes, the coefficient that max_norm asks for, and inv_scale * clip;\n"
     "maximum: it is the largest absolute value instead of the root of squares. Each a tensor of one float32\n"
-    "there, or None. On a CUDA device the work is queued on torch's current stream, and nothing waits.");
+    "there, or None; norm64 of one float64, for the norm before it is rounded. On a CUDA device the work is\n"
+    "queued on torch's current stream, and nothing waits.");
 
 static PyObject *gradients_run(PyObject *object, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"device", "store",  "inv_scale", "found_inf", "norm",
-                            "clip",   "factor", "max_norm",  "maximum",   NULL};
+    static char *names[] = {"device", "store",    "inv_scale", "found_inf", "norm", "clip",
+                            "factor", "max_norm", "maximum",   "norm64",    NULL};
     PyObject *module = module_of(object);
-    PyObject *inv_scale = Py_None, *found_inf = Py_None, *norm = Py_None, *clip = Py_None, *factor = Py_None;
+    PyObject *inv_scale = Py_None, *found_inf = Py_None, *norm = Py_None, *clip = Py_None, *factor = Py_None,
+             *norm64 = Py_None;
     mo_gradients_job job = {.max_norm = INFINITY};
     int device = 0, store = 0, maximum = 0;
     void *stream = NULL;
@@ -317,13 +326,14 @@ static PyObject *gradients_run(PyObject *object, PyObject *args, PyObject *keywo
     mo_status status;
 
     if (!module ||
-        !PyArg_ParseTupleAndKeywords(args, keywords, "i|pOOOOOdp:run", names, &device, &store, &inv_scale,
-                                     &found_inf, &norm, &clip, &factor, &job.max_norm, &maximum) ||
+        !PyArg_ParseTupleAndKeywords(args, keywords, "i|pOOOOOdpO:run", names, &device, &store, &inv_scale,
+                                     &found_inf, &norm, &clip, &factor, &job.max_norm, &maximum, &norm64) ||
         !scalar(module, inv_scale, device, "inv_scale", &job.inv_scale) ||
         !scalar(module, found_inf, device, "found_inf", &job.found_inf) ||
         !scalar(module, norm, device, "norm", &job.norm) ||
         !scalar(module, clip, device, "clip", &job.clip) ||
-        !scalar(module, factor, device, "factor", &job.factor))
+        !scalar(module, factor, device, "factor", &job.factor) ||
+        !scalar_of(module, norm64, MO_F64, device, "norm64", &job.norm64))
         return NULL;
     g = find_group((gradients *)object, device);
     if (g) {
@@ -331,7 +341,7 @@ static PyObject *gradients_run(PyObject *object, PyObject *args, PyObject *keywo
         job.count = g->count;
     }
     job.passes = (job.found_inf ? MO_GRADIENTS_CHECK : 0) | (store ? MO_GRADIENTS_STORE : 0) |
-                 (job.norm || job.clip || job.factor ? MO_GRADIENTS_NORM : 0) |
+                 (job.norm || job.norm64 || job.clip || job.factor ? MO_GRADIENTS_NORM : 0) |
                  (maximum ? MO_GRADIENTS_MAXIMUM : 0);
     if (device != MO_CPU && mo_py_tensor_stream(module, device, &stream) < 0)
         return NULL;

@@ -12,10 +12,11 @@
  * multiply, as torch does; it does not depend on the norm, whose squares may overflow.
  *
  *     *norm       within 1e-6 of the norm in double, whatever the number of threads or blocks, and always the same
+ *     *norm64     the same in fp64, not yet rounded to fp32: norms of parts are combined by the norm of these
  *     *clip       min(1, max_norm / (*norm + 1e-6)); NaN where the norm is
  *     *factor     inv_scale * *clip: what the optimizer's kernel multiplies gradients with that were only read
  *
- * Each of the three is written where its address is given, with MO_GRADIENTS_NORM only. Squares are summed in fp32 within a
+ * Each of the four is written where its address is given, with MO_GRADIENTS_NORM only. Squares are summed in fp32 within a
  * chunk at most (fp64 elements: in fp64), scaled so that they neither overflow nor vanish where wide(x) does not, and in fp64 across
  * chunks, in the order of the list: no atomics.
  *
@@ -33,14 +34,14 @@
 
 typedef mo_tensor mo_gradient; /* in the memory of the job's device */
 
-/* Addresses of single fp32 values, in the memory of the job's device: 0 where there is none. */
+/* Addresses of single fp32 values (norm64: one fp64), in the memory of the job's device: 0 where there is none. */
 typedef struct mo_gradients_job {
     const mo_gradient *gradients;
     size_t count;
     unsigned passes;     /* of the above, or'ed */
     uintptr_t inv_scale; /* 0: 1 */
     uintptr_t found_inf; /* with CHECK */
-    uintptr_t norm, clip, factor;
+    uintptr_t norm, norm64, clip, factor;
     double max_norm; /* for clip and factor */
 } mo_gradients_job;
 

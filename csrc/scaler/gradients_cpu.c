@@ -271,9 +271,11 @@ static void run_job(work *w, size_t items, const mo_gradients_job *job)
         mo_parallel_for(items, ITEMS_A_THREAD, run_items, w);
     }
     const float inv_scale = job->inv_scale ? *(const float *)job->inv_scale : 1;
-    const double norm = (double)(float)norm_of(w, items, job->passes);
+    const double norm64 = norm_of(w, items, job->passes), norm = (double)(float)norm64;
     const double ratio = job->max_norm / (norm + 1e-6);
     const float clip = ratio > 1 ? 1 : (float)ratio;
+    if (job->norm64)
+        *(double *)job->norm64 = norm64;
     write_float(job->norm, norm);
     write_float(job->clip, (double)clip);
     write_float(job->factor, (double)(inv_scale * clip));
@@ -324,6 +326,9 @@ static mo_status check_floats(const mo_gradients_job *job, mo_detail *detail)
         if (all[i] % sizeof(float))
             return mo_fail(detail, MO_INVALID, 0, "%s at %#zx: expected a multiple of 4 bytes", names[i],
                            (size_t)all[i]);
+    if (job->norm64 % sizeof(double))
+        return mo_fail(detail, MO_INVALID, 0, "norm64 at %#zx: expected a multiple of 8 bytes",
+                       (size_t)job->norm64);
     if (job->passes & MO_GRADIENTS_CHECK && !job->found_inf)
         return mo_fail(detail, MO_INVALID, 0, "a check needs found_inf");
     return MO_OK;

@@ -46,6 +46,9 @@ static mo_status check(const mo_gradients_job *job, mo_detail *detail)
         if (scalars[i].address % sizeof(float))
             return mo_fail(detail, MO_INVALID, 0, "%s at %#zx: expected the address of an fp32",
                            scalars[i].name, (size_t)scalars[i].address);
+    if (job->norm64 % sizeof(double))
+        return mo_fail(detail, MO_INVALID, 0, "norm64 at %#zx: expected the address of an fp64",
+                       (size_t)job->norm64);
     if (job->passes & MO_GRADIENTS_CHECK && !job->found_inf)
         return mo_fail(detail, MO_INVALID, 0, "a check without found_inf: expected the address of an fp32");
     if (!(job->passes & (MO_GRADIENTS_CHECK | MO_GRADIENTS_STORE | MO_GRADIENTS_NORM)) ||
@@ -61,6 +64,7 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_gradients_jo
         .inv_scale = job->inv_scale,
         .found_inf = job->found_inf,
         .norm = job->norm,
+        .norm64 = job->norm64,
         .clip = job->clip,
         .factor = job->factor,
         .max_norm = job->max_norm,

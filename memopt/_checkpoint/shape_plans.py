@@ -35,6 +35,7 @@ from memopt._offload.schedule_sets import ScheduleOffload, bandwidth
 from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import preserve_state
 from memopt.chain import InfeasibleBudget
+from memopt.optim._offloaded_gradients import is_offload
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 MOST_PLANS = 32  # besides that of the sample
@@ -324,7 +325,7 @@ class PlannedForward:
             reason = "other ranks take part in each forward pass"
         elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             reason = "a CUDA graph is being captured"
-        elif any(p._post_accumulate_grad_hooks for p in self.model.parameters()):  # type: ignore[attr-defined]
+        elif any(map(steps_in_backward, self.model.parameters())):
             reason = "parameters have hooks that may step them in a trial step"
         if reason and what:
             self.warn(
@@ -431,6 +432,12 @@ class PlannedForward:
         if key not in self.warned:
             self.warned.add(key)
             warnings.warn(f"memopt.auto_checkpoint: {text}", stacklevel=2)
+
+
+def steps_in_backward(parameter: torch.nn.Parameter) -> bool:
+    """Return whether the parameter has hooks that may change it as its gradient is complete."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return not all(map(is_offload, (hooks or {}).values()))
 
 
 def synchronizes(module: torch.nn.Module) -> bool:

@@ -23,6 +23,7 @@ from memopt._microbatch.attempt import run_attempt
 from memopt._microbatch.split_batch import SplitBatch, Weights
 from memopt._runtime.log import logger, stacklevel
 from memopt._runtime.state_snapshot import BufferValues, GradientTensors, Modes, RandomState
+from memopt.optim._offloaded_gradients import is_offload
 
 _DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reductions are there
 
@@ -77,7 +78,8 @@ def refuse_hooks(modules: Sequence[nn.Module]) -> None:
     """Refuse hooks of parameters, which see the gradient of a micro-batch for that of the batch."""
     for root in modules:
         for name, parameter in root.named_parameters():
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            later = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+            if parameter._backward_hooks or not all(map(is_offload, later)):
                 raise ValueError(
                     f"memopt.backward: parameter {name} has a hook on its gradient, which would be called for each "
                     "micro-batch, with the gradient of that micro-batch alone. Do its work after backward(), or "

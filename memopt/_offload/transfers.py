@@ -206,6 +206,13 @@ class PinnedTransfer(_DeviceTransfer):
         assert self._incoming is not None
         return self._incoming.tensor()
 
+    def copy_to(self, flat: torch.Tensor) -> CopyIn:
+        """Begin to copy the bytes into memory of the device that the current stream had last."""
+        owner = torch.cuda.current_stream(self._device)
+        copy = CopyIn(owner, _C.copy_in(self._room.memory, flat, self._out, owner.cuda_stream))
+        self._room.mark = copy.ticket
+        return copy
+
 
 class StagedDiskTransfer(_DeviceTransfer):
     """From a CUDA device through pinned memory to a disk. The device's memory waits for the copy alone; the host waits

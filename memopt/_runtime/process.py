@@ -22,11 +22,11 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, NamedTuple, Self
+
+from memopt._runtime.signals import interrupted_later
 
 _LEAVING = 10.0  # seconds in which a child ends that has said all, or was told to
 _LOOK = 0.2  # seconds; a wait without an end would not hear Ctrl-C everywhere
@@ -106,7 +106,7 @@ class Children:
         """Start a module of memopt. request: its first. output: a file for all that it writes; then it is not heard,
         and has no standard input. environment: all of it; None: this process's."""
         line = command(python, module, *arguments)
-        with self._lock, _interrupted_later():  # between its start and the next line nobody would end it
+        with self._lock, interrupted_later():  # between its start and the next line nobody would end it
             if self._closed:
                 raise ChildFailed("the child process was not started: its parent is exiting")
             child = Child(line, environment, output)
@@ -247,28 +247,6 @@ def ask(module: str, request: Any = None, *, seconds: float, python: str | None 
             status = child.end()
             raise ChildFailed(f"the process {ended(status)} without an answer", child.said(), status)
         return answer
-
-
-@contextmanager
-def _interrupted_later() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM until the block is over. (Python handles them in the main thread alone.)"""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda *heard: came.append(heard)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-        for heard, frame in came:
-            handler = before[signal.Signals(heard)]
-            if callable(handler):
-                handler(heard, frame)
-            elif handler == signal.SIG_DFL:
-                signal.raise_signal(heard)
 
 
 # ---- in the child ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor, device
 from memopt import _C
 from memopt._runtime import kernels
 from memopt._runtime.originals import original
+from memopt.optim._offloaded_gradients import any_offloaded, multiply, norms_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,8 +74,10 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if process_group is not None or _lie_apart(parameters):
         return _clip_apart(parameters, max_norm, norm_type, error_if_nonfinite, foreach, process_group)
-    gradients = None if foreach is False else _C.Gradients(parameters, of_parameters=True)
-    if gradients is None or len(gradients.devices) != 1 or not has_fast_norm(gradients, norm_type):
+    gradients = _C.Gradients(parameters, of_parameters=True)
+    if any_offloaded(gradients.others):
+        return _clip_offloaded(parameters, max_norm, norm_type, error_if_nonfinite)
+    if foreach is False or len(gradients.devices) != 1 or not has_fast_norm(gradients, norm_type):
         norm: Tensor = _torchs(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm
 
@@ -139,6 +142,25 @@ def _clip_apart(
     for members in by_mesh.values():
         clip_grads_with_norm_(members, max_norm, total, foreach)
     return total
+
+
+def _clip_offloaded(
+    parameters: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
+    """Clip by the norms that gradients had when they left for the host's memory."""
+    if norm_type != 2.0:
+        raise ValueError(
+            f"norm_type={norm_type}: gradients that offload_gradients=True keeps in the host's memory have norms of "
+            "order 2 alone"
+        )
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norms = norms_of(grads)
+    norm, clip = (torch.empty((), dtype=torch.float32, device=norms.device) for _ in range(2))
+    _C.Gradients([norms]).run(norms.get_device(), norm=norm, clip=clip, max_norm=float(max_norm))
+    if error_if_nonfinite:
+        refuse_nonfinite(norm, norm_type)
+    multiply(grads, clip)
+    return norm
 
 
 def device_of(number: int) -> device:

@@ -21,6 +21,7 @@ from memopt._runtime import kernels
 from memopt._runtime.originals import original
 from memopt.amp._clip import clip_grad_norm_, count_as_written, device_of, has_fast_norm, refuse_nonfinite
 from memopt.amp._scaling import torchs_gradients, torchs_pass, update_scale_
+from memopt.optim._offloaded_gradients import any_offloaded, multiply, norms_of
 from memopt.optim._one_pass import OnePass, ScaledStep
 
 if TYPE_CHECKING:
@@ -179,6 +180,8 @@ class GradScaler(_Torchs):
         """Look for infs and, with store, multiply by inv_scale. Returns found_inf of each device with gradients."""
         parameters = _parameters(optimizer)
         gradients = _C.Gradients(parameters, of_parameters=True)
+        if any_offloaded(gradients.others):
+            return self._pass_over_offloaded(parameters, inv_scale, found_inf, allow_fp16, store)
         if gradients.others or (torch.float16 in gradients.dtypes and not allow_fp16):
             collected = torchs_gradients(parameters, allow_fp16)
             devices = list(dict.fromkeys(grad.device for grad in collected))
@@ -207,6 +210,22 @@ class GradScaler(_Torchs):
         if not founds and self._options.no_gradients == "finite":
             founds = {found_inf.device: found_inf}
         return self._agree(founds)
+
+    def _pass_over_offloaded(
+        self, parameters: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool, store: bool
+    ) -> _PerDevice:
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if not allow_fp16 and any(grad.dtype is torch.float16 for grad in grads):
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        if self._options.repair:
+            found_inf.masked_fill_(~inv_scale.isfinite(), 1.0)
+        norms = norms_of(grads)
+        found = _on(norms.device, found_inf)
+        kernels.prepare()
+        _C.Gradients([norms]).run(norms.get_device(), found_inf=found)  # as not finite as an element
+        if store:
+            multiply(grads, inv_scale)
+        return self._agree({norms.device: found})
 
     def _agree(self, founds: _PerDevice) -> _PerDevice:
         """Let every rank of the process group know what any of them has found."""

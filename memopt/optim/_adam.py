@@ -202,10 +202,11 @@ class Adam(AdamStates, _TorchsAdam):
 
     Args:
         params: As torch.optim.Adam's, like all that are not named here.
-        state_bits: As memopt.optim.AdamW's, like the next three.
+        state_bits: As memopt.optim.AdamW's, like the next four.
         min_8bit_size: The smallest number of elements for 8-bit states.
         master_weights: Whether to keep an fp32 copy of fp16 and bf16 parameters.
         stochastic_rounding: Whether to round fp16 and bf16 parameters stochastically.
+        offload_gradients: Whether gradients of parameters on a CUDA device wait for the step in the host's memory.
 
     Raises:
         ValueError: As memopt.optim.AdamW does.
@@ -233,12 +234,14 @@ class Adam(AdamStates, _TorchsAdam):
         min_8bit_size: int = 4096,
         master_weights: bool = False,
         stochastic_rounding: bool = False,
+        offload_gradients: bool = False,
     ) -> None:
         self._own_defaults = {
             "state_bits": state_bits,
             "min_8bit_size": min_8bit_size,
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,
+            "offload_gradients": offload_gradients,
         }
         super().__init__(
             params,
@@ -292,9 +295,17 @@ class AdamW(AdamStates, _TorchsAdamW):
         master_weights: Whether fp16 and bf16 parameters have an fp32 copy and fp32 states, on which the step works.
         stochastic_rounding: Whether fp16 and bf16 parameters without such a copy are rounded stochastically, so that
             small updates are not lost on average; deterministic from run to run.
+        offload_gradients: Whether gradients of parameters on a CUDA device wait for the step in pinned memory of the
+            host. Each leaves as backward() completes it, beside the rest of the backward pass, and the step brings
+            them back, some at a time: of all gradients the device has two of the largest at once. In p.grad is then a
+            tensor of the same shape that holds no memory there; p.grad.cpu() is the gradient. Accumulation,
+            zero_grad(), memopt.amp.clip_grad_norm_ (order 2; exact) and memopt.amp.GradScaler work as ever, with the
+            same bits; torch's own clipping and scaler are refused by name, so that nothing is clipped in silence
+            (memopt.patch() puts memopt's in their place). Sparse gradients stay.
 
     Raises:
-        ValueError: As torch's, for differentiable=True, and for amsgrad=True with state_bits=8.
+        ValueError: As torch's, for differentiable=True, and for amsgrad=True with state_bits=8; for
+            offload_gradients=True in a process of several ranks, or with a parameter that another optimizer has so.
 
     Example:
         >>> optimizer = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=8)
@@ -318,12 +329,14 @@ class AdamW(AdamStates, _TorchsAdamW):
         min_8bit_size: int = 4096,
         master_weights: bool = False,
         stochastic_rounding: bool = False,
+        offload_gradients: bool = False,
     ) -> None:
         self._own_defaults = {
             "state_bits": state_bits,
             "min_8bit_size": min_8bit_size,
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,
+            "offload_gradients": offload_gradients,
         }
         super().__init__(
             params,

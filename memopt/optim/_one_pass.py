@@ -16,9 +16,11 @@ from torch.optim import lr_scheduler, optimizer
 
 from memopt import _C
 from memopt._runtime import kernels
+from memopt._runtime.signals import interrupted_later
+from memopt.optim._offloaded_gradients import GradientOffload
 from memopt.optim._state_layout import FLOATS, is_plain, like, not_like
 
-OWN_OPTIONS = ("state_bits", "min_8bit_size", "master_weights", "stochastic_rounding")
+OWN_OPTIONS = ("state_bits", "min_8bit_size", "master_weights", "stochastic_rounding", "offload_gradients")
 
 # Where torch's own wrappers of step() are from: hooks and profile, and the learning rates' count of steps.
 TORCHS_WRAPPERS = (optimizer.__file__, lr_scheduler.__file__)
@@ -32,6 +34,7 @@ class OnePass(torch.optim.Optimizer):
     _plan: _C.UpdatePlan | None = None
     _is_collected = False  # the plan has collected what the next step() takes
     _own_defaults: dict[str, Any] | None = None
+    _offload: GradientOffload | None = None
     _is_sgd = False
     _like_p: tuple[str, ...] = ()  # the states that have their parameter's shape
 
@@ -87,22 +90,52 @@ class OnePass(torch.optim.Optimizer):
             scaling.found_inf = self.found_inf  # a hook may have set another
         elif hasattr(self, "found_inf") or hasattr(self, "grad_scale"):
             scaling = ScaledStep(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        if self._offload is None:
+            self._update(scaling)
+        else:
+            self._update_in_turns(self._offload, scaling)
+        return loss
+
+    def _update_in_turns(self, offload: GradientOffload, scaling: ScaledStep | None) -> None:
+        """Step every parameter, some at a time, as their gradients come back from the host."""
+        if self._ready(scaling) is None:  # has the states of all: no turn takes more memory
+            return
+        assert self._plan is not None
+        self._plan.drop()
+        if scaling is not None:
+            scaling.store = False  # what comes back is a copy
+        with interrupted_later():
+            for _ in offload.returned([p for group in self.param_groups for p in group["params"]]):
+                self._update(scaling)
+
+    def _ready(self, scaling: ScaledStep | None) -> tuple[list[int], list[tuple[int, Tensor]]] | None:
+        """Collect for a step, with all states. Return the numbers of the parameters that the plan cannot take, and
+        those that have their first step; None if the step is skipped."""
         plan, first = self._plan, []
         left = self._collect()
         if left is None or (left and self._lack_states(left)):
             if scaling is not None and scaling.is_skipped_on_cpu():
                 if plan is not None:
                     plan.drop()
-                return loss
+                return None
             with torch.no_grad():
                 first = self._complete_all()
             if first and scaling is not None and scaling.is_skipped():
                 self._forget(first)
-                return loss
+                return None
             numbers = [number for number, _ in first]
             plan = self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, numbers)
             left = plan.collect(self.state, self.param_groups, True)
-        assert plan is not None and left is not None
+        assert left is not None
+        return left, first
+
+    def _update(self, scaling: ScaledStep | None) -> None:
+        """Step every parameter whose gradient is there."""
+        ready = self._ready(scaling)
+        if ready is None:
+            return
+        (left, first), plan = ready, self._plan
+        assert plan is not None
         try:
             if left:
                 with torch.no_grad():
@@ -120,7 +153,6 @@ class OnePass(torch.optim.Optimizer):
             raise
         finally:
             plan.drop()
-        return loss
 
     def _memopt_step(
         self, read: Callable[[_C.Gradients | None], ScaledStep | None], *args: Any, **kwargs: Any
@@ -278,6 +310,14 @@ class OnePass(torch.optim.Optimizer):
                 )
             self._check_group(whole)
         super().add_param_group(param_group)
+        self._offload_gradients()
+
+    def _offload_gradients(self) -> None:
+        """Have the gradients of groups with offload_gradients=True leave as they are made."""
+        chosen = [p for group in self.param_groups if group.get("offload_gradients") for p in group["params"]]
+        if chosen:
+            self._offload = self._offload or GradientOffload(self)
+            self._offload.take(chosen)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of torch's optimizers or memopt's, with any options.
@@ -312,6 +352,7 @@ class OnePass(torch.optim.Optimizer):
         self._plan = None
         for old, new in zip(before, self.param_groups, strict=False):
             new.update({name: old[name] for name in OWN_OPTIONS if name in old})
+        self._offload_gradients()
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         with torch.no_grad():
             for p in loaded:

@@ -35,9 +35,10 @@ class SGD(OnePass, _Torchs):
         params: As torch.optim.SGD's, like all that are not named here.
         master_weights: As memopt.optim.AdamW's.
         stochastic_rounding: As memopt.optim.AdamW's.
+        offload_gradients: As memopt.optim.AdamW's.
 
     Raises:
-        ValueError: As torch's, and for differentiable=True.
+        ValueError: As torch's, for differentiable=True, and for offload_gradients=True as memopt.optim.AdamW.
 
     Example:
         >>> optimizer = memopt.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -58,8 +59,13 @@ class SGD(OnePass, _Torchs):
         fused: bool | None = None,
         master_weights: bool = False,
         stochastic_rounding: bool = False,
+        offload_gradients: bool = False,
     ) -> None:
-        self._own_defaults = {"master_weights": master_weights, "stochastic_rounding": stochastic_rounding}
+        self._own_defaults = {
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
+            "offload_gradients": offload_gradients,
+        }
         super().__init__(
             params,
             lr,

@@ -95,10 +95,12 @@ static void free_list(list *l)
 }
 
 typedef struct results {
+    double norm64;
     float inv_scale, found_inf, norm, clip, factor;
+    float unused; /* so that all of the struct's bytes are values, which are compared */
 } results;
 
-static const results untouched = {1, -3, -4, -5, -6};
+static const results untouched = {-7, 1, -3, -4, -5, -6, 0};
 
 static mo_gradients_job make_job(const list *l, unsigned passes, results *r)
 {
@@ -109,6 +111,7 @@ static mo_gradients_job make_job(const list *l, unsigned passes, results *r)
         .inv_scale = (uintptr_t)&r->inv_scale,
         .found_inf = (uintptr_t)&r->found_inf,
         .norm = (uintptr_t)&r->norm,
+        .norm64 = (uintptr_t)&r->norm64,
         .clip = (uintptr_t)&r->clip,
         .factor = (uintptr_t)&r->factor,
         .max_norm = 1.5,
@@ -155,11 +158,12 @@ static void check_results(results got, results expected, double norm, unsigned p
             CHECK(fabs((double)got.norm - norm) <= 0x1p-149);
         else if (!near_norm((double)got.norm, (double)(float)norm))
             TEST_FAIL("passes %u: the norm is %.9g, not %.9g", passes, (double)got.norm, norm);
-        expected.norm = got.norm;
+        expected.norm = (float)(expected.norm64 = got.norm64);
     }
     CHECK(same_float(got.inv_scale, expected.inv_scale));
     CHECK(same_float(got.found_inf, expected.found_inf));
     CHECK(same_float(got.norm, expected.norm));
+    CHECK(got.norm64 == expected.norm64 || isnan(got.norm64));
     CHECK(same_float(got.clip, expected.clip));
     CHECK(same_float(got.factor, expected.factor));
 }
@@ -314,17 +318,19 @@ TEST(results_are_written_where_an_address_is_given)
     uint64_t seed = test_seed();
     list l = random_list(&seed, 5, 500, 0, 3);
 
-    for (unsigned given = 0; given < 16; given++) {
+    for (unsigned given = 0; given < 32; given++) {
         results r = untouched, all = untouched;
         mo_gradients_job job = make_job(&l, 5, &all);
         CHECK_EQ(mo_gradients_cpu(&job, NULL), MO_OK);
         job = make_job(&l, 5, &r);
         job.inv_scale = given & 1 ? job.inv_scale : 0; /* none is 1 */
         job.norm = given & 2 ? job.norm : 0;
+        job.norm64 = given & 16 ? job.norm64 : 0;
         job.clip = given & 4 ? job.clip : 0;
         job.factor = given & 8 ? job.factor : 0;
         CHECK_EQ(mo_gradients_cpu(&job, NULL), MO_OK);
         CHECK(r.norm == (given & 2 ? all.norm : untouched.norm));
+        CHECK(r.norm64 == (given & 16 ? all.norm64 : untouched.norm64));
         CHECK(r.clip == (given & 4 ? all.clip : untouched.clip));
         CHECK(r.factor == (given & 8 ? all.factor : untouched.factor));
     }
@@ -487,6 +493,9 @@ TEST(what_cannot_be_done_is_refused_by_name_before_anything_changed)
     job = make_job(&l, 7, &r);
     job.norm += 1;
     refused(&job, "norm at 0x");
+    job.norm -= 1;
+    job.norm64 += 4;
+    refused(&job, "norm64 at 0x");
     CHECK_EQ(mo_gradients_clip_cpu(l.gradients, l.count, 0, &detail), MO_INVALID);
     CHECK_STR(detail.text, "clip at 0: expected the address of an fp32");
     CHECK_EQ(mo_gradients_clip_cpu(l.gradients, l.count, 6, NULL), MO_INVALID);

@@ -15,6 +15,7 @@ enum { COUNT = 4096, LISTS = MO_STAGING_SLOTS + 2, MANY = 172 }; /* MANY: a tabl
 
 /* Device memory, which here is the host's too. */
 static float *values, *inv_scale, *found_inf, *norm, *clip, *factor;
+static double *norm64;
 static mo_detail detail;
 
 static void start(void)
@@ -26,12 +27,14 @@ static void start(void)
         norm = device_memory(3 * sizeof *norm);
         clip = norm + 1;
         factor = norm + 2;
+        norm64 = device_memory(sizeof *norm64);
     }
     for (int i = 0; i < COUNT; i++)
         values[i] = 1.0f;
     *inv_scale = 0.5f;
     *found_inf = 0.0f;
     *norm = *clip = *factor = -1.0f;
+    *norm64 = -1;
 }
 
 static mo_status pass(const mo_gradient *gradients, size_t count, unsigned passes, double max_norm)
@@ -43,6 +46,7 @@ static mo_status pass(const mo_gradient *gradients, size_t count, unsigned passe
         .inv_scale = (uintptr_t)inv_scale,
         .found_inf = (uintptr_t)found_inf,
         .norm = (uintptr_t)norm,
+        .norm64 = (uintptr_t)norm64,
         .clip = (uintptr_t)clip,
         .factor = (uintptr_t)factor,
         .max_norm = max_norm,
@@ -243,6 +247,9 @@ TEST(what_was_only_read_has_its_scale_and_its_clip_in_the_factor)
     CHECK_OK(pass(&(mo_gradient){(uintptr_t)values, 1024, MO_F32}, 1, MO_GRADIENTS_NORM, 100));
     finish(stream);
     CHECK(*norm == 16.0f && *clip == 1.0f && *factor == 0.5f);
+    CHECK_OK(pass(&(mo_gradient){(uintptr_t)values, 2, MO_F32}, 1, MO_GRADIENTS_NORM, 100));
+    finish(stream);
+    CHECK(*norm64 == sqrt(2) / 2 && *norm == (float)*norm64);
     values[1000] = -3;
     CHECK_OK(pass(&(mo_gradient){(uintptr_t)values, 1024, MO_F32}, 1,
                   MO_GRADIENTS_NORM | MO_GRADIENTS_MAXIMUM, 1));
@@ -268,7 +275,7 @@ TEST(a_norm_is_written_for_no_elements_and_only_where_it_is_asked_for)
     start();
     CHECK_OK(mo_gradients_cuda(0, stream, &job, &detail));
     finish(stream);
-    CHECK(*norm == -1.0f && *clip == 1.0f && *factor == -1.0f);
+    CHECK(*norm == -1.0f && *norm64 == -1 && *clip == 1.0f && *factor == -1.0f);
 }
 
 TEST(clipping_multiplies_by_what_lies_in_memory_when_it_runs)

@@ -297,14 +297,18 @@ TEST(what_was_only_read_is_not_touched)
 TEST(the_clip_and_the_factor_are_made_of_the_norm_as_it_is_written)
 {
     float results[3];
+    double norm64;
     const mo_gradients_launch launch = {
         .norm = (uintptr_t)&results[0],
+        .norm64 = (uintptr_t)&norm64,
         .clip = (uintptr_t)&results[1],
         .factor = (uintptr_t)&results[2],
         .max_norm = 3,
         .passes = MO_GRADIENTS_NORM,
     };
 
+    mo_gradients_finish(launch, 2, 0.5f);
+    CHECK(norm64 == sqrt(2) / 2 && results[0] == (float)norm64);
     mo_gradients_finish(launch, 144, 0.5f);
     CHECK(results[0] == 6 && results[1] == (float)(3 / (6 + 1e-6)) && results[2] == 0.5f * results[1]);
     mo_gradients_finish(launch, 4, 0.5f);
@@ -312,7 +316,7 @@ TEST(the_clip_and_the_factor_are_made_of_the_norm_as_it_is_written)
     mo_gradients_finish(launch, INFINITY, 0.5f);
     CHECK(isinf(results[0]) && results[1] == 0 && results[2] == 0);
     mo_gradients_finish(launch, 0x1p960, 0.5f); /* more than fp32 holds */
-    CHECK(isinf(results[0]) && results[1] == 0);
+    CHECK(isinf(results[0]) && results[1] == 0 && norm64 == 0x1p479);
 }
 
 TEST_MAIN

@@ -1,0 +1,344 @@
+"""Gradients that wait for their step in the host's memory: on the device are never more than two of the largest.
+
+As a parameter's gradient is complete, its norm is taken and its bytes leave, beside the backward pass; a HostGradient
+takes its place in .grad. A further backward pass brings it back, adds to it, and it leaves again. The step brings all
+back, some at a time, each while those before it are used. The host waits for none of this.
+
+    .grad      HostGradient: bytes in pinned memory (memopt._offload.transfers), norm64 on the device, factors
+    factors    what unscaling and clipping multiply by. Each is noted, and done when the gradient is back, in the order
+               in which they were asked for: the roundings are those of gradients that never left
+
+So the norm of all is that of the vector of their norms, and one of these is not finite where an element is not.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt import _C
+from memopt._offload.pinned_memory import CopyIn, aligned, dense_bytes, host_memory, index_of
+from memopt._offload.transfers import PinnedTransfer
+from memopt._runtime import kernels
+
+FOREVER = 1e8  # seconds
+aten = torch.ops.aten
+
+
+class HostGradient(Tensor):
+    """A gradient of a parameter on a CUDA device, whose elements are in the host's memory.
+
+    It has the gradient's shape, dtype and device, adds up as gradients do, and goes where zero_grad() sets None. cpu()
+    returns the elements. Any other operation is refused: what it was to read or change is elsewhere.
+    """
+
+    _transfer: PinnedTransfer
+    _norm64: Tensor
+    _factors: tuple[Tensor, ...]
+    _way: _WayToHost
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, grad: Tensor, transfer: PinnedTransfer, norm64: Tensor, way: _WayToHost) -> HostGradient:
+        made: HostGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, grad.size(), strides=grad.stride(), dtype=grad.dtype, device=grad.device
+        )
+        made._transfer, made._norm64, made._factors, made._way = transfer, norm64, (), way
+        return made
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten.add_.Tensor and not kwargs and type(args[0]) is cls:
+            args[0]._add(args[1])
+            return args[0]
+        if func is aten._foreach_add_.List and not kwargs and all(type(one) is cls for one in args[0]):
+            for one, other in zip(*args, strict=True):
+                one._add(other)
+            return None
+        if func is aten.detach.default:
+            return args[0]
+        if func is aten._to_copy.default and torch.device(kwargs["device"]).type == "cpu":  # type: ignore[index]
+            return args[0].on_device().cpu()
+        raise RuntimeError(
+            f"{func} of a gradient that offload_gradients=True keeps in the host's memory: read grad.cpu(), clip with "
+            "memopt.amp.clip_grad_norm_, unscale with memopt.amp.GradScaler (memopt.patch() puts both in torch's "
+            "place), and drop gradients with zero_grad(set_to_none=True)"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"HostGradient({tuple(self.shape)}, {self.dtype}, device='{self.device}')"
+
+    @property
+    def norm64(self) -> Tensor:
+        """Its norm of order 2, one fp64 on the device."""
+        norm = self._norm64
+        for factor in self._factors:
+            norm = norm * factor.abs()
+        return norm
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply it in place, each product rounded. factor: one fp32 on its device."""
+        self._factors += (factor,)
+
+    def begin_return(self, grad: Tensor) -> CopyIn:
+        """Begin to copy it into a tensor like it, which later work may use after end_return()."""
+        flat = dense_bytes(grad)
+        assert flat is not None
+        return self._transfer.copy_to(flat)
+
+    def end_return(self, grad: Tensor, copy: CopyIn) -> None:
+        copy.join(grad)
+        for factor in self._factors:
+            _C.Gradients([grad]).multiply(index_of(self.device), factor)
+
+    def on_device(self) -> Tensor:
+        """Return it as a tensor of its own, for later work of the current stream."""
+        grad = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device)
+        self.end_return(grad, self.begin_return(grad))
+        return grad
+
+    def _add(self, other: Tensor) -> None:
+        total = self.on_device()
+        total += other.on_device() if isinstance(other, HostGradient) else other
+        left = self._way.leave(total)
+        if left is None:
+            raise MemoryError(
+                f"the host cannot lock {total.nbytes} more bytes for a gradient that adds up: raise `ulimit -l` or the "
+                "memory limit of the container"
+            )
+        self._transfer, self._norm64, self._factors = left._transfer, left._norm64, ()
+
+
+class _WayToHost:
+    """The way of gradients from one device. most: bytes of those that are kept there for their copies' sake."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.most = device, 0
+        self._leaving: deque[tuple[PinnedTransfer, Tensor]] = deque()
+        self._held = 0
+
+    def leave(self, grad: Tensor) -> HostGradient | None:
+        """Begin the copy and return what stands for it; None for what is not plain memory or finds no room."""
+        flat = dense_bytes(grad) if grad.numel() else None
+        gradients = _C.Gradients([grad])
+        if flat is None or gradients.others:
+            return None
+        room = host_memory(self.device).take(flat.numel())
+        if room is None:
+            return None
+        kernels.prepare()
+        norm64 = torch.empty((), dtype=torch.float64, device=self.device)
+        gradients.run(index_of(self.device), norm64=norm64)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        transfer = PinnedTransfer(flat, room, stream)
+        self._leaving.append((transfer, grad))
+        self._held += grad.nbytes
+        while self._held > self.most and len(self._leaving) > 1:
+            self._settle()
+        return HostGradient(grad, transfer, norm64, self)
+
+    def finish(self) -> None:
+        """Give the memory of all back to the computation; the host need not wait."""
+        while self._leaving:
+            self._settle()
+
+    def _settle(self) -> None:
+        transfer, grad = self._leaving.popleft()
+        self._held -= grad.nbytes
+        transfer.settle()
+
+
+class GradientOffload:
+    """What sends the gradients of an optimizer's parameters to the host as they are made."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handles: dict[int, Any] = {}  # by id(parameter)
+        self._ways: dict[torch.device, _WayToHost] = {}
+        self._largest = 0
+        self._task = -1  # the backward pass at whose end all that leaves is settled
+        self._warned = False
+        weakref.finalize(optimizer, _remove, self._handles).atexit = False
+
+    def take(self, parameters: Iterable[Tensor]) -> None:
+        """Send these parameters' gradients away, too.
+
+        Raises ValueError, before anything changes, for parameters that another optimizer has, or that ranks share.
+        """
+        new = [p for p in parameters if id(p) not in self._handles and p.requires_grad]
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if ranks and torch.distributed.get_world_size() > 1:
+            raise ValueError(
+                "offload_gradients=True: gradients would leave before DDP or FSDP has added up those of all ranks; "
+                "leave it out in a process of several ranks"
+            )
+        for p in new:
+            if any(map(is_offload, (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())):
+                raise ValueError(
+                    f"offload_gradients=True: a parameter of shape {tuple(p.shape)} is another optimizer's already, "
+                    "which has its gradient; give each parameter to one of them"
+                )
+        for p in new:
+            self._handles[id(p)] = p.register_post_accumulate_grad_hook(self._complete)  # type: ignore[attr-defined]
+            self._largest = max(self._largest, p.nbytes)
+
+    def _complete(self, p: Tensor) -> None:
+        grad = p.grad
+        if grad is None or grad.device.type != "cuda" or grad.layout is not torch.strided:
+            return
+        way = self._ways.get(grad.device)
+        if way is None:
+            way = self._ways[grad.device] = _WayToHost(grad.device)
+        way.most = max(self._largest, grad.nbytes)
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        if type(grad) is Tensor:
+            left = way.leave(grad)
+            if left is not None:
+                p.grad = left
+            elif grad.numel():
+                self._warn(grad)
+
+    def _finish(self) -> None:
+        for way in self._ways.values():
+            way.finish()
+
+    def _warn(self, grad: Tensor) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"offload_gradients=True: a gradient of shape {tuple(grad.shape)} and {grad.dtype} stays on the "
+                "device, since it has gaps or a type without kernels, or the host can lock no more memory "
+                "(`ulimit -l`)",
+                stacklevel=2,
+            )
+
+    def returned(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Give parameters their gradients on the device, some at a time, and what stands for them back at the end.
+
+        At each turn those not of that turn have None. While one turn's are used, the next ones come; the memory for
+        both is taken before the first turn, so that none fails for want of it.
+        """
+        had = [(p, p.grad) for p in parameters if p.grad is not None]
+        there = [(p, grad) for p, grad in had if type(grad) is not HostGradient]
+        away: dict[torch.device, list[_Away]] = {}
+        for p, grad in had:
+            if type(grad) is HostGradient:
+                away.setdefault(grad.device, []).append((p, grad))
+        returns = [_Return(list(_turns(grads, self._largest))) for grads in away.values()]
+        try:
+            _give((p, None) for p, _ in had)
+            if there:
+                _give(there)
+                yield
+                _give((p, None) for p, _ in there)
+            for one in returns:
+                yield from one.run()
+        finally:
+            _give(had)
+
+
+_Away = tuple[Tensor, HostGradient]
+
+
+class _Return:
+    """The way back of one device's gradients, in turns, through memory that two turns take."""
+
+    def __init__(self, turns: Sequence[Sequence[_Away]]) -> None:
+        self._turns, self._rooms = turns, []
+        for every_second in (turns[0::2], turns[1::2]):
+            sizes = [sum(aligned(grad.nbytes) for _, grad in turn) for turn in every_second]
+            device = turns[0][0][1].device
+            self._rooms.append(torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device))
+
+    def run(self) -> Iterator[None]:
+        coming = self._begin(0)
+        for k in range(len(self._turns)):
+            grads, coming = coming, self._begin(k + 1)
+            for p, away, grad, copy in grads:
+                away.end_return(grad, copy)
+                p.grad = grad
+            yield
+            _give((p, None) for p, *_ in grads)
+
+    def _begin(self, k: int) -> list[tuple[Tensor, HostGradient, Tensor, CopyIn]]:
+        """Begin a turn's copies, if there is one: what used that memory last has been given to the current stream."""
+        offset, coming = 0, []
+        storage = self._rooms[k % 2].untyped_storage()
+        for p, away in self._turns[k] if k < len(self._turns) else ():
+            grad = torch.empty(0, dtype=away.dtype, device=away.device)
+            grad.set_(storage, offset // away.itemsize, away.size(), away.stride())
+            coming.append((p, away, grad, away.begin_return(grad)))
+            offset += aligned(away.nbytes)
+        return coming
+
+
+def _turns(grads: Sequence[_Away], most: int) -> Iterator[list[_Away]]:
+    """Yield them in turns of at most so many bytes, or of one."""
+    turn: list[_Away] = []
+    nbytes = 0
+    for p, grad in grads:
+        if turn and nbytes + grad.nbytes > most:
+            yield turn
+            turn, nbytes = [], 0
+        turn.append((p, grad))
+        nbytes += grad.nbytes
+    yield turn
+
+
+def _give(grads: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    for p, grad in grads:
+        p.grad = grad
+
+
+def _remove(handles: dict[int, Any]) -> None:
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()
+
+
+def is_offload(hook: Any) -> bool:
+    """Return whether a parameter's hook only sends its gradient to the host."""
+    return isinstance(getattr(hook, "__self__", None), GradientOffload)
+
+
+# ---- what reads gradients, wherever they are -------------------------------------------------------------------------
+
+
+def any_offloaded(parameters: Iterable[Any]) -> bool:
+    """Return whether the gradient of one of these is in the host's memory."""
+    return any(type(getattr(p, "grad", None)) is HostGradient for p in parameters)
+
+
+def norms_of(grads: Sequence[Tensor]) -> Tensor:
+    """Return the norm of order 2 of each gradient, fp64, on the first one's device."""
+    norms = [grad.norm64 if isinstance(grad, HostGradient) else _norm64(grad) for grad in grads]
+    return torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
+
+
+def multiply(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by one fp32 of a device."""
+    for grad in grads:
+        there = factor.to(grad.device, non_blocking=True)
+        if isinstance(grad, HostGradient):
+            grad.multiply(there)
+        else:
+            grad *= there
+
+
+def _norm64(grad: Tensor) -> Tensor:
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return torch.linalg.vector_norm(values.detach(), dtype=torch.float64)

@@ -1,0 +1,436 @@
+"""offload_gradients=True on the simulated device, with real numbers: trainings whose gradients wait in the host's
+memory end with the bits of those whose gradients stay."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+import memopt.amp
+import memopt.optim
+from memopt import sim
+from memopt._offload import pinned_memory
+from memopt.optim._offloaded_gradients import HostGradient
+from memopt.optim._one_pass import OnePass
+from tests.helpers.offloaded_models import Transformer, words_of
+
+SIM = {"memory": "1GiB", "devices": 2}
+SOAK = os.environ.get("MEMOPT_SOAK") == "1"
+STEPS = 200 if SOAK else 5
+SEED = int(os.environ["MEMOPT_SEED"])
+
+
+@pytest.fixture(autouse=True)
+def computed() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with sim.Compute():
+        yield
+
+
+Run = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def pair(kind: type = memopt.optim.AdamW, dtype: torch.dtype = torch.float32, **options: Any) -> list[Run]:
+    """The same model twice, with its optimizer; the second one's gradients leave."""
+    torch.manual_seed(SEED)
+    plain = Transformer(dropout=0).to("cuda", dtype)
+    other = copy.deepcopy(plain)
+    return [
+        (model, kind(model.parameters(), offload_gradients=offload, **{"lr": 0.01, **options}))
+        for model, offload in ((plain, False), (other, True))
+    ]
+
+
+def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+    return model(words_of(model, seed=seed).cuda()).float().square().mean()  # type: ignore[no-any-return]
+
+
+def away(model: nn.Module) -> bool:
+    return all(type(p.grad) is HostGradient for p in model.parameters())
+
+
+def same(both: list[Run]) -> None:
+    (plain, first), (other, second) = both
+    for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        states = first.state[a], second.state[b]
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+# ---- ways to train: what a step's script does ------------------------------------------------------------------------
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, n).backward()
+    optimizer.step()
+
+
+def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> None:
+    for micro in range(4):
+        (loss_of(model, 10 * n + micro) / 4).backward()
+    memopt.amp.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    model.zero_grad()  # of the model: its gradients are dropped like any
+
+
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, n).backward()
+    norm = memopt.amp.clip_grad_norm_(model.parameters(), 0.01)
+    assert torch.isclose(memopt.amp.clip_grad_norm_(model.parameters(), 1e9), norm.clamp(max=0.01), rtol=1e-2)
+    optimizer.step()
+
+
+def twice(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> None:
+    """Two steps with the same gradients, and one more that adds to what was clipped."""
+    clipped(model, optimizer, n)
+    optimizer.step()
+    loss_of(model, n + 1).backward()
+    optimizer.step()
+
+
+def closure(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> None:
+    def evaluated() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, n)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(evaluated) > 0
+
+
+class Scaled:
+    """A scaler's step; in some an inf is found."""
+
+    def __init__(self, *, unscale: bool = False, max_norm: float | None = None) -> None:
+        self.unscale, self.max_norm = unscale, max_norm
+        self.scalers: dict[int, Any] = {}
+
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> None:
+        scaler = self.scalers.setdefault(
+            id(optimizer), memopt.amp.GradScaler(init_scale=2.0**8, growth_interval=2)
+        )
+        optimizer.zero_grad()
+        loss = loss_of(model, n) * (float("inf") if n % 3 == 1 else 1)
+        scaler.scale(loss).backward()
+        if self.unscale:
+            scaler.unscale_(optimizer)
+            memopt.amp.clip_grad_norm_(model.parameters(), 0.01)
+        if self.max_norm is None:
+            scaler.step(optimizer)
+        else:
+            scaler.step(optimizer, max_norm=self.max_norm)
+            assert scaler.gradient_norm(optimizer).isfinite() == (n % 3 != 1)
+        assert scaler.step_skipped(optimizer) == (n % 3 == 1)
+        scaler.update()
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "step": lambda: step,
+    "accumulated": lambda: accumulated,
+    "clipped": lambda: clipped,
+    "twice": lambda: twice,
+    "closure": lambda: closure,
+    "scaled": Scaled,
+    "unscaled": lambda: Scaled(unscale=True),
+    "scaled, clipped": lambda: Scaled(max_norm=0.01),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "8 bits of bf16": {"dtype": torch.bfloat16, "state_bits": 8, "min_8bit_size": 256},
+    "stochastic": {"dtype": torch.bfloat16, "stochastic_rounding": True},
+    "SGD": {"kind": memopt.optim.SGD, "momentum": 0.9, "dampening": 0.5},
+}
+
+
+# Gradients of 16 bits that scaler.step(max_norm=) only reads are not rounded there; here they are, after both products.
+CASES = [
+    (way, kind) for way in WAYS for kind in KINDS if way != "scaled, clipped" or "dtype" not in KINDS[kind]
+]
+
+
+@pytest.mark.parametrize(("way", "kind"), CASES)
+def test_a_training_has_the_bits_of_one_whose_gradients_stay(way: str, kind: str) -> None:
+    both = pair(**KINDS[kind])
+    ways = WAYS[way]()
+    schedules = [torch.optim.lr_scheduler.LinearLR(o, 0.5, total_iters=4) for _, o in both]
+    for n in range(STEPS):
+        for (model, optimizer), schedule in zip(both, schedules, strict=True):
+            ways(model, optimizer, n)
+            schedule.step()
+        same(both)
+    assert away(both[1][0]) or way == "accumulated"
+    assert not away(both[0][0])
+
+
+def test_what_stands_for_a_gradient_says_what_it_is_and_lets_nobody_read_nothing() -> None:
+    (plain, _), (model, optimizer) = both = pair()
+    for one, _ in both:
+        loss_of(one, 0).backward()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (b.grad.shape, b.grad.dtype, b.grad.device) == (a.grad.shape, a.grad.dtype, a.grad.device)
+        assert torch.equal(b.grad.cpu(), a.grad.cpu()) and b.grad.cpu().device.type == "cpu"
+        assert repr(b.grad) == f"HostGradient({tuple(a.shape)}, torch.float32, device='cuda:0')"
+    memopt.amp.clip_grad_norm_(plain.parameters(), 0.01)
+    memopt.amp.clip_grad_norm_(model.parameters(), 0.01)
+    assert all(
+        torch.equal(a.grad.cpu(), b.grad.cpu())
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True)
+    )
+    said = r"offload_gradients=True keeps in the host's memory: read grad.cpu\(\), clip with memopt.amp"
+    with pytest.raises(RuntimeError, match=said):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=said):
+        optimizer.zero_grad(set_to_none=False)
+    scaler = torch.amp.GradScaler(init_scale=2.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    with pytest.raises(RuntimeError, match=said):
+        scaler.unscale_(optimizer)
+    with pytest.raises(ValueError, match="norm_type=inf: gradients that .* have norms of order 2 alone"):
+        memopt.amp.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        next(model.parameters()).grad.multiply(torch.full((), float("inf"), device="cuda"))
+        memopt.amp.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def test_fp16_gradients_are_unscaled_only_where_that_is_allowed() -> None:
+    p = nn.Parameter(torch.ones(8, device="cuda", dtype=torch.float16))
+    optimizer = memopt.optim.SGD([p], lr=1.0, offload_gradients=True)
+    for allow in (False, True):
+        scaler = memopt.amp.GradScaler(init_scale=2.0, allow_fp16=allow)
+        optimizer.zero_grad()
+        scaler.scale(p.sum()).backward()
+        if allow:
+            scaler.unscale_(optimizer)
+            assert torch.equal(p.grad.cpu(), torch.ones(8, dtype=torch.float16))
+        else:
+            with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+                scaler.unscale_(optimizer)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def deep(offload: bool, layers: int = 24) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    """A model whose gradients are nearly all that a step takes; the bytes of a layer's."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers))).cuda()
+    return model, memopt.optim.SGD(model.parameters(), lr=0.1, offload_gradients=offload), 4 * 256 * 256
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_of_gradients_two_of_the_largest_are_on_the_device_at_most(accumulate: int) -> None:
+    taken = {}
+    for offload in (False, True):
+        model, optimizer, layer = deep(offload)
+        x = torch.ones(1, 256, device="cuda")
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            for _ in range(accumulate):
+                model(x).sum().backward()
+            memopt.amp.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            taken[offload] = (torch.cuda.max_memory_allocated() - before) / layer
+        assert before - torch.cuda.memory_allocated() <= layer / 4 or not offload  # beside norms
+        del model, optimizer
+        gc.collect()
+    assert taken[False] > 24
+    assert taken[True] < (2.6 if accumulate == 1 else 3.6), "one more where one adds to another"
+
+
+def test_dropped_gradients_give_the_hosts_memory_back() -> None:
+    model, optimizer, _ = deep(True)
+    memory = pinned_memory.host_memory(torch.device("cuda", 0))
+    x = torch.ones(1, 256, device="cuda")
+    for n in range(6):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        if n == 2:
+            held = memory.nbytes
+    assert memory.nbytes == held
+    model.zero_grad()
+    del model, optimizer
+    gc.collect()
+    assert memory.trim() >= 24 * 4 * 256 * 256
+
+
+def test_without_room_on_the_host_gradients_stay_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = pair()
+    taken = pinned_memory.PinnedPool.take
+    left = 0
+
+    def take(self: Any, *args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        return taken(self, *args) if left >= 0 else None
+
+    for room in range(3):
+        left = room
+        monkeypatch.setattr(pinned_memory.PinnedPool, "take", take)
+        step(*both[0], room)
+        with (
+            pytest.warns(UserWarning, match="stays on the device") if room == 0 else warnings.catch_warnings()
+        ):
+            step(*both[1], room)
+        same(both)
+        assert sum(type(p.grad) is HostGradient for p in both[1][0].parameters()) == room
+    # What has left adds up nowhere else: the step before is whole.
+    monkeypatch.setattr(pinned_memory.PinnedPool, "take", taken)
+    model, _ = both[1]
+    model.zero_grad()
+    loss_of(model, 0).backward()
+    kept = [p.grad.cpu() for p in model.parameters()]
+    monkeypatch.setattr(pinned_memory.PinnedPool, "take", lambda *_: None)
+    with pytest.raises(
+        MemoryError, match="the host cannot lock .* for a gradient that adds up: raise `ulimit -l`"
+    ):
+        loss_of(model, 0).backward()
+    assert all(torch.equal(p.grad.cpu(), grad) for p, grad in zip(model.parameters(), kept, strict=True))
+
+
+# ---- what is refused, and what ends a step ---------------------------------------------------------------------------
+
+
+def test_what_cannot_be_is_refused_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = (nn.Parameter(torch.ones(4, device="cuda")) for _ in range(2))
+    first = memopt.optim.SGD([p], lr=1.0, offload_gradients=True)
+    with pytest.raises(ValueError, match=r"a parameter of shape \(4,\) is another optimizer's already"):
+        memopt.optim.SGD([q, p], lr=1.0, offload_gradients=True)
+    q.sum().backward()
+    assert type(q.grad) is torch.Tensor
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="before DDP or FSDP has added up those of all ranks"):
+        first.add_param_group({"params": [q]})
+
+
+def test_gradients_stay_once_the_optimizer_is_gone_and_leave_for_each_group_that_says_so() -> None:
+    p, q, r = (nn.Parameter(torch.ones(4, device="cuda")) for _ in range(3))
+    optimizer = memopt.optim.SGD(
+        [{"params": [p], "offload_gradients": True}, {"params": [q]}], lr=1.0, momentum=0.5
+    )
+    optimizer.add_param_group({"params": [r], "offload_gradients": True})
+    (p + q + 2 * r).sum().backward()
+    assert [type(one.grad) is HostGradient for one in (p, q, r)] == [True, False, True]
+    memopt.amp.clip_grad_norm_([p, q, r], 1.0)
+    optimizer.step()
+    factor = 1 / 24**0.5
+    for one, slope in ((p, 1), (q, 1), (r, 2)):
+        assert torch.allclose(one.cpu(), torch.full((4,), 1 - slope * factor))
+    other = pickle.loads(pickle.dumps(optimizer))
+    again = other.param_groups[0]["params"][0]
+    again.sum().backward()
+    assert type(again.grad) is HostGradient
+    optimizer.load_state_dict(other.state_dict())
+    del optimizer
+    gc.collect()
+    for one in (p, q, r):
+        one.grad = None
+    (p + q + r).sum().backward()
+    assert all(type(one.grad) is torch.Tensor for one in (p, q, r))
+
+
+def test_sparse_gradients_and_a_model_on_the_cpu_train_as_ever() -> None:
+    torch.manual_seed(0)
+    for device, sparse in (("cuda", True), ("cpu", False)):
+        table = nn.Embedding(10, 8, sparse=sparse).to(device)
+        other = copy.deepcopy(table)
+        for one, offload in ((table, False), (other, True)):
+            optimizer = memopt.optim.SGD(one.parameters(), lr=0.1, offload_gradients=offload)
+            one(torch.tensor([1, 2, 2], device=device)).square().sum().backward()
+            assert type(one.weight.grad) is torch.Tensor
+            optimizer.step()
+        assert torch.equal(table.weight, other.weight)
+
+
+def test_a_step_that_began_ends_before_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = pair()
+    step(*both[0], 0)
+    update, turns = OnePass._update, []
+
+    def interrupting(self: OnePass, scaling: Any) -> None:
+        turns.append(len(turns))
+        if len(turns) == 2:
+            signal.raise_signal(signal.SIGINT)
+        update(self, scaling)
+
+    monkeypatch.setattr(OnePass, "_update", interrupting)
+    assert threading.current_thread() is threading.main_thread()
+    with pytest.raises(KeyboardInterrupt):
+        step(*both[1], 0)
+    assert len(turns) > 2
+    same(both)
+
+
+def test_a_step_takes_all_its_memory_before_anything_changes() -> None:
+    model, optimizer, layer = deep(True)
+    memopt_step = memopt.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    del optimizer
+    gc.collect()
+    optimizer = memopt.optim.AdamW(model.parameters(), lr=0.1, offload_gradients=True)
+    del memopt_step
+    model(torch.ones(1, 256, device="cuda")).sum().backward()
+    before = [p.detach().cpu() for p in model.parameters()]
+    fraction = (torch.cuda.memory_reserved() + 20 * layer) / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        assert all(map(torch.equal, before, (p.detach().cpu() for p in model.parameters())))
+        assert away(model)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    optimizer.step()
+    assert not any(map(torch.equal, before, (p.detach().cpu() for p in model.parameters())))
+
+
+# ---- beside other parts of memopt ------------------------------------------------------------------------------------
+
+
+def mean_square(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
+    return model(words).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_step_in_micro_batches_leaves_the_same_gradients() -> None:
+    both = pair()
+    sums = []
+    for model, optimizer in both:
+        for _ in range(2):
+            memopt.backward(mean_square, model, words_of(model, 8).cuda(), model=model, unbatched=[0])
+        sums.append([p.grad.cpu() for p in model.parameters()])
+        optimizer.step()
+    assert away(both[1][0])
+    assert all(map(torch.equal, *sums))
+    same(both)
+
+
+def test_a_planned_model_knows_that_its_gradients_leave() -> None:
+    peaks = []
+    for offload in (False, True):
+        model, optimizer, layer = deep(offload)
+        x = torch.ones(1, 256, device="cuda")
+        memopt.auto_checkpoint(model, x, memory_budget="900MiB")
+        peaks.append(model.plan.peak_bytes / layer)
+        model(x).sum().backward()
+        optimizer.step()
+        assert model.plan.check().within
+    assert peaks[0] - peaks[1] > 20
