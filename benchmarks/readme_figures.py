@@ -195,6 +195,18 @@ ROWS = [
     ),
     speed("… of a GPT", "bench_checkpoint", "torch", GPT, IN_ITS_MEMORY),
     Row(
+        "card for AdamW on a Llama of 8 billion parameters in bf16, clipped, 4096 tokens; simulated",
+        "bench_large_models",
+        "torch {}",
+        "{}",
+        (
+            Value("memory of the card, a Llama of 8b, 4096 tokens", "torch", number(1, " GiB")),
+            Value(
+                "memory of the card, a Llama of 8b, 4096 tokens", "and states on the host", number(1, " GiB")
+            ),
+        ),
+    ),
+    Row(
         "`auto_checkpoint`: live bytes, of 42 runs the one nearest its budget",
         "bench_auto_checkpoint",
         "budget 1",

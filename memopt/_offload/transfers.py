@@ -206,10 +206,10 @@ class PinnedTransfer(_DeviceTransfer):
         assert self._incoming is not None
         return self._incoming.tensor()
 
-    def copy_to(self, flat: torch.Tensor) -> CopyIn:
-        """Begin to copy the bytes into memory of the device that the current stream had last."""
+    def copy_to(self, flat: torch.Tensor, after: int = 0) -> CopyIn:
+        """Begin to copy the bytes into memory of the device that the current stream had last, or that copy out."""
         owner = torch.cuda.current_stream(self._device)
-        copy = CopyIn(owner, _C.copy_in(self._room.memory, flat, self._out, owner.cuda_stream))
+        copy = CopyIn(owner, _C.copy_in(self._room.memory, flat, max(self._out, after), owner.cuda_stream))
         self._room.mark = copy.ticket
         return copy
 

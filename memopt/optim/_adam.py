@@ -202,11 +202,12 @@ class Adam(AdamStates, _TorchsAdam):
 
     Args:
         params: As torch.optim.Adam's, like all that are not named here.
-        state_bits: As memopt.optim.AdamW's, like the next four.
+        state_bits: As memopt.optim.AdamW's, like the next five.
         min_8bit_size: The smallest number of elements for 8-bit states.
         master_weights: Whether to keep an fp32 copy of fp16 and bf16 parameters.
         stochastic_rounding: Whether to round fp16 and bf16 parameters stochastically.
         offload_gradients: Whether gradients of parameters on a CUDA device wait for the step in the host's memory.
+        offload_states: Whether states of parameters on a CUDA device lie in the host's memory between steps.
 
     Raises:
         ValueError: As memopt.optim.AdamW does.
@@ -235,6 +236,7 @@ class Adam(AdamStates, _TorchsAdam):
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         offload_gradients: bool = False,
+        offload_states: bool = False,
     ) -> None:
         self._own_defaults = {
             "state_bits": state_bits,
@@ -242,6 +244,7 @@ class Adam(AdamStates, _TorchsAdam):
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,
             "offload_gradients": offload_gradients,
+            "offload_states": offload_states,
         }
         super().__init__(
             params,
@@ -302,10 +305,15 @@ class AdamW(AdamStates, _TorchsAdamW):
             zero_grad(), memopt.amp.clip_grad_norm_ (order 2; exact) and memopt.amp.GradScaler work as ever, with the
             same bits; torch's own clipping and scaler are refused by name, so that nothing is clipped in silence
             (memopt.patch() puts memopt's in their place). Sparse gradients stay.
+        offload_states: Whether the moments and master weights of parameters on a CUDA device lie in pinned memory of
+            the host. The step, with the same bits, brings them to the device and back, some at a time: two turns of at
+            most 256 MiB or of one parameter's gradient and states are there at once. The host does not wait; read
+            state_dict(), which does, rather than `state`, whose tensors the last step may still be writing.
 
     Raises:
         ValueError: As torch's, for differentiable=True, and for amsgrad=True with state_bits=8; for
             offload_gradients=True in a process of several ranks, or with a parameter that another optimizer has so.
+        MemoryError: The host can lock no memory for states (step()), before any parameter has changed.
 
     Example:
         >>> optimizer = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=8)
@@ -330,6 +338,7 @@ class AdamW(AdamStates, _TorchsAdamW):
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         offload_gradients: bool = False,
+        offload_states: bool = False,
     ) -> None:
         self._own_defaults = {
             "state_bits": state_bits,
@@ -337,6 +346,7 @@ class AdamW(AdamStates, _TorchsAdamW):
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,
             "offload_gradients": offload_gradients,
+            "offload_states": offload_states,
         }
         super().__init__(
             params,

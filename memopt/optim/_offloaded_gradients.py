@@ -2,7 +2,7 @@
 
 As a parameter's gradient is complete, its norm is taken and its bytes leave, beside the backward pass; a HostGradient
 takes its place in .grad. A further backward pass brings it back, adds to it, and it leaves again. The step brings all
-back, some at a time, each while those before it are used. The host waits for none of this.
+back, in turns (_turns.py). The host waits for none of this.
 
     .grad      HostGradient: bytes in pinned memory (memopt._offload.transfers), norm64 on the device, factors
     factors    what unscaling and clipping multiply by. Each is noted, and done when the gradient is back, in the order
@@ -16,14 +16,14 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memopt import _C
-from memopt._offload.pinned_memory import CopyIn, aligned, dense_bytes, host_memory, index_of
+from memopt._offload.pinned_memory import CopyIn, dense_bytes, host_memory, index_of
 from memopt._offload.transfers import PinnedTransfer
 from memopt._runtime import kernels
 
@@ -92,11 +92,14 @@ class HostGradient(Tensor):
         """Multiply it in place, each product rounded. factor: one fp32 on its device."""
         self._factors += (factor,)
 
-    def begin_return(self, grad: Tensor) -> CopyIn:
-        """Begin to copy it into a tensor like it, which later work may use after end_return()."""
+    def begin_return(self, grad: Tensor, after: int = 0) -> CopyIn:
+        """Begin to copy it into a tensor like it, which later work may use after end_return().
+
+        after: the ticket of a copy out that it comes behind.
+        """
         flat = dense_bytes(grad)
         assert flat is not None
-        return self._transfer.copy_to(flat)
+        return self._transfer.copy_to(flat, after)
 
     def end_return(self, grad: Tensor, copy: CopyIn) -> None:
         copy.join(grad)
@@ -171,8 +174,8 @@ class GradientOffload:
         self._warned = False
         weakref.finalize(optimizer, _remove, self._handles).atexit = False
 
-    def take(self, parameters: Iterable[Tensor]) -> None:
-        """Send these parameters' gradients away, too.
+    def take(self, parameters: Iterable[Tensor], shared: bool) -> None:
+        """Send these parameters' gradients away, too. shared: but for those that another optimizer has.
 
         Raises ValueError, before anything changes, for parameters that another optimizer has, or that ranks share.
         """
@@ -183,13 +186,20 @@ class GradientOffload:
                 "offload_gradients=True: gradients would leave before DDP or FSDP has added up those of all ranks; "
                 "leave it out in a process of several ranks"
             )
-        for p in new:
-            if any(map(is_offload, (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())):
+        others = [
+            p
+            for p in new
+            if any(map(is_offload, (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()))
+        ]
+        for p in others:
+            if not shared:
                 raise ValueError(
                     f"offload_gradients=True: a parameter of shape {tuple(p.shape)} is another optimizer's already, "
                     "which has its gradient; give each parameter to one of them"
                 )
         for p in new:
+            if any(p is other for other in others):
+                continue
             self._handles[id(p)] = p.register_post_accumulate_grad_hook(self._complete)  # type: ignore[attr-defined]
             self._largest = max(self._largest, p.nbytes)
 
@@ -225,83 +235,6 @@ class GradientOffload:
                 "(`ulimit -l`)",
                 stacklevel=2,
             )
-
-    def returned(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Give parameters their gradients on the device, some at a time, and what stands for them back at the end.
-
-        At each turn those not of that turn have None. While one turn's are used, the next ones come; the memory for
-        both is taken before the first turn, so that none fails for want of it.
-        """
-        had = [(p, p.grad) for p in parameters if p.grad is not None]
-        there = [(p, grad) for p, grad in had if type(grad) is not HostGradient]
-        away: dict[torch.device, list[_Away]] = {}
-        for p, grad in had:
-            if type(grad) is HostGradient:
-                away.setdefault(grad.device, []).append((p, grad))
-        returns = [_Return(list(_turns(grads, self._largest))) for grads in away.values()]
-        try:
-            _give((p, None) for p, _ in had)
-            if there:
-                _give(there)
-                yield
-                _give((p, None) for p, _ in there)
-            for one in returns:
-                yield from one.run()
-        finally:
-            _give(had)
-
-
-_Away = tuple[Tensor, HostGradient]
-
-
-class _Return:
-    """The way back of one device's gradients, in turns, through memory that two turns take."""
-
-    def __init__(self, turns: Sequence[Sequence[_Away]]) -> None:
-        self._turns, self._rooms = turns, []
-        for every_second in (turns[0::2], turns[1::2]):
-            sizes = [sum(aligned(grad.nbytes) for _, grad in turn) for turn in every_second]
-            device = turns[0][0][1].device
-            self._rooms.append(torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device))
-
-    def run(self) -> Iterator[None]:
-        coming = self._begin(0)
-        for k in range(len(self._turns)):
-            grads, coming = coming, self._begin(k + 1)
-            for p, away, grad, copy in grads:
-                away.end_return(grad, copy)
-                p.grad = grad
-            yield
-            _give((p, None) for p, *_ in grads)
-
-    def _begin(self, k: int) -> list[tuple[Tensor, HostGradient, Tensor, CopyIn]]:
-        """Begin a turn's copies, if there is one: what used that memory last has been given to the current stream."""
-        offset, coming = 0, []
-        storage = self._rooms[k % 2].untyped_storage()
-        for p, away in self._turns[k] if k < len(self._turns) else ():
-            grad = torch.empty(0, dtype=away.dtype, device=away.device)
-            grad.set_(storage, offset // away.itemsize, away.size(), away.stride())
-            coming.append((p, away, grad, away.begin_return(grad)))
-            offset += aligned(away.nbytes)
-        return coming
-
-
-def _turns(grads: Sequence[_Away], most: int) -> Iterator[list[_Away]]:
-    """Yield them in turns of at most so many bytes, or of one."""
-    turn: list[_Away] = []
-    nbytes = 0
-    for p, grad in grads:
-        if turn and nbytes + grad.nbytes > most:
-            yield turn
-            turn, nbytes = [], 0
-        turn.append((p, grad))
-        nbytes += grad.nbytes
-    yield turn
-
-
-def _give(grads: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    for p, grad in grads:
-        p.grad = grad
 
 
 def _remove(handles: dict[int, Any]) -> None:

@@ -19,8 +19,16 @@ from memopt._runtime import kernels
 from memopt._runtime.signals import interrupted_later
 from memopt.optim._offloaded_gradients import GradientOffload
 from memopt.optim._state_layout import FLOATS, is_plain, like, not_like
+from memopt.optim._turns import HostStates, in_turns
 
-OWN_OPTIONS = ("state_bits", "min_8bit_size", "master_weights", "stochastic_rounding", "offload_gradients")
+OWN_OPTIONS = (
+    "state_bits",
+    "min_8bit_size",
+    "master_weights",
+    "stochastic_rounding",
+    "offload_gradients",
+    "offload_states",
+)
 
 # Where torch's own wrappers of step() are from: hooks and profile, and the learning rates' count of steps.
 TORCHS_WRAPPERS = (optimizer.__file__, lr_scheduler.__file__)
@@ -35,6 +43,7 @@ class OnePass(torch.optim.Optimizer):
     _is_collected = False  # the plan has collected what the next step() takes
     _own_defaults: dict[str, Any] | None = None
     _offload: GradientOffload | None = None
+    _homes: dict[int, HostStates] = {}  # noqa: RUF012  # each optimizer's own, by id(parameter), once it has one
     _is_sgd = False
     _like_p: tuple[str, ...] = ()  # the states that have their parameter's shape
 
@@ -90,23 +99,32 @@ class OnePass(torch.optim.Optimizer):
             scaling.found_inf = self.found_inf  # a hook may have set another
         elif hasattr(self, "found_inf") or hasattr(self, "grad_scale"):
             scaling = ScaledStep(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
-        if self._offload is None:
-            self._update(scaling)
+        offloads = ("offload_gradients", "offload_states")
+        if any(group.get(name) for group in self.param_groups for name in offloads):
+            self._update_in_turns(scaling)
         else:
-            self._update_in_turns(self._offload, scaling)
+            self._update(scaling)
         return loss
 
-    def _update_in_turns(self, offload: GradientOffload, scaling: ScaledStep | None) -> None:
-        """Step every parameter, some at a time, as their gradients come back from the host."""
-        if self._ready(scaling) is None:  # has the states of all: no turn takes more memory
+    def _update_in_turns(self, scaling: ScaledStep | None) -> None:
+        """Step every parameter, some at a time, as what they need comes from the host."""
+        if scaling is not None and scaling.is_skipped_on_cpu():
             return
-        assert self._plan is not None
-        self._plan.drop()
-        if scaling is not None:
-            scaling.store = False  # what comes back is a copy
-        with interrupted_later():
-            for _ in offload.returned([p for group in self.param_groups for p in group["params"]]):
-                self._update(scaling)
+        with torch.no_grad():
+            first = self._complete_all()  # so that no turn takes memory
+        if first and scaling is not None and scaling.is_skipped():
+            self._forget(first)
+            return
+        self._plan = _C.UpdatePlan(
+            self.state, self.param_groups, self._is_sgd, [number for number, _ in first]
+        )
+        try:
+            with interrupted_later():
+                parameters = [p for group in self.param_groups for p in group["params"]]
+                for _ in in_turns(parameters, self.state, self._homes):
+                    self._update(scaling)
+        finally:
+            self._plan = None  # it holds what was on the device
 
     def _ready(self, scaling: ScaledStep | None) -> tuple[list[int], list[tuple[int, Tensor]]] | None:
         """Collect for a step, with all states. Return the numbers of the parameters that the plan cannot take, and
@@ -232,6 +250,7 @@ class OnePass(torch.optim.Optimizer):
                 if p.grad is not None and p.grad.layout is torch.strided and is_plain(p):
                     if self._complete(p, group):
                         first.append((number, p))
+                    self._take_home(p, group)
                 number += 1
         return first
 
@@ -312,12 +331,31 @@ class OnePass(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._offload_gradients()
 
-    def _offload_gradients(self) -> None:
-        """Have the gradients of groups with offload_gradients=True leave as they are made."""
+    def _offload_gradients(self, shared: bool = False) -> None:
+        """Have the gradients of groups with offload_gradients=True leave as they are made. shared: this is a copy."""
         chosen = [p for group in self.param_groups if group.get("offload_gradients") for p in group["params"]]
         if chosen:
             self._offload = self._offload or GradientOffload(self)
-            self._offload.take(chosen)
+            self._offload.take(chosen, shared)
+
+    def _take_home(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Have the parameter's states where its group wants them."""
+        if group.get("offload_states") and p.is_cuda and p in self.state:
+            homes = self.__dict__.setdefault("_homes", {})
+            homes.setdefault(id(p), HostStates()).take(self.state[p], p.device)
+
+    def _wait_for_states(self) -> None:
+        for home in self._homes.values():
+            home.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as torch's optimizers do; states on the host as the last step has left them."""
+        self._wait_for_states()
+        return super().state_dict()  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._wait_for_states()
+        return super().__getstate__()  # type: ignore[no-any-return,no-untyped-call]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of torch's optimizers or memopt's, with any options.
@@ -352,12 +390,15 @@ class OnePass(torch.optim.Optimizer):
         self._plan = None
         for old, new in zip(before, self.param_groups, strict=False):
             new.update({name: old[name] for name in OWN_OPTIONS if name in old})
-        self._offload_gradients()
+        self._offload_gradients(shared=True)
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         with torch.no_grad():
             for p in loaded:
                 if id(p) in group_of:
                     self._relay(p, self.state[p], group_of[id(p)])
+            for p in self.state:
+                if id(p) in group_of:
+                    self._take_home(p, group_of[id(p)])
 
 
 class ScaledStep:

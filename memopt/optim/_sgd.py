@@ -36,6 +36,7 @@ class SGD(OnePass, _Torchs):
         master_weights: As memopt.optim.AdamW's.
         stochastic_rounding: As memopt.optim.AdamW's.
         offload_gradients: As memopt.optim.AdamW's.
+        offload_states: As memopt.optim.AdamW's, of momentum buffers and master weights.
 
     Raises:
         ValueError: As torch's, for differentiable=True, and for offload_gradients=True as memopt.optim.AdamW.
@@ -60,11 +61,13 @@ class SGD(OnePass, _Torchs):
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         offload_gradients: bool = False,
+        offload_states: bool = False,
     ) -> None:
         self._own_defaults = {
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,
             "offload_gradients": offload_gradients,
+            "offload_states": offload_states,
         }
         super().__init__(
             params,

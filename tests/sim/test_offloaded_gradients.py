@@ -1,5 +1,5 @@
-"""offload_gradients=True on the simulated device, with real numbers: trainings whose gradients wait in the host's
-memory end with the bits of those whose gradients stay."""
+"""offload_gradients=True and offload_states=True on the simulated device, with real numbers: trainings whose gradients
+and states wait in the host's memory end with the bits of those where they stay."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import memopt.amp
 import memopt.optim
 from memopt import sim
 from memopt._offload import pinned_memory
+from memopt.optim import _turns
 from memopt.optim._offloaded_gradients import HostGradient
 from memopt.optim._one_pass import OnePass
 from tests.helpers.offloaded_models import Transformer, words_of
@@ -43,13 +44,16 @@ Run = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def pair(kind: type = memopt.optim.AdamW, dtype: torch.dtype = torch.float32, **options: Any) -> list[Run]:
-    """The same model twice, with its optimizer; the second one's gradients leave."""
+    """The same model twice, with its optimizer; the second one's gradients leave, or what `options` say of it."""
     torch.manual_seed(SEED)
     plain = Transformer(dropout=0).to("cuda", dtype)
     other = copy.deepcopy(plain)
+    leaving = {"offload_gradients": True} | {
+        k: options.pop(k) for k in [*options] if k.startswith("offload_")
+    }
     return [
-        (model, kind(model.parameters(), offload_gradients=offload, **{"lr": 0.01, **options}))
-        for model, offload in ((plain, False), (other, True))
+        (model, kind(model.parameters(), **{"lr": 0.01} | options | offload))
+        for model, offload in ((plain, {}), (other, leaving))
     ]
 
 
@@ -67,7 +71,7 @@ def same(both: list[Run]) -> None:
         assert torch.equal(a, b)
         states = first.state[a], second.state[b]
         assert states[0].keys() == states[1].keys()
-        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        assert all(torch.equal(states[0][name].cpu(), states[1][name].cpu()) for name in states[0])
 
 
 # ---- ways to train: what a step's script does ------------------------------------------------------------------------
@@ -163,6 +167,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("way", "kind"), CASES)
 def test_a_training_has_the_bits_of_one_whose_gradients_stay(way: str, kind: str) -> None:
     both = pair(**KINDS[kind])
@@ -434,3 +439,103 @@ def test_a_planned_model_knows_that_its_gradients_leave() -> None:
         optimizer.step()
         assert model.plan.check().within
     assert peaks[0] - peaks[1] > 20
+
+
+# ---- states on the host ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("way", ["accumulated", "scaled", "twice"])
+@pytest.mark.parametrize("kind", [*KINDS, "amsgrad", "master"])
+def test_states_on_the_host_have_the_bits_of_those_that_stay(kind: str, way: str, gradients: bool) -> None:
+    more: dict[str, dict[str, Any]] = {
+        "amsgrad": {"amsgrad": True},
+        "master": {"dtype": torch.bfloat16, "master_weights": True},
+    }
+    both = pair(**(KINDS | more)[kind], offload_states=True, offload_gradients=gradients)
+    ways = WAYS[way]()
+    for n in range(STEPS):
+        for model, optimizer in both:
+            ways(model, optimizer, n)
+        for optimizer in (o for _, o in both):
+            optimizer.state_dict()  # waits for them
+        same(both)
+        for states in both[1][1].state.values():
+            assert {name: value.device.type for name, value in states.items() if name != "step"} == {
+                name: "cpu" for name in states if name != "step"
+            }
+
+
+def test_states_are_saved_loaded_and_copied_from_wherever_they_are() -> None:
+    (plain, stays), (other, leaves) = both = pair(offload_states=True)
+    for n in range(2):
+        for model, optimizer in both:
+            step(model, optimizer, n)
+    dicts = [copy.deepcopy(optimizer.state_dict()) for _, optimizer in both]
+    for state, there in zip(*(d["state"].values() for d in dicts), strict=True):
+        assert all(torch.equal(state[name].cpu(), there[name].cpu()) for name in state)
+    stays.load_state_dict(dicts[1])
+    leaves.load_state_dict(dicts[0])
+    held = [id(states["exp_avg"]) for states in leaves.state.values()]
+    leaves.load_state_dict(dicts[0])
+    assert held == [id(states["exp_avg"]) for states in leaves.state.values()], "in the same memory"
+    copied = pickle.loads(pickle.dumps((other, leaves)))
+    for n in range(2):
+        step(plain, stays, n)
+        step(other, leaves, n)
+        step(*copied, n)
+        same([(plain, stays), (other, leaves)])
+        same([(plain, stays), copied])
+
+
+def test_of_states_the_device_has_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, taken = 4 * 256 * 256, {}
+    for offload in (False, True):
+        model, _, _ = deep(False)
+        optimizer = memopt.optim.AdamW(model.parameters(), offload_states=offload, offload_gradients=offload)
+        x = torch.ones(1, 256, device="cuda")
+        for _ in range(2):
+            optimizer.zero_grad()
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(x).sum().backward()
+            optimizer.step()
+        taken[offload] = before / layer, (torch.cuda.max_memory_allocated() - before) / layer
+        del model, optimizer
+        gc.collect()
+    standing, more = taken[True]
+    assert taken[False][0] > standing + 47
+    assert more < 6.6, "two turns of a gradient and two moments"
+
+
+def test_without_memory_for_states_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (model, optimizer) = pair(offload_states=True)
+    loss_of(model, 0).backward()
+    before = [p.detach().cpu() for p in model.parameters()]
+
+    def none(*_: object) -> torch.Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(_turns, "pinned_tensor", none)
+    with pytest.raises(
+        MemoryError, match="cannot lock .* for a parameter's optimizer states: raise `ulimit -l`"
+    ):
+        optimizer.step()
+    assert all(map(torch.equal, before, (p.detach().cpu() for p in model.parameters())))
+    monkeypatch.undo()
+    optimizer.step()
+    assert not all(map(torch.equal, before, (p.detach().cpu() for p in model.parameters())))
+
+
+def test_the_plan_of_a_budget_counts_no_states_that_are_on_the_host() -> None:
+    peaks = []
+    for offload in (False, True):
+        model, _, layer = deep(False)
+        optimizer = memopt.optim.AdamW(model.parameters(), offload_states=offload, offload_gradients=offload)
+        memopt.auto_checkpoint(
+            model, torch.ones(1, 256, device="cuda"), memory_budget="900MiB", optimizer=optimizer
+        )
+        peaks.append(model.plan.peak_bytes / layer)
+    assert peaks[0] - peaks[1] > 60

@@ -1,5 +1,6 @@
-"""The order of copies and computation with offload_gradients=True, on a device that does its work as late as it may or,
-on one stream, as early: the step reads the gradient that was made. Each wait is needed, and none is the host's."""
+"""The order of copies and computation with offload_gradients=True and offload_states=True, on a device that does its
+work as late as it may or, on one stream, as early: the step reads the gradient that was made, and the states that the
+last one has left. Each wait is needed, and none is the host's."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from memopt import _C, sim
 from memopt._offload.pinned_memory import CopyIn
 from memopt._offload.transfers import PinnedTransfer
 from memopt.optim._one_pass import OnePass
+from memopt.optim._turns import GradientTrip, StateTrip, Turns
 
 SIM = {"memory": "1GiB"}
 
@@ -61,14 +63,19 @@ def host_waits() -> int:
     return sum(map(sim.calls, WAITS)) - _C.kernel_status()["waits"]
 
 
-def wrong_after(steps: int, ahead: str, seed: int = 0) -> int:
-    """The number of parameters that are not what the steps should have made of them."""
+def wrong_after(
+    steps: int, ahead: str, seed: int = 0, *, states: bool = False, gradients: bool = True
+) -> int:
+    """The number of parameters and states that are not what the steps should have made of them."""
     choose = random.Random(seed)
     where: list[int] = []
 
     def run_ahead() -> None:
         if ahead == "computation":
             sim.progress(-1, 1)
+        elif ahead == "copies in" and where:
+            sim.progress(-1, 1)
+            sim.progress(-1, where[0])
         elif ahead == "copies" and where:
             sim.progress(-1, where[0])
             sim.progress(-1, where[1])
@@ -81,7 +88,13 @@ def wrong_after(steps: int, ahead: str, seed: int = 0) -> int:
         run_ahead()
 
     layers = [Layer(k, run_ahead) for k in range(LAYERS)]
-    optimizer = memopt.optim.SGD((layer.weight for layer in layers), lr=1.0, offload_gradients=True)
+    optimizer = memopt.optim.SGD(
+        (layer.weight for layer in layers),
+        lr=1.0,
+        momentum=0.5 if states else 0.0,
+        offload_gradients=gradients,
+        offload_states=states,
+    )
     model = nn.Sequential(*layers)
     x = torch.empty(4, device="cuda", requires_grad=True)
     zeros = [torch.zeros(COUNT).pin_memory() for _ in layers]
@@ -92,6 +105,8 @@ def wrong_after(steps: int, ahead: str, seed: int = 0) -> int:
             where += streams["stream_in"], streams["stream_out"]
             for layer, zero in zip(layers, zeros, strict=True):
                 layer.weight.data.copy_(zero, non_blocking=True)
+                if states:
+                    optimizer.state[layer.weight]["momentum_buffer"].copy_(zero)
             torch.cuda.synchronize()
             sim.lazy(True)
         optimizer.zero_grad()
@@ -106,17 +121,24 @@ def wrong_after(steps: int, ahead: str, seed: int = 0) -> int:
             assert step < 0 or host_waits() == before
     torch.cuda.synchronize()
     sim.lazy(False)
-    total = [sum(100.0 * step + k for step in range(steps)) for k in range(LAYERS)]
-    return sum(
-        not torch.equal(layer.weight.detach().cpu(), torch.full((COUNT,), -value))
-        for layer, value in zip(layers, total, strict=True)
-    )
+    wrong = 0
+    for k, layer in enumerate(layers):
+        p = buffer = 0.0
+        for step in range(steps):
+            buffer = (0.5 * buffer if states else 0.0) + 100.0 * step + k
+            p -= buffer
+        wrong += not torch.equal(layer.weight.detach().cpu(), torch.full((COUNT,), p))
+        if states:
+            left = optimizer.state_dict()["state"][k]["momentum_buffer"]
+            wrong += not torch.equal(left, torch.full((COUNT,), buffer))
+    return wrong
 
 
-@pytest.mark.parametrize("ahead", ["computation", "copies", "neither", "either"])
-def test_the_step_reads_the_gradients_that_were_made_whoever_is_ahead(ahead: str) -> None:
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("ahead", ["computation", "copies", "copies in", "neither", "either"])
+def test_the_step_reads_what_was_made_for_it_whoever_is_ahead(ahead: str, states: bool) -> None:
     for n in range((200 if SOAK else 3) if ahead == "either" else 1):
-        assert wrong_after(3, ahead, SEED + n) == 0, f"seed {SEED + n}"
+        assert wrong_after(3, ahead, SEED + n, states=states) == 0, f"seed {SEED + n}"
 
 
 def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
@@ -135,3 +157,17 @@ def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     without(monkeypatch, owner, name)
     assert wrong_after(3, "computation") > 0
+
+
+def test_what_comes_is_behind_the_copy_out_of_what_had_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    for trip in (GradientTrip, StateTrip):
+        begin = trip.begin
+        monkeypatch.setattr(trip, "begin", lambda self, there, after, begin=begin: begin(self, there, 0))
+    assert wrong_after(3, "copies in", states=True) > 0
+
+
+def test_a_step_ends_behind_its_copies_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read the rooms, which are others' afterwards, and write what the next step reads."""
+    assert wrong_after(3, "copies in", states=True, gradients=False) == 0
+    without(monkeypatch, Turns, "end")
+    assert wrong_after(3, "copies in", states=True, gradients=False) > 0
