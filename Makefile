@@ -74,8 +74,7 @@ soak: environments  ## the long form of everything that has one; figures go to b
 	"$$(cat build/python-cpu)" benchmarks/convergence_8bit.py --resume || failed=1; \
 	MEMOPT_SOAK=1 "$$(cat build/python-cpu)" $(TESTS) $(PYTEST) || failed=1; \
 	MEMOPT_SOAK=1 "$$(cat build/python-cpu)" -m pytest tests/c/test_pool_churn.c --c-variant bench || failed=1; \
-	$(ENVIRONMENT) estimate >build/python-estimate && \
-	    "$$(cat build/python-estimate)" -m pytest tests/unit/nn/test_fuse_loss_head.py -k of_transformers || failed=1; \
+	"$$(cat build/python-data)" -m pytest tests/unit/nn/test_fuse_loss_head.py -k of_transformers || failed=1; \
 	exit $$failed
 
 # On the simulated device; on a GPU, with the torch of the Python at hand.

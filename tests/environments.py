@@ -8,7 +8,7 @@
     python3 tests/environments.py notebook         what executes the notebooks
     python3 tests/environments.py estimate         transformers, for two of the scripts that bench_estimate.py runs
     python3 tests/environments.py extras           what memopt uses where it is there: TensorBoard, NVML, plotly
-    python3 tests/environments.py data             what memopt.data is held against: safetensors, Arrow, datasets
+    python3 tests/environments.py data             safetensors, Arrow, datasets; transformers, for memopt.nn
     python3 tests/environments.py techniques       torchao, Torch-Pruning, ONNX, timm: what memopt.compress calls
     python3 tests/environments.py libraries        Triton, accelerate, Lightning: for long forms of the tests
 
@@ -62,7 +62,7 @@ LINT = ["ruff==0.17.5", "mypy==2.4.1"]
 REPORT = ["plotly==7.1.0"]
 NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
 
-ESTIMATE = ["transformers==5.23.0"]
+TRANSFORMERS = ["transformers==5.23.0"]
 EXTRAS = ["tensorboard==2.21.0", "nvidia-ml-py==13.615.71", *REPORT]
 DATA = ["safetensors==0.8.0", "zstandard==0.25.0", "pyarrow==26.0.1", "pillow==13.0.0", "datasets==5.2.0"]
 DATA_ABOVE_TORCH = ["torchdata==0.11.0"]
@@ -85,7 +85,7 @@ ABOVE_TORCH = [
     "torchmetrics==1.9.0",
     "lightning-utilities==0.15.3",
 ]
-LIBRARIES = [*ESTIMATE, "psutil==7.2.2"]
+LIBRARIES = [*TRANSFORMERS, "psutil==7.2.2"]
 # They hold the CUDA build of PyTorch, of whichever version is asked for.
 WITH_SIM = ("sim", "notebook", "estimate", "extras", "libraries")
 
@@ -217,7 +217,7 @@ def fill_notebook(python: Path, options: argparse.Namespace) -> None:
 
 def fill_estimate(python: Path, options: argparse.Namespace) -> None:
     beside_sim(python, options)
-    pip(python, *ESTIMATE)
+    pip(python, *TRANSFORMERS)
 
 
 def fill_extras(python: Path, options: argparse.Namespace) -> None:
@@ -227,7 +227,7 @@ def fill_extras(python: Path, options: argparse.Namespace) -> None:
 
 def fill_data(python: Path, options: argparse.Namespace) -> None:
     beside_cpu(python, options)
-    pip(python, *DATA)
+    pip(python, *DATA, *TRANSFORMERS)
     pip(python, "--no-deps", *DATA_ABOVE_TORCH)
 
 
@@ -280,9 +280,9 @@ RECIPE = {
     "lint": LINT,
     "docs": [TORCH, *BUILD, *PURE, *TESTS, *DOCS],
     "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK, *EXTRAS, *TECHNIQUES, *TECHNIQUES_ABOVE_TORCH],
-    "estimate": [*BUILD, *PURE, *TESTS, *ESTIMATE],
+    "estimate": [*BUILD, *PURE, *TESTS, *TRANSFORMERS],
     "extras": [*BUILD, *PURE, *TESTS, *EXTRAS],
-    "data": [TORCH, *BUILD, *PURE, *TESTS, *DATA, *DATA_ABOVE_TORCH],
+    "data": [TORCH, *BUILD, *PURE, *TESTS, *DATA, *TRANSFORMERS, *DATA_ABOVE_TORCH],
     "techniques": [TORCH, *BUILD, *PURE, *TESTS, *TECHNIQUES, *TECHNIQUES_ABOVE_TORCH],
     "libraries": [*BUILD, *PURE, *TESTS, *LIBRARIES, *ABOVE_TORCH],
 }
