@@ -16,7 +16,9 @@ from memopt._estimate.request import (
     FUSED,
     LOSS_HEAD,
     OFFLOAD_ACTIVATIONS,
+    OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
+    OFFLOAD_STATES,
 )
 
 _SWITCH = {
@@ -28,6 +30,13 @@ _CHANGES = {
     FUSED: "the same up to rounding",
     EIGHT_BITS: "other results: states of 8 bits",
     LOSS_HEAD: "the same up to rounding",
+    OFFLOAD_GRADIENTS: "the same up to rounding",
+    OFFLOAD_STATES: "the same up to rounding",
+}
+_OPTIONS = {  # of memopt.optim's optimizers, by technique
+    EIGHT_BITS: "state_bits=8",
+    OFFLOAD_GRADIENTS: "offload_gradients=True",
+    OFFLOAD_STATES: "offload_states=True",
 }
 # Of the memory that is left beside the context: where the allocator needs more room than the first asks for.
 _BUDGETS = (0.97, 0.9)
@@ -37,7 +46,12 @@ _TOGETHER = (
     (LOSS_HEAD, FUSED),
     (LOSS_HEAD, CHECKPOINT),
     (LOSS_HEAD, OFFLOAD_ACTIVATIONS),
+    (OFFLOAD_GRADIENTS, OFFLOAD_STATES),
+    (LOSS_HEAD, OFFLOAD_GRADIENTS, OFFLOAD_STATES),
+    (OFFLOAD_GRADIENTS, OFFLOAD_STATES, OFFLOAD_ACTIVATIONS),
     (OFFLOAD_LAYERS, OFFLOAD_ACTIVATIONS),
+    (EIGHT_BITS, OFFLOAD_GRADIENTS),
+    (EIGHT_BITS, OFFLOAD_GRADIENTS, OFFLOAD_STATES, LOSS_HEAD),
     (EIGHT_BITS, CHECKPOINT),
     (EIGHT_BITS, OFFLOAD_ACTIVATIONS),
     (EIGHT_BITS, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS),
@@ -104,7 +118,7 @@ def _worth_trying(found: Estimate) -> Iterator[str]:
     """Return the techniques that could save memory at the peak."""
     of = found.by_category
     if of.get("optimizer"):
-        yield from (FUSED, EIGHT_BITS)
+        yield from (FUSED, EIGHT_BITS, OFFLOAD_STATES, OFFLOAD_GRADIENTS)
     if of.get("activations"):
         yield from (CHECKPOINT, OFFLOAD_ACTIVATIONS, LOSS_HEAD)
     if of.get("parameters"):
@@ -144,8 +158,16 @@ def _combined(found: Estimate, backend: str, met: dict[str, str], attempt: Try) 
 
 def _told(names: tuple[str, ...], answer: Answer, switch: str) -> Advice:
     met: dict[str, list[str]] = answer.more["techniques"]
-    what = [_in_words(name, met) for name in names] + ([switch] if switch else [])
-    changes = [_CHANGES[name] for name in names if name in _CHANGES]
+    options = [name for name in names if name in _OPTIONS]
+    what = [_in_words(name, met) for name in names if name not in _OPTIONS]
+    if options:
+        kinds = ", ".join(dict.fromkeys(kind for name in options for kind in met[name]))
+        what.insert(0, f"memopt.optim.{kinds}(..., {', '.join(_OPTIONS[name] for name in options)})")
+        if OFFLOAD_GRADIENTS in options:
+            what.insert(1, "memopt.amp's clip_grad_norm_ and GradScaler, where it clips or scales")
+    if switch:
+        what.append(switch)
+    changes = dict.fromkeys(_CHANGES[name] for name in names if name in _CHANGES)
     return Advice(" + ".join(what), answer.peak_allocated, ", ".join(changes))
 
 
@@ -154,7 +176,6 @@ def _in_words(name: str, met: dict[str, list[str]]) -> str:
     of = ", ".join(met[technique])
     return {
         FUSED: f"torch.optim.{of}(..., fused=True)",
-        EIGHT_BITS: f"memopt.optim.{of}(..., state_bits=8)",
         OFFLOAD_ACTIVATIONS: "memopt.offload_activations() around the forward pass",
         LOSS_HEAD: "memopt.nn.linear_cross_entropy(rows, head.weight, targets, head.bias) instead of the head and its "
         "cross_entropy (memopt.nn.fuse_loss_head(model) for a model of transformers)",

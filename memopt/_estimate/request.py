@@ -15,6 +15,7 @@ BACKENDS = ("native", "expandable", "pool")
 # Techniques that a script can be run with; CHECKPOINT is followed by ":" and a budget in bytes.
 FUSED, EIGHT_BITS, CHECKPOINT = "fused", "eight bits", "checkpoint"
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
+OFFLOAD_GRADIENTS, OFFLOAD_STATES = "offload gradients", "offload states"
 SHORTEN = ("all", "training", "none")  # of a script's loops
 
 

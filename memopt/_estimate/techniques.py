@@ -19,11 +19,18 @@ from memopt._estimate.request import (
     FUSED,
     LOSS_HEAD,
     OFFLOAD_ACTIVATIONS,
+    OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
+    OFFLOAD_STATES,
 )
 from memopt.nn._deferred_logits import DeferredLogits
 
 _HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+_OPTIONS: dict[str, dict[str, Any]] = {  # of memopt.optim's optimizers
+    EIGHT_BITS: {"state_bits": 8},
+    OFFLOAD_GRADIENTS: {"offload_gradients": True},
+    OFFLOAD_STATES: {"offload_states": True},
+}
 
 
 class Techniques:
@@ -43,8 +50,9 @@ class Techniques:
         self._offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._depth = 0
         names = {name.partition(":")[0] for name in wanted}
-        if EIGHT_BITS in names:
-            self._eight_bits()
+        options = [name for name in _OPTIONS if name in names]
+        if options:
+            self._memopts_optimizers(options)
         if FUSED in names:
             self._fused()
         if names & {OFFLOAD_LAYERS, CHECKPOINT}:
@@ -62,27 +70,35 @@ class Techniques:
 
     # ---- optimizers -----------------------------------------------------------------------------------------------
 
-    def _eight_bits(self) -> None:
+    def _memopts_optimizers(self, techniques: list[str]) -> None:
+        """Put memopt's optimizers in the place of torch's, with these options, and what reads gradients with them."""
+        import memopt.amp
         import memopt.optim
 
-        for name in ("Adam", "AdamW"):
-            kind = self._of_eight_bits(getattr(memopt.optim, name))
+        for name in ("Adam", "AdamW", *(["SGD"] if techniques != [EIGHT_BITS] else [])):
+            kind = self._with_options(getattr(memopt.optim, name), techniques)
             setattr(torch.optim, name, kind)
             setattr(importlib.import_module(f"torch.optim.{name.lower()}"), name, kind)
+        if OFFLOAD_GRADIENTS in techniques:
+            for module in (nn.utils, nn.utils.clip_grad):
+                module.clip_grad_norm_ = memopt.amp.clip_grad_norm_
+            for module in (torch.amp, torch.amp.grad_scaler):
+                module.GradScaler = memopt.amp.GradScaler  # type: ignore[misc]
 
-    def _of_eight_bits(self, ours: Any) -> type:
+    def _with_options(self, ours: Any, techniques: list[str]) -> type:
         met = self._met
 
-        class EightBits(ours):  # type: ignore[misc]
+        class WithOptions(ours):  # type: ignore[misc]
             def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-                if kwargs.get("amsgrad"):
-                    super().__init__(params, *args, **kwargs)
-                    return
-                super().__init__(params, *args, state_bits=8, **kwargs)
-                met(EIGHT_BITS, self)
+                coded = "SGD" not in ours.__name__ and not kwargs.get("amsgrad")
+                used = [name for name in techniques if name != EIGHT_BITS or coded]
+                options = {key: value for name in used for key, value in _OPTIONS[name].items()}
+                super().__init__(params, *args, **options, **kwargs)
+                for name in used:
+                    met(name, self)
 
-        EightBits.__name__ = EightBits.__qualname__ = ours.__name__
-        return EightBits
+        WithOptions.__name__ = WithOptions.__qualname__ = ours.__name__
+        return WithOptions
 
     def _fused(self) -> None:
         for name in _HAVE_FUSED:

@@ -303,8 +303,8 @@ class AdamW(AdamStates, _TorchsAdamW):
             them back, some at a time: of all gradients the device has two of the largest at once. In p.grad is then a
             tensor of the same shape that holds no memory there; p.grad.cpu() is the gradient. Accumulation,
             zero_grad(), memopt.amp.clip_grad_norm_ (order 2; exact) and memopt.amp.GradScaler work as ever, with the
-            same bits; torch's own clipping and scaler are refused by name, so that nothing is clipped in silence
-            (memopt.patch() puts memopt's in their place). Sparse gradients stay.
+            same bits; torch's own clipping and scaler are refused by name, so that nothing is clipped in silence.
+            Sparse gradients stay.
         offload_states: Whether the moments and master weights of parameters on a CUDA device lie in pinned memory of
             the host. The step, with the same bits, brings them to the device and back, some at a time: two turns of at
             most 256 MiB or of one parameter's gradient and states are there at once. The host does not wait; read

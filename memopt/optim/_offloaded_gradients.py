@@ -73,8 +73,8 @@ class HostGradient(Tensor):
             return args[0].on_device().cpu()
         raise RuntimeError(
             f"{func} of a gradient that offload_gradients=True keeps in the host's memory: read grad.cpu(), clip with "
-            "memopt.amp.clip_grad_norm_, unscale with memopt.amp.GradScaler (memopt.patch() puts both in torch's "
-            "place), and drop gradients with zero_grad(set_to_none=True)"
+            "memopt.amp.clip_grad_norm_, unscale with memopt.amp.GradScaler, and drop gradients with "
+            "zero_grad(set_to_none=True)"
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:

@@ -56,6 +56,18 @@ def peak(tmp_path, *techniques, **written):
     [
         ("fused", "AdamW", 128, {"options": ", fused=True"}),
         ("eight bits", "AdamW", 128, {"optimizer": "memopt.optim.AdamW", "options": ", state_bits=8"}),
+        (
+            "offload gradients",
+            "AdamW",
+            128,
+            {"optimizer": "memopt.optim.AdamW", "options": ", offload_gradients=True"},
+        ),
+        (
+            "offload states",
+            "AdamW",
+            128,
+            {"optimizer": "memopt.optim.AdamW", "options": ", offload_states=True"},
+        ),
         ("offload activations", "Sequential", 2048, {"around": "with memopt.offload_activations():"}),
         ("offload layers", "Sequential", 2048, {"before": "memopt.offload_layers(model)"}),
         (f"checkpoint:{132 * MIB}", "Sequential", 2048, {"planned": CHECKPOINT}),
