@@ -89,7 +89,8 @@ def gradients(kind: int, passes: int, library: KernelLibrary, rng: np.random.Gen
     )
     table = library.buffer("table", np.frombuffer(raw + bytes(48), np.uint8))
     scalars = [library.buffer(name, np.array([0.5], np.float32)).address for name in "abcde"]
-    argument = cases.Gradients(table.address, *scalars, 1.0, 2, passes)
+    inv_scale, found_inf, norm, clip, factor = scalars
+    argument = cases.Gradients(table.address, inv_scale, found_inf, norm, 0, clip, factor, 1.0, 2, passes)
     return Launch("gradients", argument, 2, SIZE[kind] * (2 if passes & cases.STORE else 1))
 
 

@@ -28,7 +28,7 @@ def structure(name: str, **fields: object) -> type[ctypes.Structure]:
 Gradients = structure(
     "Gradients",
     **{
-        "table inv_scale found_inf norm clip factor": c_uint64,
+        "table inv_scale found_inf norm norm64 clip factor": c_uint64,
         "max_norm": c_double,
         "chunks passes": c_uint,
     },
@@ -129,7 +129,8 @@ class Case:
         return size * int(self.rng.integers(0, 16 // size))
 
     def one(self, name: str, value: float, read_only: bool = False) -> Buffer:
-        return self.library.buffer(name, np.array([value], np.float32), read_only=read_only)
+        kind = np.float64 if name.endswith("64") else np.float32
+        return self.library.buffer(name, np.array([value], kind), read_only=read_only)
 
     def launch(self, name: str, argument: ctypes.Structure, blocks: int) -> None:
         threads = self.pick(32, 64) if self.small else self.pick(32, 96, 128, 256)
@@ -181,7 +182,7 @@ class GradientsCase(Case):
         inv_scale = self.one("inv_scale", scale, read_only=True)
         results = {
             name: self.one(name, start)
-            for name, start in (("found_inf", 0), ("norm", -1), ("clip", -1), ("factor", -1))
+            for name, start in (("found_inf", 0), ("norm", -1), ("norm64", -1), ("clip", -1), ("factor", -1))
         }
         addresses = [result.address for result in results.values()]
         argument = Gradients(
@@ -211,6 +212,10 @@ class GradientsCase(Case):
             norm = float(np.float32(norm if passes & STORE else norm * float(scale)))
             clip = min(1.0, 3.0 / (norm + 1e-6)) if not math.isnan(norm) else math.nan
             self.check(near(got["norm"], norm, 1e-6), f"the norm is {got['norm']}, not {norm}")
+            rounded = float(np.float32(got["norm64"]))
+            self.check(
+                rounded == got["norm"] or math.isnan(rounded), "norm64 is not what norm is rounded from"
+            )
             self.check(near(got["clip"], clip, 2e-6), f"clip is {got['clip']}, not {clip}")
             self.check(near(got["factor"], clip * float(scale), 2e-6), "the factor is wrong")
 

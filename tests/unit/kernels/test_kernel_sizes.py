@@ -149,8 +149,9 @@ def test_a_norm_reads_every_element(library, rng):
     )
     table = library.buffer("table", np.frombuffer(bytes(16) + raw + bytes(8 * len(chunks)), np.uint8))
     results = [library.buffer(name, np.zeros(1, np.float32)) for name in ("norm", "clip", "factor")]
+    norm, clip, factor = (result.address for result in results)
     argument = kernel_cases.Gradients(
-        table.address, 0, bad.address, *(result.address for result in results), 3.0, len(chunks), CHECK | NORM
+        table.address, 0, bad.address, norm, 0, clip, factor, 3.0, len(chunks), CHECK | NORM
     )
     assert library.launch("gradients", argument, len(chunks), 64, rng) == []
     assert abs(float(results[0].array()[0]) / squares**0.5 - 1) < 1e-6 and bad.array()[0] == 0
