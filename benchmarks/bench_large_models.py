@@ -1,8 +1,8 @@
 """The device memory of full fine-tuning with AdamW and exact clipping: Llamas of three sizes with memopt's levers one
 after another, as `memopt estimate` sees them.
 
-Whole models in bf16, checkpointed by block, on a simulated card with torch's own allocator. A card's goal is what the
-whole process takes there: reserved memory and the context."""
+Whole models, checkpointed by block, on a simulated card with torch's own allocator. Memory of the card is what the
+process takes where there is plenty: reserved memory and the context. Each model is then run on a card that is said."""
 
 from __future__ import annotations
 
@@ -18,21 +18,27 @@ sys.path[:0] = [str(ROOT)]
 from benchmarks import harness  # noqa: E402
 
 GIB = 1 << 30
+FUSED = "--state-bits 8 --fused-head"
 LEVERS = {
     "torch": "",
     "8-bit states": "--state-bits 8",
-    "and a fused head": "--state-bits 8 --fused-head",
-    "and gradients on the host": "--state-bits 8 --fused-head --offload-gradients",
-    "and states on the host": "--state-bits 8 --fused-head --offload-gradients --offload-states",
+    "and a fused head": FUSED,
+    "and gradients on the host": f"{FUSED} --offload-gradients",
+    "and states on the host": f"{FUSED} --offload-gradients --offload-states",
+    "4-bit states, gradients on the host": "--state-bits 4 --fused-head --offload-gradients",
 }
-CARDS = {"1b": 12, "7b": 24, "8b": 24}  # GiB
+MODELS = {  # options, the card in GiB, and with what it is to do
+    "1b in mixed precision": ("--model 1b --amp", 12, "and states on the host"),
+    "7b": ("--model 7b", 24, "4-bit states, gradients on the host"),
+    "8b": ("--model 8b", 24, "and states on the host"),
+}
 
 
-def taken(model: str, levers: str, length: int = 4096) -> dict[str, float]:
-    """Return GiB: of live bytes at the peak, and of all that the process takes of the card."""
-    script = str(ROOT / "benchmarks" / "llama_train.py")
-    command = [sys.executable, "-m", "memopt", "estimate", "--quick", "--json", "--gpu", "200GiB", script]
-    command += ["--model", model, "--length", str(length), *levers.split()]
+def estimated(options: str, card: int = 200) -> dict[str, float]:
+    """Return GiB: of live bytes at the peak, and of all that the process takes of the card. Ends where it does not
+    fit."""
+    command = [sys.executable, "-m", "memopt", "estimate", "--quick", "--json", "--gpu", f"{card}GiB"]
+    command += [str(ROOT / "benchmarks" / "llama_train.py"), *options.split()]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if ended.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}")
@@ -47,29 +53,26 @@ def main() -> int:
     parser = harness.parser(__doc__)
     options: argparse.Namespace = parser.parse_args()
     report = harness.Report("bench_large_models", options)
-    for model, card in CARDS.items():
-        if options.quick and model != "1b":
+    for name, (model, card, levers) in MODELS.items():
+        if options.quick and card != 12:
             continue
-        found = {name: taken(model, levers) for name, levers in LEVERS.items()}
-        for what in ("live", "card"):
-            values = {name: figures[what] for name, figures in found.items()}
-            title = "live bytes at the peak" if what == "live" else "memory of the card"
-            report.record(f"{title}, a Llama of {model}, 4096 tokens", values, unit="GiB")
+        found = {lever: estimated(f"{model} {more}") for lever, more in LEVERS.items()}
+        for what, title in (("live", "live bytes at the peak"), ("card", "memory of the card")):
+            values = {lever: figures[what] for lever, figures in found.items()}
+            report.record(f"{title}, a Llama of {name}, 4096 tokens", values, unit="GiB")
         report.record(
-            f"memory of the card, a Llama of {model}, all levers",
-            {"card": card, "memopt": found["and states on the host"]["card"]},
+            f"live bytes at the peak on a card of {card} GiB, a Llama of {name}, {levers}",
+            {"card": card, "memopt": estimated(f"{model} {LEVERS[levers]}", card)["live"]},
             unit="GiB",
             peer="card",
             goal=1.0,
         )
     if not options.quick:
-        plain, fused = (taken("8b", levers, 32768)["live"] for levers in ("--state-bits 8 --offload-gradients "
-                        "--offload-states", LEVERS["and states on the host"]))  # fmt: skip
-        report.record(
-            "live bytes at the peak, a Llama of 8b, 32768 tokens",
-            {"plain head": plain, "fused head": fused},
-            unit="GiB",
-        )
+        heads = {
+            head: estimated(f"--model 8b --length 32768 --offload-gradients --offload-states {more}")["live"]
+            for head, more in (("plain head", "--state-bits 8"), ("fused head", FUSED))
+        }
+        report.record("live bytes at the peak, a Llama of 8b, 32768 tokens", heads, unit="GiB")
     return report.finish()
 
 

@@ -1,4 +1,4 @@
-"""An ordinary training script of a Llama, of three sizes, in bf16: what bench_large_models.py has estimated.
+"""An ordinary training script of a Llama of three sizes, in bf16 or mixed precision, for bench_large_models.py.
 
 Its levers are options, so that each configuration is one command line; a script of one's own has one of them."""
 
@@ -81,9 +81,10 @@ def main() -> None:
     parser.add_argument("--offload-gradients", action="store_true")
     parser.add_argument("--offload-states", action="store_true")
     parser.add_argument("--fused-head", action="store_true")
+    parser.add_argument("--amp", action="store_true", help="fp32 parameters, and autocast to bf16")
     options = parser.parse_args()
     size = SIZES[options.model]
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(torch.float32 if options.amp else torch.bfloat16)
     with torch.device("cuda"):
         model = Llama(size)
     if options.state_bits:
@@ -98,11 +99,12 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     for _ in range(2):
         words = torch.randint(size.words, (1, options.length + 1)).cuda()
-        x, targets = model(words[:, :-1]), words[:, 1:]
-        if options.fused_head:
-            loss = memopt.nn.linear_cross_entropy(x, model.head.weight, targets)
-        else:
-            loss = F.cross_entropy(model.head(x).float().flatten(0, 1), targets.flatten())
+        with torch.autocast("cuda", torch.bfloat16, enabled=options.amp):
+            x, targets = model(words[:, :-1]), words[:, 1:]
+            if options.fused_head:
+                loss = memopt.nn.linear_cross_entropy(x, model.head.weight, targets)
+            else:
+                loss = F.cross_entropy(model.head(x).float().flatten(0, 1), targets.flatten())
         loss.backward()
         memopt.amp.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -312,7 +312,8 @@ class AdamW(AdamStates, _TorchsAdamW):
 
     Raises:
         ValueError: As torch's, for differentiable=True, and for amsgrad=True with state_bits=8; for
-            offload_gradients=True in a process of several ranks, or with a parameter that another optimizer has so.
+            offload_gradients=True with a parameter that another optimizer has so.
+        RuntimeError: offload_gradients=True in a process of several ranks.
         MemoryError: The host can lock no memory for states (step()), before any parameter has changed.
 
     Example:

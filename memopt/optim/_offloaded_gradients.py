@@ -177,15 +177,10 @@ class GradientOffload:
     def take(self, parameters: Iterable[Tensor], shared: bool) -> None:
         """Send these parameters' gradients away, too. shared: but for those that another optimizer has.
 
-        Raises ValueError, before anything changes, for parameters that another optimizer has, or that ranks share.
+        Raises ValueError, before anything changes, for parameters that another optimizer has.
         """
+        _refuse_ranks()
         new = [p for p in parameters if id(p) not in self._handles and p.requires_grad]
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if ranks and torch.distributed.get_world_size() > 1:
-            raise ValueError(
-                "offload_gradients=True: gradients would leave before DDP or FSDP has added up those of all ranks; "
-                "leave it out in a process of several ranks"
-            )
         others = [
             p
             for p in new
@@ -213,6 +208,7 @@ class GradientOffload:
         way.most = max(self._largest, grad.nbytes)
         task = torch._C._current_graph_task_id()
         if task != self._task:
+            _refuse_ranks()
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
         if type(grad) is Tensor:
@@ -235,6 +231,15 @@ class GradientOffload:
                 "(`ulimit -l`)",
                 stacklevel=2,
             )
+
+
+def _refuse_ranks() -> None:
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if ranks and torch.distributed.get_world_size() > 1:
+        raise RuntimeError(
+            "offload_gradients=True: gradients would leave before DDP or FSDP has added up those of all ranks; "
+            "leave it out in a process of several ranks"
+        )
 
 
 def _remove(handles: dict[int, Any]) -> None:

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler, optimizer
 from memopt import _C
 from memopt._runtime import kernels
 from memopt._runtime.signals import interrupted_later
-from memopt.optim._offloaded_gradients import GradientOffload
+from memopt.optim._offloaded_gradients import GradientOffload, HostGradient
 from memopt.optim._state_layout import FLOATS, is_plain, like, not_like
 from memopt.optim._turns import HostStates, in_turns
 
@@ -308,6 +308,27 @@ class OnePass(torch.optim.Optimizer):
                 )
 
     # ---- param groups and state dicts --------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Count the bytes of parameters, gradients and states by where they are.
+
+        Returns:
+            Bytes by device and kind. What offload_gradients and offload_states keep on the host is at "cpu".
+
+        Example:
+            >>> optimizer.memory()
+            {'cuda:0': {'parameters': 16060522496, 'states': 1164}, 'cpu': {'gradients': 16060522496, 'states': ...}}
+        """
+        found: dict[str, dict[str, int]] = {}
+        for p in (p for group in self.param_groups for p in group["params"]):
+            states = (("states", value) for value in self.state.get(p, {}).values())
+            for kind, value in (("parameters", p), ("gradients", p.grad), *states):
+                if isinstance(value, Tensor) and value.layout is torch.strided:
+                    there = found.setdefault(
+                        "cpu" if isinstance(value, HostGradient) else str(value.device), {}
+                    )
+                    there[kind] = there.get(kind, 0) + value.nbytes
+        return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch's optimizers do.

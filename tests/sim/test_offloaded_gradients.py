@@ -323,8 +323,10 @@ def test_what_cannot_be_is_refused_before_anything_changes(monkeypatch: pytest.M
     assert type(q.grad) is torch.Tensor
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="before DDP or FSDP has added up those of all ranks"):
+    with pytest.raises(RuntimeError, match="before DDP or FSDP has added up those of all ranks"):
         first.add_param_group({"params": [q]})
+    with pytest.raises(RuntimeError, match="before DDP or FSDP"):  # the ranks came after the optimizer
+        p.sum().backward()
 
 
 def test_gradients_stay_once_the_optimizer_is_gone_and_leave_for_each_group_that_says_so() -> None:
@@ -487,6 +489,19 @@ def test_states_are_saved_loaded_and_copied_from_wherever_they_are() -> None:
         step(*copied, n)
         same([(plain, stays), (other, leaves)])
         same([(plain, stays), copied])
+
+
+def test_an_optimizer_tells_where_its_bytes_are() -> None:
+    (plain, stays), (_, leaves) = both = pair(offload_states=True)
+    for model, optimizer in both:
+        step(model, optimizer, 0)
+    size = sum(p.nbytes for p in plain.parameters())
+    steps = 4 * len([*plain.parameters()])
+    assert stays.memory() == {"cuda:0": {"parameters": size, "gradients": size, "states": 2 * size + steps}}
+    assert leaves.memory() == {
+        "cuda:0": {"parameters": size, "states": steps},
+        "cpu": {"gradients": size, "states": 2 * size},
+    }
 
 
 def test_of_states_the_device_has_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
