@@ -37,13 +37,13 @@ MO_BODY void update_codes_in(const mo_update_work *w, mo_update_way way)
     const bool upper = lane >= 16;
 
     MO_NOT_UNROLLED
-    for (unsigned block = warp; block * MO_ADAM8_ELEMENTS < w->count; block += warps) {
+    for (unsigned block = warp; block * MO_CODE_ELEMENTS < w->count; block += warps) {
         const mo_update_few few = mo_update_lane_of(w, block, lane);
         mo_update_lane held;
         float scale, per, other;
         mo_update_codes_take(w, way, block, few, &held);
-        scale = mo_adam8_scale(update_warp_largest(held.largest_m, held.largest_v, upper));
-        per = mo_adam8_per(upper ? MO_ADAM8_SPAN_V : MO_ADAM8_SPAN_M, scale);
+        scale = mo_code_scale(update_warp_largest(held.largest_m, held.largest_v, upper));
+        per = mo_code_per(upper ? MO_CODE_SPAN_V : MO_CODE_SPAN_M, scale);
         other = __shfl_xor_sync(0xFFFFFFFFu, per, 16);
         __syncwarp(); /* all lanes have read the scales that one writes: a shuffle orders no memory */
         mo_update_codes_put(w, few, &held, upper ? other : per, upper ? per : other);

@@ -1,5 +1,5 @@
 /* The work of one thread of the update kernel (update.cu describes the operation as a whole): parameters, gradients and
- * states of any types through the formulas of adam.cuh, sgd.cuh and adam8.cuh, which the CPU's loops share. Plain C apart
+ * states of any types through the formulas of adam.cuh, sgd.cuh and adam_codes.cuh, which the CPU's loops share. Plain C apart
  * from the macros: gcc compiles it within update.cu for the simulated device, which runs the kernel whole
  * (csrc/simcuda/grid.h).
  *
@@ -10,7 +10,7 @@
 #define MO_UPDATE_CUH
 
 #include "adam.cuh"
-#include "adam8.cuh"
+#include "adam_codes.cuh"
 #include "dither.cuh"
 #include "float_bits.cuh"
 #include "sgd.cuh"
@@ -102,8 +102,8 @@ MO_BODY void mo_update_enter_unit(mo_update_work *w, unsigned long long first)
                mo_update_enter(&a->v, state_size, first, fours, MO_ARRAY_V) |
                mo_update_enter(&a->vmax, state_size, first, fours, MO_ARRAY_VMAX);
     if (codes) {
-        a->m_scale += first / MO_ADAM8_ELEMENTS * 4;
-        a->v_scale += first / MO_ADAM8_ELEMENTS * 4;
+        a->m_scale += first / MO_CODE_ELEMENTS * 4;
+        a->v_scale += first / MO_CODE_ELEMENTS * 4;
     }
 }
 
@@ -601,7 +601,7 @@ typedef struct mo_update_lane {
 /* A lane's eight elements of a block of 256, which is counted from the unit's first. */
 MO_BODY mo_update_few mo_update_lane_of(const mo_update_work *w, unsigned block, unsigned lane)
 {
-    return mo_update_few_at(w, block * MO_ADAM8_ELEMENTS + lane * 8, 2);
+    return mo_update_few_at(w, block * MO_CODE_ELEMENTS + lane * 8, 2);
 }
 
 MO_BODY mo_eight_bytes mo_update_load_codes(mo_update_few few, unsigned array, unsigned long long address)
@@ -645,11 +645,11 @@ MO_BODY void mo_update_lane_measure(mo_update_few few, mo_update_lane *held)
     MO_UNROLL
     for (k = 0; k < 8; k++)
         most = mo_float_bits(held->v[k]) > most ? mo_float_bits(held->v[k]) : most;
-    if (most > mo_float_bits(MO_ADAM8_HUGE)) {
+    if (most > mo_float_bits(MO_CODE_HUGE)) {
         most = 0;
         MO_UNROLL
         for (k = 0; k < 8; k++) {
-            if (!mo_adam8_is_kept(held->v[k]))
+            if (!mo_code_is_kept(held->v[k]))
                 held->m[k] = held->v[k] = 0;
             if (k < few.left && held->v[k] > mo_float_from_bits(most))
                 most = mo_float_bits(held->v[k]);
@@ -657,8 +657,8 @@ MO_BODY void mo_update_lane_measure(mo_update_few few, mo_update_lane *held)
     }
     held->largest_v = mo_float_from_bits(most);
     held->largest_m = 0;
-    held->signs[0] = mo_adam8_signs(held->m);
-    held->signs[1] = mo_adam8_signs(held->m + 4);
+    held->signs[0] = mo_code_signs(held->m);
+    held->signs[1] = mo_code_signs(held->m + 4);
     MO_UNROLL
     for (k = 0; k < 8; k++) {
         held->m[k] = mo_magnitudef(held->m[k]);
@@ -671,8 +671,8 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, mo_update_way way, un
                                   mo_update_few few, mo_update_lane *held)
 {
     const mo_update_kinds kinds = mo_update_kinds_of(w, way);
-    const float unit_m = mo_adam8_unit_m(((const float *)mo_global(w->a.m_scale))[block]);
-    const float unit_v = mo_adam8_unit_v(((const float *)mo_global(w->a.v_scale))[block]);
+    const float unit_m = mo_code_unit_m(((const float *)mo_global(w->a.m_scale))[block]);
+    const float unit_v = mo_code_unit_v(((const float *)mo_global(w->a.v_scale))[block]);
     const mo_eight_bytes codes_m = mo_update_load_codes(few, MO_ARRAY_M, w->a.m),
                          codes_v = mo_update_load_codes(few, MO_ARRAY_V, w->a.v);
     mo_four raw_p[2], raw_g[2];
@@ -685,8 +685,8 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, mo_update_way way, un
     mo_update_take_g(w, kinds, few, raw_g, g);
     MO_UNROLL
     for (i = 0; i < 2; i++) {
-        mo_adam8_decode_four_m(codes_m.word[i], unit_m, held->m + 4 * i);
-        mo_adam8_decode_four_v(codes_v.word[i], unit_v, held->v + 4 * i);
+        mo_code_decode_four_m(codes_m.word[i], unit_m, held->m + 4 * i);
+        mo_code_decode_four_v(codes_v.word[i], unit_v, held->v + 4 * i);
     }
     if (w->decays) /* there is no vmax */
         mo_update_adam_as(w, MO_ADAM_L2, 8, p, g, held->m, held->v, vmax);
@@ -700,15 +700,15 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, mo_update_way way, un
 MO_BODY void mo_update_codes_put(const mo_update_work *w, mo_update_few few, const mo_update_lane *held,
                                  float per_m, float per_v)
 {
-    const unsigned dither = mo_adam8_dither(w->first + few.first, w->step);
+    const unsigned dither = mo_code_dither(w->first + few.first, w->step);
     mo_eight_bytes codes_m, codes_v;
     unsigned i;
 
     MO_UNROLL
     for (i = 0; i < 2; i++) {
-        codes_m.word[i] = mo_adam8_encode_four_m(held->m + 4 * i, held->signs[i], per_m);
+        codes_m.word[i] = mo_code_encode_four_m(held->m + 4 * i, held->signs[i], per_m);
         codes_v.word[i] =
-            mo_adam8_encode_four_v(held->v + 4 * i, per_v, dither + 4 * i * MO_ADAM8_DITHER_INDEX);
+            mo_code_encode_four_v(held->v + 4 * i, per_v, dither + 4 * i * MO_CODE_DITHER_INDEX);
     }
     mo_update_store_codes(few, MO_ARRAY_M, w->a.m, codes_m);
     mo_update_store_codes(few, MO_ARRAY_V, w->a.v, codes_v);

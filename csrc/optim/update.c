@@ -86,7 +86,7 @@ static mo_status check_codes(const mo_update_job *job, size_t i, mo_detail *deta
 {
     const mo_parameter *a = &job->parameters[i];
     const mo_hyper *group = &job->groups[a->group];
-    const size_t blocks = mo_ceil_div(a->count, MO_ADAM8_BLOCK);
+    const size_t blocks = mo_ceil_div(a->count, MO_CODE_BLOCK);
 
     if (!a->m_scale && !a->v_scale)
         return MO_OK;

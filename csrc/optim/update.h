@@ -27,7 +27,7 @@
  * advanced by 1, once each parameter, after its elements.
  *
  * States of 8 bits (`m`, `v` are codes, one byte an element, with `m_scale`, `v_scale` one fp32 a block of 256 elements; only
- * ADAM and ADAMW without amsgrad) have their arithmetic in kernels/adam8.cuh.
+ * ADAM and ADAMW without amsgrad) have their arithmetic in kernels/adam_codes.cuh.
  *
  * Parameters of 16 bits: p is read from, and written to, `master` (fp32) where there is one, and p := round(master); else with
  * `stochastic` p is rounded up or down at random, so that the mean is right, by a dither that is a function of the element's
@@ -95,9 +95,9 @@ mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail);
 mo_status mo_update_cuda(int device, void *stream, const mo_update_job *job, mo_detail *detail);
 
 /* Blocks of 8-bit states: elements a block, and the conversions that state_dict needs, on the CPU. */
-#define MO_ADAM8_BLOCK 256
+#define MO_CODE_BLOCK 256
 /* codes[count], scales[ceil(count / 256)] <-> fp32 values; `second`: of the second moment, else of the first. Nearest. */
-void mo_adam8_decode(bool second, const uint8_t *codes, const float *scales, size_t count, float *out);
-void mo_adam8_encode(bool second, const float *values, size_t count, uint8_t *codes, float *scales);
+void mo_code_decode(bool second, const uint8_t *codes, const float *scales, size_t count, float *out);
+void mo_code_encode(bool second, const float *values, size_t count, uint8_t *codes, float *scales);
 
 #endif

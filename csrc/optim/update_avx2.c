@@ -8,7 +8,7 @@
 const mo_update_kernels mo_update_avx2 = {
     .isa = MO_ISA_AVX2,
     .adam = adam,
-    .adam8 = mo_adam8_avx2,
+    .adam_codes = mo_adam_codes_avx2,
     .sgd = sgd,
 };
 #endif

@@ -8,7 +8,7 @@
 const mo_update_kernels mo_update_avx512 = {
     .isa = MO_ISA_AVX512,
     .adam = adam,
-    .adam8 = mo_adam8_avx512,
+    .adam_codes = mo_adam_codes_avx512,
     .sgd = sgd,
 };
 #endif

@@ -12,7 +12,7 @@
 #include "../kernels/float_bits.cuh"
 #include "optim/update_kernels.h"
 
-#define UNIT 4096 /* elements; a multiple of MO_ADAM8_BLOCK, so that no block is shared by two threads */
+#define UNIT 4096 /* elements; a multiple of MO_CODE_BLOCK, so that no block is shared by two threads */
 
 /* Fewer bytes than this are not worth a second thread: it saves some 10 us of 40, but where no core is free the loop waits
  * for the kernel's time slice, some milliseconds. A parameter costs as much as PARAMETER_BYTES beside its own. */
@@ -75,8 +75,8 @@ static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t be
         .m = place(a->m, begin, state),
         .v = place(a->v, begin, state),
         .vmax = place(a->vmax, begin, state),
-        .m_scale = place(a->m_scale, begin / MO_ADAM8_BLOCK, 4),
-        .v_scale = place(a->v_scale, begin / MO_ADAM8_BLOCK, 4),
+        .m_scale = place(a->m_scale, begin / MO_CODE_BLOCK, 4),
+        .v_scale = place(a->v_scale, begin / MO_CODE_BLOCK, 4),
         .kind = a->kind,
         .grad_kind = a->grad_kind,
         .state_kind = a->state_kind,
@@ -89,7 +89,7 @@ static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t be
     if (s->group->rule == MO_SGD)
         kernels->sgd(&s->terms->sgdf, s->flags, &run);
     else if (a->m_scale)
-        kernels->adam8(&s->terms->adamf, s->flags, &run);
+        kernels->adam_codes(&s->terms->adamf, s->flags, &run);
     else
         kernels->adam(&s->terms->adamf, s->flags, &run);
 }

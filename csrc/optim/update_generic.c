@@ -38,6 +38,6 @@ static void sgd(const mo_sgd_termsf *terms, unsigned flags, const mo_run *run)
 const mo_update_kernels mo_update_generic = {
     .isa = MO_ISA_GENERIC,
     .adam = adam,
-    .adam8 = mo_adam8_generic,
+    .adam_codes = mo_adam_codes_generic,
     .sgd = sgd,
 };

@@ -1,7 +1,7 @@
 /* One optimizer step over a run of one parameter's elements: a table of functions an instruction set, of
  * which update_cpu.c uses one throughout.
  *
- * update_generic.c and adam8_generic.c, loops over kernels/adam.cuh, sgd.cuh, dither.cuh and adam8.cuh, are
+ * update_generic.c and adam_codes_generic.c, loops over kernels/adam.cuh, sgd.cuh, dither.cuh and adam_codes.cuh, are
  * the specification; the others give the same bits for every length, every kind and every misalignment (but
  * for the sign and payload of a NaN). */
 #ifndef MO_UPDATE_KERNELS_H
@@ -37,15 +37,15 @@ typedef struct mo_update_kernels {
     mo_isa isa;
     mo_adam_kernel *adam;
     mo_adam_kernel
-        *adam8; /* states are codes; the run begins with a block, and its last block may be short */
+        *adam_codes; /* states are codes; the run begins with a block, and its last block may be short */
     mo_sgd_kernel *sgd;
 } mo_update_kernels;
 
 extern const mo_update_kernels mo_update_generic;
-mo_adam_kernel mo_adam8_generic;
+mo_adam_kernel mo_adam_codes_generic;
 #if defined(__x86_64__)
 extern const mo_update_kernels mo_update_avx2, mo_update_avx512;
-mo_adam_kernel mo_adam8_avx2, mo_adam8_avx512;
+mo_adam_kernel mo_adam_codes_avx2, mo_adam_codes_avx512;
 #endif
 
 /* The best that this processor has, or what the environment variable MEMOPT_ISA says, looked at once; what

@@ -58,7 +58,7 @@ int mo_py_add_type(PyObject *module, PyType_Spec *spec, PyObject **kept);
 /* The binding files, in the order in which the exec slot calls them. */
 /* clang-format off */
 #define MO_BINDINGS(X)                                                                                       \
-    X(units) X(driver) X(alloc) X(statistics) X(kernels) X(trace) X(pool) X(tensor) X(optim) X(adam8)        \
+    X(units) X(driver) X(alloc) X(statistics) X(kernels) X(trace) X(pool) X(tensor) X(optim) X(adam_codes)        \
     X(scaler) X(chain) X(checkpoint) X(transfer) X(ring) X(disk) X(module_calls) X(shared) X(shared_items)   \
     X(shared_mapping) X(cpu_log) X(widen) X(mapped) X(confine) X(loss)
 /* clang-format on */

@@ -225,7 +225,7 @@ static found fp32_view(reading *r, int name, int which, Py_ssize_t count, uintpt
 
 static found codes(reading *r)
 {
-    const size_t blocks = r->p.count / MO_ADAM8_BLOCK + (r->p.count % MO_ADAM8_BLOCK != 0);
+    const size_t blocks = r->p.count / MO_CODE_BLOCK + (r->p.count % MO_CODE_BLOCK != 0);
     found known = code_view(r, FIRST_MOMENT, &r->out.m);
 
     if (r->p.kind == MO_F64)

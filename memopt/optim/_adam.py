@@ -98,7 +98,7 @@ class AdamStates(OnePass):
         dtype = torch.float32 if wants_master(p, group) else p.dtype
         first, second = (state.get(name) for name in MOMENTS)
         if wants_codes(p, group) and first is not None and second is not None and second.is_floating_point():
-            # As in kernels/adam8.cuh: what is not finite has no code, and without v there is no m.
+            # As in kernels/adam_codes.cuh: what is not finite has no code, and without v there is no m.
             state["exp_avg"] = first.masked_fill(~second.isfinite(), 0)
         for name in MOMENTS:
             value, scale = state.get(name), state.pop(name + "_scale", None)

@@ -85,7 +85,7 @@ def encoded(value: Tensor, p: Tensor, second: bool) -> tuple[Tensor, Tensor]:
     """Return a moment as codes in p's order, and their scales."""
     host = p.detach().to("cpu")
     codes, scales = no_codes(host)
-    _C.adam8_encode(second, like(host, torch.float32, value), codes, scales)
+    _C.adam_codes_encode(second, like(host, torch.float32, value), codes, scales)
     return codes.to(p.device), scales.to(p.device)
 
 
@@ -93,5 +93,5 @@ def decoded(codes: Tensor, scales: Tensor, second: bool) -> Tensor:
     """Return the fp32 moment for these codes, on their device and in their order."""
     codes_here = codes.to("cpu")
     values = torch.empty_like(codes_here, dtype=torch.float32, memory_format=torch.preserve_format)
-    _C.adam8_decode(second, values, codes_here, scales.to(device="cpu", dtype=torch.float32).contiguous())
+    _C.adam_codes_decode(second, values, codes_here, scales.to(device="cpu", dtype=torch.float32).contiguous())
     return values.to(codes.device)

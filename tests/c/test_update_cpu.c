@@ -100,7 +100,7 @@ static void make_uniform(job *j, uint64_t *random, size_t n, size_t count)
     j->groups[0] = (mo_hyper){
         .rule = MO_ADAMW, .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
     for (size_t i = 0; i < n; i++) {
-        const size_t blocks = i % 2 ? (count + MO_ADAM8_BLOCK - 1) / MO_ADAM8_BLOCK : 0;
+        const size_t blocks = i % 2 ? (count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK : 0;
         const mo_float states = i % 2 ? MO_FLOAT_COUNT : MO_F32;
         j->parameters[i] = (mo_parameter){.count = count};
         for (int k = 0; k < JOB_ARRAYS; k++)

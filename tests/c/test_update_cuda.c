@@ -40,7 +40,7 @@ static void check_job(const job *given)
 /* One parameter of AdamW on fp32, or with states of 8 bits, and its job. */
 static void make_one(job *j, uint64_t *random, size_t count, bool codes)
 {
-    const size_t blocks = codes ? (count + MO_ADAM8_BLOCK - 1) / MO_ADAM8_BLOCK : 0;
+    const size_t blocks = codes ? (count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK : 0;
 
     *j = (job){.factor = 0.5f};
     j->job.count = j->job.group_count = 1;

@@ -5,7 +5,7 @@
 
 #include "optim/update.h"
 
-#include "../kernels/adam8.cuh"
+#include "../kernels/adam_codes.cuh"
 #include "../kernels/dither.cuh"
 #include "float_cases.h"
 #include "optim/update_kernels.h"
@@ -144,8 +144,7 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
     a->first = bits >> 21 & 1;
     codes = bits >> 22 & 1 && group->rule != MO_SGD && !group->amsgrad && a->kind != MO_F64;
     for (int k = 0; k < JOB_ARRAYS; k++) {
-        const size_t blocks = (a->count + MO_ADAM8_BLOCK - 1) / MO_ADAM8_BLOCK,
-                     shift = test_random(random) % 9;
+        const size_t blocks = (a->count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK, shift = test_random(random) % 9;
         const bool half = a->kind == MO_F16 || a->kind == MO_BF16;
         const mo_float kinds[JOB_ARRAYS] = {a->kind,
                                             a->grad_kind,
@@ -176,7 +175,7 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
             }
             if (k >= 4)
                 x = k == 8   ? (float)(bits >> 40 & 63)
-                    : k >= 6 ? mo_adam8_scale(fminf(fabsf(x), 1e30f))
+                    : k >= 6 ? mo_code_scale(fminf(fabsf(x), 1e30f))
                              : fabsf(x);
             job_write(array, e, x, NULL);
         }
@@ -282,26 +281,26 @@ static void oracle_block(const job *j, size_t i, const mo_adam_termsf *c, unsign
 {
     const job_array *arrays = j->arrays[i];
     uint8_t *const m_codes = arrays[3].x + first, *const v_codes = arrays[4].x + first;
-    float *const m_scale = (float *)arrays[6].x + first / MO_ADAM8_BLOCK, *const v_scale =
-                                                                              (float *)arrays[7].x +
-                                                                              first / MO_ADAM8_BLOCK;
-    float m[MO_ADAM8_BLOCK], v[MO_ADAM8_BLOCK], largest_m = 0, largest_v = 0;
+    float *const m_scale = (float *)arrays[6].x + first / MO_CODE_BLOCK, *const v_scale =
+                                                                             (float *)arrays[7].x +
+                                                                             first / MO_CODE_BLOCK;
+    float m[MO_CODE_BLOCK], v[MO_CODE_BLOCK], largest_m = 0, largest_v = 0;
 
     for (size_t e = 0; e < n; e++) {
-        m[e] = mo_adam8_decode_m(m_codes[e], mo_adam8_unit_m(*m_scale));
-        v[e] = mo_adam8_decode_v(v_codes[e], mo_adam8_unit_v(*v_scale));
+        m[e] = mo_code_decode_m(m_codes[e], mo_code_unit_m(*m_scale));
+        v[e] = mo_code_decode_v(v_codes[e], mo_code_unit_v(*v_scale));
         p[e] = mo_adam_elementf(c, flags, p[e], g[e], &m[e], &v[e], NULL);
-        if (!(v[e] <= MO_ADAM8_HUGE)) /* infinite or NaN: no moments are left */
+        if (!(v[e] <= MO_CODE_HUGE)) /* infinite or NaN: no moments are left */
             m[e] = v[e] = 0;
         largest_m = fmaxf(largest_m, fabsf(m[e]));
         largest_v = fmaxf(largest_v, v[e]);
     }
-    *m_scale = mo_adam8_scale(largest_m);
-    *v_scale = mo_adam8_scale(largest_v);
+    *m_scale = mo_code_scale(largest_m);
+    *v_scale = mo_code_scale(largest_v);
     for (size_t e = 0; e < n; e++) {
-        m_codes[e] = (uint8_t)mo_adam8_encode_m(m[e], mo_adam8_per_m(*m_scale));
-        v_codes[e] = (uint8_t)mo_adam8_encode_v(v[e], mo_adam8_per_v(*v_scale),
-                                                mo_adam8_dither((uint32_t)(first + e), t));
+        m_codes[e] = (uint8_t)mo_code_encode_m(m[e], mo_code_per_m(*m_scale));
+        v_codes[e] = (uint8_t)mo_code_encode_v(v[e], mo_code_per_v(*v_scale),
+                                               mo_code_dither((uint32_t)(first + e), t));
     }
 }
 
@@ -311,9 +310,9 @@ static void oracle_fp32(const job *j, size_t i, const mo_hyper *group, const mo_
     const job_array *arrays = j->arrays[i], *master = arrays[2].bytes ? &arrays[2] : &arrays[0];
     const size_t count = j->parameters[i].count;
 
-    for (size_t first = 0; first < count; first += MO_ADAM8_BLOCK) {
-        const size_t n = count - first < MO_ADAM8_BLOCK ? count - first : MO_ADAM8_BLOCK;
-        float p[MO_ADAM8_BLOCK] = {0}, g[MO_ADAM8_BLOCK] = {0};
+    for (size_t first = 0; first < count; first += MO_CODE_BLOCK) {
+        const size_t n = count - first < MO_CODE_BLOCK ? count - first : MO_CODE_BLOCK;
+        float p[MO_CODE_BLOCK] = {0}, g[MO_CODE_BLOCK] = {0};
         for (size_t e = 0; e < n; e++) {
             p[e] = job_read(master, first + e);
             g[e] = job_read(&arrays[1], first + e) * stored;

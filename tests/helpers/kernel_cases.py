@@ -222,7 +222,7 @@ class GradientsCase(Case):
 
 def decode_m(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """First moments of 8 bits: a sign and a float of 4 exponent and 3 mantissa bits, less 2^-8, over its largest
-    (kernels/adam8.cuh)."""
+    (kernels/adam_codes.cuh)."""
     y = (((codes.astype(np.uint32) & 127) << 19) + (119 << 23)).view(np.float32).astype(np.float64)
     return np.where(codes & 128, -1, 1) * (y - 2.0**-8) / float.fromhex("0x1.eep-1") * scale
 

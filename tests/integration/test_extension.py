@@ -329,8 +329,8 @@ CALLS: dict[str, list[tuple]] = {
     "kernel_status": [(), (0,), (0, True), (64, True), (-1,), ("x",)],
     "kernel_source": [(), (1,)],
     "allocator_observe": [(None,), (len,), (1,), ()],
-    "adam8_encode": [(True, 1, 2, 3), (False, None, None, None), (True,), ()],
-    "adam8_decode": [(True, 1, 2, 3), (False, None, None, None), (True,), ()],
+    "adam_codes_encode": [(True, 1, 2, 3), (False, None, None, None), (True,), ()],
+    "adam_codes_decode": [(True, 1, 2, 3), (False, None, None, None), (True,), ()],
     "chain_check": [
         (CHAIN, 4, 4), (((4, 4, ((2, 0, 0, 1.0, 1.0, 1.0),)),), 4, 4), ((), 4, 4), ((1,), 4, 4), (((4, 4),), 4, 4),
         (((4, 4, (1,)),), 4, 4), (((4, 4, ((4, 0, 0, 1.0, "x", 1.0),)),), 4, 4), (CHAIN, -1, 4), (),

@@ -359,7 +359,7 @@ def test_stocks_states_that_are_not_finite_are_loaded_into_8_bits_as_none():
 
 @pytest.mark.parametrize("second", [False, True])
 def test_codes_and_numbers(second):
-    """The value of a code has that code; numbers come back within the bounds of kernels/adam8.cuh; 0 is
+    """The value of a code has that code; numbers come back within the bounds of kernels/adam_codes.cuh; 0 is
     exact."""
     make = generator()
     p = torch.zeros(256 * 40 + 17)
@@ -385,7 +385,7 @@ def test_codes_and_numbers(second):
 
 def test_codes_need_their_arrays():
     p, codes, scales = torch.zeros(300), torch.zeros(300, dtype=torch.uint8), torch.zeros(2)
-    _C.adam8_encode(False, p, codes, scales)
+    _C.adam_codes_encode(False, p, codes, scales)
     for wrong in (
         (p.double(), codes, scales),
         (p, codes.float(), scales),
@@ -394,7 +394,7 @@ def test_codes_need_their_arrays():
         (torch.zeros(20, 15), codes.view(15, 20).t(), scales),
     ):
         with pytest.raises(ValueError, match="values .float32., codes .uint8, in the same order. and scales"):
-            _C.adam8_decode(False, *wrong)
+            _C.adam_codes_decode(False, *wrong)
 
 
 def test_8_bits_are_loaded_exactly_and_go_on():

@@ -1,21 +1,21 @@
-/* adam8_generic.c in vectors. Included once by each instruction set's file, after the header that defines
+/* adam_codes_generic.c in vectors. Included once by each instruction set's file, after the header that defines
  * the words and after GROUP, TOGETHER and encode_group(): how vectors are packed to bytes is what differs most.
  *
  * A block can only be coded when its scales are known, that is after its last element. So while one block is
  * updated, which waits for divisions and roots, the one before it is coded, which is integers. */
 
 /* What the elements of a block have in common. */
-typedef struct adam8_vectors {
+typedef struct codes_vectors {
     vec factor, weight_decay, decay, beta1, rest1, beta2, rest2, step_size, root, eps;
     vec unit_m, zero_m, minus_zero_m, unit_v, zero_v;
     vec largest_m, largest_v; /* so far */
-} adam8_vectors;
+} codes_vectors;
 
-WORD adam8_vectors adam8_broadcast(const mo_adam_termsf *c, float m_scale, float v_scale)
+WORD codes_vectors codes_broadcast(const mo_adam_termsf *c, float m_scale, float v_scale)
 {
-    const vec unit_m = all(mo_adam8_unit_m(m_scale)), unit_v = all(mo_adam8_unit_v(v_scale));
+    const vec unit_m = all(mo_code_unit_m(m_scale)), unit_v = all(mo_code_unit_v(v_scale));
 
-    return (adam8_vectors){
+    return (codes_vectors){
         .factor = all(c->factor),
         .weight_decay = all(c->weight_decay),
         .decay = all(c->decay),
@@ -27,10 +27,10 @@ WORD adam8_vectors adam8_broadcast(const mo_adam_termsf *c, float m_scale, float
         .root = all(c->root),
         .eps = all(c->eps),
         .unit_m = unit_m,
-        .zero_m = mul(all(-MO_ADAM8_C_M), unit_m),
-        .minus_zero_m = mul(all(MO_ADAM8_C_M), unit_m),
+        .zero_m = mul(all(-MO_CODE_C_M), unit_m),
+        .minus_zero_m = mul(all(MO_CODE_C_M), unit_m),
         .unit_v = unit_v,
-        .zero_v = mul(all(-MO_ADAM8_C_V), unit_v),
+        .zero_v = mul(all(-MO_CODE_C_V), unit_v),
         .largest_m = all(0),
         .largest_v = all(0),
     };
@@ -38,7 +38,7 @@ WORD adam8_vectors adam8_broadcast(const mo_adam_termsf *c, float m_scale, float
 
 /* TOGETHER vectors of elements from number i of the run on, which is `in` of its block: decoded, updated, left in *values. Step by
  * step for all of them: what waits for a division or a root would else fill the processor's queues. */
-WORD void update_lanes(adam8_vectors *c, unsigned flags, bool plain, const mo_run *run, size_t i, size_t in,
+WORD void update_lanes(codes_vectors *c, unsigned flags, bool plain, const mo_run *run, size_t i, size_t in,
                        block_values *values)
 {
     vec old[TOGETHER], x[TOGETHER], m[TOGETHER], v[TOGETHER];
@@ -48,11 +48,11 @@ WORD void update_lanes(adam8_vectors *c, unsigned flags, bool plain, const mo_ru
         const veci m_code = load_signed_bytes((uint8_t *)run->m + at),
                    v_code = load_bytes((uint8_t *)run->v + at);
 
-        m[k] = as_float(add(both(left(m_code, MO_ADAM8_SHIFT), alli(0x80000000 | 127u << MO_ADAM8_SHIFT)),
-                            alli(MO_ADAM8_ZERO_M)));
+        m[k] = as_float(add(both(left(m_code, MO_CODE_SHIFT), alli(0x80000000 | 127u << MO_CODE_SHIFT)),
+                            alli(MO_CODE_ZERO_M)));
         m[k] = mul_add(m[k], c->unit_m, by_sign(m_code, c->minus_zero_m, c->zero_m));
         v[k] =
-            mul_add(as_float(add(left(v_code, MO_ADAM8_SHIFT), alli(MO_ADAM8_ZERO_V))), c->unit_v, c->zero_v);
+            mul_add(as_float(add(left(v_code, MO_CODE_SHIFT), alli(MO_CODE_ZERO_V))), c->unit_v, c->zero_v);
         old[k] = plain ? load((float *)run->p + at, LANES) : load_p(run, at, LANES);
         x[k] = mul(plain ? load((float *)run->g + at, LANES) : load_g(run, at, LANES), c->factor);
         if (flags & MO_ADAM_L2)
@@ -61,7 +61,7 @@ WORD void update_lanes(adam8_vectors *c, unsigned flags, bool plain, const mo_ru
         v[k] = mul_add(c->beta2, v[k], mul(c->rest2, mul(x[k], x[k])));
     }
     for (size_t k = 0; k < TOGETHER; k++) {
-        const vec kept_m = up_to(MO_ADAM8_HUGE, v[k], m[k]), kept_v = up_to(MO_ADAM8_HUGE, v[k], v[k]);
+        const vec kept_m = up_to(MO_CODE_HUGE, v[k], m[k]), kept_v = up_to(MO_CODE_HUGE, v[k], v[k]);
 
         store(values->m + in + k * LANES, kept_m, LANES);
         store(values->v + in + k * LANES, kept_v, LANES);
@@ -88,8 +88,8 @@ WORD void fetch_ahead(bool plain, const mo_run *run, size_t i)
                  g_size = plain ? 4 : mo_float_size(run->grad_kind);
 
     for (size_t k = 0; k < GROUP; k += 16) {
-        __builtin_prefetch((const char *)run->p + (i + k + 2 * MO_ADAM8_ELEMENTS) * p_size);
-        __builtin_prefetch((const char *)run->g + (i + k + 2 * MO_ADAM8_ELEMENTS) * g_size);
+        __builtin_prefetch((const char *)run->p + (i + k + 2 * MO_CODE_ELEMENTS) * p_size);
+        __builtin_prefetch((const char *)run->g + (i + k + 2 * MO_CODE_ELEMENTS) * g_size);
     }
 }
 
@@ -98,74 +98,74 @@ WORD void fetch_ahead(bool plain, const mo_run *run, size_t i)
 WORD void update_block(const mo_adam_termsf *terms, unsigned flags, bool plain, const mo_run *run, size_t at,
                        block_values *values, const block_values *earlier, const uint32_t *ramp_of_block)
 {
-    float *const m_scale = run->m_scale + at / MO_ADAM8_ELEMENTS, *const v_scale =
-                                                                      run->v_scale + at / MO_ADAM8_ELEMENTS;
-    adam8_vectors c = adam8_broadcast(terms, *m_scale, *v_scale);
+    float *const m_scale = run->m_scale + at / MO_CODE_ELEMENTS, *const v_scale =
+                                                                     run->v_scale + at / MO_CODE_ELEMENTS;
+    codes_vectors c = codes_broadcast(terms, *m_scale, *v_scale);
 
-    for (size_t i = 0; i < MO_ADAM8_ELEMENTS; i += GROUP) {
+    for (size_t i = 0; i < MO_CODE_ELEMENTS; i += GROUP) {
         for (size_t k = 0; k < GROUP; k += TOGETHER * LANES)
             update_lanes(&c, flags, plain, run, at + i + k, i + k, values);
         fetch_ahead(plain, run, at + i);
         if (earlier)
             encode_group(earlier, i, ramp_of_block);
     }
-    *m_scale = mo_adam8_scale(largest(c.largest_m));
-    *v_scale = mo_adam8_scale(largest(c.largest_v));
-    values->per_m = mo_adam8_per_m(*m_scale);
-    values->per_v = mo_adam8_per_v(*v_scale);
-    values->dither = mo_adam8_dither(run->index + (uint32_t)at, run->step);
+    *m_scale = mo_code_scale(largest(c.largest_m));
+    *v_scale = mo_code_scale(largest(c.largest_v));
+    values->per_m = mo_code_per_m(*m_scale);
+    values->per_v = mo_code_per_v(*v_scale);
+    values->dither = mo_code_dither(run->index + (uint32_t)at, run->step);
     values->m_codes = (uint8_t *)run->m + at;
     values->v_codes = (uint8_t *)run->v + at;
 }
 
-WORD void adam8_with(const mo_adam_termsf *terms, unsigned flags, bool plain, const mo_run *run)
+WORD void codes_with(const mo_adam_termsf *terms, unsigned flags, bool plain, const mo_run *run)
 {
     const mo_adam_termsf c = *terms;
     const mo_run r = *run; /* copies of its own, which no store can change */
-    const size_t whole = r.n / MO_ADAM8_ELEMENTS * MO_ADAM8_ELEMENTS;
+    const size_t whole = r.n / MO_CODE_ELEMENTS * MO_CODE_ELEMENTS;
     block_values values[2];
-    uint32_t ramp_of_block[MO_ADAM8_ELEMENTS];
+    uint32_t ramp_of_block[MO_CODE_ELEMENTS];
     size_t at = 0, now = 0;
 
     if (whole == 0)
         return;
-    for (uint32_t i = 0; i < MO_ADAM8_ELEMENTS; i++)
-        ramp_of_block[i] = i * MO_ADAM8_DITHER_INDEX;
+    for (uint32_t i = 0; i < MO_CODE_ELEMENTS; i++)
+        ramp_of_block[i] = i * MO_CODE_DITHER_INDEX;
     update_block(&c, flags, plain, &r, at, &values[now], NULL, ramp_of_block);
-    for (at += MO_ADAM8_ELEMENTS; at < whole; at += MO_ADAM8_ELEMENTS) {
+    for (at += MO_CODE_ELEMENTS; at < whole; at += MO_CODE_ELEMENTS) {
         update_block(&c, flags, plain, &r, at, &values[!now], &values[now], ramp_of_block);
         now = !now;
     }
-    for (size_t i = 0; i < MO_ADAM8_ELEMENTS; i += GROUP)
+    for (size_t i = 0; i < MO_CODE_ELEMENTS; i += GROUP)
         encode_group(&values[now], i, ramp_of_block);
 }
 
 /* Whole blocks only. */
-VECTOR static void adam8_blocks(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
+VECTOR static void codes_blocks(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
 {
     if (!is_plain(run))
-        adam8_with(terms, flags, false, run);
+        codes_with(terms, flags, false, run);
     else if (flags & MO_ADAM_L2)
-        adam8_with(terms, MO_ADAM_L2, true, run);
+        codes_with(terms, MO_ADAM_L2, true, run);
     else
-        adam8_with(terms, 0, true, run);
+        codes_with(terms, 0, true, run);
 }
 
 /* The last block, from number `at` on, run on a copy with zeros behind: they leave the scales alone. */
-VECTOR static void adam8_short_block(const mo_adam_termsf *terms, unsigned flags, const mo_run *run,
+VECTOR static void codes_short_block(const mo_adam_termsf *terms, unsigned flags, const mo_run *run,
                                      size_t at)
 {
     const size_t n = run->n - at;
-    float p[MO_ADAM8_ELEMENTS] = {0}, g[MO_ADAM8_ELEMENTS] = {0};
-    uint8_t m[MO_ADAM8_ELEMENTS] = {0}, v[MO_ADAM8_ELEMENTS] = {0};
+    float p[MO_CODE_ELEMENTS] = {0}, g[MO_CODE_ELEMENTS] = {0};
+    uint8_t m[MO_CODE_ELEMENTS] = {0}, v[MO_CODE_ELEMENTS] = {0};
     const mo_run padded = {
-        .n = MO_ADAM8_ELEMENTS,
+        .n = MO_CODE_ELEMENTS,
         .p = p,
         .g = g,
         .m = m,
         .v = v,
-        .m_scale = run->m_scale + at / MO_ADAM8_ELEMENTS,
-        .v_scale = run->v_scale + at / MO_ADAM8_ELEMENTS,
+        .m_scale = run->m_scale + at / MO_CODE_ELEMENTS,
+        .v_scale = run->v_scale + at / MO_CODE_ELEMENTS,
         .stored = 1,
         .index = run->index + (uint32_t)at,
         .step = run->step,
@@ -178,7 +178,7 @@ VECTOR static void adam8_short_block(const mo_adam_termsf *terms, unsigned flags
         store(p + i, load_p(run, at + i, lanes), lanes);
         store(g + i, load_g(run, at + i, lanes), lanes);
     }
-    adam8_blocks(terms, flags, &padded);
+    codes_blocks(terms, flags, &padded);
     for (size_t i = 0; i < n; i += LANES) {
         const size_t lanes = n - i < LANES ? n - i : LANES;
         store_p(run, at + i, load(p + i, lanes), lanes);
@@ -187,9 +187,9 @@ VECTOR static void adam8_short_block(const mo_adam_termsf *terms, unsigned flags
     memcpy((uint8_t *)run->v + at, v, n);
 }
 
-VECTOR static void adam8_run(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
+VECTOR static void codes_run(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
 {
-    adam8_blocks(terms, flags, run);
-    if (run->n % MO_ADAM8_ELEMENTS)
-        adam8_short_block(terms, flags, run, run->n / MO_ADAM8_ELEMENTS * MO_ADAM8_ELEMENTS);
+    codes_blocks(terms, flags, run);
+    if (run->n % MO_CODE_ELEMENTS)
+        codes_short_block(terms, flags, run, run->n / MO_CODE_ELEMENTS * MO_CODE_ELEMENTS);
 }

@@ -5,7 +5,7 @@
 
 #include "base/simd_avx2.h"
 #include "optim/vector_run.h"
-#include "optim/adam8_code.h"
+#include "optim/adam_codes_block.h"
 
 enum { GROUP = 4 * LANES, TOGETHER = 4 };
 
@@ -52,10 +52,10 @@ WORD void encode_group(const block_values *values, size_t i, const uint32_t *ram
     _mm256_storeu_si256((__m256i *)(values->v_codes + i), v8);
 }
 
-#include "optim/adam8_vector.h"
+#include "optim/adam_codes_vector.h"
 
-void mo_adam8_avx2(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
+void mo_adam_codes_avx2(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
 {
-    adam8_run(terms, flags, run);
+    codes_run(terms, flags, run);
 }
 #endif

@@ -4,7 +4,7 @@
 
 #include "base/simd_avx512.h"
 #include "optim/vector_run.h"
-#include "optim/adam8_code.h"
+#include "optim/adam_codes_block.h"
 
 enum { GROUP = LANES, TOGETHER = 1 };
 
@@ -23,10 +23,10 @@ WORD void encode_group(const block_values *values, size_t i, const uint32_t *ram
     _mm_storeu_si128((__m128i *)(values->v_codes + i), v8);
 }
 
-#include "optim/adam8_vector.h"
+#include "optim/adam_codes_vector.h"
 
-void mo_adam8_avx512(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
+void mo_adam_codes_avx512(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
 {
-    adam8_run(terms, flags, run);
+    codes_run(terms, flags, run);
 }
 #endif

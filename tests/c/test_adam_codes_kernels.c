@@ -2,19 +2,19 @@
  * decoded states, and what is coded afterwards right in the mean. */
 #include "optim/update_kernels.h"
 
-#include "../kernels/adam8.cuh"
+#include "../kernels/adam_codes.cuh"
 #include "each_isa.h"
 #include "float_cases.h"
 
 static mo_adam_kernel *const kernels[] = {
-    mo_adam8_generic,
+    mo_adam_codes_generic,
 #if defined(__x86_64__)
-    mo_adam8_avx2,
-    mo_adam8_avx512,
+    mo_adam_codes_avx2,
+    mo_adam_codes_avx512,
 #endif
 };
 
-enum { BLOCKS = 5, ELEMENTS = BLOCKS * MO_ADAM8_ELEMENTS };
+enum { BLOCKS = 5, ELEMENTS = BLOCKS * MO_CODE_ELEMENTS };
 
 typedef struct blocks {
     shifted p, g, m_scale, v_scale;
@@ -50,9 +50,9 @@ static void blocks_fill(blocks *b, uint64_t *random, bool cases)
         b->m[i] = (uint8_t)test_random(random);
         b->v[i] = (uint8_t)test_random(random);
     }
-    for (size_t k = 0; k < BLOCKS; k++) { /* a scale is 0, or between MO_ADAM8_TINY and MO_ADAM8_HUGE */
-        b->m_scale.x[k] = mo_adam8_scale(cases ? fmaxf(0, fabsf(float_case(random))) : 1);
-        b->v_scale.x[k] = mo_adam8_scale(cases ? fmaxf(0, fabsf(float_case(random))) : 1);
+    for (size_t k = 0; k < BLOCKS; k++) { /* a scale is 0, or between MO_CODE_TINY and MO_CODE_HUGE */
+        b->m_scale.x[k] = mo_code_scale(cases ? fmaxf(0, fabsf(float_case(random))) : 1);
+        b->v_scale.x[k] = mo_code_scale(cases ? fmaxf(0, fabsf(float_case(random))) : 1);
     }
 }
 
@@ -112,7 +112,7 @@ TEST_EACH_ISA(blocks_are_the_specifications_bit_for_bit_over_many_steps)
             const mo_adam_termsf c = mo_adam_narrow(&terms);
             const mo_run first = run_of(&one, n, index, step), second = run_of(&two, n, index, step);
             kernels[isa](&c, flags, &first);
-            mo_adam8_generic(&c, flags, &second);
+            mo_adam_codes_generic(&c, flags, &second);
             check_same(&one, &two);
             for (size_t i = 0; i < ELEMENTS; i++)
                 one.g.x[i] = two.g.x[i] =
@@ -205,9 +205,9 @@ TEST_EACH_ISA(a_blocks_step_is_adams_on_the_decoded_states_before_they_are_coded
     kernels[isa](&c, 0, &run);
     for (size_t k = 0; k < BLOCKS; k++) {
         float largest_m = 0, largest_v = 0;
-        for (size_t i = k * MO_ADAM8_ELEMENTS; i < (k + 1) * MO_ADAM8_ELEMENTS; i++) {
-            float m = mo_adam8_decode_m(before.m[i], mo_adam8_unit_m(before.m_scale.x[k]));
-            float v = mo_adam8_decode_v(before.v[i], mo_adam8_unit_v(before.v_scale.x[k]));
+        for (size_t i = k * MO_CODE_ELEMENTS; i < (k + 1) * MO_CODE_ELEMENTS; i++) {
+            float m = mo_code_decode_m(before.m[i], mo_code_unit_m(before.m_scale.x[k]));
+            float v = mo_code_decode_v(before.v[i], mo_code_unit_v(before.v_scale.x[k]));
             CHECK(b.p.x[i] == mo_adam_elementf(&c, 0, before.p.x[i], before.g.x[i], &m, &v, NULL));
             largest_m = fmaxf(largest_m, fabsf(m));
             largest_v = fmaxf(largest_v, v);
@@ -226,13 +226,13 @@ TEST(the_second_moment_is_coded_without_bias)
     for (int round = 0; round < test_rounds(200, 20000); round++) {
         const float scale = float_ordinary(&random),
                     v = fabsf(scale) * exp2f(-(float)(test_random(&random) % 1500) / 100);
-        const float per = mo_adam8_per_v(fabsf(scale)), unit = mo_adam8_unit_v(fabsf(scale));
+        const float per = mo_code_per_v(fabsf(scale)), unit = mo_code_unit_v(fabsf(scale));
         const uint32_t index = (uint32_t)test_random(&random);
         const double code =
             ((double)v + (double)fabsf(scale) / 63487) / 16; /* the widest a code can be there */
         double sum = 0;
         for (uint32_t step = 0; step < 4096; step++)
-            sum += (double)mo_adam8_decode_v(mo_adam8_encode_v(v, per, mo_adam8_dither(index, step)), unit);
+            sum += (double)mo_code_decode_v(mo_code_encode_v(v, per, mo_code_dither(index, step)), unit);
         CHECK(fabs(sum / 4096 - (double)v) <= code / 100 + (double)v * 4e-7);
     }
 }

@@ -34,7 +34,7 @@ static int parse(PyObject *module, PyObject *args, int *out_second, triple *out)
         return -1;
     if (!known || !is_on_cpu(&out->values, MO_F32) || !is_on_cpu(&out->scales, MO_F32) ||
         out->codes.device != MO_CPU || out->values.count != out->codes.count ||
-        out->scales.count != (out->values.count + MO_ADAM8_BLOCK - 1) / MO_ADAM8_BLOCK) {
+        out->scales.count != (out->values.count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK) {
         PyErr_SetString(PyExc_ValueError, "values (float32), codes (uint8, in the same order) and scales "
                                           "(float32, one for each 256 values) must be dense CPU tensors");
         return -1;
@@ -42,7 +42,7 @@ static int parse(PyObject *module, PyObject *args, int *out_second, triple *out)
     return 0;
 }
 
-PyDoc_STRVAR(encode_doc, "adam8_encode($module, second, values, codes, scales, /)\n--\n\n"
+PyDoc_STRVAR(encode_doc, "adam_codes_encode($module, second, values, codes, scales, /)\n--\n\n"
                          "Writes codes and scales; second: of the second moment.");
 
 static PyObject *encode(PyObject *module, PyObject *args)
@@ -53,13 +53,14 @@ static PyObject *encode(PyObject *module, PyObject *args)
     if (parse(module, args, &second, &t) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    mo_adam8_encode(second, (const float *)t.values.address, t.values.count, (uint8_t *)t.codes.address,
-                    (float *)t.scales.address);
+    mo_code_encode(second, (const float *)t.values.address, t.values.count, (uint8_t *)t.codes.address,
+                   (float *)t.scales.address);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(decode_doc, "adam8_decode($module, second, values, codes, scales, /)\n--\n\nWrites values.");
+PyDoc_STRVAR(decode_doc,
+             "adam_codes_decode($module, second, values, codes, scales, /)\n--\n\nWrites values.");
 
 static PyObject *decode(PyObject *module, PyObject *args)
 {
@@ -69,19 +70,19 @@ static PyObject *decode(PyObject *module, PyObject *args)
     if (parse(module, args, &second, &t) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    mo_adam8_decode(second, (const uint8_t *)t.codes.address, (const float *)t.scales.address, t.codes.count,
-                    (float *)t.values.address);
+    mo_code_decode(second, (const uint8_t *)t.codes.address, (const float *)t.scales.address, t.codes.count,
+                   (float *)t.values.address);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"adam8_encode", encode, METH_VARARGS, encode_doc},
-    {"adam8_decode", decode, METH_VARARGS, decode_doc},
+    {"adam_codes_encode", encode, METH_VARARGS, encode_doc},
+    {"adam_codes_decode", decode, METH_VARARGS, decode_doc},
     {NULL, NULL, 0, NULL},
 };
 
-int mo_py_adam8_init(PyObject *module)
+int mo_py_adam_codes_init(PyObject *module)
 {
     return PyModule_AddFunctions(module, methods);
 }
