@@ -100,7 +100,7 @@ def update(
     rng: np.random.Generator,
     *,
     state_kind: int = F32,
-    codes: bool = False,
+    code_bits: int = 0,
     master: bool = False,
     sgd: bool = False,
     stochastic: bool = False,
@@ -110,8 +110,9 @@ def update(
     def array(name: str, of: int) -> int:
         return library.buffer(name, cases.stored(of, rng.random(ELEMENTS))).address
 
-    def eight_bits(name: str) -> int:
-        return library.buffer(name, rng.integers(0, 256, ELEMENTS).astype(np.uint8)).address
+    def codes(name: str) -> int:
+        raw = rng.integers(0, 256, ELEMENTS * code_bits // 8).astype(np.uint8)
+        return library.buffer(name, raw).address
 
     def ones(name: str, count: int) -> int:
         return library.buffer(name, np.ones(count, np.float32)).address
@@ -127,13 +128,14 @@ def update(
         grad_kind=kind,
         state_kind=state_kind,
         flags=cases.SGD | cases.SGD_MOMENTUM if sgd else cases.DECOUPLED,
+        code_bits=code_bits,
     )
-    row.flags |= cases.CODES * codes | cases.STOCHASTIC * stochastic
+    row.flags |= cases.STOCHASTIC * stochastic
     for name in states:
-        setattr(row, name, eight_bits(name) if codes else array(name, state_kind))
-        if codes:
+        setattr(row, name, codes(name) if code_bits else array(name, state_kind))
+        if code_bits:
             setattr(row, f"{name}_scale", ones(f"{name}_scale", ELEMENTS // 256))
-    state = 1 + 4 / 256 if codes else SIZE[state_kind]
+    state = code_bits / 8 + 4 / 256 if code_bits else SIZE[state_kind]
     moved = SIZE[kind] * (2 if master else 3) + SIZE[F32] * 2 * master + 2 * len(states) * state
     group = cases.Group(1e-3, 0.9, 0.999, 1e-8, 0.01, 0.9, 0, 0, 0, 0)
     units = np.array([(0, 0), (0, 1)], np.uint32)
@@ -197,14 +199,16 @@ def all_cases() -> Iterator[tuple[str, Made]]:
             yield f"gradients {name}: {what}", functools.partial(gradients, kind, passes)
     for what, kind, more in (
         ("AdamW fp32", F32, {}),
-        ("AdamW fp32, states of 8 bits", F32, {"codes": True}),
+        ("AdamW fp32, states of 8 bits", F32, {"code_bits": 8}),
+        ("AdamW fp32, states of 4 bits", F32, {"code_bits": 4}),
         ("AdamW bf16, states fp32", BF16, {}),
         ("AdamW bf16, states bf16", BF16, {"state_kind": BF16}),
         ("AdamW bf16, states bf16, stochastic", BF16, {"state_kind": BF16, "stochastic": True}),
-        ("AdamW bf16, states of 8 bits", BF16, {"codes": True}),
+        ("AdamW bf16, states of 8 bits", BF16, {"code_bits": 8}),
+        ("AdamW bf16, states of 4 bits", BF16, {"code_bits": 4}),
         ("AdamW bf16, master and states fp32", BF16, {"master": True}),
         ("AdamW fp16, states fp16", F16, {"state_kind": F16}),
-        ("AdamW fp16, states of 8 bits", F16, {"codes": True}),
+        ("AdamW fp16, states of 8 bits", F16, {"code_bits": 8}),
         ("SGD fp32, momentum", F32, {"sgd": True}),
         ("SGD bf16, momentum bf16", BF16, {"sgd": True, "state_kind": BF16}),
     ):

@@ -1,14 +1,18 @@
-/* Adam's states in 8 bits: a block is 256 elements that follow each other in one tensor (the last block may be shorter), with two
- * fp32 scales, the largest |m| and the largest v of the block.
+/* Adam's states as codes of 8 or of 4 bits: a block is 256 elements that follow each other in one tensor (the last block may be
+ * shorter), with two fp32 scales, the largest |m| and the largest v of the block. Of two codes of 4 bits in a byte the first lies in
+ * the lower half; the half that a last element leaves over is 0.
  *
- * Both codes are the leading bits of the float y = c + x * (top - c), with x = |m| / scale or v / scale: a logarithm near 1, a
+ * All codes are the leading bits of the float y = c + x * (top - c), with x = |m| / scale or v / scale: a logarithm near 1, a
  * straight line near 0; exactly 0 for 0, and the scale itself (to 2 ulp) for the largest. No table, no search, no root.
  *
- *     m    sign and 7 bits: 8 octaves of 16 steps, c = 2^-8; to nearest         |m' - m| <= (|m| + scale / 247) / 32
- *     v    8 bits: 16 octaves of 16 steps, c = 2^-16; dithered, so unbiased     |v' - v| <  (v + scale / 63487) / 16
+ *     8    m    sign and 7 bits: 8 octaves of 16 steps, c = 2^-8; to nearest     |m' - m| <= (|m| + scale / 247) / 32
+ *          v    8 bits: 16 octaves of 16 steps, c = 2^-16; dithered              |v' - v| <  (v + scale / 63487) / 16
+ *     4    m    sign and 3 bits: 4 octaves of 2 steps, c = 2^-4; dithered        |m' - m| <  (|m| + scale / 11) / 2
+ *          v    4 bits: 16 octaves of 1 step, c = 2^-16; dithered                |v' - v| <  v + scale / 32767
  *
- * v is dithered because a second moment moves by less than half a code a step: rounded to nearest it would stand still. And a v that
- * is not 0 never gets code 0: v' >= scale / 1015792, so a denominator may be too large but never vanishes.
+ * What is dithered is right in the mean. v is, because a second moment moves by less than half a code a step: rounded to nearest it
+ * would stand still; so would the small ones among m of 4 bits. And a v that is not 0 never gets code 0: v' >= scale / 1015792, or
+ * scale / 32767 with 4 bits, so a denominator may be too large but never vanishes.
  *
  * An element whose v is not finite, because its gradient is not or because the gradient's square is beyond fp32, leaves the block
  * no moments: the scales pass over it and both its codes are 0. Otherwise 255 neighbours would be lost beside it. Its parameter is
@@ -21,15 +25,21 @@
 
 #define MO_CODE_ELEMENTS 256 /* a block */
 
-#define MO_CODE_C_M    0x1p-8f
-#define MO_CODE_C_V    0x1p-16f
-#define MO_CODE_ZERO_M (119u << 23) /* the bits of C_M, and of C_V: what code 0 stands for */
-#define MO_CODE_ZERO_V (111u << 23)
-#define MO_CODE_SHIFT  19           /* a code is the bits above; the last code is top = 31/32 */
-#define MO_CODE_SPAN_M 0x1.eep-1f   /* top - c */
-#define MO_CODE_SPAN_V 0x1.effep-1f /* top - c */
-#define MO_CODE_TINY   1e-30f     /* a scale below this is as 0: what it could move is lost beside any eps */
-#define MO_CODE_HUGE   0x1.ep127f /* the largest scale, so that what a decoder multiplies with is finite */
+/* Of codes of so many bits, 8 or 4: a constant, but in the specification. */
+#define MO_CODE_SHIFT_M(bits) ((bits) == 8 ? 19 : 22) /* a code is the bits of y above */
+#define MO_CODE_SHIFT_V(bits) ((bits) == 8 ? 19 : 23)
+#define MO_CODE_C_M(bits)     ((bits) == 8 ? 0x1p-8f : 0x1p-4f)
+#define MO_CODE_C_V(bits)     0x1p-16f
+#define MO_CODE_ZERO_M(bits)  (((bits) == 8 ? 119u : 123u) << 23) /* the bits of C_M: what code 0 stands for */
+#define MO_CODE_ZERO_V(bits)  (111u << 23)
+#define MO_CODE_SPAN_M(bits)                                                                                 \
+    ((bits) == 8 ? 0x1.eep-1f : 0x1.6p-1f) /* top - c; top is what the last code stands for */
+#define MO_CODE_SPAN_V(bits) ((bits) == 8 ? 0x1.effep-1f : 0x1.fffcp-2f)
+#define MO_CODE_SIGN(bits)   (1u << ((bits)-1))   /* of m; below it is the last code of |m| */
+#define MO_CODE_LAST(bits)   ((1u << (bits)) - 1) /* of v */
+
+#define MO_CODE_TINY 1e-30f     /* a scale below this is as 0: what it could move is lost beside any eps */
+#define MO_CODE_HUGE 0x1.fp126f /* the largest scale, so that what a decoder multiplies with is finite */
 
 /* The dither of v: 2^32 / the golden ratio, 2^32 / sqrt(2). */
 #define MO_CODE_DITHER_INDEX 0x9E3779B1u
@@ -41,17 +51,23 @@ MO_BODY unsigned mo_code_dither(unsigned index, unsigned step)
     return index * MO_CODE_DITHER_INDEX + step * MO_CODE_DITHER_STEP;
 }
 
+/* The dither of m: of 16 times the frequencies, which v's errors have next to nothing to do with. */
+MO_BODY unsigned mo_code_dither_m(unsigned bits, unsigned dither)
+{
+    return bits == 8 ? MO_CODE_NEAREST : dither << 4;
+}
+
 /* ---- of a block ------------------------------------------------------------------------------------------------------ */
 
 /* What a decoder multiplies with; scale is 0 or between MO_CODE_TINY and MO_CODE_HUGE. */
-MO_BODY float mo_code_unit_m(float scale)
+MO_BODY float mo_code_unit_m(unsigned bits, float scale)
 {
-    return mo_mulf(scale, 1 / MO_CODE_SPAN_M);
+    return mo_mulf(scale, 1 / MO_CODE_SPAN_M(bits));
 }
 
-MO_BODY float mo_code_unit_v(float scale)
+MO_BODY float mo_code_unit_v(unsigned bits, float scale)
 {
-    return mo_mulf(scale, 1 / MO_CODE_SPAN_V);
+    return mo_mulf(scale, 1 / MO_CODE_SPAN_V(bits));
 }
 
 /* The new scale from the largest value, and what an encoder multiplies with. */
@@ -66,14 +82,14 @@ MO_BODY float mo_code_per(float span, float scale)
     return scale > 0 ? mo_divf(span, scale) : 0;
 }
 
-MO_BODY float mo_code_per_m(float scale)
+MO_BODY float mo_code_per_m(unsigned bits, float scale)
 {
-    return mo_code_per(MO_CODE_SPAN_M, scale);
+    return mo_code_per(MO_CODE_SPAN_M(bits), scale);
 }
 
-MO_BODY float mo_code_per_v(float scale)
+MO_BODY float mo_code_per_v(unsigned bits, float scale)
 {
-    return mo_code_per(MO_CODE_SPAN_V, scale);
+    return mo_code_per(MO_CODE_SPAN_V(bits), scale);
 }
 
 /* ---- of an element --------------------------------------------------------------------------------------------------- */
@@ -84,117 +100,141 @@ MO_BODY int mo_code_is_kept(float v)
     return v <= MO_CODE_HUGE;
 }
 
-MO_BODY float mo_code_decode_m(unsigned code, float unit)
+MO_BODY float mo_code_decode_m(unsigned bits, unsigned code, float unit)
 {
-    const float magnitude = mo_fmaf(mo_float_from_bits(((code & 127) << MO_CODE_SHIFT) + MO_CODE_ZERO_M),
-                                    unit, mo_mulf(-MO_CODE_C_M, unit));
+    const unsigned sign = MO_CODE_SIGN(bits);
+    const float magnitude =
+        mo_fmaf(mo_float_from_bits(((code & (sign - 1)) << MO_CODE_SHIFT_M(bits)) + MO_CODE_ZERO_M(bits)),
+                unit, mo_mulf(-MO_CODE_C_M(bits), unit));
 
-    return code & 128 ? 0 - magnitude : magnitude; /* 128 is 0, as 0 is: not a negative zero */
+    return code & sign ? 0 - magnitude : magnitude; /* a sign alone is 0, as 0 is: not a negative zero */
 }
 
-MO_BODY float mo_code_decode_v(unsigned code, float unit)
+MO_BODY float mo_code_decode_v(unsigned bits, unsigned code, float unit)
 {
-    return mo_fmaf(mo_float_from_bits((code << MO_CODE_SHIFT) + MO_CODE_ZERO_V), unit,
-                   mo_mulf(-MO_CODE_C_V, unit));
+    return mo_fmaf(mo_float_from_bits((code << MO_CODE_SHIFT_V(bits)) + MO_CODE_ZERO_V(bits)), unit,
+                   mo_mulf(-MO_CODE_C_V(bits), unit));
 }
 
-MO_BODY unsigned mo_code_encode_m(float m, float per)
+/* The bits of y above, up to a last code; zero: the bits of y of code 0. */
+MO_BODY unsigned mo_code_of(float y, unsigned shift, unsigned dither, unsigned zero, unsigned last)
 {
-    const unsigned bits = mo_float_bits(m);
-    const float y = mo_fmaf(mo_float_from_bits(bits & 0x7FFFFFFF), per, MO_CODE_C_M);
-    const unsigned code = (mo_float_bits(y) + (1u << (MO_CODE_SHIFT - 1)) - MO_CODE_ZERO_M) >> MO_CODE_SHIFT;
+    const unsigned code = (mo_float_bits(y) + (dither >> (32 - shift)) - zero) >> shift;
 
-    return (code < 127 ? code : 127) | (bits >> 24 & 128);
+    return code < last ? code : last;
 }
 
-MO_BODY unsigned mo_code_encode_v(float v, float per, unsigned dither)
+/* dither: m's own. */
+MO_BODY unsigned mo_code_encode_m(unsigned bits, float m, float per, unsigned dither)
 {
-    const float y = mo_fmaf(v, per, MO_CODE_C_V);
-    unsigned code = (mo_float_bits(y) + (dither >> (32 - MO_CODE_SHIFT)) - MO_CODE_ZERO_V) >> MO_CODE_SHIFT;
+    const unsigned raw = mo_float_bits(m), last = MO_CODE_SIGN(bits) - 1;
+    const float y = mo_fmaf(mo_float_from_bits(raw & 0x7FFFFFFF), per, MO_CODE_C_M(bits));
 
-    if (code > 255)
-        code = 255;
-    return code ? code : v > 0;
+    return mo_code_of(y, MO_CODE_SHIFT_M(bits), dither, MO_CODE_ZERO_M(bits), last) | (raw >> 31)
+                                                                                          << (bits - 1);
 }
 
-/* ---- of four elements in a word, the first in its lowest byte: the same with fewer operations ------------------------------ */
-
-/* Byte k of a word where a code lies in a float, the sign's bit of m not taken off. */
-MO_BODY unsigned mo_code_in_place(unsigned word, unsigned k)
+MO_BODY unsigned mo_code_encode_v(unsigned bits, float v, float per, unsigned dither)
 {
-    return k < 3 ? word << (MO_CODE_SHIFT - 8 * k) : word >> (8 * k - MO_CODE_SHIFT);
+    const float y = mo_fmaf(v, per, MO_CODE_C_V(bits));
+    const unsigned code =
+                       mo_code_of(y, MO_CODE_SHIFT_V(bits), dither, MO_CODE_ZERO_V(bits), MO_CODE_LAST(bits)),
+                   least = v > 0;
+
+    return code > least ? code : least;
 }
 
-MO_BODY void mo_code_decode_four_m(unsigned word, float unit, float *m)
+/* ---- of the elements in a word, 4 or 8, the first in its lowest bits: the same with fewer operations ------------------------ */
+
+#define MO_CODE_IN_WORD(bits) (32 / (bits))
+
+/* Code k of a word where it lies in a float, the codes beside it not taken off. */
+MO_BODY unsigned mo_code_in_place(unsigned bits, unsigned shift, unsigned word, unsigned k)
 {
-    const float zero = mo_mulf(-MO_CODE_C_M, unit);
+    return bits * k <= shift ? word << (shift - bits * k) : word >> (bits * k - shift);
+}
+
+MO_BODY void mo_code_decode_word_m(unsigned bits, unsigned word, float unit, float *m)
+{
+    const float zero = mo_mulf(-MO_CODE_C_M(bits), unit);
+    const unsigned sign = MO_CODE_SIGN(bits), shift = MO_CODE_SHIFT_M(bits);
     unsigned k;
 
     MO_UNROLL
-    for (k = 0; k < 4; k++) {
-        const unsigned bits = (mo_code_in_place(word, k) & 127u << MO_CODE_SHIFT) + MO_CODE_ZERO_M;
-        const float magnitude = mo_fmaf(mo_float_from_bits(bits), unit, zero);
-        m[k] = word & 128u << 8 * k ? 0 - magnitude : magnitude;
+    for (k = 0; k < MO_CODE_IN_WORD(bits); k++) {
+        const unsigned y =
+            (mo_code_in_place(bits, shift, word, k) & (sign - 1) << shift) + MO_CODE_ZERO_M(bits);
+        const float magnitude = mo_fmaf(mo_float_from_bits(y), unit, zero);
+        m[k] = word & sign << bits * k ? 0 - magnitude : magnitude;
     }
 }
 
-MO_BODY void mo_code_decode_four_v(unsigned word, float unit, float *v)
+MO_BODY void mo_code_decode_word_v(unsigned bits, unsigned word, float unit, float *v)
 {
-    const float zero = mo_mulf(-MO_CODE_C_V, unit);
+    const float zero = mo_mulf(-MO_CODE_C_V(bits), unit);
+    const unsigned shift = MO_CODE_SHIFT_V(bits);
     unsigned k;
 
     MO_UNROLL
-    for (k = 0; k < 4; k++) {
-        const unsigned bits = (mo_code_in_place(word, k) & 255u << MO_CODE_SHIFT) + MO_CODE_ZERO_V;
-        v[k] = mo_fmaf(mo_float_from_bits(bits), unit, zero);
+    for (k = 0; k < MO_CODE_IN_WORD(bits); k++) {
+        const unsigned y =
+            (mo_code_in_place(bits, shift, word, k) & MO_CODE_LAST(bits) << shift) + MO_CODE_ZERO_V(bits);
+        v[k] = mo_fmaf(mo_float_from_bits(y), unit, zero);
     }
 }
 
-/* The bytes of that number, 0 to 3, of four words. */
-MO_BODY unsigned mo_code_gathered(const unsigned *word, unsigned number)
+/* The bytes of that number, 0 to 3, of four words, each `apart` words behind the one before. */
+MO_BODY unsigned mo_code_gathered(const unsigned *word, unsigned apart, unsigned number)
 {
     const unsigned pair = number << 4 | number | 0x40;
 
-    return mo_bytes(mo_bytes(word[0], word[1], pair), mo_bytes(word[2], word[3], pair), 0x5410);
+    return mo_bytes(mo_bytes(word[0], word[apart], pair), mo_bytes(word[2 * apart], word[3 * apart], pair),
+                    0x5410);
 }
 
-MO_BODY unsigned mo_code_signs(const float *m)
+/* As codes have them. */
+MO_BODY unsigned mo_code_signs(unsigned bits, const float *m)
 {
-    const unsigned word[4] = {mo_float_bits(m[0]), mo_float_bits(m[1]), mo_float_bits(m[2]),
-                              mo_float_bits(m[3])};
-
-    return mo_code_gathered(word, 3) & 0x80808080u;
-}
-
-/* Of |m|, with mo_code_signs of m. */
-MO_BODY unsigned mo_code_encode_four_m(const float *magnitude, unsigned signs, float per)
-{
-    unsigned code[4], k;
+    unsigned raw[8], k;
 
     MO_UNROLL
-    for (k = 0; k < 4; k++) {
-        const float y = mo_fmaf(magnitude[k], per, MO_CODE_C_M);
-        const unsigned rounded =
-            (mo_float_bits(y) + (1u << (MO_CODE_SHIFT - 1)) - MO_CODE_ZERO_M) >> MO_CODE_SHIFT;
-        code[k] = rounded < 127 ? rounded : 127;
-    }
-    return mo_code_gathered(code, 0) | signs;
+    for (k = 0; k < MO_CODE_IN_WORD(bits); k++)
+        raw[k] = mo_float_bits(m[k]);
+    if (bits == 8)
+        return mo_code_gathered(raw, 1, 3) & 0x80808080u;
+    return (mo_code_gathered(raw, 2, 3) & 0x80808080u) >> 4 | (mo_code_gathered(raw + 1, 2, 3) & 0x80808080u);
+}
+
+MO_BODY unsigned mo_code_joined(unsigned bits, const unsigned *code)
+{
+    if (bits == 8)
+        return mo_code_gathered(code, 1, 0);
+    return mo_code_gathered(code, 2, 0) | mo_code_gathered(code + 1, 2, 0) << 4;
+}
+
+/* Of |m|, with mo_code_signs of m; dither: the first element's of v. */
+MO_BODY unsigned mo_code_encode_word_m(unsigned bits, const float *magnitude, unsigned signs, float per,
+                                       unsigned dither)
+{
+    unsigned code[8], k;
+
+    MO_UNROLL
+    for (k = 0; k < MO_CODE_IN_WORD(bits); k++)
+        code[k] = mo_code_of(mo_fmaf(magnitude[k], per, MO_CODE_C_M(bits)), MO_CODE_SHIFT_M(bits),
+                             mo_code_dither_m(bits, dither + k * MO_CODE_DITHER_INDEX), MO_CODE_ZERO_M(bits),
+                             MO_CODE_SIGN(bits) - 1);
+    return mo_code_joined(bits, code) | signs;
 }
 
 /* dither: the first element's. */
-MO_BODY unsigned mo_code_encode_four_v(const float *v, float per, unsigned dither)
+MO_BODY unsigned mo_code_encode_word_v(unsigned bits, const float *v, float per, unsigned dither)
 {
-    unsigned code[4], k;
+    unsigned code[8], k;
 
     MO_UNROLL
-    for (k = 0; k < 4; k++) {
-        const float y = mo_fmaf(v[k], per, MO_CODE_C_V);
-        const unsigned up = (dither + k * MO_CODE_DITHER_INDEX) >> (32 - MO_CODE_SHIFT);
-        const unsigned rounded = (mo_float_bits(y) + up - MO_CODE_ZERO_V) >> MO_CODE_SHIFT;
-        const unsigned least = v[k] > 0, most = rounded < 255 ? rounded : 255;
-        code[k] = most > least ? most : least;
-    }
-    return mo_code_gathered(code, 0);
+    for (k = 0; k < MO_CODE_IN_WORD(bits); k++)
+        code[k] = mo_code_encode_v(bits, v[k], per, dither + k * MO_CODE_DITHER_INDEX);
+    return mo_code_joined(bits, code);
 }
 
 #endif

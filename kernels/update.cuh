@@ -4,7 +4,7 @@
  * (csrc/simcuda/grid.h).
  *
  * A unit is a run of elements of one parameter, processed by one block; it begins at a multiple of 1024 elements. Threads
- * take four elements at a time, eight where all are of one type of 16 bits or states have 8: an array by accesses of 16
+ * take four elements at a time, eight where all are of one type of 16 bits or states are codes: an array by accesses of 16
  * bytes (8 where they are no more) if it lies on their grid, else one by one. */
 #ifndef MO_UPDATE_CUH
 #define MO_UPDATE_CUH
@@ -59,7 +59,7 @@ typedef struct mo_update_work {
 
 MO_BODY mo_update_way mo_update_way_of(const mo_update_parameter *a)
 {
-    const unsigned alike = a->flags & MO_UPDATE_CODES || a->state_kind == a->kind;
+    const unsigned alike = a->code_bits || a->state_kind == a->kind;
 
     if (a->kind == MO_F64)
         return MO_UPDATE_IN_F64;
@@ -74,34 +74,35 @@ MO_BODY unsigned mo_update_fours_of(mo_update_way way)
     return way == MO_UPDATE_IN_F16 || way == MO_UPDATE_IN_BF16 ? 2 : 1;
 }
 
-/* Moves an array's address to element `first`; `array` where a thread's elements from there on, each of so many bytes, lie
+/* Moves an array's address to element `first`; `array` where a thread's elements from there on, each of so many bits, lie
  * on the grid of the widest access. */
-MO_BODY unsigned mo_update_enter(unsigned long long *address, unsigned size, unsigned long long first,
+MO_BODY unsigned mo_update_enter(unsigned long long *address, unsigned bits, unsigned long long first,
                                  unsigned fours, unsigned array)
 {
-    const unsigned width = fours * 4 * size < 16 ? fours * 4 * size : 16;
+    const unsigned size = fours * 4 * bits / 8, width = size < 16 ? size : 16;
 
     if (!*address)
         return 0;
-    *address += first * size;
+    *address += first * bits / 8;
     return *address % width == 0 ? array : 0;
 }
 
 MO_BODY void mo_update_enter_unit(mo_update_work *w, unsigned long long first)
 {
     mo_update_parameter *const a = &w->a;
-    const unsigned codes = a->flags & MO_UPDATE_CODES, fours = codes ? 2 : mo_update_fours_of(w->way);
-    const unsigned p_size = mo_float_size((mo_float)a->kind), g_size = mo_float_size((mo_float)a->grad_kind),
-                   state_size = codes ? 1 : mo_float_size((mo_float)a->state_kind);
+    const unsigned fours = a->code_bits ? 2 : mo_update_fours_of(w->way);
+    const unsigned p_bits = 8 * mo_float_size((mo_float)a->kind),
+                   g_bits = 8 * mo_float_size((mo_float)a->grad_kind),
+                   state_bits = a->code_bits ? a->code_bits : 8 * mo_float_size((mo_float)a->state_kind);
 
     w->first = (unsigned)first;
-    w->whole = mo_update_enter(&a->p, p_size, first, fours, MO_ARRAY_P) |
-               mo_update_enter(&a->g, g_size, first, fours, MO_ARRAY_G) |
-               mo_update_enter(&a->master, 4, first, fours, MO_ARRAY_MASTER) |
-               mo_update_enter(&a->m, state_size, first, fours, MO_ARRAY_M) |
-               mo_update_enter(&a->v, state_size, first, fours, MO_ARRAY_V) |
-               mo_update_enter(&a->vmax, state_size, first, fours, MO_ARRAY_VMAX);
-    if (codes) {
+    w->whole = mo_update_enter(&a->p, p_bits, first, fours, MO_ARRAY_P) |
+               mo_update_enter(&a->g, g_bits, first, fours, MO_ARRAY_G) |
+               mo_update_enter(&a->master, 32, first, fours, MO_ARRAY_MASTER) |
+               mo_update_enter(&a->m, state_bits, first, fours, MO_ARRAY_M) |
+               mo_update_enter(&a->v, state_bits, first, fours, MO_ARRAY_V) |
+               mo_update_enter(&a->vmax, state_bits, first, fours, MO_ARRAY_VMAX);
+    if (a->code_bits) {
         a->m_scale += first / MO_CODE_ELEMENTS * 4;
         a->v_scale += first / MO_CODE_ELEMENTS * 4;
     }
@@ -589,7 +590,7 @@ MO_BODY void mo_update_thread(const mo_update_work *w, unsigned thread, unsigned
     }
 }
 
-/* ---- a warp: states of 8 bits ----------------------------------------------------------------------------------------- */
+/* ---- a warp: states of 8 or 4 bits; `bits` is a constant ----------------------------------------------------------------------------------------- */
 
 /* What a lane has of a block of 256 elements between its two halves: eight elements that follow each other. */
 typedef struct mo_update_lane {
@@ -604,40 +605,51 @@ MO_BODY mo_update_few mo_update_lane_of(const mo_update_work *w, unsigned block,
     return mo_update_few_at(w, block * MO_CODE_ELEMENTS + lane * 8, 2);
 }
 
-MO_BODY mo_eight_bytes mo_update_load_codes(mo_update_few few, unsigned array, unsigned long long address)
+/* In the first word where they have 4 bits. */
+MO_BODY mo_eight_bytes mo_update_load_codes(unsigned bits, mo_update_few few, unsigned array,
+                                            unsigned long long address)
 {
-    const unsigned long long at = address + few.first;
+    const unsigned long long at = address + few.first * bits / 8;
     mo_eight_bytes codes = {{0, 0}};
     unsigned k;
 
-    if (few.whole & array)
+    if (few.whole & array && bits == 8)
         return *(const mo_eight_bytes *)mo_global(at);
+    if (few.whole & array) {
+        codes.word[0] = *(const unsigned *)mo_global(at);
+        return codes;
+    }
     MO_UNROLL
-    for (k = 0; k < 8; k++)
-        if (k < few.left)
+    for (k = 0; k < bits; k++)
+        if (k * 8 / bits < few.left)
             codes.word[k / 4] |= (unsigned)((const unsigned char *)mo_global(at))[k] << k % 4 * 8;
+    if (bits == 4 && few.left < 8) /* half a byte is no element's, whatever it holds */
+        codes.word[0] &= (1u << 4 * few.left) - 1;
     return codes;
 }
 
-MO_BODY void mo_update_store_codes(mo_update_few few, unsigned array, unsigned long long address,
-                                   mo_eight_bytes codes)
+MO_BODY void mo_update_store_codes(unsigned bits, mo_update_few few, unsigned array,
+                                   unsigned long long address, mo_eight_bytes codes)
 {
-    const unsigned long long at = address + few.first;
+    const unsigned long long at = address + few.first * bits / 8;
     unsigned k;
 
     if (few.whole & array) {
-        *(mo_eight_bytes *)mo_global(at) = codes;
+        if (bits == 8)
+            *(mo_eight_bytes *)mo_global(at) = codes;
+        else
+            *(unsigned *)mo_global(at) = codes.word[0];
         return;
     }
     MO_UNROLL
-    for (k = 0; k < 8; k++)
-        if (k < few.left)
+    for (k = 0; k < bits; k++)
+        if (k * 8 / bits < few.left)
             ((unsigned char *)mo_global(at))[k] = (unsigned char)(codes.word[k / 4] >> k % 4 * 8);
 }
 
 /* Puts m's signs by and finds the largest of |m| and v, of the elements that leave the block their moments; the others' are
  * set to 0. Elements that are not there have neither. */
-MO_BODY void mo_update_lane_measure(mo_update_few few, mo_update_lane *held)
+MO_BODY void mo_update_lane_measure(unsigned bits, mo_update_few few, mo_update_lane *held)
 {
     unsigned most = 0,
              k; /* v's bits, ordered as numbers that are not negative: above them infinities and NaNs */
@@ -657,8 +669,9 @@ MO_BODY void mo_update_lane_measure(mo_update_few few, mo_update_lane *held)
     }
     held->largest_v = mo_float_from_bits(most);
     held->largest_m = 0;
-    held->signs[0] = mo_code_signs(held->m);
-    held->signs[1] = mo_code_signs(held->m + 4);
+    MO_UNROLL
+    for (k = 0; k < bits / 4; k++)
+        held->signs[k] = mo_code_signs(bits, held->m + k * MO_CODE_IN_WORD(bits));
     MO_UNROLL
     for (k = 0; k < 8; k++) {
         held->m[k] = mo_magnitudef(held->m[k]);
@@ -667,14 +680,14 @@ MO_BODY void mo_update_lane_measure(mo_update_few few, mo_update_lane *held)
 }
 
 /* The first half: everything but the new codes, which need the whole block's largest values. */
-MO_BODY void mo_update_codes_take(const mo_update_work *w, mo_update_way way, unsigned block,
+MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned bits, mo_update_way way, unsigned block,
                                   mo_update_few few, mo_update_lane *held)
 {
     const mo_update_kinds kinds = mo_update_kinds_of(w, way);
-    const float unit_m = mo_code_unit_m(((const float *)mo_global(w->a.m_scale))[block]);
-    const float unit_v = mo_code_unit_v(((const float *)mo_global(w->a.v_scale))[block]);
-    const mo_eight_bytes codes_m = mo_update_load_codes(few, MO_ARRAY_M, w->a.m),
-                         codes_v = mo_update_load_codes(few, MO_ARRAY_V, w->a.v);
+    const float unit_m = mo_code_unit_m(bits, ((const float *)mo_global(w->a.m_scale))[block]);
+    const float unit_v = mo_code_unit_v(bits, ((const float *)mo_global(w->a.v_scale))[block]);
+    const mo_eight_bytes codes_m = mo_update_load_codes(bits, few, MO_ARRAY_M, w->a.m),
+                         codes_v = mo_update_load_codes(bits, few, MO_ARRAY_V, w->a.v);
     mo_four raw_p[2], raw_g[2];
     float p[8], g[8], vmax[8];
     unsigned i;
@@ -684,34 +697,34 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, mo_update_way way, un
     mo_update_widen_p(kinds, few.fours, raw_p, p);
     mo_update_take_g(w, kinds, few, raw_g, g);
     MO_UNROLL
-    for (i = 0; i < 2; i++) {
-        mo_code_decode_four_m(codes_m.word[i], unit_m, held->m + 4 * i);
-        mo_code_decode_four_v(codes_v.word[i], unit_v, held->v + 4 * i);
+    for (i = 0; i < bits / 4; i++) {
+        mo_code_decode_word_m(bits, codes_m.word[i], unit_m, held->m + i * MO_CODE_IN_WORD(bits));
+        mo_code_decode_word_v(bits, codes_v.word[i], unit_v, held->v + i * MO_CODE_IN_WORD(bits));
     }
     if (w->decays) /* there is no vmax */
         mo_update_adam_as(w, MO_ADAM_L2, 8, p, g, held->m, held->v, vmax);
     else
         mo_update_adam_as(w, 0, 8, p, g, held->m, held->v, vmax);
-    mo_update_lane_measure(few, held);
+    mo_update_lane_measure(bits, few, held);
     mo_update_put_p(w, kinds, few, p);
 }
 
 /* The second half; per_m and per_v are of the whole block's largest values. */
-MO_BODY void mo_update_codes_put(const mo_update_work *w, mo_update_few few, const mo_update_lane *held,
-                                 float per_m, float per_v)
+MO_BODY void mo_update_codes_put(const mo_update_work *w, unsigned bits, mo_update_few few,
+                                 const mo_update_lane *held, float per_m, float per_v)
 {
     const unsigned dither = mo_code_dither(w->first + few.first, w->step);
-    mo_eight_bytes codes_m, codes_v;
+    mo_eight_bytes codes_m = {{0, 0}}, codes_v = {{0, 0}};
     unsigned i;
 
     MO_UNROLL
-    for (i = 0; i < 2; i++) {
-        codes_m.word[i] = mo_code_encode_four_m(held->m + 4 * i, held->signs[i], per_m);
-        codes_v.word[i] =
-            mo_code_encode_four_v(held->v + 4 * i, per_v, dither + 4 * i * MO_CODE_DITHER_INDEX);
+    for (i = 0; i < bits / 4; i++) {
+        const unsigned first = i * MO_CODE_IN_WORD(bits), of_first = dither + first * MO_CODE_DITHER_INDEX;
+        codes_m.word[i] = mo_code_encode_word_m(bits, held->m + first, held->signs[i], per_m, of_first);
+        codes_v.word[i] = mo_code_encode_word_v(bits, held->v + first, per_v, of_first);
     }
-    mo_update_store_codes(few, MO_ARRAY_M, w->a.m, codes_m);
-    mo_update_store_codes(few, MO_ARRAY_V, w->a.v, codes_v);
+    mo_update_store_codes(bits, few, MO_ARRAY_M, w->a.m, codes_m);
+    mo_update_store_codes(bits, few, MO_ARRAY_V, w->a.v, codes_v);
 }
 
 #endif

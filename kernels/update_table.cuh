@@ -16,15 +16,14 @@ enum {
     MO_UPDATE_SGD = 0x100,
     MO_UPDATE_DECOUPLED = 0x200, /* AdamW */
     MO_UPDATE_MAXIMIZE = 0x400,
-    MO_UPDATE_STOCHASTIC = 0x800, /* and of 16 bits, without a master */
-    MO_UPDATE_CODES = 0x1000      /* states of 8 bits */
+    MO_UPDATE_STOCHASTIC = 0x800 /* and of 16 bits, without a master */
 };
 
 /* The address of an array that the parameter lacks is 0. */
 typedef struct mo_update_parameter {
     unsigned long long p, g, master, m, v, vmax, m_scale, v_scale, step, count;
     unsigned flags, group;
-    unsigned short kind, grad_kind, state_kind, unused[1];
+    unsigned short kind, grad_kind, state_kind, code_bits; /* 8 or 4; 0: states are of state_kind */
 } mo_update_parameter;
 
 typedef struct mo_update_group {

@@ -118,8 +118,9 @@ WORD veci sub(veci a, veci b)
     return _mm256_sub_epi32(a, b);
 }
 
-#define left(a, bits)  _mm256_slli_epi32(a, bits)
-#define right(a, bits) _mm256_srli_epi32(a, bits)
+#define left(a, bits)         _mm256_slli_epi32(a, bits)
+#define right(a, bits)        _mm256_srli_epi32(a, bits)
+#define right_signed(a, bits) _mm256_srai_epi32(a, bits)
 
 WORD veci both(veci a, veci b)
 {
@@ -250,6 +251,15 @@ WORD veci load_bytes(const uint8_t *x)
 WORD veci load_signed_bytes(const uint8_t *x)
 {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x));
+}
+
+/* Eight of 4 bits, each at the top of its lane; what lies below is of no meaning. */
+WORD veci load_nibbles(const uint8_t *x)
+{
+    uint32_t word;
+
+    memcpy(&word, x, sizeof word);
+    return _mm256_sllv_epi32(alli(word), _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0));
 }
 
 /* ---- fp64 -------------------------------------------------------------------------------------------------------- */

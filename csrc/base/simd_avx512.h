@@ -116,8 +116,9 @@ WORD veci sub(veci a, veci b)
     return _mm512_sub_epi32(a, b);
 }
 
-#define left(a, bits)  _mm512_slli_epi32(a, bits)
-#define right(a, bits) _mm512_srli_epi32(a, bits)
+#define left(a, bits)         _mm512_slli_epi32(a, bits)
+#define right(a, bits)        _mm512_srli_epi32(a, bits)
+#define right_signed(a, bits) _mm512_srai_epi32(a, bits)
 
 WORD veci both(veci a, veci b)
 {
@@ -229,6 +230,17 @@ WORD veci load_bytes(const uint8_t *x)
 WORD veci load_signed_bytes(const uint8_t *x)
 {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x));
+}
+
+/* Sixteen of 4 bits, each at the top of its lane; what lies below is of no meaning. */
+WORD veci load_nibbles(const uint8_t *x)
+{
+    const veci pair = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)x));
+    const veci words =
+        _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), pair);
+
+    return _mm512_sllv_epi32(words,
+                             _mm512_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0));
 }
 
 /* ---- fp64 -------------------------------------------------------------------------------------------------------- */

@@ -28,28 +28,41 @@ WORD veci packed_signs(const vec a[4])
                                        _mm256_packs_epi32(as_bits(a[2]), as_bits(a[3]))));
 }
 
-WORD void encode_group(const block_values *values, size_t i, const uint32_t *ramp_of_block)
+WORD void store_codes(unsigned bits, uint8_t *codes, size_t i, veci a)
+{
+    if (bits == 8) {
+        _mm256_storeu_si256((__m256i *)(codes + i), a);
+    } else { /* each even byte with 16 times the odd one behind it */
+        a = _mm256_maddubs_epi16(a, _mm256_set1_epi16(0x1001));
+        a = _mm256_permute4x64_epi64(_mm256_packus_epi16(a, a), 0x08);
+        _mm_storeu_si128((__m128i *)(codes + i / 2), _mm256_castsi256_si128(a));
+    }
+}
+
+WORD void encode_group(unsigned bits, const block_values *values, size_t i, const uint32_t *ramp_of_block)
 {
     const vec per_m = all(values->per_m), per_v = all(values->per_v);
-    const veci first = alli(values->dither), above16 = _mm256_set1_epi16(CODE_ABOVE);
+    const veci first = alli(values->dither), above16 = _mm256_set1_epi16(CODE_ABOVE(bits));
     vec m[4], v[4];
-    veci m_code[4], v_code[4], m8, v8;
+    veci m_code[4], v_code[4], m8, v8, signs;
 
     for (size_t k = 0; k < 4; k++) {
         const veci dither = add(first, as_bits(load((const float *)ramp_of_block + i + k * LANES, LANES)));
         m[k] = load(values->m + i + k * LANES, LANES);
         v[k] = load(values->v + i + k * LANES, LANES);
-        m_code[k] = encoded_m(m[k], per_m);
-        v_code[k] = encoded_v(v[k], per_v, dither);
+        m_code[k] = encoded_m(bits, m[k], per_m, dither);
+        v_code[k] = encoded_v(bits, v[k], per_v, dither);
     }
     m8 = packed(_mm256_packus_epi32(m_code[0], m_code[1]), _mm256_packus_epi32(m_code[2], m_code[3]));
-    m8 = _mm256_min_epu8(m8, _mm256_set1_epi8(127));
-    m8 = either(m8, both(packed_signs(m), _mm256_set1_epi8(-128)));
+    signs = both(packed_signs(m), _mm256_set1_epi8(-128));
+    m8 = _mm256_min_epu8(m8, _mm256_set1_epi8((char)(MO_CODE_SIGN(bits) - 1)));
+    m8 = either(m8, bits == 8 ? signs : right(signs, 4));
     v8 = packed(_mm256_sub_epi16(_mm256_packus_epi32(v_code[0], v_code[1]), above16),
                 _mm256_sub_epi16(_mm256_packus_epi32(v_code[2], v_code[3]), above16));
+    v8 = _mm256_min_epu8(v8, _mm256_set1_epi8((char)MO_CODE_LAST(bits)));
     v8 = _mm256_max_epu8(v8, _mm256_min_epu8(packed_signs(v), _mm256_set1_epi8(1))); /* v > 0: not code 0 */
-    _mm256_storeu_si256((__m256i *)(values->m_codes + i), m8);
-    _mm256_storeu_si256((__m256i *)(values->v_codes + i), v8);
+    store_codes(bits, values->m_codes, i, m8);
+    store_codes(bits, values->v_codes, i, v8);
 }
 
 #include "optim/adam_codes_vector.h"

@@ -8,19 +8,31 @@
 
 enum { GROUP = LANES, TOGETHER = 1 };
 
-WORD void encode_group(const block_values *values, size_t i, const uint32_t *ramp_of_block)
+WORD void store_codes(unsigned bits, uint8_t *codes, size_t i, __m128i a)
+{
+    if (bits == 8) {
+        _mm_storeu_si128((__m128i *)(codes + i), a);
+    } else { /* each even byte with 16 times the odd one behind it */
+        a = _mm_maddubs_epi16(a, _mm_set1_epi16(0x1001));
+        _mm_storel_epi64((__m128i *)(codes + i / 2), _mm_packus_epi16(a, a));
+    }
+}
+
+WORD void encode_group(unsigned bits, const block_values *values, size_t i, const uint32_t *ramp_of_block)
 {
     const vec m = load(values->m + i, LANES), v = load(values->v + i, LANES);
     const veci dither = add(alli(values->dither), as_bits(load((const float *)ramp_of_block + i, LANES)));
-    __m128i m8 = _mm512_cvtusepi32_epi8(encoded_m(m, all(values->per_m)));
-    __m128i v8 = _mm512_cvtusepi32_epi8(sub(encoded_v(v, all(values->per_v), dither), alli(CODE_ABOVE)));
+    __m128i m8 = _mm512_cvtusepi32_epi8(encoded_m(bits, m, all(values->per_m), dither));
+    __m128i v8 =
+        _mm512_cvtusepi32_epi8(sub(encoded_v(bits, v, all(values->per_v), dither), alli(CODE_ABOVE(bits))));
 
-    m8 = _mm_min_epu8(m8, _mm_set1_epi8(127));
-    m8 = _mm_mask_add_epi8(m8, _mm512_movepi32_mask(as_bits(m)), m8, _mm_set1_epi8(-128));
+    m8 = _mm_min_epu8(m8, _mm_set1_epi8((char)(MO_CODE_SIGN(bits) - 1)));
+    m8 = _mm_mask_add_epi8(m8, _mm512_movepi32_mask(as_bits(m)), m8, _mm_set1_epi8((char)MO_CODE_SIGN(bits)));
+    v8 = _mm_min_epu8(v8, _mm_set1_epi8((char)MO_CODE_LAST(bits)));
     v8 = _mm_mask_max_epu8(v8, _mm512_test_epi32_mask(as_bits(v), as_bits(v)), v8,
                            _mm_set1_epi8(1)); /* v > 0: not code 0 */
-    _mm_storeu_si128((__m128i *)(values->m_codes + i), m8);
-    _mm_storeu_si128((__m128i *)(values->v_codes + i), v8);
+    store_codes(bits, values->m_codes, i, m8);
+    store_codes(bits, values->v_codes, i, v8);
 }
 
 #include "optim/adam_codes_vector.h"

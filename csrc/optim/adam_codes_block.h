@@ -12,20 +12,44 @@ typedef struct block_values {
     uint8_t *m_codes, *v_codes;
 } __attribute__((aligned(64))) block_values;
 
-/* The code of m without its sign, as an integer of up to 13 bits that counts as 127 where it is more. */
-WORD veci encoded_m(vec m, vec per)
+/* The code of m without its sign, as an integer of up to 13 bits that counts as the last code where it is more; dither: of v.
+ * `bits` is a constant, here and below. */
+WORD veci encoded_m(unsigned bits, vec m, vec per, veci dither)
 {
-    const veci y = as_bits(mul_add(magnitude(m), per, all(MO_CODE_C_M)));
-    return right(add(y, alli((1u << (MO_CODE_SHIFT - 1)) - MO_CODE_ZERO_M)), MO_CODE_SHIFT);
+    const unsigned shift = MO_CODE_SHIFT_M(bits);
+    const veci y = as_bits(mul_add(magnitude(m), per, all(MO_CODE_C_M(bits))));
+
+    if (bits == 8)
+        return right(add(y, alli((MO_CODE_NEAREST >> (32 - shift)) - MO_CODE_ZERO_M(bits))), shift);
+    return right(add(add(y, alli(0 - MO_CODE_ZERO_M(bits))), right(left(dither, 4), 32 - shift)), shift);
 }
 
 /* The code of v and what code 0 lies above 0, as an integer of 13 bits: see CODE_ABOVE. */
-WORD veci encoded_v(vec v, vec per, veci dither)
+WORD veci encoded_v(unsigned bits, vec v, vec per, veci dither)
 {
-    const veci y = as_bits(mul_add(v, per, all(MO_CODE_C_V)));
-    return right(add(y, right(dither, 32 - MO_CODE_SHIFT)), MO_CODE_SHIFT);
+    const veci y = as_bits(mul_add(v, per, all(MO_CODE_C_V(bits))));
+    return right(add(y, right(dither, 32 - MO_CODE_SHIFT_V(bits))), MO_CODE_SHIFT_V(bits));
 }
 
-enum { CODE_ABOVE = MO_CODE_ZERO_V >> MO_CODE_SHIFT };
+#define CODE_ABOVE(bits) (MO_CODE_ZERO_V(bits) >> MO_CODE_SHIFT_V(bits))
+
+/* The codes of one vector where they lie in floats: m's sign in bit 31. */
+WORD veci m_codes_in_place(unsigned bits, const uint8_t *codes, size_t i)
+{
+    const unsigned shift = MO_CODE_SHIFT_M(bits);
+    const veci code = bits == 8 ? left(load_signed_bytes(codes + i), shift)
+                                : right_signed(load_nibbles(codes + i / 2), 28 - shift);
+
+    return both(code, alli(0x80000000 | (MO_CODE_SIGN(bits) - 1) << shift));
+}
+
+WORD veci v_codes_in_place(unsigned bits, const uint8_t *codes, size_t i)
+{
+    const unsigned shift = MO_CODE_SHIFT_V(bits);
+
+    if (bits == 8)
+        return left(load_bytes(codes + i), shift);
+    return both(right(load_nibbles(codes + i / 2), 28 - shift), alli(MO_CODE_LAST(bits) << shift));
+}
 
 #endif

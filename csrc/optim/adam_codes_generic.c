@@ -1,24 +1,24 @@
 /* The specification: a block in two loops, the second of which knows the scales. */
 #include "optim/update_kernels.h"
 
-#include "../kernels/adam_codes.cuh"
 #include "optim/element.h"
 
 /* Elements [first, end) of the run: a block, or what there is of the last. */
 static void run_block(const mo_adam_termsf *terms, unsigned flags, const mo_run *run, size_t first,
                       size_t end)
 {
+    const unsigned bits = run->code_bits;
     uint8_t *const m_codes = run->m, *const v_codes = run->v;
     float *const m_scale = run->m_scale + first / MO_CODE_ELEMENTS, *const v_scale = run->v_scale +
                                                                                      first / MO_CODE_ELEMENTS;
-    const float unit_m = mo_code_unit_m(*m_scale), unit_v = mo_code_unit_v(*v_scale);
+    const float unit_m = mo_code_unit_m(bits, *m_scale), unit_v = mo_code_unit_v(bits, *v_scale);
     float m[MO_CODE_ELEMENTS], v[MO_CODE_ELEMENTS], largest_m = 0, largest_v = 0;
     float none = 0; /* there is no vmax beside codes */
 
     for (size_t i = first; i < end; i++) {
         float *mean = &m[i - first], *square = &v[i - first];
-        *mean = mo_code_decode_m(m_codes[i], unit_m);
-        *square = mo_code_decode_v(v_codes[i], unit_v);
+        *mean = mo_code_decode_m(bits, mo_element_code(bits, m_codes, i), unit_m);
+        *square = mo_code_decode_v(bits, mo_element_code(bits, v_codes, i), unit_v);
         mo_element_write_p(run, i,
                            mo_adam_elementf(terms, flags, mo_element_read_p(run, i),
                                             mo_element_read_g(run, i), mean, square, &none));
@@ -33,8 +33,11 @@ static void run_block(const mo_adam_termsf *terms, unsigned flags, const mo_run 
     *v_scale = mo_code_scale(largest_v);
     for (size_t i = first; i < end; i++) {
         const uint32_t dither = mo_code_dither(run->index + (uint32_t)i, run->step);
-        m_codes[i] = (uint8_t)mo_code_encode_m(m[i - first], mo_code_per_m(*m_scale));
-        v_codes[i] = (uint8_t)mo_code_encode_v(v[i - first], mo_code_per_v(*v_scale), dither);
+        mo_element_put_code(bits, m_codes, i,
+                            mo_code_encode_m(bits, m[i - first], mo_code_per_m(bits, *m_scale),
+                                             mo_code_dither_m(bits, dither)));
+        mo_element_put_code(bits, v_codes, i,
+                            mo_code_encode_v(bits, v[i - first], mo_code_per_v(bits, *v_scale), dither));
     }
 }
 

@@ -11,9 +11,9 @@ typedef struct codes_vectors {
     vec largest_m, largest_v; /* so far */
 } codes_vectors;
 
-WORD codes_vectors codes_broadcast(const mo_adam_termsf *c, float m_scale, float v_scale)
+WORD codes_vectors codes_broadcast(unsigned bits, const mo_adam_termsf *c, float m_scale, float v_scale)
 {
-    const vec unit_m = all(mo_code_unit_m(m_scale)), unit_v = all(mo_code_unit_v(v_scale));
+    const vec unit_m = all(mo_code_unit_m(bits, m_scale)), unit_v = all(mo_code_unit_v(bits, v_scale));
 
     return (codes_vectors){
         .factor = all(c->factor),
@@ -27,10 +27,10 @@ WORD codes_vectors codes_broadcast(const mo_adam_termsf *c, float m_scale, float
         .root = all(c->root),
         .eps = all(c->eps),
         .unit_m = unit_m,
-        .zero_m = mul(all(-MO_CODE_C_M), unit_m),
-        .minus_zero_m = mul(all(MO_CODE_C_M), unit_m),
+        .zero_m = mul(all(-MO_CODE_C_M(bits)), unit_m),
+        .minus_zero_m = mul(all(MO_CODE_C_M(bits)), unit_m),
         .unit_v = unit_v,
-        .zero_v = mul(all(-MO_CODE_C_V), unit_v),
+        .zero_v = mul(all(-MO_CODE_C_V(bits)), unit_v),
         .largest_m = all(0),
         .largest_v = all(0),
     };
@@ -38,21 +38,18 @@ WORD codes_vectors codes_broadcast(const mo_adam_termsf *c, float m_scale, float
 
 /* TOGETHER vectors of elements from number i of the run on, which is `in` of its block: decoded, updated, left in *values. Step by
  * step for all of them: what waits for a division or a root would else fill the processor's queues. */
-WORD void update_lanes(codes_vectors *c, unsigned flags, bool plain, const mo_run *run, size_t i, size_t in,
-                       block_values *values)
+WORD void update_lanes(unsigned bits, codes_vectors *c, unsigned flags, bool plain, const mo_run *run,
+                       size_t i, size_t in, block_values *values)
 {
     vec old[TOGETHER], x[TOGETHER], m[TOGETHER], v[TOGETHER];
 
     for (size_t k = 0; k < TOGETHER; k++) {
         const size_t at = i + k * LANES;
-        const veci m_code = load_signed_bytes((uint8_t *)run->m + at),
-                   v_code = load_bytes((uint8_t *)run->v + at);
+        const veci m_code = m_codes_in_place(bits, run->m, at), v_code = v_codes_in_place(bits, run->v, at);
 
-        m[k] = as_float(add(both(left(m_code, MO_CODE_SHIFT), alli(0x80000000 | 127u << MO_CODE_SHIFT)),
-                            alli(MO_CODE_ZERO_M)));
+        m[k] = as_float(add(m_code, alli(MO_CODE_ZERO_M(bits))));
         m[k] = mul_add(m[k], c->unit_m, by_sign(m_code, c->minus_zero_m, c->zero_m));
-        v[k] =
-            mul_add(as_float(add(left(v_code, MO_CODE_SHIFT), alli(MO_CODE_ZERO_V))), c->unit_v, c->zero_v);
+        v[k] = mul_add(as_float(add(v_code, alli(MO_CODE_ZERO_V(bits)))), c->unit_v, c->zero_v);
         old[k] = plain ? load((float *)run->p + at, LANES) : load_p(run, at, LANES);
         x[k] = mul(plain ? load((float *)run->g + at, LANES) : load_g(run, at, LANES), c->factor);
         if (flags & MO_ADAM_L2)
@@ -95,30 +92,32 @@ WORD void fetch_ahead(bool plain, const mo_run *run, size_t i)
 
 /* Updates the block at number `at`, its values into *values; meanwhile codes *earlier, those of the block
  * before, if there is one. */
-WORD void update_block(const mo_adam_termsf *terms, unsigned flags, bool plain, const mo_run *run, size_t at,
-                       block_values *values, const block_values *earlier, const uint32_t *ramp_of_block)
+WORD void update_block(unsigned bits, const mo_adam_termsf *terms, unsigned flags, bool plain,
+                       const mo_run *run, size_t at, block_values *values, const block_values *earlier,
+                       const uint32_t *ramp_of_block)
 {
     float *const m_scale = run->m_scale + at / MO_CODE_ELEMENTS, *const v_scale =
                                                                      run->v_scale + at / MO_CODE_ELEMENTS;
-    codes_vectors c = codes_broadcast(terms, *m_scale, *v_scale);
+    codes_vectors c = codes_broadcast(bits, terms, *m_scale, *v_scale);
 
     for (size_t i = 0; i < MO_CODE_ELEMENTS; i += GROUP) {
         for (size_t k = 0; k < GROUP; k += TOGETHER * LANES)
-            update_lanes(&c, flags, plain, run, at + i + k, i + k, values);
+            update_lanes(bits, &c, flags, plain, run, at + i + k, i + k, values);
         fetch_ahead(plain, run, at + i);
         if (earlier)
-            encode_group(earlier, i, ramp_of_block);
+            encode_group(bits, earlier, i, ramp_of_block);
     }
     *m_scale = mo_code_scale(largest(c.largest_m));
     *v_scale = mo_code_scale(largest(c.largest_v));
-    values->per_m = mo_code_per_m(*m_scale);
-    values->per_v = mo_code_per_v(*v_scale);
+    values->per_m = mo_code_per_m(bits, *m_scale);
+    values->per_v = mo_code_per_v(bits, *v_scale);
     values->dither = mo_code_dither(run->index + (uint32_t)at, run->step);
-    values->m_codes = (uint8_t *)run->m + at;
-    values->v_codes = (uint8_t *)run->v + at;
+    values->m_codes = (uint8_t *)run->m + at * bits / 8;
+    values->v_codes = (uint8_t *)run->v + at * bits / 8;
 }
 
-WORD void codes_with(const mo_adam_termsf *terms, unsigned flags, bool plain, const mo_run *run)
+WORD void codes_with(unsigned bits, const mo_adam_termsf *terms, unsigned flags, bool plain,
+                     const mo_run *run)
 {
     const mo_adam_termsf c = *terms;
     const mo_run r = *run; /* copies of its own, which no store can change */
@@ -131,31 +130,40 @@ WORD void codes_with(const mo_adam_termsf *terms, unsigned flags, bool plain, co
         return;
     for (uint32_t i = 0; i < MO_CODE_ELEMENTS; i++)
         ramp_of_block[i] = i * MO_CODE_DITHER_INDEX;
-    update_block(&c, flags, plain, &r, at, &values[now], NULL, ramp_of_block);
+    update_block(bits, &c, flags, plain, &r, at, &values[now], NULL, ramp_of_block);
     for (at += MO_CODE_ELEMENTS; at < whole; at += MO_CODE_ELEMENTS) {
-        update_block(&c, flags, plain, &r, at, &values[!now], &values[now], ramp_of_block);
+        update_block(bits, &c, flags, plain, &r, at, &values[!now], &values[now], ramp_of_block);
         now = !now;
     }
     for (size_t i = 0; i < MO_CODE_ELEMENTS; i += GROUP)
-        encode_group(&values[now], i, ramp_of_block);
+        encode_group(bits, &values[now], i, ramp_of_block);
+}
+
+WORD void codes_of(unsigned bits, const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
+{
+    if (!is_plain(run))
+        codes_with(bits, terms, flags, false, run);
+    else if (flags & MO_ADAM_L2)
+        codes_with(bits, terms, MO_ADAM_L2, true, run);
+    else
+        codes_with(bits, terms, 0, true, run);
 }
 
 /* Whole blocks only. */
 VECTOR static void codes_blocks(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
 {
-    if (!is_plain(run))
-        codes_with(terms, flags, false, run);
-    else if (flags & MO_ADAM_L2)
-        codes_with(terms, MO_ADAM_L2, true, run);
+    if (run->code_bits == 8)
+        codes_of(8, terms, flags, run);
     else
-        codes_with(terms, 0, true, run);
+        codes_of(4, terms, flags, run);
 }
 
 /* The last block, from number `at` on, run on a copy with zeros behind: they leave the scales alone. */
 VECTOR static void codes_short_block(const mo_adam_termsf *terms, unsigned flags, const mo_run *run,
                                      size_t at)
 {
-    const size_t n = run->n - at;
+    const unsigned bits = run->code_bits;
+    const size_t n = run->n - at, bytes = (n * bits + 7) / 8, from = at * bits / 8;
     float p[MO_CODE_ELEMENTS] = {0}, g[MO_CODE_ELEMENTS] = {0};
     uint8_t m[MO_CODE_ELEMENTS] = {0}, v[MO_CODE_ELEMENTS] = {0};
     const mo_run padded = {
@@ -166,13 +174,18 @@ VECTOR static void codes_short_block(const mo_adam_termsf *terms, unsigned flags
         .v = v,
         .m_scale = run->m_scale + at / MO_CODE_ELEMENTS,
         .v_scale = run->v_scale + at / MO_CODE_ELEMENTS,
+        .code_bits = bits,
         .stored = 1,
         .index = run->index + (uint32_t)at,
         .step = run->step,
     };
 
-    memcpy(m, (uint8_t *)run->m + at, n);
-    memcpy(v, (uint8_t *)run->v + at, n);
+    memcpy(m, (uint8_t *)run->m + from, bytes);
+    memcpy(v, (uint8_t *)run->v + from, bytes);
+    if (n * bits % 8) { /* half a byte is no element's, whatever it holds */
+        m[bytes - 1] &= 15;
+        v[bytes - 1] &= 15;
+    }
     for (size_t i = 0; i < n; i += LANES) {
         const size_t lanes = n - i < LANES ? n - i : LANES;
         store(p + i, load_p(run, at + i, lanes), lanes);
@@ -183,8 +196,8 @@ VECTOR static void codes_short_block(const mo_adam_termsf *terms, unsigned flags
         const size_t lanes = n - i < LANES ? n - i : LANES;
         store_p(run, at + i, load(p + i, lanes), lanes);
     }
-    memcpy((uint8_t *)run->m + at, m, n);
-    memcpy((uint8_t *)run->v + at, v, n);
+    memcpy((uint8_t *)run->m + from, m, bytes);
+    memcpy((uint8_t *)run->v + from, v, bytes);
 }
 
 VECTOR static void codes_run(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)

@@ -2,6 +2,7 @@
 #ifndef MO_ELEMENT_H
 #define MO_ELEMENT_H
 
+#include "../kernels/adam_codes.cuh"
 #include "../kernels/dither.cuh"
 #include "optim/update_kernels.h"
 
@@ -49,6 +50,21 @@ static inline float mo_element_read_g(const mo_run *run, size_t i)
         mo_element_write(run->grad_kind, run->g, i, g);
     }
     return g;
+}
+
+/* Code number i of an array of codes of so many bits, 8 or 4. */
+static inline unsigned mo_element_code(unsigned bits, const uint8_t *codes, size_t i)
+{
+    return bits == 8 ? codes[i] : codes[i / 2] >> i % 2 * 4 & 15;
+}
+
+/* From the first to the last of a block: a byte is begun by the first of its codes. */
+static inline void mo_element_put_code(unsigned bits, uint8_t *codes, size_t i, unsigned code)
+{
+    if (bits == 8)
+        codes[i] = (uint8_t)code;
+    else
+        codes[i / 2] = (uint8_t)(i % 2 ? codes[i / 2] | code << 4 : code);
 }
 
 #endif

@@ -41,15 +41,16 @@ static mo_status check_arrays(const mo_update_job *job, size_t i, mo_detail *det
     };
 
     for (size_t k = 0; k < sizeof needs / sizeof *needs; k++) {
-        const bool codes = a->m_scale && k >= 3;
+        const unsigned bits = k >= 3 ? a->code_bits : 0;
+        const size_t size = bits ? 1 : mo_float_size(needs[k].kind);
         if (needs[k].needed &&
-            !is_place(needs[k].address, a->count, codes ? 1 : mo_float_size(needs[k].kind)))
+            !is_place(needs[k].address, bits == 4 ? mo_ceil_div(a->count, 2) : a->count, size))
             return mo_fail(
                 detail, MO_INVALID, 0,
                 "parameter %zu: its %s at %#zx does not have %zu elements of %s; give the address of dense "
                 "memory",
                 i, needs[k].what, (size_t)needs[k].address, a->count,
-                codes ? "8 bits" : name_of(needs[k].kind));
+                bits ? (bits == 8 ? "8 bits" : "4 bits") : name_of(needs[k].kind));
     }
     return MO_OK;
 }
@@ -88,17 +89,20 @@ static mo_status check_codes(const mo_update_job *job, size_t i, mo_detail *deta
     const mo_hyper *group = &job->groups[a->group];
     const size_t blocks = mo_ceil_div(a->count, MO_CODE_BLOCK);
 
-    if (!a->m_scale && !a->v_scale)
+    if (!a->code_bits && !a->m_scale && !a->v_scale)
         return MO_OK;
+    if (a->code_bits != 8 && a->code_bits != 4)
+        return mo_fail(detail, MO_INVALID, 0, "parameter %zu: codes of %u bits, with scales; expected 8 or 4",
+                       i, a->code_bits);
     if (!is_place(a->m_scale, blocks, 4) || !is_place(a->v_scale, blocks, 4))
         return mo_fail(detail, MO_INVALID, 0,
                        "parameter %zu: the scales of its states at %#zx and %#zx are not both %zu of fp32", i,
                        (size_t)a->m_scale, (size_t)a->v_scale, blocks);
     if (group->rule == MO_SGD || group->amsgrad || a->kind == MO_F64)
         return mo_fail(detail, MO_INVALID, 0,
-                       "parameter %zu: 8-bit states are supported for Adam and AdamW without amsgrad, on "
+                       "parameter %zu: %u-bit states are supported for Adam and AdamW without amsgrad, on "
                        "fp32, fp16 or bf16; use fp32 states",
-                       i);
+                       i, a->code_bits);
     return MO_OK;
 }
 

@@ -26,8 +26,8 @@
  * t = *step + 1 is the parameter's own count of steps. Where *found_inf is not 0 nothing at all is changed. Else *step is
  * advanced by 1, once each parameter, after its elements.
  *
- * States of 8 bits (`m`, `v` are codes, one byte an element, with `m_scale`, `v_scale` one fp32 a block of 256 elements; only
- * ADAM and ADAMW without amsgrad) have their arithmetic in kernels/adam_codes.cuh.
+ * States of 8 or 4 bits (`m`, `v` are codes, with `m_scale`, `v_scale` one fp32 a block of 256 elements; only ADAM and ADAMW
+ * without amsgrad) have their arithmetic in kernels/adam_codes.cuh.
  *
  * Parameters of 16 bits: p is read from, and written to, `master` (fp32) where there is one, and p := round(master); else with
  * `stochastic` p is rounded up or down at random, so that the mean is right, by a dither that is a function of the element's
@@ -61,12 +61,13 @@ typedef struct mo_parameter {
     uintptr_t p, g;             /* of kind, of grad_kind */
     uintptr_t master;           /* fp32, or 0 */
     uintptr_t m, v, vmax;       /* what the rule has of them; SGD: m is the momentum buffer; else 0 */
-    uintptr_t m_scale, v_scale; /* fp32 each block: the states are codes of 8 bits; else 0 */
+    uintptr_t m_scale, v_scale; /* fp32 each block of codes; else 0 */
     uintptr_t step; /* one fp32; SGD: 0, or one where p is rounded at random, whose dither needs it */
     size_t count;
     mo_float kind, grad_kind, state_kind;
-    uint32_t group; /* whose hyper-parameters */
-    bool first;     /* SGD: the momentum buffer has no value yet */
+    unsigned code_bits; /* m and v are codes of 8 or of 4 bits; 0: of state_kind */
+    uint32_t group;     /* whose hyper-parameters */
+    bool first;         /* SGD: the momentum buffer has no value yet */
 } mo_parameter;
 
 typedef struct mo_update_job {
@@ -94,10 +95,13 @@ mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail);
  * later call. Call without the GIL (driver/launch.h). */
 mo_status mo_update_cuda(int device, void *stream, const mo_update_job *job, mo_detail *detail);
 
-/* Blocks of 8-bit states: elements a block, and the conversions that state_dict needs, on the CPU. */
+/* Blocks of states of 8 or 4 bits: elements a block, and the conversions that state_dict needs, on the CPU. */
 #define MO_CODE_BLOCK 256
-/* codes[count], scales[ceil(count / 256)] <-> fp32 values; `second`: of the second moment, else of the first. Nearest. */
-void mo_code_decode(bool second, const uint8_t *codes, const float *scales, size_t count, float *out);
-void mo_code_encode(bool second, const float *values, size_t count, uint8_t *codes, float *scales);
+/* codes[ceil(count * bits / 8)], scales[ceil(count / 256)] <-> fp32 values; `second`: of the second moment, else of the first.
+ * Nearest. */
+void mo_code_decode(unsigned bits, bool second, const uint8_t *codes, const float *scales, size_t count,
+                    float *out);
+void mo_code_encode(unsigned bits, bool second, const float *values, size_t count, uint8_t *codes,
+                    float *scales);
 
 #endif

@@ -66,17 +66,18 @@ static void *place(uintptr_t address, size_t index, size_t size)
 static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t begin, size_t n)
 {
     const mo_parameter *a = s->a;
-    const size_t state = a->m_scale ? 1 : mo_float_size(a->state_kind);
+    const size_t state_bits = a->code_bits ? a->code_bits : 8 * mo_float_size(a->state_kind);
     const mo_run run = {
         .n = n,
         .p = place(a->p, begin, mo_float_size(a->kind)),
         .g = place(a->g, begin, mo_float_size(a->grad_kind)),
         .master = place(a->master, begin, 4),
-        .m = place(a->m, begin, state),
-        .v = place(a->v, begin, state),
-        .vmax = place(a->vmax, begin, state),
+        .m = place(a->m, begin * state_bits / 8, 1),
+        .v = place(a->v, begin * state_bits / 8, 1),
+        .vmax = place(a->vmax, begin * state_bits / 8, 1),
         .m_scale = place(a->m_scale, begin / MO_CODE_BLOCK, 4),
         .v_scale = place(a->v_scale, begin / MO_CODE_BLOCK, 4),
+        .code_bits = a->code_bits,
         .kind = a->kind,
         .grad_kind = a->grad_kind,
         .state_kind = a->state_kind,
@@ -88,7 +89,7 @@ static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t be
 
     if (s->group->rule == MO_SGD)
         kernels->sgd(&s->terms->sgdf, s->flags, &run);
-    else if (a->m_scale)
+    else if (a->code_bits)
         kernels->adam_codes(&s->terms->adamf, s->flags, &run);
     else
         kernels->adam(&s->terms->adamf, s->flags, &run);

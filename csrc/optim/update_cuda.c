@@ -42,7 +42,6 @@ static mo_update_parameter parameter_of(const mo_parameter *a, const mo_hyper *g
     flags |= group->rule == MO_ADAMW ? MO_UPDATE_DECOUPLED : 0u;
     flags |= group->maximize ? MO_UPDATE_MAXIMIZE : 0u;
     flags |= group->stochastic && !a->master ? MO_UPDATE_STOCHASTIC : 0u;
-    flags |= a->m_scale ? MO_UPDATE_CODES : 0u;
     return (mo_update_parameter){
         .p = a->p,
         .g = a->g,
@@ -59,6 +58,7 @@ static mo_update_parameter parameter_of(const mo_parameter *a, const mo_hyper *g
         .kind = (unsigned short)a->kind,
         .grad_kind = (unsigned short)a->grad_kind,
         .state_kind = (unsigned short)a->state_kind,
+        .code_bits = (unsigned short)a->code_bits,
     };
 }
 

@@ -23,6 +23,7 @@ typedef struct mo_run {
     float *master; /* or NULL: p itself is read */
     void *m, *v, *vmax;
     float *m_scale, *v_scale; /* of codes, which are m and v then: those of the run's first block */
+    unsigned code_bits;       /* of a code: 8 or 4 */
     mo_float kind, grad_kind, state_kind;
     bool stochastic; /* p of 16 bits without a master is dithered */
     float

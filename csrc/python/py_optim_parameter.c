@@ -188,8 +188,8 @@ static found state_view(reading *r, int name, int which, Py_ssize_t count, mo_te
     return known;
 }
 
-/* The same for codes of 8 bits. */
-static found code_view(reading *r, int name, uintptr_t *out)
+/* The same for codes: a byte for each element in p's order, or 4 bits in one row, of a contiguous p. */
+static found code_view(reading *r, int name, unsigned *out_bits, uintptr_t *out)
 {
     PyObject *tensor = state(r, name);
     mo_tensor_view codes;
@@ -201,14 +201,20 @@ static found code_view(reading *r, int name, uintptr_t *out)
     known = mo_py_tensor_bytes(r->module, tensor, &codes);
     if (known <= 0)
         known = known < 0 ? FAILED : LACKING;
-    else if (codes.count != r->p.count || codes.device != r->p.device)
+    else if (codes.device != r->p.device)
+        known = LACKING;
+    else if (codes.count == r->p.count / 2 + r->p.count % 2 && r->p.count > 1)
+        known = r->p.contiguous && codes.contiguous ? PLAIN : LACKING;
+    else if (codes.count != r->p.count)
         known = LACKING;
     else if (!(r->p.contiguous && codes.contiguous))
         known = mo_py_tensor_same_order(r->module, r->e->p, tensor);
     Py_DECREF(tensor);
-    if (known == PLAIN)
-        *out = codes.address;
-    return (found)known;
+    if (known != PLAIN)
+        return (found)known;
+    *out = codes.address;
+    *out_bits = codes.count == r->p.count ? 8 : 4;
+    return PLAIN;
 }
 
 /* One fp32, or an array of them. */
@@ -226,12 +232,15 @@ static found fp32_view(reading *r, int name, int which, Py_ssize_t count, uintpt
 static found codes(reading *r)
 {
     const size_t blocks = r->p.count / MO_CODE_BLOCK + (r->p.count % MO_CODE_BLOCK != 0);
-    found known = code_view(r, FIRST_MOMENT, &r->out.m);
+    unsigned bits_of_v = 0;
+    found known = code_view(r, FIRST_MOMENT, &r->out.code_bits, &r->out.m);
 
     if (r->p.kind == MO_F64)
         return OTHER;
     if (known == PLAIN)
-        known = code_view(r, SECOND_MOMENT, &r->out.v);
+        known = code_view(r, SECOND_MOMENT, &bits_of_v, &r->out.v);
+    if (known == PLAIN && bits_of_v != r->out.code_bits)
+        known = LACKING;
     if (known == PLAIN)
         known = fp32_view(r, FIRST_SCALE, M_SCALE, (Py_ssize_t)blocks, &r->out.m_scale);
     if (known == PLAIN)

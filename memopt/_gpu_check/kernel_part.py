@@ -72,6 +72,7 @@ def values(request: PartRequest, figures: Figures) -> str:
     cases: list[tuple[str, Callable[[Any], torch.optim.Optimizer]]] = [
         ("AdamW", lambda params: optim.AdamW(params, lr=1e-2)),
         ("AdamW, 8-bit states", lambda params: optim.AdamW(params, lr=1e-2, state_bits=8)),
+        ("AdamW, 4-bit states", lambda params: optim.AdamW(params, lr=1e-2, state_bits=4)),
         ("SGD, momentum", lambda params: optim.SGD(params, lr=1e-2, momentum=0.9)),
     ]
     compared, furthest = 0, 0.0

@@ -1,7 +1,7 @@
 """Adam and AdamW in one pass.
 
-Their states are torch's: step, exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. With 8 bits exp_avg_scale and
-exp_avg_sq_scale lie beside codes; master_param is there where there are master weights.
+Their states are torch's: step, exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. With 8 or 4 bits exp_avg_scale
+and exp_avg_sq_scale lie beside codes; master_param is there where there are master weights.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from memopt._runtime.originals import original
 from memopt.optim._one_pass import OnePass
 from memopt.optim._state_layout import (
     blocks,
+    codes_shape,
     decoded,
     encoded,
+    held_bits,
     is_plain,
     like,
     no_codes,
     not_like,
     one_step,
-    wants_codes,
+    wanted_bits,
     wants_master,
 )
 
@@ -44,11 +46,12 @@ class AdamStates(OnePass):
     _like_p = ("max_exp_avg_sq", "master_param")
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        if group["state_bits"] not in (8, 32):
-            raise ValueError(f"Invalid state_bits value: {group['state_bits']} (8 or 32)")
-        if group["state_bits"] == 8 and group["amsgrad"]:
+        bits = group["state_bits"]
+        if bits not in (4, 8, 32):
+            raise ValueError(f"Invalid state_bits value: {bits} (4, 8 or 32)")
+        if bits != 32 and group["amsgrad"]:
             raise ValueError(
-                "amsgrad=True keeps a maximum of second moments that 8 bits cannot track: use state_bits=32"
+                f"amsgrad=True keeps a maximum of second moments that {bits} bits cannot track: use state_bits=32"
             )
 
     def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
@@ -57,8 +60,8 @@ class AdamStates(OnePass):
         state["step"] = one_step(state.get("step", 0.0), p)
         for name in MOMENTS:
             if state.get(name) is None:
-                if wants_codes(p, group):
-                    state[name], state[name + "_scale"] = no_codes(p)
+                if bits := wanted_bits(p, group):
+                    state[name], state[name + "_scale"] = no_codes(p, bits)
                 else:
                     state[name] = like(p, dtype)
         if group["amsgrad"] and state.get("max_exp_avg_sq") is None:
@@ -78,12 +81,13 @@ class AdamStates(OnePass):
             return f"it has only the state {has[0]!r}, without {(set(MOMENTS) - {*has}).pop()!r}"
         for name in has:
             value, scale = state[name], state.get(name + "_scale")
-            codes = isinstance(value, Tensor) and value.dtype is torch.uint8 and value.shape == p.shape
+            codes = held_bits(p, value)
             if not codes and scale is None:
                 wrong = not_like(p, state, name)
             elif not codes or not isinstance(scale, Tensor):
                 wrong = (
-                    f"its states {name!r} and '{name}_scale' are not codes (uint8, of its shape) with scales"
+                    f"its states {name!r} and '{name}_scale' are not codes (uint8, of its shape or, of 4 bits, "
+                    f"{codes_shape(p, 4)}) with scales"
                 )
             elif scale.shape != (blocks(p),):
                 wrong = f"its state '{name}_scale' has the shape {tuple(scale.shape)}, not {(blocks(p),)}"
@@ -96,8 +100,9 @@ class AdamStates(OnePass):
     def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         plain = is_plain(p)
         dtype = torch.float32 if wants_master(p, group) else p.dtype
+        bits = wanted_bits(p, group)
         first, second = (state.get(name) for name in MOMENTS)
-        if wants_codes(p, group) and first is not None and second is not None and second.is_floating_point():
+        if bits and first is not None and second is not None and second.is_floating_point():
             # As in kernels/adam_codes.cuh: what is not finite has no code, and without v there is no m.
             state["exp_avg"] = first.masked_fill(~second.isfinite(), 0)
         for name in MOMENTS:
@@ -105,13 +110,13 @@ class AdamStates(OnePass):
             if not isinstance(value, Tensor):
                 continue
             if isinstance(scale, Tensor) and value.dtype is torch.uint8:
-                if wants_codes(p, group) and value.stride() == p.stride():
+                if held_bits(p, value) == bits and (bits == 4 or value.stride() == p.stride()):
                     state[name] = value.to(p.device)
                     state[name + "_scale"] = scale.to(device=p.device, dtype=torch.float32)
                     continue
-                value = decoded(value, scale, name == "exp_avg_sq")
-            if wants_codes(p, group):
-                state[name], state[name + "_scale"] = encoded(value, p, name == "exp_avg_sq")
+                value = decoded(value, scale, name == "exp_avg_sq", p)
+            if bits:
+                state[name], state[name + "_scale"] = encoded(value, p, name == "exp_avg_sq", bits)
             else:
                 state[name] = like(p, dtype, value) if plain else value.to(dtype=p.dtype, device=p.device)
         largest = state.get("max_exp_avg_sq")
@@ -128,10 +133,10 @@ class AdamStates(OnePass):
     def state_dict(self, full: bool = False) -> dict[str, Any]:
         """Return the state, as torch's optimizers do.
 
-        Moments of 8 bits are in it as exp_avg_codes and exp_avg_sq_codes (uint8, of the parameter's shape) beside
-        exp_avg_scale and exp_avg_sq_scale (fp32, one a 256 elements), which only memopt's optimizers can read, with any
-        state_bits. torch's load them without a word; their next step ends in KeyError: 'exp_avg' before it changes
-        anything.
+        Moments of 8 or 4 bits are in it as exp_avg_codes and exp_avg_sq_codes (uint8; 8 bits: of the parameter's shape,
+        4 bits: a row of two codes a byte) beside exp_avg_scale and exp_avg_sq_scale (fp32, one a 256 elements), which
+        only memopt's optimizers can read, with any state_bits. torch's load them without a word; their next step ends
+        in KeyError: 'exp_avg' before it changes anything.
 
         Args:
             full: Return fp32 moments instead of codes, which torch.optim's can load, too.
@@ -140,8 +145,9 @@ class AdamStates(OnePass):
             A state dict of memopt's optimizers and, without codes, of torch's.
         """
         held: dict[str, Any] = super().state_dict()
-        form = _full if full else _coded
-        held["state"] = {k: form(v) if isinstance(v, dict) else v for k, v in held["state"].items()}
+        for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if isinstance(state := held["state"].get(number), dict):
+                held["state"][number] = _full(state, p) if full else _coded(state)
         return held
 
     def _check_gradient(self, grad: Tensor) -> None:
@@ -186,12 +192,12 @@ def _coded(state: dict[str, Any]) -> dict[str, Any]:
     return {name + "_codes" if name + "_scale" in state else name: value for name, value in state.items()}
 
 
-def _full(state: dict[str, Any]) -> dict[str, Any]:
+def _full(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
     full = dict(state)
     for name in MOMENTS:
         scale = full.pop(name + "_scale", None)
         if scale is not None:
-            full[name] = decoded(full[name], scale, name == "exp_avg_sq")
+            full[name] = decoded(full[name], scale, name == "exp_avg_sq", p)
     return full
 
 
@@ -203,7 +209,7 @@ class Adam(AdamStates, _TorchsAdam):
     Args:
         params: As torch.optim.Adam's, like all that are not named here.
         state_bits: As memopt.optim.AdamW's, like the next five.
-        min_8bit_size: The smallest number of elements for 8-bit states.
+        min_8bit_size: The smallest number of elements for states of 8 or 4 bits.
         master_weights: Whether to keep an fp32 copy of fp16 and bf16 parameters.
         stochastic_rounding: Whether to round fp16 and bf16 parameters stochastically.
         offload_gradients: Whether gradients of parameters on a CUDA device wait for the step in the host's memory.
@@ -285,16 +291,18 @@ class AdamW(AdamStates, _TorchsAdamW):
       depending on foreach and fused. This one accepts fp32 states of fp16 and bf16 parameters and otherwise behaves
       like torch's with foreach=None.
 
-    With state_bits=8 an element whose gradient is infinite or NaN, or whose square overflows fp32, affects only its own
-    parameter, and its moments become 0. A large gradient below that determines the scale of the 255 other elements of
-    its block: from 1000 times theirs on, it slows them for as long as exp_avg_sq remembers it; from 8000 times on, they
-    lose their first moments for some steps.
+    With states of 8 or 4 bits an element whose gradient is infinite or NaN, or whose square overflows fp32, affects
+    only its own parameter, and its moments become 0. A large gradient below that determines the scale of the 255 other
+    elements of its block: with 8 bits from 1000 times theirs on, it slows them for as long as exp_avg_sq remembers it,
+    and from 8000 times on, they lose their first moments for some steps. With 4 bits it slows them from 180 times
+    theirs on. There both moments are rounded up or down so that their means are right: a single step of an element is
+    off by some 40 %, and a mean one longer than with 32 bits, by up to a fifth where gradients are nothing but noise.
 
     Args:
         params: As torch.optim.AdamW's, like all that are not named here.
-        state_bits: 8 keeps the two moments in 2.03 bytes a parameter instead of 8; see state_dict() for how such states
-            are exchanged.
-        min_8bit_size: The smallest number of elements of a parameter for 8-bit moments.
+        state_bits: 8 keeps the two moments in 2.03 bytes a parameter instead of 8, 4 in 1.03 (of parameters that are
+            not contiguous, as with channels_last, in 2.03); see state_dict() for how such states are exchanged.
+        min_8bit_size: The smallest number of elements of a parameter for moments of 8 or 4 bits.
         master_weights: Whether fp16 and bf16 parameters have an fp32 copy and fp32 states, on which the step works.
         stochastic_rounding: Whether fp16 and bf16 parameters without such a copy are rounded stochastically, so that
             small updates are not lost on average; deterministic from run to run.
@@ -311,7 +319,7 @@ class AdamW(AdamStates, _TorchsAdamW):
             state_dict(), which does, rather than `state`, whose tensors the last step may still be writing.
 
     Raises:
-        ValueError: As torch's, for differentiable=True, and for amsgrad=True with state_bits=8; for
+        ValueError: As torch's, for differentiable=True, and for amsgrad=True with state_bits=8 or 4; for
             offload_gradients=True with a parameter that another optimizer has so.
         RuntimeError: offload_gradients=True in a process of several ranks.
         MemoryError: The host can lock no memory for states (step()), before any parameter has changed.

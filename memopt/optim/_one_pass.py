@@ -389,7 +389,7 @@ class OnePass(torch.optim.Optimizer):
 
         Raises:
             ValueError: As torch's, and where a state cannot be its parameter's: a tensor of another shape, one of two
-                moments, codes of 8 bits without their scales, a type that no optimizer here keeps. Nothing has changed
+                moments, codes without their scales, a type that no optimizer here keeps. Nothing has changed
                 then.
         """
         handle = self.register_load_state_dict_pre_hook(

@@ -1,4 +1,8 @@
-"""The layout of optimizer states: in the order of their parameter's elements, in its type, fp32 or 8-bit codes."""
+"""The layout of optimizer states: in the order of their parameter's elements, in its type, fp32, or few-bit codes.
+
+Codes of 8 bits have their parameter's shape and order. Two of 4 bits are in a byte of a 1-d tensor, of parameters that
+are contiguous: its shape could not tell another order, so other parameters have 8 bits instead.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +33,24 @@ def wants_master(p: Tensor, group: dict[str, Any]) -> bool:
     return bool(group.get("master_weights")) and p.dtype in (torch.float16, torch.bfloat16) and is_plain(p)
 
 
-def wants_codes(p: Tensor, group: dict[str, Any]) -> bool:
-    return (
-        group.get("state_bits", 32) == 8
-        and p.numel() >= group["min_8bit_size"]
-        and p.dtype is not torch.float64
-        and is_plain(p)
-    )
+def wanted_bits(p: Tensor, group: dict[str, Any]) -> int:
+    """Return the bits of the codes of p's moments, 8 or 4; 0 where they are no codes."""
+    bits = group.get("state_bits", 32)
+    large = p.numel() >= max(2, group.get("min_8bit_size", 2))  # one number is no block
+    if bits == 32 or not large or p.dtype is torch.float64 or not is_plain(p):
+        return 0
+    return int(bits) if p.is_contiguous() else 8
+
+
+def codes_shape(p: Tensor, bits: int) -> tuple[int, ...]:
+    return tuple(p.shape) if bits == 8 else (-(-int(p.numel()) // 2),)
+
+
+def held_bits(p: Tensor, codes: Any) -> int:
+    """Return the bits of these codes of a moment of p; 0 if they cannot be that."""
+    if not isinstance(codes, Tensor) or codes.dtype is not torch.uint8:
+        return 0
+    return next((bits for bits in (8, 4) if codes.shape == codes_shape(p, bits)), 0)
 
 
 def like(p: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
@@ -76,22 +91,30 @@ def blocks(p: Tensor) -> int:
     return -(-int(p.numel()) // BLOCK)
 
 
-def no_codes(p: Tensor) -> tuple[Tensor, Tensor]:
+def no_codes(p: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return codes and scales of zeros."""
-    return like(p, torch.uint8), torch.zeros(blocks(p), dtype=torch.float32, device=p.device)
+    scales = torch.zeros(blocks(p), dtype=torch.float32, device=p.device)
+    if bits == 8:
+        return like(p, torch.uint8), scales
+    return torch.zeros(codes_shape(p, bits), dtype=torch.uint8, device=p.device), scales
 
 
-def encoded(value: Tensor, p: Tensor, second: bool) -> tuple[Tensor, Tensor]:
+def encoded(value: Tensor, p: Tensor, second: bool, bits: int) -> tuple[Tensor, Tensor]:
     """Return a moment as codes in p's order, and their scales."""
     host = p.detach().to("cpu")
-    codes, scales = no_codes(host)
-    _C.adam_codes_encode(second, like(host, torch.float32, value), codes, scales)
+    codes, scales = no_codes(host, bits)
+    _C.adam_codes_encode(bits, second, like(host, torch.float32, value), codes, scales)
     return codes.to(p.device), scales.to(p.device)
 
 
-def decoded(codes: Tensor, scales: Tensor, second: bool) -> Tensor:
-    """Return the fp32 moment for these codes, on their device and in their order."""
-    codes_here = codes.to("cpu")
-    values = torch.empty_like(codes_here, dtype=torch.float32, memory_format=torch.preserve_format)
-    _C.adam_codes_decode(second, values, codes_here, scales.to(device="cpu", dtype=torch.float32).contiguous())
+def decoded(codes: Tensor, scales: Tensor, second: bool, p: Tensor) -> Tensor:
+    """Return p's fp32 moment for these codes, on their device and, with 8 bits, in their order."""
+    bits, here = held_bits(p, codes), codes.to("cpu")
+    if bits == 8:
+        values = torch.empty_like(here, dtype=torch.float32, memory_format=torch.preserve_format)
+    else:
+        here, values = here.contiguous(), torch.empty(p.shape, dtype=torch.float32)
+    _C.adam_codes_decode(
+        bits, second, values, here, scales.to(device="cpu", dtype=torch.float32).contiguous()
+    )
     return values.to(codes.device)

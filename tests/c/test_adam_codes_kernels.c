@@ -5,6 +5,7 @@
 #include "../kernels/adam_codes.cuh"
 #include "each_isa.h"
 #include "float_cases.h"
+#include "optim/element.h"
 
 static mo_adam_kernel *const kernels[] = {
     mo_adam_codes_generic,
@@ -16,14 +17,18 @@ static mo_adam_kernel *const kernels[] = {
 
 enum { BLOCKS = 5, ELEMENTS = BLOCKS * MO_CODE_ELEMENTS };
 
+static const unsigned formats[] = {8, 4};
+
 typedef struct blocks {
+    unsigned bits; /* of a code */
     shifted p, g, m_scale, v_scale;
     uint8_t *m, *v; /* one past a boundary */
 } blocks;
 
-static blocks blocks_of(void)
+static blocks blocks_of(unsigned bits)
 {
-    return (blocks){shifted_of(ELEMENTS, 3),
+    return (blocks){bits,
+                    shifted_of(ELEMENTS, 3),
                     shifted_of(ELEMENTS, 5),
                     shifted_of(BLOCKS, 1),
                     shifted_of(BLOCKS, 0),
@@ -75,18 +80,29 @@ static mo_run run_of(const blocks *b, size_t n, uint32_t index, uint32_t step)
                     .v = b->v,
                     .m_scale = b->m_scale.x,
                     .v_scale = b->v_scale.x,
+                    .code_bits = b->bits,
                     .stored = 1,
                     .index = index,
                     .step = step};
+}
+
+static unsigned m_of(const blocks *b, size_t i)
+{
+    return mo_element_code(b->bits, b->m, i);
+}
+
+static unsigned v_of(const blocks *b, size_t i)
+{
+    return mo_element_code(b->bits, b->v, i);
 }
 
 static void check_same(const blocks *a, const blocks *b)
 {
     for (size_t i = 0; i < ELEMENTS; i++) {
         test_checks++;
-        if (!same_float(a->p.x[i], b->p.x[i]) || a->m[i] != b->m[i] || a->v[i] != b->v[i])
-            TEST_FAIL("element %zu: p %a, codes %u %u; expected %a, %u %u", i, (double)a->p.x[i], a->m[i],
-                      a->v[i], (double)b->p.x[i], b->m[i], b->v[i]);
+        if (!same_float(a->p.x[i], b->p.x[i]) || m_of(a, i) != m_of(b, i) || v_of(a, i) != v_of(b, i))
+            TEST_FAIL("element %zu: p %a, codes %u %u; expected %a, %u %u", i, (double)a->p.x[i], m_of(a, i),
+                      v_of(a, i), (double)b->p.x[i], m_of(b, i), v_of(b, i));
     }
     for (size_t k = 0; k < BLOCKS; k++) {
         CHECK(same_float(a->m_scale.x[k], b->m_scale.x[k]));
@@ -99,7 +115,8 @@ TEST_EACH_ISA(blocks_are_the_specifications_bit_for_bit_over_many_steps)
     uint64_t random = test_seed();
 
     for (int round = 0; round < test_rounds(40, 4000); round++) {
-        blocks one = blocks_of(), two = blocks_of();
+        const unsigned bits = formats[round / 4 % 2];
+        blocks one = blocks_of(bits), two = blocks_of(bits);
         const uint32_t index = (uint32_t)test_random(&random) & ~255u;
         const unsigned flags = round & 1 ? MO_ADAM_L2 : 0;
         const size_t n =
@@ -129,22 +146,24 @@ TEST_EACH_ISA(a_gradient_that_is_huge_or_no_number_changes_its_own_element_alone
     static const float bad[] = {1e20f, -1e20f, 1e30f, FLT_MAX, -FLT_MAX, INFINITY, -INFINITY, NAN};
     uint64_t random = test_seed();
 
-    for (size_t k = 0; k < sizeof bad / sizeof *bad; k++) {
-        blocks one = blocks_of(), two = blocks_of();
+    for (size_t k = 0; k < 2 * sizeof bad / sizeof *bad; k++) {
+        const float value = bad[k / 2];
+        const unsigned bits = formats[k % 2];
+        blocks one = blocks_of(bits), two = blocks_of(bits);
         const size_t at = test_random(&random) % ELEMENTS;
         blocks_fill(&one, &random, /* cases */ false);
-        one.m[at] = one.v[at] = 0;
+        one.m[at * bits / 8] = one.v[at * bits / 8] = 0;
         blocks_copy(&two, &one);
         for (uint32_t step = 1; step < 12; step++) {
             const mo_adam_terms terms =
                 mo_adam_terms_of(1e-3, 0.9, 0.999, 1e-8, 0.1, /* decoupled */ 1, 0, (float)step - 1, 1);
             const mo_adam_termsf c = mo_adam_narrow(&terms);
             const mo_run first = run_of(&one, ELEMENTS, 0, step), second = run_of(&two, ELEMENTS, 0, step);
-            one.g.x[at] = step == 2 ? bad[k] : 0;
+            one.g.x[at] = step == 2 ? value : 0;
             two.g.x[at] = 0;
             kernels[isa](&c, 0, &first);
             kernels[isa](&c, 0, &second);
-            CHECK(isnan(one.p.x[at]) == (step >= 2 && !isfinite(bad[k])));
+            CHECK(isnan(one.p.x[at]) == (step >= 2 && !isfinite(value)));
             if (isnan(one.p.x[at])) /* the one difference that there may be */
                 two.p.x[at] = one.p.x[at];
             check_same(&one, &two);
@@ -160,7 +179,7 @@ TEST_EACH_ISA(finite_gradients_leave_finite_parameters_and_scales)
     uint64_t random = test_seed();
 
     for (int round = 0; round < test_rounds(20, 2000); round++) {
-        blocks b = blocks_of();
+        blocks b = blocks_of(formats[round / 4 % 2]);
         const float beta1 = (float[]){0, 0.9f, 0.999f}[round % 3];
         blocks_fill(&b, &random, /* cases */ false);
         for (uint32_t step = 1; step < 12; step++) {
@@ -197,43 +216,59 @@ TEST_EACH_ISA(a_blocks_step_is_adams_on_the_decoded_states_before_they_are_coded
         mo_adam_terms_of(1e-3, 0.9, 0.999, 1e-8, 0.1, /* decoupled */ 1, /* maximize */ 0, 9, 1);
     const mo_adam_termsf c = mo_adam_narrow(&terms);
     uint64_t random = test_seed();
-    blocks b = blocks_of(), before = blocks_of();
 
-    blocks_fill(&b, &random, /* cases */ false);
-    blocks_copy(&before, &b);
-    const mo_run run = run_of(&b, ELEMENTS, 0, 10);
-    kernels[isa](&c, 0, &run);
-    for (size_t k = 0; k < BLOCKS; k++) {
-        float largest_m = 0, largest_v = 0;
-        for (size_t i = k * MO_CODE_ELEMENTS; i < (k + 1) * MO_CODE_ELEMENTS; i++) {
-            float m = mo_code_decode_m(before.m[i], mo_code_unit_m(before.m_scale.x[k]));
-            float v = mo_code_decode_v(before.v[i], mo_code_unit_v(before.v_scale.x[k]));
-            CHECK(b.p.x[i] == mo_adam_elementf(&c, 0, before.p.x[i], before.g.x[i], &m, &v, NULL));
-            largest_m = fmaxf(largest_m, fabsf(m));
-            largest_v = fmaxf(largest_v, v);
+    for (int f = 0; f < 2; f++) {
+        const unsigned bits = formats[f];
+        blocks b = blocks_of(bits), before = blocks_of(bits);
+
+        blocks_fill(&b, &random, /* cases */ false);
+        blocks_copy(&before, &b);
+        const mo_run run = run_of(&b, ELEMENTS, 0, 10);
+        kernels[isa](&c, 0, &run);
+        for (size_t k = 0; k < BLOCKS; k++) {
+            float largest_m = 0, largest_v = 0;
+            for (size_t i = k * MO_CODE_ELEMENTS; i < (k + 1) * MO_CODE_ELEMENTS; i++) {
+                float m = mo_code_decode_m(bits, m_of(&before, i), mo_code_unit_m(bits, before.m_scale.x[k]));
+                float v = mo_code_decode_v(bits, v_of(&before, i), mo_code_unit_v(bits, before.v_scale.x[k]));
+                CHECK(b.p.x[i] == mo_adam_elementf(&c, 0, before.p.x[i], before.g.x[i], &m, &v, NULL));
+                largest_m = fmaxf(largest_m, fabsf(m));
+                largest_v = fmaxf(largest_v, v);
+                CHECK((v_of(&b, i) == 0) == (v == 0));
+            }
+            CHECK(b.m_scale.x[k] == largest_m && b.v_scale.x[k] == largest_v);
         }
-        CHECK(b.m_scale.x[k] == largest_m && b.v_scale.x[k] == largest_v);
+        blocks_free(&b);
+        blocks_free(&before);
     }
-    blocks_free(&b);
-    blocks_free(&before);
 }
 
-/* v' = E v: over the steps that the dither goes through, the mean of what is decoded is v to a hundredth of a code. */
-TEST(the_second_moment_is_coded_without_bias)
+/* Over the steps that the dither goes through, the mean of what is decoded is the number to a hundredth of a code: of v, and of m with
+ * 4 bits. */
+TEST(what_is_dithered_is_coded_without_bias)
 {
     uint64_t random = test_seed();
 
-    for (int round = 0; round < test_rounds(200, 20000); round++) {
-        const float scale = float_ordinary(&random),
-                    v = fabsf(scale) * exp2f(-(float)(test_random(&random) % 1500) / 100);
-        const float per = mo_code_per_v(fabsf(scale)), unit = mo_code_unit_v(fabsf(scale));
+    for (int round = 0; round < test_rounds(300, 30000); round++) {
+        const bool second = round % 3;
+        const unsigned bits = round % 3 == 1 ? 8 : 4;
+        const float scale = fabsf(float_ordinary(&random)),
+                    x = scale * exp2f(-(float)(test_random(&random) % (second ? 1500 : 700)) / 100);
+        const float per = second ? mo_code_per_v(bits, scale) : mo_code_per_m(bits, scale);
+        const float unit = second ? mo_code_unit_v(bits, scale) : mo_code_unit_m(bits, scale);
         const uint32_t index = (uint32_t)test_random(&random);
-        const double code =
-            ((double)v + (double)fabsf(scale) / 63487) / 16; /* the widest a code can be there */
+        const double zero = !second ? 11 : bits == 8 ? 63487 : 32767;
+        const double code = ((double)x + (double)scale / zero) / (bits == 8 ? 16
+                                                                  : second  ? 1
+                                                                            : 2); /* the widest there */
         double sum = 0;
-        for (uint32_t step = 0; step < 4096; step++)
-            sum += (double)mo_code_decode_v(mo_code_encode_v(v, per, mo_code_dither(index, step)), unit);
-        CHECK(fabs(sum / 4096 - (double)v) <= code / 100 + (double)v * 4e-7);
+        for (uint32_t step = 0; step < 4096; step++) {
+            const uint32_t dither = mo_code_dither(index, step);
+            sum += second ? (double)mo_code_decode_v(bits, mo_code_encode_v(bits, x, per, dither), unit)
+                          : (double)mo_code_decode_m(
+                                bits, mo_code_encode_m(bits, x, per, mo_code_dither_m(bits, dither)), unit);
+        }
+        if (!second || x >= scale / 32767) /* what lies below the least v is lifted */
+            CHECK(fabs(sum / 4096 - (double)x) <= code / 100 + (double)x * 4e-7);
     }
 }
 
@@ -242,22 +277,25 @@ TEST_EACH_ISA(gradients_of_zero_leave_zero_states_and_decay_alone)
     const mo_adam_terms terms =
         mo_adam_terms_of(1e-3, 0.9, 0.999, 1e-8, 0.1, /* decoupled */ 1, /* maximize */ 0, 0, 1);
     const mo_adam_termsf c = mo_adam_narrow(&terms);
-    blocks b = blocks_of();
 
-    memset(b.m, 0, ELEMENTS);
-    memset(b.v, 0, ELEMENTS);
-    for (size_t i = 0; i < ELEMENTS; i++) {
-        b.p.x[i] = 2;
-        b.g.x[i] = 0;
+    for (int f = 0; f < 2; f++) {
+        blocks b = blocks_of(formats[f]);
+
+        memset(b.m, 0, ELEMENTS);
+        memset(b.v, 0, ELEMENTS);
+        for (size_t i = 0; i < ELEMENTS; i++) {
+            b.p.x[i] = 2;
+            b.g.x[i] = 0;
+        }
+        for (size_t k = 0; k < BLOCKS; k++)
+            b.m_scale.x[k] = b.v_scale.x[k] = 0;
+        const mo_run run = run_of(&b, ELEMENTS, 0, 1);
+        kernels[isa](&c, 0, &run);
+        for (size_t i = 0; i < ELEMENTS; i++)
+            CHECK(b.p.x[i] == 2 * c.decay && b.m[i] == 0 && b.v[i] == 0);
+        CHECK(b.m_scale.x[0] == 0 && b.v_scale.x[BLOCKS - 1] == 0);
+        blocks_free(&b);
     }
-    for (size_t k = 0; k < BLOCKS; k++)
-        b.m_scale.x[k] = b.v_scale.x[k] = 0;
-    const mo_run run = run_of(&b, ELEMENTS, 0, 1);
-    kernels[isa](&c, 0, &run);
-    for (size_t i = 0; i < ELEMENTS; i++)
-        CHECK(b.p.x[i] == 2 * c.decay && b.m[i] == 0 && b.v[i] == 0);
-    CHECK(b.m_scale.x[0] == 0 && b.v_scale.x[BLOCKS - 1] == 0);
-    blocks_free(&b);
 }
 
 TEST_MAIN

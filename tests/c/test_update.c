@@ -61,6 +61,7 @@ TEST(what_is_right_is_accepted)
     CHECK_ACCEPTED();
     good();
     parameters[1].m_scale = parameters[1].v_scale = (uintptr_t)memory;
+    parameters[1].code_bits = 4;
     parameters[1].m++; /* codes need no alignment */
     CHECK_ACCEPTED();
     good();
@@ -108,20 +109,27 @@ TEST(kinds_that_do_not_go_together_are_refused)
                   "must have a step");
 }
 
-TEST(states_of_8_bits_have_both_scales_and_a_rule_that_knows_them)
+TEST(codes_have_both_scales_and_a_rule_that_knows_them)
 {
+    mo_parameter *const a = &parameters[1];
     const uintptr_t scales = (uintptr_t)memory;
 
     good();
-    CHECK_REFUSED(parameters[1].m_scale = scales, "parameter 1: the scales");
-    CHECK_REFUSED(parameters[1].v_scale = scales, "parameter 1: the scales");
-    CHECK_REFUSED((parameters[1].m_scale = scales, parameters[1].v_scale = scales + 1), "not both 2 of fp32");
-    CHECK_REFUSED((parameters[1].m_scale = parameters[1].v_scale = scales, groups[1].rule = MO_SGD),
-                  "8-bit states");
-    CHECK_REFUSED((parameters[1].m_scale = parameters[1].v_scale = scales, groups[1].amsgrad = true),
-                  "8-bit states");
-    CHECK_REFUSED((parameters[1].m_scale = parameters[1].v_scale = scales, parameters[1].kind = MO_F64),
-                  "8-bit states");
+    CHECK_REFUSED(a->m_scale = scales, "parameter 1: codes of 0 bits");
+    CHECK_REFUSED((a->m_scale = a->v_scale = scales, a->code_bits = 5), "parameter 1: codes of 5 bits");
+    for (unsigned bits = 4; bits <= 8; bits += 4) {
+        const char *const said = bits == 8 ? "8-bit states" : "4-bit states";
+        CHECK_REFUSED((a->code_bits = bits, a->m_scale = scales), "parameter 1: the scales");
+        CHECK_REFUSED((a->code_bits = bits, a->v_scale = scales), "parameter 1: the scales");
+        CHECK_REFUSED((a->code_bits = bits, a->m_scale = scales, a->v_scale = scales + 1),
+                      "not both 2 of fp32");
+        CHECK_REFUSED((a->code_bits = bits, a->m_scale = a->v_scale = scales, groups[1].rule = MO_SGD), said);
+        CHECK_REFUSED((a->code_bits = bits, a->m_scale = a->v_scale = scales, groups[1].amsgrad = true),
+                      said);
+        CHECK_REFUSED((a->code_bits = bits, a->m_scale = a->v_scale = scales, a->kind = MO_F64), said);
+        CHECK_REFUSED((a->code_bits = bits, a->m_scale = a->v_scale = scales, a->m = 0),
+                      bits == 8 ? "300 elements of 8 bits" : "300 elements of 4 bits");
+    }
 }
 
 TEST(groups_and_single_values_are_checked)

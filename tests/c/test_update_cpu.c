@@ -90,7 +90,7 @@ TEST(random_jobs_are_the_formulas_element_by_element)
     }
 }
 
-/* A job of n parameters of `count` elements each; every other one has states of 8 bits. */
+/* A job of n parameters of `count` elements each: with fp32 states, with states of 8 bits, of 4 bits, and again. */
 static void make_uniform(job *j, uint64_t *random, size_t n, size_t count)
 {
     *j = (job){.factor = 0.5f};
@@ -100,9 +100,10 @@ static void make_uniform(job *j, uint64_t *random, size_t n, size_t count)
     j->groups[0] = (mo_hyper){
         .rule = MO_ADAMW, .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
     for (size_t i = 0; i < n; i++) {
-        const size_t blocks = i % 2 ? (count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK : 0;
-        const mo_float states = i % 2 ? MO_FLOAT_COUNT : MO_F32;
-        j->parameters[i] = (mo_parameter){.count = count};
+        const unsigned code_bits = i % 3 == 0 ? 0 : i % 3 == 1 ? 8 : 4;
+        const size_t blocks = code_bits ? (count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK : 0;
+        const mo_float states = code_bits ? MO_FLOAT_COUNT : MO_F32;
+        j->parameters[i] = (mo_parameter){.count = count, .code_bits = code_bits};
         for (int k = 0; k < JOB_ARRAYS; k++)
             job_array_make(j, i, k, k == 3 || k == 4 ? states : MO_F32,
                            k == 2 || k == 5 ? 0
@@ -282,22 +283,24 @@ TEST(without_a_master_dithered_parameters_move_as_far_as_they_should)
     }
 }
 
-/* States of 8 bits beside fp32 ones, the same gradients: the updates' difference is a few percent of their size, and does not grow. */
-TEST(states_of_8_bits_follow_those_of_fp32)
+/* States of 8 and of 4 bits beside fp32 ones, the same gradients: the updates' difference is a few percent of their size, and with 4
+ * bits a part of it; and it does not grow. */
+TEST(states_of_8_and_4_bits_follow_those_of_fp32)
 {
     uint64_t random = test_seed();
     static job j;
-    double worst = 0;
+    double worst[3] = {0};
 
-    make_uniform(&j, &random, 2, 5000);
+    make_uniform(&j, &random, 3, 5000);
     for (size_t e = 0; e < 5000; e++)
-        job_write(&j.arrays[1][0], e, job_read(&j.arrays[0][0], e), NULL);
+        for (size_t i = 1; i < 3; i++)
+            job_write(&j.arrays[i][0], e, job_read(&j.arrays[0][0], e), NULL);
     for (int t = 1; t <= test_rounds(200, 3000); t++) {
-        double off = 0, moved = 0;
-        static float before[2][5000];
+        double off[3] = {0}, moved = 0;
+        static float before[3][5000];
         for (size_t e = 0; e < 5000; e++) {
             const float g = float_ordinary(&random);
-            for (size_t i = 0; i < 2; i++) {
+            for (size_t i = 0; i < 3; i++) {
                 job_write(&j.arrays[i][1], e, g, NULL);
                 before[i][e] = job_read(&j.arrays[i][0], e);
             }
@@ -305,14 +308,17 @@ TEST(states_of_8_bits_follow_those_of_fp32)
         CHECK_EQ(mo_update_cpu(&j.job, NULL), MO_OK);
         for (size_t e = 0; e < 5000; e++) {
             const double full = (double)job_read(&j.arrays[0][0], e) - (double)before[0][e];
-            const double coded = (double)job_read(&j.arrays[1][0], e) - (double)before[1][e];
-            off += (coded - full) * (coded - full);
             moved += full * full;
+            for (size_t i = 1; i < 3; i++) {
+                const double coded = (double)job_read(&j.arrays[i][0], e) - (double)before[i][e];
+                off[i] += (coded - full) * (coded - full);
+            }
         }
-        worst = fmax(worst, sqrt(off / moved));
+        for (size_t i = 1; i < 3; i++)
+            worst[i] = fmax(worst[i], sqrt(off[i] / moved));
     }
-    printf("# largest difference of an update: %.3f of it\n", worst);
-    CHECK(worst < 0.1);
+    printf("# largest difference of an update: %.3f of it with 8 bits, %.3f with 4\n", worst[1], worst[2]);
+    CHECK(worst[1] < 0.1 && worst[2] < 0.8);
     job_free(&j);
 }
 

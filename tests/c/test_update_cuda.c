@@ -37,19 +37,19 @@ static void check_job(const job *given)
     job_free(&expected);
 }
 
-/* One parameter of AdamW on fp32, or with states of 8 bits, and its job. */
-static void make_one(job *j, uint64_t *random, size_t count, bool codes)
+/* One parameter of AdamW on fp32, or with states of so many bits, and its job. */
+static void make_one(job *j, uint64_t *random, size_t count, unsigned code_bits)
 {
-    const size_t blocks = codes ? (count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK : 0;
+    const size_t blocks = code_bits ? (count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK : 0;
 
     *j = (job){.factor = 0.5f};
     j->job.count = j->job.group_count = 1;
     j->job.factor = j->job.found_inf = 1;
     j->groups[0] = (mo_hyper){
         .rule = MO_ADAMW, .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
-    j->parameters[0] = (mo_parameter){.count = count};
+    j->parameters[0] = (mo_parameter){.count = count, .code_bits = code_bits};
     for (int k = 0; k < JOB_ARRAYS; k++)
-        job_array_make(j, 0, k, codes && (k == 3 || k == 4) ? MO_FLOAT_COUNT : MO_F32,
+        job_array_make(j, 0, k, code_bits && (k == 3 || k == 4) ? MO_FLOAT_COUNT : MO_F32,
                        k == 2 || k == 5 ? 0
                        : k < 6          ? count
                        : k < 8          ? blocks
@@ -71,7 +71,7 @@ static void failure_in_child(void)
     static job given, got;
 
     start_kernels();
-    make_one(&given, &random, 500, /* codes */ true);
+    make_one(&given, &random, 500, /* code_bits */ 8);
     job_copy(&got, &given);
     CHECK_EQ(simulated_devices()->fail(failing, 0, 1, CUDA_ERROR_OUT_OF_MEMORY), 0);
     CHECK_EQ(step_of(&got), MO_NO_DEVICE_MEMORY);
@@ -119,8 +119,8 @@ TEST(a_parameter_that_many_blocks_share_is_updated_once_and_its_step_counted_onc
     static job given;
 
     start_kernels();
-    for (int codes = 0; codes < 2; codes++) {
-        make_one(&given, &random, 100003, codes);
+    for (unsigned code_bits = 0; code_bits <= 8; code_bits += 4) {
+        make_one(&given, &random, 100003, code_bits);
         check_job(&given);
         job_free(&given);
     }
@@ -133,7 +133,7 @@ TEST(steps_that_follow_each_other_upload_one_table_and_read_their_scalars_when_t
     static job expected, got;
 
     start_kernels();
-    make_one(&got, &random, 3000, /* codes */ true);
+    make_one(&got, &random, 3000, /* code_bits */ 4);
     job_copy(&expected, &got);
     mo_launch_read(0, &before);
     for (int i = 0; i < 4; i++) {
@@ -159,7 +159,7 @@ TEST(a_captured_step_is_counted_and_does_not_run_or_break_the_capture)
     static job given, got;
 
     start_kernels();
-    make_one(&given, &random, 500, /* codes */ false);
+    make_one(&given, &random, 500, /* code_bits */ 0);
     job_copy(&got, &given);
     mo_launch_read(0, &before);
     begin_capture(stream);
@@ -181,7 +181,7 @@ TEST(a_wrong_job_is_refused_before_anything_is_queued_or_loaded)
 
     start_kernels();
     const uint64_t before = launches_now();
-    make_one(&given, &random, 500, /* codes */ false);
+    make_one(&given, &random, 500, /* code_bits */ 0);
     given.parameters[0].g += 1;
     CHECK_EQ(step_of(&given), MO_INVALID);
     CHECK(strstr(detail.text, "parameter 0: its gradient"));

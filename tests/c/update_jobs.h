@@ -8,6 +8,7 @@
 #include "../kernels/adam_codes.cuh"
 #include "../kernels/dither.cuh"
 #include "float_cases.h"
+#include "optim/element.h"
 #include "optim/update_kernels.h"
 #include "test.h"
 
@@ -133,7 +134,7 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
     mo_parameter *a = &j->parameters[i];
     const uint64_t bits = test_random(random);
     const mo_hyper *group;
-    bool codes;
+    unsigned codes; /* bits of one, or 0 */
 
     *a = (mo_parameter){.count = counts[bits % (sizeof counts / sizeof *counts)],
                         .group = (uint32_t)((bits >> 8) % j->job.group_count)};
@@ -142,7 +143,8 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
     a->grad_kind = bits >> 16 & 1 ? a->kind : (mo_float)((bits >> 17) % (a->kind == MO_F64 ? 4 : 3));
     a->state_kind = bits >> 20 & 1 ? a->kind : MO_F32;
     a->first = bits >> 21 & 1;
-    codes = bits >> 22 & 1 && group->rule != MO_SGD && !group->amsgrad && a->kind != MO_F64;
+    codes = group->rule == MO_SGD || group->amsgrad || a->kind == MO_F64 ? 0 : bits >> 22 & 12;
+    a->code_bits = codes = codes == 12 ? 0 : codes;
     for (int k = 0; k < JOB_ARRAYS; k++) {
         const size_t blocks = (a->count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK, shift = test_random(random) % 9;
         const bool half = a->kind == MO_F16 || a->kind == MO_BF16;
@@ -156,11 +158,12 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
                                             MO_F32,
                                             MO_F32};
         const bool adam = group->rule != MO_SGD;
+        const size_t moments = codes == 4 ? (a->count + 1) / 2 : a->count;
         const size_t sizes[JOB_ARRAYS] = {a->count,
                                           a->count,
                                           half && bits >> 23 & 1 ? a->count : 0,
-                                          adam || group->momentum != 0 ? a->count : 0,
-                                          adam ? a->count : 0,
+                                          adam || group->momentum != 0 ? moments : 0,
+                                          adam ? moments : 0,
                                           adam && group->amsgrad ? a->count : 0,
                                           codes ? blocks : 0,
                                           codes ? blocks : 0,
@@ -280,15 +283,16 @@ static void oracle_block(const job *j, size_t i, const mo_adam_termsf *c, unsign
                          const float *g, size_t first, size_t n, uint32_t t)
 {
     const job_array *arrays = j->arrays[i];
-    uint8_t *const m_codes = arrays[3].x + first, *const v_codes = arrays[4].x + first;
+    const unsigned bits = j->parameters[i].code_bits;
+    uint8_t *const m_codes = arrays[3].x + first * bits / 8, *const v_codes = arrays[4].x + first * bits / 8;
     float *const m_scale = (float *)arrays[6].x + first / MO_CODE_BLOCK, *const v_scale =
                                                                              (float *)arrays[7].x +
                                                                              first / MO_CODE_BLOCK;
     float m[MO_CODE_BLOCK], v[MO_CODE_BLOCK], largest_m = 0, largest_v = 0;
 
     for (size_t e = 0; e < n; e++) {
-        m[e] = mo_code_decode_m(m_codes[e], mo_code_unit_m(*m_scale));
-        v[e] = mo_code_decode_v(v_codes[e], mo_code_unit_v(*v_scale));
+        m[e] = mo_code_decode_m(bits, mo_element_code(bits, m_codes, e), mo_code_unit_m(bits, *m_scale));
+        v[e] = mo_code_decode_v(bits, mo_element_code(bits, v_codes, e), mo_code_unit_v(bits, *v_scale));
         p[e] = mo_adam_elementf(c, flags, p[e], g[e], &m[e], &v[e], NULL);
         if (!(v[e] <= MO_CODE_HUGE)) /* infinite or NaN: no moments are left */
             m[e] = v[e] = 0;
@@ -298,9 +302,12 @@ static void oracle_block(const job *j, size_t i, const mo_adam_termsf *c, unsign
     *m_scale = mo_code_scale(largest_m);
     *v_scale = mo_code_scale(largest_v);
     for (size_t e = 0; e < n; e++) {
-        m_codes[e] = (uint8_t)mo_code_encode_m(m[e], mo_code_per_m(*m_scale));
-        v_codes[e] = (uint8_t)mo_code_encode_v(v[e], mo_code_per_v(*v_scale),
-                                               mo_code_dither((uint32_t)(first + e), t));
+        const uint32_t dither = mo_code_dither((uint32_t)(first + e), t);
+        mo_element_put_code(
+            bits, m_codes, e,
+            mo_code_encode_m(bits, m[e], mo_code_per_m(bits, *m_scale), mo_code_dither_m(bits, dither)));
+        mo_element_put_code(bits, v_codes, e,
+                            mo_code_encode_v(bits, v[e], mo_code_per_v(bits, *v_scale), dither));
     }
 }
 

@@ -14,7 +14,7 @@ F32, F16, BF16, F64 = range(4)
 SIZE = {F32: 4, F16: 2, BF16: 2, F64: 8}
 DTYPE = {F32: np.float32, F16: np.float16, BF16: np.uint16, F64: np.float64}
 CHECK, STORE, NORM, MAXIMUM = 1, 2, 4, 8
-SGD, DECOUPLED, MAXIMIZE, STOCHASTIC, CODES = 0x100, 0x200, 0x400, 0x800, 0x1000
+SGD, DECOUPLED, MAXIMIZE, STOCHASTIC = 0x100, 0x200, 0x400, 0x800
 AMSGRAD = 2  # of Adam's rule; 1 is L2, for both
 SGD_MOMENTUM, SGD_FIRST, SGD_NESTEROV = 2, 4, 8
 
@@ -42,7 +42,7 @@ Parameter = structure(
     **{
         "p g master m v vmax m_scale v_scale step count": c_uint64,
         "flags group": c_uint,
-        "kind grad_kind state_kind unused": c_ushort,
+        "kind grad_kind state_kind code_bits": c_ushort,
     },
 )
 Group = structure(
@@ -220,17 +220,21 @@ class GradientsCase(Case):
             self.check(near(got["factor"], clip * float(scale), 2e-6), "the factor is wrong")
 
 
-def decode_m(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """First moments of 8 bits: a sign and a float of 4 exponent and 3 mantissa bits, less 2^-8, over its largest
-    (kernels/adam_codes.cuh)."""
-    y = (((codes.astype(np.uint32) & 127) << 19) + (119 << 23)).view(np.float32).astype(np.float64)
-    return np.where(codes & 128, -1, 1) * (y - 2.0**-8) / float.fromhex("0x1.eep-1") * scale
+def decode(bits: int, second: bool, codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Moments of 8 or 4 bits (kernels/adam_codes.cuh): floats below 1 of a few mantissa bits, less the smallest, over
+    the largest; the first moment's after a sign."""
+    sign = 0 if second else 1 << (bits - 1)
+    mantissa = 4 if bits == 8 else 0 if second else 1
+    octaves = (1 << (bits if second else bits - 1)) >> mantissa
+    codes = codes.astype(int)
+    size = codes & ~sign
+    y = 2.0 ** ((size >> mantissa) - octaves) * (1 + (size & (1 << mantissa) - 1) / 2**mantissa)
+    least, most = 2.0**-octaves, 1 - 2.0 ** -(mantissa + 1)
+    return np.where(codes & sign, -1, 1) * (y - least) / (most - least) * scale
 
 
-def decode_v(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Second moments of 8 bits, as a float of 5 exponent and 3 mantissa bits, less 2^-16, over its largest."""
-    y = ((codes.astype(np.uint32) << 19) + (111 << 23)).view(np.float32).astype(np.float64)
-    return (y - 2.0**-16) / float.fromhex("0x1.effep-1") * scale
+def unpacked(bits: int, raw: np.ndarray, n: int) -> np.ndarray:
+    return raw if bits == 8 else np.stack([raw & 15, raw >> 4], 1).reshape(-1)[:n]
 
 
 class UpdateCase(Case):
@@ -283,7 +287,7 @@ class UpdateCase(Case):
         rng, n = self.rng, int(self.rng.integers(1, 700 if self.small else 5000))
         kind = int(self.pick(F32, F32, F16, BF16, F64))
         grad_kind = int(self.pick(kind, F32))
-        codes = kind != F64 and self.chance(0.4)
+        codes = int(self.pick(8, 4)) if kind != F64 and self.chance(0.5) else 0
         sgd = not codes and self.chance(0.3)
         state_kind = F64 if kind == F64 else int(self.pick(F32, kind))
         p = self.values("p" + i, kind, rng.normal(size=n))
@@ -308,14 +312,16 @@ class UpdateCase(Case):
         }
         states: dict[str, Buffer] = {}
         if codes:
-            row.flags = CODES | DECOUPLED
+            row.flags, row.code_bits = DECOUPLED, codes
             blocks, of = -(-n // 256), np.arange(n) // 256
-            for name, decode in (("m", decode_m), ("v", decode_v)):
-                bits = rng.integers(0, 256, n).astype(np.uint8)
-                states[name] = self.library.buffer(name + i, bits, int(rng.integers(0, 8)))
+            for name in ("m", "v"):
+                raw = rng.integers(0, 256, -(-n * codes // 8)).astype(np.uint8)
+                states[name] = self.library.buffer(name + i, raw, int(rng.integers(0, 8)))
                 scale = self.library.buffer(name + "_scale" + i, rng.random(blocks).astype(np.float32))
                 states[name + "_scale"] = scale
-                old[name] = decode(bits, scale.array()[of].astype(float))
+                old[name] = decode(
+                    codes, name == "v", unpacked(codes, raw, n), scale.array()[of].astype(float)
+                )
         else:
             names = ["m", "v"]
             if sgd:
@@ -392,8 +398,8 @@ class UpdateCase(Case):
         if master:
             near_master = np.allclose(wide(row.kind, p.array()), got, rtol=halves[row.kind], atol=1e-4)
             self.check(near_master, "a parameter is not its master rounded")
-        if row.flags & CODES:
-            self.compare_codes(n, states, new)
+        if row.code_bits:
+            self.compare_codes(row.code_bits, n, states, new)
             return
         bound = {F32: 1e-5, F64: 1e-6, **halves}[row.state_kind]
         for name, least in (("m", 0.05), ("v", 1e-3)):
@@ -402,19 +408,22 @@ class UpdateCase(Case):
                 right = np.abs(got - new[name]) <= bound * (np.abs(new[name]) + least)
                 self.check(right.all(), f"{name} of kind {row.state_kind} is wrong")
 
-    def compare_codes(self, n: int, states: dict[str, Buffer], new: dict[str, np.ndarray]) -> None:
+    def compare_codes(self, bits: int, n: int, states: dict[str, Buffer], new: dict[str, np.ndarray]) -> None:
         of = np.arange(n) // 256
-        for name, decode, least, relative in (
-            ("m", decode_m, 1 / 247, 1 / 31),
-            ("v", decode_v, 1 / 63487, 1 / 15.5),
-        ):
+        bounds = {8: ((1 / 247, 1 / 31), (1 / 63487, 1 / 15.5)), 4: ((1 / 11, 0.51), (1 / 32767, 1.01))}
+        for name, (least, relative) in zip("mv", bounds[bits], strict=True):
             wanted, scale = new[name], states[name + "_scale"].array()
             largest = np.array([np.abs(wanted[at : at + 256]).max() for at in range(0, n, 256)])
             self.check(
                 np.allclose(scale, largest, rtol=1e-5), f"a scale of {name} is not its block's largest"
             )
             scale = scale[of].astype(float)
-            off = np.abs(decode(states[name].array(), scale) - wanted)
+            raw = states[name].array()
+            codes = unpacked(bits, raw, n)
+            self.check(name == "m" or codes[wanted > 0].all(), "a second moment has become 0")
+            off = np.abs(decode(bits, name == "v", codes, scale) - wanted)
+            if bits == 4 and n % 2:
+                self.check(raw[-1] < 16, f"half a byte of {name} that is no element's is not 0")
             self.check(
                 (off <= (np.abs(wanted) + scale * least) * relative).all(), f"codes of {name} are wrong"
             )

@@ -45,7 +45,7 @@ def test_each_kernel_is_counted(tmp_path: Path) -> None:
     for name, row in notes["cases"].items():
         # Bytes an element from the cache: the constants of a channel where each element has another, and scales that
         # all lanes of a warp read; logits are read twice.
-        cached = 1 if name.endswith(("8 bits", "channels last")) else 0
+        cached = 1 if name.endswith(("8 bits", "4 bits", "channels last")) else 0
         cached = row["bytes"] / 2 if name.startswith("cross entropy") else cached
         assert row["accessed"] == pytest.approx(row["bytes"] + cached, abs=0.3), name
     fp32 = notes["cases"]["update AdamW fp32"]

@@ -184,6 +184,19 @@ MUTANTS = [
     Mutant("update", "the largest of half a warp", "apart = 8;", "apart = 4;", after="update_warp_largest"),
     Mutant(
         "update",
+        "half a byte that is no element's is read",
+        "        codes.word[0] &= (1u << 4 * few.left) - 1;\n",
+        "        ;\n",
+    ),
+    Mutant(
+        "update",
+        "two codes of a byte are exchanged",
+        "mo_code_gathered(code, 2, 0) | mo_code_gathered(code + 1, 2, 0) << 4",
+        "mo_code_gathered(code + 1, 2, 0) | mo_code_gathered(code, 2, 0) << 4",
+    ),
+    Mutant("update", "a second moment vanishes", "code > least ? code : least", "code"),
+    Mutant(
+        "update",
         "both states by the scale of one",
         "upper ? per : other",
         "upper ? other : per",
@@ -260,7 +273,7 @@ OF_INSTRUCTIONS = [
         'asm("cvt.rn.bf16x2.f32 %0, %2, %1;"',
     ),
     Mutant(
-        "update", "16-byte accesses on a grid of 8 bytes", "fours * 4 * size : 16;", "fours * 4 * size : 8;"
+        "update", "16-byte accesses on a grid of 8 bytes", "size < 16 ? size : 16;", "size < 16 ? size : 8;"
     ),
     Mutant("update", "8-byte accesses on any grid", "*address % width == 0 ? array : 0", "array"),
 ]

@@ -148,8 +148,9 @@ def test_the_fatbin_has_machine_code_for_every_architecture_of_nvcc_and_ptx_of_b
     for architecture in known:
         assert any(c // 10 == architecture // 10 and c <= architecture for c in code), architecture
     assert sorted(a for kind, a in found if kind == "ptx") == [min(code), max(code)]
-    # The update has a loop for each type and alignment, cross entropy two for each type, with and without a cap.
-    assert fatbin.stat().st_size < 650_000
+    # The update has a loop for each type and alignment, with states of 8 and of 4 bits too; cross entropy two for each
+    # type, with and without a cap.
+    assert fatbin.stat().st_size < 750_000
 
 
 def test_a_second_build_does_nothing_and_a_changed_environment_builds_anew(
