@@ -1,5 +1,5 @@
-"""8-bit states in training: the loss of AdamW with fp32 states, with memopt's of 8 bits, and with the 8-bit
-map that bitsandbytes uses, at the end of the same training with the same data, for several seeds.
+"""States of 8 and 4 bits in training: the loss of AdamW with fp32 states, with memopt's of 8 and of 4 bits, and with
+the 8-bit map that bitsandbytes uses, at the end of the same training with the same data, for several seeds.
 
 The task is gpt-small (tasks.py), at its learning rate falling to 0 by a cosine. The map is "dynamic tree quantization"
 from "8-bit Optimizers via Block-wise Quantization" (Dettmers, Lewis, Shleifer, Zettlemoyer, 2021): codes of a sign, an
@@ -36,7 +36,8 @@ from benchmarks.round_log import LineLog  # noqa: E402
 BLOCK, MIN_SIZE = 256, 4096
 BETAS, EPS = (0.9, 0.999), 1e-8
 WITHIN = 0.01  # of the loss with fp32 states
-FP32, OURS, PEER = "fp32 states", "memopt, 8-bit states", "dynamic map"
+WITHIN_4BIT = 0.002  # nats
+FP32, OURS, FOUR, PEER = "fp32 states", "memopt, 8-bit states", "memopt, 4-bit states", "dynamic map"
 
 
 def dynamic_map(signed: bool) -> Tensor:
@@ -103,6 +104,7 @@ class DynamicMapAdamW(torch.optim.Optimizer):
 OPTIMIZERS: dict[str, Callable[[Iterable[torch.nn.Parameter], float], torch.optim.Optimizer]] = {
     FP32: lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
     OURS: lambda parameters, lr: memopt.optim.AdamW(parameters, lr=lr, state_bits=8),
+    FOUR: lambda parameters, lr: memopt.optim.AdamW(parameters, lr=lr, state_bits=4),
     PEER: DynamicMapAdamW,
 }
 
@@ -176,7 +178,7 @@ def main() -> int:
     report = harness.Report(
         "convergence_8bit",
         options,
-        claim=f"8-bit states end within {WITHIN:.0%} of the loss with fp32 states",
+        claim=f"8-bit states end within {WITHIN:.0%} of the loss with fp32 states, 4-bit ones within {WITHIN_4BIT}",
     )
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in OPTIMIZERS}
     kept = harness.RESULTS / "rounds" / f"{report.name}.trainings.jsonl"
@@ -197,9 +199,11 @@ def main() -> int:
         means = {name: statistics.mean(run[figure] for run in finished) for name, finished in runs.items()}
         report.record(f"{figure}, mean of {options.seeds} seeds", means, unit="nats", peer=FP32)
     # Of the held-out loss: 1 / 1.01 by ratio.
-    means = {name: statistics.mean(run["held-out loss"] for run in runs[name]) for name in (FP32, OURS)}
+    means = {name: statistics.mean(run["held-out loss"] for run in runs[name]) for name in (FP32, OURS, FOUR)}
     limit = {"limit": means[FP32] * (1 + WITHIN), OURS: means[OURS]}
     report.record("goal: mean held-out loss", limit, unit="nats", peer="limit", goal=1.0)
+    limit = {"limit": means[FP32] + WITHIN_4BIT, FOUR: means[FOUR]}
+    report.record("goal: mean held-out loss, 4 bits", limit, unit="nats", peer="limit", goal=1.0)
     return report.finish()
 
 
