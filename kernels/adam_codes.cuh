@@ -25,18 +25,18 @@
 
 #define MO_CODE_ELEMENTS 256 /* a block */
 
-/* Of codes of so many bits, 8 or 4: a constant, but in the specification. */
+#define MO_CODE_C_V    0x1p-16f
+#define MO_CODE_ZERO_V (111u << 23) /* the bits of c: what code 0 stands for */
+
+/* Of codes of so many bits, 8 or 4: a constant, but in the specification. Top is what the last code stands for. */
+#define MO_CODE_C_M(bits)     ((bits) == 8 ? 0x1p-8f : 0x1p-4f)
+#define MO_CODE_ZERO_M(bits)  (((bits) == 8 ? 119u : 123u) << 23)
 #define MO_CODE_SHIFT_M(bits) ((bits) == 8 ? 19 : 22) /* a code is the bits of y above */
 #define MO_CODE_SHIFT_V(bits) ((bits) == 8 ? 19 : 23)
-#define MO_CODE_C_M(bits)     ((bits) == 8 ? 0x1p-8f : 0x1p-4f)
-#define MO_CODE_C_V(bits)     0x1p-16f
-#define MO_CODE_ZERO_M(bits)  (((bits) == 8 ? 119u : 123u) << 23) /* the bits of C_M: what code 0 stands for */
-#define MO_CODE_ZERO_V(bits)  (111u << 23)
-#define MO_CODE_SPAN_M(bits)                                                                                 \
-    ((bits) == 8 ? 0x1.eep-1f : 0x1.6p-1f) /* top - c; top is what the last code stands for */
-#define MO_CODE_SPAN_V(bits) ((bits) == 8 ? 0x1.effep-1f : 0x1.fffcp-2f)
-#define MO_CODE_SIGN(bits)   (1u << ((bits)-1))   /* of m; below it is the last code of |m| */
-#define MO_CODE_LAST(bits)   ((1u << (bits)) - 1) /* of v */
+#define MO_CODE_SPAN_M(bits)  ((bits) == 8 ? 0x1.eep-1f : 0x1.6p-1f) /* top - c */
+#define MO_CODE_SPAN_V(bits)  ((bits) == 8 ? 0x1.effep-1f : 0x1.fffcp-2f)
+#define MO_CODE_SIGN(bits)    (1u << ((bits)-1))   /* of m; below it is the last code of |m| */
+#define MO_CODE_LAST(bits)    ((1u << (bits)) - 1) /* of v */
 
 #define MO_CODE_TINY 1e-30f     /* a scale below this is as 0: what it could move is lost beside any eps */
 #define MO_CODE_HUGE 0x1.fp126f /* the largest scale, so that what a decoder multiplies with is finite */
@@ -112,8 +112,8 @@ MO_BODY float mo_code_decode_m(unsigned bits, unsigned code, float unit)
 
 MO_BODY float mo_code_decode_v(unsigned bits, unsigned code, float unit)
 {
-    return mo_fmaf(mo_float_from_bits((code << MO_CODE_SHIFT_V(bits)) + MO_CODE_ZERO_V(bits)), unit,
-                   mo_mulf(-MO_CODE_C_V(bits), unit));
+    return mo_fmaf(mo_float_from_bits((code << MO_CODE_SHIFT_V(bits)) + MO_CODE_ZERO_V), unit,
+                   mo_mulf(-MO_CODE_C_V, unit));
 }
 
 /* The bits of y above, up to a last code; zero: the bits of y of code 0. */
@@ -129,17 +129,16 @@ MO_BODY unsigned mo_code_encode_m(unsigned bits, float m, float per, unsigned di
 {
     const unsigned raw = mo_float_bits(m), last = MO_CODE_SIGN(bits) - 1;
     const float y = mo_fmaf(mo_float_from_bits(raw & 0x7FFFFFFF), per, MO_CODE_C_M(bits));
+    const unsigned code = mo_code_of(y, MO_CODE_SHIFT_M(bits), dither, MO_CODE_ZERO_M(bits), last);
 
-    return mo_code_of(y, MO_CODE_SHIFT_M(bits), dither, MO_CODE_ZERO_M(bits), last) | (raw >> 31)
-                                                                                          << (bits - 1);
+    return code | (raw >> 31) << (bits - 1);
 }
 
 MO_BODY unsigned mo_code_encode_v(unsigned bits, float v, float per, unsigned dither)
 {
-    const float y = mo_fmaf(v, per, MO_CODE_C_V(bits));
-    const unsigned code =
-                       mo_code_of(y, MO_CODE_SHIFT_V(bits), dither, MO_CODE_ZERO_V(bits), MO_CODE_LAST(bits)),
-                   least = v > 0;
+    const float y = mo_fmaf(v, per, MO_CODE_C_V);
+    const unsigned least = v > 0;
+    const unsigned code = mo_code_of(y, MO_CODE_SHIFT_V(bits), dither, MO_CODE_ZERO_V, MO_CODE_LAST(bits));
 
     return code > least ? code : least;
 }
@@ -171,14 +170,14 @@ MO_BODY void mo_code_decode_word_m(unsigned bits, unsigned word, float unit, flo
 
 MO_BODY void mo_code_decode_word_v(unsigned bits, unsigned word, float unit, float *v)
 {
-    const float zero = mo_mulf(-MO_CODE_C_V(bits), unit);
+    const float zero = mo_mulf(-MO_CODE_C_V, unit);
     const unsigned shift = MO_CODE_SHIFT_V(bits);
     unsigned k;
 
     MO_UNROLL
     for (k = 0; k < MO_CODE_IN_WORD(bits); k++) {
         const unsigned y =
-            (mo_code_in_place(bits, shift, word, k) & MO_CODE_LAST(bits) << shift) + MO_CODE_ZERO_V(bits);
+            (mo_code_in_place(bits, shift, word, k) & MO_CODE_LAST(bits) << shift) + MO_CODE_ZERO_V;
         v[k] = mo_fmaf(mo_float_from_bits(y), unit, zero);
     }
 }

@@ -27,11 +27,11 @@ WORD veci encoded_m(unsigned bits, vec m, vec per, veci dither)
 /* The code of v and what code 0 lies above 0, as an integer of 13 bits: see CODE_ABOVE. */
 WORD veci encoded_v(unsigned bits, vec v, vec per, veci dither)
 {
-    const veci y = as_bits(mul_add(v, per, all(MO_CODE_C_V(bits))));
+    const veci y = as_bits(mul_add(v, per, all(MO_CODE_C_V)));
     return right(add(y, right(dither, 32 - MO_CODE_SHIFT_V(bits))), MO_CODE_SHIFT_V(bits));
 }
 
-#define CODE_ABOVE(bits) (MO_CODE_ZERO_V(bits) >> MO_CODE_SHIFT_V(bits))
+#define CODE_ABOVE(bits) (MO_CODE_ZERO_V >> MO_CODE_SHIFT_V(bits))
 
 /* The codes of one vector where they lie in floats: m's sign in bit 31. */
 WORD veci m_codes_in_place(unsigned bits, const uint8_t *codes, size_t i)

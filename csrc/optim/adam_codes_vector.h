@@ -30,7 +30,7 @@ WORD codes_vectors codes_broadcast(unsigned bits, const mo_adam_termsf *c, float
         .zero_m = mul(all(-MO_CODE_C_M(bits)), unit_m),
         .minus_zero_m = mul(all(MO_CODE_C_M(bits)), unit_m),
         .unit_v = unit_v,
-        .zero_v = mul(all(-MO_CODE_C_V(bits)), unit_v),
+        .zero_v = mul(all(-MO_CODE_C_V), unit_v),
         .largest_m = all(0),
         .largest_v = all(0),
     };
@@ -49,7 +49,7 @@ WORD void update_lanes(unsigned bits, codes_vectors *c, unsigned flags, bool pla
 
         m[k] = as_float(add(m_code, alli(MO_CODE_ZERO_M(bits))));
         m[k] = mul_add(m[k], c->unit_m, by_sign(m_code, c->minus_zero_m, c->zero_m));
-        v[k] = mul_add(as_float(add(v_code, alli(MO_CODE_ZERO_V(bits)))), c->unit_v, c->zero_v);
+        v[k] = mul_add(as_float(add(v_code, alli(MO_CODE_ZERO_V))), c->unit_v, c->zero_v);
         old[k] = plain ? load((float *)run->p + at, LANES) : load_p(run, at, LANES);
         x[k] = mul(plain ? load((float *)run->g + at, LANES) : load_g(run, at, LANES), c->factor);
         if (flags & MO_ADAM_L2)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.stages.costs import allocator_bytes
 from memopt._runtime.log import logger
+from memopt.optim._state_layout import is_plain
 
 
 class Kind(NamedTuple):
@@ -19,6 +20,7 @@ class Kind(NamedTuple):
 
     group: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...]  # contiguous where its own are not dense
     dtype: torch.dtype
     device: torch.device
 
@@ -65,7 +67,8 @@ def foretold(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     trained: list[Kind] = []
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            kind = Kind(index, tuple(p.shape), p.dtype, p.device)
+            strides = p.stride() if is_plain(p) else torch.empty(p.shape, device="meta").stride()
+            kind = Kind(index, tuple(p.shape), tuple(strides), p.dtype, p.device)
             if state := optimizer.state.get(p):
                 there += on_device(tensors(state), p.device)
             elif p.requires_grad:
@@ -156,8 +159,8 @@ def trial_of(
     trial = copy.deepcopy(stateless, dict(nothing))
     groups: list[list[torch.Tensor]] = [[] for _ in trial.param_groups]
     made = []
-    for index, shape, dtype, device in wanted:
-        p = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+    for index, shape, strides, dtype, device in wanted:
+        p = torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_().requires_grad_()
         p.grad = torch.zeros_like(p)
         groups[index].append(p)
         made.append(p)

@@ -63,6 +63,20 @@ def test_they_are_those_after_a_step(kind: str) -> None:
     assert foretold == state_bytes(optimizer) == sum(t.untyped_storage().nbytes() for t in there.values())
 
 
+def test_codes_of_4_bits_are_of_parameters_in_one_order() -> None:
+    """Those in another order have 8 bits."""
+    net = nn.Conv2d(32, 64, 3)
+    plain = state_bytes(memopt.optim.AdamW(net.parameters(), state_bits=4))
+    net = net.to(memory_format=torch.channels_last)
+    optimizer = memopt.optim.AdamW(net.parameters(), state_bits=4)
+    foretold = state_bytes(optimizer)
+    assert foretold - plain == 32 * 64 * 9
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert foretold == state_bytes(optimizer)
+
+
 def test_what_cannot_be_foretold_is_said_with_the_way_out() -> None:
     optimizer = torch.optim.LBFGS(model().parameters())
     with pytest.raises(ValueError, match=r"LBFGS has no state yet.*closure.*give the state's bytes"):
