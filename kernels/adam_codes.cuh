@@ -51,10 +51,19 @@ MO_BODY unsigned mo_code_dither(unsigned index, unsigned step)
     return index * MO_CODE_DITHER_INDEX + step * MO_CODE_DITHER_STEP;
 }
 
-/* The dither of m: of 16 times the frequencies, which v's errors have next to nothing to do with. */
-MO_BODY unsigned mo_code_dither_m(unsigned bits, unsigned dither)
+/* The dither of m from one element to the next, and that of an element. m moves by as much as a code in a few steps: a dither that
+ * goes on regularly with them would be in step with it, and the mean wrong by up to twice. So it is a hash of the step. */
+#define MO_CODE_DITHER_M(bits) ((bits) == 8 ? 0 : MO_CODE_DITHER_INDEX)
+
+MO_BODY unsigned mo_code_dither_m(unsigned bits, unsigned index, unsigned step)
 {
-    return bits == 8 ? MO_CODE_NEAREST : dither << 4;
+    unsigned hash = step;
+
+    if (bits == 8)
+        return MO_CODE_NEAREST;
+    hash = (hash ^ hash >> 16) * 0x7FEB352Du;
+    hash = (hash ^ hash >> 15) * 0x846CA68Bu;
+    return index * MO_CODE_DITHER_INDEX + (hash ^ hash >> 16);
 }
 
 /* ---- of a block ------------------------------------------------------------------------------------------------------ */
@@ -124,7 +133,6 @@ MO_BODY unsigned mo_code_of(float y, unsigned shift, unsigned dither, unsigned z
     return code < last ? code : last;
 }
 
-/* dither: m's own. */
 MO_BODY unsigned mo_code_encode_m(unsigned bits, float m, float per, unsigned dither)
 {
     const unsigned raw = mo_float_bits(m), last = MO_CODE_SIGN(bits) - 1;
@@ -211,7 +219,7 @@ MO_BODY unsigned mo_code_joined(unsigned bits, const unsigned *code)
     return mo_code_gathered(code, 2, 0) | mo_code_gathered(code + 1, 2, 0) << 4;
 }
 
-/* Of |m|, with mo_code_signs of m; dither: the first element's of v. */
+/* Of |m|, with mo_code_signs of m; dither: of the first element's m. */
 MO_BODY unsigned mo_code_encode_word_m(unsigned bits, const float *magnitude, unsigned signs, float per,
                                        unsigned dither)
 {
@@ -219,9 +227,9 @@ MO_BODY unsigned mo_code_encode_word_m(unsigned bits, const float *magnitude, un
 
     MO_UNROLL
     for (k = 0; k < MO_CODE_IN_WORD(bits); k++)
-        code[k] = mo_code_of(mo_fmaf(magnitude[k], per, MO_CODE_C_M(bits)), MO_CODE_SHIFT_M(bits),
-                             mo_code_dither_m(bits, dither + k * MO_CODE_DITHER_INDEX), MO_CODE_ZERO_M(bits),
-                             MO_CODE_SIGN(bits) - 1);
+        code[k] =
+            mo_code_of(mo_fmaf(magnitude[k], per, MO_CODE_C_M(bits)), MO_CODE_SHIFT_M(bits),
+                       dither + k * MO_CODE_DITHER_M(bits), MO_CODE_ZERO_M(bits), MO_CODE_SIGN(bits) - 1);
     return mo_code_joined(bits, code) | signs;
 }
 

@@ -713,15 +713,18 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned bits, mo_upd
 MO_BODY void mo_update_codes_put(const mo_update_work *w, unsigned bits, mo_update_few few,
                                  const mo_update_lane *held, float per_m, float per_v)
 {
-    const unsigned dither = mo_code_dither(w->first + few.first, w->step);
+    const unsigned index = w->first + few.first, dither_m = mo_code_dither_m(bits, index, w->step),
+                   dither_v = mo_code_dither(index, w->step);
     mo_eight_bytes codes_m = {{0, 0}}, codes_v = {{0, 0}};
     unsigned i;
 
     MO_UNROLL
     for (i = 0; i < bits / 4; i++) {
-        const unsigned first = i * MO_CODE_IN_WORD(bits), of_first = dither + first * MO_CODE_DITHER_INDEX;
-        codes_m.word[i] = mo_code_encode_word_m(bits, held->m + first, held->signs[i], per_m, of_first);
-        codes_v.word[i] = mo_code_encode_word_v(bits, held->v + first, per_v, of_first);
+        const unsigned first = i * MO_CODE_IN_WORD(bits);
+        codes_m.word[i] = mo_code_encode_word_m(bits, held->m + first, held->signs[i], per_m,
+                                                dither_m + first * MO_CODE_DITHER_M(bits));
+        codes_v.word[i] =
+            mo_code_encode_word_v(bits, held->v + first, per_v, dither_v + first * MO_CODE_DITHER_INDEX);
     }
     mo_update_store_codes(bits, few, MO_ARRAY_M, w->a.m, codes_m);
     mo_update_store_codes(bits, few, MO_ARRAY_V, w->a.v, codes_v);

@@ -42,16 +42,17 @@ WORD void store_codes(unsigned bits, uint8_t *codes, size_t i, veci a)
 WORD void encode_group(unsigned bits, const block_values *values, size_t i, const uint32_t *ramp_of_block)
 {
     const vec per_m = all(values->per_m), per_v = all(values->per_v);
-    const veci first = alli(values->dither), above16 = _mm256_set1_epi16(CODE_ABOVE(bits));
+    const veci first_m = alli(values->dither_m), first_v = alli(values->dither_v),
+               above16 = _mm256_set1_epi16(CODE_ABOVE(bits));
     vec m[4], v[4];
     veci m_code[4], v_code[4], m8, v8, signs;
 
     for (size_t k = 0; k < 4; k++) {
-        const veci dither = add(first, as_bits(load((const float *)ramp_of_block + i + k * LANES, LANES)));
+        const veci ramp_here = load_bits(ramp_of_block + i + k * LANES);
         m[k] = load(values->m + i + k * LANES, LANES);
         v[k] = load(values->v + i + k * LANES, LANES);
-        m_code[k] = encoded_m(bits, m[k], per_m, dither);
-        v_code[k] = encoded_v(bits, v[k], per_v, dither);
+        m_code[k] = encoded_m(bits, m[k], per_m, add(first_m, ramp_here));
+        v_code[k] = encoded_v(bits, v[k], per_v, add(first_v, ramp_here));
     }
     m8 = packed(_mm256_packus_epi32(m_code[0], m_code[1]), _mm256_packus_epi32(m_code[2], m_code[3]));
     signs = both(packed_signs(m), _mm256_set1_epi8(-128));

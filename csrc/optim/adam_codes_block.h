@@ -8,11 +8,11 @@
 typedef struct block_values {
     float m[MO_CODE_ELEMENTS], v[MO_CODE_ELEMENTS];
     float per_m, per_v;
-    uint32_t dither; /* of the block's first element */
+    uint32_t dither_m, dither_v; /* of the block's first element */
     uint8_t *m_codes, *v_codes;
 } __attribute__((aligned(64))) block_values;
 
-/* The code of m without its sign, as an integer of up to 13 bits that counts as the last code where it is more; dither: of v.
+/* The code of m without its sign, as an integer of up to 13 bits that counts as the last code where it is more.
  * `bits` is a constant, here and below. */
 WORD veci encoded_m(unsigned bits, vec m, vec per, veci dither)
 {
@@ -21,7 +21,7 @@ WORD veci encoded_m(unsigned bits, vec m, vec per, veci dither)
 
     if (bits == 8)
         return right(add(y, alli((MO_CODE_NEAREST >> (32 - shift)) - MO_CODE_ZERO_M(bits))), shift);
-    return right(add(add(y, alli(0 - MO_CODE_ZERO_M(bits))), right(left(dither, 4), 32 - shift)), shift);
+    return right(add(add(y, alli(0 - MO_CODE_ZERO_M(bits))), right(dither, 32 - shift)), shift);
 }
 
 /* The code of v and what code 0 lies above 0, as an integer of 13 bits: see CODE_ABOVE. */

@@ -32,12 +32,13 @@ static void run_block(const mo_adam_termsf *terms, unsigned flags, const mo_run 
     *m_scale = mo_code_scale(largest_m);
     *v_scale = mo_code_scale(largest_v);
     for (size_t i = first; i < end; i++) {
-        const uint32_t dither = mo_code_dither(run->index + (uint32_t)i, run->step);
+        const uint32_t index = run->index + (uint32_t)i;
         mo_element_put_code(bits, m_codes, i,
                             mo_code_encode_m(bits, m[i - first], mo_code_per_m(bits, *m_scale),
-                                             mo_code_dither_m(bits, dither)));
+                                             mo_code_dither_m(bits, index, run->step)));
         mo_element_put_code(bits, v_codes, i,
-                            mo_code_encode_v(bits, v[i - first], mo_code_per_v(bits, *v_scale), dither));
+                            mo_code_encode_v(bits, v[i - first], mo_code_per_v(bits, *v_scale),
+                                             mo_code_dither(index, run->step)));
     }
 }
 

@@ -111,7 +111,8 @@ WORD void update_block(unsigned bits, const mo_adam_termsf *terms, unsigned flag
     *v_scale = mo_code_scale(largest(c.largest_v));
     values->per_m = mo_code_per_m(bits, *m_scale);
     values->per_v = mo_code_per_v(bits, *v_scale);
-    values->dither = mo_code_dither(run->index + (uint32_t)at, run->step);
+    values->dither_m = mo_code_dither_m(bits, run->index + (uint32_t)at, run->step);
+    values->dither_v = mo_code_dither(run->index + (uint32_t)at, run->step);
     values->m_codes = (uint8_t *)run->m + at * bits / 8;
     values->v_codes = (uint8_t *)run->v + at * bits / 8;
 }

@@ -181,11 +181,10 @@ TEST(the_elements_of_a_word_are_as_each_alone)
             mo_code_encode_word_m(bits, magnitude, mo_code_signs(bits, m), per_m, dither);
         const unsigned codes_v = mo_code_encode_word_v(bits, v, per_v, dither);
         for (unsigned k = 0; k < count; k++) {
-            const unsigned own = dither + k * MO_CODE_DITHER_INDEX;
             CHECK_EQ(mo_element_code(bits, (const uint8_t *)&codes_m, k),
-                     mo_code_encode_m(bits, m[k], per_m, mo_code_dither_m(bits, own)));
+                     mo_code_encode_m(bits, m[k], per_m, dither + k * MO_CODE_DITHER_M(bits)));
             CHECK_EQ(mo_element_code(bits, (const uint8_t *)&codes_v, k),
-                     mo_code_encode_v(bits, v[k], per_v, own));
+                     mo_code_encode_v(bits, v[k], per_v, dither + k * MO_CODE_DITHER_INDEX));
         }
     }
 }

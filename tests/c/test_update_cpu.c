@@ -283,20 +283,20 @@ TEST(without_a_master_dithered_parameters_move_as_far_as_they_should)
     }
 }
 
-/* States of 8 and of 4 bits beside fp32 ones, the same gradients: the updates' difference is a few percent of their size, and with 4
- * bits a part of it; and it does not grow. */
+/* States of 8 and of 4 bits beside fp32 ones, the same gradients: the updates' difference is a few percent of their size, with 4 bits
+ * about as large as they are but across them; and it does not grow. */
 TEST(states_of_8_and_4_bits_follow_those_of_fp32)
 {
     uint64_t random = test_seed();
     static job j;
-    double worst[3] = {0};
+    double worst[3] = {0}, worst_along[3] = {0};
 
     make_uniform(&j, &random, 3, 5000);
     for (size_t e = 0; e < 5000; e++)
         for (size_t i = 1; i < 3; i++)
             job_write(&j.arrays[i][0], e, job_read(&j.arrays[0][0], e), NULL);
     for (int t = 1; t <= test_rounds(200, 3000); t++) {
-        double off[3] = {0}, moved = 0;
+        double off[3] = {0}, along[3] = {0}, moved = 0;
         static float before[3][5000];
         for (size_t e = 0; e < 5000; e++) {
             const float g = float_ordinary(&random);
@@ -312,13 +312,18 @@ TEST(states_of_8_and_4_bits_follow_those_of_fp32)
             for (size_t i = 1; i < 3; i++) {
                 const double coded = (double)job_read(&j.arrays[i][0], e) - (double)before[i][e];
                 off[i] += (coded - full) * (coded - full);
+                along[i] += (coded - full) * full;
             }
         }
-        for (size_t i = 1; i < 3; i++)
+        for (size_t i = 1; i < 3; i++) {
             worst[i] = fmax(worst[i], sqrt(off[i] / moved));
+            worst_along[i] = fmax(worst_along[i], fabs(along[i] / moved));
+        }
     }
-    printf("# largest difference of an update: %.3f of it with 8 bits, %.3f with 4\n", worst[1], worst[2]);
-    CHECK(worst[1] < 0.1 && worst[2] < 0.8);
+    printf("# largest difference of an update: %.3f of it with 8 bits, %.3f with 4; along it %.3f, %.3f\n",
+           worst[1], worst[2], worst_along[1], worst_along[2]);
+    CHECK(worst[1] < 0.1 && worst_along[1] < 0.03);
+    CHECK(worst[2] < 1.2 && worst_along[2] < 0.4);
     job_free(&j);
 }
 

@@ -302,12 +302,13 @@ static void oracle_block(const job *j, size_t i, const mo_adam_termsf *c, unsign
     *m_scale = mo_code_scale(largest_m);
     *v_scale = mo_code_scale(largest_v);
     for (size_t e = 0; e < n; e++) {
-        const uint32_t dither = mo_code_dither((uint32_t)(first + e), t);
+        const uint32_t index = (uint32_t)(first + e);
         mo_element_put_code(
             bits, m_codes, e,
-            mo_code_encode_m(bits, m[e], mo_code_per_m(bits, *m_scale), mo_code_dither_m(bits, dither)));
-        mo_element_put_code(bits, v_codes, e,
-                            mo_code_encode_v(bits, v[e], mo_code_per_v(bits, *v_scale), dither));
+            mo_code_encode_m(bits, m[e], mo_code_per_m(bits, *m_scale), mo_code_dither_m(bits, index, t)));
+        mo_element_put_code(
+            bits, v_codes, e,
+            mo_code_encode_v(bits, v[e], mo_code_per_v(bits, *v_scale), mo_code_dither(index, t)));
     }
 }
 

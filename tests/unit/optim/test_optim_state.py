@@ -555,6 +555,40 @@ def test_few_bits_learn_a_small_task_as_well_as_32(one_thread):
     assert np.mean(losses[32]) / 4 < np.mean(losses[4]) < np.mean(losses[32]) * 1.03
 
 
+@pytest.mark.parametrize("width, longer", [(8, 0.03), (4, 0.25)])
+def test_the_second_moment_follows_its_gradients_and_its_mean_is_right(width, longer):
+    """Noise, then a tenth of it: rounded to nearest it would stand still. The root's mean is not that of the moment:
+    mean steps are a little longer."""
+    (few, (p,)), (wide, (q,)) = (ours_of(shapes=[(64, 128)], state_bits=width) for width in (width, 32))
+    make = generator()
+    for size, steps in ((1.0, 500), (0.1, 1500)):
+        for _ in range(steps):
+            p.grad = q.grad = size * torch.randn(p.shape, generator=make)
+            few.step()
+            wide.step()
+        coded = few.state_dict(full=True)["state"][0]["exp_avg_sq"].double()
+        right = wide.state[q]["exp_avg_sq"].double()
+        assert coded.mean() / right.mean() == pytest.approx(1, abs=0.1)
+        assert -0.01 < (right / coded).sqrt().mean() - 1 < longer
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_small_first_moment_beside_a_large_one_is_right_in_the_mean(width):
+    """A hundredth of its block's largest: less than half of the least code of 4 bits, so that to nearest it were 0. In
+    the mean of steps and elements: a dither that keeps step with the moment's decay made it a third too large."""
+    few, (p,) = ours_of(shapes=[(4096,)], state_bits=width)
+    p.grad = torch.full_like(p, 0.01)
+    p.grad[::256] = 1
+    found = []
+    for number in range(300):
+        few.step()
+        if number >= 50:
+            found.append(few.state_dict(full=True)["state"][0]["exp_avg"])
+    means = torch.stack(found).mean(0)
+    assert means[::256].mean() == pytest.approx(1, rel=0.02)
+    assert means.view(-1, 256)[:, 1:].mean() == pytest.approx(0.01, rel=0.1)
+
+
 @pytest.mark.parametrize("target", [32, 8, 4])
 @pytest.mark.parametrize("source", [32, 8, 4])
 def test_states_of_any_width_are_loaded_into_any(source, target):
