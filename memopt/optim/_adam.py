@@ -295,8 +295,8 @@ class AdamW(AdamStates, _TorchsAdamW):
     only its own parameter, and its moments become 0. A large gradient below that determines the scale of the 255 other
     elements of its block: with 8 bits from 1000 times theirs on, it slows them for as long as exp_avg_sq remembers it,
     and from 8000 times on, they lose their first moments for some steps. With 4 bits it slows them from 180 times
-    theirs on. There both moments are rounded up or down so that their means are right: a single step of an element is
-    off by some 40 %, and a mean one longer than with 32 bits, by up to a fifth where gradients are nothing but noise.
+    theirs on. There both moments are rounded up or down so that their means are right. Where gradients are nothing but
+    noise, single steps are then off by two thirds of themselves, and longer than with 32 bits by a sixth.
 
     Args:
         params: As torch.optim.AdamW's, like all that are not named here.

@@ -291,7 +291,7 @@ def test_the_first_step_with_few_bits_is_that_with_32(width):
 @pytest.mark.parametrize("width, most", [(8, 0.05), (4, 0.5)])
 def test_few_bits_stay_beside_32_on_the_same_gradients(width, most):
     """Research on longer runs: the update is off by some 5 % with 8 bits, unbiased; so is the way, by less. With 4 bits
-    the way is off by a third of itself, nearly all of it across."""
+    the way is off by two fifths of itself, most of it across."""
     (few, a), (wide, b), (_, start) = ours_of(state_bits=width), ours_of(), ours_of()
     run([(few, a), (wide, b)], 60)
     for p, q, s in zip(a, b, start, strict=True):
