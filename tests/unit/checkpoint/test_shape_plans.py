@@ -104,7 +104,9 @@ def no_warning() -> Iterator[None]:
 
 
 def peak_of(model: nn.Module, batch: torch.Tensor) -> int:
-    loss(model(batch))  # what is planned is planned here: a meter around trial steps hides their peaks from them
+    loss(
+        model(batch)
+    )  # what is planned is planned here: a meter around trial steps hides their peaks from them
     standing = [*model.parameters(), batch]
     meter = Meter(torch.device("cpu"))
     meter.ignore(standing)
