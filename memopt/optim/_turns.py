@@ -187,6 +187,8 @@ class Turns:
                 here = []
         finally:
             self._leave(k, here)  # of a turn that failed
+            for _, there, copy in coming:  # what nobody waits for would write into what is another's
+                copy.join(there)
             self.end()
 
     def end(self) -> None:

@@ -171,3 +171,35 @@ def test_a_step_ends_behind_its_copies_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert wrong_after(3, "copies in", states=True, gradients=False) == 0
     without(monkeypatch, Turns, "end")
     assert wrong_after(3, "copies in", states=True, gradients=False) > 0
+
+
+def test_a_step_that_fails_ends_behind_what_was_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would come into memory that is another's."""
+    layers = [Layer(k, lambda: None) for k in range(4)]
+    optimizer = memopt.optim.SGD((layer.weight for layer in layers), lr=1.0, offload_gradients=True)
+    for layer in layers:
+        layer.gradient = torch.full((COUNT,), 3.0).pin_memory()
+    x = torch.empty(4, device="cuda", requires_grad=True)
+    nn.Sequential(*layers)(x).backward(torch.empty_like(x))
+    optimizer.step()
+    torch.cuda.synchronize()
+    source = torch.full((COUNT,), 7.0).pin_memory()
+
+    def failing(*_: object) -> None:
+        raise ArithmeticError
+
+    monkeypatch.setattr(OnePass, "_update", failing)
+    sim.lazy(True)
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    later = [
+        torch.empty(COUNT, device="cuda") for _ in range(4)
+    ]  # two of them where the turns had their room
+    for tensor in later:
+        tensor.copy_(source, non_blocking=True)
+    for _ in range(20):
+        sim.progress(-1, 1)
+        sim.progress(1, _C.copy_counts(0)["stream_in"])
+    torch.cuda.synchronize()
+    sim.lazy(False)
+    assert all(torch.equal(tensor.cpu(), source) for tensor in later)
