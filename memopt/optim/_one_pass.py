@@ -123,6 +123,10 @@ class OnePass(torch.optim.Optimizer):
                 parameters = [p for group in self.param_groups for p in group["params"]]
                 for _ in in_turns(parameters, self.state, self._homes):
                     self._update(scaling)
+                    first = [(number, p) for number, p in first if p.grad is None]  # those of other turns
+        except BaseException:
+            self._forget(first)
+            raise
         finally:
             self._plan = None  # it holds what was on the device
 
@@ -244,14 +248,19 @@ class OnePass(torch.optim.Optimizer):
         self._is_collected = False
 
     def _complete_all(self) -> list[tuple[int, Tensor]]:
-        first, number = [], 0
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.grad.layout is torch.strided and is_plain(p):
-                    if self._complete(p, group):
-                        first.append((number, p))
-                    self._take_home(p, group)
-                number += 1
+        first: list[tuple[int, Tensor]] = []
+        number = 0
+        try:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None and p.grad.layout is torch.strided and is_plain(p):
+                        if self._complete(p, group):
+                            first.append((number, p))
+                        self._take_home(p, group)
+                    number += 1
+        except BaseException:
+            self._forget(first)
+            raise
         return first
 
     def _forget(self, first: list[tuple[int, Tensor]]) -> None:

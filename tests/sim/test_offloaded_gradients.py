@@ -411,6 +411,38 @@ def test_a_step_takes_all_its_memory_before_anything_changes() -> None:
     assert not any(map(torch.equal, before, (p.detach().cpu() for p in model.parameters())))
 
 
+@pytest.mark.parametrize("when", ["states", "turns", "second turn"])
+def test_a_first_step_that_failed_is_still_the_first(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """A damped momentum buffer begins with the whole gradient."""
+    both = pair(memopt.optim.SGD, momentum=0.9, dampening=0.5, offload_states=True)
+    for model, _ in both:
+        loss_of(model, 0).backward()
+    model, optimizer = both[1]
+    with monkeypatch.context() as patch:
+        calls, failing = [0], {"states": 3, "turns": 1, "second turn": 2}[when]
+        owner: Any = {"states": _turns, "turns": _turns.Turns, "second turn": OnePass}[when]
+        name = {"states": "pinned_tensor", "turns": "__init__", "second turn": "_update"}[when]
+        function = getattr(owner, name)
+
+        def fails(*args: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == failing:
+                raise MemoryError
+            return function(*args)
+
+        patch.setattr(owner, name, fails)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    assert away(model)
+    stepped = [p for p, states in optimizer.state.items() if states.get("momentum_buffer") is not None]
+    assert bool(stepped) == (when == "second turn")
+    for p in stepped:
+        p.grad = None
+    optimizer.step()
+    both[0][1].step()
+    same(both)
+
+
 # ---- beside other parts of memopt ------------------------------------------------------------------------------------
 
 
