@@ -426,6 +426,7 @@ class OnePass(torch.optim.Optimizer):
             for p in loaded:
                 if id(p) in group_of:
                     self._relay(p, self.state[p], group_of[id(p)])
+                    self._take_home(p, group_of[id(p)])  # before the next one's come to the device
             for p in self.state:
                 if id(p) in group_of:
                     self._take_home(p, group_of[id(p)])

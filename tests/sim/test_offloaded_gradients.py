@@ -558,6 +558,19 @@ def test_of_states_the_device_has_two_turns(monkeypatch: pytest.MonkeyPatch) -> 
     assert more < 6.6, "two turns of a gradient and two moments"
 
 
+def test_states_are_loaded_a_parameter_at_a_time() -> None:
+    layer = 4 * 256 * 256
+    model, _, _ = deep(False)
+    optimizer = memopt.optim.AdamW(model.parameters(), offload_states=True)
+    model(torch.ones(1, 256, device="cuda")).sum().backward()
+    optimizer.step()
+    held = optimizer.state_dict()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.load_state_dict(held)
+    assert torch.cuda.max_memory_allocated() - before < 3 * layer
+
+
 def test_without_memory_for_states_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (model, optimizer) = pair(offload_states=True)
     loss_of(model, 0).backward()
