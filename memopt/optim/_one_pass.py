@@ -100,7 +100,7 @@ class OnePass(torch.optim.Optimizer):
         elif hasattr(self, "found_inf") or hasattr(self, "grad_scale"):
             scaling = ScaledStep(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         offloads = ("offload_gradients", "offload_states")
-        if any(group.get(name) for group in self.param_groups for name in offloads):
+        if self._homes or any(group.get(name) for group in self.param_groups for name in offloads):
             self._update_in_turns(scaling)
         else:
             self._update(scaling)
@@ -115,13 +115,12 @@ class OnePass(torch.optim.Optimizer):
         if first and scaling is not None and scaling.is_skipped():
             self._forget(first)
             return
-        self._plan = _C.UpdatePlan(
-            self.state, self.param_groups, self._is_sgd, [number for number, _ in first]
-        )
         try:
             with interrupted_later():
                 parameters = [p for group in self.param_groups for p in group["params"]]
                 for _ in in_turns(parameters, self.state, self._homes):
+                    numbers = [number for number, _ in first]  # a new plan: torch's step may have made states
+                    self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, numbers)
                     self._update(scaling)
                     first = [(number, p) for number, p in first if p.grad is None]  # those of other turns
         except BaseException:
@@ -370,7 +369,7 @@ class OnePass(torch.optim.Optimizer):
 
     def _take_home(self, p: Tensor, group: dict[str, Any]) -> None:
         """Have the parameter's states where its group wants them."""
-        if group.get("offload_states") and p.is_cuda and p in self.state:
+        if group.get("offload_states") and p.is_cuda and p in self.state and is_plain(p):
             homes = self.__dict__.setdefault("_homes", {})
             homes.setdefault(id(p), HostStates()).take(self.state[p], p.device)
 

@@ -78,7 +78,7 @@ class HostStates:
             home = self._at.get(name)
             if name == "step" or not isinstance(value, Tensor) or value is home:
                 continue
-            if home is not None and (home.dtype, home.stride()) == (value.dtype, value.stride()):
+            if home is not None and _layout(home) == _layout(value):
                 self.wait()
                 states[name] = home.copy_(value)
             else:
@@ -247,6 +247,10 @@ def in_turns(
     finally:
         for p, grad in had:
             p.grad = grad
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.size(), tensor.stride()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -571,6 +571,53 @@ def test_states_are_loaded_a_parameter_at_a_time() -> None:
     assert torch.cuda.max_memory_allocated() - before < 3 * layer
 
 
+@pytest.mark.parametrize("numbers", [(4, 1), (1, 4)])
+def test_states_of_a_parameter_of_another_size_have_a_home_of_it(numbers: tuple[int, int]) -> None:
+    p = nn.Parameter(torch.ones(0, device="cuda"))
+    optimizer = memopt.optim.SGD([p], lr=0.5, momentum=0.9, offload_states=True)
+    for number in numbers:
+        p.grad, p.data = None, torch.ones(number, device="cuda")
+        optimizer.state.clear()
+        p.sum().backward()
+        optimizer.step()
+        assert torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], torch.ones(number))
+
+
+def test_beside_what_torch_steps_and_makes_states_of_all_have_the_bits() -> None:
+    torch.manual_seed(SEED)
+    made = [torch.randn(64, dtype=dtype) for dtype in (torch.complex64, *[torch.float32] * 3)]
+    for kind, options in (
+        (memopt.optim.AdamW, {}),
+        (memopt.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    ):
+        ends = []
+        for offload in (False, True):
+            ps = [nn.Parameter(one.cuda()) for one in made]
+            optimizer: Any = kind(  # type: ignore[operator]
+                ps, lr=0.1, offload_gradients=offload, offload_states=offload, **options
+            )
+            for n in range(3):
+                optimizer.zero_grad()
+                sum((p * p.conj()).real.sum() for p in ps).backward()
+                optimizer.step()
+                if n == 1:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            name = "exp_avg" if kind is memopt.optim.AdamW else "momentum_buffer"
+            assert [optimizer.state[p][name].is_cuda for p in ps] == [True, *[not offload] * 3]
+            ends.append([p.detach().cpu() for p in ps])
+        assert all(map(torch.equal, *ends))
+
+
+def test_states_come_from_the_host_where_their_group_no_longer_wants_them_there() -> None:
+    p = nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = memopt.optim.SGD([p], lr=0.5, momentum=0.5, offload_states=True)
+    for offload in (True, False, False):
+        optimizer.param_groups[0]["offload_states"] = offload
+        p.grad = torch.ones(4, device="cuda")
+        optimizer.step()
+    assert torch.equal(p.cpu(), torch.full((4,), 1 - 0.5 * (1 + 1.5 + 1.75)))
+
+
 def test_without_memory_for_states_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (model, optimizer) = pair(offload_states=True)
     loss_of(model, 0).backward()
