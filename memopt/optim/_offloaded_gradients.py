@@ -27,7 +27,6 @@ from memopt._offload.pinned_memory import CopyIn, dense_bytes, host_memory, inde
 from memopt._offload.transfers import PinnedTransfer
 from memopt._runtime import kernels
 
-FOREVER = 1e8  # seconds
 aten = torch.ops.aten
 
 
@@ -69,13 +68,30 @@ class HostGradient(Tensor):
             return None
         if func is aten.detach.default:
             return args[0]
-        if func is aten._to_copy.default and torch.device(kwargs["device"]).type == "cpu":  # type: ignore[index]
-            return args[0].on_device().cpu()
+        if (
+            func is aten._to_copy.default
+            and torch.device((kwargs or {}).get("device") or "cuda").type == "cpu"
+        ):
+            return aten._to_copy.default(args[0].on_device(), **{**kwargs, "non_blocking": False})  # type: ignore[dict-item]
+        if func is aten.add.Tensor and not kwargs and type(args[0]) is cls:  # with create_graph=True
+            return args[0].on_device() + args[1]
         raise RuntimeError(
             f"{func} of a gradient that offload_gradients=True keeps in the host's memory: read grad.cpu(), clip with "
             "memopt.amp.clip_grad_norm_, unscale with memopt.amp.GradScaler, and drop gradients with "
             "zero_grad(set_to_none=True)"
         )
+
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        return self
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if other is not self:
+            raise RuntimeError(
+                "a model moves or changes its type, and offload_gradients=True keeps gradients in the host's memory: "
+                "drop them before with zero_grad(set_to_none=True)"
+            )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"HostGradient({tuple(self.shape)}, {self.dtype}, device='{self.device}')"
@@ -211,7 +227,7 @@ class GradientOffload:
             _refuse_ranks()
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
-        if type(grad) is Tensor:
+        if type(grad) is Tensor and not grad.requires_grad:  # with create_graph=True it has a graph
             left = way.leave(grad)
             if left is not None:
                 p.grad = left

@@ -213,6 +213,37 @@ def test_what_stands_for_a_gradient_says_what_it_is_and_lets_nobody_read_nothing
         memopt.amp.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
+def test_a_gradient_is_read_as_any_type_and_a_model_does_not_move_with_it() -> None:
+    model = nn.Linear(4, 4).cuda()
+    optimizer = memopt.optim.SGD(model.parameters(), lr=0.5, offload_gradients=True)
+    model(torch.ones(1, 4, device="cuda")).sum().backward()
+    read = model.weight.grad.to("cpu", torch.float64, non_blocking=True)
+    assert read.dtype is torch.float64 and torch.equal(read, torch.ones(4, 4, dtype=torch.float64))
+    assert torch.equal(model.weight.grad.data.cpu(), torch.ones(4, 4))
+    with pytest.raises(RuntimeError, match="_to_copy.* of a gradient that offload_gradients=True keeps"):
+        model.half()
+    model.float()
+    with pytest.raises(RuntimeError, match="a model moves .* drop them before with zero_grad"):
+        model.cpu()
+    model.cuda()
+    optimizer.step()
+    assert torch.equal(model.bias.grad.cpu(), torch.ones(4))
+
+
+def test_gradients_with_a_graph_stay() -> None:
+    ends = []
+    for offload in (False, True):
+        p = nn.Parameter(torch.full((4,), 2.0, device="cuda"))
+        optimizer = memopt.optim.SGD([p], lr=0.5, offload_gradients=offload)
+        p.square().sum().backward()
+        p.pow(3).sum().backward(create_graph=True)
+        assert type(p.grad) is torch.Tensor
+        p.grad.square().sum().backward()
+        optimizer.step()
+        ends.append((p.detach().cpu(), p.grad.detach().cpu()))
+    assert all(map(torch.equal, *ends))
+
+
 def test_fp16_gradients_are_unscaled_only_where_that_is_allowed() -> None:
     p = nn.Parameter(torch.ones(8, device="cuda", dtype=torch.float16))
     optimizer = memopt.optim.SGD([p], lr=1.0, offload_gradients=True)
