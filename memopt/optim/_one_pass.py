@@ -123,6 +123,8 @@ class OnePass(torch.optim.Optimizer):
                     self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, numbers)
                     self._update(scaling)
                     first = [(number, p) for number, p in first if p.grad is None]  # those of other turns
+                if scaling is not None:
+                    scaling.store_all(parameters)
         except BaseException:
             self._forget(first)
             raise
@@ -283,7 +285,7 @@ class OnePass(torch.optim.Optimizer):
             grad = _in_order(p)
             if grad is not None and plan.add(number, grad):
                 if scaling is not None and scaling.store:
-                    p.grad = grad
+                    scaling.keep(p, grad)
             else:
                 rest.setdefault((id(group), p.device), []).append(p)
         groups = {id(group): group for group in self.param_groups}
@@ -438,7 +440,7 @@ class ScaledStep:
     multiplied, instead of grad_scale; p.grad is then kept as it was used only with unscaled_grads.
     """
 
-    __slots__ = ("factors", "found_inf", "grad_scale", "store")
+    __slots__ = ("_kept", "factors", "found_inf", "grad_scale", "store")
 
     def __init__(
         self,
@@ -451,6 +453,7 @@ class ScaledStep:
         self.found_inf: Tensor | None = found_inf if isinstance(found_inf, Tensor) else None
         self.grad_scale, self.factors = grad_scale, factors
         self.store = grad_scale is not None if factors is None else unscaled_grads
+        self._kept: list[tuple[Tensor, Tensor]] = []  # what the step has put into .grad
 
     def factor(self, device: torch.device) -> Tensor | None:
         if self.factors is not None:
@@ -481,8 +484,23 @@ class ScaledStep:
         grads = [p.grad if factor is None else p.grad * factor for p in params]
         if self.store:
             for p, grad in zip(params, grads, strict=True):
-                p.grad = grad
+                self.keep(p, grad)
         return grads
+
+    def keep(self, p: Tensor, grad: Tensor) -> None:
+        p.grad = grad
+        self._kept.append((p, grad))
+
+    def store_all(self, parameters: list[Tensor]) -> None:
+        """After a step in turns, which has put back what was in .grad: have there what the step has used."""
+        for p, grad in self._kept:
+            if type(p.grad) is not HostGradient:
+                p.grad = grad
+        for p in parameters if self.store else ():
+            factor = self.factor(p.device) if type(p.grad) is HostGradient else None
+            if factor is not None:
+                found_inf = self.found_inf_on(p.device)  # then the step has left them as they were
+                p.grad.multiply(factor if found_inf is None else torch.where(found_inf == 0, factor, 1.0))
 
 
 def _is_bare(stepped: OnePass) -> bool:

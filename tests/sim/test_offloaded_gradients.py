@@ -244,6 +244,28 @@ def test_gradients_with_a_graph_stay() -> None:
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.parametrize("offload", ["offload_gradients", "offload_states"])
+def test_a_scalers_step_leaves_gradients_as_it_has_used_them(offload: str) -> None:
+    ends = []
+    for options in ({}, {offload: True}):
+        p = nn.Parameter(torch.arange(1.0, 7.0, device="cuda").view(2, 3))
+        q = nn.Parameter(torch.ones(4, device="cuda"))
+        optimizer = memopt.optim.SGD([p, q], lr=0.2, momentum=0.5, **options)  # type: ignore[arg-type]
+        scaler = memopt.amp.GradScaler(init_scale=3.0, growth_interval=1)
+        found = []
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(factor * (p * p).sum() + factor * (q * q * q).sum()).backward()
+            if offload == "offload_states":
+                p.grad = p.grad.t().contiguous().t()  # the step makes a copy of it
+            scaler.step(optimizer)
+            found += [p.grad.cpu(), q.grad.cpu()]
+            scaler.update()
+        optimizer.step()
+        ends.append([p.detach().cpu(), q.detach().cpu(), *found])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
 def test_fp16_gradients_are_unscaled_only_where_that_is_allowed() -> None:
     p = nn.Parameter(torch.ones(8, device="cuda", dtype=torch.float16))
     optimizer = memopt.optim.SGD([p], lr=1.0, offload_gradients=True)
