@@ -195,8 +195,9 @@ class GradientOffload:
 
         Raises ValueError, before anything changes, for parameters that another optimizer has.
         """
-        _refuse_ranks()
         new = [p for p in parameters if id(p) not in self._handles and p.requires_grad]
+        if new:
+            _refuse_ranks()
         others = [
             p
             for p in new

@@ -110,6 +110,7 @@ class OnePass(torch.optim.Optimizer):
         """Step every parameter, some at a time, as what they need comes from the host."""
         if scaling is not None and scaling.is_skipped_on_cpu():
             return
+        self._offload_gradients(shared=True)  # of parameters that were frozen when they came
         with torch.no_grad():
             first = self._complete_all()  # so that no turn takes memory
         if first and scaling is not None and scaling.is_skipped():
@@ -363,7 +364,8 @@ class OnePass(torch.optim.Optimizer):
         self._offload_gradients()
 
     def _offload_gradients(self, shared: bool = False) -> None:
-        """Have the gradients of groups with offload_gradients=True leave as they are made. shared: this is a copy."""
+        """Have the gradients of groups with offload_gradients=True leave as they are made. shared: but for those that
+        another optimizer has, as where this is a copy."""
         chosen = [p for group in self.param_groups if group.get("offload_gradients") for p in group["params"]]
         if chosen:
             self._offload = self._offload or GradientOffload(self)

@@ -409,6 +409,17 @@ def test_gradients_stay_once_the_optimizer_is_gone_and_leave_for_each_group_that
     assert all(type(one.grad) is torch.Tensor for one in (p, q, r))
 
 
+def test_gradients_of_a_parameter_that_is_unfrozen_leave_after_a_step() -> None:
+    p, q = (nn.Parameter(torch.ones(4, device="cuda"), requires_grad=k == 0) for k in range(2))
+    optimizer = memopt.optim.SGD([p, q], lr=1.0, offload_gradients=True)
+    q.requires_grad_(True)
+    for n in range(2):
+        optimizer.zero_grad()
+        (p + q).sum().backward()
+        assert [type(one.grad) is HostGradient for one in (p, q)] == [True, n == 1]
+        optimizer.step()
+
+
 def test_sparse_gradients_and_a_model_on_the_cpu_train_as_ever() -> None:
     torch.manual_seed(0)
     for device, sparse in (("cuda", True), ("cpu", False)):
