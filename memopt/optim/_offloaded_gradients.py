@@ -281,17 +281,21 @@ def any_offloaded(parameters: Iterable[Any]) -> bool:
 def norms_of(grads: Sequence[Tensor]) -> Tensor:
     """Return the norm of order 2 of each gradient, fp64, on the first one's device."""
     norms = [grad.norm64 if isinstance(grad, HostGradient) else _norm64(grad) for grad in grads]
-    return torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
+    return torch.stack([_on(norms[0].device, norm) for norm in norms])
 
 
 def multiply(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by one fp32 of a device."""
     for grad in grads:
-        there = factor.to(grad.device, non_blocking=True)
+        there = _on(grad.device, factor)
         if isinstance(grad, HostGradient):
             grad.multiply(there)
         else:
             grad *= there
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device, non_blocking=device.type == "cuda")  # the host would read what has not come
 
 
 def _norm64(grad: Tensor) -> Tensor:

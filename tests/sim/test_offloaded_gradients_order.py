@@ -203,3 +203,21 @@ def test_a_step_that_fails_ends_behind_what_was_on_its_way(monkeypatch: pytest.M
     torch.cuda.synchronize()
     sim.lazy(False)
     assert all(torch.equal(tensor.cpu(), source) for tensor in later)
+
+
+def test_the_norm_of_gradients_on_host_and_device_is_read_once_it_is_there() -> None:
+    layer, here = Layer(0, lambda: None), nn.Parameter(torch.zeros(4))
+    optimizer = memopt.optim.SGD([layer.weight], lr=1.0, offload_gradients=True)
+    x = torch.empty(4, device="cuda", requires_grad=True)
+    for number in (3.0, 5.0):  # the second one's norm comes where the first one's was
+        layer.gradient = torch.full((COUNT,), number).pin_memory()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        sim.lazy(number == 5.0)
+        layer(x).backward(torch.empty_like(x))
+        here.grad = torch.full((4,), 1e-6)
+        norm = memopt.amp.clip_grad_norm_([here, layer.weight], number * COUNT**0.5 / 2)
+        assert torch.isclose(norm, torch.tensor(number * COUNT**0.5))
+        assert torch.allclose(here.grad, torch.full((4,), 0.5e-6))
+    torch.cuda.synchronize()
+    sim.lazy(False)
