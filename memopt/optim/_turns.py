@@ -12,6 +12,7 @@ each way (csrc/transfer/copies.h):
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +24,7 @@ from memopt._offload.pinned_memory import CopyIn, aligned, dense_bytes, index_of
 from memopt.optim._offloaded_gradients import HostGradient
 
 FOREVER = 1e8  # seconds
-
+ALONE = 3  # references to a home: HostStates', and two of a call that counts them
 
 TURN = 256 << 20  # bytes that a turn has at most, but for a single parameter's
 
@@ -78,7 +79,8 @@ class HostStates:
             home = self._at.get(name)
             if name == "step" or not isinstance(value, Tensor) or value is home:
                 continue
-            if home is not None and _layout(home) == _layout(value):
+            # One that others have, as from state_dict(), stays as it is.
+            if home is not None and _layout(home) == _layout(value) and sys.getrefcount(home) <= ALONE:
                 self.wait()
                 states[name] = home.copy_(value)
             else:

@@ -622,6 +622,20 @@ def test_of_states_the_device_has_two_turns(monkeypatch: pytest.MonkeyPatch) -> 
     assert more < 6.6, "two turns of a gradient and two moments"
 
 
+def test_loading_leaves_a_state_dict_that_others_have_as_it_is() -> None:
+    p = nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = memopt.optim.SGD([p], lr=0.5, momentum=0.9, offload_states=True)
+    p.sum().backward()
+    optimizer.step()
+    best = optimizer.state_dict()
+    other = copy.deepcopy(best)
+    other["state"][0]["momentum_buffer"].fill_(9.0)
+    for held, value in ((other, 9.0), (best, 1.0)):
+        optimizer.load_state_dict(held)
+        buffer = optimizer.state_dict()["state"][0]["momentum_buffer"]
+        assert torch.equal(buffer, torch.full((4,), value))
+
+
 def test_states_are_loaded_a_parameter_at_a_time() -> None:
     layer = 4 * 256 * 256
     model, _, _ = deep(False)
