@@ -10,13 +10,17 @@ from types import FrameType
 
 
 @contextmanager
-def interrupted_later() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM until the block is over. (Python handles them in the main thread alone.)"""
+def interrupted_later(*, fatal: bool = True) -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM until the block is over. (Python handles them in the main thread alone.)
+
+    fatal: Also where Python does not handle them, so that they end the process or call a handler in C. Such a handler
+    is not put back, since Python knows of none.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[tuple[int, FrameType | None]] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if fatal or callable(signal.getsignal(n))]
     before = {number: signal.signal(number, lambda *heard: came.append(heard)) for number in numbers}
     try:
         yield

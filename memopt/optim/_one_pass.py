@@ -117,7 +117,7 @@ class OnePass(torch.optim.Optimizer):
             self._forget(first)
             return
         try:
-            with interrupted_later():
+            with interrupted_later(fatal=False):
                 parameters = [p for group in self.param_groups for p in group["params"]]
                 for _ in in_turns(parameters, self.state, self._homes):
                     numbers = [number for number, _ in first]  # a new plan: torch's step may have made states

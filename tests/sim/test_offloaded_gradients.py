@@ -4,6 +4,7 @@ and states wait in the host's memory end with the bits of those where they stay.
 from __future__ import annotations
 
 import copy
+import faulthandler
 import gc
 import os
 import pickle
@@ -11,6 +12,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -450,6 +452,23 @@ def test_a_step_that_began_ends_before_it_is_interrupted(monkeypatch: pytest.Mon
         step(*both[1], 0)
     assert len(turns) > 2
     same(both)
+
+
+def test_a_step_leaves_signals_to_handlers_in_c(tmp_path: Path) -> None:
+    p = nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = memopt.optim.SGD([p], lr=1.0, offload_gradients=True)
+    with (tmp_path / "dumped").open("w+") as file:
+        faulthandler.register(signal.SIGTERM, file)
+        try:
+            p.sum().backward()
+            optimizer.step()
+            child = os.fork()
+            if child == 0:
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        finally:
+            faulthandler.unregister(signal.SIGTERM)
 
 
 def test_a_step_takes_all_its_memory_before_anything_changes() -> None:
