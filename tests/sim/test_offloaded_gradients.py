@@ -559,6 +559,21 @@ def test_a_planned_model_knows_that_its_gradients_leave() -> None:
     assert peaks[0] - peaks[1] > 20
 
 
+def test_a_search_for_a_batch_size_puts_back_gradients_that_left() -> None:
+    both = pair(offload_states=True)
+    for model, optimizer in both:
+        loss_of(model, 0).backward()
+
+        def train(n: int, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            step(model, optimizer, n)
+
+        memopt.find_batch_size(train, model=model, optimizer=optimizer, maximum=4)
+        optimizer.step()
+        loss_of(model, 1).backward()
+        optimizer.step()
+    same(both)
+
+
 # ---- states on the host ----------------------------------------------------------------------------------------------
 
 
