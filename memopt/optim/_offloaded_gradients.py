@@ -73,7 +73,7 @@ class HostGradient(Tensor):
             func is aten._to_copy.default
             and torch.device((kwargs or {}).get("device") or "cuda").type == "cpu"
         ):
-            return aten._to_copy.default(args[0].on_device(), **{**kwargs, "non_blocking": False})  # type: ignore[dict-item]
+            return func(args[0].on_device(), **((kwargs or {}) | {"non_blocking": False}))
         if func is aten.add.Tensor and not kwargs and type(args[0]) is cls:  # with create_graph=True
             return args[0].on_device() + args[1]
         raise RuntimeError(
