@@ -424,7 +424,7 @@ def _state_of(one: Any) -> Any:
     )
 
 
-def _is_offloaded(gradient: Tensor) -> bool:
+def is_offloaded(gradient: Tensor | None) -> bool:
     """Return whether it stands for one that offload_gradients=True keeps in the host's memory."""
     offloaded = sys.modules.get("memopt.optim._offloaded_gradients")
     return offloaded is not None and type(gradient) is offloaded.HostGradient
@@ -436,7 +436,7 @@ def _on_host(gradient: Tensor | None) -> Tensor | None:
     A gradient that is more than plain memory (sparse, a DTensor) stays where it is."""
     if gradient is None:
         return None
-    plain = _is_offloaded(gradient) or (type(gradient) is Tensor and gradient.layout is torch.strided)
+    plain = is_offloaded(gradient) or (type(gradient) is Tensor and gradient.layout is torch.strided)
     kept = gradient.detach()
     return kept.to("cpu", copy=True) if plain else kept.clone()
 
@@ -448,7 +448,7 @@ def _give(parameter: Tensor, kept: Tensor | None) -> None:
         parameter.grad = None
     elif (
         gradient is not None
-        and not _is_offloaded(gradient)
+        and not is_offloaded(gradient)
         and gradient.layout is kept.layout
         and (gradient.shape, gradient.dtype, gradient.stride()) == (kept.shape, kept.dtype, kept.stride())
         and not gradient.requires_grad

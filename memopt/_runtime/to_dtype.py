@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt import _C
+from memopt._runtime.state_snapshot import is_offloaded
 from memopt._runtime.storages import storage_bytes
 
 Keep: TypeAlias = str | Iterable[Any] | Callable[[str, torch.Tensor], bool] | None
@@ -220,6 +221,11 @@ def _check(
     ):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, {tensor.layout}: only plain tensors are converted in place"
+        )
+    if tensor.is_leaf and is_offloaded(tensor.grad):
+        raise ValueError(
+            f"{name} has a gradient that offload_gradients=True keeps in the host's memory: drop it before with "
+            "zero_grad(set_to_none=True)"
         )
     if not tensor.is_leaf:
         raise ValueError(

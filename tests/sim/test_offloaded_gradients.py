@@ -232,6 +232,16 @@ def test_a_gradient_is_read_as_any_type_and_a_model_does_not_move_with_it() -> N
     assert torch.equal(model.bias.grad.cpu(), torch.ones(4))
 
 
+def test_a_model_with_gradients_that_left_is_not_converted() -> None:
+    model = nn.Linear(4, 4).cuda()
+    optimizer = memopt.optim.SGD(model.parameters(), lr=0.5, offload_gradients=True)
+    model(torch.ones(1, 4, device="cuda")).sum().backward()
+    with pytest.raises(ValueError, match="weight has a gradient that offload_gradients=True keeps"):
+        memopt.to_dtype_(model, torch.bfloat16)
+    assert away(model) and model.weight.dtype is torch.float32
+    optimizer.step()
+
+
 def test_gradients_with_a_graph_stay() -> None:
     ends = []
     for offload in (False, True):
