@@ -12,7 +12,6 @@ each way (csrc/transfer/copies.h):
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +23,6 @@ from memopt._offload.pinned_memory import CopyIn, aligned, dense_bytes, index_of
 from memopt.optim._offloaded_gradients import HostGradient
 
 FOREVER = 1e8  # seconds
-ALONE = 3  # references to a home: HostStates', and two of a call that counts them
 
 TURN = 256 << 20  # bytes that a turn has at most, but for a single parameter's
 
@@ -74,17 +72,15 @@ class HostStates:
 
     def take(self, states: dict[str, Any], device: torch.device) -> None:
         """Move the states that are not here yet to the host, but for the count of steps. Waits for them."""
-        found = {}
-        for name, value in states.items():
-            home = self._at.get(name)
-            if name == "step" or not isinstance(value, Tensor) or value is home:
-                continue
-            # One that others have, as from state_dict(), stays as it is.
-            if home is not None and _layout(home) == _layout(value) and sys.getrefcount(home) <= ALONE:
-                self.wait()
-                states[name] = home.copy_(value)
-            else:
-                found[name] = value
+        kept = {name: value for name, value in self._at.items() if states.get(name) is value}
+        if len(kept) < len(self._at):
+            self.wait()  # copies may be on their way into what goes
+            self._at = kept
+        found = {
+            name: value
+            for name, value in states.items()
+            if name != "step" and isinstance(value, Tensor) and name not in kept
+        }
         nbytes = sum(aligned(value.nbytes) for value in found.values())
         if not nbytes:
             return
@@ -249,10 +245,6 @@ def in_turns(
     finally:
         for p, grad in had:
             p.grad = grad
-
-
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.size(), tensor.stride()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

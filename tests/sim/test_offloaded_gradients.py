@@ -620,9 +620,6 @@ def test_states_are_saved_loaded_and_copied_from_wherever_they_are() -> None:
         assert all(torch.equal(state[name].cpu(), there[name].cpu()) for name in state)
     stays.load_state_dict(dicts[1])
     leaves.load_state_dict(dicts[0])
-    held = [id(states["exp_avg"]) for states in leaves.state.values()]
-    leaves.load_state_dict(dicts[0])
-    assert held == [id(states["exp_avg"]) for states in leaves.state.values()], "in the same memory"
     copied = pickle.loads(pickle.dumps((other, leaves)))
     for n in range(2):
         step(plain, stays, n)
