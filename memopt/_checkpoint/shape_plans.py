@@ -35,7 +35,7 @@ from memopt._offload.schedule_sets import ScheduleOffload, bandwidth
 from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import preserve_state
 from memopt.chain import InfeasibleBudget
-from memopt.optim._offloaded_gradients import is_offload
+from memopt.optim._offloaded_gradients import sends_to_host
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 MOST_PLANS = 32  # besides that of the sample
@@ -437,7 +437,7 @@ class PlannedForward:
 def steps_in_backward(parameter: torch.nn.Parameter) -> bool:
     """Return whether the parameter has hooks that may change it as its gradient is complete."""
     hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    return not all(map(is_offload, (hooks or {}).values()))
+    return not all(map(sends_to_host, (hooks or {}).values()))
 
 
 def synchronizes(module: torch.nn.Module) -> bool:

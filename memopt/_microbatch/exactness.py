@@ -23,7 +23,7 @@ from memopt._microbatch.attempt import run_attempt
 from memopt._microbatch.split_batch import SplitBatch, Weights
 from memopt._runtime.log import logger, stacklevel
 from memopt._runtime.state_snapshot import BufferValues, GradientTensors, Modes, RandomState
-from memopt.optim._offloaded_gradients import is_offload
+from memopt.optim._offloaded_gradients import sends_to_host
 
 _DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reductions are there
 
@@ -79,7 +79,7 @@ def refuse_hooks(modules: Sequence[nn.Module]) -> None:
     for root in modules:
         for name, parameter in root.named_parameters():
             later = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-            if parameter._backward_hooks or not all(map(is_offload, later)):
+            if parameter._backward_hooks or not all(map(sends_to_host, later)):
                 raise ValueError(
                     f"memopt.backward: parameter {name} has a hook on its gradient, which would be called for each "
                     "micro-batch, with the gradient of that micro-batch alone. Do its work after backward(), or "

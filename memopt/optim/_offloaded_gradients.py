@@ -202,7 +202,7 @@ class GradientOffload:
         others = [
             p
             for p in new
-            if any(map(is_offload, (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()))
+            if any(map(sends_to_host, (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()))
         ]
         for p in others:
             if not shared:
@@ -266,7 +266,7 @@ def _remove(handles: dict[int, Any]) -> None:
     handles.clear()
 
 
-def is_offload(hook: Any) -> bool:
+def sends_to_host(hook: Any) -> bool:
     """Return whether a parameter's hook only sends its gradient to the host."""
     return isinstance(getattr(hook, "__self__", None), GradientOffload)
 
