@@ -23,7 +23,6 @@ from memopt._offload.pinned_memory import CopyIn, aligned, dense_bytes, index_of
 from memopt.optim._offloaded_gradients import HostGradient
 
 FOREVER = 1e8  # seconds
-
 TURN = 256 << 20  # bytes that a turn has at most, but for a single parameter's
 
 
@@ -131,7 +130,10 @@ class StateTrip:
         self._states[self._name] = there
 
     def leave(self) -> int:
-        there, self._states[self._name] = self._states[self._name], self.like
+        there = self._states[self._name]
+        if there is self.like:  # it has not arrived
+            return 0
+        self._states[self._name] = self.like
         self._home.copied = _C.copy_out(_bytes(there), _bytes(self.like))
         return self._home.copied
 
