@@ -13,6 +13,7 @@ from memopt._estimate.prediction import Advice, Estimate
 from memopt._estimate.request import (
     CHECKPOINT,
     EIGHT_BITS,
+    FOUR_BITS,
     FUSED,
     LOSS_HEAD,
     OFFLOAD_ACTIVATIONS,
@@ -29,12 +30,14 @@ _SWITCH = {
 _CHANGES = {
     FUSED: "the same up to rounding",
     EIGHT_BITS: "other results: states of 8 bits",
+    FOUR_BITS: "other results: states of 4 bits",
     LOSS_HEAD: "the same up to rounding",
     OFFLOAD_GRADIENTS: "the same up to rounding",
     OFFLOAD_STATES: "the same up to rounding",
 }
 _OPTIONS = {  # of memopt.optim's optimizers, by technique
     EIGHT_BITS: "state_bits=8",
+    FOUR_BITS: "state_bits=4",
     OFFLOAD_GRADIENTS: "offload_gradients=True",
     OFFLOAD_STATES: "offload_states=True",
 }
@@ -51,6 +54,7 @@ _TOGETHER = (
     (OFFLOAD_GRADIENTS, OFFLOAD_STATES, OFFLOAD_ACTIVATIONS),
     (OFFLOAD_LAYERS, OFFLOAD_ACTIVATIONS),
     (EIGHT_BITS, OFFLOAD_GRADIENTS),
+    (FOUR_BITS, OFFLOAD_GRADIENTS),
     (EIGHT_BITS, OFFLOAD_GRADIENTS, OFFLOAD_STATES, LOSS_HEAD),
     (EIGHT_BITS, CHECKPOINT),
     (EIGHT_BITS, OFFLOAD_ACTIVATIONS),
@@ -91,7 +95,10 @@ def find(found: Estimate, card: Card, backend: str, attempt: Try) -> list[Advice
         if one.name != backend and one.completes
     ]
     met: dict[str, str] = {}  # techniques of which the script has something, and how they are written
+    enough = False  # 8 bits are: then 4 are not tried
     for technique in _worth_trying(found):
+        if enough and technique == FOUR_BITS:
+            continue
         for names in _written(technique, card, found):
             result = attempt([names], backend)
             if result.answer is None or technique not in result.answer.more["techniques"]:
@@ -99,6 +106,7 @@ def find(found: Estimate, card: Card, backend: str, attempt: Try) -> list[Advice
             met[technique] = names
             if result.fits:
                 listed.append(_told((names,), result.answer, ""))
+                enough = enough or technique == EIGHT_BITS
                 break
     batch = found.largest_batch
     if batch and batch["size"] and batch["now"] and batch["size"] < batch["now"]:
@@ -118,7 +126,7 @@ def _worth_trying(found: Estimate) -> Iterator[str]:
     """Return the techniques that could save memory at the peak."""
     of = found.by_category
     if of.get("optimizer"):
-        yield from (FUSED, EIGHT_BITS, OFFLOAD_STATES, OFFLOAD_GRADIENTS)
+        yield from (FUSED, EIGHT_BITS, FOUR_BITS, OFFLOAD_STATES, OFFLOAD_GRADIENTS)
     if of.get("activations"):
         yield from (CHECKPOINT, OFFLOAD_ACTIVATIONS, LOSS_HEAD)
     if of.get("parameters"):

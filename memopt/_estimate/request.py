@@ -13,7 +13,7 @@ from memopt._estimate.protection import Protection
 
 BACKENDS = ("native", "expandable", "pool")
 # Techniques that a script can be run with; CHECKPOINT is followed by ":" and a budget in bytes.
-FUSED, EIGHT_BITS, CHECKPOINT = "fused", "eight bits", "checkpoint"
+FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "checkpoint"
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
 OFFLOAD_GRADIENTS, OFFLOAD_STATES = "offload gradients", "offload states"
 SHORTEN = ("all", "training", "none")  # of a script's loops

@@ -16,6 +16,7 @@ from torch.nn import functional
 from memopt._estimate.request import (
     CHECKPOINT,
     EIGHT_BITS,
+    FOUR_BITS,
     FUSED,
     LOSS_HEAD,
     OFFLOAD_ACTIVATIONS,
@@ -28,6 +29,7 @@ from memopt.nn._deferred_logits import DeferredLogits
 _HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _OPTIONS: dict[str, dict[str, Any]] = {  # of memopt.optim's optimizers
     EIGHT_BITS: {"state_bits": 8},
+    FOUR_BITS: {"state_bits": 4},
     OFFLOAD_GRADIENTS: {"offload_gradients": True},
     OFFLOAD_STATES: {"offload_states": True},
 }
@@ -75,7 +77,7 @@ class Techniques:
         import memopt.amp
         import memopt.optim
 
-        for name in ("Adam", "AdamW", *(["SGD"] if techniques != [EIGHT_BITS] else [])):
+        for name in ("Adam", "AdamW", *(["SGD"] if {*techniques} - {EIGHT_BITS, FOUR_BITS} else [])):
             kind = self._with_options(getattr(memopt.optim, name), techniques)
             setattr(torch.optim, name, kind)
             setattr(importlib.import_module(f"torch.optim.{name.lower()}"), name, kind)
@@ -91,7 +93,7 @@ class Techniques:
         class WithOptions(ours):  # type: ignore[misc]
             def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
                 coded = "SGD" not in ours.__name__ and not kwargs.get("amsgrad")
-                used = [name for name in techniques if name != EIGHT_BITS or coded]
+                used = [name for name in techniques if coded or name not in (EIGHT_BITS, FOUR_BITS)]
                 options = {key: value for name in used for key, value in _OPTIONS[name].items()}
                 super().__init__(params, *args, **options, **kwargs)
                 for name in used:

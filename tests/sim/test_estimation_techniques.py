@@ -56,6 +56,7 @@ def peak(tmp_path, *techniques, **written):
     [
         ("fused", "AdamW", 128, {"options": ", fused=True"}),
         ("eight bits", "AdamW", 128, {"optimizer": "memopt.optim.AdamW", "options": ", state_bits=8"}),
+        ("four bits", "AdamW", 128, {"optimizer": "memopt.optim.AdamW", "options": ", state_bits=4"}),
         (
             "offload gradients",
             "AdamW",

@@ -280,6 +280,14 @@ def test_only_what_fits_when_it_is_tried_is_advised(script, capfd):
     }
 
 
+@pytest.mark.parametrize(("eight", "four", "chosen"), [(40, 60, 4), (60, 70, 8)])
+def test_four_bits_are_tried_where_eight_are_not_enough(script, capfd, eight, four, chosen):
+    said, asked = advised(script, capfd, 50 * MIB, eight_bits=eight * MIB, four_bits=four * MIB)
+    assert said["memopt.optim.AdamW"]["what"] == f"memopt.optim.AdamW(..., state_bits={chosen})"
+    assert f"{chosen} bits" in said["memopt.optim.AdamW"]["changes"]
+    assert any("four bits" in one["techniques"] for one in asked) == (chosen == 4)
+
+
 def test_a_technique_that_takes_too_long_is_not_advised(script, capfd):
     path = script(techniques={"eight bits": 60 * MIB}, slow=["eight bits"])
     found = answer(capfd, "--gpu", allocated() - 50 * MIB + cards.CONTEXT, path, status=1)
