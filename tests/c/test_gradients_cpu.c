@@ -95,12 +95,12 @@ static void free_list(list *l)
 }
 
 typedef struct results {
-    double norm64;
     float inv_scale, found_inf, norm, clip, factor;
     float unused; /* so that all of the struct's bytes are values, which are compared */
+    double norm64;
 } results;
 
-static const results untouched = {-7, 1, -3, -4, -5, -6, 0};
+static const results untouched = {1, -3, -4, -5, -6, 0, -7};
 
 static mo_gradients_job make_job(const list *l, unsigned passes, results *r)
 {
