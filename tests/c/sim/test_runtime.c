@@ -106,13 +106,14 @@ static const dim3 one = {1, 1, 1};
 static void register_once(void)
 {
     static bool done;
+    static void **image; /* for the process's life */
     static const size_t sizes[] = {sizeof(int)};
 
     open_device();
     if (done)
         return;
     done = true;
-    void **image = __cudaRegisterFatBinary(NULL);
+    image = __cudaRegisterFatBinary(NULL);
     char *name = "_Z3addi";
     __cudaRegisterFunction(image, (const char *)host_stub, name, name, -1, NULL, NULL, NULL, NULL, NULL);
     __cudaRegisterVar(image, (char *)&symbol_shadow, "shadow", "shadow", 0, 16, 0, 0);
