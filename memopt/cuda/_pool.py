@@ -492,8 +492,8 @@ def _kept_by(node: Any) -> Iterator[tuple[str, Any]]:
             try:
                 value = getattr(node, attribute)
             except (
-                RuntimeError
-            ):  # freed by a backward, or changed in place since: nothing is kept that could be read
+                Exception
+            ):  # freed by a backward, changed in place since, or hooks of others refuse: not to be read
                 continue
             for one in value if isinstance(value, (tuple, list)) else (value,):
                 yield attribute.removeprefix("_saved_"), one

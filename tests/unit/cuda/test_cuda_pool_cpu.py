@@ -212,6 +212,21 @@ def its_storage(t, w):
     return t.untyped_storage()
 
 
+def test_a_graph_whose_hooks_refuse_to_be_read_is_passed_over(pool):
+    def refuse(_):
+        raise ValueError("not to be read")
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
+        other = torch.ones(3, requires_grad=True).exp()
+    t = pool.allocate((10,), dtype=torch.float32)
+    kept = saved_input(t.zero_(), torch.ones(10, requires_grad=True))
+    with pytest.raises(RuntimeError, match="MulBackward0"):
+        pool.free(t)
+    del kept
+    pool.free(t)
+    assert other.requires_grad
+
+
 @pytest.mark.parametrize(
     ("use", "name"),
     [
