@@ -166,7 +166,7 @@ def main() -> int:
         default=None,
         help="of each training (400; 20 with --quick, of a model of 70,000 parameters)",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each kind (3)")
+    parser.add_argument("--seeds", type=int, default=5, help="trainings of each kind (5)")
     parser.add_argument("--threads", type=int, default=2, help="of torch, on the CPU (2)")
     options: argparse.Namespace = parser.parse_args()
     steps = options.steps or (20 if options.quick else 400)

@@ -311,8 +311,9 @@ class AdamW(AdamStates, _TorchsAdamW):
             them back, some at a time: of all gradients the device has two of the largest at once. In p.grad is then a
             tensor of the same shape that holds no memory there; p.grad.cpu() is the gradient. Accumulation,
             zero_grad(), memopt.amp.clip_grad_norm_ (order 2; exact) and memopt.amp.GradScaler work as ever, with the
-            same bits; torch's own clipping and scaler are refused by name, so that nothing is clipped in silence.
-            Sparse gradients stay.
+            same bits, but that norms of fp64 gradients are fp32, and that gradients of 16 bits are rounded by
+            scaler.step(max_norm=), too. torch's own clipping and scaler are refused by name, so that nothing is
+            clipped in silence. Sparse gradients stay.
         offload_states: Whether the moments and master weights of parameters on a CUDA device lie in pinned memory of
             the host. The step, with the same bits, brings them to the device and back, some at a time: two turns of at
             most 256 MiB or of one parameter's gradient and states are there at once. The host does not wait; read

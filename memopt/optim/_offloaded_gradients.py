@@ -181,7 +181,7 @@ class _WayToHost:
 
 
 class GradientOffload:
-    """What sends the gradients of an optimizer's parameters to the host as they are made."""
+    """The hooks that send the gradients of an optimizer's parameters to the host as they are made."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._handles: dict[int, Any] = {}  # by id(parameter)

@@ -348,7 +348,9 @@ class OnePass(torch.optim.Optimizer):
             param_group: Its parameters and options; memopt's own options too.
 
         Raises:
-            ValueError: differentiable=True, or options that exclude each other.
+            ValueError: differentiable=True, options that exclude each other, or offload_gradients=True with a
+                parameter that another optimizer has so.
+            RuntimeError: offload_gradients=True in a process of several ranks.
         """
         for name, value in (self._own_defaults or {}).items():
             self.defaults.setdefault(name, value)
@@ -361,7 +363,11 @@ class OnePass(torch.optim.Optimizer):
                 )
             self._check_group(whole)
         super().add_param_group(param_group)
-        self._offload_gradients()
+        try:
+            self._offload_gradients()
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def _offload_gradients(self, shared: bool = False) -> None:
         """Have the gradients of groups with offload_gradients=True leave as they are made. shared: but for those that

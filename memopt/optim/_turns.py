@@ -139,7 +139,7 @@ class StateTrip:
 
 
 class Load(NamedTuple):
-    """What one parameter's update needs: what comes, and a gradient that is there already."""
+    """One parameter's share of a turn: what comes for its update, and a gradient that is there already."""
 
     p: Tensor
     grad: Tensor | None

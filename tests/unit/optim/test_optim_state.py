@@ -260,7 +260,7 @@ def state_bytes(optimizer, p) -> int:
 @pytest.mark.parametrize("width, most", [(8, 2.1), (4, 1.06)])
 @pytest.mark.parametrize("kind", ["adam", "adamw"])
 def test_states_of_few_bits_take_a_quarter_or_an_eighth(kind, width, most):
-    """Where there are 4096 elements or more; below, torch's layout. The count of steps takes 4 bytes."""
+    """For 4096 elements or more; below, torch's layout. The count of steps takes 4 bytes."""
     new, ours = ours_of(kind, state_bits=width)
     run([(new, ours)], 2)
     for p in ours:
@@ -592,7 +592,7 @@ def test_a_small_first_moment_beside_a_large_one_is_right_in_the_mean(width):
 @pytest.mark.parametrize("target", [32, 8, 4])
 @pytest.mark.parametrize("source", [32, 8, 4])
 def test_states_of_any_width_are_loaded_into_any(source, target):
-    """What is loaded is what full=True says of the source, as near as the target's codes are."""
+    """The loaded moments are what full=True says of the source, as near as the target's codes are."""
     one, a = ours_of(state_bits=source)
     run([(one, a)], 5)
     other, b = ours_of(state_bits=target, number=1)
