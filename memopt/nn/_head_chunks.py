@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt import _C
+from memopt._runtime import kernels
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of hidden, weight and bias; None where none is needed."""
@@ -184,6 +185,8 @@ class Head:
         if isinstance(logits, FakeTensor):  # in place, and so nothing to estimate
             return
         if logits.dtype != torch.float64:
+            if logits.is_cuda:
+                kernels.prepare()
             _C.cross_entropy(
                 logits, target, lse, losses, scales, first, self._classes, self._smoothing, self._softcap
             )
