@@ -122,6 +122,7 @@ MO_BODY void mo_update_prepare(mo_update_launch launch, unsigned number, mo_upda
     w->way = mo_update_way_of(&w->a);
     w->decays = !(w->a.flags & MO_UPDATE_SGD) && w->a.flags & MO_ADAM_L2;
     mo_update_enter_unit(w, first);
+    w->first += launch.first_index;
     w->stored = launch.store_gradients ? factor : 1.0f;
     left = launch.store_gradients ? 1.0f : factor;
 

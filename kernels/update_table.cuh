@@ -44,6 +44,7 @@ typedef struct mo_update_launch {
     unsigned parameters, groups, units;
     unsigned elements; /* a unit's, a multiple of 1024, at most 2^28: a unit's bytes are counted in 32 bits */
     unsigned store_gradients; /* not 0: they are multiplied by the factor where they lie */
+    unsigned first_index;     /* of each parameter's first element, to dithers */
 } mo_update_launch;
 
 MO_BODY mo_update_head *mo_update_head_of(mo_update_launch launch)

@@ -195,6 +195,7 @@ class UpdatePlan:
         factor: object = None,
         found_inf: object = None,
         store_gradients: bool = False,
+        first_index: int = 0,
         /,
     ) -> None: ...
     def drop(self, /) -> None: ...

@@ -77,6 +77,8 @@ typedef struct mo_update_job {
     size_t group_count;
     uintptr_t factor;    /* one fp32 in the job's device memory; 0: 1 */
     uintptr_t found_inf; /* one fp32; 0: never */
+    uint32_t
+        first_index; /* of each parameter's first element, to dithers: not 0 for a piece of a parameter */
     bool
         store_gradients; /* g := round(x before maximize) too, so that p.grad is unscaled and clipped afterwards */
 } mo_update_job;

@@ -56,6 +56,7 @@ typedef struct share {
     unsigned flags;
     float stored;  /* what gradients are multiplied with where they lie, so that the rule need not; 1: left */
     uint32_t step; /* the number of this step */
+    uint32_t first_index;
 } share;
 
 static void *place(uintptr_t address, size_t index, size_t size)
@@ -83,7 +84,7 @@ static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t be
         .state_kind = a->state_kind,
         .stochastic = s->group->stochastic,
         .stored = s->stored,
-        .index = (uint32_t)begin,
+        .index = s->first_index + (uint32_t)begin,
         .step = s->step,
     };
 
@@ -172,6 +173,7 @@ static void run_elements(const update_plan *plan, size_t parameter, size_t begin
         .flags = mo_update_flags(a, group),
         .stored = plan->stored,
         .step = (uint32_t)mo_step_number(row->step),
+        .first_index = plan->job->first_index,
     };
 
     if (a->kind == MO_F64)

@@ -103,6 +103,7 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_update_job *
         .parameters = (unsigned)job->count,
         .groups = (unsigned)job->group_count,
         .store_gradients = job->store_gradients,
+        .first_index = job->first_index,
     };
     mo_launch_shape shape = {.kernel = MO_KERNEL_UPDATE, .threads = THREADS};
     void *table = NULL;

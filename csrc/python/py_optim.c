@@ -237,22 +237,26 @@ static bool of_device(const plan *u, int device, mo_update_job *out, mo_paramete
     return true;
 }
 
-PyDoc_STRVAR(run_doc, "run($self, device, factor=None, found_inf=None, store_gradients=False, /)\n--\n\n"
-                      "Does the step of what was taken on one device: gradients times factor, nothing where\n"
-                      "found_inf is not 0. store_gradients: they are kept as they were used.");
+PyDoc_STRVAR(
+    run_doc,
+    "run($self, device, factor=None, found_inf=None, store_gradients=False, first_index=0, /)\n--\n\n"
+    "Does the step of what was taken on one device: gradients times factor, nothing where\n"
+    "found_inf is not 0. store_gradients: they are kept as they were used. first_index: of the\n"
+    "first element, where a parameter is a piece of another.");
 
 static PyObject *run(PyObject *self, PyObject *args)
 {
     plan *u = (plan *)self;
     PyObject *module = module_of(self), *factor = Py_None, *found_inf = Py_None;
     int device, store = 0;
+    unsigned first_index = 0;
     mo_update_job job = {.groups = u->hypers, .group_count = u->group_count};
     mo_parameter *own;
     void *stream = NULL;
     mo_detail detail = {0};
     mo_status status;
 
-    if (!PyArg_ParseTuple(args, "i|OOp:run", &device, &factor, &found_inf, &store))
+    if (!PyArg_ParseTuple(args, "i|OOpI:run", &device, &factor, &found_inf, &store, &first_index))
         return NULL;
     if (u->running)
         return busy();
@@ -263,6 +267,7 @@ static PyObject *run(PyObject *self, PyObject *args)
     if (!of_device(u, device, &job, &own))
         return PyErr_NoMemory();
     job.store_gradients = store;
+    job.first_index = first_index;
     u->running = true;
     Py_BEGIN_ALLOW_THREADS;
     status = device == MO_CPU ? mo_update_cpu(&job, &detail) : mo_update_cuda(device, stream, &job, &detail);

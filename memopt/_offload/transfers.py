@@ -206,10 +206,11 @@ class PinnedTransfer(_DeviceTransfer):
         assert self._incoming is not None
         return self._incoming.tensor()
 
-    def copy_to(self, flat: torch.Tensor, after: int = 0) -> CopyIn:
-        """Begin to copy the bytes into memory of the device that the current stream had last, or that copy out."""
-        owner = torch.cuda.current_stream(self._device)
-        copy = CopyIn(owner, _C.copy_in(self._room.memory, flat, max(self._out, after), owner.cuda_stream))
+    def copy_to(self, flat: torch.Tensor, after: int = 0, first: int = 0) -> CopyIn:
+        """Begin to copy the bytes from the first on into memory of the device that the current stream had last, or that
+        copy out."""
+        owner, host = torch.cuda.current_stream(self._device), self._room.memory[first : first + flat.numel()]
+        copy = CopyIn(owner, _C.copy_in(host, flat, max(self._out, after), owner.cuda_stream))
         self._room.mark = copy.ticket
         return copy
 

@@ -109,14 +109,15 @@ class HostGradient(Tensor):
         """Multiply it in place, each product rounded. factor: one fp32 on its device."""
         self._factors += (factor,)
 
-    def begin_return(self, grad: Tensor, after: int = 0) -> CopyIn:
-        """Begin to copy it into a tensor like it, which later work may use after end_return().
+    def begin_return(self, grad: Tensor, after: int = 0, first: int = 0) -> CopyIn:
+        """Begin to copy it into a tensor like it, which later work may use after end_return(); or its elements in
+        memory, from the first on, into a row.
 
         after: the ticket of a copy out that it comes behind.
         """
         flat = dense_bytes(grad)
         assert flat is not None
-        return self._transfer.copy_to(flat, after)
+        return self._transfer.copy_to(flat, after, first * self.itemsize)
 
     def end_return(self, grad: Tensor, copy: CopyIn) -> None:
         copy.join(grad)

@@ -19,7 +19,7 @@ from memopt._runtime import kernels
 from memopt._runtime.signals import interrupted_later
 from memopt.optim._offloaded_gradients import GradientOffload, HostGradient
 from memopt.optim._state_layout import FLOATS, is_plain, like, not_like
-from memopt.optim._turns import HostStates, in_turns
+from memopt.optim._turns import HostStates, Piece, in_turns
 
 OWN_OPTIONS = (
     "state_bits",
@@ -41,6 +41,7 @@ class OnePass(torch.optim.Optimizer):
     _scaled: ScaledStep | None = None  # while _memopt_step() runs step()
     _plan: _C.UpdatePlan | None = None
     _is_collected = False  # the plan has collected what the next step() takes
+    _first_index = 0  # of the first element, while a piece of a parameter is stepped
     _own_defaults: dict[str, Any] | None = None
     _offload: GradientOffload | None = None
     _homes: dict[int, HostStates] = {}  # noqa: RUF012  # each optimizer's own, by id(parameter), once it has one
@@ -119,11 +120,15 @@ class OnePass(torch.optim.Optimizer):
         try:
             with interrupted_later(fatal=False):
                 parameters = [p for group in self.param_groups for p in group["params"]]
-                for _ in in_turns(parameters, self.state, self._homes):
-                    numbers = [number for number, _ in first]  # a new plan: torch's step may have made states
-                    self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, numbers)
-                    self._update(scaling)
-                    first = [(number, p) for number, p in first if p.grad is None]  # those of other turns
+                for piece in in_turns(parameters, self.state, self._homes):
+                    if piece is None:
+                        numbers = [number for number, _ in first]  # a new plan: torch's step may have made states
+                        self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, numbers)
+                        self._update(scaling)
+                        first = [(number, p) for number, p in first if p.grad is None]  # those of other turns
+                    else:
+                        self._update_piece(piece, scaling, any(p is piece.of for _, p in first))
+                        first = [(number, p) for number, p in first if p is not piece.of or not piece.is_last]
                 if scaling is not None:
                     scaling.store_all(parameters)
         except BaseException:
@@ -131,6 +136,19 @@ class OnePass(torch.optim.Optimizer):
             raise
         finally:
             self._plan = None  # it holds what was on the device
+
+    def _update_piece(self, piece: Piece, scaling: ScaledStep | None, is_first: bool) -> None:
+        """Step a piece, as if it was all that this optimizer has."""
+        group = next(group for group in self.param_groups if any(p is piece.of for p in group["params"]))
+        whole = {name: self.__dict__[name] for name in ("state", "param_groups")}
+        try:
+            self.state, self.param_groups = {piece.p: piece.states}, [{**group, "params": [piece.p]}]  # type: ignore[assignment]
+            self._first_index = piece.first_index
+            self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, [0] if is_first else [])
+            self._update(scaling)
+        finally:
+            self.__dict__.update(whole)
+            self._first_index = 0
 
     def _ready(self, scaling: ScaledStep | None) -> tuple[list[int], list[tuple[int, Tensor]]] | None:
         """Collect for a step, with all states. Return the numbers of the parameters that the plan cannot take, and
@@ -167,11 +185,12 @@ class OnePass(torch.optim.Optimizer):
             for number in plan.devices():
                 if number >= 0:
                     kernels.prepare()
-                if scaling is None:
-                    plan.run(number)
-                else:
+                factor, found_inf, store = None, None, False
+                if scaling is not None:
                     device = torch.device("cpu") if number < 0 else torch.device("cuda", number)
-                    plan.run(number, scaling.factor(device), scaling.found_inf_on(device), scaling.store)
+                    factor, found_inf = scaling.factor(device), scaling.found_inf_on(device)
+                    store = scaling.store
+                plan.run(number, factor, found_inf, store, self._first_index)
         except BaseException:
             self._forget(first)
             raise

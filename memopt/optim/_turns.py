@@ -1,5 +1,5 @@
 """A step in turns: what lives in the host's memory, gradients and states, comes to the device for a few parameters at a
-time, and states go back.
+time, and states go back. A parameter with more than a turn's bytes is stepped in pieces.
 
 Two turns have room on the device, taken before the first begins. While one's parameters are updated, the next turn's
 tensors come, and the states of the turn before leave; the host waits for none of this. Copies are memopt._C's, a line
@@ -21,9 +21,11 @@ from torch import Tensor
 from memopt import _C
 from memopt._offload.pinned_memory import CopyIn, aligned, dense_bytes, index_of, pinned_tensor
 from memopt.optim._offloaded_gradients import HostGradient
+from memopt.optim._state_layout import BLOCK, blocks, codes_shape, is_plain
 
 FOREVER = 1e8  # seconds
-TURN = 256 << 20  # bytes that a turn has at most, but for a single parameter's
+TURN = 256 << 20  # bytes that a turn has at most, but for a parameter that cannot be cut
+GRAIN = 4096  # elements: a piece's are a multiple, so that blocks of codes are whole and widest accesses aligned
 
 
 class Traveller(Protocol):
@@ -44,16 +46,19 @@ class Traveller(Protocol):
 
 
 class GradientTrip:
-    """A gradient's way into .grad and out of it."""
+    """A gradient's way into .grad and out of it; of a piece of a parameter, that of its elements."""
 
-    def __init__(self, p: Tensor, gradient: HostGradient) -> None:
-        self._p, self.like = p, gradient
+    def __init__(self, p: Tensor, gradient: HostGradient, first: int | None = None) -> None:
+        self._p, self._gradient, self._first = p, gradient, first or 0
+        self.like: Tensor = gradient
+        if first is not None:
+            self.like = torch.empty(p.numel(), dtype=gradient.dtype, device="meta")
 
     def begin(self, there: Tensor, after: int) -> CopyIn:
-        return self.like.begin_return(there, after)
+        return self._gradient.begin_return(there, after, self._first)
 
     def arrive(self, there: Tensor, copy: CopyIn) -> None:
-        self.like.end_return(there, copy)
+        self._gradient.end_return(there, copy)
         self._p.grad = there
 
     def leave(self) -> int:
@@ -102,10 +107,9 @@ class HostStates:
                 home.copy_(value)
         self.wait()  # until then nothing else may have the memory of what is copied
 
-    def trips(self, states: dict[str, Any]) -> list[StateTrip]:
-        return [
-            StateTrip(self, states, name) for name, value in self._at.items() if states.get(name) is value
-        ]
+    def names(self, states: dict[str, Any]) -> list[str]:
+        """Return the names of the states that are here."""
+        return [name for name, value in self._at.items() if states.get(name) is value]
 
     def wait(self) -> None:
         """Wait, on the host, until the states are what the last step made of them."""
@@ -138,12 +142,26 @@ class StateTrip:
         return self._home.copied
 
 
+class Piece(NamedTuple):
+    """A run of a parameter's elements in memory, as a parameter of its own, which is a row."""
+
+    of: Tensor
+    p: Tensor
+    states: dict[str, Any]
+    first_index: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.first_index + self.p.numel() == self.of.numel()
+
+
 class Load(NamedTuple):
-    """One parameter's share of a turn: what comes for its update, and a gradient that is there already."""
+    """One parameter's, or piece's, share of a turn: what comes for its update, and a gradient that is there already."""
 
     p: Tensor
     grad: Tensor | None
     trips: Sequence[Traveller]
+    piece: Piece | None = None
 
     @property
     def nbytes(self) -> int:
@@ -169,8 +187,8 @@ class Turns:
         ]
         self._copied = [0, 0]  # of each room the last copy out
 
-    def run(self) -> Iterator[None]:
-        """Yield once a turn, with what it needs on the device."""
+    def run(self) -> Iterator[Piece | None]:
+        """Yield each piece, and None once a turn for all its whole parameters, with what they need on the device."""
         coming, here = self._begin(0), []
         try:
             for k, turn in enumerate(self._turns):
@@ -180,7 +198,9 @@ class Turns:
                 for load in turn:
                     if load.grad is not None:
                         load.p.grad = load.grad
-                yield
+                yield from (load.piece for load in turn if load.piece is not None)
+                if any(load.piece is None for load in turn):
+                    yield None
                 self._leave(k, here)
                 for load in turn:
                     load.p.grad = None
@@ -213,10 +233,65 @@ class Turns:
         return coming
 
 
+def _loads(p: Tensor, states: dict[str, Any], home: HostStates | None) -> list[Load]:
+    """Return what comes from the host for p's step, one load or its pieces; none if all is there already."""
+    grad, names = p.grad, [] if home is None else home.names(states)
+    assert grad is not None
+
+    def load(of: Tensor, states: dict[str, Any], piece: Piece | None) -> Load:
+        trips: list[Traveller] = [StateTrip(home, states, name) for name in names if home is not None]
+        if isinstance(grad, HostGradient):
+            first = None if piece is None else piece.first_index
+            return Load(of, None, [GradientTrip(of, grad, first), *trips], piece)
+        return Load(of, grad if piece is None else of.grad, trips, piece)
+
+    whole = load(p, states, None)
+    if whole.nbytes > TURN and (cut := _pieces(p, grad, states, TURN * p.numel() // whole.nbytes)):
+        return [load(piece.p, piece.states, piece) for piece in cut]
+    return [whole] if whole.trips else []
+
+
+def _pieces(p: Tensor, grad: Tensor, states: dict[str, Any], elements: int) -> list[Piece]:
+    """Cut a parameter into pieces of at most so many elements, or of GRAIN; none where it cannot be."""
+    pers = {name: _elements_per(p, value) for name, value in states.items() if name != "step"}
+    if 0 in pers.values() or grad.shape != p.shape or grad.stride() != p.stride() or not is_plain(p):
+        return []
+    rows = {name: _row(states[name]) for name in pers}
+    length, count = max(elements // GRAIN, 1) * GRAIN, p.numel()
+    pieces = []
+    for first in range(0, count, length):
+        end = min(first + length, count)
+        piece = Piece(p, _row(p)[first:end], {}, first)
+        if not isinstance(grad, HostGradient):
+            piece.p.grad = _row(grad)[first:end]
+        for name, per in pers.items():
+            piece.states[name] = rows[name][first // per : -(-end // per)]
+        if "step" in states:  # each piece's update counts the step; the last one's is the parameter's
+            piece.states["step"] = states["step"] if piece.is_last else states["step"].clone()
+        pieces.append(piece)
+    return pieces
+
+
+def _elements_per(p: Tensor, state: Any) -> int:
+    """Return of how many of p's elements each of a state's is, in the order of memory; 0 where it is not so."""
+    if not isinstance(state, Tensor) or state.layout is not torch.strided:
+        return 0
+    if state.shape == p.shape:
+        return int(state.stride() == p.stride())
+    row = {codes_shape(p, 4): 2, (blocks(p),): BLOCK}
+    return row.get(tuple(state.shape), 0) if state.is_contiguous() else 0
+
+
+def _row(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's elements in the order of its memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
 def in_turns(
     parameters: Iterable[Tensor], states: Mapping[Tensor, Any], homes: Mapping[int, HostStates]
-) -> Iterator[None]:
-    """Yield once a turn, with gradients and states of some parameters on the device, and no gradient of any other.
+) -> Iterator[Piece | None]:
+    """Yield each piece of a parameter, and None for some whole ones, with their gradients and states on the device, and
+    no gradient of any other.
 
     homes: by id(parameter). What stands for gradients is back in .grad at the end.
     """
@@ -224,18 +299,14 @@ def in_turns(
     there: list[tuple[Tensor, Tensor]] = []
     loads: dict[torch.device, list[Load]] = {}
     for p, grad in had:
-        home = homes.get(id(p))
-        trips: list[Traveller] = [] if home is None else [*home.trips(states[p])]
-        if isinstance(grad, HostGradient):
-            loads.setdefault(p.device, []).append(Load(p, None, [GradientTrip(p, grad), *trips]))
-        elif trips:
-            loads.setdefault(p.device, []).append(Load(p, grad, trips))
-        else:
+        found = _loads(p, states.get(p) or {}, homes.get(id(p)))
+        loads.setdefault(p.device, []).extend(found)
+        if not found:
             there.append((p, grad))
     try:
         for p, _ in had:
             p.grad = None
-        turns = [Turns(device, found) for device, found in loads.items()]
+        turns = [Turns(device, found) for device, found in loads.items() if found]
         if there:
             for p, grad in there:
                 p.grad = grad

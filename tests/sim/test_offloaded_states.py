@@ -40,11 +40,25 @@ def computed() -> Iterator[None]:
         yield
 
 
+def note_pieces(cut: list[_turns.Piece], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have parameters cut into small pieces, and note these."""
+    whole = _turns._pieces
+    monkeypatch.setattr(_turns, "TURN", 4096)
+    monkeypatch.setattr(_turns, "GRAIN", 512)
+    monkeypatch.setattr(_turns, "_pieces", lambda *args: [cut.append(piece) or piece for piece in whole(*args)])
+
+
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("way", ["accumulated", "scaled", "twice"])
 @pytest.mark.parametrize("kind", [*KINDS, "amsgrad", "master"])
-def test_states_on_the_host_have_the_bits_of_those_that_stay(kind: str, way: str, gradients: bool) -> None:
+@pytest.mark.parametrize("pieces", [False, True])
+def test_states_on_the_host_have_the_bits_of_those_that_stay(
+    kind: str, way: str, gradients: bool, pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: list[_turns.Piece] = []
+    if pieces:
+        note_pieces(cut, monkeypatch)
     more: dict[str, dict[str, Any]] = {
         "amsgrad": {"amsgrad": True},
         "master": {"dtype": torch.bfloat16, "master_weights": True},
@@ -61,6 +75,7 @@ def test_states_on_the_host_have_the_bits_of_those_that_stay(kind: str, way: str
             assert {name: value.device.type for name, value in states.items() if name != "step"} == {
                 name: "cpu" for name in states if name != "step"
             }
+    assert not pieces or any(piece.first_index for piece in cut)
 
 
 def test_states_are_saved_loaded_and_copied_from_wherever_they_are() -> None:
