@@ -239,9 +239,17 @@ def _answer(training: TrainingTask) -> dict[str, Any]:
 def _as_in_a_fork_of_fakes() -> None:
     """Patch torch for fake tensors for the rest of this process.
 
-    Patched are conversions of modules, CUDA's autocast, which a CPU build would switch off, and DataLoader's workers,
-    to which fake tensors cannot be sent.
+    Patched are conversions of modules, CUDA's autocast, which a CPU build would switch off, DataLoader's workers, to
+    which fake tensors cannot be sent, and the backward pass, which torch runs outside LikeCuda: what it runs again must
+    be what was run.
     """
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def like_cuda(*args: Any, **kwargs: Any) -> Any:
+        with LikeCuda():
+            return run_backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = like_cuda  # type: ignore[attr-defined]
     from torch.utils.data import DataLoader
 
     torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]

@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt._estimate import model as model_estimate
@@ -167,6 +168,25 @@ def test_attention_and_dropout_keep_what_cuda_keeps():
     one = 2 * 4 * 1024 * 64
     # With the scores, 2 * 4 * 1024 * 1024 of them, it would be more than 32 MiB by far.
     assert middle(found) < 12 * 4 * one < 32 * MIB
+
+
+def test_what_the_backward_pass_runs_again_is_what_was_run():
+    class Attention(nn.Module):
+        def forward(self, x):
+            return functional.scaled_dot_product_attention(x, x, x)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.attention = nn.Parameter(torch.ones(64)), Attention()
+
+        def forward(self, x):
+            x = x * self.weight
+            for _ in range(2):
+                x = checkpoint(self.attention, x, use_reentrant=False)
+            return x
+
+    assert fake(Checkpointed(), torch.ones(2, 4, 64, 64), optimizer=torch.optim.SGD).steps == 3
 
 
 def test_lines_are_the_users():
