@@ -27,10 +27,16 @@ LEVERS = {
     "and states on the host": f"{FUSED} --offload-gradients --offload-states",
     "4-bit states, gradients on the host": "--state-bits 4 --fused-head --offload-gradients",
 }
+HOST = "and states on the host"
+LONG = {
+    "plain head": "--state-bits 8",
+    "fused head": FUSED,
+    "and blocks' inputs on the host": f"{FUSED} --offload-activations",
+}
 MODELS = {  # options, the card in GiB, and with what it is to do
-    "1b in mixed precision": ("--model 1b --amp", 12, "and states on the host"),
+    "1b in mixed precision": ("--model 1b --amp", 12, HOST),
     "7b": ("--model 7b", 24, "4-bit states, gradients on the host"),
-    "8b": ("--model 8b", 24, "and states on the host"),
+    "8b": ("--model 8b", 20, HOST),
 }
 
 
@@ -53,13 +59,19 @@ def main() -> int:
     parser = harness.parser(__doc__)
     options: argparse.Namespace = parser.parse_args()
     report = harness.Report("bench_large_models", options)
+
+    def record(model: str, found: dict[str, dict[str, float]]) -> None:
+        for what, title in (("live", "live bytes at the peak"), ("card", "memory of the card")):
+            values = {lever: figures[what] for lever, figures in found.items()}
+            report.record(f"{title}, {model}", values, unit="GiB")
+
     for name, (model, card, levers) in MODELS.items():
         if options.quick and card != 12:
             continue
-        found = {lever: estimated(f"{model} {more}") for lever, more in LEVERS.items()}
-        for what, title in (("live", "live bytes at the peak"), ("card", "memory of the card")):
-            values = {lever: figures[what] for lever, figures in found.items()}
-            report.record(f"{title}, a Llama of {name}, 4096 tokens", values, unit="GiB")
+        record(
+            f"a Llama of {name}, 4096 tokens",
+            {lever: estimated(f"{model} {more}") for lever, more in LEVERS.items()},
+        )
         report.record(
             f"live bytes at the peak on a card of {card} GiB, a Llama of {name}, {levers}",
             {"card": card, "memopt": estimated(f"{model} {LEVERS[levers]}", card)["live"]},
@@ -68,11 +80,11 @@ def main() -> int:
             goal=1.0,
         )
     if not options.quick:
-        heads = {
-            head: estimated(f"--model 8b --length 32768 --offload-gradients --offload-states {more}")["live"]
-            for head, more in (("plain head", "--state-bits 8"), ("fused head", FUSED))
-        }
-        report.record("live bytes at the peak, a Llama of 8b, 32768 tokens", heads, unit="GiB")
+        long = "--model 8b --length 32768 --offload-gradients --offload-states"
+        record(
+            "a Llama of 8b, 32768 tokens",
+            {lever: estimated(f"{long} {more}") for lever, more in LONG.items()},
+        )
     return report.finish()
 
 

@@ -5,6 +5,7 @@ Its levers are options, so that each configuration is one command line; a script
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import memopt
 import memopt.amp
 import memopt.nn
 import memopt.optim
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--offload-gradients", action="store_true")
     parser.add_argument("--offload-states", action="store_true")
     parser.add_argument("--fused-head", action="store_true")
+    parser.add_argument("--offload-activations", action="store_true", help="the blocks' inputs")
     parser.add_argument("--amp", action="store_true", help="fp32 parameters, and autocast to bf16")
     options = parser.parse_args()
     size = SIZES[options.model]
@@ -100,7 +103,8 @@ def main() -> None:
     for _ in range(2):
         words = torch.randint(size.words, (1, options.length + 1)).cuda()
         with torch.autocast("cuda", torch.bfloat16, enabled=options.amp):
-            x, targets = model(words[:, :-1]), words[:, 1:]
+            with memopt.offload_activations() if options.offload_activations else contextlib.nullcontext():
+                x, targets = model(words[:, :-1]), words[:, 1:]
             if options.fused_head:
                 loss = memopt.nn.linear_cross_entropy(x, model.head.weight, targets)
             else:
