@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--state-bits", type=int, default=0, help="0: torch.optim.AdamW")
     parser.add_argument("--offload-gradients", action="store_true")
     parser.add_argument("--offload-states", action="store_true")
+    parser.add_argument("--step-in-backward", action="store_true", help="without clipping")
     parser.add_argument("--fused-head", action="store_true")
     parser.add_argument("--offload-activations", action="store_true", help="the blocks' inputs")
     parser.add_argument("--amp", action="store_true", help="fp32 parameters, and autocast to bf16")
@@ -97,6 +98,7 @@ def main() -> None:
             state_bits=options.state_bits,
             offload_gradients=options.offload_gradients,
             offload_states=options.offload_states,
+            step_in_backward=options.step_in_backward,
         )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -110,7 +112,8 @@ def main() -> None:
             else:
                 loss = F.cross_entropy(model.head(x).float().flatten(0, 1), targets.flatten())
         loss.backward()
-        memopt.amp.clip_grad_norm_(model.parameters(), 1.0)
+        if not options.step_in_backward:
+            memopt.amp.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 

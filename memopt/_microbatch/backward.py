@@ -76,11 +76,11 @@ def backward(
         The whole batch's loss, detached.
 
     Raises:
-        ValueError: Before anything runs: the samples cannot be identified, or micro-batches would have other gradients
-            (batch norm in train mode, hooks on gradients). After the first step: the loss is not such a reduction.
-            Also: the loss is neither one number nor one for each sample; or a batch has to be split, and fn runs only
-            on the whole of it (a graph's nodes, too few samples). A trial that fails is only logged, and the step goes
-            on if it fits.
+        ValueError: Before anything runs: the samples cannot be identified, micro-batches would have other gradients
+            (batch norm in train mode, hooks on gradients), or parameters step in the backward pass
+            (step_in_backward=True). After the first step: the loss is not such a reduction. Also: the loss is neither
+            one number nor one for each sample; or a batch has to be split, and fn runs only on the whole of it (a
+            graph's nodes, too few samples). A trial that fails is only logged, and the step goes on if it fits.
         TypeError: An argument cannot be split.
         RuntimeError: fn calls memopt.backward.
         torch.OutOfMemoryError: A single sample does not fit. The error has the class of the last one and names the
@@ -189,6 +189,7 @@ class _Step:
         parameters, self.buffers = ModuleTensors.of(modules)
         self.parameters = _leaves(parameters, split)
         self.devices = tuple({tensor.device for tensor in (*self.parameters, *split.tensors())})
+        exactness.refuse_steps(self.parameters)
         if exact is not False:
             self._refuse()
         self.done = 0  # samples whose gradients are accumulated

@@ -23,6 +23,7 @@ from memopt._microbatch.attempt import run_attempt
 from memopt._microbatch.split_batch import SplitBatch, Weights
 from memopt._runtime.log import logger, stacklevel
 from memopt._runtime.state_snapshot import BufferValues, GradientTensors, Modes, RandomState
+from memopt.optim._backward_steps import steps_at_once
 from memopt.optim._offloaded_gradients import sends_to_host
 
 _DEPTH = 64  # nodes of a loss's graph that are looked at, from its end: reductions are there
@@ -72,6 +73,17 @@ def refuse_mixing(found: Suspects) -> None:
             f"LayerNorm), or {_TOLD}: each micro-batch is then normalised by itself, and running statistics are "
             "updated once for each micro-batch"
         )
+
+
+def refuse_steps(parameters: Sequence[Tensor]) -> None:
+    """Refuse parameters that step in the backward pass: one that runs out of memory would have stepped some."""
+    for parameter in parameters:
+        if any(map(steps_at_once, (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())):
+            raise ValueError(
+                f"memopt.backward: a parameter of shape {tuple(parameter.shape)} steps as its gradient is made "
+                "(step_in_backward=True), so a backward pass that runs out of memory could not be undone, nor one run "
+                "in parts. Leave step_in_backward out, or take offload_gradients=True, or call loss.backward()"
+            )
 
 
 def refuse_hooks(modules: Sequence[nn.Module]) -> None:

@@ -208,12 +208,13 @@ class Adam(AdamStates, _TorchsAdam):
 
     Args:
         params: As torch.optim.Adam's, like all that are not named here.
-        state_bits: As memopt.optim.AdamW's, like the next five.
+        state_bits: As memopt.optim.AdamW's, like the next six.
         min_8bit_size: The smallest number of elements for states of 8 or 4 bits.
         master_weights: Whether to keep an fp32 copy of fp16 and bf16 parameters.
         stochastic_rounding: Whether to round fp16 and bf16 parameters stochastically.
         offload_gradients: Whether gradients of parameters on a CUDA device wait for the step in the host's memory.
         offload_states: Whether states of parameters on a CUDA device lie in the host's memory between steps.
+        step_in_backward: Whether each parameter is stepped as backward() completes its gradient, which is dropped then.
 
     Raises:
         ValueError: As memopt.optim.AdamW does.
@@ -243,6 +244,7 @@ class Adam(AdamStates, _TorchsAdam):
         stochastic_rounding: bool = False,
         offload_gradients: bool = False,
         offload_states: bool = False,
+        step_in_backward: bool = False,
     ) -> None:
         self._own_defaults = {
             "state_bits": state_bits,
@@ -251,6 +253,7 @@ class Adam(AdamStates, _TorchsAdam):
             "stochastic_rounding": stochastic_rounding,
             "offload_gradients": offload_gradients,
             "offload_states": offload_states,
+            "step_in_backward": step_in_backward,
         }
         super().__init__(
             params,
@@ -318,11 +321,19 @@ class AdamW(AdamStates, _TorchsAdamW):
             the host. The step, with the same bits, brings them to the device and back, some at a time: two turns of at
             most 256 MiB or of one parameter's gradient and states are there at once. The host does not wait; read
             state_dict(), which does, rather than `state`, whose tensors the last step may still be writing.
+        step_in_backward: Whether each parameter is stepped, with the same bits, as backward() completes its gradient,
+            which is dropped then: of all gradients the device has two of the largest at once, none waits on the host,
+            and states on the host (offload_states, or memopt.offload_layers(), whose parameters are stepped there) come
+            and go beside the backward pass. It is for steps that need no gradient of another parameter: no clipping by
+            a global norm, no accumulation, no gradient scaler; each is refused by name where it would read what is
+            gone. step() is called as ever, and does what backward() has not done. A backward pass that fails has
+            stepped the parameters whose gradients were complete.
 
     Raises:
-        ValueError: As torch's, for differentiable=True, and for amsgrad=True with state_bits=8 or 4; for
-            offload_gradients=True with a parameter that another optimizer has so.
-        RuntimeError: offload_gradients=True in a process of several ranks.
+        ValueError: As torch's, for differentiable=True, for amsgrad=True with state_bits=8 or 4, and for
+            step_in_backward=True beside offload_gradients=True; for either with a parameter that another optimizer has
+            so.
+        RuntimeError: offload_gradients=True or step_in_backward=True in a process of several ranks.
         MemoryError: The host can lock no memory for states (step()), before any parameter has changed.
 
     Example:
@@ -349,6 +360,7 @@ class AdamW(AdamStates, _TorchsAdamW):
         stochastic_rounding: bool = False,
         offload_gradients: bool = False,
         offload_states: bool = False,
+        step_in_backward: bool = False,
     ) -> None:
         self._own_defaults = {
             "state_bits": state_bits,
@@ -357,6 +369,7 @@ class AdamW(AdamStates, _TorchsAdamW):
             "stochastic_rounding": stochastic_rounding,
             "offload_gradients": offload_gradients,
             "offload_states": offload_states,
+            "step_in_backward": step_in_backward,
         }
         super().__init__(
             params,

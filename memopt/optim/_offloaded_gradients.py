@@ -14,7 +14,6 @@ So the norm of all is that of the vector of their norms, and one of these is not
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from memopt import _C
 from memopt._offload.pinned_memory import CopyIn, dense_bytes, host_memory, index_of
 from memopt._offload.transfers import PinnedTransfer
 from memopt._runtime import kernels
+from memopt.optim._gradient_hooks import GradientHooks
 
 LEAVING = 256 << 20  # bytes of gradients that are kept on the device for their copies' sake: 10 ms at 25 GB/s
 aten = torch.ops.aten
@@ -181,41 +181,15 @@ class _WayToHost:
         transfer.settle()
 
 
-class GradientOffload:
+class GradientOffload(GradientHooks):
     """The hooks that send the gradients of an optimizer's parameters to the host as they are made."""
 
+    option = "offload_gradients"
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._handles: dict[int, Any] = {}  # by id(parameter)
+        super().__init__(optimizer)
         self._ways: dict[torch.device, _WayToHost] = {}
-        self._largest = 0
-        self._task = -1  # the backward pass at whose end all that leaves is settled
         self._warned = False
-        weakref.finalize(optimizer, _remove, self._handles).atexit = False
-
-    def take(self, parameters: Iterable[Tensor], shared: bool) -> None:
-        """Send these parameters' gradients away, too. shared: but for those that another optimizer has.
-
-        Raises ValueError, before anything changes, for parameters that another optimizer has.
-        """
-        new = [p for p in parameters if id(p) not in self._handles and p.requires_grad]
-        if new:
-            _refuse_ranks()
-        others = [
-            p
-            for p in new
-            if any(map(sends_to_host, (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()))
-        ]
-        for p in others:
-            if not shared:
-                raise ValueError(
-                    f"offload_gradients=True: a parameter of shape {tuple(p.shape)} is another optimizer's already, "
-                    "which has its gradient; give each parameter to one of them"
-                )
-        for p in new:
-            if any(p is other for other in others):
-                continue
-            self._handles[id(p)] = p.register_post_accumulate_grad_hook(self._complete)  # type: ignore[attr-defined]
-            self._largest = max(self._largest, p.nbytes)
 
     def _complete(self, p: Tensor) -> None:
         grad = p.grad
@@ -225,11 +199,7 @@ class GradientOffload:
         if way is None:
             way = self._ways[grad.device] = _WayToHost(grad.device)
         way.most = min(LEAVING, self._largest)
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            _refuse_ranks()
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        self._begin()
         if type(grad) is Tensor and not grad.requires_grad:  # with create_graph=True it has a graph
             left = way.leave(grad)
             if left is not None:
@@ -250,21 +220,6 @@ class GradientOffload:
                 "(`ulimit -l`)",
                 stacklevel=2,
             )
-
-
-def _refuse_ranks() -> None:
-    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if ranks and torch.distributed.get_world_size() > 1:
-        raise RuntimeError(
-            "offload_gradients=True: gradients would leave before DDP or FSDP has added up those of all ranks; "
-            "leave it out in a process of several ranks"
-        )
-
-
-def _remove(handles: dict[int, Any]) -> None:
-    for handle in handles.values():
-        handle.remove()
-    handles.clear()
 
 
 def sends_to_host(hook: Any) -> bool:

@@ -7,7 +7,8 @@ the gradients in it, and answers with a `ScaledStep`. The walk is memopt._C.Upda
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import lr_scheduler, optimizer
 from memopt import _C
 from memopt._runtime import kernels
 from memopt._runtime.signals import interrupted_later
+from memopt.optim._backward_steps import BackwardSteps, SteppedGradient
 from memopt.optim._offloaded_gradients import GradientOffload, HostGradient
 from memopt.optim._state_layout import FLOATS, is_plain, like, not_like
 from memopt.optim._turns import HostStates, Piece, in_turns
@@ -28,6 +30,7 @@ OWN_OPTIONS = (
     "stochastic_rounding",
     "offload_gradients",
     "offload_states",
+    "step_in_backward",
 )
 
 # Where torch's own wrappers of step() are from: hooks and profile, and the learning rates' count of steps.
@@ -44,6 +47,7 @@ class OnePass(torch.optim.Optimizer):
     _first_index = 0  # of the first element, while a piece of a parameter is stepped
     _own_defaults: dict[str, Any] | None = None
     _offload: GradientOffload | None = None
+    _backward_steps: BackwardSteps | None = None
     _homes: dict[int, HostStates] = {}  # noqa: RUF012  # each optimizer's own, by id(parameter), once it has one
     _is_sgd = False
     _like_p: tuple[str, ...] = ()  # the states that have their parameter's shape
@@ -83,7 +87,7 @@ class OnePass(torch.optim.Optimizer):
     # ---- the step -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every parameter that has a gradient.
+        """Step every parameter that has a gradient; with step_in_backward=True, that backward() has not stepped.
 
         Args:
             closure: A function that evaluates the model again and returns the loss.
@@ -95,6 +99,10 @@ class OnePass(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._backward_steps is not None:
+            for p in (p for group in self.param_groups for p in group["params"]):
+                if type(p.grad) is SteppedGradient:
+                    p.grad = None
         scaling = self._scaled
         if scaling is not None:
             scaling.found_inf = self.found_inf  # a hook may have set another
@@ -111,7 +119,7 @@ class OnePass(torch.optim.Optimizer):
         """Step every parameter, some at a time, as what they need comes from the host."""
         if scaling is not None and scaling.is_skipped_on_cpu():
             return
-        self._offload_gradients(shared=True)  # of parameters that were frozen when they came
+        self._take_gradients(shared=True)  # of parameters that were frozen when they came
         with torch.no_grad():
             first = self._complete_all()  # so that no turn takes memory
         if first and scaling is not None and scaling.is_skipped():
@@ -122,7 +130,9 @@ class OnePass(torch.optim.Optimizer):
                 parameters = [p for group in self.param_groups for p in group["params"]]
                 for piece in in_turns(parameters, self.state, self._homes):
                     if piece is None:
-                        numbers = [number for number, _ in first]  # a new plan: torch's step may have made states
+                        numbers = [
+                            number for number, _ in first
+                        ]  # a new plan: torch's step may have made states
                         self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, numbers)
                         self._update(scaling)
                         first = [(number, p) for number, p in first if p.grad is None]  # those of other turns
@@ -139,16 +149,32 @@ class OnePass(torch.optim.Optimizer):
 
     def _update_piece(self, piece: Piece, scaling: ScaledStep | None, is_first: bool) -> None:
         """Step a piece, as if it was all that this optimizer has."""
-        group = next(group for group in self.param_groups if any(p is piece.of for p in group["params"]))
-        whole = {name: self.__dict__[name] for name in ("state", "param_groups")}
-        try:
-            self.state, self.param_groups = {piece.p: piece.states}, [{**group, "params": [piece.p]}]  # type: ignore[assignment]
+        with self._alone(piece.of, piece.p, piece.states):
             self._first_index = piece.first_index
             self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, [0] if is_first else [])
-            self._update(scaling)
+            try:
+                self._update(scaling)
+            finally:
+                self._first_index = 0
+
+    @contextmanager
+    def _alone(self, of: Tensor, p: Tensor, states: dict[str, Any]) -> Iterator[None]:
+        """Have this optimizer be that of p alone, with the options of a parameter of its own."""
+        whole = {name: self.__dict__[name] for name in ("state", "param_groups")}
+        self.state, self.param_groups = {p: states}, [{**self.group_of(of), "params": [p]}]  # type: ignore[assignment]
+        try:
+            yield
         finally:
             self.__dict__.update(whole)
-            self._first_index = 0
+
+    def group_of(self, p: Tensor) -> dict[str, Any]:
+        """Return the parameter's group, {} for one that has left it."""
+        return next((group for group in self.param_groups if any(p is one for one in group["params"])), {})
+
+    def step_alone(self, p: Tensor) -> None:
+        """Step one parameter, whose gradient is there."""
+        with self._alone(p, p, self.state[p]):
+            self._update_in_turns(None)
 
     def _ready(self, scaling: ScaledStep | None) -> tuple[list[int], list[tuple[int, Tensor]]] | None:
         """Collect for a step, with all states. Return the numbers of the parameters that the plan cannot take, and
@@ -353,7 +379,9 @@ class OnePass(torch.optim.Optimizer):
         for p in (p for group in self.param_groups for p in group["params"]):
             states = (("states", value) for value in self.state.get(p, {}).values())
             for kind, value in (("parameters", p), ("gradients", p.grad), *states):
-                if isinstance(value, Tensor) and value.layout is torch.strided:
+                if not isinstance(value, Tensor) or type(value) is SteppedGradient:
+                    continue
+                if value.layout is torch.strided:
                     there = found.setdefault(
                         "cpu" if isinstance(value, HostGradient) else str(value.device), {}
                     )
@@ -367,9 +395,9 @@ class OnePass(torch.optim.Optimizer):
             param_group: Its parameters and options; memopt's own options too.
 
         Raises:
-            ValueError: differentiable=True, options that exclude each other, or offload_gradients=True with a
-                parameter that another optimizer has so.
-            RuntimeError: offload_gradients=True in a process of several ranks.
+            ValueError: differentiable=True, options that exclude each other, or offload_gradients=True or
+                step_in_backward=True with a parameter that another optimizer has so.
+            RuntimeError: One of these two in a process of several ranks.
         """
         for name, value in (self._own_defaults or {}).items():
             self.defaults.setdefault(name, value)
@@ -380,21 +408,32 @@ class OnePass(torch.optim.Optimizer):
                 raise ValueError(
                     f"memopt.optim.{kind} works outside autograd: use torch.optim.{kind} for differentiable=True"
                 )
+            if whole["offload_gradients"] and whole["step_in_backward"]:
+                raise ValueError(
+                    "step_in_backward=True uses each gradient up as it is made, and none is left to wait on the host: "
+                    "leave out offload_gradients=True or, to clip or accumulate gradients, step_in_backward=True"
+                )
             self._check_group(whole)
         super().add_param_group(param_group)
         try:
-            self._offload_gradients()
+            self._take_gradients()
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _offload_gradients(self, shared: bool = False) -> None:
-        """Have the gradients of groups with offload_gradients=True leave as they are made. shared: but for those that
-        another optimizer has, as where this is a copy."""
-        chosen = [p for group in self.param_groups if group.get("offload_gradients") for p in group["params"]]
-        if chosen:
+    def _take_gradients(self, shared: bool = False) -> None:
+        """Have the gradients of groups with offload_gradients=True leave as they are made, and those of groups with
+        step_in_backward=True used. shared: but for those that another optimizer has, as where this is a copy."""
+
+        def chosen(name: str) -> list[Tensor]:
+            return [p for group in self.param_groups if group.get(name) for p in group["params"]]
+
+        if leaving := chosen("offload_gradients"):
             self._offload = self._offload or GradientOffload(self)
-            self._offload.take(chosen, shared)
+            self._offload.take(leaving, shared)
+        if stepped := chosen("step_in_backward"):
+            self._backward_steps = self._backward_steps or BackwardSteps(self)
+            self._backward_steps.take(stepped, shared)
 
     def _take_home(self, p: Tensor, group: dict[str, Any]) -> None:
         """Have the parameter's states where its group wants them."""
@@ -448,7 +487,7 @@ class OnePass(torch.optim.Optimizer):
         self._plan = None
         for old, new in zip(before, self.param_groups, strict=False):
             new.update({name: old[name] for name in OWN_OPTIONS if name in old})
-        self._offload_gradients(shared=True)
+        self._take_gradients(shared=True)
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         with torch.no_grad():
             for p in loaded:

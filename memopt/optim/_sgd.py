@@ -37,9 +37,11 @@ class SGD(OnePass, _Torchs):
         stochastic_rounding: As memopt.optim.AdamW's.
         offload_gradients: As memopt.optim.AdamW's.
         offload_states: As memopt.optim.AdamW's, of momentum buffers and master weights.
+        step_in_backward: As memopt.optim.AdamW's.
 
     Raises:
-        ValueError: As torch's, for differentiable=True, and for offload_gradients=True as memopt.optim.AdamW.
+        ValueError: As torch's, for differentiable=True, and for offload_gradients=True and step_in_backward=True as
+            memopt.optim.AdamW.
 
     Example:
         >>> optimizer = memopt.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -62,12 +64,14 @@ class SGD(OnePass, _Torchs):
         stochastic_rounding: bool = False,
         offload_gradients: bool = False,
         offload_states: bool = False,
+        step_in_backward: bool = False,
     ) -> None:
         self._own_defaults = {
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,
             "offload_gradients": offload_gradients,
             "offload_states": offload_states,
+            "step_in_backward": step_in_backward,
         }
         super().__init__(
             params,

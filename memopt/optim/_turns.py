@@ -25,7 +25,9 @@ from memopt.optim._state_layout import BLOCK, blocks, codes_shape, is_plain
 
 FOREVER = 1e8  # seconds
 TURN = 256 << 20  # bytes that a turn has at most, but for a parameter that cannot be cut
-GRAIN = 4096  # elements: a piece's are a multiple, so that blocks of codes are whole and widest accesses aligned
+GRAIN = (
+    4096  # elements: a piece's are a multiple, so that blocks of codes are whole and widest accesses aligned
+)
 
 
 class Traveller(Protocol):
@@ -152,7 +154,7 @@ class Piece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        return self.first_index + self.p.numel() == self.of.numel()
+        return bool(self.first_index + self.p.numel() == self.of.numel())
 
 
 class Load(NamedTuple):
@@ -310,7 +312,7 @@ def in_turns(
         if there:
             for p, grad in there:
                 p.grad = grad
-            yield
+            yield None
             for p, _ in there:
                 p.grad = None
         for one in turns:

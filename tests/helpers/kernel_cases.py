@@ -35,7 +35,10 @@ Gradients = structure(
 )
 Update = structure(
     "Update",
-    **{"table factor found_inf": c_uint64, "parameters groups units elements store_gradients first_index": c_uint},
+    **{
+        "table factor found_inf": c_uint64,
+        "parameters groups units elements store_gradients first_index": c_uint,
+    },
 )
 Parameter = structure(
     "Parameter",

@@ -26,9 +26,8 @@ def pair(kind: type = memopt.optim.AdamW, dtype: torch.dtype = torch.float32, **
     torch.manual_seed(SEED)
     plain = Transformer(dropout=0).to("cuda", dtype)
     other = copy.deepcopy(plain)
-    leaving = {"offload_gradients": True} | {
-        k: options.pop(k) for k in [*options] if k.startswith("offload_")
-    }
+    others = [k for k in options if k.startswith("offload_") or k == "step_in_backward"]
+    leaving = {"offload_gradients": "step_in_backward" not in others} | {k: options.pop(k) for k in others}
     return [
         (model, kind(model.parameters(), **{"lr": 0.01} | options | offload))
         for model, offload in ((plain, {}), (other, leaving))

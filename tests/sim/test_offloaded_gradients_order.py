@@ -1,6 +1,6 @@
-"""The order of copies and computation with offload_gradients=True and offload_states=True, on a device that does its
-work as late as it may or, on one stream, as early: the step reads the gradient that was made, and the states that the
-last one has left. Each wait is needed, and none is the host's."""
+"""The order of copies and computation with offload_gradients=True, offload_states=True and step_in_backward=True, on a
+device that does its work as late as it may or, on one stream, as early: the step reads the gradient that was made, and
+the states that the last one has left. Each wait is needed, and none is the host's."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import memopt.optim
 from memopt import _C, sim
 from memopt._offload.pinned_memory import CopyIn
 from memopt._offload.transfers import PinnedTransfer
+from memopt.optim._backward_steps import _Side
 from memopt.optim._one_pass import OnePass
 from memopt.optim._turns import GradientTrip, StateTrip, Turns
 
@@ -64,9 +65,16 @@ def host_waits() -> int:
 
 
 def wrong_after(
-    steps: int, ahead: str, seed: int = 0, *, states: bool = False, gradients: bool = True
+    steps: int,
+    ahead: str,
+    seed: int = 0,
+    *,
+    states: bool = False,
+    gradients: bool = True,
+    backward: bool = False,
 ) -> int:
-    """The number of parameters and states that are not what the steps should have made of them."""
+    """The number of parameters, of what was read of them after each step, and of states that are not what the steps
+    should have made of them. backward: they are taken there."""
     choose = random.Random(seed)
     where: list[int] = []
 
@@ -76,6 +84,13 @@ def wrong_after(
         elif ahead == "copies in" and where:
             sim.progress(-1, 1)
             sim.progress(-1, where[0])
+        elif ahead == "computation, the others slowly":
+            for stream in where:
+                sim.progress(-1, 1)
+                sim.progress(1, stream)
+        elif ahead == "steps" and where:
+            sim.progress(-1, 1)
+            sim.progress(-1, where[2])
         elif ahead == "copies" and where:
             sim.progress(-1, where[0])
             sim.progress(-1, where[1])
@@ -92,9 +107,11 @@ def wrong_after(
         (layer.weight for layer in layers),
         lr=1.0,
         momentum=0.5 if states else 0.0,
-        offload_gradients=gradients,
+        offload_gradients=gradients and not backward,
         offload_states=states,
+        step_in_backward=backward,
     )
+    seen: list[list[torch.Tensor]] = []
     model = nn.Sequential(*layers)
     x = torch.empty(4, device="cuda", requires_grad=True)
     zeros = [torch.zeros(COUNT).pin_memory() for _ in layers]
@@ -103,6 +120,7 @@ def wrong_after(
         if step == 0:
             streams = _C.copy_counts(0)
             where += streams["stream_in"], streams["stream_out"]
+            where += (side.stream.cuda_stream for side in sides(optimizer))
             for layer, zero in zip(layers, zeros, strict=True):
                 layer.weight.data.copy_(zero, non_blocking=True)
                 if states:
@@ -116,8 +134,15 @@ def wrong_after(
             patch.setattr(OnePass, "_update", ahead_of)
             before = host_waits()
             model(x).backward(torch.empty_like(x))
-            memopt.amp.clip_grad_norm_(model.parameters(), 1e30)
+            if not backward:
+                memopt.amp.clip_grad_norm_(model.parameters(), 1e30)
             optimizer.step()
+            if step >= 0:
+                seen.append([torch.empty(COUNT).pin_memory() for _ in layers])
+            for layer, read in zip(layers, seen[-1] if seen else (), strict=False):
+                read.copy_(layer.weight.detach(), non_blocking=True)
+            for _ in range(50 if "slowly" in ahead else 1):
+                run_ahead()
             assert step < 0 or host_waits() == before
     torch.cuda.synchronize()
     sim.lazy(False)
@@ -127,6 +152,7 @@ def wrong_after(
         for step in range(steps):
             buffer = (0.5 * buffer if states else 0.0) + 100.0 * step + k
             p -= buffer
+            wrong += not torch.equal(seen[step][k], torch.full((COUNT,), p))
         wrong += not torch.equal(layer.weight.detach().cpu(), torch.full((COUNT,), p))
         if states:
             left = optimizer.state_dict()["state"][k]["momentum_buffer"]
@@ -139,6 +165,49 @@ def wrong_after(
 def test_the_step_reads_what_was_made_for_it_whoever_is_ahead(ahead: str, states: bool) -> None:
     for n in range((200 if SOAK else 3) if ahead == "either" else 1):
         assert wrong_after(3, ahead, SEED + n, states=states) == 0, f"seed {SEED + n}"
+
+
+@pytest.mark.parametrize(
+    "ahead",
+    ["computation", "computation, the others slowly", "copies", "copies in", "steps", "neither", "either"],
+)
+def test_a_step_in_the_backward_pass_reads_what_was_made_for_it(ahead: str) -> None:
+    for n in range((200 if SOAK else 3) if ahead == "either" else 1):
+        wrong = wrong_after(3, ahead, SEED + n, states=True, backward=True)
+        assert wrong == 0, f"seed {SEED + n}"
+
+
+def sides(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The streams of steps in the backward pass."""
+    steps = getattr(optimizer, "_backward_steps", None)
+    return [*steps._sides.values()] if steps is not None else []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "ahead"),
+    [
+        (torch.cuda.Stream, "wait_stream", "steps"),
+        (_Side, "finish", "computation, the others slowly"),
+        (CopyIn, "join", "steps"),
+        (Turns, "end", "steps"),
+    ],
+)
+def test_each_wait_of_a_step_in_the_backward_pass_is_needed(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, ahead: str
+) -> None:
+    if owner in (CopyIn, Turns):
+        without(monkeypatch, owner, name)
+    else:
+        monkeypatch.setattr(owner, name, lambda *_: None)
+    assert wrong_after(3, ahead, states=True, backward=True) > 0
+
+
+def test_a_gradient_is_kept_until_its_step_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop(self: _Side) -> None:
+        self._held -= self._reading.popleft()[0].nbytes
+
+    monkeypatch.setattr(_Side, "_settle", drop)
+    assert wrong_after(3, "computation", states=True, backward=True) > 0
 
 
 def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:

@@ -18,6 +18,7 @@ import memopt.amp
 import memopt.optim
 from memopt import sim
 from memopt.optim import _turns
+from memopt.optim._backward_steps import SteppedGradient
 from tests.helpers.offload_pairs import (
     KINDS,
     SEED,
@@ -45,7 +46,9 @@ def note_pieces(cut: list[_turns.Piece], monkeypatch: pytest.MonkeyPatch) -> Non
     whole = _turns._pieces
     monkeypatch.setattr(_turns, "TURN", 4096)
     monkeypatch.setattr(_turns, "GRAIN", 512)
-    monkeypatch.setattr(_turns, "_pieces", lambda *args: [cut.append(piece) or piece for piece in whole(*args)])
+    monkeypatch.setattr(
+        _turns, "_pieces", lambda *args: [cut.append(piece) or piece for piece in whole(*args)]
+    )
 
 
 @pytest.mark.sampled(10)
@@ -76,6 +79,87 @@ def test_states_on_the_host_have_the_bits_of_those_that_stay(
                 name: "cpu" for name in states if name != "step"
             }
     assert not pieces or any(piece.first_index for piece in cut)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("states", [False, True])
+def test_a_step_in_the_backward_pass_has_the_bits_of_one_after_it(
+    states: bool, kind: str, pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: list[_turns.Piece] = []
+    if pieces:
+        note_pieces(cut, monkeypatch)
+    both = pair(**KINDS[kind], offload_states=states, step_in_backward=True)
+    schedules = [torch.optim.lr_scheduler.LinearLR(o, 0.5, total_iters=4) for _, o in both]
+    for n in range(STEPS):
+        for (model, optimizer), schedule in zip(both, schedules, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, n).backward()
+            stepped = [type(p.grad) is SteppedGradient for p in model.parameters()]
+            assert all(stepped) if optimizer is both[1][1] else not any(stepped)
+            optimizer.step()
+            schedule.step()
+        both[1][1].state_dict()  # waits for its states
+        same(both)
+    assert any(piece.first_index for piece in cut) == (states and pieces)
+
+
+def test_two_devices_step_in_the_backward_pass_at_once() -> None:
+    ends = []
+    for at_once in (False, True):
+        torch.manual_seed(SEED)
+        first, second = nn.Linear(64, 64).to("cuda:0"), nn.Linear(64, 64).to("cuda:1")
+        optimizer = memopt.optim.AdamW(
+            [*first.parameters(), *second.parameters()], step_in_backward=at_once, offload_states=at_once
+        )
+        for n in range(10):
+            optimizer.zero_grad()
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(n))
+            second(first(x.to("cuda:0")).to("cuda:1")).square().mean().backward()
+            optimizer.step()
+        ends.append([p.detach().cpu() for p in (*first.parameters(), *second.parameters())])
+    assert all(map(torch.equal, *ends))
+
+
+def test_layers_on_the_host_step_there_as_their_gradients_come() -> None:
+    ends = []
+    for at_once in (False, True):
+        torch.manual_seed(SEED)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).cuda()
+        handle = memopt.offload_layers(model)
+        optimizer = memopt.optim.AdamW(
+            model.parameters(), state_bits=8, min_8bit_size=64, step_in_backward=at_once
+        )
+        for n in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(n)).cuda()
+            model(x).square().mean().backward()
+            assert (type(model[0].weight.grad) is SteppedGradient) == at_once
+            optimizer.step()
+        assert set(optimizer.memory()) == {"cpu"}
+        handle.remove()
+        ends.append([p.detach().cpu() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_of_gradients_a_step_in_the_backward_pass_leaves_the_device_two() -> None:
+    model, _, layer = deep(False)
+    optimizer = memopt.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, offload_states=True, step_in_backward=True
+    )
+    x = torch.ones(1, 256, device="cuda")
+    for _ in range(2):
+        optimizer.zero_grad()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(x).sum().backward()
+        optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before < 4.6 * layer, (
+        "two gradients and the rooms of two states"
+    )
 
 
 def test_states_are_saved_loaded_and_copied_from_wherever_they_are() -> None:
