@@ -80,7 +80,7 @@ soak: environments  ## the long form of everything that has one; figures go to b
 # On the simulated device; on a GPU, with the torch of the Python at hand.
 BENCH_SIM = benchmarks/bench_alloc_core.py benchmarks/bench_alloc_traces.py benchmarks/bench_alloc_train.py \
 	benchmarks/bench_large_models.py benchmarks/bench_profile.py benchmarks/bench_offload_activations.py \
-	benchmarks/bench_prefetcher.py
+	benchmarks/bench_prefetcher.py benchmarks/bench_step_overlap.py
 BENCH_GPU = benchmarks/bench_alloc_gpu.py
 BENCH_ESTIMATE = benchmarks/bench_estimate.py
 BENCH_LIBRARIES = benchmarks/bench_find_batch_size.py

@@ -38,16 +38,25 @@ class Roofline(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if name not in NOTHING and not is_view(func):
-            given, made = tensors((args, kwargs)), tensors(out)
-            moved = size(made) + (size(made) if name in PICKS else size(given))
-            formula = flop_registry.get(func._overloadpacket)
-            flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0.0
-            peak = max((FLOPS_A_SECOND.get(x.dtype, FLOPS_OTHERWISE) for x in given), default=FLOPS_OTHERWISE)
-            self.flops, self.bytes = self.flops + flops, self.bytes + moved
-            self.seconds += max(flops / peak, moved / BYTES_A_SECOND)
+        flops, moved, peak = work_of(func, args, kwargs, out)
+        self.flops, self.bytes = self.flops + flops, self.bytes + moved
+        self.seconds += max(flops / peak, moved / BYTES_A_SECOND)
         return out
+
+
+def work_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any
+) -> tuple[float, float, float]:
+    """Return an operation's floating-point operations, its bytes, and the peak of the former a second."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in NOTHING or is_view(func):
+        return 0.0, 0.0, FLOPS_OTHERWISE
+    given, made = tensors((args, kwargs)), tensors(out)
+    moved = size(made) + (size(made) if name in PICKS else size(given))
+    formula = flop_registry.get(func._overloadpacket)
+    flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0.0
+    peak = max((FLOPS_A_SECOND.get(x.dtype, FLOPS_OTHERWISE) for x in given), default=FLOPS_OTHERWISE)
+    return flops, moved, peak
 
 
 def is_view(func: Any) -> bool:

@@ -1,8 +1,8 @@
 """Gradients that wait for their step in the host's memory: on the device are never more than two of the largest.
 
 As a parameter's gradient is complete, its norm is taken and its bytes leave, beside the backward pass; a HostGradient
-takes its place in .grad. A further backward pass brings it back, adds to it, and it leaves again. The step brings all
-back, in turns (_turns.py). The host waits for none of this.
+takes its place in .grad. A further backward pass brings it back, adds to it, and it leaves again, all beside that pass.
+The step brings all back, in turns (_turns.py). The host waits for none of this.
 
     .grad      HostGradient: bytes in pinned memory (memopt._offload.transfers), norm64 on the device, factors
     factors    what unscaling and clipping multiply by. Each is noted, and done when the gradient is back, in the order
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -131,14 +132,19 @@ class HostGradient(Tensor):
         return grad
 
     def _add(self, other: Tensor) -> None:
-        total = self.on_device()
-        total += other.on_device() if isinstance(other, HostGradient) else other
-        left = self._way.leave(total)
+        self._way.settle(max(0, self._way.most - 2 * self.nbytes))  # room for the sum and for what is added
+        with self._way.beside():
+            total = self.on_device()
+            total += other.on_device() if isinstance(other, HostGradient) else other
+            left = self._way.leave(total, other)
         if left is None:
             raise MemoryError(
                 f"the host cannot lock {total.nbytes} more bytes for a gradient that adds up: raise `ulimit -l` or the "
                 "memory limit of the container"
             )
+        self._way.settle(
+            0 if torch._C._current_graph_task_id() == -1 else self._way.most
+        )  # no backward pass will end
         self._transfer, self._norm64, self._factors = left._transfer, left._norm64, ()
 
 
@@ -147,11 +153,23 @@ class _WayToHost:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.most = device, 0
-        self._leaving: deque[tuple[PinnedTransfer, Tensor]] = deque()
+        self._leaving: deque[tuple[PinnedTransfer, Tensor, Tensor | None]] = deque()
         self._held = 0
+        self._side: torch.cuda.Stream | None = None
 
-    def leave(self, grad: Tensor) -> HostGradient | None:
-        """Begin the copy and return what stands for it; None for what is not plain memory or finds no room."""
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Have the block's work done behind what the present stream has been given, beside what it is given next."""
+        self._side = self._side or torch.cuda.Stream(self.device)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def leave(self, grad: Tensor, other: Tensor | None = None) -> HostGradient | None:
+        """Begin the copy and return what stands for it; None for what is not plain memory or finds no room.
+
+        other: what was added to it.
+        """
         flat = dense_bytes(grad) if grad.numel() else None
         gradients = _C.Gradients([grad])
         if flat is None or gradients.others:
@@ -164,21 +182,16 @@ class _WayToHost:
         gradients.run(index_of(self.device), norm64=norm64)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         transfer = PinnedTransfer(flat, room, stream)
-        self._leaving.append((transfer, grad))
-        self._held += grad.nbytes
-        while self._held > self.most and len(self._leaving) > 1:
-            self._settle()
+        self._leaving.append((transfer, grad, other))
+        self._held += grad.nbytes if other is None else 2 * grad.nbytes
         return HostGradient(grad, transfer, norm64, self)
 
-    def finish(self) -> None:
-        """Give the memory of all back to the computation; the host need not wait."""
-        while self._leaving:
-            self._settle()
-
-    def _settle(self) -> None:
-        transfer, grad = self._leaving.popleft()
-        self._held -= grad.nbytes
-        transfer.settle()
+    def settle(self, most: int) -> None:
+        """Give memory back to the present stream, but for the last one's or so many bytes; the host need not wait."""
+        while self._held > most and (len(self._leaving) > 1 or not most):
+            transfer, grad, other = self._leaving.popleft()
+            self._held -= grad.nbytes if other is None else 2 * grad.nbytes
+            transfer.settle()
 
 
 class GradientOffload(GradientHooks):
@@ -202,6 +215,7 @@ class GradientOffload(GradientHooks):
         self._begin()
         if type(grad) is Tensor and not grad.requires_grad:  # with create_graph=True it has a graph
             left = way.leave(grad)
+            way.settle(way.most)
             if left is not None:
                 p.grad = left
             elif grad.numel():
@@ -209,7 +223,7 @@ class GradientOffload(GradientHooks):
 
     def _finish(self) -> None:
         for way in self._ways.values():
-            way.finish()
+            way.settle(0)
 
     def _warn(self, grad: Tensor) -> None:
         if not self._warned:

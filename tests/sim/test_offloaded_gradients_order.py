@@ -19,6 +19,7 @@ from memopt import _C, sim
 from memopt._offload.pinned_memory import CopyIn
 from memopt._offload.transfers import PinnedTransfer
 from memopt.optim._backward_steps import _Side
+from memopt.optim._offloaded_gradients import _WayToHost
 from memopt.optim._one_pass import OnePass
 from memopt.optim._turns import GradientTrip, StateTrip, Turns
 
@@ -30,6 +31,9 @@ COUNT = 1 << 17  # elements of a layer's parameter: not of the allocator's small
 LAYERS = 6
 WAITS = ["cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cuStreamSynchronize",
          "cuEventSynchronize", "cuCtxSynchronize"]  # fmt: skip
+
+
+AHEAD = ["computation", "computation, the others slowly", "copies", "copies in", "steps", "neither", "either"]
 
 
 class Makes(torch.autograd.Function):
@@ -59,6 +63,20 @@ class Layer(nn.Module):
         return Makes.apply(x, self.weight, self)  # type: ignore[no-any-return]
 
 
+def added(total: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Add in place by a kernel of memopt's: the device computes none of torch's here."""
+    group = {"params": [total], "lr": -1.0, "weight_decay": 0, "maximize": False, "stochastic_rounding": False,
+             "momentum": 0, "dampening": 0, "nesterov": False}  # fmt: skip
+    total.grad = other
+    of: tuple[dict[Any, Any], list[dict[str, Any]]] = {}, [group]
+    plan = _C.UpdatePlan(*of, True)
+    assert plan.collect(*of, True) == []
+    plan.run(0)
+    plan.drop()
+    total.grad = None
+    return total
+
+
 def host_waits() -> int:
     """But those for the table of the eighth kernel before (csrc/driver/staging.h)."""
     return sum(map(sim.calls, WAITS)) - _C.kernel_status()["waits"]
@@ -72,9 +90,10 @@ def wrong_after(
     states: bool = False,
     gradients: bool = True,
     backward: bool = False,
+    passes: int = 1,
 ) -> int:
     """The number of parameters, of what was read of them after each step, and of states that are not what the steps
-    should have made of them. backward: they are taken there."""
+    should have made of them. backward: they are taken there. passes: backward passes that add up."""
     choose = random.Random(seed)
     where: list[int] = []
 
@@ -120,7 +139,7 @@ def wrong_after(
         if step == 0:
             streams = _C.copy_counts(0)
             where += streams["stream_in"], streams["stream_out"]
-            where += (side.stream.cuda_stream for side in sides(optimizer))
+            where += (stream.cuda_stream for stream in sides(optimizer))
             for layer, zero in zip(layers, zeros, strict=True):
                 layer.weight.data.copy_(zero, non_blocking=True)
                 if states:
@@ -132,8 +151,10 @@ def wrong_after(
             layer.gradient = torch.full((COUNT,), 100.0 * step + layer.number).pin_memory()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(OnePass, "_update", ahead_of)
+            patch.setattr(torch.Tensor, "__iadd__", added, raising=False)
             before = host_waits()
-            model(x).backward(torch.empty_like(x))
+            for _ in range(passes):
+                model(x).backward(torch.empty_like(x))
             if not backward:
                 memopt.amp.clip_grad_norm_(model.parameters(), 1e30)
             optimizer.step()
@@ -150,7 +171,7 @@ def wrong_after(
     for k, layer in enumerate(layers):
         p = buffer = 0.0
         for step in range(steps):
-            buffer = (0.5 * buffer if states else 0.0) + 100.0 * step + k
+            buffer = (0.5 * buffer if states else 0.0) + passes * (100.0 * step + k)
             p -= buffer
             wrong += not torch.equal(seen[step][k], torch.full((COUNT,), p))
         wrong += not torch.equal(layer.weight.detach().cpu(), torch.full((COUNT,), p))
@@ -167,20 +188,19 @@ def test_the_step_reads_what_was_made_for_it_whoever_is_ahead(ahead: str, states
         assert wrong_after(3, ahead, SEED + n, states=states) == 0, f"seed {SEED + n}"
 
 
-@pytest.mark.parametrize(
-    "ahead",
-    ["computation", "computation, the others slowly", "copies", "copies in", "steps", "neither", "either"],
-)
+@pytest.mark.parametrize("ahead", AHEAD)
 def test_a_step_in_the_backward_pass_reads_what_was_made_for_it(ahead: str) -> None:
     for n in range((200 if SOAK else 3) if ahead == "either" else 1):
         wrong = wrong_after(3, ahead, SEED + n, states=True, backward=True)
         assert wrong == 0, f"seed {SEED + n}"
 
 
-def sides(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The streams of steps in the backward pass."""
-    steps = getattr(optimizer, "_backward_steps", None)
-    return [*steps._sides.values()] if steps is not None else []
+def sides(optimizer: Any) -> list[torch.cuda.Stream]:
+    """The streams of steps in the backward pass, and of gradients that add up."""
+    if optimizer._backward_steps is not None:
+        return [side.stream for side in optimizer._backward_steps._sides.values()]
+    ways = optimizer._offload._ways.values() if optimizer._offload is not None else ()
+    return [way._side for way in ways if way._side is not None]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +228,29 @@ def test_a_gradient_is_kept_until_its_step_in_the_backward_pass(monkeypatch: pyt
 
     monkeypatch.setattr(_Side, "_settle", drop)
     assert wrong_after(3, "computation", states=True, backward=True) > 0
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_gradients_add_up_to_what_was_made(ahead: str) -> None:
+    for n in range((200 if SOAK else 3) if ahead == "either" else 1):
+        assert wrong_after(3, ahead, SEED + n, passes=3) == 0, f"seed {SEED + n}"
+
+
+@pytest.mark.parametrize(("owner", "name"), [(torch.cuda.Stream, "wait_stream"), (_WayToHost, "settle")])
+def test_each_wait_of_gradients_that_add_up_is_needed(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    if owner is _WayToHost:
+        without(monkeypatch, owner, name)
+    else:
+        monkeypatch.setattr(owner, name, lambda *_: None)
+    assert any(wrong_after(3, ahead, SEED, passes=3) > 0 for ahead in AHEAD)
+
+
+def test_what_is_added_is_kept_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = _WayToHost.leave
+    monkeypatch.setattr(_WayToHost, "leave", lambda self, grad, other=None: leave(self, grad))
+    assert any(wrong_after(3, ahead, SEED, passes=3) > 0 for ahead in AHEAD)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
