@@ -437,6 +437,40 @@ def test_a_step_in_micro_batches_leaves_the_same_gradients() -> None:
     same(both)
 
 
+def test_a_batch_that_runs_out_of_memory_leaves_the_gradients_of_the_whole() -> None:
+    """Numbers are integers, whose sums are exact however the batch is cut. Gradients of a pass before are there."""
+    x = torch.randint(-1, 2, (1 << 15, 256), generator=torch.Generator().manual_seed(1)).float().cuda()
+    ends = []
+    for offload in (False, True):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()).cuda()
+        for p in model.parameters():
+            p.data = torch.randint(-1, 2, p.shape).float().cuda()
+        optimizer = memopt.optim.SGD(model.parameters(), lr=1.0, momentum=0.5, offload_gradients=offload)
+        runs = [0]
+
+        def total(rows: torch.Tensor, model: nn.Module = model, runs: list[int] = runs) -> torch.Tensor:
+            runs[0] += 1
+            return model(rows).sum()  # type: ignore[no-any-return]
+
+        for cut in (False, True, False):
+            gc.collect()
+            torch.cuda.empty_cache()
+            left, whole = torch.cuda.memory_reserved() + (100 << 20), torch.cuda.mem_get_info()[1]
+            if cut and offload:
+                torch.cuda.set_per_process_memory_fraction(left / whole)
+            runs[0] = 0
+            try:
+                memopt.backward(total, x, model=model, reduction="sum", exact=False)
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0)
+            assert (runs[0] > 1) == (cut and offload)
+        assert away(model) == offload
+        optimizer.step()
+        ends.append([p.detach().cpu() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
 def test_a_planned_model_knows_that_its_gradients_leave() -> None:
     peaks = []
     for offload in (False, True):
