@@ -145,6 +145,8 @@ def auto_checkpoint(
     except BaseException:
         for module, name, value in earlier:
             module.__dict__[name] = value
+        if residency is not None and not earlier:
+            residency.carrier.plan(None)
         raise
     model.__dict__["forward"] = PlannedForward(model, own_forward(model), request, [planned])
     return model

@@ -107,6 +107,22 @@ class Shifted(nn.Module):
         return x * self.gain
 
 
+class Sums(nn.Module):
+    """Sums of far layers, and parameters of its own between them, in the model's own code."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2 * depth))
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = [x]
+        for n, layer in enumerate(self.layers):
+            x = F.gelu(layer(x) @ self.weight) + kept[n // 2]
+            kept.append(x)
+        return x
+
+
 class Heavy(nn.Module):
     """A block like Light, whose parameters take much longer to come."""
 
@@ -153,6 +169,8 @@ def small(kind: str, chance: random.Random) -> tuple[nn.Module, Callable[[int], 
         return nn.Sequential(*layers), rows, chance.randint(60, 300)
     if kind == "functions":
         return Shifted([Functions(width) for _ in range(depth)], width), rows, chance.randint(60, 300)
+    if kind == "sums":
+        return Sums(width, depth), rows, chance.randint(60, 300)
     if kind == "skips":
         return Skips(width, depth), rows, chance.randint(60, 300)
     if kind == "convolutions":
@@ -174,4 +192,4 @@ def small(kind: str, chance: random.Random) -> tuple[nn.Module, Callable[[int], 
     return model, sentences, chance.randint(6, 24)
 
 
-KINDS = ("linear", "functions", "skips", "convolutions", "gpt", "llama")
+KINDS = ("linear", "functions", "skips", "sums", "convolutions", "gpt", "llama")

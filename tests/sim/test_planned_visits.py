@@ -290,6 +290,14 @@ def test_a_plan_that_fails_leaves_the_old_one_and_a_graph_outlives_its_plan() ->
     torch.manual_seed(0)
     model, sample = layers_of().cuda(), torch.randn(256, 64, device="cuda")
     plain, handle = twins(model, sample, 0.0)
+    memopt.undo_checkpoint(model)
+    least_of(model, sample)
+    assert not hasattr(model, "plan")
+    before = handle.bytes_in
+    loss_of(model(sample)).backward()  # some layers' parameters wait for the backward pass
+    assert handle.bytes_in - before < 2 * handle.plan.bytes_offloaded
+    model.zero_grad()
+    memopt.auto_checkpoint(model, sample, memory_budget=least_of(model, sample), loss=loss_of)
     plan = model.plan
     least_of(model, sample)
     assert model.plan is plan and not plan.keeps_all
