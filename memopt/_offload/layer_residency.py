@@ -150,6 +150,7 @@ class LayerResidency:
         self._tasks: set[int] = set()  # backward passes under way
         self._turn: weakref.ref[LayerRun] | None = None  # whose backward it is
         self._runs_again: set[Layer] = set()  # layers called in a backward pass: checkpointed
+        self._parts: set[int] = set()  # slots of modules that were called within their layer's call
 
     # ---- the forward pass --------------------------------------------------------------------------------------------
 
@@ -183,6 +184,8 @@ class LayerResidency:
 
         by_stage: it is a plan's stage, whose hooks must not see what it saves of parameters, in whichever run."""
         if layer in self._active:
+            if not by_stage and slots is not layer.slots:
+                self._parts.add(id(slots))
             with SavedParameters(self) if by_stage and torch.is_grad_enabled() else nullcontext():
                 return call(*args, **kwargs)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -192,7 +195,7 @@ class LayerResidency:
             )
         alone = self.depth == 0 and _task() == -1
         # A part of a layer that a checkpointed region in it runs again: the region's hooks saw what it saved.
-        hooked = torch.is_grad_enabled() and (by_stage or _task() == -1 or slots is layer.slots)
+        hooked = torch.is_grad_enabled() and (by_stage or _task() == -1 or id(slots) not in self._parts)
         whole = False
         if alone:
             self._forget_backwards()

@@ -154,6 +154,22 @@ class Regions(nn.Module):
         return x + self.second(memopt.checkpoint(self.inner, x, use_reentrant=False))
 
 
+class Parts(nn.Module):
+    """A block that calls parts of a container, which itself is never called; by a checkpointed region, if at all."""
+
+    def __init__(self, width: int, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"up": nn.Linear(width, width), "down": nn.Linear(width, width)})
+        self.checkpointed = checkpointed
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner["down"](torch.tanh(self.inner["up"](x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = memopt.checkpoint(self.inside, x, use_reentrant=False) if self.checkpointed else self.inside(x)
+        return x + y
+
+
 def small(kind: str, chance: random.Random) -> tuple[nn.Module, Callable[[int], torch.Tensor], int]:
     """A model, a maker of batches of so many rows, and the most rows."""
     width, depth = 8 * chance.randint(2, 4), chance.randint(2, 5)

@@ -8,7 +8,9 @@ import os
 import pickle
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,6 +274,39 @@ def test_regions_in_blocks_hooks_and_autocast() -> None:
     assert set(seen) == {"cuda"}
     with torch.autocast("cuda", torch.bfloat16):
         assert_same(steps(model, [sample] * 2), steps(plain, [sample] * 2))
+
+
+def normed(width: int) -> nn.Module:
+    """Hooks make its weight, from two parameters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(width, width)), nn.GELU())
+
+
+STACKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "layers of several stages": (lambda: layers_of(3, 32), ""),
+    "stages of several layers": (lambda: visiting_models.Parts(32), "inner"),
+    "with regions": (lambda: visiting_models.Parts(32, checkpointed=True), "inner"),
+    "weights made by hooks": (lambda: normed(32), ""),
+}
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_layers_that_are_not_the_stages(kind: str, tmp_path: Path) -> None:
+    block, inner = STACKS[kind]
+    sample = torch.randn(300, 32).cuda()
+    plain, model = (nn.Sequential(*(block() for _ in range(4))).cuda() for _ in range(2))
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
+    plain.load_state_dict(state)
+    expected = steps(plain, [sample] * 2)
+    del plain
+    memopt.offload_layers(model, layers=[one.get_submodule(inner) for one in model])
+    assert_same(steps(model, [sample] * 2), expected)
+    for options in ({}, {"to": str(tmp_path)}):
+        model.load_state_dict(state)
+        budget = least_of(model, sample, **options)
+        memopt.auto_checkpoint(model, sample, memory_budget=budget, loss=loss_of, **options)
+        assert most_in(lambda: assert_same(steps(model, [sample] * 2), expected)) <= budget
 
 
 def test_other_batches_are_planned_in_the_midst_of_a_step() -> None:
