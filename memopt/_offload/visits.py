@@ -18,7 +18,7 @@ NAME = "_call_impl"  # what Module.__call__ calls: the hooks, and forward betwee
 
 
 def residency_of(model: nn.Module) -> LayerResidency | None:
-    """Return the residency of a model that offload_layers() was called with."""
+    """Return the residency that brings a module's parameters: of a model that offload_layers() was called with, all."""
     residency: LayerResidency | None = getattr(model.__dict__.get(NAME), "residency", None)
     return residency
 
