@@ -18,6 +18,7 @@ from memopt._checkpoint.stages.costs import device_of, tensors_in
 from memopt._checkpoint.stages.measure import Loss, default_loss
 from memopt._checkpoint.stages.module_forwards import own_forward, restore_forward
 from memopt._offload.schedule_sets import destination
+from memopt._offload.visits import NAME, residency_of
 
 
 def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -69,6 +70,10 @@ def auto_checkpoint(
     however often a stage runs. The copies needed for that count in the budget. Effects elsewhere (globals, other
     objects, a parameter changed in place through `.data`) happen again in every run of the stage.
 
+    For a model that memopt.offload_layers() keeps off the device, call it after that: bytes are then those on the
+    device, a stage's parameters among them while it runs, and each of its runs has the time of their copies. What the
+    plan leaves of the budget keeps parameters on the device and fetches them ahead.
+
     For a model in several processes: call it before DistributedDataParallel, on each rank for itself; or after
     fully_shard() and parallelize_module(), on every rank. The ranks then agree on one plan, by the largest measurement
     of any of them and the smallest budget. Bytes are those of a rank's own shards, and of what is gathered while a
@@ -100,9 +105,9 @@ def auto_checkpoint(
     Raises:
         memopt.chain.InfeasibleBudget: No schedule fits; the message names the least feasible budget. Also raised by a
             later call of the model, where strict.
-        ValueError: memory_budget, optimizer or to cannot be read; the model has no chain, its layers are
-            offloaded, or it is compiled as a whole; or a stage cannot run again (it computes gradients in its own
-            forward, for instance).
+        ValueError: memory_budget, optimizer or to cannot be read; the model has no chain, only a part of it is
+            offloaded by offload_layers(), or it is compiled as a whole; or a stage cannot run again (it computes
+            gradients in its own forward, for instance).
         OSError: The disk cannot be written to.
         RuntimeError: By a later training step: a stage changes a buffer that it did not change with the sample (in
             eval(), for instance); or, where strict, the step before took more than the budget.
@@ -116,10 +121,12 @@ def auto_checkpoint(
             "the argument offload= of auto_checkpoint() is now named to=", DeprecationWarning, stacklevel=2
         )
         to = offload if to is None else to
-    refuse_offloaded(model)
+    refuse_offloaded_part(model)
     refuse_compiled(model)
     args, kwargs = sample_arguments(sample)
+    residency = residency_of(model)
     device = device_of(tensors_in((list(model.parameters()), list(model.buffers()), args, kwargs)))
+    device = device if residency is None else residency.device
     request = PlanRequest(
         loss,
         budget_bytes(memory_budget, device),
@@ -138,22 +145,22 @@ def auto_checkpoint(
     except BaseException:
         for module, name, value in earlier:
             module.__dict__[name] = value
+        if residency is not None and not earlier:
+            residency.carrier.plan(None)
         raise
     model.__dict__["forward"] = PlannedForward(model, own_forward(model), request, [planned])
     return model
 
 
-def refuse_offloaded(model: torch.nn.Module) -> None:
-    """Raise ValueError for a model with offloaded layers.
+def refuse_offloaded_part(model: torch.nn.Module) -> None:
+    """Raise ValueError for a model that offload_layers() was not given, but a part of it, or what it is in."""
+    from memopt._offload.layers import ModelCall, offloaded  # which asks this package for plans
 
-    A plan measures parameters on the device, and runs stages again when their layers are not there.
-    """
-    from memopt._offload.layers import offloaded  # which asks this file for plans
-
-    if (name := offloaded(model)) is not None:
+    name = offloaded(model)
+    if name is not None and not isinstance(model.__dict__.get(NAME), ModelCall):
         raise ValueError(
-            f"auto_checkpoint: {name or 'the model'} is offloaded by offload_layers(), which auto_checkpoint() cannot "
-            "plan for: .remove() its handle first, or offload activations with memopt.offload_activations()"
+            f"auto_checkpoint: {name or 'the model'} is offloaded by offload_layers(), which was given another module: "
+            "give both the same one. .remove() the handle that offload_layers() returned first"
         )
 
 
@@ -189,6 +196,8 @@ def undo_checkpoint(model: torch.nn.Module) -> torch.nn.Module:
     Returns:
         The same module.
     """
+    if (residency := residency_of(model)) is not None:
+        residency.carrier.plan(None)
     for module, name, value in installed(model):
         del module.__dict__[name]
         if name == "forward":

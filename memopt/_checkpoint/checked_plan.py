@@ -278,8 +278,12 @@ def bytes_of_step(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     storages = [local(t).untyped_storage() for t in (*measured.standing, *beside.there)]
+    mapped = {t.untyped_storage()._cdata for t in measured.mapped}
     storages = [one for one in (*storages, *measured.others) if one.device == device]
-    standing = allocator.of_storages({one._cdata: one for one in storages}.values())
+    standing = allocator.of_storages(
+        {one._cdata: one for one in storages if one._cdata not in mapped}.values()
+    )
+    standing += measured.mapped_bytes
     most = stepping = 0
     seconds = []
     state: Sequence[torch.Tensor] = ()

@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from memopt._checkpoint.checked_plan import Candidate, Forward, checked_plan
 from memopt._checkpoint.plan import Plan
 from memopt._checkpoint.runner import ChainRunner
 from memopt._checkpoint.stages import ranks
+from memopt._checkpoint.stages.costs import device_of
 from memopt._checkpoint.stages.measure import ChainMeasurement, Loss, default_loss
 from memopt._checkpoint.stages.model_chain import Member, ModelChain
 from memopt._checkpoint.stages.module_forwards import forwards, restore_forward
@@ -32,6 +34,7 @@ from memopt._checkpoint.stages.module_state import Snapshot
 from memopt._checkpoint.stages.trace_forward import SIMPLE, autocast_kinds, autocast_of
 from memopt._checkpoint.step_peak import StepPeak, gradient_bytes
 from memopt._offload.schedule_sets import ScheduleOffload, bandwidth
+from memopt._offload.visits import residency_of
 from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import preserve_state
 from memopt.chain import InfeasibleBudget
@@ -56,6 +59,11 @@ class StageForward:
         """Make a stage's forward. distributed: whether parameters were sharded over ranks when the plan was made."""
         self.runner, self.member = runner, member
         self._checked = distributed
+
+    @property
+    def visits(self) -> bool:
+        """Return whether the stages bring parameters that are offloaded."""
+        return self.member.visits
 
     @property
     def own(self) -> Any:
@@ -172,8 +180,9 @@ class PlanRequest:
             return OptimizerBytes([], [], [], self.optimizer)
         if (optimizer := self.optimizer()) is None:
             return OptimizerBytes([], [], [], self.state_bytes)
+        residency = residency_of(model)
         with preserve_state(model):
-            found = foretold(optimizer)
+            found = foretold(optimizer, None if residency is None else residency.device)
         self.state_bytes = found.there_bytes + sum(found.coming)
         return found
 
@@ -183,7 +192,14 @@ class PlanRequest:
         beside = self.optimizer_bytes(model)
         distributed = ranks.is_distributed(model)
         budget = self.budget
-        with preserve_state(model), Snapshot(model.modules(), parameters=not ranks.is_sharded(model)):
+        on_device = []
+        if (residency := residency_of(model)) is not None:
+            residency.carrier.plan(0)
+            on_device.append(torch.empty(0, device=residency.device))  # whose random state counts
+        with (
+            preserve_state(model, parameters=on_device),
+            Snapshot(model.modules(), parameters=not ranks.is_sharded(model)),
+        ):
             found = ModelChain(model, args, kwargs)
             measured = ChainMeasurement(found, self.loss)
             speed = None if self.to is None else bandwidth(self.to, measured.device)
@@ -270,10 +286,22 @@ class PlannedForward:
             return self.active.forwards.get(self.model, self.own)(*args, **kwargs)
         self.choose(args, kwargs)
         plan = self.active.plan
-        peak = StepPeak(list(self.model.parameters()), plan.standing_bytes, plan.took)
+        standing = plan.standing_bytes
+        if (residency := residency_of(self.model)) is not None:
+            residency.carrier.plan(max(0, plan.memory_budget - plan.peak_bytes))
+            standing += residency.here()
+        peak = StepPeak(self.parameters(), self.device(), standing, plan.took)
         out = self.active.forwards.get(self.model, self.own)(*args, **kwargs)
         peak.until_backward_of(out)
         return out
+
+    def parameters(self) -> list[torch.Tensor]:
+        residency = residency_of(self.model)
+        return list(self.model.parameters()) if residency is None else residency.parameters()
+
+    def device(self) -> torch.device:
+        residency = residency_of(self.model)
+        return device_of(self.model.parameters()) if residency is None else residency.device
 
     def put_on(self) -> None:
         """Give the modules the forwards of the active plan."""
@@ -325,7 +353,7 @@ class PlannedForward:
             reason = "other ranks take part in each forward pass"
         elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             reason = "a CUDA graph is being captured"
-        elif any(map(steps_in_backward, self.model.parameters())):
+        elif any(map(steps_in_backward, self.parameters())):
             reason = "parameters have hooks that may step them in a trial step"
         if reason and what:
             self.warn(
@@ -383,7 +411,7 @@ class PlannedForward:
             )
         if large.replaced >= MOST_REPLACED or not self.can_plan(shape, above):
             return large
-        grads = 0 if large.accumulates else gradient_bytes(self.model.parameters())
+        grads = 0 if large.accumulates else gradient_bytes(self.parameters(), self.device())
         aside = max(0, taken - large.plan.peak_bytes - grads)
         try:
             found = self.new_plan(replace(self.request, budget=budget - aside), args, kwargs)
@@ -413,12 +441,14 @@ class PlannedForward:
             return large
 
     def new_plan(self, request: PlanRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
-        there = any(parameter.grad is not None for parameter in self.model.parameters())
+        there = any(parameter.grad is not None for parameter in self.parameters())
         request = replace(request, loss=AnyLoss(request.loss), accumulate=request.accumulate or there)
         self.take_off()
         restore_forward(self.model, self.own)
+        residency = residency_of(self.model)
         try:
-            found = request.plan(self.model, args, kwargs)
+            with nullcontext() if residency is None else residency.between_calls():
+                found = request.plan(self.model, args, kwargs)
         finally:
             self.model.__dict__["forward"] = self
             self.put_on()

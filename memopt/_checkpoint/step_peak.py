@@ -12,14 +12,14 @@ from memopt._checkpoint.stages.costs import (
     CpuBytes,
     allocator_bytes,
     bytes_of,
-    device_of,
+    gradients_on,
     tensors_in,
 )
 
 
-def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
+def gradient_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
     """Return the bytes of the gradients that are there."""
-    return bytes_of(parameter.grad for parameter in parameters if parameter.grad is not None)
+    return bytes_of(gradients_on(parameters, device))
 
 
 class StepPeak:
@@ -31,13 +31,17 @@ class StepPeak:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], standing: int, take: Callable[[int], None]
+        self,
+        parameters: Sequence[torch.Tensor],
+        device: torch.device,
+        standing: int,
+        take: Callable[[int], None],
     ) -> None:
         """Begin. standing: bytes that are there already, gradients apart. take: called with the peak, if it shows."""
-        device = device_of(parameters)
         self.allocator: AllocatorBytes | None = allocator_bytes(device, blocks=True, yielding=True)
         self.parameters, self.take = parameters, take
-        self.standing, self.gradients, self.most = standing, gradient_bytes(parameters), 0
+        self.device = device
+        self.standing, self.gradients, self.most = standing, gradient_bytes(parameters, device), 0
         self.in_backward = False
         self.allocator.start()
         self.before, self.highest = self.allocator.now_and_peak()
@@ -54,7 +58,7 @@ class StepPeak:
         self.in_backward = True
         if isinstance(self.allocator, CpuBytes):
             self._note(self.allocator.restart()[1])
-            self.gradients = gradient_bytes(self.parameters)
+            self.gradients = gradient_bytes(self.parameters, self.device)
         torch.autograd.Variable._execution_engine.queue_callback(self.end)  # type: ignore[attr-defined]
 
     def _note(self, peak: int) -> None:

@@ -33,12 +33,14 @@ from typing import Any, Protocol
 import torch
 
 from memopt import _C
+from memopt._checkpoint.stages.costs import block_bytes
 from memopt._offload.host_parameters import HostBlock, LockedMemory
 from memopt._offload.pinned_memory import CopyIn, dense_bytes
 from memopt._runtime.host_memory import resident_bytes
 from memopt._runtime.log import logger
 
 FOREVER = 1e8  # seconds
+MIB = 1 << 20
 
 
 class ParameterCopy(Protocol):
@@ -57,13 +59,18 @@ class Carrier:
     """The way of parameters to where a layer computes, and back.
 
     copies: whether what is fetched is a copy. typical: a layer's bytes; of copies there are two such at once, where
-    there is no budget.
+    there is no budget. planned: bytes of copies that a plan of the model's stages leaves room for beside those in use;
+    None: none plans them.
     """
 
     copies: bool
+    planned: int | None = None
 
     def __init__(self, device: torch.device, typical: int) -> None:
         self.device, self.typical = device, typical
+
+    def plan(self, beside: int | None) -> None:
+        """Leave the bytes beside those in use to a plan, or (None) have a say in them again."""
 
     def travels(self, parameter: torch.Tensor) -> bool:
         raise NotImplementedError
@@ -83,6 +90,15 @@ class Carrier:
 
     def finish(self) -> None:
         """Give what gradients on their way have of the device back to the computation."""
+
+    @property
+    def strict(self) -> bool:
+        """Return whether not even the next layer may take more than allowance()."""
+        return False
+
+    def taken(self, nbytes: int) -> int:
+        """Return the bytes that a copy of so many takes, at the most."""
+        return nbytes
 
     def allowance(self, wanted: int) -> int:
         """Return the bytes of copies that there may be beside those in use, of `wanted` bytes."""
@@ -287,7 +303,14 @@ class DeviceCarrier(Carrier):
     def __init__(self, device: torch.device, typical: int, most: int, budget: int | None) -> None:
         super().__init__(device, typical)
         self.to_device, self.to_host = ToDevice(device), ToHost(device, most)
+        self.most = most
         self._room = _BudgetRoom(device, budget) if budget is not None else None
+
+    def plan(self, beside: int | None) -> None:
+        if self._room is not None and (beside is None) != (self.planned is None):
+            self._room.forget()
+        self.planned = beside
+        self.to_host.most = self.most if beside is None else 0
 
     def travels(self, parameter: torch.Tensor) -> bool:
         return bool(parameter.device.type == "cpu")
@@ -304,11 +327,24 @@ class DeviceCarrier(Carrier):
     def finish(self) -> None:
         self.to_host.finish()
 
+    @property
+    def strict(self) -> bool:
+        return self.planned is not None or self._room is not None
+
+    def taken(self, nbytes: int) -> int:
+        """By a plan a block of torch's allocator, which leaves no rest of a large one below a mebibyte."""
+        if self.planned is None:
+            return nbytes
+        block = block_bytes(nbytes, self.device)
+        return block + MIB if block > MIB else block
+
     def allowance(self, wanted: int) -> int:
+        if self.planned is not None:
+            return self.planned
         return super().allowance(wanted) if self._room is None else self._room.left
 
     def passed(self, grad_mode: bool) -> None:
-        if self._room is not None:
+        if self._room is not None and self.planned is None:
             self._room.begin(grad_mode)
 
 
@@ -323,6 +359,11 @@ class _BudgetRoom:
         self._kind: bool | None = None
         self._warned = False
         torch.cuda.reset_peak_memory_stats(device)
+
+    def forget(self) -> None:
+        """Forget the present pass, whose memory shows nothing."""
+        self._kind = None
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def begin(self, grad_mode: bool) -> None:
         """Begin a pass, with the memory of the last one known."""
@@ -376,6 +417,11 @@ class PageCarrier(Carrier):
     def __init__(self, blocks: dict[int, HostBlock], typical: int, budget: int | None) -> None:
         super().__init__(torch.device("cpu"), typical)
         self.blocks, self.budget = blocks, budget
+        self._own_budget = budget
+
+    def plan(self, beside: int | None) -> None:
+        """By a plan only what mapped_bytes() counts is in memory."""
+        self.budget = self._own_budget if beside is None else None
 
     def travels(self, parameter: torch.Tensor) -> bool:
         return parameter.data_ptr() in self.blocks

@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -150,6 +150,7 @@ class LayerResidency:
         self._tasks: set[int] = set()  # backward passes under way
         self._turn: weakref.ref[LayerRun] | None = None  # whose backward it is
         self._runs_again: set[Layer] = set()  # layers called in a backward pass: checkpointed
+        self._parts: set[int] = set()  # slots of modules that were called within their layer's call
 
     # ---- the forward pass --------------------------------------------------------------------------------------------
 
@@ -170,11 +171,23 @@ class LayerResidency:
                 self._end_pass(whole)
 
     def run_layer(
-        self, layer: Layer, slots: Sequence[ParameterSlot], call: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        layer: Layer,
+        slots: Sequence[ParameterSlot],
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        by_stage: bool = False,
     ) -> Any:
-        """Run the call of a layer, or of a part of one that is called by itself."""
+        """Run the call of a layer, or of a part of one that is called by itself.
+
+        by_stage: it is a plan's stage, whose hooks must not see what it saves of parameters, in whichever run."""
         if layer in self._active:
-            return call(*args, **kwargs)
+            if not by_stage and slots is not layer.slots:
+                self._parts.add(id(slots))
+            with SavedParameters(self) if by_stage and torch.is_grad_enabled() else nullcontext():
+                return call(*args, **kwargs)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "offload_layers: a layer is called while a CUDA graph is captured; its parameters are moved by "
@@ -182,7 +195,7 @@ class LayerResidency:
             )
         alone = self.depth == 0 and _task() == -1
         # A part of a layer that a checkpointed region in it runs again: the region's hooks saw what it saved.
-        hooked = torch.is_grad_enabled() and (_task() == -1 or slots is layer.slots)
+        hooked = torch.is_grad_enabled() and (by_stage or _task() == -1 or id(slots) not in self._parts)
         whole = False
         if alone:
             self._forget_backwards()
@@ -263,6 +276,10 @@ class LayerResidency:
             self._active.pop(run.layer, None)
             if run.saved:
                 self._trail[run.number] = weakref.ref(run)
+            if self.carrier.planned is not None and _task() == -1:
+                self._keep_within(
+                    self.carrier.planned, [one for one in self._here if one not in self._active]
+                )
         for placed in changed:
             placed.write_back()
 
@@ -309,7 +326,8 @@ class LayerResidency:
             copy = self._fetch(layer, [parameter])[0]
             tensor = copy.tensor()
             run.left[key] -= 1
-            over = run.left[key] <= 0 and self._alive[layer] <= 1 and layer not in self._active
+            last = self._alive[layer] <= 1 or self.carrier.planned is not None
+            over = run.left[key] <= 0 and last and layer not in self._active
             if over and self.carrier.copies:  # the asker holds the copy; pages would come again
                 self._forget(layer, key)
             return tensor
@@ -383,22 +401,28 @@ class LayerResidency:
         """Drop copies that have no room beside those needed now and next.
 
         Return the part of the next ones that has room."""
-        left = self.carrier.allowance(sum(p.nbytes for p in parameters))
+        left, taken = self.carrier.allowance(sum(p.nbytes for p in parameters)), self.carrier.taken
+        if self.carrier.planned is not None and layer not in self._active:  # another stage's part of it
+            for key in self._here.get(layer, {}).keys() - set(map(id, parameters)):
+                self._forget(layer, key)
         coming: list[tuple[Layer, list[torch.Tensor]]] = []
         for following, wanted in ahead:
-            nbytes = sum(p.nbytes for p in wanted)
-            if nbytes > left and (coming or not left):
+            nbytes = sum(taken(p.nbytes) for p in wanted)
+            if nbytes > left and (coming or self.carrier.strict or not left):
                 break
             coming.append((following, wanted))
             left -= nbytes
         keep = {layer, *self._active, *(following for following, _ in coming)}
-        others = [other for other in reversed(self._here) if other not in keep]
-        for n, other in enumerate(others):
-            left -= sum(copy.nbytes for copy in self._here[other].values())
-            if left < 0:
-                self._drop(others[n:])
-                break
+        self._keep_within(left, [other for other in self._here if other not in keep])
         return coming
+
+    def _keep_within(self, left: int, others: Sequence[Layer]) -> None:
+        """Drop those of these layers that were used longest ago, until the rest take no more than `left` bytes."""
+        for n in reversed(range(len(others))):
+            left -= sum(self.carrier.taken(copy.nbytes) for copy in self._here[others[n]].values())
+            if left < 0:
+                self._drop(others[: n + 1])
+                break
 
     def _fetch(self, layer: Layer, parameters: Sequence[torch.Tensor]) -> list[ParameterCopy]:
         here = self._here.setdefault(layer, {})
@@ -433,6 +457,24 @@ class LayerResidency:
             for key in list(self._here.get(layer, ())):
                 self._forget(layer, key)
             self._here.pop(layer, None)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return all parameters, also those in whose places copies stand now."""
+        placed = {id(one.copy): one.parameter for run in self._active.values() for one in run.placed}
+        found = [p for layer in self.layers for p in layer.parameters()]
+        return list({id(own): own for p in found for own in (placed.get(id(p), p),)}.values())
+
+    @contextmanager
+    def between_calls(self) -> Iterator[None]:
+        """Put all parameters in their places within the context, although layers are being called."""
+        called = [(run, [placed.slot for placed in run.placed]) for run in self._active.values()]
+        for run, _ in reversed(called):
+            self._leave(run)
+        try:
+            yield
+        finally:
+            for run, slots in called:
+                self._enter(run, slots)
 
     def here(self) -> int:
         """Return the current bytes of copies."""

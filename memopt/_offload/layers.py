@@ -14,6 +14,7 @@ from torch import nn
 
 from memopt import _C
 from memopt._checkpoint.shape_plans import PlannedForward, StageForward
+from memopt._checkpoint.stages.trace_forward import has_hooks
 from memopt._offload.carriers import DeviceCarrier, PageCarrier, beside
 from memopt._offload.host_parameters import HostParameters, file_block, locked_block
 from memopt._offload.layer_residency import LayerResidency
@@ -25,9 +26,7 @@ from memopt._offload.model_layers import (
     find_layers,
     nbytes,
 )
-
-NAME = "_call_impl"  # what Module.__call__ calls: the hooks, and forward between them
-
+from memopt._offload.visits import NAME
 
 _EARLIER = {"bytes_at_home": "bytes_offloaded", "bytes_visiting": "bytes_at_once"}
 
@@ -113,11 +112,17 @@ class OffloadedLayers:
             The model.
 
         Raises:
-            RuntimeError: A graph of the model waits for its backward pass. Nothing has changed then, as with the next.
+            RuntimeError: A graph of the model waits for its backward pass, or the model runs by auto_checkpoint's plan.
+                Nothing has changed then, as with the next.
             torch.OutOfMemoryError: The device has no room for the parameters.
         """
         if self._residency is None or self._host is None:
             return self.model
+        if planned(self.model) is not None:
+            raise RuntimeError(
+                "offload_layers: the model runs by auto_checkpoint's plan, which counts its parameters off the device: "
+                "call memopt.undo_checkpoint(model) before .remove(), and auto_checkpoint() again after it"
+            )
         if self._residency.is_wanted():
             raise RuntimeError(
                 "offload_layers: a backward pass through this model is still pending: run it, or drop its loss and "
@@ -143,6 +148,9 @@ class LayerCall:
         self.own: Callable[..., Any] = getattr(module, NAME)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.module.__dict__.get("forward")
+        if torch.is_grad_enabled() and getattr(forward, "visits", False) and not has_hooks(self.module):
+            return self.own(*args, **kwargs)  # by a plan, whose stages bring what they use
         return self.residency.run_layer(self.layer, self.slots, self.own, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -197,6 +205,9 @@ def offload_layers(
     the device for its forward, and the saved ones again for its backward, unless they are still there; gradients are
     copied from it once.
 
+    memopt.auto_checkpoint() afterwards plans such a model too: a stage's bytes and seconds then have the visit of its
+    parameters in them.
+
     Args:
         model: The module whose parameters leave the device, in place.
         to: "cpu", for a model that computes on a CUDA device: page-locked host memory, from which the next layer's
@@ -206,7 +217,8 @@ def offload_layers(
         memory_budget: The most live bytes on the device in a step, everything counted: bytes, "8GiB", or a fraction (a
             float) of the device's memory. The part that a step does not need keeps layers on the device and fetches
             more of them ahead; by default that is the size of one block beside the layer that runs. The first step
-            measures that part with the device's peak counter, which is reset here.
+            measures that part with the device's peak counter, which is reset here. While the model runs by
+            auto_checkpoint's plan, that one's budget counts instead.
         layers: Modules, or their names, whose parameters are copied and freed together; by default the blocks of the
             model's lists of modules, and the modules around them one by one. A parameter may be used only while a
             module of its layer is called.
@@ -282,13 +294,18 @@ def _check_new(model: nn.Module) -> None:
     if (name := offloaded(model)) is not None:
         whose = f"{name!r} in it" if name else "the model"
         raise ValueError(f"offload_layers: {whose} is already offloaded: .remove() its handle first")
-    for name, module in model.named_modules():
-        if isinstance(module.__dict__.get("forward"), (StageForward, PlannedForward)):
-            raise ValueError(
-                f"offload_layers: {name or 'the model'} runs by auto_checkpoint's plan, which does not account for "
-                "parameters that are copied to the device: call memopt.undo_checkpoint(model) first, and offload "
-                "activations with memopt.offload_activations()"
-            )
+    if (name := planned(model)) is not None:
+        raise ValueError(
+            f"offload_layers: {name or 'the model'} runs by auto_checkpoint's plan, which was made with its parameters "
+            "on the device: call memopt.undo_checkpoint(model), then offload_layers() and, after it, auto_checkpoint()"
+        )
+
+
+def planned(model: nn.Module) -> str | None:
+    """The name of the first module of it that runs by a plan of auto_checkpoint(); None where there is none."""
+    kinds = StageForward, PlannedForward
+    found = (name for name, one in model.named_modules() if isinstance(one.__dict__.get("forward"), kinds))
+    return next(found, None)
 
 
 def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:

@@ -21,7 +21,8 @@ from memopt._checkpoint.drop_in.checkpoint import _Checkpointed
 from memopt._checkpoint.plan import Plan
 from memopt._checkpoint.shape_plans import PlannedForward, StageForward
 from memopt._checkpoint.stages.module_forwards import ClassForward
-from memopt._offload.layers import NAME, LayerCall
+from memopt._offload.layers import LayerCall
+from memopt._offload.visits import NAME
 
 
 @dataclass

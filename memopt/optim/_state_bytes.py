@@ -60,13 +60,15 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return found.there_bytes + sum(found.coming)
 
 
-def foretold(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
-    """Return what state_bytes() adds up, in parts."""
+def foretold(optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> OptimizerBytes:
+    """Return what state_bytes() adds up, in parts. device: of parameters elsewhere nothing counts; None: all count."""
     there: list[torch.Tensor] = []
     missing: list[Kind] = []
     trained: list[Kind] = []
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
+            if device is not None and p.device != device:
+                continue
             strides = p.stride() if is_plain(p) else torch.empty(p.shape, device="meta").stride()
             kind = Kind(index, tuple(p.shape), tuple(strides), p.dtype, p.device)
             if state := optimizer.state.get(p):

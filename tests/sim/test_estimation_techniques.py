@@ -83,6 +83,13 @@ def test_a_technique_takes_what_it_takes_in_the_script(tmp_path, technique, met,
     assert tried == pytest.approx(by_hand, rel=0.03) and tried < as_is
 
 
+def test_layers_and_a_plan_take_less_than_either_alone(tmp_path):
+    """With that budget no plan fits without the visits, and the layers alone take 120 MiB."""
+    tried, applied = peak(tmp_path, "offload layers", f"checkpoint:{70 * MIB}", rows=2048)
+    assert applied == {"offload layers": ["Sequential"], "checkpoint": ["Sequential"]}
+    assert tried <= 70 * MIB
+
+
 def test_states_of_bf16_parameters_save_what_they_take(tmp_path):
     """Two states of 2 bytes become two of 1 and their scales: half as much is saved as of fp32."""
     weights = 8 * (2 * 256 * 1024 + 1024 + 256)

@@ -26,7 +26,7 @@ from memopt._checkpoint.checked_plan import Candidate, Forward, budget_bytes, ch
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.drop_in.checkpoint import IS_CURRIED, checkpoint, is_tracing
 from memopt._checkpoint.runner import ChainRunner, changeable, unchangeable
-from memopt._checkpoint.stages.costs import tensors_in
+from memopt._checkpoint.stages.costs import device_of, tensors_in
 from memopt._checkpoint.stages.measure import ChainMeasurement, default_loss
 from memopt._checkpoint.stages.model_chain import without_graph
 from memopt._checkpoint.stages.module_state import Changes, WeakChanges, changes_within, joined, watched
@@ -251,6 +251,7 @@ class FunctionChain:
         self.needs_gradients = any(tensor.requires_grad for tensor in tensors_in(value))
         self.trainable = list(trained.values())
         self.standing = [*standing, *self.trainable, *tensors_in(self.input)]
+        self.device, self.mapped = device_of(self.standing), ((), 0)
 
     def run(self, run: Callable[..., Any]) -> Any:
         value = self.input

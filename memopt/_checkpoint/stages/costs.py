@@ -189,7 +189,9 @@ class Meter(TorchDispatchMode):
         identity = storage._cdata
         # torch keeps the Python object of a storage for as long as C++ uses it: the reference dies with the storage.
         ref, before = self.known.get(identity) or (weakref.ref(storage, lambda _: self.died(identity)), 0)
-        size = 0 if identity in self.ignored else block_bytes(storage.nbytes(), storage.device)
+        elsewhere = self.device is not None and storage.device.type != self.device.type
+        counts = identity not in self.ignored and not elsewhere
+        size = block_bytes(storage.nbytes(), storage.device) if counts else 0
         self.known[identity] = (ref, size)
         self.live += size - before
         self.made += max(0, size - before)
@@ -260,6 +262,12 @@ def bytes_of(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] = (
                 counted.add(storage._cdata)
                 total += block_bytes(storage.nbytes(), storage.device)
     return total
+
+
+def gradients_on(parameters: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return the gradients that are on the device: of parameters that are offloaded they are elsewhere."""
+    found = (p.grad for p in parameters)
+    return [grad for grad in found if grad is not None and grad.device.type == device.type]
 
 
 def synchronize(device: torch.device) -> None:
@@ -371,7 +379,12 @@ def no_backward(_: object) -> torch.Tensor:
 
 
 def stage_bytes(
-    function: Callable[..., Any], arguments: Any, linked: Any, standing: list[torch.Tensor], trainable: Any
+    function: Callable[..., Any],
+    arguments: Any,
+    linked: Any,
+    standing: list[torch.Tensor],
+    trainable: Any,
+    device: torch.device,
 ) -> StageBytes:
     for parameter in trainable:
         parameter.grad = None
@@ -390,7 +403,6 @@ def stage_bytes(
         return saved[-1]
 
     movable = Movable()
-    device = device_of([*standing, *given])
     meter = Meter(device)
     meter.ignore([*standing, *given])
     with meter, torch.enable_grad():
@@ -399,7 +411,7 @@ def stage_bytes(
         run_peak = meter.peak
         gone = movable.gone()
         del out
-    remake_peak = bytes_to_remake(function, arguments, standing, len(first))
+    remake_peak = bytes_to_remake(function, arguments, standing, len(first), device)
     args, kwargs = arguments()
     given, inputs = tensors_in((args, kwargs)), linked(args, kwargs)
     before = [t._version for t in given]
@@ -439,7 +451,7 @@ def stage_bytes(
         # One that is changed in place is not what its gradient is kept for, but as large.
         grads = [t.grad if t.is_leaf else t for t in inputs if t.requires_grad]
         input_grad = bytes_of([grad for grad in grads if grad is not None])
-        parameter_grad = bytes_of([p.grad for p in trainable if p.grad is not None])
+        parameter_grad = bytes_of(gradients_on(trainable, device))
         backward_overhead = max(0, meter.peak - held - output_grad - input_grad)
     return StageBytes(
         saved=kept,
@@ -462,7 +474,11 @@ def stage_bytes(
 
 
 def bytes_to_remake(
-    function: Callable[..., Any], arguments: Any, standing: list[torch.Tensor], count: int
+    function: Callable[..., Any],
+    arguments: Any,
+    standing: list[torch.Tensor],
+    count: int,
+    device: torch.device,
 ) -> int:
     """Return the peak bytes of a forward that ends once `count` tensors are saved."""
     args, kwargs = arguments()
@@ -475,7 +491,7 @@ def bytes_to_remake(
         return saved[-1]
 
     given = tensors_in((args, kwargs))
-    meter = Meter(device_of([*standing, *given]))
+    meter = Meter(device)
     meter.ignore([*standing, *given])
     with meter, torch.enable_grad():
         try:
@@ -487,10 +503,13 @@ def bytes_to_remake(
 
 
 def stage_seconds(
-    function: Callable[..., Any], arguments: Any, trainable: list[torch.Tensor], count: int
+    function: Callable[..., Any],
+    arguments: Any,
+    trainable: list[torch.Tensor],
+    count: int,
+    device: torch.device,
 ) -> StageSeconds:
     args, kwargs = arguments()
-    device = device_of(tensors_in((args, kwargs)))
 
     @contextmanager
     def timed(into: list[float]) -> Iterator[None]:

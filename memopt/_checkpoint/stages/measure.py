@@ -27,7 +27,7 @@ from memopt._checkpoint.stages.costs import (
     StageSeconds,
     block_bytes,
     bytes_of,
-    device_of,
+    gradients_on,
     local,
     stage_bytes,
     stage_seconds,
@@ -92,8 +92,16 @@ class Measurable(Protocol):
         """For each stage what its runs change in modules."""
 
     @property
+    def device(self) -> torch.device:
+        """The device of the stages."""
+
+    @property
     def standing(self) -> Sequence[torch.Tensor]:
         """Bytes allocated before and after a step."""
+
+    @property
+    def mapped(self) -> tuple[Sequence[torch.Tensor], int]:
+        """Those of them in pages of a file, and the bytes of these pages that are in memory at once."""
 
     @property
     def trainable(self) -> Sequence[torch.Tensor]:
@@ -124,18 +132,18 @@ class ChainMeasurement:
 
     stage_bytes, stage_seconds: a list each, the last entry for what comes after the stages: the rest of the model, the
     loss. standing_bytes: parameters, buffers, the sample, and others: what else the operations of a step took that was
-    there before, such as the loss's targets. external_grads: gradients of arguments that are not the output of the
-    stage before. input_bytes: of the first stage. held_bytes: what else lives
-    from before the last stage to the backward pass, however the stages are run: saved around them, or an argument of
-    one that is not the output of the stage before. crossing_bytes: of these the arguments that skip stages, each once,
-    which a schedule could make again or offload. result_bytes: of what the model returns, the loss and its gradient,
-    beside the last stage's output. workspace_bytes: cuBLAS's own."""
+    there before, such as the loss's targets; of parameters in pages of a file only mapped_bytes. external_grads:
+    gradients of arguments that are not the output of the stage before. input_bytes: of the first stage. held_bytes:
+    what else lives from before the last stage to the backward pass, however the stages are run: saved around them, or
+    an argument of one that is not the output of the stage before. crossing_bytes: of these the arguments that skip
+    stages, each once, which a schedule could make again or offload. result_bytes: of what the model returns, the loss
+    and its gradient, beside the last stage's output. workspace_bytes: cuBLAS's own."""
 
     def __init__(self, chain: Measurable, loss: Loss) -> None:
         self.chain, self.loss = chain, loss
         self.functions = chain.functions
         self.trainable, self.standing = list(chain.trainable), list(chain.standing)
-        self.device = device_of(self.standing)
+        self.device, (self.mapped, self.mapped_bytes) = chain.device, chain.mapped
         self.input_bytes = self.held_bytes = self.crossing_bytes = self.result_bytes = 0
         self.state_bytes = 0  # random states, which live beside the stages on a CPU
         self.returns_last = False  # the last stage's output is among what the model returns
@@ -151,7 +159,7 @@ class ChainMeasurement:
         torch.clear_autocast_cache()  # what finding the chain has left there
         self.made_before: list[torch.Tensor] = []  # of the stage that runs
         self.measure_bytes()
-        self.standing_bytes = bytes_of(self.standing)
+        self.standing_bytes = bytes_of(self.standing, self.mapped) + self.mapped_bytes
         self.standing_bytes += sum(block_bytes(one.nbytes(), one.device) for one in self.others)
         self.measure_seconds()
         self.workspace_bytes = workspace_bytes(self.device)
@@ -211,7 +219,7 @@ class ChainMeasurement:
         meter.ignore([*self.standing, *made])
         with meter:
             torch.autograd.backward(made, [torch.ones_like(tensor) for tensor in made], retain_graph=True)
-            gradients = bytes_of([p.grad for p in self.trainable if p.grad is not None])
+            gradients = bytes_of(gradients_on(self.trainable, self.device))
         self.clear_gradients()
         return gradients, meter.peak
 
@@ -254,7 +262,7 @@ class ChainMeasurement:
             with repeatedly(self.chain.names[k]):
                 function = state.repeatable(self.functions[k])
                 standing = [*self.standing, *state.tensors]
-                size = stage_bytes(function, arguments, inputs, standing, self.trainable)
+                size = stage_bytes(function, arguments, inputs, standing, self.trainable, self.device)
             more = bytes_of([b for norm in self.chain.norms[k] for b in norm.buffers(recurse=False)])
             self.linked_bytes.append(bytes_of([held.tensor for held in linked]))
             if (first := self.chain.lingering[k]) is not None:
@@ -303,7 +311,7 @@ class ChainMeasurement:
             live = meter.peak = meter.live
             value.backward()
             input_grad = bytes_of([t.grad for t in self.last_outputs if t.grad is not None])
-            made = bytes_of([p.grad for p in self.trainable if p.grad is not None])
+            made = bytes_of(gradients_on(self.trainable, self.device))
             backward_overhead = max(0, meter.peak - live - input_grad)
         self.stage_bytes.append(
             StageBytes(
@@ -339,9 +347,8 @@ class ChainMeasurement:
             count = self.stage_bytes[k].saved_count
             function = call.state.modules.repeatable(self.functions[k])
             with repeatedly(self.chain.names[k]):
-                runs[k].append(
-                    stage_seconds(function, self.arguments(k, call, linked), self.trainable, count)
-                )
+                arguments = self.arguments(k, call, linked)
+                runs[k].append(stage_seconds(function, arguments, self.trainable, count, self.device))
 
         def ended() -> None:
             nonlocal end

@@ -24,11 +24,12 @@ from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.runner import StageCall, TensorVersion, changeable
-from memopt._checkpoint.stages.costs import GraphIsGone, tensors_in
+from memopt._checkpoint.stages.costs import GraphIsGone, device_of, tensors_in
 from memopt._checkpoint.stages.module_forwards import forwards, is_its_classes, own_forward
 from memopt._checkpoint.stages.module_state import Changes, Snapshot, changes_within, joined
 from memopt._checkpoint.stages.ranks import is_sharded
 from memopt._checkpoint.stages.split import Run, SplitBlock, split
+from memopt._offload.visits import Visit, VisitingStage, at_home, mapped_bytes, residency_of
 
 PART = 0.5  # of a call's elements that the stages in it must make for these to stand for it
 TANGLED = 2  # stages that take nothing from the one before, for the model's forward to be cut as one
@@ -260,6 +261,11 @@ class Member(NamedTuple):
             return run(self.first, *args, **kwargs)
         return self.block.call(run, self.first, args, kwargs)
 
+    @property
+    def visits(self) -> bool:
+        """Return whether the stages bring parameters that are offloaded; those of the model itself are there."""
+        return self.block is None or not self.block.whole
+
     def names(self) -> list[str]:
         if self.block is None:
             return [self.name]
@@ -268,17 +274,36 @@ class Member(NamedTuple):
         return [f"{self.name} ({part})" if self.name else part for part in parts]
 
 
+class MeasuredStages:
+    """The forward of a member while its stages are measured: run(k, arguments) runs one."""
+
+    def __init__(self, member: Member, run: Run) -> None:
+        self.member, self.run, self.visits = member, run, member.visits
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.member.call(self.run, args, kwargs)
+
+
 class ModelChain:
     """The stages of a model on these arguments.
 
     functions, names: of each stage. changing: numbers of those that change their input in place. lingering: of each
     stage the first one of its block, whose input the model holds for as long as the block's forward lasts; None for
     that one itself. state: what each stage's runs change in modules. standing: what is there before and after a step.
-    trainable: the parameters that gradients are made for."""
+    mapped: of it, parameters offloaded to a file, and the bytes of them in memory at once. trainable: the parameters
+    that gradients are made for."""
 
     def __init__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.standing = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
+        self.device = device_of(self.standing)
+        self.mapped: tuple[list[torch.Tensor], int] = [], 0
+        residency = residency_of(model)
+        if residency is not None:
+            self.device = residency.device
+            self.standing = [tensor for tensor in self.standing if tensor.device == self.device]
+            travelling = [p for p in self.standing if residency.carrier.travels(p)]
+            self.mapped = travelling, mapped_bytes(residency)
         self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.has_own_parameters = not is_sharded(model)  # a unit's forward puts others in their places
         before = Snapshot(model.modules(), self.has_own_parameters)
@@ -307,6 +332,13 @@ class ModelChain:
                 self.changing.add(first)
             if block is not None:
                 block.changes = changes[len(self.members) - 1]
+            visit = Visit.of(residency, call.module, set(call.module.modules()))
+            if block is not None:
+                block.visit = visit
+                for part in block.parts:
+                    part.visit = Visit.of(residency, call.module, set(part.modules_used))
+            elif visit is not at_home:
+                forward = VisitingStage(forward, call.module, visit)
             self.functions += [forward] if block is None else block.parts
             self.state += [
                 changes_within(changes[len(self.members) - 1], part.modules_called)
@@ -358,9 +390,7 @@ class ModelChain:
 
     def run(self, run: Run) -> Any:
         """Run one forward pass of the model, in which stage k is run(k, its arguments)."""
-        stand_ins = [
-            lambda *args, _member=member, **kwargs: _member.call(run, args, kwargs) for member in self.members
-        ]
+        stand_ins = [MeasuredStages(member, run) for member in self.members]
         with forwards([member.module for member in self.members], stand_ins):
             return self.model(*self.args, **self.kwargs)
 

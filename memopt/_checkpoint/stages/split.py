@@ -37,8 +37,10 @@ from memopt._checkpoint.stages.trace_forward import (
     RecordedCalls,
     TracedCall,
 )
+from memopt._offload.visits import at_home
 
 Run = Callable[..., Any]  # of stage k: run(k, *args, **kwargs)
+Visit = Callable[..., Any]  # visit(function, *args, **kwargs): the call, with offloaded parameters in place
 
 SHORT = 32  # a life during which less than a part of so many is made is not worth holding a value for
 MOST_HELD = 64
@@ -94,9 +96,11 @@ class BlockPart:
 
     def __init__(self, block: SplitBlock, n: int) -> None:
         self.block, self.n = block, n
+        self.visit: Visit = at_home
         own = block.programs[n]
         steps = block.trace.steps[own.start : own.end]
-        self.modules_called = called_modules(steps) if n else list(block.module.modules())
+        self.modules_used = called_modules(steps)
+        self.modules_called = self.modules_used if n else list(block.module.modules())
         later = {number for program in block.programs[n + 2 :] for number in program.inputs}
         self.held_outputs = {leaf for leaf, number in enumerate(own.makes) if number in later}
 
@@ -115,11 +119,11 @@ class BlockPart:
 
     def __call__(self, trace: BlockTrace | None, *values: Any) -> Any:
         if trace is not None:
-            return self.block.programs[self.n].run(trace, values)
+            return self.visit(self.block.programs[self.n].run, trace, values)
         if self.n:
             return values[0]
         args, kwargs = values
-        return self.block.forward(*args, **kwargs)
+        return self.block.visit(self.block.forward, *args, **kwargs)
 
     def __repr__(self) -> str:
         block = self.block
@@ -140,7 +144,7 @@ class SplitBlock:
     """A module's forward as parts.
 
     names: of the modules that each part calls. whole: the module is the model. changes: what its runs change in
-    modules.
+    modules. visit: brings its parameters, as each part's does the part's.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class SplitBlock:
         self.traces: OrderedDict[tuple[torch.Size, ...], tuple[Expected, BlockTrace | None]] = OrderedDict()
         self.programs = programs
         self.changes: Changes = {}
+        self.visit: Visit = at_home
         self.places = {number: n for n, number in enumerate(recording.arguments) if number is not None}
         self.parts = [BlockPart(self, n) for n in range(len(programs))]
         self.warned = False
@@ -225,7 +230,7 @@ class SplitBlock:
             return recordings[0].out
 
         with batch_norm.kept(batch_norm.modules_in(self.module)):
-            noted(call, record)
+            noted(call, lambda: self.visit(record))
         return recordings[0]
 
     def __str__(self) -> str:

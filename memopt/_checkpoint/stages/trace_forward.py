@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.stages.module_forwards import is_its_classes
+from memopt._offload.visits import residency_of
 from memopt._runtime.state_snapshot import CONTAINERS, is_drawn_from, python_random
 
 KIND = frozenset(
@@ -231,10 +232,12 @@ def has_hooks(module: torch.nn.Module) -> bool:
 def can_open(module: torch.nn.Module) -> bool:
     """Return whether the module's own forward may stand for a call of it.
 
-    Not where that has effects which come with the whole module: hooks, parametrizations, running statistics.
+    Not where that has effects which come with the whole module: hooks, parametrizations, running statistics, parameters
+    that its call brings.
     """
     return (
         any(True for _ in module.children())
+        and residency_of(module) is None
         and not isinstance(module, _NormBase)
         and is_its_classes(module)
         and not has_hooks(module)

@@ -22,6 +22,7 @@ def measure(function: nn.Module):
         lambda args, kwargs: tensors_in(args),
         standing,
         [p for p in standing if p.requires_grad],
+        torch.device("cpu"),
     )
 
 
@@ -80,6 +81,10 @@ def test_gradients_and_times() -> None:
     x = torch.randn(ROWS, WIDTH)
     count = measure(stage).saved_count
     seconds = stage_seconds(
-        stage, lambda: ((x.clone().requires_grad_(),), {}), list(stage.parameters()), count
+        stage,
+        lambda: ((x.clone().requires_grad_(),), {}),
+        list(stage.parameters()),
+        count,
+        torch.device("cpu"),
     )
     assert all(value > 0 for value in seconds)

@@ -18,6 +18,7 @@ def measure(function: nn.Module, x: torch.Tensor) -> StageBytes:
         lambda args, kwargs: tensors_in(args),
         list(function.parameters()),
         list(function.parameters()),
+        torch.device("cpu"),
     )
 
 

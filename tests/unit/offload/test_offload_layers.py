@@ -19,6 +19,7 @@ import memopt
 from memopt._offload import host_parameters
 from memopt._offload.layer_residency import PrefetchOrder
 from memopt._offload.model_layers import find_layers
+from memopt.chain import InfeasibleBudget
 from tests.helpers.offloaded_models import Block, Transformer, loss_of, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -146,21 +147,30 @@ def test_what_cannot_be_offloaded_is_refused_before_anything_changes(tmp_path: P
     handle.remove()
 
 
-def test_with_auto_checkpoint_it_is_refused_in_either_order(tmp_path: Path) -> None:
+def test_what_does_not_go_with_a_plan_is_refused_before_anything_changes(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
     x = torch.randn(256, 32)
     standing = sum(p.nbytes for p in model.parameters()) * 2 + x.nbytes
     budget = standing + 8 * x.nbytes  # of the 12 outputs that a plain step keeps
     memopt.auto_checkpoint(model, x, memory_budget=budget)
     assert not model.plan.keeps_all
-    with pytest.raises(ValueError, match="undo_checkpoint"):
+    with pytest.raises(ValueError, match=r"undo_checkpoint\(model\), then offload_layers"):
         memopt.offload_layers(model, tmp_path)
+    assert not any("_call_impl" in module.__dict__ for module in model.modules())
     memopt.undo_checkpoint(model)
     handle = memopt.offload_layers(model, tmp_path)
-    with pytest.raises(ValueError, match=r"\.remove\(\) its handle"):
-        memopt.auto_checkpoint(model, x, memory_budget=budget)
-    assert not hasattr(model, "plan")
-    handle.remove()
+    for other in (nn.Sequential(model), model[0]):
+        with pytest.raises(ValueError, match="give both the same one"):
+            memopt.auto_checkpoint(other, x, memory_budget=budget)
+        assert not hasattr(other, "plan")
+    memopt.auto_checkpoint(model, x, memory_budget=budget)
+    with pytest.raises(RuntimeError, match=r"undo_checkpoint\(model\) before"):
+        handle.remove()
+    assert not model.plan.keeps_all
+    model(x).sum().backward()
+    memopt.undo_checkpoint(model)
+    assert handle.remove() is model
+    assert all(module.__dict__.keys().isdisjoint({"_call_impl", "forward"}) for module in model.modules())
     model(x).sum().backward()
 
 
@@ -348,4 +358,32 @@ def test_an_exception_in_a_layer_leaves_the_model_whole(tmp_path: Path) -> None:
     assert all(map(torch.equal, *results))
     del results
     gc.collect()
+    handle.remove()
+
+
+def test_a_plan_on_the_cpu_counts_the_pages_of_the_layers_in_memory_at_once(tmp_path: Path) -> None:
+    def least(model: nn.Module) -> int:
+        with pytest.raises(InfeasibleBudget) as raised:
+            memopt.auto_checkpoint(model, words, memory_budget=1)
+        return raised.value.least_budget
+
+    torch.manual_seed(0)
+    model = Transformer(6, 64)
+    words = words_of(model, 30)
+    plain = copy.deepcopy(model)
+    alone = least(model)
+    handle = memopt.offload_layers(model, tmp_path)
+    budget = least(model)
+    pages = handle.plan.bytes_offloaded - handle.plan.bytes_at_once
+    assert budget <= alone - 0.9 * pages
+    memopt.auto_checkpoint(model, words, memory_budget=budget)
+    for seed in range(3):
+        for one in (plain, model):
+            torch.manual_seed(seed)
+            one.zero_grad()
+            one(words).sum().backward()
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    assert not model.plan.keeps_all and model.plan.check().within
+    memopt.undo_checkpoint(model)
     handle.remove()
