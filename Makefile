@@ -87,7 +87,7 @@ BENCH_LIBRARIES = benchmarks/bench_find_batch_size.py
 BENCH_DATA = benchmarks/bench_cached.py benchmarks/bench_mapped_dataset.py
 BENCH_TECHNIQUES = benchmarks/bench_compress.py
 # By hand, in an environment with a CPU build of torch and the libraries that it names.
-BENCH_BY_HAND = benchmarks/bench_public_models.py
+BENCH_BY_HAND = benchmarks/bench_host_step.py benchmarks/bench_public_models.py
 BENCH_CPU = $(filter-out $(BENCH_SIM) $(BENCH_GPU) $(BENCH_ESTIMATE) $(BENCH_LIBRARIES) $(BENCH_DATA) \
 	$(BENCH_TECHNIQUES) $(BENCH_BY_HAND),$(wildcard benchmarks/bench_*.py))
 
