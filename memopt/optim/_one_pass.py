@@ -52,6 +52,9 @@ class OnePass(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError if options of a group exclude each other."""
 
+    def _check_parameters(self, params: list[Tensor]) -> None:
+        """Raise ValueError for parameters of a new group that the optimizer cannot take."""
+
     def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Create the missing states of a plain parameter. Return whether its momentum buffer has no value yet."""
         raise NotImplementedError
@@ -356,7 +359,7 @@ class OnePass(torch.optim.Optimizer):
             self.defaults.setdefault(name, value)
         if isinstance(param_group, dict):
             whole = {**self.defaults, **param_group}
-            if whole["differentiable"]:
+            if whole.get("differentiable"):
                 kind = type(self).__name__
                 raise ValueError(
                     f"memopt.optim.{kind} works outside autograd: use torch.optim.{kind} for differentiable=True"
@@ -364,6 +367,7 @@ class OnePass(torch.optim.Optimizer):
             self._check_group(whole)
         super().add_param_group(param_group)
         try:
+            self._check_parameters(self.param_groups[-1]["params"])
             self._offload_gradients()
         except BaseException:
             self.param_groups.pop()
