@@ -20,6 +20,7 @@ from memopt.optim._state_layout import (
     not_like,
     one_step,
     wanted_bits,
+    wants_master,
 )
 
 
@@ -127,9 +128,18 @@ class CodedMomentum(CodedStates):
                 f"state_bits={bits} is of the momentum, and there is none: give momentum=, or use state_bits=32"
             )
 
-    def _count_steps(self, p: Tensor) -> None:
-        """Create or convert the count of steps, of which a rounding up or down is made."""
-        self.state[p]["step"] = one_step(self.state[p].get("step", 0.0), p)
+    def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        master, wide = state.pop("master_param", None), wants_master(p, group)
+        self._relay_moment(p, state, group, "momentum_buffer", torch.float32 if wide else p.dtype)
+        if "step" in state or "momentum_buffer_scale" in state:
+            count_steps(p, state)
+        if isinstance(master, Tensor) and wide:
+            state["master_param"] = like(p, torch.float32, master)
+
+
+def count_steps(p: Tensor, state: dict[str, Any]) -> None:
+    """Create or convert the count of steps, of which a rounding up or down is made."""
+    state["step"] = one_step(state.get("step", 0.0), p)
 
 
 def _coded(state: dict[str, Any]) -> dict[str, Any]:

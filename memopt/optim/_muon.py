@@ -16,9 +16,9 @@ from torch.optim.optimizer import ParamsT
 from memopt import _C
 from memopt._runtime import kernels
 from memopt._runtime.originals import original
-from memopt.optim._coded_states import CodedMomentum
+from memopt.optim._coded_states import CodedMomentum, count_steps
 from memopt.optim._one_pass import ScaledStep
-from memopt.optim._state_layout import FLOATS, like, one_step, wanted_bits
+from memopt.optim._state_layout import FLOATS, like, wanted_bits
 
 if TYPE_CHECKING:
     from torch.optim import Muon as _Torchs
@@ -35,7 +35,7 @@ class Muon(CodedMomentum, _Torchs):
     scaler the host waits once a step, to know whether it is skipped, as it does with torch's.
 
     With state_bits=8 the direction that is orthogonalized comes, in bf16, from the pass that updates the momentum, so
-    that a step takes 4 bytes an element of its largest parameter less. The momentum is rounded up or down so that its
+    that a step takes 2 bytes an element of its largest parameter less. The momentum is rounded up or down so that its
     mean is right. As with torch's, a gradient that is infinite or NaN makes its whole parameter NaN; of the momentum of
     8 bits it makes 0 where it is, and leaves all else.
 
@@ -95,14 +95,9 @@ class Muon(CodedMomentum, _Torchs):
     def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
         assert p.grad is not None
         if wanted_bits(p, group):
-            self._count_steps(p)
+            count_steps(p, self.state[p])
         self._make(p, group, "momentum_buffer", p.grad.dtype)
         return False
-
-    def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        self._relay_moment(p, state, group, "momentum_buffer", p.dtype)
-        if "step" in state:
-            state["step"] = one_step(state["step"], p)
 
     def _check_gradient(self, grad: Tensor) -> None:
         if grad.is_complex():
@@ -120,7 +115,8 @@ class Muon(CodedMomentum, _Torchs):
                 return
             scaling.found_inf = None  # no other turn of this step need wait for it
         with torch.no_grad():
-            self._complete_all()
+            if any(self.state.get(p, {}).get("momentum_buffer") is None for p, _ in chosen):
+                self._complete_all()
             for p, group in chosen:
                 self._update_one(p, group, scaling)
 

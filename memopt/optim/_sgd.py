@@ -10,8 +10,8 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from memopt._runtime.originals import original
-from memopt.optim._coded_states import CodedMomentum
-from memopt.optim._state_layout import like, one_step, wanted_bits, wants_master
+from memopt.optim._coded_states import CodedMomentum, count_steps
+from memopt.optim._state_layout import like, wanted_bits, wants_master
 
 if TYPE_CHECKING:
     from torch.optim import SGD as _Torchs
@@ -103,7 +103,7 @@ class SGD(CodedMomentum, _Torchs):
             self.state[p]["master_param"] = like(p, torch.float32, p)
         dithered = group["stochastic_rounding"] and not wide and p.dtype in (torch.float16, torch.bfloat16)
         if dithered or (group["momentum"] and wanted_bits(p, group)):
-            self._count_steps(p)
+            count_steps(p, self.state[p])
         if group["momentum"] == 0 or self.state[p].get("momentum_buffer") is not None:
             return False
         # From zeros the formula gives the gradient itself, as torch's first step does, unless it is damped.
@@ -112,14 +112,6 @@ class SGD(CodedMomentum, _Torchs):
 
     def _has_states(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"] or group["master_weights"] or group["stochastic_rounding"])
-
-    def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        master, wide = state.pop("master_param", None), wants_master(p, group)
-        self._relay_moment(p, state, group, "momentum_buffer", torch.float32 if wide else p.dtype)
-        if "step" in state:
-            state["step"] = one_step(state["step"], p)
-        if isinstance(master, Tensor) and wide:
-            state["master_param"] = like(p, torch.float32, master)
 
     def _update_by_torch(
         self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any], found_inf: Tensor | None
