@@ -6,8 +6,8 @@ from "8-bit Optimizers via Block-wise Quantization" (Dettmers, Lewis, Shleifer, 
 exponent of ten in unary, and a fraction; scaled by the largest magnitude of each 256 elements, and rounded to the
 nearest. As there, and as in memopt, tensors under 4096 elements keep fp32 states.
 
-Muon is trained too, with fp32 and with 8-bit momentum, for fewer seeds: its matrix products take this CPU ten times as
-long as all else. It has the matrices of the blocks, at AdamW's learning rate (`match_rms_adamw`); AdamW has the rest.
+Muon is trained too, with fp32 and with 8-bit momentum, for fewer seeds: its products in bf16 take a CPU long. It has
+the matrices of the blocks, at AdamW's learning rate (`match_rms_adamw`); AdamW has the rest.
 
 With `--resume` finished trainings are kept on disk, and a run that was cut off goes on after them. `--cuda` trains on
 the GPU; the losses are of another machine then, but to be compared in the same way.

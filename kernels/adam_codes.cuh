@@ -1,6 +1,6 @@
-/* Adam's states, and SGD's momentum buffer, as codes of 8 or of 4 bits: a block is 256 elements that follow each other in one tensor (the last block may be
- * shorter), with two fp32 scales, the largest |m| and the largest v of the block. Of two codes of 4 bits in a byte the first lies in
- * the lower half; the half that a last element leaves over is 0.
+/* Adam's states, and SGD's momentum buffer, as codes of 8 or of 4 bits: a block is 256 elements that follow each other in one tensor
+ * (the last block may be shorter), with two fp32 scales, the largest |m| and the largest v of the block. Of two codes of 4 bits in a
+ * byte the first lies in the lower half; the half that a last element leaves over is 0.
  *
  * All codes are the leading bits of the float y = c + x * (top - c), with x = |m| / scale or v / scale: a logarithm near 1, a
  * straight line near 0; exactly 0 for 0, and the scale itself (to 2 ulp) for the largest. No table, no search, no root.

@@ -690,7 +690,7 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned bits, unsign
     const mo_eight_bytes none = {{0, 0}}, codes_m = mo_update_load_codes(bits, few, MO_ARRAY_M, w->a.m),
                          codes_v = sgd ? none : mo_update_load_codes(bits, few, MO_ARRAY_V, w->a.v);
     mo_four raw_p[2], raw_g[2];
-    float p[8], g[8], vmax[8];
+    float p[8], g[8], vmax[8]; /* vmax is not there */
     unsigned i;
 
     mo_update_load_p(w, kinds, few, raw_p);
@@ -710,10 +710,11 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned bits, unsign
         MO_UNROLL
         for (i = 0; i < 8; i++)
             held->v[i] = mo_magnitudef(held->m[i]); /* whether m is kept */
-    } else if (w->decays)                           /* there is no vmax */
+    } else if (w->decays) {
         mo_update_adam_as(w, MO_ADAM_L2, 8, p, g, held->m, held->v, vmax);
-    else
+    } else {
         mo_update_adam_as(w, 0, 8, p, g, held->m, held->v, vmax);
+    }
     mo_update_lane_measure(bits, few, held);
     mo_update_put_p(w, kinds, few, p);
 }

@@ -232,12 +232,16 @@ WORD vec kept_m(const float *m)
 
 VECTOR static float encode_m(const float *m, uint32_t dither, uint8_t *codes)
 {
-    vec most = all(0);
+    vec most[4] = {all(0), all(0), all(0), all(0)}; /* four, that none waits for the one before */
+    vec per;
     float scale;
 
-    for (size_t i = 0; i < MO_CODE_ELEMENTS; i += LANES)
-        most = larger_number(magnitude(kept_m(m + i)), most);
-    scale = mo_code_scale(largest(most));
+    for (size_t i = 0; i < MO_CODE_ELEMENTS; i += 4 * LANES)
+        for (size_t k = 0; k < 4; k++)
+            most[k] = larger_number(magnitude(kept_m(m + i + k * LANES)), most[k]);
+    scale = largest(larger_number(larger_number(most[0], most[1]), larger_number(most[2], most[3])));
+    scale = mo_code_scale(scale);
+    per = all(mo_code_per_m(8, scale));
     for (size_t i = 0; i < MO_CODE_ELEMENTS; i += GROUP) {
         vec x[GROUP / LANES];
         veci addend[GROUP / LANES];
@@ -248,7 +252,7 @@ VECTOR static float encode_m(const float *m, uint32_t dither, uint8_t *codes)
             x[k] = kept_m(m + i + k * LANES);
             addend[k] = dithered_m(8, add(alli(first), ramp(MO_CODE_DITHER_INDEX)));
         }
-        encode_group_m(x, all(mo_code_per_m(8, scale)), addend, codes + i);
+        encode_group_m(x, per, addend, codes + i);
     }
     return scale;
 }
