@@ -15,7 +15,7 @@ static void *behind(void *x, size_t first, mo_float kind)
  * does no harm. */
 static void fetch_ahead(const void *x, mo_float kind)
 {
-    const size_t bytes = MO_CODE_ELEMENTS * mo_float_size(kind);
+    const size_t bytes = (size_t)MO_CODE_ELEMENTS * mo_float_size(kind);
 
     for (size_t at = 2 * bytes; at < 3 * bytes; at += 64)
         __builtin_prefetch((const char *)x + at);
