@@ -6,6 +6,9 @@ moments are read and all but the gradient written. torch's pieces move 48. With 
 for 28, with states of 4 bits 14. GB/s are these bytes over the time, and *bound* is torch's own mul_() of parameters,
 gradients and moments in place: 32 bytes a parameter, the same memory.
 
+A momentum of 8 bits is timed in SGD's step alone, where it is all, and in Muon's on the matrices of a Llama of 1B at a
+quarter of its width, which are a few seconds of matrix products: its peer there is torch.optim.Muon.
+
 The steps of 8 and 4 bits are timed with the best instruction set that the processor has and, in a process of its own,
 with AVX2.
 """
@@ -39,13 +42,15 @@ from benchmarks.comparison import Comparison, Figure  # noqa: E402
 from benchmarks.environment import isa  # noqa: E402
 from benchmarks.parameter_sets import Bound, Shapes, clip_to, count, describe, grads, make  # noqa: E402
 
-CASES = ("adamw", "sgd", "bits8")
+CASES = ("adamw", "sgd", "bits8", "momentum")
 GOAL = {"gpt": 1.5, "many": 3.5, "tiny": 10.0}  # of the clipped step with AdamW on the CPU
 GOAL_CUDA = {"gpt": 1.5}
 SHARE, SHARE_CUDA = 0.85, 0.90  # of the bound, of the same step
 GOAL_8BIT = {"avx512": 1.4, "avx2": 1.0}
 GOAL_4BIT = 1 / 1.2  # of the step of 8 bits
 STATE_BYTES = {8: 2.1, 4: 1.06}
+MOMENTUM_BYTES = 1.02
+GOAL_MUON = 0.95  # of torch's step
 
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 SGD = {"lr": 1e-3, "momentum": 0.9}
@@ -194,6 +199,49 @@ def bits8(report: harness.Report, name: str, shapes: Shapes) -> None:
     )
 
 
+def llama(width: int, layers: int) -> Shapes:
+    """The matrices of the layers of a Llama 3.2 1B, whose width is 2048."""
+    layer = [(width, width), (width // 4, width), (width // 4, width), (width, width)]
+    layer += [(4 * width, width), (4 * width, width), (width, 4 * width)]
+    return layer * layers
+
+
+def momentum(report: harness.Report, name: str, shapes: Shapes) -> None:
+    """step() alone, no scaler: of SGD on these, of Muon on matrices."""
+    matrices = llama(*((64, 1) if report.options.quick else (512, 2)))
+    eight = "memopt, 8-bit momentum"
+    n = count(shapes)
+    moved = {"torch": 20.0 * n, "memopt": 20.0 * n, eight: 14.0 * n}
+    where = report.device if report.options.cuda else isa()
+    for kind, sizes, options, theirs in (
+        ("SGD", shapes, SGD, {"fused": True}),
+        ("Muon", matrices, {"lr": 1e-3}, {}),
+    ):
+        ours = getattr(memopt.optim, kind)
+        optimizers: dict[str, torch.optim.Optimizer] = {
+            "torch": getattr(torch.optim, kind)(make(sizes, report.device), **options, **theirs),
+            "memopt": ours(make(sizes, report.device), **options),
+            eight: ours(make(sizes, report.device), state_bits=8, **options),
+        }
+        for optimizer in optimizers.values():
+            optimizer.step()
+        report.compare(
+            f"{kind}'s step alone, {where}, {describe(sizes)}",
+            {contender: optimizer.step for contender, optimizer in optimizers.items()},
+            goal={eight: GOAL_MUON} if kind == "Muon" else None,
+            moved=moved if kind == "SGD" else {},
+        )
+        held = {p: s for p, s in optimizers[eight].state.items() if p.numel() >= 4096}
+        nbytes = sum(t.nbytes for s in held.values() for t in s.values() if isinstance(t, Tensor))
+        report.record(
+            f"goal: bytes of {kind}'s momentum a parameter, in tensors of 4096 and more",
+            {"limit": MOMENTUM_BYTES, eight: nbytes / sum(p.numel() for p in held)},
+            unit="bytes",
+            peer="limit",
+            goal=1.0,
+        )
+
+
 def with_avx2(report: harness.Report, options: argparse.Namespace) -> None:
     """Has a process of its own do bits8 with MEMOPT_ISA=avx2, and takes over what it finds."""
     with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +269,11 @@ def with_avx2(report: harness.Report, options: argparse.Namespace) -> None:
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument(
-        "--only", nargs="+", choices=CASES, default=CASES, help="clipped steps, the steps of 8 and 4 bits"
+        "--only",
+        nargs="+",
+        choices=CASES,
+        default=CASES,
+        help="clipped steps, the steps of 8 and 4 bits, momentum",
     )
     parser.add_argument("--sets", nargs="+", choices=parameter_sets.SETS, default=list(parameter_sets.SETS))
     parser.add_argument("--threads", type=int, default=2, help="of torch, on the CPU (2)")
@@ -235,8 +287,8 @@ def main() -> int:
     report.note("threads", options.threads)
     report.note("instruction set", isa())
     for name in options.sets:
-        for case, run in (("adamw", adamw), ("sgd", sgd), ("bits8", bits8)):
-            if case in options.only and (case != "bits8" or name == "gpt"):
+        for case, run in (("adamw", adamw), ("sgd", sgd), ("bits8", bits8), ("momentum", momentum)):
+            if case in options.only and (case in ("adamw", "sgd") or name == "gpt"):
                 run(report, name, sets[name])
                 gc.collect()
     if "bits8" in options.only and "gpt" in options.sets and not options.cuda and isa() == "avx512":

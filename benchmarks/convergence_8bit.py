@@ -6,6 +6,9 @@ from "8-bit Optimizers via Block-wise Quantization" (Dettmers, Lewis, Shleifer, 
 exponent of ten in unary, and a fraction; scaled by the largest magnitude of each 256 elements, and rounded to the
 nearest. As there, and as in memopt, tensors under 4096 elements keep fp32 states.
 
+Muon is trained too, with fp32 and with 8-bit momentum, for fewer seeds: its products in bf16 take a CPU long. It has
+the matrices of the blocks, at AdamW's learning rate (`match_rms_adamw`); AdamW has the rest.
+
 With `--resume` finished trainings are kept on disk, and a run that was cut off goes on after them. `--cuda` trains on
 the GPU; the losses are of another machine then, but to be compared in the same way.
 """
@@ -38,6 +41,8 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 WITHIN = 0.01  # of the loss with fp32 states
 WITHIN_4BIT = 0.002  # nats
 FP32, OURS, FOUR, PEER = "fp32 states", "memopt, 8-bit states", "memopt, 4-bit states", "dynamic map"
+MUON, MUON8 = "Muon, fp32 momentum", "Muon, 8-bit momentum"
+MUON_SEEDS = 2  # at the most
 
 
 def dynamic_map(signed: bool) -> Tensor:
@@ -101,26 +106,39 @@ class DynamicMapAdamW(torch.optim.Optimizer):
                 kept.codes, kept.scales = kept.encode(values)
 
 
-OPTIMIZERS: dict[str, Callable[[Iterable[torch.nn.Parameter], float], torch.optim.Optimizer]] = {
-    FP32: lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
-    OURS: lambda parameters, lr: memopt.optim.AdamW(parameters, lr=lr, state_bits=8),
-    FOUR: lambda parameters, lr: memopt.optim.AdamW(parameters, lr=lr, state_bits=4),
-    PEER: DynamicMapAdamW,
+def with_muon(model: torch.nn.Module, lr: float, **options: int) -> list[torch.optim.Optimizer]:
+    hidden = {p for p in model.get_submodule("blocks").parameters() if p.ndim == 2}
+    matrices = [p for p in model.parameters() if p in hidden]
+    rest = [p for p in model.parameters() if p not in hidden]
+    return [
+        memopt.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw", **options),
+        torch.optim.AdamW(rest, lr=lr, fused=True),
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[[torch.nn.Module, float], list[torch.optim.Optimizer]]] = {
+    FP32: lambda model, lr: [torch.optim.AdamW(model.parameters(), lr=lr, fused=True)],
+    OURS: lambda model, lr: [memopt.optim.AdamW(model.parameters(), lr=lr, state_bits=8)],
+    FOUR: lambda model, lr: [memopt.optim.AdamW(model.parameters(), lr=lr, state_bits=4)],
+    PEER: lambda model, lr: [DynamicMapAdamW(model.parameters(), lr)],
+    MUON: with_muon,
+    MUON8: lambda model, lr: with_muon(model, lr, state_bits=8),
 }
 
 
 def train(task: tasks.Task, name: str, steps: int, device: str) -> dict[str, float]:
     """The held-out loss after the last step, and the mean loss of the last tenth of the steps."""
     model = task.build_model(device)
-    optimizer = OPTIMIZERS[name](model.parameters(), task.learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    optimizers = OPTIMIZERS[name](model, task.learning_rate)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(one, steps) for one in optimizers]
     losses, began = [], time.perf_counter()
     for batch in task.batches(steps, device):
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = task.loss(model, batch)
         loss.backward()
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         losses.append(loss.detach())
     last = torch.stack(losses[-max(1, steps // 10) :]).mean().item()
     seconds = time.perf_counter() - began
@@ -185,6 +203,8 @@ def main() -> int:
     trainings = Trainings(kept if options.resume else None, task, steps, report.device)
     for seed in range(options.seeds):
         for name, finished in runs.items():
+            if name in (MUON, MUON8) and seed >= MUON_SEEDS:
+                continue
             finished.append(trainings.result(name, seed))
             loss = finished[-1]["held-out loss"]
             print(f"seed {seed}, {name}: {loss:.4f}, {finished[-1]['seconds a step']:.3f} s a step",
@@ -194,16 +214,22 @@ def main() -> int:
     report.note("runs", runs)
     for figure in ("held-out loss", "training loss"):
         for seed in range(options.seeds):
-            values = {name: finished[seed][figure] for name, finished in runs.items()}
+            values = {name: finished[seed][figure] for name, finished in runs.items() if seed < len(finished)}
             report.record(f"{figure}, seed {seed}, after {steps} steps", values, unit="nats", peer=FP32)
-        means = {name: statistics.mean(run[figure] for run in finished) for name, finished in runs.items()}
-        report.record(f"{figure}, mean of {options.seeds} seeds", means, unit="nats", peer=FP32)
+        for peer, names in ((FP32, (FP32, OURS, FOUR, PEER)), (MUON, (MUON, MUON8))):
+            means = {name: statistics.mean(run[figure] for run in runs[name]) for name in names}
+            report.record(f"{figure}, mean of {len(runs[peer])} seeds{', Muon' * (peer == MUON)}", means,
+                          unit="nats", peer=peer)  # fmt: skip
     # Of the held-out loss: 1 / 1.01 by ratio.
-    means = {name: statistics.mean(run["held-out loss"] for run in runs[name]) for name in (FP32, OURS, FOUR)}
+    means = {
+        name: statistics.mean(run["held-out loss"] for run in finished) for name, finished in runs.items()
+    }
     limit = {"limit": means[FP32] * (1 + WITHIN), OURS: means[OURS]}
     report.record("goal: mean held-out loss", limit, unit="nats", peer="limit", goal=1.0)
     limit = {"limit": means[FP32] + WITHIN_4BIT, FOUR: means[FOUR]}
     report.record("goal: mean held-out loss, 4 bits", limit, unit="nats", peer="limit", goal=1.0)
+    limit = {"limit": means[MUON] * (1 + WITHIN), MUON8: means[MUON8]}
+    report.record("goal: mean held-out loss, Muon", limit, unit="nats", peer="limit", goal=1.0)
     return report.finish()
 
 

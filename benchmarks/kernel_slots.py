@@ -210,7 +210,9 @@ def all_cases() -> Iterator[tuple[str, Made]]:
         ("AdamW fp16, states fp16", F16, {"state_kind": F16}),
         ("AdamW fp16, states of 8 bits", F16, {"code_bits": 8}),
         ("SGD fp32, momentum", F32, {"sgd": True}),
+        ("SGD fp32, momentum of 8 bits", F32, {"sgd": True, "code_bits": 8}),
         ("SGD bf16, momentum bf16", BF16, {"sgd": True, "state_kind": BF16}),
+        ("SGD bf16, momentum of 8 bits", BF16, {"sgd": True, "code_bits": 8}),
     ):
         yield f"update {what}", functools.partial(update, kind, **more)
     for source, name in ((0, "uint8"), (4, "fp16")):

@@ -1,6 +1,6 @@
-/* Adam's states as codes of 8 or of 4 bits: a block is 256 elements that follow each other in one tensor (the last block may be
- * shorter), with two fp32 scales, the largest |m| and the largest v of the block. Of two codes of 4 bits in a byte the first lies in
- * the lower half; the half that a last element leaves over is 0.
+/* Adam's states, and SGD's momentum buffer, as codes of 8 or of 4 bits: a block is 256 elements that follow each other in one tensor
+ * (the last block may be shorter), with two fp32 scales, the largest |m| and the largest v of the block. Of two codes of 4 bits in a
+ * byte the first lies in the lower half; the half that a last element leaves over is 0.
  *
  * All codes are the leading bits of the float y = c + x * (top - c), with x = |m| / scale or v / scale: a logarithm near 1, a
  * straight line near 0; exactly 0 for 0, and the scale itself (to 2 ulp) for the largest. No table, no search, no root.
@@ -16,7 +16,10 @@
  *
  * An element whose v is not finite, because its gradient is not or because the gradient's square is beyond fp32, leaves the block
  * no moments: the scales pass over it and both its codes are 0. Otherwise 255 neighbours would be lost beside it. Its parameter is
- * updated with the moments as they are: NaN where the gradient was infinite or NaN, not moved where only the square overflowed. */
+ * updated with the moments as they are: NaN where the gradient was infinite or NaN, not moved where only the square overflowed.
+ *
+ * SGD's buffer has the codes of m with 8 bits, dithered: with a momentum of 0.95 or 0.99, which are usual there, it moves by less
+ * than half a code a step. Of an element that is beyond MO_CODE_HUGE or no number the code is 0. */
 #ifndef MO_ADAM_CODES_CUH
 #define MO_ADAM_CODES_CUH
 
@@ -51,19 +54,23 @@ MO_BODY unsigned mo_code_dither(unsigned index, unsigned step)
     return index * MO_CODE_DITHER_INDEX + step * MO_CODE_DITHER_STEP;
 }
 
-/* The dither of m from one element to the next, and that of an element. m moves by as much as a code in a few steps: a dither that
- * goes on regularly with them would be in step with it, and the mean wrong by up to twice. So it is a hash of the step. */
+/* The dither of m. It moves by as much as a code in a few steps: a dither that goes on regularly with them would be in step with
+ * it, and the mean wrong by up to twice. So it is a hash of the step. */
+MO_BODY unsigned mo_code_dither_hashed(unsigned index, unsigned step)
+{
+    unsigned hash = step;
+
+    hash = (hash ^ hash >> 16) * 0x7FEB352Du;
+    hash = (hash ^ hash >> 15) * 0x846CA68Bu;
+    return index * MO_CODE_DITHER_INDEX + (hash ^ hash >> 16);
+}
+
+/* Of Adam's m: from one element to the next, and that of an element. */
 #define MO_CODE_DITHER_M(bits) ((bits) == 8 ? 0 : MO_CODE_DITHER_INDEX)
 
 MO_BODY unsigned mo_code_dither_m(unsigned bits, unsigned index, unsigned step)
 {
-    unsigned hash = step;
-
-    if (bits == 8)
-        return MO_CODE_NEAREST;
-    hash = (hash ^ hash >> 16) * 0x7FEB352Du;
-    hash = (hash ^ hash >> 15) * 0x846CA68Bu;
-    return index * MO_CODE_DITHER_INDEX + (hash ^ hash >> 16);
+    return bits == 8 ? MO_CODE_NEAREST : mo_code_dither_hashed(index, step);
 }
 
 /* ---- of a block ------------------------------------------------------------------------------------------------------ */
@@ -219,17 +226,16 @@ MO_BODY unsigned mo_code_joined(unsigned bits, const unsigned *code)
     return mo_code_gathered(code, 2, 0) | mo_code_gathered(code + 1, 2, 0) << 4;
 }
 
-/* Of |m|, with mo_code_signs of m; dither: of the first element's m. */
+/* Of |m|, with mo_code_signs of m; dither: of the first element's m, and from one to the next. */
 MO_BODY unsigned mo_code_encode_word_m(unsigned bits, const float *magnitude, unsigned signs, float per,
-                                       unsigned dither)
+                                       unsigned dither, unsigned apart)
 {
     unsigned code[8], k;
 
     MO_UNROLL
     for (k = 0; k < MO_CODE_IN_WORD(bits); k++)
-        code[k] =
-            mo_code_of(mo_fmaf(magnitude[k], per, MO_CODE_C_M(bits)), MO_CODE_SHIFT_M(bits),
-                       dither + k * MO_CODE_DITHER_M(bits), MO_CODE_ZERO_M(bits), MO_CODE_SIGN(bits) - 1);
+        code[k] = mo_code_of(mo_fmaf(magnitude[k], per, MO_CODE_C_M(bits)), MO_CODE_SHIFT_M(bits),
+                             dither + k * apart, MO_CODE_ZERO_M(bits), MO_CODE_SIGN(bits) - 1);
     return mo_code_joined(bits, code) | signs;
 }
 

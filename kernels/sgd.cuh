@@ -4,9 +4,11 @@
  *     x = g * factor            negated where the objective is maximized
  *     x = fma(weight_decay, p, x)                            MO_SGD_L2
  *     m = fma(momentum, m, rest * x), or x                   MO_SGD_MOMENTUM; x with MO_SGD_FIRST
- *     x = m, or fma(momentum, m, x)                          MO_SGD_MOMENTUM; the second with MO_SGD_NESTEROV
+ *     x = m, or fma(momentum, m, rest * x)                   MO_SGD_MOMENTUM; the second with MO_SGD_NESTEROV
  *     p = fma(step_size, x, p)
- */
+ *
+ * torch's SGD has no Nesterov momentum with dampening, so that its rest is 1 there. Muon's momentum is this one, with a dampening
+ * that is the momentum: its direction is what p := 0 with step_size = 1 becomes (memopt/optim/_muon.py). */
 #ifndef MO_SGD_CUH
 #define MO_SGD_CUH
 
@@ -61,7 +63,7 @@ MO_BODY float mo_sgd_elementf(const mo_sgd_termsf *c, unsigned flags, float p, f
         x = mo_fmaf(c->weight_decay, p, x);
     if (flags & MO_SGD_MOMENTUM) {
         *m = flags & MO_SGD_FIRST ? x : mo_fmaf(c->momentum, *m, mo_mulf(c->rest, x));
-        x = flags & MO_SGD_NESTEROV ? mo_fmaf(c->momentum, *m, x) : *m;
+        x = flags & MO_SGD_NESTEROV ? mo_fmaf(c->momentum, *m, mo_mulf(c->rest, x)) : *m;
     }
     return mo_fmaf(c->step_size, x, p);
 }
@@ -74,7 +76,7 @@ MO_BODY double mo_sgd_element(const mo_sgd_terms *c, unsigned flags, double p, d
         x = mo_fma(c->weight_decay, p, x);
     if (flags & MO_SGD_MOMENTUM) {
         *m = flags & MO_SGD_FIRST ? x : mo_fma(c->momentum, *m, mo_mul(c->rest, x));
-        x = flags & MO_SGD_NESTEROV ? mo_fma(c->momentum, *m, x) : *m;
+        x = flags & MO_SGD_NESTEROV ? mo_fma(c->momentum, *m, mo_mul(c->rest, x)) : *m;
     }
     return mo_fma(c->step_size, x, p);
 }

@@ -4,7 +4,8 @@
  *     reads    the table, *found_inf, *factor, each parameter's *step, *lr where it lies on the device; then each
  *              parameter, gradient and state once
  *     writes   each parameter and state once, gradients where they are stored; *step + 1 once a parameter
- *     bytes    AdamW in fp32: 28 an element; with states of 8 bits: 16 and 1/16, of 4 bits: 14 and 1/16; SGD with momentum: 20
+ *     bytes    AdamW in fp32: 28 an element; with states of 8 bits: 16 and 1/16, of 4 bits: 14 and 1/16; SGD with momentum:
+ *              20, of 8 bits: 14 and 1/32
  *
  * Where *found_inf is not 0 each block returns at once. All scalars stay on the device, so that no step waits for the
  * host and a graph can be replayed: what depends on the number of the step is computed by one thread a block, in fp64.
@@ -29,9 +30,9 @@ MO_BODY float update_warp_largest(float m, float v, bool upper)
     return x;
 }
 
-/* The lower half of a warp finds the new scale of m, with its only division, while the upper half finds that of v.
- * `bits` and `way` are constants. */
-MO_BODY void update_codes_in(const mo_update_work *w, unsigned bits, mo_update_way way)
+/* The lower half of a warp finds the new scale of m, with its only division, while the upper half finds that of v, which SGD has
+ * not. `bits`, `sgd` and `way` are constants. */
+MO_BODY void update_codes_in(const mo_update_work *w, unsigned bits, bool sgd, mo_update_way way)
 {
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const bool upper = lane >= 16;
@@ -41,31 +42,31 @@ MO_BODY void update_codes_in(const mo_update_work *w, unsigned bits, mo_update_w
         const mo_update_few few = mo_update_lane_of(w, block, lane);
         mo_update_lane held;
         float scale, per, other;
-        mo_update_codes_take(w, bits, way, block, few, &held);
+        mo_update_codes_take(w, bits, sgd, way, block, few, &held);
         scale = mo_code_scale(update_warp_largest(held.largest_m, held.largest_v, upper));
         per = mo_code_per(upper ? MO_CODE_SPAN_V(bits) : MO_CODE_SPAN_M(bits), scale);
         other = __shfl_xor_sync(0xFFFFFFFFu, per, 16);
         __syncwarp(); /* all lanes have read the scales that one writes: a shuffle orders no memory */
-        mo_update_codes_put(w, bits, few, &held, upper ? other : per, upper ? per : other);
-        if (lane % 16 == 0)
+        mo_update_codes_put(w, bits, sgd, few, &held, upper ? other : per, upper ? per : other);
+        if (lane == 0 || (lane == 16 && !sgd))
             ((float *)mo_global(upper ? w->a.v_scale : w->a.m_scale))[block] = scale;
     }
 }
 
-MO_BODY void update_codes(const mo_update_work *w, unsigned bits)
+MO_BODY void update_codes(const mo_update_work *w, unsigned bits, bool sgd)
 {
     switch (w->way) {
     case MO_UPDATE_IN_F32:
-        update_codes_in(w, bits, MO_UPDATE_IN_F32);
+        update_codes_in(w, bits, sgd, MO_UPDATE_IN_F32);
         break;
     case MO_UPDATE_IN_F16:
-        update_codes_in(w, bits, MO_UPDATE_IN_F16);
+        update_codes_in(w, bits, sgd, MO_UPDATE_IN_F16);
         break;
     case MO_UPDATE_IN_BF16:
-        update_codes_in(w, bits, MO_UPDATE_IN_BF16);
+        update_codes_in(w, bits, sgd, MO_UPDATE_IN_BF16);
         break;
     default:
-        update_codes_in(w, bits, MO_UPDATE_MIXED);
+        update_codes_in(w, bits, sgd, MO_UPDATE_MIXED);
     }
 }
 
@@ -81,10 +82,12 @@ MO_ENTRY __global__ void __launch_bounds__(UPDATE_THREADS, UPDATE_BLOCKS)
         if (threadIdx.x == 0)
             mo_update_prepare(launch, blockIdx.x, &work);
         __syncthreads();
-        if (work.a.code_bits == 8)
-            update_codes(&work, 8);
+        if (work.a.code_bits && work.a.flags & MO_UPDATE_SGD)
+            update_codes(&work, 8, true);
+        else if (work.a.code_bits == 8)
+            update_codes(&work, 8, false);
         else if (work.a.code_bits == 4)
-            update_codes(&work, 4);
+            update_codes(&work, 4, false);
         else
             mo_update_thread(&work, threadIdx.x, blockDim.x);
     }

@@ -102,7 +102,7 @@ MO_BODY void mo_update_enter_unit(mo_update_work *w, unsigned long long first)
                mo_update_enter(&a->m, state_bits, first, fours, MO_ARRAY_M) |
                mo_update_enter(&a->v, state_bits, first, fours, MO_ARRAY_V) |
                mo_update_enter(&a->vmax, state_bits, first, fours, MO_ARRAY_VMAX);
-    if (a->code_bits) {
+    if (a->code_bits) { /* of SGD there is no v, whose scales nobody looks for */
         a->m_scale += first / MO_CODE_ELEMENTS * 4;
         a->v_scale += first / MO_CODE_ELEMENTS * 4;
     }
@@ -591,7 +591,7 @@ MO_BODY void mo_update_thread(const mo_update_work *w, unsigned thread, unsigned
     }
 }
 
-/* ---- a warp: states of 8 or 4 bits; `bits` is a constant ----------------------------------------------------------------------------------------- */
+/* ---- a warp: states of 8 or 4 bits; `bits` is a constant, and `sgd`, which has m alone ------------------------------------ */
 
 /* What a lane has of a block of 256 elements between its two halves: eight elements that follow each other. */
 typedef struct mo_update_lane {
@@ -681,16 +681,17 @@ MO_BODY void mo_update_lane_measure(unsigned bits, mo_update_few few, mo_update_
 }
 
 /* The first half: everything but the new codes, which need the whole block's largest values. */
-MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned bits, mo_update_way way, unsigned block,
-                                  mo_update_few few, mo_update_lane *held)
+MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned bits, unsigned sgd, mo_update_way way,
+                                  unsigned block, mo_update_few few, mo_update_lane *held)
 {
     const mo_update_kinds kinds = mo_update_kinds_of(w, way);
+    const unsigned flags = w->a.flags & MO_UPDATE_RULE;
     const float unit_m = mo_code_unit_m(bits, ((const float *)mo_global(w->a.m_scale))[block]);
-    const float unit_v = mo_code_unit_v(bits, ((const float *)mo_global(w->a.v_scale))[block]);
-    const mo_eight_bytes codes_m = mo_update_load_codes(bits, few, MO_ARRAY_M, w->a.m),
-                         codes_v = mo_update_load_codes(bits, few, MO_ARRAY_V, w->a.v);
+    const float unit_v = sgd ? 0 : mo_code_unit_v(bits, ((const float *)mo_global(w->a.v_scale))[block]);
+    const mo_eight_bytes none = {{0, 0}}, codes_m = mo_update_load_codes(bits, few, MO_ARRAY_M, w->a.m),
+                         codes_v = sgd ? none : mo_update_load_codes(bits, few, MO_ARRAY_V, w->a.v);
     mo_four raw_p[2], raw_g[2];
-    float p[8], g[8], vmax[8];
+    float p[8], g[8], vmax[8]; /* vmax is not there */
     unsigned i;
 
     mo_update_load_p(w, kinds, few, raw_p);
@@ -702,20 +703,31 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned bits, mo_upd
         mo_code_decode_word_m(bits, codes_m.word[i], unit_m, held->m + i * MO_CODE_IN_WORD(bits));
         mo_code_decode_word_v(bits, codes_v.word[i], unit_v, held->v + i * MO_CODE_IN_WORD(bits));
     }
-    if (w->decays) /* there is no vmax */
+    if (sgd) {
+        if (flags == MO_SGD_MOMENTUM)
+            mo_update_sgd_as(w, MO_SGD_MOMENTUM, 8, p, g, held->m);
+        else
+            mo_update_sgd_as(w, flags, 8, p, g, held->m);
+        MO_UNROLL
+        for (i = 0; i < 8; i++)
+            held->v[i] = mo_magnitudef(held->m[i]); /* whether m is kept */
+    } else if (w->decays) {
         mo_update_adam_as(w, MO_ADAM_L2, 8, p, g, held->m, held->v, vmax);
-    else
+    } else {
         mo_update_adam_as(w, 0, 8, p, g, held->m, held->v, vmax);
+    }
     mo_update_lane_measure(bits, few, held);
     mo_update_put_p(w, kinds, few, p);
 }
 
 /* The second half; per_m and per_v are of the whole block's largest values. */
-MO_BODY void mo_update_codes_put(const mo_update_work *w, unsigned bits, mo_update_few few,
+MO_BODY void mo_update_codes_put(const mo_update_work *w, unsigned bits, unsigned sgd, mo_update_few few,
                                  const mo_update_lane *held, float per_m, float per_v)
 {
-    const unsigned index = w->first + few.first, dither_m = mo_code_dither_m(bits, index, w->step),
-                   dither_v = mo_code_dither(index, w->step);
+    const unsigned index = w->first + few.first, dither_v = mo_code_dither(index, w->step),
+                   dither_m =
+                       sgd ? mo_code_dither_hashed(index, w->step) : mo_code_dither_m(bits, index, w->step),
+                   apart_m = sgd ? MO_CODE_DITHER_INDEX : MO_CODE_DITHER_M(bits);
     mo_eight_bytes codes_m = {{0, 0}}, codes_v = {{0, 0}};
     unsigned i;
 
@@ -723,12 +735,13 @@ MO_BODY void mo_update_codes_put(const mo_update_work *w, unsigned bits, mo_upda
     for (i = 0; i < bits / 4; i++) {
         const unsigned first = i * MO_CODE_IN_WORD(bits);
         codes_m.word[i] = mo_code_encode_word_m(bits, held->m + first, held->signs[i], per_m,
-                                                dither_m + first * MO_CODE_DITHER_M(bits));
+                                                dither_m + first * apart_m, apart_m);
         codes_v.word[i] =
             mo_code_encode_word_v(bits, held->v + first, per_v, dither_v + first * MO_CODE_DITHER_INDEX);
     }
     mo_update_store_codes(bits, few, MO_ARRAY_M, w->a.m, codes_m);
-    mo_update_store_codes(bits, few, MO_ARRAY_V, w->a.v, codes_v);
+    if (!sgd)
+        mo_update_store_codes(bits, few, MO_ARRAY_V, w->a.v, codes_v);
 }
 
 #endif

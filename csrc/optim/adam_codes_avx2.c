@@ -39,25 +39,41 @@ WORD void store_codes(unsigned bits, uint8_t *codes, size_t i, veci a)
     }
 }
 
+/* A byte each of what encoded_m() made of these m, with their signs. */
+WORD veci packed_m(unsigned bits, const veci code[4], const vec m[4])
+{
+    const veci signs = both(packed_signs(m), _mm256_set1_epi8(-128));
+    veci m8 = packed(_mm256_packus_epi32(code[0], code[1]), _mm256_packus_epi32(code[2], code[3]));
+
+    m8 = _mm256_min_epu8(m8, _mm256_set1_epi8((char)(MO_CODE_SIGN(bits) - 1)));
+    return either(m8, bits == 8 ? signs : right(signs, 4));
+}
+
+WORD void encode_group_m(const vec *m, vec per, const veci *addend, uint8_t *codes)
+{
+    veci code[4];
+
+    for (size_t k = 0; k < 4; k++)
+        code[k] = encoded_m(8, m[k], per, addend[k]);
+    store_codes(8, codes, 0, packed_m(8, code, m));
+}
+
 WORD void encode_group(unsigned bits, const block_values *values, size_t i, const uint32_t *ramp_of_block)
 {
     const vec per_m = all(values->per_m), per_v = all(values->per_v);
     const veci first_m = alli(values->dither_m), first_v = alli(values->dither_v),
                above16 = _mm256_set1_epi16(CODE_ABOVE(bits));
     vec m[4], v[4];
-    veci m_code[4], v_code[4], m8, v8, signs;
+    veci m_code[4], v_code[4], m8, v8;
 
     for (size_t k = 0; k < 4; k++) {
         const veci ramp_here = load_bits(ramp_of_block + i + k * LANES);
         m[k] = load(values->m + i + k * LANES, LANES);
         v[k] = load(values->v + i + k * LANES, LANES);
-        m_code[k] = encoded_m(bits, m[k], per_m, add(first_m, ramp_here));
+        m_code[k] = encoded_m(bits, m[k], per_m, addend_m(bits, add(first_m, ramp_here)));
         v_code[k] = encoded_v(bits, v[k], per_v, add(first_v, ramp_here));
     }
-    m8 = packed(_mm256_packus_epi32(m_code[0], m_code[1]), _mm256_packus_epi32(m_code[2], m_code[3]));
-    signs = both(packed_signs(m), _mm256_set1_epi8(-128));
-    m8 = _mm256_min_epu8(m8, _mm256_set1_epi8((char)(MO_CODE_SIGN(bits) - 1)));
-    m8 = either(m8, bits == 8 ? signs : right(signs, 4));
+    m8 = packed_m(bits, m_code, m);
     v8 = packed(_mm256_sub_epi16(_mm256_packus_epi32(v_code[0], v_code[1]), above16),
                 _mm256_sub_epi16(_mm256_packus_epi32(v_code[2], v_code[3]), above16));
     v8 = _mm256_min_epu8(v8, _mm256_set1_epi8((char)MO_CODE_LAST(bits)));
@@ -71,5 +87,15 @@ WORD void encode_group(unsigned bits, const block_values *values, size_t i, cons
 void mo_adam_codes_avx2(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
 {
     codes_run(terms, flags, run);
+}
+
+void mo_decode_avx2(const uint8_t *codes, float scale, float *m)
+{
+    decode_m(codes, scale, m);
+}
+
+float mo_encode_avx2(const float *m, uint32_t dither, uint8_t *codes)
+{
+    return encode_m(m, dither, codes);
 }
 #endif

@@ -12,16 +12,29 @@ typedef struct block_values {
     uint8_t *m_codes, *v_codes;
 } __attribute__((aligned(64))) block_values;
 
-/* The code of m without its sign, as an integer of up to 13 bits that counts as the last code where it is more.
- * `bits` is a constant, here and below. */
-WORD veci encoded_m(unsigned bits, vec m, vec per, veci dither)
+/* What is added to the bits of y before a code of m is cut from them. `bits` is a constant, here and below. */
+WORD veci dithered_m(unsigned bits, veci dither)
 {
-    const unsigned shift = MO_CODE_SHIFT_M(bits);
+    return add(right(dither, 32 - MO_CODE_SHIFT_M(bits)), alli(0 - MO_CODE_ZERO_M(bits)));
+}
+
+WORD veci nearest_m(unsigned bits)
+{
+    return alli((MO_CODE_NEAREST >> (32 - MO_CODE_SHIFT_M(bits))) - MO_CODE_ZERO_M(bits));
+}
+
+/* Of Adam's m. */
+WORD veci addend_m(unsigned bits, veci dither)
+{
+    return bits == 8 ? nearest_m(bits) : dithered_m(bits, dither);
+}
+
+/* The code of m without its sign, as an integer of up to 13 bits that counts as the last code where it is more. */
+WORD veci encoded_m(unsigned bits, vec m, vec per, veci addend)
+{
     const veci y = as_bits(mul_add(magnitude(m), per, all(MO_CODE_C_M(bits))));
 
-    if (bits == 8)
-        return right(add(y, alli((MO_CODE_NEAREST >> (32 - shift)) - MO_CODE_ZERO_M(bits))), shift);
-    return right(add(add(y, alli(0 - MO_CODE_ZERO_M(bits))), right(dither, 32 - shift)), shift);
+    return right(add(y, addend), MO_CODE_SHIFT_M(bits));
 }
 
 /* The code of v and what code 0 lies above 0, as an integer of 13 bits: see CODE_ABOVE. */

@@ -48,3 +48,24 @@ void mo_adam_codes_generic(const mo_adam_termsf *terms, unsigned flags, const mo
         run_block(terms, flags, run, first,
                   run->n - first < MO_CODE_ELEMENTS ? run->n : first + MO_CODE_ELEMENTS);
 }
+
+void mo_decode_generic(const uint8_t *codes, float scale, float *m)
+{
+    for (size_t i = 0; i < MO_CODE_ELEMENTS; i++)
+        m[i] = mo_code_decode_m(8, codes[i], mo_code_unit_m(8, scale));
+}
+
+float mo_encode_generic(const float *m, uint32_t dither, uint8_t *codes)
+{
+    float kept[MO_CODE_ELEMENTS], scale = 0;
+
+    for (size_t i = 0; i < MO_CODE_ELEMENTS; i++) {
+        kept[i] = mo_code_is_kept(fabsf(m[i])) ? m[i] : 0;
+        scale = fabsf(kept[i]) > scale ? fabsf(kept[i]) : scale;
+    }
+    scale = mo_code_scale(scale);
+    for (size_t i = 0; i < MO_CODE_ELEMENTS; i++)
+        codes[i] = (uint8_t)mo_code_encode_m(8, kept[i], mo_code_per_m(8, scale),
+                                             dither + (uint32_t)i * MO_CODE_DITHER_INDEX);
+    return scale;
+}

@@ -207,3 +207,52 @@ VECTOR static void codes_run(const mo_adam_termsf *terms, unsigned flags, const 
     if (run->n % MO_CODE_ELEMENTS)
         codes_short_block(terms, flags, run, run->n / MO_CODE_ELEMENTS * MO_CODE_ELEMENTS);
 }
+
+/* ---- m alone, of 8 bits and dithered ------------------------------------------------------------------------------------- */
+
+VECTOR static void decode_m(const uint8_t *codes, float scale, float *m)
+{
+    const vec unit = all(mo_code_unit_m(8, scale)), zero = mul(all(-MO_CODE_C_M(8)), unit),
+              minus_zero = mul(all(MO_CODE_C_M(8)), unit);
+
+    for (size_t i = 0; i < MO_CODE_ELEMENTS; i += LANES) {
+        const veci code = m_codes_in_place(8, codes, i);
+        const vec y = as_float(add(code, alli(MO_CODE_ZERO_M(8))));
+
+        store(m + i, mul_add(y, unit, by_sign(code, minus_zero, zero)), LANES);
+    }
+}
+
+WORD vec kept_m(const float *m)
+{
+    const vec x = load(m, LANES);
+
+    return up_to(MO_CODE_HUGE, magnitude(x), x);
+}
+
+VECTOR static float encode_m(const float *m, uint32_t dither, uint8_t *codes)
+{
+    vec most[4] = {all(0), all(0), all(0), all(0)}; /* four, that none waits for the one before */
+    vec per;
+    float scale;
+
+    for (size_t i = 0; i < MO_CODE_ELEMENTS; i += 4 * LANES)
+        for (size_t k = 0; k < 4; k++)
+            most[k] = larger_number(magnitude(kept_m(m + i + k * LANES)), most[k]);
+    scale = largest(larger_number(larger_number(most[0], most[1]), larger_number(most[2], most[3])));
+    scale = mo_code_scale(scale);
+    per = all(mo_code_per_m(8, scale));
+    for (size_t i = 0; i < MO_CODE_ELEMENTS; i += GROUP) {
+        vec x[GROUP / LANES];
+        veci addend[GROUP / LANES];
+
+        for (size_t k = 0; k < GROUP / LANES; k++) {
+            const uint32_t first = dither + (uint32_t)(i + k * LANES) * MO_CODE_DITHER_INDEX;
+
+            x[k] = kept_m(m + i + k * LANES);
+            addend[k] = dithered_m(8, add(alli(first), ramp(MO_CODE_DITHER_INDEX)));
+        }
+        encode_group_m(x, per, addend, codes + i);
+    }
+    return scale;
+}

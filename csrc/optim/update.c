@@ -94,11 +94,20 @@ static mo_status check_codes(const mo_update_job *job, size_t i, mo_detail *deta
     if (a->code_bits != 8 && a->code_bits != 4)
         return mo_fail(detail, MO_INVALID, 0, "parameter %zu: codes of %u bits, with scales; expected 8 or 4",
                        i, a->code_bits);
+    if (group->rule == MO_SGD) {
+        if (a->code_bits != 8 || group->momentum == 0 || a->kind == MO_F64 || !a->step ||
+            !is_place(a->m_scale, blocks, 4))
+            return mo_fail(detail, MO_INVALID, 0,
+                           "parameter %zu: SGD has states of %u bits where they are 8, with a momentum, a "
+                           "step count and %zu scales, on fp32, fp16 or bf16; use fp32 states",
+                           i, a->code_bits, blocks);
+        return MO_OK;
+    }
     if (!is_place(a->m_scale, blocks, 4) || !is_place(a->v_scale, blocks, 4))
         return mo_fail(detail, MO_INVALID, 0,
                        "parameter %zu: the scales of its states at %#zx and %#zx are not both %zu of fp32", i,
                        (size_t)a->m_scale, (size_t)a->v_scale, blocks);
-    if (group->rule == MO_SGD || group->amsgrad || a->kind == MO_F64)
+    if (group->amsgrad || a->kind == MO_F64)
         return mo_fail(detail, MO_INVALID, 0,
                        "parameter %zu: %u-bit states are supported for Adam and AdamW without amsgrad, on "
                        "fp32, fp16 or bf16; use fp32 states",

@@ -20,14 +20,14 @@
  *
  *     SGD     x = fma(weight_decay, p, x)                    where weight_decay is not 0
  *             m = first ? x : fma(momentum, m, (1 - dampening) * x)        where momentum is not 0
- *             x = nesterov ? fma(momentum, m, x) : m                       where momentum is not 0
+ *             x = nesterov ? fma(momentum, m, (1 - dampening) * x) : m     where momentum is not 0
  *             p = fma(-lr, x, p)
  *
  * t = *step + 1 is the parameter's own count of steps. Where *found_inf is not 0 nothing at all is changed. Else *step is
  * advanced by 1, once each parameter, after its elements.
  *
  * States of 8 or 4 bits (`m`, `v` are codes, with `m_scale`, `v_scale` one fp32 a block of 256 elements; only ADAM and ADAMW
- * without amsgrad) have their arithmetic in kernels/adam_codes.cuh.
+ * without amsgrad, and SGD's m of 8 bits) have their arithmetic in kernels/adam_codes.cuh.
  *
  * Parameters of 16 bits: p is read from, and written to, `master` (fp32) where there is one, and p := round(master); else with
  * `stochastic` p is rounded up or down at random, so that the mean is right, by a dither that is a function of the element's
@@ -62,7 +62,8 @@ typedef struct mo_parameter {
     uintptr_t master;           /* fp32, or 0 */
     uintptr_t m, v, vmax;       /* what the rule has of them; SGD: m is the momentum buffer; else 0 */
     uintptr_t m_scale, v_scale; /* fp32 each block of codes; else 0 */
-    uintptr_t step; /* one fp32; SGD: 0, or one where p is rounded at random, whose dither needs it */
+    uintptr_t
+        step; /* one fp32; SGD: 0, or one where p or codes are rounded at random, whose dither needs it */
     size_t count;
     mo_float kind, grad_kind, state_kind;
     unsigned code_bits; /* m and v are codes of 8 or of 4 bits; 0: of state_kind */

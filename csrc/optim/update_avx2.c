@@ -10,5 +10,7 @@ const mo_update_kernels mo_update_avx2 = {
     .adam = adam,
     .adam_codes = mo_adam_codes_avx2,
     .sgd = sgd,
+    .decode = mo_decode_avx2,
+    .encode = mo_encode_avx2,
 };
 #endif

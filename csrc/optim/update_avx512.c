@@ -10,5 +10,7 @@ const mo_update_kernels mo_update_avx512 = {
     .adam = adam,
     .adam_codes = mo_adam_codes_avx512,
     .sgd = sgd,
+    .decode = mo_decode_avx512,
+    .encode = mo_encode_avx512,
 };
 #endif

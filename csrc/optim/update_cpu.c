@@ -88,7 +88,9 @@ static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t be
         .step = s->step,
     };
 
-    if (s->group->rule == MO_SGD)
+    if (s->group->rule == MO_SGD && a->code_bits)
+        mo_sgd_codes(kernels, &s->terms->sgdf, s->flags, &run);
+    else if (s->group->rule == MO_SGD)
         kernels->sgd(&s->terms->sgdf, s->flags, &run);
     else if (a->code_bits)
         kernels->adam_codes(&s->terms->adamf, s->flags, &run);

@@ -40,4 +40,6 @@ const mo_update_kernels mo_update_generic = {
     .adam = adam,
     .adam_codes = mo_adam_codes_generic,
     .sgd = sgd,
+    .decode = mo_decode_generic,
+    .encode = mo_encode_generic,
 };

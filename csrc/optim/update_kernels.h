@@ -34,19 +34,33 @@ typedef struct mo_run {
 typedef void mo_adam_kernel(const mo_adam_termsf *terms, unsigned flags, const mo_run *run);
 typedef void mo_sgd_kernel(const mo_sgd_termsf *terms, unsigned flags, const mo_run *run);
 
+/* A block of m of 8 bits: its codes as fp32 and back, dithered; encode returns the new scale, passing over what is no number. */
+typedef void mo_decode_kernel(const uint8_t *codes, float scale, float *m);
+typedef float mo_encode_kernel(const float *m, uint32_t dither, uint8_t *codes);
+
 typedef struct mo_update_kernels {
     mo_isa isa;
     mo_adam_kernel *adam;
     mo_adam_kernel
         *adam_codes; /* states are codes; the run begins with a block, and its last block may be short */
     mo_sgd_kernel *sgd;
+    mo_decode_kernel *decode;
+    mo_encode_kernel *encode;
 } mo_update_kernels;
+
+/* SGD where m is codes; the run begins with a block, and its last block may be short. */
+void mo_sgd_codes(const mo_update_kernels *kernels, const mo_sgd_termsf *terms, unsigned flags,
+                  const mo_run *run);
 
 extern const mo_update_kernels mo_update_generic;
 mo_adam_kernel mo_adam_codes_generic;
+mo_decode_kernel mo_decode_generic;
+mo_encode_kernel mo_encode_generic;
 #if defined(__x86_64__)
 extern const mo_update_kernels mo_update_avx2, mo_update_avx512;
 mo_adam_kernel mo_adam_codes_avx2, mo_adam_codes_avx512;
+mo_decode_kernel mo_decode_avx2, mo_decode_avx512;
+mo_encode_kernel mo_encode_avx2, mo_encode_avx512;
 #endif
 
 /* The best that this processor has, or what the environment variable MEMOPT_ISA says, looked at once; what

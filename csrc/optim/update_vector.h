@@ -92,7 +92,7 @@ WORD void sgd_lanes(const sgd_vectors *c, unsigned flags, bool plain, const mo_r
         buffer =
             flags & MO_SGD_FIRST ? x : mul_add(c->momentum, load_as(kind, run->m, i, n), mul(c->rest, x));
         store_as(kind, run->m, i, buffer, n);
-        x = flags & MO_SGD_NESTEROV ? mul_add(c->momentum, buffer, x) : buffer;
+        x = flags & MO_SGD_NESTEROV ? mul_add(c->momentum, buffer, mul(c->rest, x)) : buffer;
     }
     x = mul_add(c->step_size, x, old);
     if (plain)

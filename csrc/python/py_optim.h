@@ -40,7 +40,8 @@
     X(FIRST_SCALE, "exp_avg_scale")                                                                          \
     X(SECOND_SCALE, "exp_avg_sq_scale")                                                                      \
     X(MASTER, "master_param")                                                                                \
-    X(BUFFER, "momentum_buffer")
+    X(BUFFER, "momentum_buffer")                                                                             \
+    X(BUFFER_SCALE, "momentum_buffer_scale")
 
 #define NAME_ENUM(name, text) name,
 enum { NAME_LIST(NAME_ENUM) NAME_COUNT };

@@ -229,9 +229,13 @@ static found fp32_view(reading *r, int name, int which, Py_ssize_t count, uintpt
     return view.kind == MO_F32 ? PLAIN : LACKING;
 }
 
+static Py_ssize_t blocks_of(const reading *r)
+{
+    return (Py_ssize_t)(r->p.count / MO_CODE_BLOCK + (r->p.count % MO_CODE_BLOCK != 0));
+}
+
 static found codes(reading *r)
 {
-    const size_t blocks = r->p.count / MO_CODE_BLOCK + (r->p.count % MO_CODE_BLOCK != 0);
     unsigned bits_of_v = 0;
     found known = code_view(r, FIRST_MOMENT, &r->out.code_bits, &r->out.m);
 
@@ -242,9 +246,9 @@ static found codes(reading *r)
     if (known == PLAIN && bits_of_v != r->out.code_bits)
         known = LACKING;
     if (known == PLAIN)
-        known = fp32_view(r, FIRST_SCALE, M_SCALE, (Py_ssize_t)blocks, &r->out.m_scale);
+        known = fp32_view(r, FIRST_SCALE, M_SCALE, blocks_of(r), &r->out.m_scale);
     if (known == PLAIN)
-        known = fp32_view(r, SECOND_SCALE, V_SCALE, (Py_ssize_t)blocks, &r->out.v_scale);
+        known = fp32_view(r, SECOND_SCALE, V_SCALE, blocks_of(r), &r->out.v_scale);
     return known;
 }
 
@@ -276,18 +280,35 @@ static found moments(reading *r, bool amsgrad)
     return PLAIN;
 }
 
+/* Of 8 bits, with what their dither needs. */
+static found coded_buffer(reading *r)
+{
+    found known = code_view(r, BUFFER, &r->out.code_bits, &r->out.m);
+
+    if (r->p.kind == MO_F64)
+        return OTHER;
+    if (known == PLAIN)
+        known = fp32_view(r, BUFFER_SCALE, M_SCALE, blocks_of(r), &r->out.m_scale);
+    if (known == PLAIN)
+        known = fp32_view(r, STEP, COUNT, 1, &r->out.step);
+    r->out.state_kind = MO_F32;
+    return known;
+}
+
 static found momentum_buffer(reading *r)
 {
     mo_tensor_view m;
     found known = state_view(r, BUFFER, M, AS_P, &m);
 
+    r->out.first = r->e->first;
+    if (known == LACKING)
+        return coded_buffer(r);
     if (known != PLAIN)
         return known;
     if (!may_be_state(r, m.kind))
         return OTHER;
     r->out.m = m.address;
     r->out.state_kind = m.kind;
-    r->out.first = r->e->first;
     return PLAIN;
 }
 

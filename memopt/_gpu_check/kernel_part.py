@@ -74,6 +74,10 @@ def values(request: PartRequest, figures: Figures) -> str:
         ("AdamW, 8-bit states", lambda params: optim.AdamW(params, lr=1e-2, state_bits=8)),
         ("AdamW, 4-bit states", lambda params: optim.AdamW(params, lr=1e-2, state_bits=4)),
         ("SGD, momentum", lambda params: optim.SGD(params, lr=1e-2, momentum=0.9)),
+        (
+            "SGD, 8-bit momentum",
+            lambda params: optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True, state_bits=8),
+        ),
     ]
     compared, furthest = 0, 0.0
     for number in range(1 if request.simulated else 4 if request.quick else 40):

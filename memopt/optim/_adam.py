@@ -14,21 +14,8 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from memopt._runtime.originals import original
-from memopt.optim._one_pass import OnePass
-from memopt.optim._state_layout import (
-    blocks,
-    codes_shape,
-    decoded,
-    encoded,
-    held_bits,
-    is_plain,
-    like,
-    no_codes,
-    not_like,
-    one_step,
-    wanted_bits,
-    wants_master,
-)
+from memopt.optim._coded_states import CodedStates
+from memopt.optim._state_layout import is_plain, like, one_step, wanted_bits, wants_master
 
 if TYPE_CHECKING:
     from torch.optim import Adam as _TorchsAdam
@@ -40,9 +27,10 @@ else:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AdamStates(OnePass):
+class AdamStates(CodedStates):
     """The base, before torch.optim.Adam or AdamW, that makes and converts their states."""
 
+    _moments = MOMENTS
     _like_p = ("max_exp_avg_sq", "master_param")
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -59,42 +47,17 @@ class AdamStates(OnePass):
         dtype = torch.float32 if wants_master(p, group) else p.dtype
         state["step"] = one_step(state.get("step", 0.0), p)
         for name in MOMENTS:
-            if state.get(name) is None:
-                if bits := wanted_bits(p, group):
-                    state[name], state[name + "_scale"] = no_codes(p, bits)
-                else:
-                    state[name] = like(p, dtype)
+            self._make(p, group, name, dtype)
         if group["amsgrad"] and state.get("max_exp_avg_sq") is None:
             state["max_exp_avg_sq"] = like(p, dtype)
         if wants_master(p, group) and state.get("master_param") is None:
             state["master_param"] = like(p, torch.float32, p)
         return False
 
-    def _read(self, state: dict[str, Any]) -> None:
-        for name in MOMENTS:
-            if name + "_codes" in state:
-                state[name] = state.pop(name + "_codes")
-
     def _check_state(self, p: Tensor, state: dict[str, Any]) -> str | None:
         has = [name for name in MOMENTS if state.get(name) is not None]
         if len(has) == 1:
             return f"it has only the state {has[0]!r}, without {(set(MOMENTS) - {*has}).pop()!r}"
-        for name in has:
-            value, scale = state[name], state.get(name + "_scale")
-            codes = held_bits(p, value)
-            if not codes and scale is None:
-                wrong = not_like(p, state, name)
-            elif not codes or not isinstance(scale, Tensor):
-                wrong = (
-                    f"its states {name!r} and '{name}_scale' are not codes (uint8, of its shape or, of 4 bits, "
-                    f"{codes_shape(p, 4)}) with scales"
-                )
-            elif scale.shape != (blocks(p),):
-                wrong = f"its state '{name}_scale' has the shape {tuple(scale.shape)}, not {(blocks(p),)}"
-            else:
-                wrong = None
-            if wrong:
-                return wrong
         return super()._check_state(p, state)
 
     def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -106,19 +69,7 @@ class AdamStates(OnePass):
             # As in kernels/adam_codes.cuh: what is not finite has no code, and without v there is no m.
             state["exp_avg"] = first.masked_fill(~second.isfinite(), 0)
         for name in MOMENTS:
-            value, scale = state.get(name), state.pop(name + "_scale", None)
-            if not isinstance(value, Tensor):
-                continue
-            if isinstance(scale, Tensor) and value.dtype is torch.uint8:
-                if held_bits(p, value) == bits and (bits == 4 or value.stride() == p.stride()):
-                    state[name] = value.to(p.device)
-                    state[name + "_scale"] = scale.to(device=p.device, dtype=torch.float32)
-                    continue
-                value = decoded(value, scale, name == "exp_avg_sq", p)
-            if bits:
-                state[name], state[name + "_scale"] = encoded(value, p, name == "exp_avg_sq", bits)
-            else:
-                state[name] = like(p, dtype, value) if plain else value.to(dtype=p.dtype, device=p.device)
+            self._relay_moment(p, state, group, name, dtype)
         largest = state.get("max_exp_avg_sq")
         if isinstance(largest, Tensor):
             state["max_exp_avg_sq"] = (
@@ -129,26 +80,6 @@ class AdamStates(OnePass):
             state["master_param"] = like(p, torch.float32, master)
         if "step" in state:
             state["step"] = one_step(state["step"], p)
-
-    def state_dict(self, full: bool = False) -> dict[str, Any]:
-        """Return the state, as torch's optimizers do.
-
-        Moments of 8 or 4 bits are in it as exp_avg_codes and exp_avg_sq_codes (uint8; 8 bits: of the parameter's shape,
-        4 bits: a row of two codes a byte) beside exp_avg_scale and exp_avg_sq_scale (fp32, one a 256 elements), which
-        only memopt's optimizers can read, with any state_bits. torch's load them without a word; their next step ends
-        in KeyError: 'exp_avg' before it changes anything.
-
-        Args:
-            full: Return fp32 moments instead of codes, which torch.optim's can load, too.
-
-        Returns:
-            A state dict of memopt's optimizers and, without codes, of torch's.
-        """
-        held: dict[str, Any] = super().state_dict()
-        for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
-            if isinstance(state := held["state"].get(number), dict):
-                held["state"][number] = _full(state, p) if full else _coded(state)
-        return held
 
     def _check_gradient(self, grad: Tensor) -> None:
         if grad.is_sparse:
@@ -185,20 +116,6 @@ class AdamStates(OnePass):
             maximize=group["maximize"],
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
-
-
-def _coded(state: dict[str, Any]) -> dict[str, Any]:
-    """Rename codes so that torch's optimizers do not take them for moments."""
-    return {name + "_codes" if name + "_scale" in state else name: value for name, value in state.items()}
-
-
-def _full(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
-    full = dict(state)
-    for name in MOMENTS:
-        scale = full.pop(name + "_scale", None)
-        if scale is not None:
-            full[name] = decoded(full[name], scale, name == "exp_avg_sq", p)
-    return full
 
 
 class Adam(AdamStates, _TorchsAdam):

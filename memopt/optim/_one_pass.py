@@ -50,12 +50,16 @@ class OnePass(torch.optim.Optimizer):
     _backward_steps: BackwardSteps | None = None
     _homes: dict[int, HostStates] = {}  # noqa: RUF012  # each optimizer's own, by id(parameter), once it has one
     _is_sgd = False
+    _is_elementwise = True  # a step of a parameter's elements needs no others
     _like_p: tuple[str, ...] = ()  # the states that have their parameter's shape
 
     # ---- a class's own --------------------------------------------------------------------------------------------
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError if options of a group exclude each other."""
+
+    def _check_parameters(self, params: list[Tensor]) -> None:
+        """Raise ValueError for parameters of a new group that the optimizer cannot take."""
 
     def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Create the missing states of a plain parameter. Return whether its momentum buffer has no value yet."""
@@ -128,7 +132,7 @@ class OnePass(torch.optim.Optimizer):
         try:
             with interrupted_later(fatal=False):
                 parameters = [p for group in self.param_groups for p in group["params"]]
-                for piece in in_turns(parameters, self.state, self._homes):
+                for piece in in_turns(parameters, self.state, self._homes, self._is_elementwise):
                     if piece is None:
                         numbers = [
                             number for number, _ in first
@@ -403,7 +407,7 @@ class OnePass(torch.optim.Optimizer):
             self.defaults.setdefault(name, value)
         if isinstance(param_group, dict):
             whole = {**self.defaults, **param_group}
-            if whole["differentiable"]:
+            if whole.get("differentiable"):
                 kind = type(self).__name__
                 raise ValueError(
                     f"memopt.optim.{kind} works outside autograd: use torch.optim.{kind} for differentiable=True"
@@ -416,6 +420,7 @@ class OnePass(torch.optim.Optimizer):
             self._check_group(whole)
         super().add_param_group(param_group)
         try:
+            self._check_parameters(self.param_groups[-1]["params"])
             self._take_gradients()
         except BaseException:
             self.param_groups.pop()

@@ -10,8 +10,8 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from memopt._runtime.originals import original
-from memopt.optim._one_pass import OnePass
-from memopt.optim._state_layout import is_plain, like, one_step, wants_master
+from memopt.optim._coded_states import CodedMomentum, count_steps
+from memopt.optim._state_layout import like, wanted_bits, wants_master
 
 if TYPE_CHECKING:
     from torch.optim import SGD as _Torchs
@@ -19,7 +19,7 @@ else:
     _Torchs = original(torch.optim, "SGD")
 
 
-class SGD(OnePass, _Torchs):
+class SGD(CodedMomentum, _Torchs):
     """SGD in one pass over memory, with torch.optim.SGD's arguments and results.
 
     A step does not wait for the GPU, not even under a gradient scaler (except for the first step with dampening under a
@@ -31,8 +31,15 @@ class SGD(OnePass, _Torchs):
     apply here, too. Intermediate sums of fp16 parameters beyond 65504, which become infinite in torch, are computed in
     fp32. p.grad is only read, whereas torch's step with foreach=True and nesterov=True adds the momentum to it.
 
+    A momentum of 8 bits is rounded up or down so that its mean is right. An element whose gradient is infinite or NaN
+    affects only its own parameter, and its momentum becomes 0. A large momentum determines the scale of the 255 other
+    elements of its block: below a 4000th of it they are 0 or that, right in the mean alone.
+
     Args:
         params: As torch.optim.SGD's, like all that are not named here.
+        state_bits: 8 keeps the momentum in 1.02 bytes a parameter instead of 4; see state_dict() for how such states
+            are exchanged. Parameters whose first gradient is sparse have it in their own type.
+        min_8bit_size: The smallest number of elements of a parameter for a momentum of 8 bits.
         master_weights: As memopt.optim.AdamW's.
         stochastic_rounding: As memopt.optim.AdamW's.
         offload_gradients: As memopt.optim.AdamW's.
@@ -40,8 +47,8 @@ class SGD(OnePass, _Torchs):
         step_in_backward: As memopt.optim.AdamW's.
 
     Raises:
-        ValueError: As torch's, for differentiable=True, and for offload_gradients=True and step_in_backward=True as
-            memopt.optim.AdamW.
+        ValueError: As torch's, for differentiable=True, for state_bits=8 without momentum, and for
+            offload_gradients=True and step_in_backward=True as memopt.optim.AdamW.
 
     Example:
         >>> optimizer = memopt.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -60,6 +67,8 @@ class SGD(OnePass, _Torchs):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        state_bits: int = 32,
+        min_8bit_size: int = 4096,
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         offload_gradients: bool = False,
@@ -67,6 +76,8 @@ class SGD(OnePass, _Torchs):
         step_in_backward: bool = False,
     ) -> None:
         self._own_defaults = {
+            "state_bits": state_bits,
+            "min_8bit_size": min_8bit_size,
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,
             "offload_gradients": offload_gradients,
@@ -87,37 +98,23 @@ class SGD(OnePass, _Torchs):
         )
 
     _is_sgd = True
-    _like_p = ("momentum_buffer", "master_param")
+    _like_p = ("master_param",)
 
     def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
         wide = wants_master(p, group)
         if wide and self.state[p].get("master_param") is None:
             self.state[p]["master_param"] = like(p, torch.float32, p)
-        if group["stochastic_rounding"] and not wide and p.dtype in (torch.float16, torch.bfloat16):
-            self.state[p]["step"] = one_step(
-                self.state[p].get("step", 0.0), p
-            )  # of which the rounding is made
+        dithered = group["stochastic_rounding"] and not wide and p.dtype in (torch.float16, torch.bfloat16)
+        if dithered or (group["momentum"] and wanted_bits(p, group)):
+            count_steps(p, self.state[p])
         if group["momentum"] == 0 or self.state[p].get("momentum_buffer") is not None:
             return False
         # From zeros the formula gives the gradient itself, as torch's first step does, unless it is damped.
-        self.state[p]["momentum_buffer"] = like(p, torch.float32 if wide else p.dtype)
+        self._make(p, group, "momentum_buffer", torch.float32 if wide else p.dtype)
         return bool(group["dampening"] != 0)
 
     def _has_states(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"] or group["master_weights"] or group["stochastic_rounding"])
-
-    def _relay(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        buffer, master = state.get("momentum_buffer"), state.pop("master_param", None)
-        wide = wants_master(p, group)
-        if isinstance(buffer, Tensor):
-            if is_plain(p) and buffer.layout is torch.strided:
-                state["momentum_buffer"] = like(p, torch.float32 if wide else p.dtype, buffer)
-            else:
-                state["momentum_buffer"] = buffer.to(dtype=p.dtype, device=p.device)
-        if "step" in state:
-            state["step"] = one_step(state["step"], p)
-        if isinstance(master, Tensor) and wide:
-            state["master_param"] = like(p, torch.float32, master)
 
     def _update_by_torch(
         self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any], found_inf: Tensor | None

@@ -235,7 +235,7 @@ class Turns:
         return coming
 
 
-def _loads(p: Tensor, states: dict[str, Any], home: HostStates | None) -> list[Load]:
+def _loads(p: Tensor, states: dict[str, Any], home: HostStates | None, cuts: bool) -> list[Load]:
     """Return what comes from the host for p's step, one load or its pieces; none if all is there already."""
     grad, names = p.grad, [] if home is None else home.names(states)
     assert grad is not None
@@ -248,7 +248,7 @@ def _loads(p: Tensor, states: dict[str, Any], home: HostStates | None) -> list[L
         return Load(of, grad if piece is None else of.grad, trips, piece)
 
     whole = load(p, states, None)
-    if whole.nbytes > TURN and (cut := _pieces(p, grad, states, TURN * p.numel() // whole.nbytes)):
+    if cuts and whole.nbytes > TURN and (cut := _pieces(p, grad, states, TURN * p.numel() // whole.nbytes)):
         return [load(piece.p, piece.states, piece) for piece in cut]
     return [whole] if whole.trips else []
 
@@ -290,18 +290,18 @@ def _row(tensor: Tensor) -> Tensor:
 
 
 def in_turns(
-    parameters: Iterable[Tensor], states: Mapping[Tensor, Any], homes: Mapping[int, HostStates]
+    parameters: Iterable[Tensor], states: Mapping[Tensor, Any], homes: Mapping[int, HostStates], cuts: bool
 ) -> Iterator[Piece | None]:
     """Yield each piece of a parameter, and None for some whole ones, with their gradients and states on the device, and
     no gradient of any other.
 
-    homes: by id(parameter). What stands for gradients is back in .grad at the end.
+    homes: by id(parameter). cuts: whether a parameter may be stepped in pieces. What stands for gradients is back in .grad at the end.
     """
     had = [(p, p.grad) for p in parameters if p.grad is not None]
     there: list[tuple[Tensor, Tensor]] = []
     loads: dict[torch.device, list[Load]] = {}
     for p, grad in had:
-        found = _loads(p, states.get(p) or {}, homes.get(id(p)))
+        found = _loads(p, states.get(p) or {}, homes.get(id(p)), cuts)
         loads.setdefault(p.device, []).extend(found)
         if not found:
             there.append((p, grad))

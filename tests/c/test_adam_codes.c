@@ -163,6 +163,7 @@ TEST(the_elements_of_a_word_are_as_each_alone)
                     unit_v = mo_code_unit_v(bits, scale);
         const float per_m = mo_code_per_m(bits, scale), per_v = mo_code_per_v(bits, scale);
         const unsigned word = (unsigned)test_random(&random), dither = (unsigned)test_random(&random);
+        const unsigned apart = test_random(&random) & 1 ? MO_CODE_DITHER_INDEX : 0;
         float m[8], v[8], magnitude[8];
 
         mo_code_decode_word_m(bits, word, unit_m, m);
@@ -178,11 +179,11 @@ TEST(the_elements_of_a_word_are_as_each_alone)
             magnitude[k] = fabsf(m[k]);
         }
         const unsigned codes_m =
-            mo_code_encode_word_m(bits, magnitude, mo_code_signs(bits, m), per_m, dither);
+            mo_code_encode_word_m(bits, magnitude, mo_code_signs(bits, m), per_m, dither, apart);
         const unsigned codes_v = mo_code_encode_word_v(bits, v, per_v, dither);
         for (unsigned k = 0; k < count; k++) {
             CHECK_EQ(mo_element_code(bits, (const uint8_t *)&codes_m, k),
-                     mo_code_encode_m(bits, m[k], per_m, dither + k * MO_CODE_DITHER_M(bits)));
+                     mo_code_encode_m(bits, m[k], per_m, dither + k * apart));
             CHECK_EQ(mo_element_code(bits, (const uint8_t *)&codes_v, k),
                      mo_code_encode_v(bits, v[k], per_v, dither + k * MO_CODE_DITHER_INDEX));
         }

@@ -123,13 +123,33 @@ TEST(codes_have_both_scales_and_a_rule_that_knows_them)
         CHECK_REFUSED((a->code_bits = bits, a->v_scale = scales), "parameter 1: the scales");
         CHECK_REFUSED((a->code_bits = bits, a->m_scale = scales, a->v_scale = scales + 1),
                       "not both 2 of fp32");
-        CHECK_REFUSED((a->code_bits = bits, a->m_scale = a->v_scale = scales, groups[1].rule = MO_SGD), said);
         CHECK_REFUSED((a->code_bits = bits, a->m_scale = a->v_scale = scales, groups[1].amsgrad = true),
                       said);
         CHECK_REFUSED((a->code_bits = bits, a->m_scale = a->v_scale = scales, a->kind = MO_F64), said);
         CHECK_REFUSED((a->code_bits = bits, a->m_scale = a->v_scale = scales, a->m = 0),
                       bits == 8 ? "300 elements of 8 bits" : "300 elements of 4 bits");
     }
+}
+
+TEST(a_coded_momentum_buffer_has_8_bits_a_scale_and_a_step)
+{
+    mo_parameter *const a = &parameters[1];
+
+#define CODED                                                                                                \
+    a->code_bits = 8, a->m_scale = (uintptr_t)memory, a->v = 0, groups[1].rule = MO_SGD,                     \
+    groups[1].momentum = 0.9
+    good();
+    CODED;
+    CHECK_ACCEPTED();
+    good();
+    CHECK_REFUSED((CODED, a->code_bits = 4), "parameter 1: SGD has states of 4 bits");
+    CHECK_REFUSED((CODED, a->m_scale = 0), "2 scales");
+    CHECK_REFUSED((CODED, a->m_scale += 1), "2 scales");
+    CHECK_REFUSED((CODED, a->step = 0), "a step count");
+    CHECK_REFUSED((CODED, groups[1].momentum = 0), "with a momentum");
+    CHECK_REFUSED((CODED, a->kind = MO_F64), "on fp32, fp16 or bf16");
+    CHECK_REFUSED((CODED, a->m = 0), "its momentum buffer at 0 does not have 300 elements of 8 bits");
+#undef CODED
 }
 
 TEST(groups_and_single_values_are_checked)

@@ -327,4 +327,43 @@ TEST(states_of_8_and_4_bits_follow_those_of_fp32)
     job_free(&j);
 }
 
+/* A gradient that never changes: nearest codes of 8 bits would leave a momentum of 0.99 at a third of it. */
+TEST(a_coded_momentum_buffer_is_right_in_the_mean)
+{
+    enum { COUNT = 512, STEPS = 4000 };
+    uint64_t random = test_seed();
+    static double sum[COUNT];
+    static job j;
+
+    j = (job){.factor = 1};
+    j.job.count = j.job.group_count = 1;
+    j.groups[0] = (mo_hyper){.rule = MO_SGD, .momentum = 0.99, .dampening = 0.99};
+    j.parameters[0] = (mo_parameter){.count = COUNT, .code_bits = 8};
+    for (int k = 0; k < JOB_ARRAYS; k++)
+        job_array_make(&j, 0, k, k == 3 ? MO_FLOAT_COUNT : MO_F32,
+                       k < 2 || k == 3 ? COUNT
+                       : k == 6        ? COUNT / MO_CODE_BLOCK
+                       : k == 8        ? 1
+                                       : 0,
+                       0);
+    job_connect(&j);
+    for (size_t e = 0; e < COUNT; e++) {
+        const float g = e % MO_CODE_BLOCK ? exp2f(-(float)(test_random(&random) % 600) / 100) : 1;
+        job_write(&j.arrays[0][1], e, test_random(&random) & 1 ? g : -g, NULL);
+    }
+    memset(sum, 0, sizeof sum);
+    for (int t = 0; t < STEPS; t++) {
+        CHECK_EQ(mo_update_cpu(&j.job, NULL), MO_OK);
+        for (size_t e = 0; e < COUNT && t >= STEPS / 2; e++)
+            sum[e] += (double)mo_code_decode_m(
+                8, j.arrays[0][3].x[e], mo_code_unit_m(8, job_read(&j.arrays[0][6], e / MO_CODE_BLOCK)));
+    }
+    for (size_t e = 0; e < COUNT; e++) {
+        const double g = (double)job_read(&j.arrays[0][1], e);
+        CHECK(fabs(sum[e] / (STEPS / 2) - g) <= 0.05 * fabs(g));
+    }
+    CHECK_EQ(job_read(&j.arrays[0][8], 0), STEPS);
+    job_free(&j);
+}
+
 TEST_MAIN

@@ -81,7 +81,7 @@ TEST(one_step_of_sgd_is_the_formula_in_double_to_a_few_ulp)
         if (flags & MO_SGD_MOMENTUM) {
             const double buffer = flags & MO_SGD_FIRST ? x : momentum * (double)m0 + (1 - dampening) * x;
             largest = larger_of(largest, larger_of(momentum * (double)m0, buffer));
-            x = flags & MO_SGD_NESTEROV ? x + momentum * buffer : buffer;
+            x = flags & MO_SGD_NESTEROV ? (1 - dampening) * x + momentum * buffer : buffer;
         }
         check_close(got, (double)p, -lr * x, lr * largest);
     }

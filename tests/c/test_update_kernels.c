@@ -2,6 +2,7 @@
  * the last element; and the choice among the tables. */
 #include "optim/update_kernels.h"
 
+#include "../kernels/adam_codes.cuh"
 #include "../kernels/dither.cuh"
 #include "each_isa.h"
 #include "float_cases.h"
@@ -143,6 +144,30 @@ TEST_EACH_ISA(sgd_is_the_specifications_at_every_length_and_kind)
             }
 }
 
+/* Of any bits, and of what goes wrong; an element that is no number is as 0. */
+TEST_EACH_ISA(a_blocks_momentum_is_coded_and_decoded_as_specified)
+{
+    uint64_t random = test_seed();
+
+    for (int round = 0; round < test_rounds(200, 20000); round++) {
+        float m[MO_CODE_ELEMENTS], one[MO_CODE_ELEMENTS], two[MO_CODE_ELEMENTS], scale;
+        uint8_t codes[MO_CODE_ELEMENTS], expected[MO_CODE_ELEMENTS];
+        const uint32_t dither = (uint32_t)test_random(&random);
+        for (size_t i = 0; i < MO_CODE_ELEMENTS; i++)
+            m[i] = round % 2 ? float_ordinary(&random) : float_case(&random);
+        scale = tables[isa]->encode(m, dither, codes);
+        CHECK(scale == mo_update_generic.encode(m, dither, expected));
+        CHECK(memcmp(codes, expected, sizeof codes) == 0);
+        tables[isa]->decode(codes, scale, one);
+        mo_update_generic.decode(codes, scale, two);
+        CHECK(memcmp(one, two, sizeof one) == 0);
+        for (size_t i = 0; i < MO_CODE_ELEMENTS; i++) {
+            const float wanted = fabsf(m[i]) <= MO_CODE_HUGE ? m[i] : 0;
+            CHECK(fabsf(one[i] - wanted) <= (fabsf(wanted) + scale / 247) / 16 + MO_CODE_TINY);
+        }
+    }
+}
+
 /* 0 + g: what a gradient of 16 bits is as fp32. */
 TEST_EACH_ISA(each_16_bit_number_is_widened_as_specified)
 {
@@ -250,7 +275,7 @@ TEST(each_table_is_whole)
     for (size_t k = 0; k < sizeof tables / sizeof *tables; k++) {
         const mo_update_kernels *t = tables[k];
         CHECK_EQ(t->isa, k);
-        CHECK(t->adam && t->adam_codes && t->sgd);
+        CHECK(t->adam && t->adam_codes && t->sgd && t->decode && t->encode);
     }
 }
 

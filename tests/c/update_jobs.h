@@ -143,8 +143,11 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
     a->grad_kind = bits >> 16 & 1 ? a->kind : (mo_float)((bits >> 17) % (a->kind == MO_F64 ? 4 : 3));
     a->state_kind = bits >> 20 & 1 ? a->kind : MO_F32;
     a->first = bits >> 21 & 1;
-    codes = group->rule == MO_SGD || group->amsgrad || a->kind == MO_F64 ? 0 : bits >> 22 & 12;
-    a->code_bits = codes = codes == 12 ? 0 : codes;
+    codes = group->amsgrad || a->kind == MO_F64 ? 0 : bits >> 22 & 12;
+    codes = codes == 12 ? 0 : codes;
+    if (group->rule == MO_SGD) /* of 8 bits alone, and with a buffer */
+        codes = codes && group->momentum != 0 ? 8 : 0;
+    a->code_bits = codes;
     for (int k = 0; k < JOB_ARRAYS; k++) {
         const size_t blocks = (a->count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK, shift = test_random(random) % 9;
         const bool half = a->kind == MO_F16 || a->kind == MO_BF16;
@@ -166,8 +169,8 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
                                           adam ? moments : 0,
                                           adam && group->amsgrad ? a->count : 0,
                                           codes ? blocks : 0,
-                                          codes ? blocks : 0,
-                                          adam || half ? 1 : 0};
+                                          codes && adam ? blocks : 0,
+                                          adam || half || codes ? 1 : 0};
         job_array *array = &j->arrays[i][k];
         job_array_make(j, i, k, kinds[k], sizes[k], shift);
         for (size_t e = 0; e < sizes[k]; e++) {
@@ -312,6 +315,26 @@ static void oracle_block(const job *j, size_t i, const mo_adam_termsf *c, unsign
     }
 }
 
+/* The same of SGD's buffer. */
+static void oracle_buffer(const job *j, size_t i, const mo_sgd_termsf *c, unsigned flags, float *p,
+                          const float *g, size_t first, size_t n, uint32_t t)
+{
+    uint8_t *const codes = j->arrays[i][3].x + first;
+    float *const scale = (float *)j->arrays[i][6].x + first / MO_CODE_BLOCK, m[MO_CODE_BLOCK], most = 0;
+
+    for (size_t e = 0; e < n; e++) {
+        m[e] = mo_code_decode_m(8, codes[e], mo_code_unit_m(8, *scale));
+        p[e] = mo_sgd_elementf(c, flags, p[e], g[e], &m[e]);
+        if (!(fabsf(m[e]) <= MO_CODE_HUGE))
+            m[e] = 0;
+        most = fmaxf(most, fabsf(m[e]));
+    }
+    *scale = mo_code_scale(most);
+    for (size_t e = 0; e < n; e++)
+        codes[e] = (uint8_t)mo_code_encode_m(8, m[e], mo_code_per_m(8, *scale),
+                                             mo_code_dither_hashed((uint32_t)(first + e), t));
+}
+
 static void oracle_fp32(const job *j, size_t i, const mo_hyper *group, const mo_adam_termsf *adam,
                         const mo_sgd_termsf *sgd, unsigned flags, float stored, uint32_t t)
 {
@@ -327,7 +350,9 @@ static void oracle_fp32(const job *j, size_t i, const mo_hyper *group, const mo_
             if (stored != 1)
                 job_write(&arrays[1], first + e, g[e], NULL);
         }
-        if (arrays[6].bytes)
+        if (arrays[6].bytes && group->rule == MO_SGD)
+            oracle_buffer(j, i, sgd, flags, p, g, first, n, t);
+        else if (arrays[6].bytes)
             oracle_block(j, i, adam, flags, p, g, first, n, t);
         for (size_t e = 0; e < n && !arrays[6].bytes; e++) {
             float state[3] = {0};

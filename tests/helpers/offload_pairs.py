@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ SEED = int(os.environ["MEMOPT_SEED"])
 Run = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def pair(kind: type = memopt.optim.AdamW, dtype: torch.dtype = torch.float32, **options: Any) -> list[Run]:
+def pair(kind: Any = memopt.optim.AdamW, dtype: torch.dtype = torch.float32, **options: Any) -> list[Run]:
     """The same model twice, with its optimizer; the second one's gradients leave, or what `options` say of it."""
     torch.manual_seed(SEED)
     plain = Transformer(dropout=0).to("cuda", dtype)
@@ -39,14 +39,14 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
 
 
 def away(model: nn.Module) -> bool:
-    return all(type(p.grad) is HostGradient for p in model.parameters())
+    return all(type(p.grad) is HostGradient for p in model.parameters() if p.requires_grad)
 
 
 def same(both: list[Run]) -> None:
     (plain, first), (other, second) = both
     for a, b in zip(plain.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-        states = first.state[a], second.state[b]
+        states = first.state.get(a, {}), second.state.get(b, {})
         assert states[0].keys() == states[1].keys()
         assert all(torch.equal(states[0][name].cpu(), states[1][name].cpu()) for name in states[0])
 
@@ -130,12 +130,32 @@ WAYS: dict[str, Callable[[], Any]] = {
     "unscaled": lambda: Scaled(unscale=True),
     "scaled, clipped": lambda: Scaled(max_norm=0.01),
 }
+
+
+def muon(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    """Of matrices; the other parameters are frozen."""
+    matrices = []
+    for p in parameters:
+        p.requires_grad_(p.ndim == 2)
+        matrices += [p] if p.ndim == 2 else []
+    return memopt.optim.Muon(matrices, **options)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "8 bits of bf16": {"dtype": torch.bfloat16, "state_bits": 8, "min_8bit_size": 256},
     "4 bits": {"state_bits": 4, "min_8bit_size": 256},
     "stochastic": {"dtype": torch.bfloat16, "stochastic_rounding": True},
     "SGD": {"kind": memopt.optim.SGD, "momentum": 0.9, "dampening": 0.5},
+    "SGD of 8 bits": {
+        "kind": memopt.optim.SGD,
+        "momentum": 0.9,
+        "nesterov": True,
+        "state_bits": 8,
+        "min_8bit_size": 256,
+    },
+    "Muon": {"kind": muon},
+    "Muon of 8 bits": {"kind": muon, "state_bits": 8, "min_8bit_size": 256},
 }
 
 

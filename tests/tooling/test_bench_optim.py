@@ -58,13 +58,19 @@ def test_bench_optim_times_all_its_cases_and_avx2_in_a_process_of_its_own(tmp_pa
     alone = [case.split(", ")[1] for case in cases if case.startswith("AdamW's step alone")]
     best = result["notes"]["instruction set"]
     assert alone == ([best, "avx2"] if best == "avx512" else [best])
-    goals = {c["case"].split(",")[1]: c["goal"] for c in result["comparisons"] if "alone" in c["case"]}
+    adamw = [c for c in result["comparisons"] if c["case"].startswith("AdamW's step alone")]
+    goals = {c["case"].split(",")[1]: c["goal"] for c in adamw}
     for isa, goal in goals.items():
         limit = bench_optim.GOAL_8BIT.get(isa.strip())
         assert goal == (None if limit is None else {"memopt, 8-bit states": limit})
     eight, four = (f for f in result["figures"] if f["case"].startswith("goal: bytes of state"))
     assert 2.0 < eight["values"]["memopt, 8-bit states"] < 2.1 and eight["goal_met"]
     assert 1.0 < four["values"]["memopt, 4-bit states"] < 1.06 and four["goal_met"]
+    for kind in ("SGD", "Muon"):
+        (case,) = (c for c in cases if c.startswith(f"{kind}'s step alone"))
+        assert cases[case] == {"torch", "memopt", "memopt, 8-bit momentum"}
+        (held,) = (f for f in result["figures"] if f["case"].startswith(f"goal: bytes of {kind}'s momentum"))
+        assert 1 + 4 / 256 <= held["values"]["memopt, 8-bit momentum"] < 1.02 and held["goal_met"]
     times = [f for f in result["figures"] if f["case"].startswith("goal: time of AdamW's step alone")]
     assert [f["case"].split(", ")[1] for f in times] == alone
     assert all(f["values"]["memopt, 8-bit states"] == 1 for f in times)
@@ -205,4 +211,4 @@ def test_convergence_trains_each_kind_for_each_seed(tmp_path: Path) -> None:
         assert len(runs) == 2 and len({run["held-out loss"] for run in runs}) == 2
         assert all(0 < run["held-out loss"] < 1.2 * math.log(98) for run in runs)
     goals = [f for f in result["figures"] if f["case"].startswith("goal")]
-    assert [goal["goal"] for goal in goals] == [1.0, 1.0]
+    assert [goal["goal"] for goal in goals] == [1.0, 1.0, 1.0]

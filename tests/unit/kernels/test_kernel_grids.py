@@ -203,6 +203,12 @@ MUTANTS = [
         after="mo_update_codes_put(w",
     ),
     Mutant("update", "scales are written while others read them", "        __syncwarp();", "        "),
+    Mutant(
+        "update",
+        "a buffer of codes has Adam's second moment",
+        "if (work.a.code_bits && work.a.flags & MO_UPDATE_SGD)",
+        "if (0)",
+    ),
     Mutant("update", "warps take each other's blocks", "block += warps)", "block += 1)"),
     Mutant(
         "update",

@@ -269,7 +269,7 @@ def test_they_are_torchs_classes():
     for new, old in PAIRS.values():
         assert issubclass(new, old) and new.__name__ == old.__name__
         assert new(parameters())._step_supports_amp_scaling
-    assert sorted(memopt.optim.__all__) == ["Adam", "AdamW", "SGD"]
+    assert sorted(memopt.optim.__all__) == ["Adam", "AdamW", "Muon", "SGD"]
     with pytest.raises(AttributeError, match="RMSprop"):
         memopt.optim.RMSprop  # noqa: B018
 
