@@ -57,9 +57,9 @@ def auto_checkpoint(
     A plan serves all batches that are in no dimension larger than its sample, of the same types, under the same
     autocast and mode. For another one the model is planned anew before it runs, with that batch as the sample: some
     tens of steps' time. Calls less than half as large get a plan of their own once recomputation by the larger one has
-    cost more than planning does. So give the largest batch first. Hooks run in planning's steps too. Models sharded
-    over ranks, with SyncBatchNorm, or with parameters that hooks step are not planned anew: they warn, and run by the
-    plan there is.
+    cost more than planning does. So give the largest batch first. Hooks run in planning's steps too, but for those of
+    Tensor.register_post_accumulate_grad_hook, which may step parameters. Models sharded over ranks or with
+    SyncBatchNorm are not planned anew: they warn, and run by the plan there is.
 
     Later steps are watched too: `model.plan.check()` tells the most bytes that the allocator gave in one. After a step
     above the budget, with gradients of an earlier batch say, or tensors that trial steps did not make, the next call is

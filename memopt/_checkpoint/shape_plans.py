@@ -14,8 +14,8 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from memopt._offload.visits import residency_of
 from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import preserve_state
 from memopt.chain import InfeasibleBudget
+from memopt.optim._backward_steps import steps_at_once
 from memopt.optim._offloaded_gradients import sends_to_host
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 
@@ -198,6 +199,7 @@ class PlanRequest:
             on_device.append(torch.empty(0, device=residency.device))  # whose random state counts
         with (
             preserve_state(model, parameters=on_device),
+            without_steps(model.parameters()),
             Snapshot(model.modules(), parameters=not ranks.is_sharded(model)),
         ):
             found = ModelChain(model, args, kwargs)
@@ -353,8 +355,6 @@ class PlannedForward:
             reason = "other ranks take part in each forward pass"
         elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             reason = "a CUDA graph is being captured"
-        elif any(map(steps_in_backward, self.parameters())):
-            reason = "parameters have hooks that may step them in a trial step"
         if reason and what:
             self.warn(
                 f"{what}, and cannot be planned for now, since {reason}: results are correct, but the step's peak may "
@@ -464,10 +464,30 @@ class PlannedForward:
             warnings.warn(f"memopt.auto_checkpoint: {text}", stacklevel=2)
 
 
-def steps_in_backward(parameter: torch.nn.Parameter) -> bool:
-    """Return whether the parameter has hooks that may change it as its gradient is complete."""
-    hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    return not all(map(sends_to_host, (hooks or {}).values()))
+@contextmanager
+def without_steps(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Have no hook step a parameter, as a trial's gradient is complete, within the context.
+
+    Of memopt's own a gradient is dropped, as it would be after its step; of others' it stays.
+    """
+    held: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for parameter in parameters:
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if not all(map(sends_to_host, hooks.values())):
+            held.append((hooks, dict(hooks)))
+    try:
+        for hooks, before in held:
+            hooks.clear()
+            hooks.update({key: _drop_gradient for key, hook in before.items() if steps_at_once(hook)})
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.clear()
+            hooks.update(before)
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def synchronizes(module: torch.nn.Module) -> bool:

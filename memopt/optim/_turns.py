@@ -295,7 +295,8 @@ def in_turns(
     """Yield each piece of a parameter, and None for some whole ones, with their gradients and states on the device, and
     no gradient of any other.
 
-    homes: by id(parameter). cuts: whether a parameter may be stepped in pieces. What stands for gradients is back in .grad at the end.
+    homes: by id(parameter). cuts: whether a parameter may be stepped in pieces. What stands for gradients is back in
+    .grad at the end.
     """
     had = [(p, p.grad) for p in parameters if p.grad is not None]
     there: list[tuple[Tensor, Tensor]] = []

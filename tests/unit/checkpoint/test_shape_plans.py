@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memopt
+import memopt.optim
 from memopt._checkpoint.stages.costs import Meter, bytes_of
 from memopt.chain import InfeasibleBudget
 
@@ -231,9 +232,25 @@ def test_parameters_that_hooks_step_are_stepped_by_no_trial() -> None:
     calls = []
     parameter = next(model.parameters())
     parameter.register_post_accumulate_grad_hook(lambda p: calls.append(1))
-    with pytest.warns(UserWarning, match="parameters have hooks that may step them"):
-        step(model, tokens(8, 32))
-    assert len(calls) == 1
+    plans = len(model.forward.plans)
+    step(model, tokens(8, 32))
+    assert len(calls) == 1 and len(model.forward.plans) > plans
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_steps_in_no_trial() -> None:
+    model, plain, _ = planned(8, 32)
+    optimizers = [
+        memopt.optim.AdamW(one.parameters(), lr=0.01, step_in_backward=one is model) for one in (model, plain)
+    ]
+    for batch in (tokens(4, 32), tokens(8, 32)):  # the larger one is planned for
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            step(one, batch)
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    memopt.undo_checkpoint(model)
+    memopt.auto_checkpoint(model, tokens(8, 32), memory_budget="1GiB", optimizer=optimizers[0])
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 def test_what_cannot_be_planned_runs_with_a_warning_and_is_not_tried_again(
