@@ -47,7 +47,7 @@ MO_BODY void update_codes_in(const mo_update_work *w, unsigned bits, mo_update_w
         other = __shfl_xor_sync(0xFFFFFFFFu, per, 16);
         __syncwarp(); /* all lanes have read the scales that one writes: a shuffle orders no memory */
         mo_update_codes_put(w, bits, few, &held, upper ? other : per, upper ? per : other);
-        if (lane % 16 == 0)
+        if (lane % 16 == 0 && !(upper && w->a.column))
             ((float *)mo_global(upper ? w->a.v_scale : w->a.m_scale))[block] = scale;
     }
 }

@@ -195,8 +195,10 @@ class UpdatePlan:
         factor: object = None,
         found_inf: object = None,
         store_gradients: bool = False,
+        scratch: object = None,
         /,
     ) -> None: ...
+    def scratch(self, device: int, /) -> int: ...
     def drop(self, /) -> None: ...
 
 _ChainOption = tuple[int, int, int, float, float, float]

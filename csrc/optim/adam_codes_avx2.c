@@ -39,7 +39,9 @@ WORD void store_codes(unsigned bits, uint8_t *codes, size_t i, veci a)
     }
 }
 
-WORD void encode_group(unsigned bits, const block_values *values, size_t i, const uint32_t *ramp_of_block)
+/* `factored`, a constant too: there is no v. */
+WORD void encode_group(unsigned bits, bool factored, const block_values *values, size_t i,
+                       const uint32_t *ramp_of_block)
 {
     const vec per_m = all(values->per_m), per_v = all(values->per_v);
     const veci first_m = alli(values->dither_m), first_v = alli(values->dither_v),
@@ -50,19 +52,23 @@ WORD void encode_group(unsigned bits, const block_values *values, size_t i, cons
     for (size_t k = 0; k < 4; k++) {
         const veci ramp_here = load_bits(ramp_of_block + i + k * LANES);
         m[k] = load(values->m + i + k * LANES, LANES);
-        v[k] = load(values->v + i + k * LANES, LANES);
         m_code[k] = encoded_m(bits, m[k], per_m, add(first_m, ramp_here));
+        if (factored)
+            continue;
+        v[k] = load(values->v + i + k * LANES, LANES);
         v_code[k] = encoded_v(bits, v[k], per_v, add(first_v, ramp_here));
     }
     m8 = packed(_mm256_packus_epi32(m_code[0], m_code[1]), _mm256_packus_epi32(m_code[2], m_code[3]));
     signs = both(packed_signs(m), _mm256_set1_epi8(-128));
     m8 = _mm256_min_epu8(m8, _mm256_set1_epi8((char)(MO_CODE_SIGN(bits) - 1)));
     m8 = either(m8, bits == 8 ? signs : right(signs, 4));
+    store_codes(bits, values->m_codes, i, m8);
+    if (factored)
+        return;
     v8 = packed(_mm256_sub_epi16(_mm256_packus_epi32(v_code[0], v_code[1]), above16),
                 _mm256_sub_epi16(_mm256_packus_epi32(v_code[2], v_code[3]), above16));
     v8 = _mm256_min_epu8(v8, _mm256_set1_epi8((char)MO_CODE_LAST(bits)));
     v8 = _mm256_max_epu8(v8, _mm256_min_epu8(packed_signs(v), _mm256_set1_epi8(1))); /* v > 0: not code 0 */
-    store_codes(bits, values->m_codes, i, m8);
     store_codes(bits, values->v_codes, i, v8);
 }
 

@@ -10,5 +10,7 @@ const mo_update_kernels mo_update_avx2 = {
     .adam = adam,
     .adam_codes = mo_adam_codes_avx2,
     .sgd = sgd,
+    .factored = mo_factored_avx2,
+    .product = mo_product_avx2,
 };
 #endif

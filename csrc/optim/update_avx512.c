@@ -10,5 +10,7 @@ const mo_update_kernels mo_update_avx512 = {
     .adam = adam,
     .adam_codes = mo_adam_codes_avx512,
     .sgd = sgd,
+    .factored = mo_factored_avx512,
+    .product = mo_product_avx512,
 };
 #endif

@@ -1,7 +1,8 @@
 """Adam and AdamW in one pass.
 
 Their states are torch's: step, exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. With 8 or 4 bits exp_avg_scale
-and exp_avg_sq_scale lie beside codes; master_param is there where there are master weights.
+and exp_avg_sq_scale lie beside codes. With factored=True exp_avg_sq_row and exp_avg_sq_col are there instead of
+exp_avg_sq. master_param is there where there are master weights.
 """
 
 from __future__ import annotations
@@ -16,17 +17,23 @@ from torch.optim.optimizer import ParamsT
 from memopt._runtime.originals import original
 from memopt.optim._one_pass import OnePass
 from memopt.optim._state_layout import (
+    FACTORS,
     blocks,
     codes_shape,
     decoded,
     encoded,
+    factors,
     held_bits,
     is_plain,
     like,
+    matrix_shape,
     no_codes,
+    no_factors,
     not_like,
     one_step,
+    product,
     wanted_bits,
+    wants_factors,
     wants_master,
 )
 
@@ -53,13 +60,21 @@ class AdamStates(OnePass):
             raise ValueError(
                 f"amsgrad=True keeps a maximum of second moments that {bits} bits cannot track: use state_bits=32"
             )
+        if group["factored"] and group["amsgrad"]:
+            raise ValueError(
+                "amsgrad=True keeps a maximum of second moments that averages of rows and columns cannot track: use "
+                "factored=False"
+            )
 
     def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
         state = self.state[p]
         dtype = torch.float32 if wants_master(p, group) else p.dtype
         state["step"] = one_step(state.get("step", 0.0), p)
+        if state.get("exp_avg_sq") is None and wants_factors(p, group):
+            for name, zeros in zip(FACTORS, no_factors(p), strict=True):
+                state.setdefault(name, zeros)
         for name in MOMENTS:
-            if state.get(name) is None:
+            if state.get(name) is None and not (name == "exp_avg_sq" and FACTORS[0] in state):
                 if bits := wanted_bits(p, group):
                     state[name], state[name + "_scale"] = no_codes(p, bits)
                 else:
@@ -77,9 +92,14 @@ class AdamStates(OnePass):
 
     def _check_state(self, p: Tensor, state: dict[str, Any]) -> str | None:
         has = [name for name in MOMENTS if state.get(name) is not None]
+        factored = [name for name in FACTORS if state.get(name) is not None]
+        if factored:
+            if wrong := _wrong_factors(p, state, factored):
+                return wrong
+            has.append("exp_avg_sq")
         if len(has) == 1:
             return f"it has only the state {has[0]!r}, without {(set(MOMENTS) - {*has}).pop()!r}"
-        for name in has:
+        for name in has if not factored else has[:1]:
             value, scale = state[name], state.get(name + "_scale")
             codes = held_bits(p, value)
             if not codes and scale is None:
@@ -101,21 +121,34 @@ class AdamStates(OnePass):
         plain = is_plain(p)
         dtype = torch.float32 if wants_master(p, group) else p.dtype
         bits = wanted_bits(p, group)
+        factored = wants_factors(p, group)
+        vectors = [state.pop(name, None) for name in FACTORS]
+        if isinstance(vectors[0], Tensor) and isinstance(vectors[1], Tensor):
+            if factored:
+                state.update(zip(FACTORS, (v.to(p.device, torch.float32) for v in vectors), strict=True))
+            else:
+                state["exp_avg_sq"] = product(vectors[0], vectors[1], p)
         first, second = (state.get(name) for name in MOMENTS)
-        if bits and first is not None and second is not None and second.is_floating_point():
+        numbers = [value for value in (first, second) if value is not None and value.is_floating_point()]
+        if (bits or factored) and len(numbers) == 2:
             # As in kernels/adam_codes.cuh: what is not finite has no code, and without v there is no m.
-            state["exp_avg"] = first.masked_fill(~second.isfinite(), 0)
+            state["exp_avg"] = numbers[0].masked_fill(~numbers[1].isfinite(), 0)
         for name in MOMENTS:
             value, scale = state.get(name), state.pop(name + "_scale", None)
             if not isinstance(value, Tensor):
                 continue
             if isinstance(scale, Tensor) and value.dtype is torch.uint8:
-                if held_bits(p, value) == bits and (bits == 4 or value.stride() == p.stride()):
+                if factored and name == "exp_avg_sq":
+                    pass
+                elif held_bits(p, value) == bits and (bits == 4 or value.stride() == p.stride()):
                     state[name] = value.to(p.device)
                     state[name + "_scale"] = scale.to(device=p.device, dtype=torch.float32)
                     continue
                 value = decoded(value, scale, name == "exp_avg_sq", p)
-            if bits:
+            if factored and name == "exp_avg_sq":
+                del state[name]
+                state.update(zip(FACTORS, factors(value, p), strict=True))
+            elif bits:
                 state[name], state[name + "_scale"] = encoded(value, p, name == "exp_avg_sq", bits)
             else:
                 state[name] = like(p, dtype, value) if plain else value.to(dtype=p.dtype, device=p.device)
@@ -135,14 +168,15 @@ class AdamStates(OnePass):
 
         Moments of 8 or 4 bits are in it as exp_avg_codes and exp_avg_sq_codes (uint8; 8 bits: of the parameter's shape,
         4 bits: a row of two codes a byte) beside exp_avg_scale and exp_avg_sq_scale (fp32, one a 256 elements), which
-        only memopt's optimizers can read, with any state_bits. torch's load them without a word; their next step ends
+        only memopt's optimizers can read, with any state_bits; so are exp_avg_sq_row and exp_avg_sq_col (fp32, of a
+        factored second moment's rows and columns). torch's load them without a word; their next step ends
         in KeyError: 'exp_avg' before it changes anything.
 
         Args:
-            full: Return fp32 moments instead of codes, which torch.optim's can load, too.
+            full: Return fp32 moments instead of codes and of rows and columns, which torch.optim's can load, too.
 
         Returns:
-            A state dict of memopt's optimizers and, without codes, of torch's.
+            A state dict of memopt's optimizers and, without codes, rows and columns, of torch's.
         """
         held: dict[str, Any] = super().state_dict()
         for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
@@ -198,7 +232,26 @@ def _full(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
         scale = full.pop(name + "_scale", None)
         if scale is not None:
             full[name] = decoded(full[name], scale, name == "exp_avg_sq", p)
+    if FACTORS[0] in full:
+        row, column = (full.pop(name) for name in FACTORS)
+        full["exp_avg_sq"] = product(row, column, p)
     return full
+
+
+def _wrong_factors(p: Tensor, state: dict[str, Any], has: list[str]) -> str | None:
+    """Describe why these states, averages of rows and columns, cannot be p's second moment; None if they can."""
+    if len(has) == 1:
+        return f"it has only the state {has[0]!r}, without {(set(FACTORS) - {*has}).pop()!r}"
+    for name, count in zip(FACTORS, matrix_shape(p), strict=True):
+        value = state[name]
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != (count,):
+            what = (
+                f"of {value.dtype}, {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else type(value).__name__
+            )
+            return f"its state {name!r} is {what}, not {count} floating-point numbers"
+    return None
 
 
 class Adam(AdamStates, _TorchsAdam):
@@ -208,8 +261,9 @@ class Adam(AdamStates, _TorchsAdam):
 
     Args:
         params: As torch.optim.Adam's, like all that are not named here.
-        state_bits: As memopt.optim.AdamW's, like the next five.
-        min_8bit_size: The smallest number of elements for states of 8 or 4 bits.
+        state_bits: As memopt.optim.AdamW's, like the next six.
+        factored: Whether second moments are two vectors of averages, of rows and of columns.
+        min_8bit_size: The smallest number of elements for states of 8 or 4 bits, or factored ones.
         master_weights: Whether to keep an fp32 copy of fp16 and bf16 parameters.
         stochastic_rounding: Whether to round fp16 and bf16 parameters stochastically.
         offload_gradients: Whether gradients of parameters on a CUDA device wait for the step in the host's memory.
@@ -238,6 +292,7 @@ class Adam(AdamStates, _TorchsAdam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         state_bits: int = 32,
+        factored: bool = False,
         min_8bit_size: int = 4096,
         master_weights: bool = False,
         stochastic_rounding: bool = False,
@@ -246,6 +301,7 @@ class Adam(AdamStates, _TorchsAdam):
     ) -> None:
         self._own_defaults = {
             "state_bits": state_bits,
+            "factored": factored,
             "min_8bit_size": min_8bit_size,
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,
@@ -298,11 +354,25 @@ class AdamW(AdamStates, _TorchsAdamW):
     theirs on. There both moments are rounded up or down so that their means are right. Where gradients are nothing but
     noise, single steps are then off by two thirds of themselves, and longer than with 32 bits by a sixth.
 
+    With factored=True the second moment of a contiguous parameter of several dimensions is that of Adafactor (Shazeer
+    and Stern, 2018): R and C, fp32 averages of the mean squares of each row and of each column, make v = R * C /
+    mean(R). Of more than two dimensions the first ones together count the rows, the last ones the columns, divided
+    where rows and columns are fewest: a convolution's (64, 32, 3, 3) is 64 x 288, an expert layer's (8, 512, 2048) is
+    4096 x 2048. All else is Adam's: first moment, bias corrections, decay. A step reads gradients twice and takes 1/32
+    byte an element of its largest parameter, or 16 MiB, for its length. It has the same bits with every instruction set
+    and on CUDA. Others keep the second moment that they would have without it: those of fp64, those below
+    min_8bit_size, and those whose R and C would take more than half a byte an element, as of a single row. An element
+    whose gradient is infinite or NaN, or whose square overflows fp32, stays out of R and C, affects only its own
+    parameter, and its first moment becomes 0. A large gradient below that raises v in its whole row and column: one
+    that is K times the others slows a row of n elements once K * K > n.
+
     Args:
         params: As torch.optim.AdamW's, like all that are not named here.
         state_bits: 8 keeps the two moments in 2.03 bytes a parameter instead of 8, 4 in 1.03 (of parameters that are
             not contiguous, as with channels_last, in 2.03); see state_dict() for how such states are exchanged.
-        min_8bit_size: The smallest number of elements of a parameter for moments of 8 or 4 bits.
+        factored: Whether second moments are two vectors. With state_bits=4 the states then take 0.52 bytes a parameter
+            and four a row and a column (4096 x 4096: 0.518), with 8 bits 1.02, with 32 bits 4.
+        min_8bit_size: The smallest number of elements of a parameter for moments of 8 or 4 bits, or factored ones.
         master_weights: Whether fp16 and bf16 parameters have an fp32 copy and fp32 states, on which the step works.
         stochastic_rounding: Whether fp16 and bf16 parameters without such a copy are rounded stochastically, so that
             small updates are not lost on average; deterministic from run to run.
@@ -320,13 +390,14 @@ class AdamW(AdamStates, _TorchsAdamW):
             state_dict(), which does, rather than `state`, whose tensors the last step may still be writing.
 
     Raises:
-        ValueError: As torch's, for differentiable=True, and for amsgrad=True with state_bits=8 or 4; for
-            offload_gradients=True with a parameter that another optimizer has so.
+        ValueError: As torch's, for differentiable=True, and for amsgrad=True with state_bits=8 or 4 or with
+            factored=True; for offload_gradients=True with a parameter that another optimizer has so.
         RuntimeError: offload_gradients=True in a process of several ranks.
         MemoryError: The host can lock no memory for states (step()), before any parameter has changed.
 
     Example:
         >>> optimizer = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=8)
+        >>> smallest = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=4, factored=True)
     """
 
     def __init__(
@@ -344,6 +415,7 @@ class AdamW(AdamStates, _TorchsAdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         state_bits: int = 32,
+        factored: bool = False,
         min_8bit_size: int = 4096,
         master_weights: bool = False,
         stochastic_rounding: bool = False,
@@ -352,6 +424,7 @@ class AdamW(AdamStates, _TorchsAdamW):
     ) -> None:
         self._own_defaults = {
             "state_bits": state_bits,
+            "factored": factored,
             "min_8bit_size": min_8bit_size,
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,

@@ -23,6 +23,7 @@ from memopt.optim._turns import HostStates, in_turns
 
 OWN_OPTIONS = (
     "state_bits",
+    "factored",
     "min_8bit_size",
     "master_weights",
     "stochastic_rounding",
@@ -167,11 +168,15 @@ class OnePass(torch.optim.Optimizer):
             for number in plan.devices():
                 if number >= 0:
                     kernels.prepare()
+                device = torch.device("cpu") if number < 0 else torch.device("cuda", number)
+                needed = plan.scratch(number)
+                scratch = torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
                 if scaling is None:
-                    plan.run(number)
+                    plan.run(number, None, None, False, scratch)
                 else:
-                    device = torch.device("cpu") if number < 0 else torch.device("cuda", number)
-                    plan.run(number, scaling.factor(device), scaling.found_inf_on(device), scaling.store)
+                    plan.run(
+                        number, scaling.factor(device), scaling.found_inf_on(device), scaling.store, scratch
+                    )
         except BaseException:
             self._forget(first)
             raise
