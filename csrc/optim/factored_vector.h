@@ -24,22 +24,25 @@ WORD vec factored_squares(const factored_vectors *c, unsigned flags, bool plain,
     return x;
 }
 
-/* The vectors of a tile in the order in which vectors that are 128, then 16, 32 and 64 columns apart are added up. */
+/* A tile's row, in the order of memory. Vectors that are 128, then 16, 32 and 64 columns apart are added up. */
 WORD float factored_tile(const factored_vectors *c, unsigned flags, bool plain, const mo_run *row,
                          size_t first, float *column_sums)
 {
+    vec t[16 / LANES][8];
     float lane[16];
 
-    for (size_t l = 0; l < 16; l += LANES) {
-        vec t[8];
-        for (size_t k = 0; k < 8; k++) {
-            const size_t i = first + 16 * k + l;
-            t[k] = factored_squares(c, flags, plain, row, i, column_sums);
-            t[k] = sum(t[k], factored_squares(c, flags, plain, row, i + 128, column_sums));
-        }
-        t[0] = sum(sum(sum(t[0], t[1]), sum(t[2], t[3])), sum(sum(t[4], t[5]), sum(t[6], t[7])));
-        store(lane + l, t[0], LANES);
-    }
+    for (size_t half = 0; half < 2; half++)
+        for (size_t k = 0; k < 8; k++)
+            for (size_t l = 0; l < 16 / LANES; l++) {
+                const vec x = factored_squares(c, flags, plain, row, first + 128 * half + 16 * k + l * LANES,
+                                               column_sums);
+                t[l][k] = half ? sum(t[l][k], x) : x;
+            }
+    for (size_t l = 0; l < 16 / LANES; l++)
+        store(lane + l * LANES,
+              sum(sum(sum(t[l][0], t[l][1]), sum(t[l][2], t[l][3])),
+                  sum(sum(t[l][4], t[l][5]), sum(t[l][6], t[l][7]))),
+              LANES);
     return mo_factored_lanes(lane);
 }
 
@@ -65,8 +68,10 @@ VECTOR static void factored_row(const mo_adam_termsf *terms, unsigned flags, con
 
 VECTOR static void factored_product(float scale, const float *column, size_t n, float *v)
 {
-    for (size_t i = 0; i < n; i += LANES) {
-        const size_t here = n - i < LANES ? n - i : LANES;
-        store(v + i, mul(all(scale), load(column + i, here)), here);
-    }
+    size_t i = 0;
+
+    for (; i + LANES <= n; i += LANES)
+        store(v + i, mul(all(scale), load(column + i, LANES)), LANES);
+    if (i < n)
+        store(v + i, mul(all(scale), load(column + i, n - i)), n - i);
 }

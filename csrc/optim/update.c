@@ -191,29 +191,36 @@ mo_status mo_update_check(const mo_update_job *job, mo_detail *detail)
 
 #define ROUND ((size_t)4 << 20) /* sums of a round of several parameters */
 
-size_t mo_update_round(const mo_update_job *job, size_t *i)
+static size_t sums_of(const mo_parameter *a)
 {
-    size_t sums = 0;
+    return a->columns ? mo_factored_sums(a->count / a->columns, a->columns) : 0;
+}
 
-    for (; *i < job->count; ++*i) {
-        const mo_parameter *a = &job->parameters[*i];
-        const size_t more = a->columns ? mo_factored_sums(a->count / a->columns, a->columns) : 0;
-        if (sums && more && sums + more > ROUND)
+size_t mo_update_round(const mo_update_job *job, size_t first)
+{
+    size_t end = first, sums = 0;
+
+    for (; end < job->count; end++) {
+        const size_t more = sums_of(&job->parameters[end]);
+        if (sums && sums + more > ROUND)
             break;
         sums += more;
     }
-    return sums;
+    return end;
 }
 
 size_t mo_update_scratch(const mo_update_job *job)
 {
-    size_t most = 0;
+    size_t all = 0, largest = 0;
 
-    for (size_t i = 0; i < job->count;) {
-        const size_t sums = mo_update_round(job, &i);
-        most = sums > most ? sums : most;
+    for (size_t i = 0; i < job->count; i++) {
+        const size_t sums = sums_of(&job->parameters[i]);
+        all += sums;
+        largest = sums > largest ? sums : largest;
     }
-    return most ? (job->count + most) * sizeof(float) : 0;
+    all = all < ROUND ? all : ROUND;
+    all = all > largest ? all : largest;
+    return all ? (job->count + all) * sizeof(float) : 0;
 }
 
 unsigned mo_update_flags(const mo_parameter *a, const mo_hyper *group)

@@ -92,9 +92,9 @@ typedef struct mo_update_job {
  * such parameter, or 16 MiB on all. */
 size_t mo_update_scratch(const mo_update_job *job);
 
-/* Advances *i beyond parameters whose factored second moments are averaged in one round, since their sums of tiles fit together
- * into the scratch memory, behind an fp32 of each parameter of the job. How many fp32 these are. */
-size_t mo_update_round(const mo_update_job *job, size_t *i);
+/* The end of a round that begins with a parameter: those whose factored second moments are averaged together. Their sums of tiles
+ * fit into the scratch memory, behind an fp32 of each parameter of the job. */
+size_t mo_update_round(const mo_update_job *job, size_t first);
 
 /* Checks what both need: kinds, groups, addresses present and aligned, that the step and the states a rule needs are there.
  * MO_INVALID names the parameter. Done by the two below, before anything is changed. */

@@ -36,8 +36,8 @@ typedef struct update_terms {
 typedef struct update_row {
     size_t before; /* units of the parameters before */
     size_t terms;
-    float step;    /* steps counted before this one */
-    float inverse; /* of a factored second moment */
+    float step; /* steps counted before this one */
+    mo_factored_row *factored;
 } update_row;
 
 typedef struct update_plan {
@@ -47,6 +47,8 @@ typedef struct update_plan {
         stored; /* gradients are multiplied by the first in the rule, or by the second where they lie; the other is 1 */
     update_row *rows;
     update_terms *terms;
+    mo_factored_row *factored;
+    size_t factored_count;
     size_t units, bytes, terms_count;
 } update_plan;
 
@@ -57,7 +59,7 @@ typedef struct share {
     const mo_hyper *group;
     const update_terms *terms;
     unsigned flags;
-    float inverse; /* of a factored second moment */
+    const mo_factored_row *factored; /* or NULL */
     float stored;  /* what gradients are multiplied with where they lie, so that the rule need not; 1: left */
     uint32_t step; /* the number of this step */
 } share;
@@ -107,7 +109,7 @@ static void run_factored(const mo_update_kernels *kernels, const share *s, size_
 
     for (; begin < end; begin += UNIT) {
         const size_t n = end - begin < UNIT ? end - begin : UNIT;
-        mo_factored_moments(kernels, s->a, s->inverse, begin, n, v);
+        mo_factored_moments(kernels, s->factored, begin, n, v);
         run_fp32(kernels, s, begin, n, v);
     }
 }
@@ -187,14 +189,14 @@ static void run_elements(const update_plan *plan, size_t parameter, size_t begin
         .group = group,
         .terms = &plan->terms[row->terms],
         .flags = mo_update_flags(a, group),
-        .inverse = row->inverse,
+        .factored = row->factored,
         .stored = plan->stored,
         .step = (uint32_t)mo_step_number(row->step),
     };
 
     if (a->kind == MO_F64)
         run_fp64(&s, begin, end - begin);
-    else if (a->column)
+    else if (row->factored)
         run_factored(plan->kernels, &s, begin, end);
     else
         run_fp32(plan->kernels, &s, begin, end - begin, NULL);
@@ -223,6 +225,11 @@ static void run_units(void *user, size_t unit, size_t end)
 
 /* ---- what is known before the first element ------------------------------------------------------------ */
 
+static bool is_factored(const mo_parameter *a)
+{
+    return a->count && a->column;
+}
+
 static void count_units(update_plan *plan)
 {
     for (size_t i = 0; i < plan->job->count; i++) {
@@ -233,8 +240,9 @@ static void count_units(update_plan *plan)
         row->before = plan->units;
         row->step = a->step ? *(const float *)a->step : 0;
         plan->terms_count += i == 0 || a->group != last->group || row->step != row[-1].step ||
-                             (a->column != 0) != (last->column != 0);
+                             is_factored(a) != is_factored(last);
         row->terms = plan->terms_count - 1;
+        plan->factored_count += is_factored(a);
         plan->units += mo_ceil_div(a->count, UNIT);
         plan->bytes += a->count * 28 + PARAMETER_BYTES; /* wraps only where memory would have ended before */
     }
@@ -264,7 +272,7 @@ static void compute_terms(update_plan *plan)
             c->adam =
                 mo_adam_terms_of(lr_of(group), group->beta1, group->beta2, group->eps, group->weight_decay,
                                  group->rule == MO_ADAMW, group->maximize, plan->rows[i].step, plan->factor);
-            if (plan->job->parameters[i].column)
+            if (is_factored(&plan->job->parameters[i]))
                 mo_factored_terms(&c->adam);
             c->adamf = mo_adam_narrow(&c->adam);
         }
@@ -273,10 +281,20 @@ static void compute_terms(update_plan *plan)
 
 static void average(update_plan *plan)
 {
-    for (size_t i = 0; i < plan->job->count; i++)
-        if (plan->job->parameters[i].count && plan->job->parameters[i].column)
-            plan->rows[i].inverse = mo_factored_average_cpu(
-                plan->kernels, plan->job, i, &plan->terms[plan->rows[i].terms].adamf, plan->stored);
+    mo_factored_row *next = plan->factored;
+
+    for (size_t i = 0; i < plan->job->count;) {
+        const size_t end = mo_update_round(plan->job, i);
+        mo_factored_row *const begin = next;
+
+        for (; i < end; i++)
+            if (is_factored(&plan->job->parameters[i])) {
+                *next = (mo_factored_row){.a = &plan->job->parameters[i],
+                                          .terms = &plan->terms[plan->rows[i].terms].adamf};
+                plan->rows[i].factored = next++;
+            }
+        mo_factored_averages(plan->kernels, plan->job, begin, (size_t)(next - begin), plan->stored);
+    }
 }
 
 static void advance_steps(const mo_update_job *job)
@@ -308,7 +326,9 @@ mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail)
         return no_memory(job, detail);
     count_units(&plan);
     plan.terms = mo_host_calloc(plan.terms_count, sizeof *plan.terms);
-    if (plan.terms) {
+    if (plan.factored_count)
+        plan.factored = mo_host_calloc(plan.factored_count, sizeof *plan.factored);
+    if (plan.terms && (plan.factored || !plan.factored_count)) {
         compute_terms(&plan);
         average(&plan);
         if (plan.bytes < SHARE_BYTES)
@@ -319,6 +339,7 @@ mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail)
     } else {
         status = no_memory(job, detail);
     }
+    mo_host_free(plan.factored);
     mo_host_free(plan.terms);
     mo_host_free(plan.rows);
     return status;

@@ -94,10 +94,10 @@ static mo_update_group group_of(const mo_hyper *group)
 
 static void place_sums(const mo_update_job *job, mo_update_parameter *parameters)
 {
-    for (size_t i = 0, first = 0; i < job->count; first = i) {
+    for (size_t first = 0; first < job->count;) {
+        const size_t end = mo_update_round(job, first);
         uintptr_t sums = job->scratch + job->count * 4;
-        mo_update_round(job, &i);
-        for (; first < i; first++) {
+        for (; first < end; first++) {
             const mo_parameter *a = &job->parameters[first];
             if (!parameters[first].blocks)
                 continue;
@@ -137,10 +137,10 @@ static mo_status queue_averages(mo_launch *launch, CUstream stream, const mo_upd
 
     shape.kernel = MO_KERNEL_FACTORED;
     argument.first = argument.units;
-    for (size_t i = 0, from = 0; i < job->count && !status; from = i, argument.first += shape.blocks) {
-        mo_update_round(job, &i);
-        for (shape.blocks = 0; from < i; from++)
-            shape.blocks += averaging_blocks(&job->parameters[from]);
+    for (size_t i = 0; i < job->count && !status; argument.first += shape.blocks) {
+        const size_t end = mo_update_round(job, i);
+        for (shape.blocks = 0; i < end; i++)
+            shape.blocks += averaging_blocks(&job->parameters[i]);
         if (shape.blocks)
             status = mo_launch_run(launch, stream, shape, &argument, detail);
     }

@@ -141,7 +141,7 @@ TEST(it_makes_no_difference_how_many_threads_share_the_work)
         job_copy(&got, &given);
         CHECK_EQ(mo_update_cpu(&got.job, NULL), MO_OK);
         mo_parallel_use(NULL);
-        CHECK_EQ(dealt, ways[k] ? 7 : 0); /* twice a factored second moment, and once all */
+        CHECK_EQ(dealt, ways[k] ? 3 : 0); /* twice for the factored second moments */
         job_same(&got, &expected);
         job_free(&got);
     }
@@ -208,7 +208,10 @@ TEST(each_host_allocation_that_fails_changes_nothing)
         job_same(&got, &given);
         job_free(&got);
     }
-    CHECK_EQ(after, 2);
+    bool factored = false;
+    for (size_t i = 0; i < given.job.count; i++)
+        factored |= given.parameters[i].columns != 0;
+    CHECK_EQ(after, 2 + factored);
     job_free(&got);
     job_free(&given);
 }
