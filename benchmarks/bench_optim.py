@@ -3,7 +3,8 @@ clip_grad_norm_ and its fused optimizers.
 
 AdamW in fp32 moves 32 bytes a parameter here: gradients are read for infs and norm, then gradient, parameter and both
 moments are read and all but the gradient written. torch's pieces move 48. With states of 8 bits the step alone moves 16
-for 28, with states of 4 bits 14. GB/s are these bytes over the time, and *bound* is torch's own mul_() of parameters,
+for 28, with states of 4 bits 14; where second moments are factored it reads gradients twice, and moves 18 with first
+moments of 8 bits. GB/s are these bytes over the time, and *bound* is torch's own mul_() of parameters,
 gradients and moments in place: 32 bytes a parameter, the same memory.
 
 A momentum of 8 bits is timed in SGD's step alone, where it is all, and in Muon's on the matrices of a Llama of 1B at a
@@ -51,6 +52,8 @@ GOAL_4BIT = 1 / 1.2  # of the step of 8 bits
 STATE_BYTES = {8: 2.1, 4: 1.06}
 MOMENTUM_BYTES = 1.02
 GOAL_MUON = 0.95  # of torch's step
+STATE_BYTES_FACTORED = 0.55  # with first moments of 4 bits
+GOAL_FACTORED = 1 / 1.2  # of the step of 8 bits
 
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 SGD = {"lr": 1e-3, "momentum": 0.9}
@@ -165,38 +168,52 @@ def bits8(report: harness.Report, name: str, shapes: Shapes) -> None:
         "memopt": memopt.optim.AdamW(parameters, **ADAMW),
         "memopt, 8-bit states": memopt.optim.AdamW(parameters, state_bits=8, **ADAMW),
         "memopt, 4-bit states": memopt.optim.AdamW(parameters, state_bits=4, **ADAMW),
+        "memopt, 8-bit states, factored": memopt.optim.AdamW(
+            parameters, state_bits=8, factored=True, **ADAMW
+        ),
+        "memopt, 4-bit states, factored": memopt.optim.AdamW(
+            parameters, state_bits=4, factored=True, **ADAMW
+        ),
+        "torch, Adafactor": torch.optim.Adafactor(make(shapes, report.device), lr=1e-3, foreach=True),
     }
     for optimizer in optimizers.values():
         optimizer.step()
     eight, four = "memopt, 8-bit states", "memopt, 4-bit states"
+    factored = f"{eight}, factored"
     where = report.device if report.options.cuda else isa()
     goal = None if report.options.cuda else GOAL_8BIT.get(isa())
     n = count(shapes)
     moved = {"torch, fused": 28.0 * n, "memopt": 28.0 * n, eight: 16.0 * n, four: 14.0 * n}
+    moved |= {factored: 18.0 * n, f"{four}, factored": 17.0 * n}  # gradients twice
     found = report.compare(
         f"AdamW's step alone, {where}, {describe(shapes)}",
         {contender: optimizer.step for contender, optimizer in optimizers.items()},
         goal=None if goal is None else {eight: goal},
         moved=moved,
     )
-    for bits, contender, named in ((8, eight, ""), (4, four, ", 4 bits")):
+    for limit, contender, named in (
+        (STATE_BYTES[8], eight, ""),
+        (STATE_BYTES[4], four, ", 4 bits"),
+        (STATE_BYTES_FACTORED, f"{four}, factored", ", 4 bits and factored"),
+    ):
         held = {p: s for p, s in optimizers[contender].state.items() if p.numel() >= 4096}
         nbytes = sum(t.nbytes for s in held.values() for t in s.values() if isinstance(t, Tensor))
         report.record(
             f"goal: bytes of state a parameter, in tensors of 4096 and more, {where}{named}",
-            {"limit": STATE_BYTES[bits], contender: nbytes / sum(p.numel() for p in held)},
+            {"limit": limit, contender: nbytes / sum(p.numel() for p in held)},
             unit="bytes",
             peer="limit",
             goal=1.0,
         )
-    ratios = [turn.seconds[four] / turn.seconds[eight] for turn in found.rounds]
-    report.record(
-        f"goal: time of AdamW's step alone, {where}, {describe(shapes)}",
-        {eight: 1.0, four: statistics.median(ratios)},
-        unit="of the step of 8 bits",
-        peer=eight,
-        goal=GOAL_4BIT,
-    )
+    for contender, least, named in ((four, GOAL_4BIT, ""), (factored, GOAL_FACTORED, ", factored")):
+        ratios = [turn.seconds[contender] / turn.seconds[eight] for turn in found.rounds]
+        report.record(
+            f"goal: time of AdamW's step alone{named}, {where}, {describe(shapes)}",
+            {eight: 1.0, contender: statistics.median(ratios)},
+            unit="of the step of 8 bits",
+            peer=eight,
+            goal=least,
+        )
 
 
 def llama(width: int, layers: int) -> Shapes:

@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ WITHIN_4BIT = 0.002  # nats
 FP32, OURS, FOUR, PEER = "fp32 states", "memopt, 8-bit states", "memopt, 4-bit states", "dynamic map"
 MUON, MUON8 = "Muon, fp32 momentum", "Muon, 8-bit momentum"
 MUON_SEEDS = 2  # at the most
+FACTORED, FOUR_FACTORED = "memopt, factored", "memopt, 4-bit states, factored"
 
 
 def dynamic_map(signed: bool) -> Tensor:
@@ -116,13 +118,19 @@ def with_muon(model: torch.nn.Module, lr: float, **options: int) -> list[torch.o
     ]
 
 
+def with_adamw(model: torch.nn.Module, lr: float, **options: Any) -> list[torch.optim.Optimizer]:
+    return [memopt.optim.AdamW(model.parameters(), lr=lr, **options)]
+
+
 OPTIMIZERS: dict[str, Callable[[torch.nn.Module, float], list[torch.optim.Optimizer]]] = {
     FP32: lambda model, lr: [torch.optim.AdamW(model.parameters(), lr=lr, fused=True)],
-    OURS: lambda model, lr: [memopt.optim.AdamW(model.parameters(), lr=lr, state_bits=8)],
-    FOUR: lambda model, lr: [memopt.optim.AdamW(model.parameters(), lr=lr, state_bits=4)],
+    OURS: partial(with_adamw, state_bits=8),
+    FOUR: partial(with_adamw, state_bits=4),
+    FACTORED: partial(with_adamw, factored=True),
+    FOUR_FACTORED: partial(with_adamw, state_bits=4, factored=True),
     PEER: lambda model, lr: [DynamicMapAdamW(model.parameters(), lr)],
     MUON: with_muon,
-    MUON8: lambda model, lr: with_muon(model, lr, state_bits=8),
+    MUON8: partial(with_muon, state_bits=8),
 }
 
 
@@ -230,6 +238,9 @@ def main() -> int:
     report.record("goal: mean held-out loss, 4 bits", limit, unit="nats", peer="limit", goal=1.0)
     limit = {"limit": means[MUON] * (1 + WITHIN), MUON8: means[MUON8]}
     report.record("goal: mean held-out loss, Muon", limit, unit="nats", peer="limit", goal=1.0)
+    for name in (FACTORED, FOUR_FACTORED):
+        limit = {"limit": means[FP32] + WITHIN_4BIT, name: means[name]}
+        report.record(f"goal: mean held-out loss, {name}", limit, unit="nats", peer="limit", goal=1.0)
     return report.finish()
 
 

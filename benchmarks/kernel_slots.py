@@ -17,6 +17,7 @@ Registers and spills are ptxas's.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import subprocess
 import sys
@@ -104,8 +105,9 @@ def update(
     master: bool = False,
     sgd: bool = False,
     stochastic: bool = False,
+    factored: bool = False,
 ) -> Launch:
-    """AdamW, or SGD with momentum, of one parameter in two units."""
+    """AdamW, or SGD with momentum, of one parameter in two units; factored: a square matrix."""
 
     def array(name: str, of: int) -> int:
         return library.buffer(name, cases.stored(of, rng.random(ELEMENTS))).address
@@ -117,7 +119,7 @@ def update(
     def ones(name: str, count: int) -> int:
         return library.buffer(name, np.ones(count, np.float32)).address
 
-    states = ("m",) if sgd else ("m", "v")
+    states = ("m",) if sgd or factored else ("m", "v")
     row = cases.Parameter(
         p=array("p", kind),
         g=array("g", kind),
@@ -137,12 +139,41 @@ def update(
             setattr(row, f"{name}_scale", ones(f"{name}_scale", ELEMENTS // 256))
     state = code_bits / 8 + 4 / 256 if code_bits else SIZE[state_kind]
     moved = SIZE[kind] * (2 if master else 3) + SIZE[F32] * 2 * master + 2 * len(states) * state
+    if factored:
+        row.columns = math.isqrt(ELEMENTS)
+        row.row, row.column = ones("row", row.columns), ones("column", row.columns)
+        row.inverse = ones("inverse", 1)
     group = cases.Group(1e-3, 0.9, 0.999, 1e-8, 0.01, 0.9, 0, 0, 0, 0)
     units = np.array([(0, 0), (0, 1)], np.uint32)
     table = library.buffer(
         "table", np.frombuffer(bytes(16) + bytes(row) + bytes(group) + units.tobytes(), np.uint8)
     )
-    return Launch("update", cases.Update(table.address, 0, 0, 1, 1, 2, ELEMENTS // 2, 0), 2, moved)
+    return Launch("update", cases.Update(table.address, 0, 0, 1, 1, 2, ELEMENTS // 2, 0, 0), 2, moved)
+
+
+def averages(kind: int, library: KernelLibrary, rng: np.random.Generator) -> Launch:
+    """Of the rows and columns of a matrix of 256 by 256 gradients: a tile."""
+    columns = math.isqrt(ELEMENTS)
+
+    def array(name: str, count: int) -> int:
+        return library.buffer(name, np.ones(count, np.float32)).address
+
+    row = cases.Parameter(
+        g=library.buffer("g", cases.stored(kind, rng.normal(size=ELEMENTS))).address,
+        count=ELEMENTS,
+        row=array("row", columns),
+        column=array("column", columns),
+        sums=array("sums", 2 * columns),
+        inverse=array("inverse", 1),
+        columns=columns,
+        blocks=1,
+        grad_kind=kind,
+    )
+    group = cases.Group(1e-3, 0.9, 0.999, 1e-8, 0.01, 0.9, 0, 0, 0, 0)
+    raw = bytes(16) + bytes(row) + bytes(group) + bytes(8)
+    table = library.buffer("table", np.frombuffer(raw, np.uint8))
+    argument = cases.Update(table.address, 0, 0, 1, 1, 0, ELEMENTS, 0, 0)
+    return Launch("factored", argument, 1, SIZE[kind])
 
 
 def widen(
@@ -209,12 +240,16 @@ def all_cases() -> Iterator[tuple[str, Made]]:
         ("AdamW bf16, master and states fp32", BF16, {"master": True}),
         ("AdamW fp16, states fp16", F16, {"state_kind": F16}),
         ("AdamW fp16, states of 8 bits", F16, {"code_bits": 8}),
+        ("AdamW fp32, factored, 8 bits", F32, {"code_bits": 8, "factored": True}),
+        ("AdamW bf16, factored, 4 bits", BF16, {"code_bits": 4, "factored": True}),
         ("SGD fp32, momentum", F32, {"sgd": True}),
         ("SGD fp32, momentum of 8 bits", F32, {"sgd": True, "code_bits": 8}),
         ("SGD bf16, momentum bf16", BF16, {"sgd": True, "state_kind": BF16}),
         ("SGD bf16, momentum of 8 bits", BF16, {"sgd": True, "code_bits": 8}),
     ):
         yield f"update {what}", functools.partial(update, kind, **more)
+    for kind in (F32, BF16):
+        yield f"factored {names[kind]}: averages", functools.partial(averages, kind)
     for source, name in ((0, "uint8"), (4, "fp16")):
         for kind in (F32, F16, BF16):
             for divide in (True, False):

@@ -48,7 +48,7 @@ MO_BODY void update_codes_in(const mo_update_work *w, unsigned bits, bool sgd, m
         other = __shfl_xor_sync(0xFFFFFFFFu, per, 16);
         __syncwarp(); /* all lanes have read the scales that one writes: a shuffle orders no memory */
         mo_update_codes_put(w, bits, sgd, few, &held, upper ? other : per, upper ? per : other);
-        if (lane == 0 || (lane == 16 && !sgd))
+        if (lane == 0 || (lane == 16 && !sgd && !w->a.column))
             ((float *)mo_global(upper ? w->a.v_scale : w->a.m_scale))[block] = scale;
     }
 }

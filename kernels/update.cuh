@@ -12,6 +12,7 @@
 #include "adam.cuh"
 #include "adam_codes.cuh"
 #include "dither.cuh"
+#include "factored.cuh"
 #include "float_bits.cuh"
 #include "sgd.cuh"
 #include "update_table.cuh"
@@ -41,12 +42,14 @@ enum {
 typedef struct mo_update_work {
     mo_update_parameter a; /* its arrays' addresses are those of the unit's first element */
     unsigned first;        /* the number of that element in the parameter, modulo 2^32 */
+    unsigned column;       /* of that element, where its second moment is factored: a.row is its row's then */
     unsigned count;        /* elements of the unit */
     unsigned step;         /* the number of this step, from 1 */
     unsigned decays;       /* not 0: MO_ADAM_L2 */
     unsigned whole;        /* arrays that lie on the grid of the widest access: bits MO_ARRAY_… */
     mo_update_way way;
-    float stored; /* what gradients are multiplied with where they lie; 1: they are not touched */
+    float stored;  /* what gradients are multiplied with where they lie; 1: they are not touched */
+    float inverse; /* of a factored second moment */
     union {
         mo_adam_terms adam;
         mo_sgd_terms sgd;
@@ -142,6 +145,12 @@ MO_BODY void mo_update_prepare(mo_update_launch launch, unsigned number, mo_upda
         w->wide.adam = mo_adam_terms_of(lr, group->beta1, group->beta2, group->eps, group->weight_decay,
                                         (w->a.flags & MO_UPDATE_DECOUPLED) != 0,
                                         (w->a.flags & MO_UPDATE_MAXIMIZE) != 0, steps, left);
+        if (w->a.column) {
+            mo_factored_terms(&w->wide.adam);
+            w->inverse = *(const float *)mo_global(w->a.inverse);
+            w->column = (unsigned)(first % w->a.columns);
+            w->a.row += first / w->a.columns * 4;
+        }
         w->narrow.adam = mo_adam_narrow(&w->wide.adam);
     }
 }
@@ -393,6 +402,23 @@ MO_BODY void mo_update_put_p(const mo_update_work *w, mo_update_kinds kinds, mo_
     }
 }
 
+/* The factored second moment of each element, and numbers of no meaning behind the last: of one row, or of the next too. */
+MO_BODY void mo_update_factored(const mo_update_work *w, mo_update_few few, float *v)
+{
+    const float *const column = (const float *)mo_global(w->a.column);
+    const unsigned columns = w->a.columns, number = w->column + few.first, at = number % columns;
+    const float *const row = (const float *)mo_global(w->a.row) + number / columns;
+    const float here = few.left ? row[0] : 0, next = columns - at < few.left ? row[1] : 0;
+    const float scale[2] = {mo_mulf(here, w->inverse), mo_mulf(next, w->inverse)};
+    unsigned k;
+
+    MO_UNROLL
+    for (k = 0; k < 4 * few.fours; k++) {
+        const unsigned behind = at + k >= columns;
+        v[k] = mo_mulf(behind ? scale[1] : scale[0], column[behind ? at + k - columns : at + k]);
+    }
+}
+
 /* ---- a thread: states of 16, 32 or 64 bits -------------------------------------------------------------------------- */
 
 /* Of a rule whose flags are a constant, so that none is asked for an element. */
@@ -422,12 +448,16 @@ MO_BODY void mo_update_adam(const mo_update_work *w, mo_update_kinds kinds, mo_u
     const unsigned flags = w->a.flags & MO_UPDATE_RULE;
     mo_four raw_p[2], raw_g[2], raw_m[2], raw_v[2];
     float p[8], g[8], m[8], v[8], vmax[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    unsigned k;
 
     /* All loads are on their way before the first is waited for. */
     mo_update_load_p(w, kinds, few, raw_p);
     mo_update_load(few, MO_ARRAY_G, kinds.g, w->a.g, raw_g);
     mo_update_load(few, MO_ARRAY_M, kinds.state, w->a.m, raw_m);
-    mo_update_load(few, MO_ARRAY_V, kinds.state, w->a.v, raw_v);
+    if (w->a.column)
+        mo_update_factored(w, few, v);
+    else
+        mo_update_load(few, MO_ARRAY_V, kinds.state, w->a.v, raw_v);
     if (flags & MO_ADAM_AMSGRAD) {
         mo_four raw[2];
         mo_update_load(few, MO_ARRAY_VMAX, kinds.state, w->a.vmax, raw);
@@ -436,12 +466,19 @@ MO_BODY void mo_update_adam(const mo_update_work *w, mo_update_kinds kinds, mo_u
     mo_update_widen_p(kinds, few.fours, raw_p, p);
     mo_update_take_g(w, kinds, few, raw_g, g);
     mo_fours_widen(kinds.state, few.fours, raw_m, m);
-    mo_fours_widen(kinds.state, few.fours, raw_v, v);
+    if (!w->a.column)
+        mo_fours_widen(kinds.state, few.fours, raw_v, v);
     mo_update_adam_elements(w, flags, 4 * few.fours, p, g, m, v, vmax);
+    if (w->a.column) {
+        MO_UNROLL
+        for (k = 0; k < 4 * few.fours; k++)
+            m[k] = mo_code_is_kept(v[k]) ? m[k] : 0;
+    } else {
+        mo_fours_narrow(kinds.state, few.fours, v, raw_v);
+        mo_update_store(few, MO_ARRAY_V, kinds.state, w->a.v, raw_v);
+    }
     mo_fours_narrow(kinds.state, few.fours, m, raw_m);
     mo_update_store(few, MO_ARRAY_M, kinds.state, w->a.m, raw_m);
-    mo_fours_narrow(kinds.state, few.fours, v, raw_v);
-    mo_update_store(few, MO_ARRAY_V, kinds.state, w->a.v, raw_v);
     if (flags & MO_ADAM_AMSGRAD) {
         mo_four raw[2];
         mo_fours_narrow(kinds.state, few.fours, vmax, raw);
@@ -687,21 +724,30 @@ MO_BODY void mo_update_codes_take(const mo_update_work *w, unsigned bits, unsign
     const mo_update_kinds kinds = mo_update_kinds_of(w, way);
     const unsigned flags = w->a.flags & MO_UPDATE_RULE;
     const float unit_m = mo_code_unit_m(bits, ((const float *)mo_global(w->a.m_scale))[block]);
-    const float unit_v = sgd ? 0 : mo_code_unit_v(bits, ((const float *)mo_global(w->a.v_scale))[block]);
-    const mo_eight_bytes none = {{0, 0}}, codes_m = mo_update_load_codes(bits, few, MO_ARRAY_M, w->a.m),
-                         codes_v = sgd ? none : mo_update_load_codes(bits, few, MO_ARRAY_V, w->a.v);
+    const mo_eight_bytes codes_m = mo_update_load_codes(bits, few, MO_ARRAY_M, w->a.m);
+    mo_eight_bytes codes_v = {{0, 0}};
+    float unit_v = 0;
     mo_four raw_p[2], raw_g[2];
     float p[8], g[8], vmax[8]; /* vmax is not there */
     unsigned i;
 
+    if (!sgd && !w->a.column) {
+        codes_v = mo_update_load_codes(bits, few, MO_ARRAY_V, w->a.v);
+        unit_v = mo_code_unit_v(bits, ((const float *)mo_global(w->a.v_scale))[block]);
+    }
     mo_update_load_p(w, kinds, few, raw_p);
     mo_update_load(few, MO_ARRAY_G, kinds.g, w->a.g, raw_g);
     mo_update_widen_p(kinds, few.fours, raw_p, p);
     mo_update_take_g(w, kinds, few, raw_g, g);
     MO_UNROLL
-    for (i = 0; i < bits / 4; i++) {
+    for (i = 0; i < bits / 4; i++)
         mo_code_decode_word_m(bits, codes_m.word[i], unit_m, held->m + i * MO_CODE_IN_WORD(bits));
-        mo_code_decode_word_v(bits, codes_v.word[i], unit_v, held->v + i * MO_CODE_IN_WORD(bits));
+    if (!sgd && w->a.column) {
+        mo_update_factored(w, few, held->v);
+    } else if (!sgd) {
+        MO_UNROLL
+        for (i = 0; i < bits / 4; i++)
+            mo_code_decode_word_v(bits, codes_v.word[i], unit_v, held->v + i * MO_CODE_IN_WORD(bits));
     }
     if (sgd) {
         if (flags == MO_SGD_MOMENTUM)
@@ -736,12 +782,17 @@ MO_BODY void mo_update_codes_put(const mo_update_work *w, unsigned bits, unsigne
         const unsigned first = i * MO_CODE_IN_WORD(bits);
         codes_m.word[i] = mo_code_encode_word_m(bits, held->m + first, held->signs[i], per_m,
                                                 dither_m + first * apart_m, apart_m);
+    }
+    mo_update_store_codes(bits, few, MO_ARRAY_M, w->a.m, codes_m);
+    if (sgd || w->a.column)
+        return;
+    MO_UNROLL
+    for (i = 0; i < bits / 4; i++) {
+        const unsigned first = i * MO_CODE_IN_WORD(bits);
         codes_v.word[i] =
             mo_code_encode_word_v(bits, held->v + first, per_v, dither_v + first * MO_CODE_DITHER_INDEX);
     }
-    mo_update_store_codes(bits, few, MO_ARRAY_M, w->a.m, codes_m);
-    if (!sgd)
-        mo_update_store_codes(bits, few, MO_ARRAY_V, w->a.v, codes_v);
+    mo_update_store_codes(bits, few, MO_ARRAY_V, w->a.v, codes_v);
 }
 
 #endif

@@ -22,6 +22,10 @@ enum {
 /* The address of an array that the parameter lacks is 0. */
 typedef struct mo_update_parameter {
     unsigned long long p, g, master, m, v, vmax, m_scale, v_scale, step, count;
+    unsigned long long row, column, sums,
+        inverse;                           /* of a second moment by factored.cuh, which has no v; else 0 */
+    unsigned columns, blocks, blocks_done; /* blocks: of the factored kernel, of which so many are done */
+    unsigned unused;
     unsigned flags, group;
     unsigned short kind, grad_kind, state_kind, code_bits; /* 8 or 4; 0: states are of state_kind */
 } mo_update_parameter;
@@ -45,6 +49,7 @@ typedef struct mo_update_launch {
     unsigned elements; /* a unit's, a multiple of 1024, at most 2^28: a unit's bytes are counted in 32 bits */
     unsigned store_gradients; /* not 0: they are multiplied by the factor where they lie */
     unsigned first_index;     /* of each parameter's first element, to dithers */
+    unsigned first_unit;      /* the factored kernel: of its first block, behind the update kernel's */
 } mo_update_launch;
 
 MO_BODY mo_update_head *mo_update_head_of(mo_update_launch launch)

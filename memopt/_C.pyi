@@ -196,8 +196,10 @@ class UpdatePlan:
         found_inf: object = None,
         store_gradients: bool = False,
         first_index: int = 0,
+        scratch: object = None,
         /,
     ) -> None: ...
+    def scratch(self, device: int, /) -> int: ...
     def drop(self, /) -> None: ...
 
 _ChainOption = tuple[int, int, int, float, float, float]

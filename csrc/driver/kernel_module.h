@@ -30,6 +30,7 @@
 #define MO_KERNELS(X)                                                                                        \
     X(MO_KERNEL_GRADIENTS, "memopt_gradients")                                                               \
     X(MO_KERNEL_UPDATE, "memopt_update")                                                                     \
+    X(MO_KERNEL_FACTORED, "memopt_factored")                                                                 \
     X(MO_KERNEL_WIDEN, "memopt_widen")                                                                       \
     X(MO_KERNEL_CROSS_ENTROPY, "memopt_cross_entropy")
 

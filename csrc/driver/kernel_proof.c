@@ -25,7 +25,7 @@ typedef struct proof {
         mo_update_parameter parameter;
         mo_update_group group;
         mo_update_unit unit;
-    } update;
+    } update, factored;
     struct {
         float mean, deviation;
     } widen;
@@ -34,6 +34,7 @@ typedef struct proof {
     float inv_scale, found_inf, norm;
     unsigned char bytes[COUNT];
     MO_ALIGNED(16) float scaled[COUNT], stepped[COUNT], gradient[COUNT], widened[COUNT], logits[COUNT];
+    MO_ALIGNED(16) float averages[COUNT], sums[COUNT], inverse;
     float lse, loss, row_scale;
 } proof;
 
@@ -41,6 +42,8 @@ static const float scaled[COUNT] = {0.5f, 1, 1, 2}; /* whose norm is 2.5 */
 static const float log_4 = 1.38629436f;
 static const float stepped[COUNT] = {0.5f, 1, 1.5f, 2};
 static const float widened[COUNT] = {0, 0.5f, 1, 1.5f};
+static const float averages[COUNT] = {1.25f, 6.25f, 2.5f,
+                                      5};         /* of the squares of 1, 2; 3, 4: rows, columns */
 static const float logits[COUNT] = {1, 1, -3, 1}; /* of four equal ones: 4 * (1/4 - 1 at the target) */
 
 #define AT(member) (address + offsetof(proof, member))
@@ -57,6 +60,16 @@ static proof before(CUdeviceptr address)
                              .grad_kind = MO_F32,
                              .state_kind = MO_F32},
         .update.group.lr = 0.5,
+        .factored.parameter = {.g = AT(gradient),
+                               .row = AT(averages[0]),
+                               .column = AT(averages[2]),
+                               .sums = AT(sums),
+                               .inverse = AT(inverse),
+                               .count = COUNT,
+                               .columns = 2,
+                               .blocks = 1,
+                               .grad_kind = MO_F32},
+        .factored.group.beta2 = 0.5,
         .widen = {.mean = 1, .deviation = 2},
         .target = 2,
         .row_scale = COUNT,
@@ -94,6 +107,8 @@ static mo_kernel wrong(const proof *p)
         return MO_KERNEL_GRADIENTS;
     if (!same(p->stepped, stepped))
         return MO_KERNEL_UPDATE;
+    if (!same(p->averages, averages))
+        return MO_KERNEL_FACTORED;
     if (!same(p->widened, widened))
         return MO_KERNEL_WIDEN;
     /* The GPU's exponential and logarithm are near: log 4 is the lse and the loss. */
@@ -115,6 +130,7 @@ static CUresult launch_all(const mo_cuda_api *api, const CUfunction functions[MO
     };
     mo_update_launch update = {
         .table = AT(update), .parameters = 1, .groups = 1, .units = 1, .elements = 1024};
+    mo_update_launch factored = {.table = AT(factored), .parameters = 1, .groups = 1};
     mo_widen_launch widen = {
         .table = AT(widen),
         .source = AT(bytes),
@@ -141,6 +157,7 @@ static CUresult launch_all(const mo_cuda_api *api, const CUfunction functions[MO
     };
     void *const arguments[MO_KERNEL_COUNT] = {[MO_KERNEL_GRADIENTS] = &gradients,
                                               [MO_KERNEL_UPDATE] = &update,
+                                              [MO_KERNEL_FACTORED] = &factored,
                                               [MO_KERNEL_WIDEN] = &widen,
                                               [MO_KERNEL_CROSS_ENTROPY] = &cross_entropy};
     CUresult code = CUDA_SUCCESS;

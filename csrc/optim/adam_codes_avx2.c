@@ -58,27 +58,32 @@ WORD void encode_group_m(const vec *m, vec per, const veci *addend, uint8_t *cod
     store_codes(8, codes, 0, packed_m(8, code, m));
 }
 
-WORD void encode_group(unsigned bits, const block_values *values, size_t i, const uint32_t *ramp_of_block)
+/* `factored`, a constant too: there is no v. */
+WORD void encode_group(unsigned bits, bool factored, const block_values *values, size_t i,
+                       const uint32_t *ramp_of_block)
 {
     const vec per_m = all(values->per_m), per_v = all(values->per_v);
     const veci first_m = alli(values->dither_m), first_v = alli(values->dither_v),
                above16 = _mm256_set1_epi16(CODE_ABOVE(bits));
     vec m[4], v[4];
-    veci m_code[4], v_code[4], m8, v8;
+    veci m_code[4], v_code[4], v8;
 
     for (size_t k = 0; k < 4; k++) {
         const veci ramp_here = load_bits(ramp_of_block + i + k * LANES);
         m[k] = load(values->m + i + k * LANES, LANES);
-        v[k] = load(values->v + i + k * LANES, LANES);
         m_code[k] = encoded_m(bits, m[k], per_m, addend_m(bits, add(first_m, ramp_here)));
+        if (factored)
+            continue;
+        v[k] = load(values->v + i + k * LANES, LANES);
         v_code[k] = encoded_v(bits, v[k], per_v, add(first_v, ramp_here));
     }
-    m8 = packed_m(bits, m_code, m);
+    store_codes(bits, values->m_codes, i, packed_m(bits, m_code, m));
+    if (factored)
+        return;
     v8 = packed(_mm256_sub_epi16(_mm256_packus_epi32(v_code[0], v_code[1]), above16),
                 _mm256_sub_epi16(_mm256_packus_epi32(v_code[2], v_code[3]), above16));
     v8 = _mm256_min_epu8(v8, _mm256_set1_epi8((char)MO_CODE_LAST(bits)));
     v8 = _mm256_max_epu8(v8, _mm256_min_epu8(packed_signs(v), _mm256_set1_epi8(1))); /* v > 0: not code 0 */
-    store_codes(bits, values->m_codes, i, m8);
     store_codes(bits, values->v_codes, i, v8);
 }
 

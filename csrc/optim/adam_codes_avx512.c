@@ -33,19 +33,26 @@ WORD void encode_group_m(const vec *m, vec per, const veci *addend, uint8_t *cod
     store_codes(8, codes, 0, packed_m(8, encoded_m(8, *m, per, *addend), *m));
 }
 
-WORD void encode_group(unsigned bits, const block_values *values, size_t i, const uint32_t *ramp_of_block)
+/* `factored`, a constant too: there is no v. */
+WORD void encode_group(unsigned bits, bool factored, const block_values *values, size_t i,
+                       const uint32_t *ramp_of_block)
 {
-    const vec m = load(values->m + i, LANES), v = load(values->v + i, LANES);
+    const vec m = load(values->m + i, LANES);
     const veci ramp_here = load_bits(ramp_of_block + i), dither_m = add(alli(values->dither_m), ramp_here),
                dither_v = add(alli(values->dither_v), ramp_here);
-    const __m128i m8 = packed_m(bits, encoded_m(bits, m, all(values->per_m), addend_m(bits, dither_m)), m);
-    __m128i v8 =
-        _mm512_cvtusepi32_epi8(sub(encoded_v(bits, v, all(values->per_v), dither_v), alli(CODE_ABOVE(bits))));
+    __m128i v8;
+    vec v;
 
+    store_codes(bits, values->m_codes, i,
+                packed_m(bits, encoded_m(bits, m, all(values->per_m), addend_m(bits, dither_m)), m));
+    if (factored)
+        return;
+    v = load(values->v + i, LANES);
+    v8 =
+        _mm512_cvtusepi32_epi8(sub(encoded_v(bits, v, all(values->per_v), dither_v), alli(CODE_ABOVE(bits))));
     v8 = _mm_min_epu8(v8, _mm_set1_epi8((char)MO_CODE_LAST(bits)));
     v8 = _mm_mask_max_epu8(v8, _mm512_test_epi32_mask(as_bits(v), as_bits(v)), v8,
                            _mm_set1_epi8(1)); /* v > 0: not code 0 */
-    store_codes(bits, values->m_codes, i, m8);
     store_codes(bits, values->v_codes, i, v8);
 }
 

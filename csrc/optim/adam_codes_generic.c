@@ -9,8 +9,8 @@ static void run_block(const mo_adam_termsf *terms, unsigned flags, const mo_run 
 {
     const unsigned bits = run->code_bits;
     uint8_t *const m_codes = run->m, *const v_codes = run->v;
-    float *const m_scale = run->m_scale + first / MO_CODE_ELEMENTS, *const v_scale = run->v_scale +
-                                                                                     first / MO_CODE_ELEMENTS;
+    float none_scale = 0, *const m_scale = run->m_scale + first / MO_CODE_ELEMENTS,
+          *const v_scale = run->factored ? &none_scale : run->v_scale + first / MO_CODE_ELEMENTS;
     const float unit_m = mo_code_unit_m(bits, *m_scale), unit_v = mo_code_unit_v(bits, *v_scale);
     float m[MO_CODE_ELEMENTS], v[MO_CODE_ELEMENTS], largest_m = 0, largest_v = 0;
     float none = 0; /* there is no vmax beside codes */
@@ -18,7 +18,8 @@ static void run_block(const mo_adam_termsf *terms, unsigned flags, const mo_run 
     for (size_t i = first; i < end; i++) {
         float *mean = &m[i - first], *square = &v[i - first];
         *mean = mo_code_decode_m(bits, mo_element_code(bits, m_codes, i), unit_m);
-        *square = mo_code_decode_v(bits, mo_element_code(bits, v_codes, i), unit_v);
+        *square = run->factored ? ((const float *)run->v)[i]
+                                : mo_code_decode_v(bits, mo_element_code(bits, v_codes, i), unit_v);
         mo_element_write_p(run, i,
                            mo_adam_elementf(terms, flags, mo_element_read_p(run, i),
                                             mo_element_read_g(run, i), mean, square, &none));
@@ -36,9 +37,10 @@ static void run_block(const mo_adam_termsf *terms, unsigned flags, const mo_run 
         mo_element_put_code(bits, m_codes, i,
                             mo_code_encode_m(bits, m[i - first], mo_code_per_m(bits, *m_scale),
                                              mo_code_dither_m(bits, index, run->step)));
-        mo_element_put_code(bits, v_codes, i,
-                            mo_code_encode_v(bits, v[i - first], mo_code_per_v(bits, *v_scale),
-                                             mo_code_dither(index, run->step)));
+        if (!run->factored)
+            mo_element_put_code(bits, v_codes, i,
+                                mo_code_encode_v(bits, v[i - first], mo_code_per_v(bits, *v_scale),
+                                                 mo_code_dither(index, run->step)));
     }
 }
 

@@ -38,18 +38,20 @@ WORD codes_vectors codes_broadcast(unsigned bits, const mo_adam_termsf *c, float
 
 /* TOGETHER vectors of elements from number i of the run on, which is `in` of its block: decoded, updated, left in *values. Step by
  * step for all of them: what waits for a division or a root would else fill the processor's queues. */
-WORD void update_lanes(unsigned bits, codes_vectors *c, unsigned flags, bool plain, const mo_run *run,
-                       size_t i, size_t in, block_values *values)
+WORD void update_lanes(unsigned bits, codes_vectors *c, unsigned flags, bool plain, bool factored,
+                       const mo_run *run, size_t i, size_t in, block_values *values)
 {
     vec old[TOGETHER], x[TOGETHER], m[TOGETHER], v[TOGETHER];
 
     for (size_t k = 0; k < TOGETHER; k++) {
         const size_t at = i + k * LANES;
-        const veci m_code = m_codes_in_place(bits, run->m, at), v_code = v_codes_in_place(bits, run->v, at);
+        const veci m_code = m_codes_in_place(bits, run->m, at);
 
         m[k] = as_float(add(m_code, alli(MO_CODE_ZERO_M(bits))));
         m[k] = mul_add(m[k], c->unit_m, by_sign(m_code, c->minus_zero_m, c->zero_m));
-        v[k] = mul_add(as_float(add(v_code, alli(MO_CODE_ZERO_V))), c->unit_v, c->zero_v);
+        v[k] = factored ? load((const float *)run->v + at, LANES)
+                        : mul_add(as_float(add(v_codes_in_place(bits, run->v, at), alli(MO_CODE_ZERO_V))),
+                                  c->unit_v, c->zero_v);
         old[k] = plain ? load((float *)run->p + at, LANES) : load_p(run, at, LANES);
         x[k] = mul(plain ? load((float *)run->g + at, LANES) : load_g(run, at, LANES), c->factor);
         if (flags & MO_ADAM_L2)
@@ -58,12 +60,15 @@ WORD void update_lanes(unsigned bits, codes_vectors *c, unsigned flags, bool pla
         v[k] = mul_add(c->beta2, v[k], mul(c->rest2, mul(x[k], x[k])));
     }
     for (size_t k = 0; k < TOGETHER; k++) {
-        const vec kept_m = up_to(MO_CODE_HUGE, v[k], m[k]), kept_v = up_to(MO_CODE_HUGE, v[k], v[k]);
+        const vec kept_m = up_to(MO_CODE_HUGE, v[k], m[k]);
 
         store(values->m + in + k * LANES, kept_m, LANES);
-        store(values->v + in + k * LANES, kept_v, LANES);
         c->largest_m = larger_number(magnitude(kept_m), c->largest_m);
-        c->largest_v = larger_number(kept_v, c->largest_v);
+        if (!factored) {
+            const vec kept_v = up_to(MO_CODE_HUGE, v[k], v[k]);
+            store(values->v + in + k * LANES, kept_v, LANES);
+            c->largest_v = larger_number(kept_v, c->largest_v);
+        }
         x[k] = root(v[k]);
     }
     for (size_t k = 0; k < TOGETHER; k++)
@@ -92,20 +97,20 @@ WORD void fetch_ahead(bool plain, const mo_run *run, size_t i)
 
 /* Updates the block at number `at`, its values into *values; meanwhile codes *earlier, those of the block
  * before, if there is one. */
-WORD void update_block(unsigned bits, const mo_adam_termsf *terms, unsigned flags, bool plain,
+WORD void update_block(unsigned bits, const mo_adam_termsf *terms, unsigned flags, bool plain, bool factored,
                        const mo_run *run, size_t at, block_values *values, const block_values *earlier,
                        const uint32_t *ramp_of_block)
 {
-    float *const m_scale = run->m_scale + at / MO_CODE_ELEMENTS, *const v_scale =
-                                                                     run->v_scale + at / MO_CODE_ELEMENTS;
+    float none = 0, *const m_scale = run->m_scale + at / MO_CODE_ELEMENTS,
+          *const v_scale = factored ? &none : run->v_scale + at / MO_CODE_ELEMENTS;
     codes_vectors c = codes_broadcast(bits, terms, *m_scale, *v_scale);
 
     for (size_t i = 0; i < MO_CODE_ELEMENTS; i += GROUP) {
         for (size_t k = 0; k < GROUP; k += TOGETHER * LANES)
-            update_lanes(bits, &c, flags, plain, run, at + i + k, i + k, values);
+            update_lanes(bits, &c, flags, plain, factored, run, at + i + k, i + k, values);
         fetch_ahead(plain, run, at + i);
         if (earlier)
-            encode_group(bits, earlier, i, ramp_of_block);
+            encode_group(bits, factored, earlier, i, ramp_of_block);
     }
     *m_scale = mo_code_scale(largest(c.largest_m));
     *v_scale = mo_code_scale(largest(c.largest_v));
@@ -114,10 +119,10 @@ WORD void update_block(unsigned bits, const mo_adam_termsf *terms, unsigned flag
     values->dither_m = mo_code_dither_m(bits, run->index + (uint32_t)at, run->step);
     values->dither_v = mo_code_dither(run->index + (uint32_t)at, run->step);
     values->m_codes = (uint8_t *)run->m + at * bits / 8;
-    values->v_codes = (uint8_t *)run->v + at * bits / 8;
+    values->v_codes = factored ? NULL : (uint8_t *)run->v + at * bits / 8;
 }
 
-WORD void codes_with(unsigned bits, const mo_adam_termsf *terms, unsigned flags, bool plain,
+WORD void codes_with(unsigned bits, const mo_adam_termsf *terms, unsigned flags, bool plain, bool factored,
                      const mo_run *run)
 {
     const mo_adam_termsf c = *terms;
@@ -131,23 +136,27 @@ WORD void codes_with(unsigned bits, const mo_adam_termsf *terms, unsigned flags,
         return;
     for (uint32_t i = 0; i < MO_CODE_ELEMENTS; i++)
         ramp_of_block[i] = i * MO_CODE_DITHER_INDEX;
-    update_block(bits, &c, flags, plain, &r, at, &values[now], NULL, ramp_of_block);
+    update_block(bits, &c, flags, plain, factored, &r, at, &values[now], NULL, ramp_of_block);
     for (at += MO_CODE_ELEMENTS; at < whole; at += MO_CODE_ELEMENTS) {
-        update_block(bits, &c, flags, plain, &r, at, &values[!now], &values[now], ramp_of_block);
+        update_block(bits, &c, flags, plain, factored, &r, at, &values[!now], &values[now], ramp_of_block);
         now = !now;
     }
     for (size_t i = 0; i < MO_CODE_ELEMENTS; i += GROUP)
-        encode_group(bits, &values[now], i, ramp_of_block);
+        encode_group(bits, factored, &values[now], i, ramp_of_block);
 }
 
 WORD void codes_of(unsigned bits, const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
 {
-    if (!is_plain(run))
-        codes_with(bits, terms, flags, false, run);
+    if (run->factored && is_plain(run))
+        codes_with(bits, terms, flags, true, true, run);
+    else if (run->factored)
+        codes_with(bits, terms, flags, false, true, run);
+    else if (!is_plain(run))
+        codes_with(bits, terms, flags, false, false, run);
     else if (flags & MO_ADAM_L2)
-        codes_with(bits, terms, MO_ADAM_L2, true, run);
+        codes_with(bits, terms, MO_ADAM_L2, true, false, run);
     else
-        codes_with(bits, terms, 0, true, run);
+        codes_with(bits, terms, 0, true, false, run);
 }
 
 /* Whole blocks only. */
@@ -167,22 +176,27 @@ VECTOR static void codes_short_block(const mo_adam_termsf *terms, unsigned flags
     const size_t n = run->n - at, bytes = (n * bits + 7) / 8, from = at * bits / 8;
     float p[MO_CODE_ELEMENTS] = {0}, g[MO_CODE_ELEMENTS] = {0};
     uint8_t m[MO_CODE_ELEMENTS] = {0}, v[MO_CODE_ELEMENTS] = {0};
+    float factored_v[MO_CODE_ELEMENTS] = {0};
     const mo_run padded = {
         .n = MO_CODE_ELEMENTS,
         .p = p,
         .g = g,
         .m = m,
-        .v = v,
+        .v = run->factored ? (void *)factored_v : v,
         .m_scale = run->m_scale + at / MO_CODE_ELEMENTS,
-        .v_scale = run->v_scale + at / MO_CODE_ELEMENTS,
+        .v_scale = run->factored ? NULL : run->v_scale + at / MO_CODE_ELEMENTS,
         .code_bits = bits,
+        .factored = run->factored,
         .stored = 1,
         .index = run->index + (uint32_t)at,
         .step = run->step,
     };
 
     memcpy(m, (uint8_t *)run->m + from, bytes);
-    memcpy(v, (uint8_t *)run->v + from, bytes);
+    if (run->factored)
+        memcpy(factored_v, (float *)run->v + at, n * sizeof *factored_v);
+    else
+        memcpy(v, (uint8_t *)run->v + from, bytes);
     if (n * bits % 8) { /* half a byte is no element's, whatever it holds */
         m[bytes - 1] &= 15;
         v[bytes - 1] &= 15;
@@ -198,7 +212,8 @@ VECTOR static void codes_short_block(const mo_adam_termsf *terms, unsigned flags
         store_p(run, at + i, load(p + i, lanes), lanes);
     }
     memcpy((uint8_t *)run->m + from, m, bytes);
-    memcpy((uint8_t *)run->v + from, v, bytes);
+    if (!run->factored)
+        memcpy((uint8_t *)run->v + from, v, bytes);
 }
 
 VECTOR static void codes_run(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)

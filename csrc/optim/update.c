@@ -1,6 +1,7 @@
 #include "optim/update.h"
 
 #include "../kernels/adam.cuh"
+#include "../kernels/factored.cuh"
 #include "../kernels/sgd.cuh"
 #include "base/size.h"
 
@@ -36,7 +37,7 @@ static mo_status check_arrays(const mo_update_job *job, size_t i, mo_detail *det
         {"gradient", a->g, a->grad_kind, true},
         {"master parameter", a->master, MO_F32, a->master != 0},
         {adam ? "first moment" : "momentum buffer", a->m, a->state_kind, adam || group->momentum != 0},
-        {"second moment", a->v, a->state_kind, adam},
+        {"second moment", a->v, a->state_kind, adam && !a->column},
         {"largest second moment", a->vmax, a->state_kind, adam && group->amsgrad},
     };
 
@@ -103,7 +104,7 @@ static mo_status check_codes(const mo_update_job *job, size_t i, mo_detail *deta
                            i, a->code_bits, blocks);
         return MO_OK;
     }
-    if (!is_place(a->m_scale, blocks, 4) || !is_place(a->v_scale, blocks, 4))
+    if (!is_place(a->m_scale, blocks, 4) || (!a->column && !is_place(a->v_scale, blocks, 4)))
         return mo_fail(detail, MO_INVALID, 0,
                        "parameter %zu: the scales of its states at %#zx and %#zx are not both %zu of fp32", i,
                        (size_t)a->m_scale, (size_t)a->v_scale, blocks);
@@ -112,6 +113,38 @@ static mo_status check_codes(const mo_update_job *job, size_t i, mo_detail *deta
                        "parameter %zu: %u-bit states are supported for Adam and AdamW without amsgrad, on "
                        "fp32, fp16 or bf16; use fp32 states",
                        i, a->code_bits);
+    return MO_OK;
+}
+
+static mo_status check_factored(const mo_update_job *job, size_t i, mo_detail *detail)
+{
+    const mo_parameter *a = &job->parameters[i];
+    const mo_hyper *group = &job->groups[a->group];
+    const size_t columns = a->columns, rows = columns ? a->count / columns : 0;
+
+    if (!a->row && !a->column)
+        return MO_OK;
+    if (columns < MO_FACTORED_LEAST_COLUMNS || columns > INT32_MAX || rows > INT32_MAX ||
+        rows * columns != a->count)
+        return mo_fail(detail, MO_INVALID, 0,
+                       "parameter %zu: its %zu elements are no matrix of %zu columns, at least %d; rows and "
+                       "columns must be fewer than 2^31",
+                       i, a->count, columns, MO_FACTORED_LEAST_COLUMNS);
+    if (!is_place(a->row, rows, 4) || !is_place(a->column, columns, 4))
+        return mo_fail(
+            detail, MO_INVALID, 0,
+            "parameter %zu: the averages of its rows at %#zx and of its columns at %#zx are not %zu "
+            "and %zu of fp32",
+            i, (size_t)a->row, (size_t)a->column, rows, columns);
+    if (group->rule == MO_SGD || group->amsgrad || a->kind == MO_F64)
+        return mo_fail(detail, MO_INVALID, 0,
+                       "parameter %zu: factored second moments are supported for Adam and AdamW without "
+                       "amsgrad, on fp32, fp16 or bf16; use whole ones",
+                       i);
+    if (!job->scratch || job->scratch % 16)
+        return mo_fail(detail, MO_INVALID, 0,
+                       "parameter %zu: its factored second moment needs scratch memory, not what is at %#zx",
+                       i, (size_t)job->scratch);
     return MO_OK;
 }
 
@@ -136,7 +169,9 @@ static mo_status check_parameter(const mo_update_job *job, size_t i, mo_detail *
                        "parameter %zu uses stochastic rounding, so it must have a step count", i);
     if (a->count == 0)
         return MO_OK;
-    status = check_codes(job, i, detail);
+    status = check_factored(job, i, detail);
+    if (!status)
+        status = check_codes(job, i, detail);
     return status ? status : check_arrays(job, i, detail);
 }
 
@@ -161,6 +196,40 @@ mo_status mo_update_check(const mo_update_job *job, mo_detail *detail)
             return status;
     }
     return MO_OK;
+}
+
+#define ROUND ((size_t)4 << 20) /* sums of a round of several parameters */
+
+static size_t sums_of(const mo_parameter *a)
+{
+    return a->columns ? mo_factored_sums(a->count / a->columns, a->columns) : 0;
+}
+
+size_t mo_update_round(const mo_update_job *job, size_t first)
+{
+    size_t end = first, sums = 0;
+
+    for (; end < job->count; end++) {
+        const size_t more = sums_of(&job->parameters[end]);
+        if (sums && sums + more > ROUND)
+            break;
+        sums += more;
+    }
+    return end;
+}
+
+size_t mo_update_scratch(const mo_update_job *job)
+{
+    size_t all = 0, largest = 0;
+
+    for (size_t i = 0; i < job->count; i++) {
+        const size_t sums = sums_of(&job->parameters[i]);
+        all += sums;
+        largest = sums > largest ? sums : largest;
+    }
+    all = all < ROUND ? all : ROUND;
+    all = all > largest ? all : largest;
+    return all ? (job->count + all) * sizeof(float) : 0;
 }
 
 unsigned mo_update_flags(const mo_parameter *a, const mo_hyper *group)

@@ -29,6 +29,9 @@
  * States of 8 or 4 bits (`m`, `v` are codes, with `m_scale`, `v_scale` one fp32 a block of 256 elements; only ADAM and ADAMW
  * without amsgrad, and SGD's m of 8 bits) have their arithmetic in kernels/adam_codes.cuh.
  *
+ * A factored second moment (two vectors of fp32, `row` and `column`; only ADAM and ADAMW without amsgrad) has its arithmetic in
+ * kernels/factored.cuh. Gradients are read once more for it, before the pass.
+ *
  * Parameters of 16 bits: p is read from, and written to, `master` (fp32) where there is one, and p := round(master); else with
  * `stochastic` p is rounded up or down at random, so that the mean is right, by a dither that is a function of the element's
  * index and t alone; else it is rounded to nearest. m, v, vmax are of state_kind: fp32, or the parameter's own kind. */
@@ -62,11 +65,13 @@ typedef struct mo_parameter {
     uintptr_t master;           /* fp32, or 0 */
     uintptr_t m, v, vmax;       /* what the rule has of them; SGD: m is the momentum buffer; else 0 */
     uintptr_t m_scale, v_scale; /* fp32 each block of codes; else 0 */
+    uintptr_t row, column; /* fp32, not 0 where the second moment is factored: it has no v and v_scale then */
+    size_t columns;        /* of that matrix, below 2^31; and so many rows that it has count elements */
     uintptr_t
         step; /* one fp32; SGD: 0, or one where p or codes are rounded at random, whose dither needs it */
     size_t count;
     mo_float kind, grad_kind, state_kind;
-    unsigned code_bits; /* m and v are codes of 8 or of 4 bits; 0: of state_kind */
+    unsigned code_bits; /* m and v, if there is one, are codes of 8 or of 4 bits; 0: of state_kind */
     uint32_t group;     /* whose hyper-parameters */
     bool first;         /* SGD: the momentum buffer has no value yet */
 } mo_parameter;
@@ -80,9 +85,19 @@ typedef struct mo_update_job {
     uintptr_t found_inf; /* one fp32; 0: never */
     uint32_t
         first_index; /* of each parameter's first element, to dithers: not 0 for a piece of a parameter */
+    uintptr_t
+        scratch; /* mo_update_scratch() bytes of the job's device memory, uninitialised; 0 where that is 0 */
     bool
         store_gradients; /* g := round(x before maximize) too, so that p.grad is unscaled and clipped afterwards */
 } mo_update_job;
+
+/* Bytes that a job needs beside all else while it runs: for factored second moments, 1/32 of a byte an element of the largest
+ * such parameter, or 16 MiB on all. */
+size_t mo_update_scratch(const mo_update_job *job);
+
+/* The end of a round that begins with a parameter: those whose factored second moments are averaged together. Their sums of tiles
+ * fit into the scratch memory, behind an fp32 of each parameter of the job. */
+size_t mo_update_round(const mo_update_job *job, size_t first);
 
 /* Checks what both need: kinds, groups, addresses present and aligned, that the step and the states a rule needs are there.
  * MO_INVALID names the parameter. Done by the two below, before anything is changed. */
@@ -94,7 +109,8 @@ unsigned mo_update_flags(const mo_parameter *a, const mo_hyper *group);
 /* On the CPU: done when it returns. MO_NO_HOST_MEMORY, and then nothing has changed. Call without the GIL. */
 mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail);
 
-/* On a CUDA device: queued on the stream when it returns; one launch, which may be captured. A fault on the device shows up in a
+/* On a CUDA device: queued on the stream when it returns; one launch, and one or more before it where second moments are factored,
+ * which may be captured. A fault on the device shows up in a
  * later call. Call without the GIL (driver/launch.h). */
 mo_status mo_update_cuda(int device, void *stream, const mo_update_job *job, mo_detail *detail);
 

@@ -12,5 +12,7 @@ const mo_update_kernels mo_update_avx2 = {
     .sgd = sgd,
     .decode = mo_decode_avx2,
     .encode = mo_encode_avx2,
+    .factored = mo_factored_avx2,
+    .product = mo_product_avx2,
 };
 #endif

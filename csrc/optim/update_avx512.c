@@ -12,5 +12,7 @@ const mo_update_kernels mo_update_avx512 = {
     .sgd = sgd,
     .decode = mo_decode_avx512,
     .encode = mo_encode_avx512,
+    .factored = mo_factored_avx512,
+    .product = mo_product_avx512,
 };
 #endif

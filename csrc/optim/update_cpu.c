@@ -9,7 +9,9 @@
 #include "base/hostmem.h"
 #include "base/parallel.h"
 #include "base/size.h"
+#include "../kernels/factored.cuh"
 #include "../kernels/float_bits.cuh"
+#include "optim/factored.h"
 #include "optim/update_kernels.h"
 
 #define UNIT 4096 /* elements; a multiple of MO_CODE_BLOCK, so that no block is shared by two threads */
@@ -35,6 +37,7 @@ typedef struct update_row {
     size_t before; /* units of the parameters before */
     size_t terms;
     float step; /* steps counted before this one */
+    mo_factored_row *factored;
 } update_row;
 
 typedef struct update_plan {
@@ -44,6 +47,8 @@ typedef struct update_plan {
         stored; /* gradients are multiplied by the first in the rule, or by the second where they lie; the other is 1 */
     update_row *rows;
     update_terms *terms;
+    mo_factored_row *factored;
+    size_t factored_count;
     size_t units, bytes, terms_count;
 } update_plan;
 
@@ -54,6 +59,7 @@ typedef struct share {
     const mo_hyper *group;
     const update_terms *terms;
     unsigned flags;
+    const mo_factored_row *factored; /* or NULL */
     float stored;  /* what gradients are multiplied with where they lie, so that the rule need not; 1: left */
     uint32_t step; /* the number of this step */
     uint32_t first_index;
@@ -64,7 +70,7 @@ static void *place(uintptr_t address, size_t index, size_t size)
     return address ? (void *)(address + index * size) : NULL;
 }
 
-static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t begin, size_t n)
+static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t begin, size_t n, float *v)
 {
     const mo_parameter *a = s->a;
     const size_t state_bits = a->code_bits ? a->code_bits : 8 * mo_float_size(a->state_kind);
@@ -74,7 +80,7 @@ static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t be
         .g = place(a->g, begin, mo_float_size(a->grad_kind)),
         .master = place(a->master, begin, 4),
         .m = place(a->m, begin * state_bits / 8, 1),
-        .v = place(a->v, begin * state_bits / 8, 1),
+        .v = v ? v : place(a->v, begin * state_bits / 8, 1),
         .vmax = place(a->vmax, begin * state_bits / 8, 1),
         .m_scale = place(a->m_scale, begin / MO_CODE_BLOCK, 4),
         .v_scale = place(a->v_scale, begin / MO_CODE_BLOCK, 4),
@@ -82,6 +88,7 @@ static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t be
         .kind = a->kind,
         .grad_kind = a->grad_kind,
         .state_kind = a->state_kind,
+        .factored = v != NULL,
         .stochastic = s->group->stochastic,
         .stored = s->stored,
         .index = s->first_index + (uint32_t)begin,
@@ -96,6 +103,18 @@ static void run_fp32(const mo_update_kernels *kernels, const share *s, size_t be
         kernels->adam_codes(&s->terms->adamf, s->flags, &run);
     else
         kernels->adam(&s->terms->adamf, s->flags, &run);
+}
+
+/* A unit at a time, for which its second moments are made. */
+static void run_factored(const mo_update_kernels *kernels, const share *s, size_t begin, size_t end)
+{
+    float v[UNIT];
+
+    for (; begin < end; begin += UNIT) {
+        const size_t n = end - begin < UNIT ? end - begin : UNIT;
+        mo_factored_moments(kernels, s->factored, begin, n, v);
+        run_fp32(kernels, s, begin, n, v);
+    }
 }
 
 /* ---- fp64: by the specification ------------------------------------------------------------------------ */
@@ -173,6 +192,7 @@ static void run_elements(const update_plan *plan, size_t parameter, size_t begin
         .group = group,
         .terms = &plan->terms[row->terms],
         .flags = mo_update_flags(a, group),
+        .factored = row->factored,
         .stored = plan->stored,
         .step = (uint32_t)mo_step_number(row->step),
         .first_index = plan->job->first_index,
@@ -180,8 +200,10 @@ static void run_elements(const update_plan *plan, size_t parameter, size_t begin
 
     if (a->kind == MO_F64)
         run_fp64(&s, begin, end - begin);
+    else if (row->factored)
+        run_factored(plan->kernels, &s, begin, end);
     else
-        run_fp32(plan->kernels, &s, begin, end - begin);
+        run_fp32(plan->kernels, &s, begin, end - begin, NULL);
 }
 
 static void run_units(void *user, size_t unit, size_t end)
@@ -207,6 +229,11 @@ static void run_units(void *user, size_t unit, size_t end)
 
 /* ---- what is known before the first element ------------------------------------------------------------ */
 
+static bool is_factored(const mo_parameter *a)
+{
+    return a->count && a->column;
+}
+
 static void count_units(update_plan *plan)
 {
     for (size_t i = 0; i < plan->job->count; i++) {
@@ -216,8 +243,10 @@ static void count_units(update_plan *plan)
 
         row->before = plan->units;
         row->step = a->step ? *(const float *)a->step : 0;
-        plan->terms_count += i == 0 || a->group != last->group || row->step != row[-1].step;
+        plan->terms_count += i == 0 || a->group != last->group || row->step != row[-1].step ||
+                             is_factored(a) != is_factored(last);
         row->terms = plan->terms_count - 1;
+        plan->factored_count += is_factored(a);
         plan->units += mo_ceil_div(a->count, UNIT);
         plan->bytes += a->count * 28 + PARAMETER_BYTES; /* wraps only where memory would have ended before */
     }
@@ -247,8 +276,28 @@ static void compute_terms(update_plan *plan)
             c->adam =
                 mo_adam_terms_of(lr_of(group), group->beta1, group->beta2, group->eps, group->weight_decay,
                                  group->rule == MO_ADAMW, group->maximize, plan->rows[i].step, plan->factor);
+            if (is_factored(&plan->job->parameters[i]))
+                mo_factored_terms(&c->adam);
             c->adamf = mo_adam_narrow(&c->adam);
         }
+    }
+}
+
+static void average(update_plan *plan)
+{
+    mo_factored_row *next = plan->factored;
+
+    for (size_t i = 0; i < plan->job->count;) {
+        const size_t end = mo_update_round(plan->job, i);
+        mo_factored_row *const begin = next;
+
+        for (; i < end; i++)
+            if (is_factored(&plan->job->parameters[i])) {
+                *next = (mo_factored_row){.a = &plan->job->parameters[i],
+                                          .terms = &plan->terms[plan->rows[i].terms].adamf};
+                plan->rows[i].factored = next++;
+            }
+        mo_factored_averages(plan->kernels, plan->job, begin, (size_t)(next - begin), plan->stored);
     }
 }
 
@@ -281,8 +330,11 @@ mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail)
         return no_memory(job, detail);
     count_units(&plan);
     plan.terms = mo_host_calloc(plan.terms_count, sizeof *plan.terms);
-    if (plan.terms) {
+    if (plan.factored_count)
+        plan.factored = mo_host_calloc(plan.factored_count, sizeof *plan.factored);
+    if (plan.terms && (plan.factored || !plan.factored_count)) {
         compute_terms(&plan);
+        average(&plan);
         if (plan.bytes < SHARE_BYTES)
             run_units(&plan, 0, plan.units);
         else
@@ -291,6 +343,7 @@ mo_status mo_update_cpu(const mo_update_job *job, mo_detail *detail)
     } else {
         status = no_memory(job, detail);
     }
+    mo_host_free(plan.factored);
     mo_host_free(plan.terms);
     mo_host_free(plan.rows);
     return status;

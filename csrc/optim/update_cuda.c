@@ -1,12 +1,13 @@
 #include "optim/update.h"
 
+#include "../kernels/factored.cuh"
 #include "../kernels/update.cuh"
 #include "base/size.h"
 #include "driver/launch.h"
 
 /* ---- geometry ------------------------------------------------------------------------------------------ */
 
-/* Threads a block, the most that update.cu allows. */
+/* Threads a block, the most that update.cu and factored.cu allow. */
 #define THREADS 256
 
 /* Blocks a multiprocessor that a large job should have: up to 3 resident times 10, so that the last, partly filled wave
@@ -34,6 +35,16 @@ static unsigned unit_elements(size_t elements, int multiprocessors)
 
 /* ---- the table ------------------------------------------------------------------------------------------ */
 
+/* Blocks of the factored kernel. */
+static unsigned averaging_blocks(const mo_parameter *a)
+{
+    const size_t rows = a->column ? a->count / a->columns : 0;
+
+    return rows ? (unsigned)mo_ceil_div((size_t)mo_factored_tiles(rows) * mo_factored_tiles(a->columns),
+                                        MO_FACTORED_UNIT)
+                : 0;
+}
+
 static mo_update_parameter parameter_of(const mo_parameter *a, const mo_hyper *group)
 {
     unsigned flags = mo_update_flags(a, group);
@@ -53,6 +64,10 @@ static mo_update_parameter parameter_of(const mo_parameter *a, const mo_hyper *g
         .v_scale = a->v_scale,
         .step = a->step,
         .count = a->count,
+        .row = a->row,
+        .column = a->column,
+        .columns = (unsigned)a->columns,
+        .blocks = averaging_blocks(a),
         .flags = flags,
         .group = a->group,
         .kind = (unsigned short)a->kind,
@@ -77,6 +92,22 @@ static mo_update_group group_of(const mo_hyper *group)
     };
 }
 
+static void place_sums(const mo_update_job *job, mo_update_parameter *parameters)
+{
+    for (size_t first = 0; first < job->count;) {
+        const size_t end = mo_update_round(job, first);
+        uintptr_t sums = job->scratch + job->count * 4;
+        for (; first < end; first++) {
+            const mo_parameter *a = &job->parameters[first];
+            if (!parameters[first].blocks)
+                continue;
+            parameters[first].inverse = job->scratch + first * 4;
+            parameters[first].sums = sums;
+            sums += mo_factored_sums(a->count / a->columns, a->columns) * 4;
+        }
+    }
+}
+
 static void fill(const mo_update_job *job, unsigned elements, mo_update_head *head)
 {
     mo_update_parameter *const parameters = (mo_update_parameter *)(head + 1);
@@ -90,13 +121,35 @@ static void fill(const mo_update_job *job, unsigned elements, mo_update_head *he
         for (size_t k = 0; k < mo_ceil_div(a->count, elements); k++)
             *unit++ = (mo_update_unit){.parameter = (unsigned)i, .index = (unsigned)k};
     }
+    for (size_t i = 0; i < job->count; i++)
+        for (unsigned k = 0; k < parameters[i].blocks; k++)
+            *unit++ = (mo_update_unit){.parameter = (unsigned)i, .index = k};
+    place_sums(job, parameters);
     for (size_t k = 0; k < job->group_count; k++)
         groups[k] = group_of(&job->groups[k]);
 }
 
+/* One launch a round of factored second moments. All launches of a step have one table, which is uploaded once. */
+static mo_status queue_averages(mo_launch *launch, CUstream stream, const mo_update_job *job,
+                                mo_launch_shape shape, mo_update_launch argument, mo_detail *detail)
+{
+    mo_status status = MO_OK;
+
+    shape.kernel = MO_KERNEL_FACTORED;
+    argument.first_unit = argument.units;
+    for (size_t i = 0; i < job->count && !status; argument.first_unit += shape.blocks) {
+        const size_t end = mo_update_round(job, i);
+        for (shape.blocks = 0; i < end; i++)
+            shape.blocks += averaging_blocks(&job->parameters[i]);
+        if (shape.blocks)
+            status = mo_launch_run(launch, stream, shape, &argument, detail);
+    }
+    return status;
+}
+
 static mo_status queue(mo_launch *launch, CUstream stream, const mo_update_job *job, mo_detail *detail)
 {
-    size_t elements = 0, units = 0;
+    size_t elements = 0, units = 0, averaging = 0;
     mo_update_launch argument = {
         .factor = job->factor,
         .found_inf = job->found_inf,
@@ -114,9 +167,11 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_update_job *
             return mo_fail(detail, MO_OVERFLOW, 0, "the elements of all %zu parameters do not fit",
                            job->count);
     argument.elements = unit_elements(elements, launch->multiprocessors);
-    for (size_t i = 0; i < job->count; i++)
+    for (size_t i = 0; i < job->count; i++) {
         units += mo_ceil_div(job->parameters[i].count, argument.elements);
-    if (job->count > UNITS_MOST || job->group_count > UNITS_MOST || units > UNITS_MOST)
+        averaging += averaging_blocks(&job->parameters[i]);
+    }
+    if (job->count > UNITS_MOST || job->group_count > UNITS_MOST || units + averaging > UNITS_MOST)
         return mo_fail(detail, MO_OVERFLOW, 0, "%zu parameters in %zu groups are too many for one launch",
                        job->count, job->group_count);
 
@@ -124,12 +179,14 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_update_job *
     shape.blocks = units ? (unsigned)units : 1; /* steps are counted without elements too */
     /* Each of the numbers is below 2^31: no overflow. */
     shape.size = sizeof(mo_update_head) + job->count * sizeof(mo_update_parameter) +
-                 job->group_count * sizeof(mo_update_group) + units * sizeof(mo_update_unit);
+                 job->group_count * sizeof(mo_update_group) + (units + averaging) * sizeof(mo_update_unit);
     status = mo_launch_table(launch, shape.size, &table, detail);
     if (status)
         return status;
     fill(job, argument.elements, table);
-    return mo_launch_run(launch, stream, shape, &argument, detail);
+    if (averaging)
+        status = queue_averages(launch, stream, job, shape, argument, detail);
+    return status ? status : mo_launch_run(launch, stream, shape, &argument, detail);
 }
 
 mo_status mo_update_cuda(int device, void *stream, const mo_update_job *job, mo_detail *detail)

@@ -8,15 +8,19 @@ static void adam(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
     const mo_float kind = run->state_kind;
 
     for (size_t i = 0; i < run->n; i++) {
-        float m = mo_element_read(kind, run->m, i), v = mo_element_read(kind, run->v, i), vmax = 0, p;
+        float m = mo_element_read(kind, run->m, i), vmax = 0, p,
+              v = mo_element_read(run->factored ? MO_F32 : kind, run->v, i);
 
         if (flags & MO_ADAM_AMSGRAD)
             vmax = mo_element_read(kind, run->vmax, i);
         p = mo_adam_elementf(terms, flags, mo_element_read_p(run, i), mo_element_read_g(run, i), &m, &v,
                              &vmax);
         mo_element_write_p(run, i, p);
+        if (!run->factored)
+            mo_element_write(kind, run->v, i, v);
+        else if (!mo_code_is_kept(v))
+            m = 0;
         mo_element_write(kind, run->m, i, m);
-        mo_element_write(kind, run->v, i, v);
         if (flags & MO_ADAM_AMSGRAD)
             mo_element_write(kind, run->vmax, i, vmax);
     }
@@ -42,4 +46,6 @@ const mo_update_kernels mo_update_generic = {
     .sgd = sgd,
     .decode = mo_decode_generic,
     .encode = mo_encode_generic,
+    .factored = mo_factored_generic,
+    .product = mo_product_generic,
 };

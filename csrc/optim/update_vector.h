@@ -1,5 +1,6 @@
 /* update_generic.c in vectors. Included once by each instruction set's file, after the header that defines the words: vec, LANES,
  * load, mul_add …; the last vector of a run is a partial one, so no element takes another way. */
+#include "../kernels/adam_codes.cuh"
 #include "optim/vector_run.h"
 
 /* ---- Adam ------------------------------------------------------------------------------------------------------------ */
@@ -28,15 +29,17 @@ WORD adam_vectors adam_broadcast(const mo_adam_termsf *c)
 WORD void adam_lanes(const adam_vectors *c, unsigned flags, bool plain, const mo_run *run, size_t i, size_t n)
 {
     const mo_float kind = plain ? MO_F32 : run->state_kind;
+    const bool factored = !plain && run->factored;
     const vec old = plain ? load((float *)run->p + i, n) : load_p(run, i, n);
     vec x = mul(plain ? load((float *)run->g + i, n) : load_g(run, i, n), c->factor), w, mean;
 
     if (flags & MO_ADAM_L2)
         x = mul_add(c->weight_decay, old, x);
     mean = mul_add(c->beta1, load_as(kind, run->m, i, n), mul(c->rest1, x));
-    w = mul_add(c->beta2, load_as(kind, run->v, i, n), mul(c->rest2, mul(x, x)));
-    store_as(kind, run->m, i, mean, n);
-    store_as(kind, run->v, i, w, n);
+    w = mul_add(c->beta2, load_as(factored ? MO_F32 : kind, run->v, i, n), mul(c->rest2, mul(x, x)));
+    store_as(kind, run->m, i, factored ? up_to(MO_CODE_HUGE, w, mean) : mean, n);
+    if (!factored)
+        store_as(kind, run->v, i, w, n);
     if (flags & MO_ADAM_AMSGRAD) {
         w = larger(w, load_as(kind, run->vmax, i, n));
         store_as(kind, run->vmax, i, w, n);
@@ -62,7 +65,7 @@ WORD void adam_with(const mo_adam_termsf *terms, unsigned flags, bool plain, con
 
 VECTOR static void adam(const mo_adam_termsf *terms, unsigned flags, const mo_run *run)
 {
-    if (!is_plain(run) || run->state_kind != MO_F32)
+    if (!is_plain(run) || run->state_kind != MO_F32 || run->factored)
         adam_with(terms, flags, false, run);
     else if (flags == 0)
         adam_with(terms, 0, true, run);

@@ -237,17 +237,61 @@ static bool of_device(const plan *u, int device, mo_update_job *out, mo_paramete
     return true;
 }
 
-PyDoc_STRVAR(
-    run_doc,
-    "run($self, device, factor=None, found_inf=None, store_gradients=False, first_index=0, /)\n--\n\n"
-    "Does the step of what was taken on one device: gradients times factor, nothing where\n"
-    "found_inf is not 0. store_gradients: they are kept as they were used. first_index: of the\n"
-    "first element, where a parameter is a piece of another.");
+PyDoc_STRVAR(scratch_doc, "scratch($self, device, /)\n--\n\n"
+                          "The bytes that run() needs on that device beside all else.");
+
+static PyObject *scratch(PyObject *self, PyObject *args)
+{
+    plan *u = (plan *)self;
+    mo_update_job job = {0};
+    mo_parameter *own;
+    size_t bytes;
+    int device;
+
+    if (!PyArg_ParseTuple(args, "i:scratch", &device))
+        return NULL;
+    if (u->running)
+        return busy();
+    if (!of_device(u, device, &job, &own))
+        return PyErr_NoMemory();
+    bytes = mo_update_scratch(&job);
+    mo_host_free(own);
+    return PyLong_FromSize_t(bytes);
+}
+
+PyDoc_STRVAR(run_doc,
+             "run($self, device, factor=None, found_inf=None, store_gradients=False, first_index=0,\n"
+             "    scratch=None, /)\n--\n\n"
+             "Does the step of what was taken on one device: gradients times factor, nothing where\n"
+             "found_inf is not 0. store_gradients: they are kept as they were used. first_index: of the\n"
+             "first element, where a parameter is a piece of another. scratch: uint8, of scratch() bytes.");
+
+/* The address of the bytes that the job needs beside all else; 0 where it needs none. */
+static int scratch_of(PyObject *module, PyObject *tensor, const mo_update_job *job, int device,
+                      uintptr_t *out)
+{
+    const size_t needed = mo_update_scratch(job);
+    mo_tensor_view view = {0};
+    int known;
+
+    *out = 0;
+    if (!needed)
+        return 0;
+    known = tensor == Py_None ? 0 : mo_py_tensor_bytes(module, tensor, &view);
+    if (known < 0)
+        return -1;
+    if (!known || view.device != device || view.count < needed) {
+        PyErr_Format(PyExc_ValueError, "scratch must be %zu bytes of uint8 on device %d", needed, device);
+        return -1;
+    }
+    *out = view.address;
+    return 0;
+}
 
 static PyObject *run(PyObject *self, PyObject *args)
 {
     plan *u = (plan *)self;
-    PyObject *module = module_of(self), *factor = Py_None, *found_inf = Py_None;
+    PyObject *module = module_of(self), *factor = Py_None, *found_inf = Py_None, *bytes = Py_None;
     int device, store = 0;
     unsigned first_index = 0;
     mo_update_job job = {.groups = u->hypers, .group_count = u->group_count};
@@ -256,7 +300,7 @@ static PyObject *run(PyObject *self, PyObject *args)
     mo_detail detail = {0};
     mo_status status;
 
-    if (!PyArg_ParseTuple(args, "i|OOpI:run", &device, &factor, &found_inf, &store, &first_index))
+    if (!PyArg_ParseTuple(args, "i|OOpIO:run", &device, &factor, &found_inf, &store, &first_index, &bytes))
         return NULL;
     if (u->running)
         return busy();
@@ -266,6 +310,10 @@ static PyObject *run(PyObject *self, PyObject *args)
         return NULL;
     if (!of_device(u, device, &job, &own))
         return PyErr_NoMemory();
+    if (scratch_of(module, bytes, &job, device, &job.scratch) < 0) {
+        mo_host_free(own);
+        return NULL;
+    }
     job.store_gradients = store;
     job.first_index = first_index;
     u->running = true;
@@ -298,13 +346,10 @@ PyDoc_STRVAR(plan_doc,
              "parameters whose momentum buffer has no value yet.");
 
 static PyMethodDef plan_methods[] = {
-    {"collect", collect, METH_VARARGS, collect_doc},
-    {"add", add, METH_VARARGS, add_doc},
-    {"gradients", gradients, METH_NOARGS, gradients_doc},
-    {"devices", devices, METH_NOARGS, devices_doc},
-    {"run", run, METH_VARARGS, run_doc},
-    {"drop", drop_method, METH_NOARGS, drop_doc},
-    {NULL, NULL, 0, NULL},
+    {"collect", collect, METH_VARARGS, collect_doc},      {"add", add, METH_VARARGS, add_doc},
+    {"gradients", gradients, METH_NOARGS, gradients_doc}, {"devices", devices, METH_NOARGS, devices_doc},
+    {"scratch", scratch, METH_VARARGS, scratch_doc},      {"run", run, METH_VARARGS, run_doc},
+    {"drop", drop_method, METH_NOARGS, drop_doc},         {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot slots[] = {

@@ -39,6 +39,8 @@
     X(LARGEST, "max_exp_avg_sq")                                                                             \
     X(FIRST_SCALE, "exp_avg_scale")                                                                          \
     X(SECOND_SCALE, "exp_avg_sq_scale")                                                                      \
+    X(ROW, "exp_avg_sq_row")                                                                                 \
+    X(COLUMN, "exp_avg_sq_col")                                                                              \
     X(MASTER, "master_param")                                                                                \
     X(BUFFER, "momentum_buffer")                                                                             \
     X(BUFFER_SCALE, "momentum_buffer_scale")
@@ -48,7 +50,7 @@ enum { NAME_LIST(NAME_ENUM) NAME_COUNT };
 #undef NAME_ENUM
 
 /* The tensors of one parameter that outlive a step. */
-enum { P, M, V, VMAX, M_SCALE, V_SCALE, COUNT, WIDE, KEPT };
+enum { P, M, V, VMAX, M_SCALE, V_SCALE, OF_ROWS, OF_COLUMNS, COUNT, WIDE, KEPT };
 
 typedef struct entry {
     PyObject *p, *states; /* states: NULL where the parameter has none */

@@ -117,7 +117,7 @@ typedef struct reading {
 } reading;
 
 /* What a tensor must be to serve. */
-enum { AS_P = -1 }; /* as many elements as p, and in p's order */
+enum { AS_P = -1, ANY = -2 }; /* as many elements as p, and in p's order; any number of them */
 
 static bool is_aligned(const mo_tensor_view *view)
 {
@@ -162,7 +162,8 @@ static found fitting_view(reading *r, PyObject *tensor, int which, Py_ssize_t co
         mo_py_tensor_release(hold); /* its former memory */
     if (known != PLAIN)
         return known == OTHER ? LACKING : known;
-    if (out->device != r->p.device || out->count != (count == AS_P ? r->p.count : (size_t)count))
+    if (out->device != r->p.device ||
+        (count != ANY && out->count != (count == AS_P ? r->p.count : (size_t)count)))
         return LACKING;
     if (!is_aligned(out))
         return OTHER;
@@ -234,6 +235,27 @@ static Py_ssize_t blocks_of(const reading *r)
     return (Py_ssize_t)(r->p.count / MO_CODE_BLOCK + (r->p.count % MO_CODE_BLOCK != 0));
 }
 
+static bool is_factored(const reading *r)
+{
+    return state(r, ROW) && state(r, COLUMN);
+}
+
+/* The averages of rows and columns that p's second moment is. */
+static found factored(reading *r)
+{
+    mo_tensor_view columns;
+    found known = state_view(r, COLUMN, OF_COLUMNS, ANY, &columns);
+
+    if (known != PLAIN)
+        return known;
+    if (columns.kind != MO_F32 || !columns.count || r->p.count % columns.count || !r->p.contiguous ||
+        r->p.kind == MO_F64)
+        return LACKING;
+    r->out.column = columns.address;
+    r->out.columns = columns.count;
+    return fp32_view(r, ROW, OF_ROWS, (Py_ssize_t)(r->p.count / columns.count), &r->out.row);
+}
+
 static found codes(reading *r)
 {
     unsigned bits_of_v = 0;
@@ -242,11 +264,13 @@ static found codes(reading *r)
     if (r->p.kind == MO_F64)
         return OTHER;
     if (known == PLAIN)
+        known = fp32_view(r, FIRST_SCALE, M_SCALE, blocks_of(r), &r->out.m_scale);
+    if (known == PLAIN && is_factored(r))
+        return factored(r);
+    if (known == PLAIN)
         known = code_view(r, SECOND_MOMENT, &bits_of_v, &r->out.v);
     if (known == PLAIN && bits_of_v != r->out.code_bits)
         known = LACKING;
-    if (known == PLAIN)
-        known = fp32_view(r, FIRST_SCALE, M_SCALE, blocks_of(r), &r->out.m_scale);
     if (known == PLAIN)
         known = fp32_view(r, SECOND_SCALE, V_SCALE, blocks_of(r), &r->out.v_scale);
     return known;
@@ -260,18 +284,19 @@ static bool may_be_state(const reading *r, mo_float kind)
 
 static found moments(reading *r, bool amsgrad)
 {
-    mo_tensor_view m, v, vmax = {0};
+    mo_tensor_view m, v = {0}, vmax = {0};
+    const bool without_v = is_factored(r) && !amsgrad;
     found known = state_view(r, FIRST_MOMENT, M, AS_P, &m);
 
     if (known == LACKING && !amsgrad)
         return codes(r);
     if (known == PLAIN)
-        known = state_view(r, SECOND_MOMENT, V, AS_P, &v);
+        known = without_v ? factored(r) : state_view(r, SECOND_MOMENT, V, AS_P, &v);
     if (known == PLAIN && amsgrad)
         known = state_view(r, LARGEST, VMAX, AS_P, &vmax);
     if (known != PLAIN)
         return known;
-    if (!may_be_state(r, m.kind) || v.kind != m.kind || (amsgrad && vmax.kind != m.kind))
+    if (!may_be_state(r, m.kind) || (!without_v && v.kind != m.kind) || (amsgrad && vmax.kind != m.kind))
         return OTHER; /* bf16 states of an fp32 parameter, say: torch may know them */
     r->out.m = m.address;
     r->out.v = v.address;

@@ -2,6 +2,7 @@
 #include "simcuda/cuda_words.h"
 
 #include "../kernels/cross_entropy.cu"
+#include "../kernels/factored.cu"
 #include "../kernels/gradients.cu"
 #include "../kernels/update.cu"
 #include "../kernels/widen.cu"
@@ -29,26 +30,28 @@ static void run_grid(const char *name, void (*kernel)(const void *), void **argu
     }
 }
 
-#define BODY(name)                                                                                           \
+#define BODY(name, type)                                                                                     \
     static void name##_thread(const void *argument)                                                          \
     {                                                                                                        \
-        memopt_##name(*(const mo_##name##_launch *)argument);                                                \
+        memopt_##name(*(const type *)argument);                                                              \
     }                                                                                                        \
     static void name##_body(void **arguments, const unsigned grid[3], const unsigned block[3])               \
     {                                                                                                        \
         run_grid("memopt_" #name, name##_thread, arguments, grid, block);                                    \
     }
 
-BODY(cross_entropy)
-BODY(gradients)
-BODY(update)
-BODY(widen)
+BODY(cross_entropy, mo_cross_entropy_launch)
+BODY(factored, mo_update_launch)
+BODY(gradients, mo_gradients_launch)
+BODY(update, mo_update_launch)
+BODY(widen, mo_widen_launch)
 
 void sim_kernel_bodies_register(void)
 {
     /* One that finds no memory leaves its kernel doing nothing, which the first test of its values shows. */
     sim_kernel_emulate("memopt_cross_entropy", cross_entropy_body, 1,
                        (const size_t[]){sizeof(mo_cross_entropy_launch)});
+    sim_kernel_emulate("memopt_factored", factored_body, 1, (const size_t[]){sizeof(mo_update_launch)});
     sim_kernel_emulate("memopt_gradients", gradients_body, 1, (const size_t[]){sizeof(mo_gradients_launch)});
     sim_kernel_emulate("memopt_update", update_body, 1, (const size_t[]){sizeof(mo_update_launch)});
     sim_kernel_emulate("memopt_widen", widen_body, 1, (const size_t[]){sizeof(mo_widen_launch)});

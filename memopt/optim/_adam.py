@@ -1,7 +1,8 @@
 """Adam and AdamW in one pass.
 
 Their states are torch's: step, exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. With 8 or 4 bits exp_avg_scale
-and exp_avg_sq_scale lie beside codes; master_param is there where there are master weights.
+and exp_avg_sq_scale lie beside codes. With factored=True exp_avg_sq_row and exp_avg_sq_col are there instead of
+exp_avg_sq. master_param is there where there are master weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,20 @@ from torch.optim.optimizer import ParamsT
 
 from memopt._runtime.originals import original
 from memopt.optim._coded_states import CodedStates
-from memopt.optim._state_layout import is_plain, like, one_step, wanted_bits, wants_master
+from memopt.optim._state_layout import (
+    FACTORS,
+    decoded,
+    factors,
+    is_plain,
+    like,
+    matrix_shape,
+    no_factors,
+    one_step,
+    product,
+    wanted_bits,
+    wants_factors,
+    wants_master,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Adam as _TorchsAdam
@@ -41,13 +55,22 @@ class AdamStates(CodedStates):
             raise ValueError(
                 f"amsgrad=True keeps a maximum of second moments that {bits} bits cannot track: use state_bits=32"
             )
+        if group["factored"] and group["amsgrad"]:
+            raise ValueError(
+                "amsgrad=True keeps a maximum of second moments that averages of rows and columns cannot track: use "
+                "factored=False"
+            )
 
     def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
         state = self.state[p]
         dtype = torch.float32 if wants_master(p, group) else p.dtype
         state["step"] = one_step(state.get("step", 0.0), p)
+        if state.get("exp_avg_sq") is None and wants_factors(p, group):
+            for name, zeros in zip(FACTORS, no_factors(p), strict=True):
+                state.setdefault(name, zeros)
         for name in MOMENTS:
-            self._make(p, group, name, dtype)
+            if name != "exp_avg_sq" or FACTORS[0] not in state:
+                self._make(p, group, name, dtype)
         if group["amsgrad"] and state.get("max_exp_avg_sq") is None:
             state["max_exp_avg_sq"] = like(p, dtype)
         if wants_master(p, group) and state.get("master_param") is None:
@@ -56,6 +79,11 @@ class AdamStates(CodedStates):
 
     def _check_state(self, p: Tensor, state: dict[str, Any]) -> str | None:
         has = [name for name in MOMENTS if state.get(name) is not None]
+        factored = [name for name in FACTORS if state.get(name) is not None]
+        if factored:
+            if wrong := _wrong_factors(p, state, factored):
+                return wrong
+            has.append("exp_avg_sq")
         if len(has) == 1:
             return f"it has only the state {has[0]!r}, without {(set(MOMENTS) - {*has}).pop()!r}"
         return super()._check_state(p, state)
@@ -64,12 +92,23 @@ class AdamStates(CodedStates):
         plain = is_plain(p)
         dtype = torch.float32 if wants_master(p, group) else p.dtype
         bits = wanted_bits(p, group)
+        factored = wants_factors(p, group)
+        vectors = [state.pop(name, None) for name in FACTORS]
+        if isinstance(vectors[0], Tensor) and isinstance(vectors[1], Tensor):
+            if factored:
+                state.update(zip(FACTORS, (v.to(p.device, torch.float32) for v in vectors), strict=True))
+            else:
+                state["exp_avg_sq"] = product(vectors[0], vectors[1], p)
         first, second = (state.get(name) for name in MOMENTS)
-        if bits and first is not None and second is not None and second.is_floating_point():
+        numbers = [value for value in (first, second) if value is not None and value.is_floating_point()]
+        if (bits or factored) and len(numbers) == 2:
             # As in kernels/adam_codes.cuh: what is not finite has no code, and without v there is no m.
-            state["exp_avg"] = first.masked_fill(~second.isfinite(), 0)
+            state["exp_avg"] = numbers[0].masked_fill(~numbers[1].isfinite(), 0)
         for name in MOMENTS:
-            self._relay_moment(p, state, group, name, dtype)
+            if factored and name == "exp_avg_sq":
+                _factor(p, state)
+            else:
+                self._relay_moment(p, state, group, name, dtype)
         largest = state.get("max_exp_avg_sq")
         if isinstance(largest, Tensor):
             state["max_exp_avg_sq"] = (
@@ -80,6 +119,30 @@ class AdamStates(CodedStates):
             state["master_param"] = like(p, torch.float32, master)
         if "step" in state:
             state["step"] = one_step(state["step"], p)
+
+    def state_dict(self, full: bool = False) -> dict[str, Any]:
+        """Return the state, as torch's optimizers do.
+
+        Moments of few bits are in it under their name and _codes (uint8; 8 bits: of the parameter's shape, 4 bits: a
+        row of two codes a byte) beside their name and _scale (fp32, one a 256 elements), a factored second moment as
+        exp_avg_sq_row and exp_avg_sq_col (fp32, of its rows and columns). Only memopt's optimizers can read these, with
+        any state_bits and factored. torch's load them without a word; their next step ends in KeyError before it
+        changes anything.
+
+        Args:
+            full: Return fp32 moments instead of codes and of rows and columns, which torch.optim's can load, too.
+
+        Returns:
+            A state dict of memopt's optimizers and, without codes, rows and columns, of torch's.
+        """
+        return super().state_dict(full)
+
+    def _full(self, state: dict[str, Any], p: Tensor) -> dict[str, Any]:
+        full = super()._full(state, p)
+        if FACTORS[0] in full:
+            row, column = (full.pop(name) for name in FACTORS)
+            full["exp_avg_sq"] = product(row, column, p)
+        return full
 
     def _check_gradient(self, grad: Tensor) -> None:
         if grad.is_sparse:
@@ -118,6 +181,31 @@ class AdamStates(CodedStates):
         )
 
 
+def _factor(p: Tensor, state: dict[str, Any]) -> None:
+    """Replace a loaded second moment, if there is one, by its averages of rows and columns."""
+    value, scale = state.pop("exp_avg_sq", None), state.pop("exp_avg_sq_scale", None)
+    if isinstance(value, Tensor):
+        if isinstance(scale, Tensor) and value.dtype is torch.uint8:
+            value = decoded(value, scale, True, p)
+        state.update(zip(FACTORS, factors(value, p), strict=True))
+
+
+def _wrong_factors(p: Tensor, state: dict[str, Any], has: list[str]) -> str | None:
+    """Describe why these states, averages of rows and columns, cannot be p's second moment; None if they can."""
+    if len(has) == 1:
+        return f"it has only the state {has[0]!r}, without {(set(FACTORS) - {*has}).pop()!r}"
+    for name, count in zip(FACTORS, matrix_shape(p), strict=True):
+        value = state[name]
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != (count,):
+            what = (
+                f"of {value.dtype}, {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else type(value).__name__
+            )
+            return f"its state {name!r} is {what}, not {count} floating-point numbers"
+    return None
+
+
 class Adam(AdamStates, _TorchsAdam):
     """Adam in one pass over memory, with torch.optim.Adam's arguments and results.
 
@@ -126,7 +214,8 @@ class Adam(AdamStates, _TorchsAdam):
     Args:
         params: As torch.optim.Adam's, like all that are not named here.
         state_bits: As memopt.optim.AdamW's, like the next six.
-        min_8bit_size: The smallest number of elements for states of 8 or 4 bits.
+        factored: Whether second moments are two vectors of averages, of rows and of columns.
+        min_8bit_size: The smallest number of elements for states of 8 or 4 bits, or factored ones.
         master_weights: Whether to keep an fp32 copy of fp16 and bf16 parameters.
         stochastic_rounding: Whether to round fp16 and bf16 parameters stochastically.
         offload_gradients: Whether gradients of parameters on a CUDA device wait for the step in the host's memory.
@@ -156,6 +245,7 @@ class Adam(AdamStates, _TorchsAdam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         state_bits: int = 32,
+        factored: bool = False,
         min_8bit_size: int = 4096,
         master_weights: bool = False,
         stochastic_rounding: bool = False,
@@ -165,6 +255,7 @@ class Adam(AdamStates, _TorchsAdam):
     ) -> None:
         self._own_defaults = {
             "state_bits": state_bits,
+            "factored": factored,
             "min_8bit_size": min_8bit_size,
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,
@@ -218,11 +309,25 @@ class AdamW(AdamStates, _TorchsAdamW):
     theirs on. There both moments are rounded up or down so that their means are right. Where gradients are nothing but
     noise, single steps are then off by two thirds of themselves, and longer than with 32 bits by a sixth.
 
+    With factored=True the second moment of a contiguous parameter of several dimensions is that of Adafactor (Shazeer
+    and Stern, 2018): R and C, fp32 averages of the mean squares of each row and of each column, make v = R * C /
+    mean(R). Of more than two dimensions the first ones together count the rows, the last ones the columns, divided
+    where rows and columns are fewest: a convolution's (64, 32, 3, 3) is 64 x 288, an expert layer's (8, 512, 2048) is
+    4096 x 2048. All else is Adam's: first moment, bias corrections, decay. A step reads gradients twice and takes 1/32
+    byte an element of its largest parameter, or 16 MiB, for its length. It has the same bits with every instruction set
+    and on CUDA. Others keep the second moment that they would have without it: those of fp64, those below
+    min_8bit_size, and those whose R and C would take more than half a byte an element, as of a single row. An element
+    whose gradient is infinite or NaN, or whose square overflows fp32, stays out of R and C, affects only its own
+    parameter, and its first moment becomes 0. A large gradient below that raises v in its whole row and column: one
+    that is K times the others slows a row of n elements once K * K > n.
+
     Args:
         params: As torch.optim.AdamW's, like all that are not named here.
         state_bits: 8 keeps the two moments in 2.03 bytes a parameter instead of 8, 4 in 1.03 (of parameters that are
             not contiguous, as with channels_last, in 2.03); see state_dict() for how such states are exchanged.
-        min_8bit_size: The smallest number of elements of a parameter for moments of 8 or 4 bits.
+        factored: Whether second moments are two vectors. With state_bits=4 the states then take 0.52 bytes a parameter
+            and four a row and a column (4096 x 4096: 0.518), with 8 bits 1.02, with 32 bits 4.
+        min_8bit_size: The smallest number of elements of a parameter for moments of 8 or 4 bits, or factored ones.
         master_weights: Whether fp16 and bf16 parameters have an fp32 copy and fp32 states, on which the step works.
         stochastic_rounding: Whether fp16 and bf16 parameters without such a copy are rounded stochastically, so that
             small updates are not lost on average; deterministic from run to run.
@@ -247,14 +352,15 @@ class AdamW(AdamStates, _TorchsAdamW):
             stepped the parameters whose gradients were complete.
 
     Raises:
-        ValueError: As torch's, for differentiable=True, for amsgrad=True with state_bits=8 or 4, and for
-            step_in_backward=True beside offload_gradients=True; for either with a parameter that another optimizer has
-            so.
+        ValueError: As torch's, for differentiable=True, for amsgrad=True with state_bits=8 or 4 or with factored=True,
+            and for step_in_backward=True beside offload_gradients=True; for either with a parameter that another
+            optimizer has so.
         RuntimeError: offload_gradients=True or step_in_backward=True in a process of several ranks.
         MemoryError: The host can lock no memory for states (step()), before any parameter has changed.
 
     Example:
         >>> optimizer = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=8)
+        >>> smallest = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=4, factored=True)
     """
 
     def __init__(
@@ -272,6 +378,7 @@ class AdamW(AdamStates, _TorchsAdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         state_bits: int = 32,
+        factored: bool = False,
         min_8bit_size: int = 4096,
         master_weights: bool = False,
         stochastic_rounding: bool = False,
@@ -281,6 +388,7 @@ class AdamW(AdamStates, _TorchsAdamW):
     ) -> None:
         self._own_defaults = {
             "state_bits": state_bits,
+            "factored": factored,
             "min_8bit_size": min_8bit_size,
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,

@@ -25,6 +25,7 @@ from memopt.optim._turns import HostStates, Piece, in_turns
 
 OWN_OPTIONS = (
     "state_bits",
+    "factored",
     "min_8bit_size",
     "master_weights",
     "stochastic_rounding",
@@ -215,12 +216,14 @@ class OnePass(torch.optim.Optimizer):
             for number in plan.devices():
                 if number >= 0:
                     kernels.prepare()
+                device = torch.device("cpu") if number < 0 else torch.device("cuda", number)
                 factor, found_inf, store = None, None, False
                 if scaling is not None:
-                    device = torch.device("cpu") if number < 0 else torch.device("cuda", number)
                     factor, found_inf = scaling.factor(device), scaling.found_inf_on(device)
                     store = scaling.store
-                plan.run(number, factor, found_inf, store, self._first_index)
+                needed = plan.scratch(number)
+                scratch = torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
+                plan.run(number, factor, found_inf, store, self._first_index, scratch)
         except BaseException:
             self._forget(first)
             raise

@@ -2,10 +2,14 @@
 
 Codes of 8 bits have their parameter's shape and order. Two of 4 bits are in a byte of a 1-d tensor, of parameters that
 are contiguous: its shape could not tell another order, so other parameters have 8 bits instead.
+
+A factored second moment is two vectors of fp32: the averages of the squares' means of each row and of each column of
+the parameter as a matrix, in which its first dimensions count the rows and its last ones the columns.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ from torch import Tensor
 
 from memopt import _C
 
+ROW, COLUMN = FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 BLOCK = 256
 
@@ -40,6 +45,45 @@ def wanted_bits(p: Tensor, group: dict[str, Any]) -> int:
     if bits == 32 or not large or p.dtype is torch.float64 or not is_plain(p):
         return 0
     return int(bits) if p.is_contiguous() else 8
+
+
+def matrix_shape(p: Tensor) -> tuple[int, int]:
+    """Return rows and columns of p as the matrix that has the fewest of both together."""
+    shapes = [(math.prod(p.shape[:k]), math.prod(p.shape[k:])) for k in range(1, p.dim())]
+    return min(shapes, key=sum, default=(1, int(p.numel())))
+
+
+def is_matrix(p: Tensor) -> bool:
+    """Return whether p's second moment can be factored: the two vectors take half a byte an element at most."""
+    return (
+        p.dtype is not torch.float64
+        and is_plain(p)
+        and p.is_contiguous()
+        and 8 * sum(matrix_shape(p)) <= p.numel()
+    )
+
+
+def wants_factors(p: Tensor, group: dict[str, Any]) -> bool:
+    return bool(group.get("factored")) and p.numel() >= group.get("min_8bit_size", 2) and is_matrix(p)
+
+
+def no_factors(p: Tensor) -> list[Tensor]:
+    """Return the averages of rows and of columns of a second moment of zeros."""
+    return [torch.zeros(count, dtype=torch.float32, device=p.device) for count in matrix_shape(p)]
+
+
+def factors(value: Tensor, p: Tensor) -> list[Tensor]:
+    """Return the means of the rows and of the columns of a second moment; what is not finite counts as 0."""
+    matrix = value.detach().to(p.device).double().reshape(matrix_shape(p))
+    matrix = matrix.masked_fill(~matrix.isfinite(), 0)
+    return [matrix.mean(dim).clamp(max=torch.finfo(torch.float32).max).float() for dim in (1, 0)]
+
+
+def product(row: Tensor, column: Tensor, p: Tensor) -> Tensor:
+    """Return p's fp32 second moment for these averages, as kernels/factored.cuh multiplies them."""
+    mean = row.double().mean().float()
+    inverse = torch.where(mean >= torch.finfo(torch.float32).tiny, 1 / mean, 0)
+    return ((row.float() * inverse)[:, None] * column.to(row.device).float()).view(p.shape)
 
 
 def codes_shape(p: Tensor, bits: int) -> tuple[int, ...]:

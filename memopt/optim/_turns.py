@@ -21,7 +21,7 @@ from torch import Tensor
 from memopt import _C
 from memopt._offload.pinned_memory import CopyIn, aligned, dense_bytes, index_of, pinned_tensor
 from memopt.optim._offloaded_gradients import HostGradient
-from memopt.optim._state_layout import BLOCK, blocks, codes_shape, is_plain
+from memopt.optim._state_layout import BLOCK, FACTORS, blocks, codes_shape, is_plain
 
 FOREVER = 1e8  # seconds
 TURN = 256 << 20  # bytes that a turn has at most, but for a parameter that cannot be cut
@@ -256,7 +256,8 @@ def _loads(p: Tensor, states: dict[str, Any], home: HostStates | None, cuts: boo
 def _pieces(p: Tensor, grad: Tensor, states: dict[str, Any], elements: int) -> list[Piece]:
     """Cut a parameter into pieces of at most so many elements, or of GRAIN; none where it cannot be."""
     pers = {name: _elements_per(p, value) for name, value in states.items() if name != "step"}
-    if 0 in pers.values() or grad.shape != p.shape or grad.stride() != p.stride() or not is_plain(p):
+    other = grad.shape != p.shape or grad.stride() != p.stride() or not is_plain(p)
+    if other or 0 in pers.values() or FACTORS[0] in states:  # averages are of all elements
         return []
     rows = {name: _row(states[name]) for name in pers}
     length, count = max(elements // GRAIN, 1) * GRAIN, p.numel()

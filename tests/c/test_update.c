@@ -3,7 +3,7 @@
 
 #include "test.h"
 
-static float memory[2048];
+static MO_ALIGNED(16) float memory[2048];
 static mo_hyper groups[2];
 static mo_parameter parameters[2];
 static mo_update_job job;
@@ -150,6 +150,38 @@ TEST(a_coded_momentum_buffer_has_8_bits_a_scale_and_a_step)
     CHECK_REFUSED((CODED, a->kind = MO_F64), "on fp32, fp16 or bf16");
     CHECK_REFUSED((CODED, a->m = 0), "its momentum buffer at 0 does not have 300 elements of 8 bits");
 #undef CODED
+}
+
+static void factored(mo_parameter *a)
+{
+    a->v = 0;
+    a->row = a->column = job.scratch = (uintptr_t)memory;
+    a->columns = 30;
+}
+
+TEST(factored_second_moments_are_of_a_matrix_and_of_a_rule_that_knows_them)
+{
+    mo_parameter *const a = &parameters[1];
+
+    good();
+    factored(a);
+    CHECK_ACCEPTED();
+    CHECK_EQ(mo_update_scratch(&job), 4 * (2 + 10 + 30));
+    a->code_bits = 4;
+    a->m_scale = (uintptr_t)memory;
+    CHECK_ACCEPTED();
+    good();
+    CHECK_REFUSED((factored(a), a->columns = 31),
+                  "parameter 1: its 300 elements are no matrix of 31 columns");
+    CHECK_REFUSED((factored(a), a->columns = 6), "no matrix of 6 columns, at least 8");
+    CHECK_REFUSED((factored(a), a->columns = 0), "no matrix of 0 columns");
+    CHECK_REFUSED((factored(a), a->row = 0), "the averages of its rows at 0");
+    CHECK_REFUSED((factored(a), a->column += 2), "are not 10 and 30 of fp32");
+    CHECK_REFUSED((factored(a), a->column = 0), "are not 10 and 30 of fp32");
+    CHECK_REFUSED((factored(a), groups[1].rule = MO_SGD), "factored second moments are supported for Adam");
+    CHECK_REFUSED((factored(a), groups[1].amsgrad = true), "factored second moments are supported for Adam");
+    CHECK_REFUSED((factored(a), a->kind = MO_F64), "factored second moments are supported for Adam");
+    CHECK_REFUSED((factored(a), job.scratch = 0), "needs scratch memory");
 }
 
 TEST(groups_and_single_values_are_checked)

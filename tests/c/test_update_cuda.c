@@ -37,8 +37,8 @@ static void check_job(const job *given)
     job_free(&expected);
 }
 
-/* One parameter of AdamW on fp32, or with states of so many bits, and its job. */
-static void make_one(job *j, uint64_t *random, size_t count, unsigned code_bits)
+/* One parameter of AdamW on fp32, or with states of so many bits, of which the second moment may be factored, and its job. */
+static void make_matrix(job *j, uint64_t *random, size_t count, unsigned code_bits, size_t columns)
 {
     const size_t blocks = code_bits ? (count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK : 0;
 
@@ -47,19 +47,26 @@ static void make_one(job *j, uint64_t *random, size_t count, unsigned code_bits)
     j->job.factor = j->job.found_inf = 1;
     j->groups[0] = (mo_hyper){
         .rule = MO_ADAMW, .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01};
-    j->parameters[0] = (mo_parameter){.count = count, .code_bits = code_bits};
+    j->parameters[0] = (mo_parameter){.count = count, .code_bits = code_bits, .columns = columns};
     for (int k = 0; k < JOB_ARRAYS; k++)
         job_array_make(j, 0, k, code_bits && (k == 3 || k == 4) ? MO_FLOAT_COUNT : MO_F32,
-                       k == 2 || k == 5 ? 0
-                       : k < 6          ? count
-                       : k < 8          ? blocks
-                                        : 1,
+                       k == 2 || k == 5 || (columns && (k == 4 || k == 7)) ? 0
+                       : k < 6                                             ? count
+                       : k < 8                                             ? blocks
+                       : k == 8                                            ? 1
+                       : k == 9                                            ? (columns ? count / columns : 0)
+                                                                           : columns,
                        0);
     for (size_t e = 0; e < count; e++) {
         job_write(&j->arrays[0][0], e, float_ordinary(random), NULL);
         job_write(&j->arrays[0][1], e, float_ordinary(random), NULL);
     }
     job_connect(j);
+}
+
+static void make_one(job *j, uint64_t *random, size_t count, unsigned code_bits)
+{
+    make_matrix(j, random, count, code_bits, /* columns */ 0);
 }
 
 /* These come first: each child is of a process that has not used CUDA. */
@@ -108,7 +115,10 @@ TEST(random_jobs_of_all_rules_and_types_are_the_formulas_to_the_bit)
         const uint64_t before = launches_now();
         job_make(&given, &random, /* ordinary */ round % 3);
         check_job(&given);
-        CHECK_EQ(launches_now() - before, given.job.count ? 1 : 0);
+        bool averages = false;
+        for (size_t i = 0; i < given.job.count; i++)
+            averages |= given.parameters[i].columns != 0;
+        CHECK_EQ(launches_now() - before, given.job.count ? 1 + averages : 0);
         job_free(&given);
     }
 }
@@ -121,6 +131,9 @@ TEST(a_parameter_that_many_blocks_share_is_updated_once_and_its_step_counted_onc
     start_kernels();
     for (unsigned code_bits = 0; code_bits <= 8; code_bits += 4) {
         make_one(&given, &random, 100003, code_bits);
+        check_job(&given);
+        job_free(&given);
+        make_matrix(&given, &random, 521 * 523, code_bits, /* columns */ 523);
         check_job(&given);
         job_free(&given);
     }

@@ -275,7 +275,7 @@ TEST(each_table_is_whole)
     for (size_t k = 0; k < sizeof tables / sizeof *tables; k++) {
         const mo_update_kernels *t = tables[k];
         CHECK_EQ(t->isa, k);
-        CHECK(t->adam && t->adam_codes && t->sgd && t->decode && t->encode);
+        CHECK(t->adam && t->adam_codes && t->sgd && t->decode && t->encode && t->factored && t->product);
     }
 }
 

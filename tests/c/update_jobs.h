@@ -7,14 +7,15 @@
 
 #include "../kernels/adam_codes.cuh"
 #include "../kernels/dither.cuh"
+#include "../kernels/factored.cuh"
 #include "float_cases.h"
 #include "optim/element.h"
 #include "optim/update_kernels.h"
 #include "test.h"
 
-enum { JOB_MOST = 6, JOB_ARRAYS = 9 };
+enum { JOB_MOST = 6, JOB_ARRAYS = 11 };
 
-/* p, g, master, m, v, vmax, m_scale, v_scale, step of one parameter: the members of mo_parameter, in their order. */
+/* p, g, master, m, v, vmax, m_scale, v_scale, step, row, column of one parameter: the members of mo_parameter, in their order. */
 typedef struct job_array {
     unsigned char *block, *x; /* x: where it begins, some elements past a boundary */
     size_t bytes;
@@ -28,6 +29,7 @@ typedef struct job {
     job_array arrays[JOB_MOST][JOB_ARRAYS];
     float factor, found_inf, lr32;
     double lr64;
+    void *scratch;
 } job;
 
 __attribute__((unused)) static float job_read(const job_array *a, size_t i)
@@ -76,8 +78,8 @@ __attribute__((unused)) static void job_write(const job_array *a, size_t i, floa
 
 static uintptr_t *job_address(mo_parameter *a, int k)
 {
-    uintptr_t *const places[JOB_ARRAYS] = {&a->p,    &a->g,       &a->master,  &a->m,   &a->v,
-                                           &a->vmax, &a->m_scale, &a->v_scale, &a->step};
+    uintptr_t *const places[JOB_ARRAYS] = {&a->p,       &a->g,       &a->master, &a->m,   &a->v,     &a->vmax,
+                                           &a->m_scale, &a->v_scale, &a->step,   &a->row, &a->column};
     return places[k];
 }
 
@@ -104,6 +106,8 @@ static void job_connect(job *j)
                 j->groups[k].lr_kind == MO_F64 ? (uintptr_t)&j->lr64 : (uintptr_t)&j->lr32;
     j->job.factor = j->job.factor ? (uintptr_t)&j->factor : 0;
     j->job.found_inf = j->job.found_inf ? (uintptr_t)&j->found_inf : 0;
+    j->scratch = aligned_alloc(16, (mo_update_scratch(&j->job) | 15) + 1);
+    j->job.scratch = (uintptr_t)j->scratch;
 }
 
 static mo_hyper job_group(uint64_t *random)
@@ -135,6 +139,7 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
     const uint64_t bits = test_random(random);
     const mo_hyper *group;
     unsigned codes; /* bits of one, or 0 */
+    size_t columns = 0;
 
     *a = (mo_parameter){.count = counts[bits % (sizeof counts / sizeof *counts)],
                         .group = (uint32_t)((bits >> 8) % j->job.group_count)};
@@ -148,6 +153,12 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
     if (group->rule == MO_SGD) /* of 8 bits alone, and with a buffer */
         codes = codes && group->momentum != 0 ? 8 : 0;
     a->code_bits = codes;
+    if (group->rule != MO_SGD && !group->amsgrad && a->kind != MO_F64 && bits >> 50 & 1 && a->count >= 8) {
+        columns = 8 + (bits >> 51) % (a->count - 7);
+        while (a->count % columns)
+            columns++;
+        a->columns = columns;
+    }
     for (int k = 0; k < JOB_ARRAYS; k++) {
         const size_t blocks = (a->count + MO_CODE_BLOCK - 1) / MO_CODE_BLOCK, shift = test_random(random) % 9;
         const bool half = a->kind == MO_F16 || a->kind == MO_BF16;
@@ -159,6 +170,8 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
                                             a->state_kind,
                                             MO_F32,
                                             MO_F32,
+                                            MO_F32,
+                                            MO_F32,
                                             MO_F32};
         const bool adam = group->rule != MO_SGD;
         const size_t moments = codes == 4 ? (a->count + 1) / 2 : a->count;
@@ -166,11 +179,13 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
                                           a->count,
                                           half && bits >> 23 & 1 ? a->count : 0,
                                           adam || group->momentum != 0 ? moments : 0,
-                                          adam ? moments : 0,
+                                          adam && !columns ? moments : 0,
                                           adam && group->amsgrad ? a->count : 0,
                                           codes ? blocks : 0,
-                                          codes && adam ? blocks : 0,
-                                          adam || half || codes ? 1 : 0};
+                                          codes && adam && !columns ? blocks : 0,
+                                          adam || half || codes ? 1 : 0,
+                                          columns ? a->count / columns : 0,
+                                          columns};
         job_array *array = &j->arrays[i][k];
         job_array_make(j, i, k, kinds[k], sizes[k], shift);
         for (size_t e = 0; e < sizes[k]; e++) {
@@ -180,9 +195,9 @@ static void job_parameter(job *j, size_t i, uint64_t *random, bool ordinary)
                 continue;
             }
             if (k >= 4)
-                x = k == 8   ? (float)(bits >> 40 & 63)
-                    : k >= 6 ? mo_code_scale(fminf(fabsf(x), 1e30f))
-                             : fabsf(x);
+                x = k == 8             ? (float)(bits >> 40 & 63)
+                    : k == 6 || k == 7 ? mo_code_scale(fminf(fabsf(x), 1e30f))
+                                       : fabsf(x);
             job_write(array, e, x, NULL);
         }
     }
@@ -228,13 +243,14 @@ __attribute__((unused)) static void job_free(job *j)
     for (size_t i = 0; i < j->job.count; i++)
         for (int k = 0; k < JOB_ARRAYS; k++)
             free(j->arrays[i][k].block);
+    free(j->scratch);
 }
 
 /* Every number of every array the same; a NaN is any NaN. */
 __attribute__((unused)) static void job_same(const job *a, const job *b)
 {
-    static const char *const names[JOB_ARRAYS] = {"p",    "g",       "master",  "m",   "v",
-                                                  "vmax", "m_scale", "v_scale", "step"};
+    static const char *const names[JOB_ARRAYS] = {"p",       "g",       "master", "m",   "v",     "vmax",
+                                                  "m_scale", "v_scale", "step",   "row", "column"};
 
     for (size_t i = 0; i < a->job.count; i++)
         for (int k = 0; k < JOB_ARRAYS; k++) {
@@ -281,9 +297,64 @@ static void oracle_fp64(const job *j, size_t i, const mo_hyper *group, const mo_
     }
 }
 
-/* One block, or what there is of the last. */
+/* The averages of rows and columns that are a second moment, and it, of each element. */
+static float *oracle_factored(const job *j, size_t i, const mo_hyper *group, const mo_adam_termsf *c,
+                              unsigned flags, float stored)
+{
+    static const size_t aparts[] = {128, 16, 32, 64, 1, 2, 4, 8};
+    const job_array *arrays = j->arrays[i], *master = arrays[2].bytes ? &arrays[2] : &arrays[0];
+    const size_t count = j->parameters[i].count, columns = j->parameters[i].columns, rows = count / columns;
+    float *const row = (float *)arrays[9].x, *const column = (float *)arrays[10].x;
+    float *const v = malloc(count * sizeof *v);
+    double sums[256] = {0}, inverse;
+
+    for (size_t e = 0; e < count; e++) {
+        const float x = job_read(&arrays[1], e) * stored * c->factor;
+        v[e] = flags & MO_ADAM_L2 ? fmaf(c->weight_decay, job_read(master, e), x) : x;
+        v[e] = isfinite(v[e] * v[e]) ? v[e] * v[e] : 0;
+    }
+    for (size_t k = 0; k < columns; k++) {
+        double sum = 0;
+        float of_tile = 0;
+        for (size_t r = 0; r < rows; r++) {
+            of_tile += v[r * columns + k];
+            if (r % 256 == 255 || r == rows - 1) {
+                sum += (double)of_tile;
+                of_tile = 0;
+            }
+        }
+        column[k] = (float)fma(group->beta2, (double)column[k],
+                               (1 - group->beta2) * fmin(sum / (double)rows, 0x1.fffffep127));
+    }
+    for (size_t r = 0; r < rows; r++) {
+        double sum = 0;
+        for (size_t first = 0; first < columns; first += 256) {
+            float s[256] = {0};
+            for (size_t k = first; k < columns && k < first + 256; k++)
+                s[k - first] = v[r * columns + k];
+            for (size_t a = 0; a < sizeof aparts / sizeof *aparts; a++)
+                for (size_t k = 0; k < 256; k++)
+                    if (!(k & aparts[a]))
+                        s[k] += s[k | aparts[a]];
+            sum += (double)s[0];
+        }
+        row[r] = (float)fma(group->beta2, (double)row[r],
+                            (1 - group->beta2) * fmin(sum / (double)columns, 0x1.fffffep127));
+        sums[r % 256] += (double)row[r];
+    }
+    for (size_t apart = 128; apart; apart /= 2)
+        for (size_t k = 0; k < apart; k++)
+            sums[k] += sums[k + apart];
+    inverse = (double)(float)(sums[0] / (double)rows);
+    inverse = inverse >= 0x1p-126 ? (double)(1 / (float)inverse) : 0;
+    for (size_t e = 0; e < count; e++)
+        v[e] = row[e / columns] * (float)inverse * column[e % columns];
+    return v;
+}
+
+/* One block, or what there is of the last. factored: the second moments, which are no codes; or NULL. */
 static void oracle_block(const job *j, size_t i, const mo_adam_termsf *c, unsigned flags, float *p,
-                         const float *g, size_t first, size_t n, uint32_t t)
+                         const float *g, const float *factored, size_t first, size_t n, uint32_t t)
 {
     const job_array *arrays = j->arrays[i];
     const unsigned bits = j->parameters[i].code_bits;
@@ -295,7 +366,9 @@ static void oracle_block(const job *j, size_t i, const mo_adam_termsf *c, unsign
 
     for (size_t e = 0; e < n; e++) {
         m[e] = mo_code_decode_m(bits, mo_element_code(bits, m_codes, e), mo_code_unit_m(bits, *m_scale));
-        v[e] = mo_code_decode_v(bits, mo_element_code(bits, v_codes, e), mo_code_unit_v(bits, *v_scale));
+        v[e] = factored ? factored[first + e]
+                        : mo_code_decode_v(bits, mo_element_code(bits, v_codes, e),
+                                           mo_code_unit_v(bits, *v_scale));
         p[e] = mo_adam_elementf(c, flags, p[e], g[e], &m[e], &v[e], NULL);
         if (!(v[e] <= MO_CODE_HUGE)) /* infinite or NaN: no moments are left */
             m[e] = v[e] = 0;
@@ -303,15 +376,17 @@ static void oracle_block(const job *j, size_t i, const mo_adam_termsf *c, unsign
         largest_v = fmaxf(largest_v, v[e]);
     }
     *m_scale = mo_code_scale(largest_m);
-    *v_scale = mo_code_scale(largest_v);
+    if (!factored)
+        *v_scale = mo_code_scale(largest_v);
     for (size_t e = 0; e < n; e++) {
         const uint32_t index = (uint32_t)(first + e);
         mo_element_put_code(
             bits, m_codes, e,
             mo_code_encode_m(bits, m[e], mo_code_per_m(bits, *m_scale), mo_code_dither_m(bits, index, t)));
-        mo_element_put_code(
-            bits, v_codes, e,
-            mo_code_encode_v(bits, v[e], mo_code_per_v(bits, *v_scale), mo_code_dither(index, t)));
+        if (!factored)
+            mo_element_put_code(
+                bits, v_codes, e,
+                mo_code_encode_v(bits, v[e], mo_code_per_v(bits, *v_scale), mo_code_dither(index, t)));
     }
 }
 
@@ -340,6 +415,7 @@ static void oracle_fp32(const job *j, size_t i, const mo_hyper *group, const mo_
 {
     const job_array *arrays = j->arrays[i], *master = arrays[2].bytes ? &arrays[2] : &arrays[0];
     const size_t count = j->parameters[i].count;
+    float *const factored = arrays[9].bytes ? oracle_factored(j, i, group, adam, flags, stored) : NULL;
 
     for (size_t first = 0; first < count; first += MO_CODE_BLOCK) {
         const size_t n = count - first < MO_CODE_BLOCK ? count - first : MO_CODE_BLOCK;
@@ -353,14 +429,18 @@ static void oracle_fp32(const job *j, size_t i, const mo_hyper *group, const mo_
         if (arrays[6].bytes && group->rule == MO_SGD)
             oracle_buffer(j, i, sgd, flags, p, g, first, n, t);
         else if (arrays[6].bytes)
-            oracle_block(j, i, adam, flags, p, g, first, n, t);
+            oracle_block(j, i, adam, flags, p, g, factored, first, n, t);
         for (size_t e = 0; e < n && !arrays[6].bytes; e++) {
             float state[3] = {0};
             for (int k = 0; k < 3; k++)
                 state[k] = arrays[3 + k].bytes ? job_read(&arrays[3 + k], first + e) : 0;
+            if (factored)
+                state[1] = factored[first + e];
             p[e] = group->rule == MO_SGD
                        ? mo_sgd_elementf(sgd, flags, p[e], g[e], &state[0])
                        : mo_adam_elementf(adam, flags, p[e], g[e], &state[0], &state[1], &state[2]);
+            if (factored && !(state[1] <= MO_CODE_HUGE))
+                state[0] = 0;
             for (int k = 0; k < 3; k++)
                 if (arrays[3 + k].bytes)
                     job_write(&arrays[3 + k], first + e, state[k], NULL);
@@ -372,6 +452,7 @@ static void oracle_fp32(const job *j, size_t i, const mo_hyper *group, const mo_
             job_write(&arrays[0], first + e, p[e], !arrays[2].bytes && group->stochastic ? &dither : NULL);
         }
     }
+    free(factored);
 }
 
 __attribute__((unused)) static void job_oracle(job *j)
@@ -386,11 +467,12 @@ __attribute__((unused)) static void job_oracle(job *j)
         const bool counts = j->arrays[i][8].bytes;
         const float steps = counts ? job_read(&j->arrays[i][8], 0) : 0,
                     left = j->job.store_gradients ? 1 : factor;
-        const mo_adam_terms adam =
-            mo_adam_terms_of(lr, group->beta1, group->beta2, group->eps, group->weight_decay,
-                             group->rule == MO_ADAMW, group->maximize, steps, left);
+        mo_adam_terms adam = mo_adam_terms_of(lr, group->beta1, group->beta2, group->eps, group->weight_decay,
+                                              group->rule == MO_ADAMW, group->maximize, steps, left);
         const mo_sgd_terms sgd = mo_sgd_terms_of(lr, group->weight_decay, group->momentum, group->dampening,
                                                  group->maximize, left);
+        if (j->arrays[i][9].bytes)
+            mo_factored_terms(&adam);
         const mo_adam_termsf adamf = mo_adam_narrow(&adam);
         const mo_sgd_termsf sgdf = mo_sgd_narrow(&sgd);
         unsigned flags = 0;

@@ -37,14 +37,14 @@ Update = structure(
     "Update",
     **{
         "table factor found_inf": c_uint64,
-        "parameters groups units elements store_gradients first_index": c_uint,
+        "parameters groups units elements store_gradients first_index first_unit": c_uint,
     },
 )
 Parameter = structure(
     "Parameter",
     **{
-        "p g master m v vmax m_scale v_scale step count": c_uint64,
-        "flags group": c_uint,
+        "p g master m v vmax m_scale v_scale step count row column sums inverse": c_uint64,
+        "columns blocks blocks_done unused flags group": c_uint,
         "kind grad_kind state_kind code_bits": c_ushort,
     },
 )
@@ -272,6 +272,7 @@ class UpdateCase(Case):
             len(units),
             elements,
             int(self.store),
+            0,
         )
         self.launch("update", argument, max(1, len(units)))
         for one in made:
@@ -293,6 +294,8 @@ class UpdateCase(Case):
         codes = int(self.pick(8, 4)) if kind != F64 and self.chance(0.5) else 0
         sgd = codes != 4 and self.chance(0.3)
         state_kind = F64 if kind == F64 else int(self.pick(F32, kind))
+        columns = int(rng.integers(8, 300)) if kind != F64 and not sgd and self.chance(0.4) else 0
+        n = max(1, n // columns) * columns if columns else n
         p = self.values("p" + i, kind, rng.normal(size=n))
         g = self.values("g" + i, grad_kind, rng.normal(size=n), read_only=not self.store)
         halves = kind in (F16, BF16)
@@ -319,7 +322,7 @@ class UpdateCase(Case):
             if sgd:
                 row.flags = SGD | SGD_MOMENTUM | int(self.pick(0, 1, SGD_NESTEROV, SGD_FIRST))
             blocks, of = -(-n // 256), np.arange(n) // 256
-            for name in "m" if sgd else "mv":
+            for name in "m" if sgd or columns else "mv":
                 raw = rng.integers(0, 256, -(-n * codes // 8)).astype(np.uint8)
                 states[name] = self.library.buffer(name + i, raw, int(rng.integers(0, 8)))
                 scale = self.library.buffer(name + "_scale" + i, rng.random(blocks).astype(np.float32))
@@ -343,7 +346,9 @@ class UpdateCase(Case):
                 names = ["m"] if row.flags & SGD_MOMENTUM else []
             else:
                 row.flags = DECOUPLED if self.chance(0.5) else 1
-                if self.chance(0.3):
+                if columns:
+                    names = ["m"]
+                elif self.chance(0.3):
                     row.flags |= AMSGRAD
                     names.append("vmax")
             for name in names:
@@ -352,6 +357,15 @@ class UpdateCase(Case):
                 old[name] = wide(state_kind, states[name].array())
         for name, state in states.items():
             setattr(row, name, state.address)
+        if columns:
+            of_rows, of_columns = (
+                (rng.random(count) + 0.01).astype(np.float32) for count in (n // columns, columns)
+            )
+            inverse = self.one("inverse" + i, 1 / of_rows.mean(), read_only=True)
+            row.row = self.library.buffer("row" + i, of_rows, read_only=True).address
+            row.column = self.library.buffer("column" + i, of_columns, read_only=True).address
+            row.inverse, row.columns = inverse.address, columns
+            old["factored"] = np.outer(of_rows, of_columns).reshape(-1) / of_rows.astype(float).mean()
         row.flags |= MAXIMIZE if self.chance(0.2) else 0
         row.flags |= STOCHASTIC if halves and not master and self.chance(0.3) else 0
         return {
@@ -380,7 +394,7 @@ class UpdateCase(Case):
                 x = damped + group.momentum * m if row.flags & SGD_NESTEROV else m
             return {"p": p - rate * x, "m": m}
         m = group.beta1 * old["m"] + (1 - group.beta1) * x
-        v = group.beta2 * old["v"] + (1 - group.beta2) * x * x
+        v = old["factored"] if row.columns else group.beta2 * old["v"] + (1 - group.beta2) * x * x
         root = np.sqrt(np.maximum(old["vmax"], v) if row.flags & AMSGRAD else v) / math.sqrt(
             1 - group.beta2**t
         )
@@ -437,6 +451,83 @@ class UpdateCase(Case):
             self.check(
                 (off <= (np.abs(wanted) + scale * least) * relative).all(), f"codes of {name} are wrong"
             )
+
+
+class FactoredCase(Case):
+    """The averages of rows and columns of several matrices' squared gradients."""
+
+    def run(self) -> None:
+        rng = self.rng
+        self.group = Group(1e-2, 0.9, 0.99, 1e-8, 0.1, 0, 0, 0, 0, 0)
+        self.factor, skipped = float(np.float32(self.pick(1.0, -0.5, 1 / 3))), self.chance(0.15)
+        made = [self.matrix(str(i)) for i in range(int(rng.integers(1, 4)))]
+        others = [(0, 0)] * int(rng.integers(0, 3))  # units of the update kernel
+        units = [(i, k) for i, one in enumerate(made) for k in range(one["row"].blocks)]
+        rng.shuffle(units)
+        raw = bytes(16) + b"".join(bytes(one["row"]) for one in made) + bytes(self.group)
+        raw += np.array(others + [tuple(unit) for unit in units], np.uint32).tobytes()
+        table = self.library.buffer("table", np.frombuffer(raw, np.uint8))
+        found_inf = self.one("found_inf", float(skipped), read_only=True)
+        factor = self.one("factor", self.factor, read_only=True)
+        argument = Update(
+            table.address, factor.address, found_inf.address, len(made), 1, len(others), 1024, 0, 0, len(others)
+        )
+        self.launch("factored", argument, len(units))
+        for one in made:
+            self.compare(skipped, **one)
+        self.check(table.array().tobytes() == raw, "the table is not as it was")
+
+    def matrix(self, i: str) -> dict:
+        rng, library = self.rng, self.library
+        columns, kind = int(rng.integers(8, 60 if self.chance(0.5) else 600)), int(self.pick(F32, F16, BF16))
+        rows = int(rng.integers(1, 4 if self.small else 20 if columns > 60 else 900))
+        rows, columns = (columns, max(8, rows)) if self.small and self.chance(0.5) else (rows, columns)
+        if self.chance(0.2):
+            rows, columns = 1, int(rng.integers(2100, 2600))  # two blocks
+        x = rng.normal(size=(rows, columns)) * rng.random((rows, 1))
+        if self.chance(0.3):
+            x[rng.integers(rows), rng.integers(columns)] = self.pick(np.inf, np.nan, 1e30)
+        g = stored(kind, x)
+        p_kind = int(self.pick(kind, F32))
+        decays, master = self.chance(0.3), p_kind != F32 and self.chance(0.5)
+        p = stored(F32 if master else p_kind, rng.normal(size=(rows, columns)))
+        tiles = -(-rows // 256), -(-columns // 256)
+        vectors = [rng.random(count).astype(np.float32) for count in (rows, columns)]
+        of_rows, of_columns = (
+            library.buffer(f"vector {k} of {i}", vector) for k, vector in enumerate(vectors)
+        )
+        sums = np.full(rows * tiles[1] + columns * tiles[0], np.nan, np.float32)  # not initialised
+        of_p = library.buffer("p" + i, p, self.offset(p.itemsize), read_only=True).address if decays else 0
+        inverse = self.one("inverse" + i, -1)
+        row = Parameter(
+            p=0 if master else of_p,
+            g=library.buffer("g" + i, g, self.offset(SIZE[kind]), read_only=True).address,
+            master=of_p if master else 0,
+            count=rows * columns,
+            row=of_rows.address,
+            column=of_columns.address,
+            sums=library.buffer("sums" + i, sums).address,
+            inverse=inverse.address,
+            columns=columns,
+            blocks=-(-tiles[0] * tiles[1] // 8),
+            flags=int(decays) | (MAXIMIZE if self.chance(0.3) else 0),
+            kind=p_kind,
+            grad_kind=kind,
+        )
+        old = {"g": wide(kind, g), "p": wide(F32 if master else p_kind, p), "vectors": vectors}
+        return {"row": row, "new": (of_rows, of_columns), "inverse": inverse, "old": old}
+
+    def compare(self, skipped: bool, row, new, inverse, old) -> None:
+        with np.errstate(all="ignore"):
+            x = old["g"] * self.factor * (-1 if row.flags & MAXIMIZE else 1)
+            x = (x + self.group.weight_decay * old["p"] if row.flags & 1 else x).astype(np.float32)
+            square = np.where(np.isfinite(x * x), x.astype(float) ** 2, 0).reshape(-1, row.columns)
+        got = [one.array() for one in new]
+        for axis, before, after in zip((1, 0), old["vectors"], got, strict=True):
+            wanted = before if skipped else 0.99 * before.astype(float) + (1 - 0.99) * square.mean(axis)
+            self.check(np.allclose(after, wanted, rtol=1e-6, atol=0), f"averages along {axis} are wrong")
+        wanted = -1 if skipped else 1 / got[0].astype(float).mean()
+        self.check(near(float(inverse.array()[0]), wanted, 2e-7), "1 / the mean of rows is wrong")
 
 
 class WidenCase(Case):
@@ -557,6 +648,7 @@ class CrossEntropyCase(Case):
 
 CASES = {
     "cross_entropy": CrossEntropyCase,
+    "factored": FactoredCase,
     "gradients": GradientsCase,
     "update": UpdateCase,
     "widen": WidenCase,

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "kernels"))
 import build_kernels  # noqa: E402
 
-NAMES = ("cross_entropy", "gradients", "update", "widen")
+# Each with the type of its argument.
+NAMES = {name: f"mo_{name}_launch" for name in ("cross_entropy", "gradients", "update", "widen")}
+NAMES["factored"] = "mo_update_launch"
 CC = os.environ.get("CC", "gcc").split()
 COMMON = [
     "-std=c11",
@@ -45,8 +47,8 @@ def kernel_text() -> str:
         + '#line 1 "entries"\n'
         + "".join(
             f"void kernel_{name}(const void *argument);\n"
-            f"void kernel_{name}(const void *argument) {{ memopt_{name}(*(const mo_{name}_launch *)argument); }}\n"
-            for name in NAMES
+            f"void kernel_{name}(const void *argument) {{ memopt_{name}(*(const {kind} *)argument); }}\n"
+            for name, kind in NAMES.items()
         )
     )
 

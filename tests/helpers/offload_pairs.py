@@ -145,6 +145,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "8 bits of bf16": {"dtype": torch.bfloat16, "state_bits": 8, "min_8bit_size": 256},
     "4 bits": {"state_bits": 4, "min_8bit_size": 256},
+    "factored": {"state_bits": 4, "factored": True, "min_8bit_size": 256},
     "stochastic": {"dtype": torch.bfloat16, "stochastic_rounding": True},
     "SGD": {"kind": memopt.optim.SGD, "momentum": 0.9, "dampening": 0.5},
     "SGD of 8 bits": {

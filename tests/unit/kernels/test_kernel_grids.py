@@ -215,14 +215,22 @@ MUTANTS = [
         "every thread counts the block",
         "    if (threadIdx.x == 0) {\n        __threadfence();",
         "    {\n        __threadfence();",
+        after="memopt_update(",
     ),
     Mutant(
         "update",
         "no fence before the count",
         "        __threadfence(); /* this block",
         "        /* this block",
+        after="memopt_update(",
     ),
-    Mutant("update", "no fence after the count", "        __threadfence(); /* and the", "        /* and all"),
+    Mutant(
+        "update",
+        "no fence after the count",
+        "        __threadfence(); /* and the",
+        "        /* and all",
+        after="memopt_update(",
+    ),
     Mutant(
         "update",
         "no barrier before last is read",
@@ -269,6 +277,25 @@ MUTANTS = [
         "i < count; i += threads)\n        mo_widen_single",
         "i <= count; i += threads)\n        mo_widen_single",
     ),
+]
+MUTANTS += [
+    Mutant("factored", fault, old, new, after="memopt_factored(" if after is None else after)
+    for fault, old, new, after in (
+        ("a warp's tiles twice", "k += blockDim.x / 32", "k += 1", None),
+        ("every thread counts the block", "    if (threadIdx.x == 0) {", "    {", None),
+        ("no fence before the count", "        __threadfence(); /* this", "        /* this", None),
+        ("no fence after the count", "        __threadfence(); /* and the", "        /* and the", None),
+        ("no barrier before last is read", BARRIER, "", "others' before they are read */\n    }\n"),
+        ("blocks_done is not put back", "            a->blocks_done = 0;", "            ;", None),
+        ("a column of the second half as of the first", "k % 4 + k / 4 * 128", "k % 4 + k / 4 * 124", ""),
+        ("the first rows of tiles alone", "row_sums[k] += row_sums[k + apart]", "row_sums[k] += 0", ""),
+        ("the sum of half a row", "apart < 32; apart *= 2", "apart < 16; apart *= 2", ""),
+        ("a square that is not finite", "return x <= MO_FACTORED_MOST ? x : 0;", "return x;", ""),
+    )
+]
+MUTANTS += [
+    Mutant("update", "an element behind its row's end", "at + k - columns : at + k", "at + k : at + k"),
+    Mutant("update", "the next row from this one's average", "behind ? scale[1]", "behind ? scale[0]"),
 ]
 # The C compiler makes two accesses of eight bytes of one of sixteen, and has no instruction for a pair.
 OF_INSTRUCTIONS = [

@@ -88,7 +88,7 @@ def update(library: KernelLibrary, rng: np.random.Generator, kind: int = F32) ->
     group = Group(lr, beta1, beta2, eps, decay, 0, 0, 0, 0, 0)
     units = np.array([(0, number) for number in UNITS], np.uint32).tobytes()
     table = library.buffer("table", np.frombuffer(bytes(16) + bytes(row) + bytes(group) + units, np.uint8))
-    argument = Update(table.address, 0, 0, 1, 1, len(UNITS), UNIT, 0)
+    argument = Update(table.address, 0, 0, 1, 1, len(UNITS), UNIT, 0, 0)
     assert library.launch("update", argument, len(UNITS), 64, rng) == []
     precise = 1e-5 if kind == F32 else 5e-3
     for number in UNITS:

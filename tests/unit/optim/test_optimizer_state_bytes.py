@@ -35,6 +35,7 @@ KINDS = {
     "memopt.SGD": lambda p: memopt.optim.SGD(p, lr=0.1, momentum=0.9),
     "8 bits": lambda p: memopt.optim.AdamW(p, state_bits=8),
     "4 bits": lambda p: memopt.optim.AdamW(p, state_bits=4),
+    "factored": lambda p: memopt.optim.AdamW(p, state_bits=4, factored=True),
 }
 
 
