@@ -333,7 +333,8 @@ class AdamW(AdamStates, _TorchsAdamW):
             small updates are not lost on average; deterministic from run to run.
         offload_gradients: Whether gradients of parameters on a CUDA device wait for the step in pinned memory of the
             host. Each leaves as backward() completes it, beside the rest of the backward pass, and the step brings
-            them back, some at a time: of all gradients the device has two of the largest at once. In p.grad is then a
+            them back, some at a time: of all gradients the device has two of the largest at once (but where a model is
+            compiled as a whole, which makes all at once). In p.grad is then a
             tensor of the same shape that holds no memory there; p.grad.cpu() is the gradient. Accumulation,
             zero_grad(), memopt.amp.clip_grad_norm_ (order 2; exact) and memopt.amp.GradScaler work as ever, with the
             same bits, but that norms of fp64 gradients are fp32, and that gradients of 16 bits are rounded by
@@ -347,16 +348,19 @@ class AdamW(AdamStates, _TorchsAdamW):
             which is dropped then: of all gradients the device has two of the largest at once, none waits on the host,
             and states on the host (offload_states, or memopt.offload_layers(), whose parameters are stepped there) come
             and go beside the backward pass. It is for steps that need no gradient of another parameter: no clipping by
-            a global norm, no accumulation, no gradient scaler; each is refused by name where it would read what is
-            gone. step() is called as ever, and does what backward() has not done. A backward pass that fails has
-            stepped the parameters whose gradients were complete.
+            a global norm, no accumulation, no gradient scaler. Each is refused by name where it would read a gradient
+            that is gone, which is after that step. step() is called as ever, and does what backward() has not done;
+            the learning rate is that at backward(). A backward pass steps all parameters that it reaches, and one that
+            fails those that it has reached. A model that is compiled as a whole makes all gradients before the first
+            hook: compile its blocks.
 
     Raises:
         ValueError: As torch's, for differentiable=True, for amsgrad=True with state_bits=8 or 4 or with factored=True,
             and for step_in_backward=True beside offload_gradients=True; for either with a parameter that another
             optimizer has so.
         RuntimeError: offload_gradients=True or step_in_backward=True in a process of several ranks.
-        MemoryError: The host can lock no memory for states (step()), before any parameter has changed.
+        MemoryError: The host can lock no memory for states (step(), before any parameter has changed; with
+            step_in_backward=True backward(), at the first parameter for which there is none).
 
     Example:
         >>> optimizer = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=8)

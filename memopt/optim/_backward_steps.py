@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memopt.optim._gradient_hooks import GradientHooks
+from memopt._runtime.signals import interrupted_later
+from memopt.optim._gradient_hooks import EndOfPass, GradientHooks
 from memopt.optim._offloaded_gradients import LEAVING
 from memopt.optim._state_layout import is_plain
 
@@ -67,6 +68,7 @@ class _Side:
         self._device = device
         self._reading: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._held = 0
+        self.end = EndOfPass(device, self.finish)
 
     def note(self, grad: Tensor, most: int) -> None:
         """Keep the gradient for the step that was begun. most: bytes that may be kept, but for the last."""
@@ -110,24 +112,23 @@ class BackwardSteps(GradientHooks):
             or not is_plain(p)
         ):
             return
-        self._begin()
-        with self._lock:
+        self._refuse_ranks()
+        with interrupted_later(fatal=False), self._lock:  # a gradient that was used must not stay
             if not (p.is_cuda and group.get("offload_states")):
-                optimizer.step_alone(p)
+                optimizer.step_alone(p, group)
             else:
                 side = self._sides.get(p.device)
                 if side is None:
                     side = self._sides[p.device] = _Side(p.device)
+                side.end.enter()
                 side.stream.wait_stream(torch.cuda.current_stream(p.device))
-                with torch.cuda.stream(side.stream):
-                    optimizer.step_alone(p)
-                side.note(grad, min(LEAVING, self._largest))
-        torch.autograd.graph.increment_version(p)
-        p.grad = SteppedGradient(grad)
-
-    def _finish(self) -> None:
-        for side in self._sides.values():
-            side.finish()
+                try:
+                    with torch.cuda.stream(side.stream):
+                        optimizer.step_alone(p, group)
+                finally:
+                    side.note(grad, min(LEAVING, self._largest))
+            torch.autograd.graph.increment_version(p)
+            p.grad = SteppedGradient(grad)
 
 
 def steps_at_once(hook: Any) -> bool:

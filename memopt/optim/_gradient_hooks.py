@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class EndOfPass:
+    """Calls a function once at the end of each backward pass in which it was entered, also of one that fails.
+
+    The work that the function is for goes to the stream on which the pass was entered.
+    """
+
+    def __init__(self, device: torch.device, function: Callable[[], None]) -> None:
+        self._device, self._function, self._task = device, function, -1
+
+    def enter(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task = task
+            end = _Once(torch.cuda.current_stream(self._device), self._function)
+            torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+
+
+class _Once:
+    """A callback of autograd's, which drops it uncalled where a pass fails."""
+
+    def __init__(self, stream: torch.cuda.Stream, function: Callable[[], None]) -> None:
+        self._stream, self._function = stream, function
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._function()
+
+    def __del__(self) -> None:
+        if not self._called and not sys.is_finalizing():
+            with torch.cuda.stream(self._stream):
+                self._function()
 
 
 class GradientHooks:
@@ -17,7 +52,6 @@ class GradientHooks:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._handles: dict[int, Any] = {}  # by id(parameter)
-        self._task = -1  # the backward pass at whose end _finish() is called
         self._largest = 0  # bytes of a parameter
         weakref.finalize(optimizer, _remove, self._handles).atexit = False
 
@@ -48,17 +82,6 @@ class GradientHooks:
     def _complete(self, p: Tensor) -> None:
         """Take p.grad, which is whole."""
         raise NotImplementedError
-
-    def _begin(self) -> None:
-        """Have _finish() called at the end of this backward pass."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._refuse_ranks()
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
-
-    def _finish(self) -> None:
-        """End a backward pass; it is not called for one that failed."""
 
     def _refuse_ranks(self) -> None:
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -26,7 +26,7 @@ from memopt import _C
 from memopt._offload.pinned_memory import CopyIn, dense_bytes, host_memory, index_of
 from memopt._offload.transfers import PinnedTransfer
 from memopt._runtime import kernels
-from memopt.optim._gradient_hooks import GradientHooks
+from memopt.optim._gradient_hooks import EndOfPass, GradientHooks
 
 LEAVING = 256 << 20  # bytes of gradients that are kept on the device for their copies' sake: 10 ms at 25 GB/s
 aten = torch.ops.aten
@@ -133,6 +133,7 @@ class HostGradient(Tensor):
 
     def _add(self, other: Tensor) -> None:
         self._way.settle(max(0, self._way.most - 2 * self.nbytes))  # room for the sum and for what is added
+        self._way.end.enter()
         with self._way.beside():
             total = self.on_device()
             total += other.on_device() if isinstance(other, HostGradient) else other
@@ -156,6 +157,7 @@ class _WayToHost:
         self._leaving: deque[tuple[PinnedTransfer, Tensor, Tensor | None]] = deque()
         self._held = 0
         self._side: torch.cuda.Stream | None = None
+        self.end = EndOfPass(device, lambda: self.settle(0))
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -212,7 +214,8 @@ class GradientOffload(GradientHooks):
         if way is None:
             way = self._ways[grad.device] = _WayToHost(grad.device)
         way.most = min(LEAVING, self._largest)
-        self._begin()
+        self._refuse_ranks()
+        way.end.enter()
         if type(grad) is Tensor and not grad.requires_grad:  # with create_graph=True it has a graph
             left = way.leave(grad)
             way.settle(way.most)
@@ -220,10 +223,6 @@ class GradientOffload(GradientHooks):
                 p.grad = left
             elif grad.numel():
                 self._warn(grad)
-
-    def _finish(self) -> None:
-        for way in self._ways.values():
-            way.settle(0)
 
     def _warn(self, grad: Tensor) -> None:
         if not self._warned:

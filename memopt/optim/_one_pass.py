@@ -7,9 +7,8 @@ the gradients in it, and answers with a `ScaledStep`. The walk is memopt._C.Upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -105,6 +104,7 @@ class OnePass(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._backward_steps is not None:
+            self._take_gradients(shared=True)  # of parameters that were frozen when they came
             for p in (p for group in self.param_groups for p in group["params"]):
                 if type(p.grad) is SteppedGradient:
                     p.grad = None
@@ -154,32 +154,29 @@ class OnePass(torch.optim.Optimizer):
 
     def _update_piece(self, piece: Piece, scaling: ScaledStep | None, is_first: bool) -> None:
         """Step a piece, as if it was all that this optimizer has."""
-        with self._alone(piece.of, piece.p, piece.states):
-            self._first_index = piece.first_index
-            self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, [0] if is_first else [])
-            try:
-                self._update(scaling)
-            finally:
-                self._first_index = 0
+        alone = self._alone(piece.p, piece.states, self.group_of(piece.of))
+        alone._first_index = piece.first_index
+        alone._plan = _C.UpdatePlan(alone.state, alone.param_groups, self._is_sgd, [0] if is_first else [])
+        alone._update(scaling)
 
-    @contextmanager
-    def _alone(self, of: Tensor, p: Tensor, states: dict[str, Any]) -> Iterator[None]:
-        """Have this optimizer be that of p alone, with the options of a parameter of its own."""
-        whole = {name: self.__dict__[name] for name in ("state", "param_groups")}
-        self.state, self.param_groups = {p: states}, [{**self.group_of(of), "params": [p]}]  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            self.__dict__.update(whole)
+    def _alone(self, p: Tensor, states: dict[str, Any], group: dict[str, Any]) -> Self:
+        """Return this optimizer as that of p alone, with a group's options."""
+        self.__dict__.setdefault("_homes", {})  # both have the same
+        alone = object.__new__(type(self))
+        alone.__dict__ |= self.__dict__ | {
+            "state": {p: states},
+            "param_groups": [{**group, "params": [p]}],
+            "_plan": None,
+        }
+        return alone
 
     def group_of(self, p: Tensor) -> dict[str, Any]:
         """Return the parameter's group, {} for one that has left it."""
         return next((group for group in self.param_groups if any(p is one for one in group["params"])), {})
 
-    def step_alone(self, p: Tensor) -> None:
-        """Step one parameter, whose gradient is there."""
-        with self._alone(p, p, self.state[p]):
-            self._update_in_turns(None)
+    def step_alone(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Step one parameter, whose gradient is there, by its group's options."""
+        self._alone(p, self.state[p], group)._update_in_turns(None)
 
     def _ready(self, scaling: ScaledStep | None) -> tuple[list[int], list[tuple[int, Tensor]]] | None:
         """Collect for a step, with all states. Return the numbers of the parameters that the plan cannot take, and

@@ -265,6 +265,8 @@ def _pieces(p: Tensor, grad: Tensor, states: dict[str, Any], elements: int) -> l
     for first in range(0, count, length):
         end = min(first + length, count)
         piece = Piece(p, _row(p)[first:end], {}, first)
+        if grad.dtype is not p.dtype:
+            piece.p.grad_dtype = grad.dtype  # type: ignore[attr-defined]  # as p's is
         if not isinstance(grad, HostGradient):
             piece.p.grad = _row(grad)[first:end]
         for name, per in pers.items():

@@ -470,7 +470,16 @@ class FactoredCase(Case):
         found_inf = self.one("found_inf", float(skipped), read_only=True)
         factor = self.one("factor", self.factor, read_only=True)
         argument = Update(
-            table.address, factor.address, found_inf.address, len(made), 1, len(others), 1024, 0, 0, len(others)
+            table.address,
+            factor.address,
+            found_inf.address,
+            len(made),
+            1,
+            len(others),
+            1024,
+            0,
+            0,
+            len(others),
         )
         self.launch("factored", argument, len(units))
         for one in made:

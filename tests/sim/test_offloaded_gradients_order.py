@@ -222,6 +222,53 @@ def test_each_wait_of_a_step_in_the_backward_pass_is_needed(
     assert wrong_after(3, ahead, states=True, backward=True) > 0
 
 
+class Fails(torch.autograd.Function):
+    """Ends a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("option", ["step_in_backward", "offload_gradients"])
+def test_what_a_failed_backward_pass_has_begun_is_over_before_it_is_read(option: str) -> None:
+    layers = [Layer(k, lambda: None) for k in range(3)]
+    optimizer: Any = memopt.optim.SGD(
+        (layer.weight for layer in layers), lr=1.0, momentum=0.5, offload_states=True, **{option: True}
+    )
+    for layer in layers:
+        layer.gradient = torch.full((COUNT,), 3.0).pin_memory()
+    x = torch.empty(4, device="cuda", requires_grad=True)
+    nn.Sequential(*layers)(x).backward(torch.empty_like(x))
+    if option == "step_in_backward":
+        optimizer.step()
+    torch.cuda.synchronize()
+    for layer in layers:  # what torch would have computed
+        layer.weight.data.copy_(torch.full((COUNT,), -3.0))
+        optimizer.state[layer.weight]["momentum_buffer"] = torch.full((COUNT,), 3.0)
+    read = torch.empty(COUNT).pin_memory()
+    norm = torch.empty((), dtype=torch.float64).pin_memory()
+    sim.lazy(True)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ArithmeticError):
+        patch.setattr(torch.Tensor, "__iadd__", added, raising=False)
+        nn.Sequential(*layers[1:])(Fails.apply(x)).backward(torch.empty_like(x))
+    if option == "step_in_backward":
+        read.copy_(layers[1].weight.detach(), non_blocking=True)
+    else:
+        norm.copy_(layers[1].weight.grad.norm64, non_blocking=True)
+    sim.progress(-1, 1)
+    torch.cuda.synchronize()
+    sim.lazy(False)
+    if option == "step_in_backward":
+        assert torch.equal(read, torch.full((COUNT,), -3.0 - (1.5 + 3.0)))
+    else:
+        assert torch.isclose(norm, torch.tensor(6.0 * COUNT**0.5, dtype=torch.float64))
+
+
 def test_a_gradient_is_kept_until_its_step_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def drop(self: _Side) -> None:
         self._held -= self._reading.popleft()[0].nbytes

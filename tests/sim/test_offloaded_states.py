@@ -41,6 +41,9 @@ def computed() -> Iterator[None]:
         yield
 
 
+WHOLE = ("factored", "Muon", "Muon of 8 bits")  # of which no parameter is cut
+
+
 def note_pieces(cut: list[_turns.Piece], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have parameters cut into small pieces, and note these."""
     whole = _turns._pieces
@@ -78,7 +81,7 @@ def test_states_on_the_host_have_the_bits_of_those_that_stay(
             assert {name: value.device.type for name, value in states.items() if name != "step"} == {
                 name: "cpu" for name in states if name != "step"
             }
-    assert not pieces or any(piece.first_index for piece in cut)
+    assert any(piece.first_index for piece in cut) == (pieces and kind not in WHOLE)
 
 
 @pytest.mark.sampled(5)
@@ -97,13 +100,13 @@ def test_a_step_in_the_backward_pass_has_the_bits_of_one_after_it(
         for (model, optimizer), schedule in zip(both, schedules, strict=True):
             optimizer.zero_grad()
             loss_of(model, n).backward()
-            stepped = [type(p.grad) is SteppedGradient for p in model.parameters()]
+            stepped = [type(p.grad) is SteppedGradient for p in model.parameters() if p.requires_grad]
             assert all(stepped) if optimizer is both[1][1] else not any(stepped)
             optimizer.step()
             schedule.step()
         both[1][1].state_dict()  # waits for its states
         same(both)
-    assert any(piece.first_index for piece in cut) == (states and pieces)
+    assert any(piece.first_index for piece in cut) == (states and pieces and kind not in WHOLE)
 
 
 def test_two_devices_step_in_the_backward_pass_at_once() -> None:
@@ -117,10 +120,34 @@ def test_two_devices_step_in_the_backward_pass_at_once() -> None:
         for n in range(10):
             optimizer.zero_grad()
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(n))
-            second(first(x.to("cuda:0")).to("cuda:1")).square().mean().backward()
+            apart = first(x.to("cuda:0")).square().mean().to("cuda:1")
+            (second(x.to("cuda:1")).square().mean() + apart).backward()
+            kinds = {type(p.grad) for p in (*first.parameters(), *second.parameters())}
+            assert kinds == {SteppedGradient if at_once else torch.Tensor}
             optimizer.step()
         ends.append([p.detach().cpu() for p in (*first.parameters(), *second.parameters())])
     assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("option", ["offload_gradients", "step_in_backward"])
+def test_pieces_have_gradients_of_another_type_than_their_parameter(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: list[_turns.Piece] = []
+    note_pieces(cut, monkeypatch)
+    p = nn.Parameter(torch.ones(4096, device="cuda"))
+    p.grad_dtype = torch.float16  # type: ignore[attr-defined]
+    optimizer = memopt.optim.SGD(
+        [p],
+        lr=0.5,
+        momentum=0.9,
+        offload_states=True,
+        **{option: True},  # type: ignore[arg-type]
+    )
+    (p * 2).sum().backward()
+    assert p.grad is not None and p.grad.dtype is torch.float16
+    optimizer.step()
+    assert cut and torch.equal(p.cpu(), torch.zeros(4096))
 
 
 def test_layers_on_the_host_step_there_as_their_gradients_come() -> None:

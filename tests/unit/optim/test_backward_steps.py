@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,36 @@ def test_a_step_that_fails_keeps_its_gradient_and_the_next_one_is_taken(
     optimizer.step()  # what is there
     assert sum(not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)) == 1
     step(model, optimizer, 1)
+
+
+def test_an_interrupted_step_is_taken_and_its_gradient_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(torch.ones(4))
+    optimizer = memopt.optim.SGD([p], lr=1.0, step_in_backward=True)
+    update = OnePass._update
+
+    def interrupted(self: OnePass, scaling: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        update(self, scaling)
+
+    monkeypatch.setattr(OnePass, "_update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        p.sum().backward()
+    monkeypatch.undo()
+    assert torch.equal(p, torch.zeros(4)) and type(p.grad) is SteppedGradient
+    optimizer.step()
+    assert torch.equal(p, torch.zeros(4))
+
+
+def test_a_parameter_that_was_frozen_steps_in_the_backward_pass_once_it_is_not() -> None:
+    model = model_of(0)
+    model[0].requires_grad_(False)
+    optimizer = memopt.optim.SGD(model.parameters(), lr=0.1, step_in_backward=True)
+    step(model, optimizer, 0)
+    model[0].requires_grad_(True)
+    step(model, optimizer, 1)
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    assert all(type(p.grad) is SteppedGradient for p in model.parameters())
 
 
 def test_tied_parameters_step_once() -> None:
