@@ -260,7 +260,11 @@ def test_what_a_failed_backward_pass_has_begun_is_over_before_it_is_read(option:
         read.copy_(layers[1].weight.detach(), non_blocking=True)
     else:
         norm.copy_(layers[1].weight.grad.norm64, non_blocking=True)
-    sim.progress(-1, 1)
+    streams = _C.copy_counts(0)
+    others = (streams["stream_in"], streams["stream_out"], *(one.cuda_stream for one in sides(optimizer)))
+    for other in others * 50:
+        sim.progress(-1, 1)
+        sim.progress(1, other)
     torch.cuda.synchronize()
     sim.lazy(False)
     if option == "step_in_backward":
