@@ -130,6 +130,10 @@ class BackwardSteps(GradientHooks):
             torch.autograd.graph.increment_version(p)
             p.grad = SteppedGradient(grad)
 
+    def settle(self) -> None:
+        for side in self._sides.values():
+            side.finish()
+
 
 def steps_at_once(hook: Any) -> bool:
     """Return whether a parameter's hook steps it."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 class EndOfPass:
-    """Calls a function once at the end of each backward pass in which it was entered, also of one that fails.
+    """Calls a function at the end of each backward pass in which it was entered, also of one that fails: soon after
+    that, as autograd's threads let go of it, and before the next pass.
 
     The work that the function is for goes to the stream on which the pass was entered.
     """
@@ -24,6 +25,7 @@ class EndOfPass:
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self._task = task
+            self._function()
             end = _Once(torch.cuda.current_stream(self._device), self._function)
             torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
@@ -81,6 +83,10 @@ class GradientHooks:
 
     def _complete(self, p: Tensor) -> None:
         """Take p.grad, which is whole."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Have the current stream go on behind all that a failed backward pass may have left."""
         raise NotImplementedError
 
     def _refuse_ranks(self) -> None:

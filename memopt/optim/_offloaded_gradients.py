@@ -101,6 +101,7 @@ class HostGradient(Tensor):
     @property
     def norm64(self) -> Tensor:
         """Its norm of order 2, one fp64 on the device."""
+        self._way.settle(0)
         norm = self._norm64
         for factor in self._factors:
             norm = norm * factor.abs()
@@ -143,9 +144,8 @@ class HostGradient(Tensor):
                 f"the host cannot lock {total.nbytes} more bytes for a gradient that adds up: raise `ulimit -l` or the "
                 "memory limit of the container"
             )
-        self._way.settle(
-            0 if torch._C._current_graph_task_id() == -1 else self._way.most
-        )  # no backward pass will end
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._way.settle(self._way.most if in_backward else 0)
         self._transfer, self._norm64, self._factors = left._transfer, left._norm64, ()
 
 
@@ -223,6 +223,10 @@ class GradientOffload(GradientHooks):
                 p.grad = left
             elif grad.numel():
                 self._warn(grad)
+
+    def settle(self) -> None:
+        for way in self._ways.values():
+            way.settle(0)
 
     def _warn(self, grad: Tensor) -> None:
         if not self._warned:

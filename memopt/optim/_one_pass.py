@@ -103,6 +103,7 @@ class OnePass(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._settle()
         if self._backward_steps is not None:
             self._take_gradients(shared=True)  # of parameters that were frozen when they came
             for p in (p for group in self.param_groups for p in group["params"]):
@@ -446,7 +447,22 @@ class OnePass(torch.optim.Optimizer):
             homes = self.__dict__.setdefault("_homes", {})
             homes.setdefault(id(p), HostStates()).take(self.state[p], p.device)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as torch's optimizers do.
+
+        Args:
+            set_to_none: Whether to set .grad to None; gradients that are not on the device can only be dropped.
+        """
+        self._settle()
+        super().zero_grad(set_to_none)
+
+    def _settle(self) -> None:
+        for hooks in (self._offload, self._backward_steps):
+            if hooks is not None:
+                hooks.settle()
+
     def _wait_for_states(self) -> None:
+        self._settle()
         for home in self._homes.values():
             home.wait()
 

@@ -257,6 +257,7 @@ def test_what_a_failed_backward_pass_has_begun_is_over_before_it_is_read(option:
         patch.setattr(torch.Tensor, "__iadd__", added, raising=False)
         nn.Sequential(*layers[1:])(Fails.apply(x)).backward(torch.empty_like(x))
     if option == "step_in_backward":
+        optimizer.zero_grad()
         read.copy_(layers[1].weight.detach(), non_blocking=True)
     else:
         norm.copy_(layers[1].weight.grad.norm64, non_blocking=True)
