@@ -26,6 +26,7 @@ LEVERS = {
     "and gradients on the host": f"{FUSED} --offload-gradients",
     "and states on the host": f"{FUSED} --offload-gradients --offload-states",
     "4-bit states, gradients on the host": "--state-bits 4 --fused-head --offload-gradients",
+    "… factored": "--state-bits 4 --factored --fused-head --offload-gradients",
 }
 HOST = "and states on the host"
 LONG = {

@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="8b")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--state-bits", type=int, default=0, help="0: torch.optim.AdamW")
+    parser.add_argument("--factored", action="store_true", help="second moments, with --state-bits")
     parser.add_argument("--offload-gradients", action="store_true")
     parser.add_argument("--offload-states", action="store_true")
     parser.add_argument("--step-in-backward", action="store_true", help="without clipping")
@@ -96,6 +97,7 @@ def main() -> None:
             model.parameters(),
             lr=1e-5,
             state_bits=options.state_bits,
+            factored=options.factored,
             offload_gradients=options.offload_gradients,
             offload_states=options.offload_states,
             step_in_backward=options.step_in_backward,
