@@ -87,12 +87,12 @@ def search_of(
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Search:
     """Return the search among the wanted ones of the techniques that could save memory at the peak."""
-    return Search(filter(wanted, _worth_trying(found, card, backend)), found.needed[1], card.usable, attempt)
+    return Search(filter(wanted, _worth_trying(found, card, backend)), found.needed[0], card.usable, attempt)
 
 
 def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
     # Of the allocators the one that holds the least: others take what it takes, and more.
-    others = [one for one in found.backends if one.name != backend and one.reserved < found.reserved[1]]
+    others = [one for one in found.backends if one.name != backend and one.reserved < found.reserved[0]]
     if others:
         yield min(others, key=lambda one: (not one.completes, one.reserved)).name
     if found.steps:

@@ -12,7 +12,7 @@ from memopt._estimate.cards import Card
 from memopt._estimate.prediction import Estimate
 from memopt._estimate.request import BACKENDS
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
-from memopt._estimate.survey import FORWARD, LINK, Survey
+from memopt._estimate.survey import FORWARD, LINK, NOT_MET, Survey
 from memopt._run.plan import EIGHT_BITS, FOUR_BITS, Plan, described
 from memopt._runtime.table import Facts, ResultTable, several
 
@@ -105,9 +105,11 @@ class Fit:
                 f"{_plain(name)} (-{size(max(0, saved))})" for name, saved in self.alone.items()
             )
             said.append(("not enough", f"alone: {saved}"))
-        said += several(
-            "does not run", (f"{_plain(name)}: {why.splitlines()[0]}" for name, why in self.failed.items())
-        )
+        idle = [name for name, why in self.failed.items() if NOT_MET in why]
+        if idle:
+            said.append(("no use", f"{NOT_MET} {', '.join(idle)}"))
+        failed = ((name, why.splitlines()[0]) for name, why in self.failed.items() if name not in idle)
+        said += several("fails", (f"with {name}: {why}" for name, why in failed))
         if plan is None:
             card = cards.smallest_with(self.least)
             named = f", as {card.name}" if card else ""
@@ -177,7 +179,7 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
     fit.rows = [_row(names, tried[names]) for names in order[:_ROWS]]
-    fit.alone = {name: estimate.needed[1] - one.needed for name, one in search.alone.items() if not one.fits}
+    fit.alone = {name: estimate.needed[0] - one.needed for name, one in search.alone.items() if not one.fits}
     fit.failed = survey.failed
     fit.least = min([fit.least, *(one.needed for one in tried.values())])
     fit.runs = survey.runs
@@ -211,6 +213,10 @@ def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int) 
         backend=next((name for name in BACKENDS if name in names), survey.request.backend),
         techniques=sorted(names - {*BACKENDS}),
     )
+
+
+def _saving(saved: int) -> str:
+    return f"{'-' if saved >= 0 else '+'}{_C.format_size(abs(saved))}" if saved else "nothing"
 
 
 def _plain(technique: str) -> str:

@@ -36,6 +36,8 @@ _TIMES, _LEAST_SECONDS = 20.0, 60.0
 LINK = 25e9  # of what the run copies more, at the rate of 16 lanes of PCIe 4
 FORWARD = 50e9  # of what is recomputed: the rate at which a forward pass makes what it keeps
 
+NOT_MET = "nothing in the script takes"  # techniques
+
 Run = Callable[[Request], Answer]
 
 
@@ -354,7 +356,7 @@ def _not_as_wanted(answer: Answer, techniques: list[str], found: Estimate) -> st
         return f"it requests more than {_C.format_size(cards.NO_LIMIT)}"
     if answer.steps < found.steps:
         return f"only {answer.steps} steps were done in its time"
-    return f"nothing in the script takes {' and '.join(without)}" if without else ""
+    return f"{NOT_MET} {' and '.join(without)}" if without else ""
 
 
 def _signed(size: int) -> str:

@@ -184,11 +184,13 @@ class _Run:
                 what()
             except ValueError as error:
                 print(f"memopt run: --fit: {error}", file=sys.stderr)
+                self._techniques = None
                 sys.exit(2)
 
         check(lambda: plan.check_torch(torch.__version__))
-        # CUDA is not to begin before the script has it begin: what it forks until then may use it, too.
-        torch.cuda._lazy_call(lambda: check(lambda: plan.check_card(_usable_on_card())))
+        if self._request.simulated is None:
+            # CUDA is not to begin before the script has it begin: what it forks until then may use it, too.
+            torch.cuda._lazy_call(lambda: check(lambda: plan.check_card(torch.cuda.mem_get_info()[1])))
         self._techniques = Techniques(plan.techniques)
 
     def _compare(self, plan: Plan, applied: dict[str, list[str]]) -> None:
@@ -255,12 +257,6 @@ class _Run:
 
     def _failed(self, text: str) -> None:
         (self._folder / "failure.txt").write_text(text + "\n")
-
-
-def _usable_on_card() -> int:
-    import torch
-
-    return int(torch.cuda.mem_get_info()[1])
 
 
 def _figures(recording: Recording) -> dict[str, Any]:
