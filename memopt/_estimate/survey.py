@@ -180,8 +180,8 @@ class Survey:
         return found
 
     def attempt(self, found: Estimate, card: Card, names: Collection[str]) -> Tried | None:
-        """Run the request with techniques, and an allocator among them, without a limit, and on the card where that
-        leaves it open; None if the script does not run with all of them."""
+        """Run the request with techniques, and an allocator among them, without a limit, and on the card unless that
+        shows that it does not fit; None if the script does not run with all of them."""
         backend = next((name for name in BACKENDS if name in names), self.request.backend)
         techniques = sorted(set(names) - {backend})
         # What hangs with a technique must not keep the answer back.
@@ -192,9 +192,11 @@ class Survey:
             free = self._ask(request, what)
             if why := _not_as_wanted(free, techniques, found):
                 raise NothingToTell(free, why)
-            fits = self._completes(request, card, free, f"{what} on {card}") and self._is_sure(
-                found, self._on(card, request), free, f"{what} on {card}"
-            )
+            fits, answer = False, free
+            if free.peak_allocated + card.context * free.contexts <= card.usable:
+                limited, what = self._on(card, request), f"{what} on {card}"
+                answer = self._ask(limited, what)
+                fits = self._is_sure(found, limited, answer, what)
         except (ScriptFailed, ChildFailed) as error:
             self.say(f"it does not run {what}: {error}")
             self.failed[" + ".join(name.partition(":")[0] for name in sorted(names))] = str(error)
@@ -203,7 +205,8 @@ class Survey:
         again = saved if any(name.startswith(CHECKPOINT) for name in techniques) else 0
         copied = max(0, free.copied_bytes - found.copied_bytes) / max(1, free.steps)
         seconds = copied / LINK + again / FORWARD
-        return Tried(fits, free.held + card.context * free.contexts, seconds, free)
+        needed = free.held + card.context * free.contexts
+        return Tried(fits, needed, seconds, answer if fits else free)
 
     def _is_sure(self, found: Estimate, request: Request, answer: Answer, what: str) -> bool:
         """Return whether a run on a card completes, also with workspaces if they make a difference."""
