@@ -21,7 +21,8 @@ from memopt._estimate.prediction import SIMULATED, Backend, Estimate
 from memopt._estimate.protection import Protection
 from memopt._estimate.request import BACKENDS, SHORTEN, BatchOption, Request
 from memopt._estimate.search import Tried
-from memopt._run.plan import CHECKPOINT
+from memopt._run.plan import CHECKPOINT, OFFLOAD_LAYERS
+from memopt._runtime.host_memory import available
 from memopt._runtime.process import ChildFailed
 
 # A convolution's plan may want this much and more; torch takes one with less where it does not fit.
@@ -36,6 +37,7 @@ _TIMES, _LEAST_SECONDS = 20.0, 60.0
 LINK = 25e9  # of what the run copies more, at the rate of 16 lanes of PCIe 4
 FORWARD = 50e9  # of what is recomputed: the rate at which a forward pass makes what it keeps
 
+_COPIES = 4  # of parameters, that a step on the host takes
 NOT_MET = "nothing in the script takes"  # techniques
 
 Run = Callable[[Request], Answer]
@@ -189,6 +191,8 @@ class Survey:
         request = replace(self.request, techniques=techniques, backend=backend, seconds=seconds)
         what = f"with {' and '.join(sorted(names))}"
         try:
+            if OFFLOAD_LAYERS in names:
+                _check_host(found.by_category.get("parameters", 0))
             free = self._ask(request, what)
             if why := _not_as_wanted(free, techniques, found):
                 raise NothingToTell(free, why)
@@ -197,7 +201,7 @@ class Survey:
                 limited, what = self._on(card, request), f"{what} on {card}"
                 answer = self._ask(limited, what)
                 fits = self._is_sure(found, limited, answer, what)
-        except (ScriptFailed, ChildFailed) as error:
+        except (ScriptFailed, ChildFailed, MemoryError) as error:
             self.say(f"it does not run {what}: {error}")
             self.failed[" + ".join(name.partition(":")[0] for name in sorted(names))] = str(error)
             return None
@@ -346,6 +350,16 @@ class Survey:
         }
         found.runs = self.runs
         return best
+
+
+def _check_host(parameters: int) -> None:
+    """Raise MemoryError where this host has no room to step parameters, with gradients and two states, as it would."""
+    room = available()
+    if room is not None and _COPIES * parameters > room:
+        size = _C.format_size
+        raise MemoryError(
+            f"it takes {size(_COPIES * parameters)} of this host's memory, which has {size(room)} left"
+        )
 
 
 def _not_as_wanted(answer: Answer, techniques: list[str], found: Estimate) -> str:

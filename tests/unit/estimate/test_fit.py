@@ -12,7 +12,7 @@ import formula_child
 import pytest
 
 from memopt.__main__ import main
-from memopt._estimate import cards, interpreters, protection
+from memopt._estimate import cards, interpreters, protection, survey
 from memopt._run import plan as plans
 from memopt._runtime import process
 
@@ -92,6 +92,14 @@ def test_where_nothing_fits_a_card_and_a_batch_are_named(fit):
     assert status == 1 and found["plan"] is None and not Path("train.fit.json").exists()
     assert found["smallest_card"] == {"bytes": PEAK - 10 * MIB + cards.CONTEXT, "card": "rtx4060"}
     assert found["largest_batch"]["size"] == 4
+
+
+def test_layers_are_not_put_on_a_host_without_room(fit, monkeypatch):
+    saves = {"offload_layers": 60}
+    assert techniques(fit(50, saves=saves)[1]) == ["offload layers"]
+    monkeypatch.setattr(survey, "available", lambda: 119 * MIB)
+    status, found = fit(50, saves=saves)
+    assert status == 1 and "120 MiB of this host's memory" in found["does_not_run"]["offload layers"]
 
 
 def test_the_words(fit, capfd):
