@@ -92,11 +92,11 @@ class Fit:
                     size(row.peak),
                     f"+{row.seconds:.2f} s",
                     row.result,
-                    "simulated: fits" if row.fits else "simulated: does not fit",
+                    "fits" if row.fits else "does not fit",
                 )
                 for row in self.rows
             ],
-            ("plan", "peak", "a step", "result", "evidence"),
+            ("plan", "peak", "a step", "results", "simulated"),
             (0, 3, 4),
         )
         said += several("runs", table.lines(indent=""))
