@@ -101,9 +101,7 @@ class Fit:
         )
         said += several("runs", table.lines(indent=""))
         if self.alone:
-            saved = ", ".join(
-                f"{_plain(name)} (-{size(max(0, saved))})" for name, saved in self.alone.items()
-            )
+            saved = ", ".join(f"{_plain(name)} ({_saving(saved)})" for name, saved in self.alone.items())
             said.append(("not enough", f"alone: {saved}"))
         idle = [name for name, why in self.failed.items() if NOT_MET in why]
         if idle:

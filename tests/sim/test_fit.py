@@ -89,6 +89,12 @@ def test_the_plan_trains_with_the_bits_of_the_script(tmp_path, kind):
     assert planned.stdout == plain.stdout and planned.stdout.count("loss") == 4
     assert "planned" in planned.stderr and "nothing in the script took" not in planned.stderr
     memopt(tmp_path, "run", "-q", "--no-record", "--sim", card, *call, status=1)
+    plan = json.loads((tmp_path / "train.fit.json").read_text())
+    (tmp_path / "old.json").write_text(json.dumps(plan | {"torch": "2.9.1"}))
+    old = memopt(
+        tmp_path, *("old.json" if word == "train.fit.json" else word for word in run), card, *call, status=2
+    )
+    assert "torch: planned for 2.9.1" in old.stderr and not old.stdout
     assert "a smaller card" in memopt(tmp_path, *run, "600MiB", *call, status=2).stderr
 
 

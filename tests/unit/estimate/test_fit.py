@@ -103,13 +103,13 @@ def test_layers_are_not_put_on_a_host_without_room(fit, monkeypatch):
 
 
 def test_the_words(fit, capfd):
-    fit(50, saves={"loss_head": 60, "fused": 10})
+    fit(50, saves={"loss_head": 60, "fused": 10, "offload_layers": 0})
     card = str(PEAK - 50 * MIB + cards.CONTEXT)
     assert main(["fit", "-f", "--gpu", card, "train.py"]) == 0
     said = " ".join(capfd.readouterr().out.split())
     assert "short by 306 MiB" in said  # 256 of them cuDNN's workspaces
     assert "* loss head" in said and "equal to rounding fits" in said
-    assert "alone: fused (-10.0 MiB)" in said and "left over 10.0 MiB" in said
+    assert "alone: fused (-10.0 MiB), offload layers (nothing)" in said and "left over 10.0 MiB" in said
     assert "nothing in the script takes checkpoint, offload activations," in said
     assert "memopt.nn.linear_cross_entropy(" in said and "GB/s" not in said
     assert "planned in train.fit.json: python -m memopt run --fit train.fit.json train.py" in said
