@@ -10,11 +10,11 @@ import sys
 from typing import Any
 
 import memopt
-from memopt._cli import check_writable, demo, diff, doctor, estimate, gpu_check, replay, report, run
+from memopt._cli import check_writable, demo, diff, doctor, estimate, fit, gpu_check, replay, report, run
 from memopt._runtime import log
 from memopt._runtime.torch_version import missing
 
-COMMANDS = [demo, run, estimate, report, diff, replay, doctor, gpu_check]
+COMMANDS = [demo, run, estimate, fit, report, diff, replay, doctor, gpu_check]
 
 
 def add_loudness(to: argparse.ArgumentParser, **default: Any) -> None:

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from memopt import _C
@@ -58,11 +61,11 @@ _STEPS = "end a training loop after N optimizer steps; 0: the script does not tr
 _SPREAD = "with --nproc: parallelize the model of a script for one device with torch's {}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_script_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the arguments that each command has that runs scripts for an estimate."""
     add = parser.add_argument
-    parser.usage = "memopt estimate [options] SCRIPT [its arguments]"
+    parser.usage = f"memopt {command} [options] SCRIPT [its arguments]"
     add("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script, and its own arguments")
-    add("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
     add(
         "--gpu",
         metavar="CARD",
@@ -73,18 +76,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=_steps, default=3, metavar="N", help=_STEPS)
     add("--seconds", type=_seconds, default=600, metavar="S", help="stop a run after S seconds (600)")
     add(
+        "--batch-option",
+        metavar="NAME",
+        help="the script's option for the batch size (by default one named like batch-size; "
+        "without such an option every DataLoader's batch_size is changed)",
+    )
+    add("--python", metavar="PATH", help="the Python that has PyTorch's CUDA build (this one)")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument(
+        "--unprotected",
+        action="store_true",
+        help="if the kernel cannot protect files, redirect Python's writes only, not those of other "
+        "programs and C code",
+    )
+    files.add_argument("--keep-files", action="store_true", help="let the script write to your files")
+    add("--jobs", type=int, default=0, metavar="N", help="runs at a time (half of the processors, 4 at most)")
+    add("--json", action="store_true", help="print the answer as JSON")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_script_arguments(parser, NAME)
+    add = parser.add_argument
+    add("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
+    add(
         "--backend",
         choices=BACKENDS,
         default="native",
         help="the allocator: torch's, with expandable segments, or memopt's pool (native)",
     )
     add("--max-batch", action="store_true", help="search for the largest batch that fits the card")
-    add(
-        "--batch-option",
-        metavar="NAME",
-        help="the script's option for the batch size (by default one named like batch-size; "
-        "without such an option every DataLoader's batch_size is changed)",
-    )
     add("--smallest-card", action="store_true", help="search for the smallest card that suffices")
     add(
         "--quick",
@@ -112,40 +132,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ways.add_argument(
         "--tp", dest="spread", action="store_const", const="tp", help=_SPREAD.format("parallelize_module")
     )
-    add("--python", metavar="PATH", help="the Python that has PyTorch's CUDA build (this one)")
-    files = parser.add_mutually_exclusive_group()
-    files.add_argument(
-        "--unprotected",
-        action="store_true",
-        help="if the kernel cannot protect files, redirect Python's writes only, not those of other "
-        "programs and C code",
-    )
-    files.add_argument("--keep-files", action="store_true", help="let the script write to your files")
     add("--record", metavar="FILE", help="write the recording of the run, for `memopt report`")
-    add("--jobs", type=int, default=0, metavar="N", help="runs at a time (half of the processors, 4 at most)")
-    add("--json", action="store_true", help="print the answer as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.record:
         check_writable(options.record, options.force)
+    return told(options, functools.partial(_tell, options))
+
+
+def told(options: argparse.Namespace, tell: Callable[[], int]) -> int:
+    """Return the exit status of `tell`, or 2 with its error on standard error."""
     try:
-        found, status, complaint = _answer(options)
+        return tell()
     except (ValueError, interpreters.NoInterpreter, ChildFailed) as error:
-        print(f"memopt estimate: {error}", file=sys.stderr)
+        print(f"memopt {options.command}: {error}", file=sys.stderr)
         if isinstance(error, ChildFailed):
-            _tell_of_options_behind(options.script)
+            _tell_of_options_behind(options)
         return 2
     except ScriptFailed as failure:
-        print(f"memopt estimate: {options.script[0]}: {failure}", file=sys.stderr)
+        print(f"memopt {options.command}: {options.script[0]}: {failure}", file=sys.stderr)
         seen = failure.answer
         print(
             f"  until then: {_C.format_size(seen.peak_allocated)} allocated, "
             f"{_C.format_size(seen.peak_reserved)} reserved, {seen.steps} steps",
             file=sys.stderr,
         )
-        _tell_of_options_behind(options.script)
+        _tell_of_options_behind(options)
         return 2
+
+
+def _tell(options: argparse.Namespace) -> int:
+    found, status, complaint = _answer(options)
     write(json.dumps(found.as_dict(), indent=2) if options.json else str(found), options.output)
     if complaint:
         print(f"memopt estimate: --max-batch: {complaint}", file=sys.stderr)
@@ -166,26 +184,24 @@ def _protection(
             raise protection.Unprotected(
                 f"{unprotected}: --unprotected {protection.GOES_ON}; --keep-files lets the script write"
             ) from None
-        print(f"memopt estimate: {unprotected}: --unprotected {protection.GOES_ON}", file=sys.stderr)
+        print(f"memopt {options.command}: {unprotected}: --unprotected {protection.GOES_ON}", file=sys.stderr)
         return protection.Protection("redirect")
 
 
-def _tell_of_options_behind(said: list[str]) -> None:
+def _tell_of_options_behind(options: argparse.Namespace) -> None:
     """Print a hint if a failed script was given options that belong to this command."""
     own = argparse.ArgumentParser(add_help=False)
     add_arguments(own)
-    words = [word.partition("=")[0] for word in said[1:]]
+    words = [word.partition("=")[0] for word in options.script[1:]]
     behind = [word for word in words if word.startswith("--") and word in own._option_string_actions]
     if behind:
-        print(
-            f"memopt estimate: {', '.join(behind)} were passed to the script: options of memopt come before SCRIPT",
-            file=sys.stderr,
-        )
+        said = f"{', '.join(behind)} were passed to the script: options of memopt come before SCRIPT"
+        print(f"memopt {options.command}: {said}", file=sys.stderr)
 
 
 def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
     """Return the estimate, the exit status, and a complaint about what could not be answered."""
-    argv, module = _script(options.script, options.module)
+    argv, module = script_of(options, options.module)
     card = None
     if options.gpu is not None:
         card = cards.card(options.gpu, options.compute_capability, options.context)
@@ -197,19 +213,14 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
         )
     if options.nproc and options.devices > 1:
         raise ValueError("--nproc estimates one rank, which has one card: leave --devices out")
-    batch = find_batch_option(argv, options.batch_option)
-    request = Request(
-        argv=argv,
-        answer="",  # each run has its own
+    request = replace(
+        request_of(options, argv, card),
         module=module,
-        memory=cards.NO_LIMIT,
-        steps=options.steps,
-        seconds=options.seconds,
         backend=options.backend,
         devices=options.devices,
         ranks=options.nproc or 0,
         spread=options.spread,
-    ).like(card or cards.card(cards.NO_LIMIT, options.compute_capability, options.context))
+    )
     try:
         python = interpreters.find(options.python)
     except interpreters.NoInterpreter as error:
@@ -217,21 +228,7 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
             raise
         protected = _protection(options, sys.executable, argv, module)
         return _on_fake_tensors(options, argv, module, card, str(error), protected)
-    request = request.protected(_protection(options, python, argv, module))
-    with (
-        Progress(not options.quiet, lines=not options.verbose) as progress,
-        ScriptChildren(python, progress.script, noise=bool(options.verbose)) as children,
-    ):
-        survey = Survey(
-            title=" ".join(("-m", *argv) if module else argv),
-            request=request,
-            run=children.run,
-            shown=lambda asked: children.run(asked, show=not options.quiet, recording=options.record),
-            card=card,
-            batch=batch,
-            jobs=options.jobs or max(1, min(4, (os.cpu_count() or 2) // 2)),
-            say=progress.say,
-        )
+    with surveyed(options, request, python, card) as survey:
         ranks = survey.highest_rank() if options.nproc else None
         full = not options.quick
         found = survey.estimate(ranges=full, compare=full, fixes=full and not options.max_batch)
@@ -245,6 +242,40 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
         if options.smallest_card:
             survey.smallest_card(found)
     return found, 0 if found.verdict in ("", "fits") else 1, complaint
+
+
+def request_of(options: argparse.Namespace, argv: list[str], card: cards.Card | None) -> Request:
+    """Return the request for a script's run without a limit of memory."""
+    return Request(
+        argv=argv,
+        answer="",  # each run has its own
+        memory=cards.NO_LIMIT,
+        steps=options.steps,
+        seconds=options.seconds,
+    ).like(card or cards.card(cards.NO_LIMIT, options.compute_capability, options.context))
+
+
+@contextlib.contextmanager
+def surveyed(
+    options: argparse.Namespace, request: Request, python: str, card: cards.Card | None
+) -> Iterator[Survey]:
+    """The survey of a request, and its progress."""
+    batch = find_batch_option(request.argv, options.batch_option)
+    recording = getattr(options, "record", None)
+    with (
+        Progress(not options.quiet, options.command, lines=not options.verbose) as progress,
+        ScriptChildren(python, progress.script, noise=bool(options.verbose)) as children,
+    ):
+        yield Survey(
+            title=" ".join(("-m", *request.argv) if request.module else request.argv),
+            request=request.protected(_protection(options, python, request.argv, request.module)),
+            run=children.run,
+            shown=lambda asked: children.run(asked, show=not options.quiet, recording=recording),
+            card=card,
+            batch=batch,
+            jobs=options.jobs or max(1, min(4, (os.cpu_count() or 2) // 2)),
+            say=progress.say,
+        )
 
 
 def _on_fake_tensors(
@@ -277,18 +308,20 @@ def _on_fake_tensors(
     return found, 0 if found.verdict in ("", "fits") else 1, ""
 
 
-def _script(said: list[str], module: bool) -> tuple[list[str], bool]:
+def script_of(options: argparse.Namespace, module: bool) -> tuple[list[str], bool]:
+    """Return the script and its arguments, and whether it is a module. Raises ValueError if there is none."""
+    said, command = options.script, options.command
     if said[:1] == ["--"]:
         said = said[1:]
     if not said:
-        raise ValueError("SCRIPT is missing: memopt estimate [options] SCRIPT [its arguments]")
+        raise ValueError(f"SCRIPT is missing: memopt {command} [options] SCRIPT [its arguments]")
     script = said[0]
     if module:
         if not re.fullmatch(r"\w+(\.\w+)*", script):
             raise ValueError(f"{script!r} is not a module's name")
         return said, True
     if script.startswith("-"):
-        raise ValueError(f"{script} is not an option of memopt estimate; its options come before SCRIPT")
+        raise ValueError(f"{script} is not an option of memopt {command}; its options come before SCRIPT")
     if not Path(script).exists():
         raise ValueError(f"there is no script {script!r}")
     if Path(script).is_dir():

@@ -4,7 +4,9 @@ the memory's use at the end. The script's exit code is kept. The recording is wr
 writes its recording to the folder memopt-<script>.<job>, or the one that -o names (on several nodes, one that all of
 them see), and the rank that ends last reports on all of them, with a page. With --sim the script runs on a simulated
 card of that size, which needs PyTorch's CUDA build and no GPU: PyTorch's own CUDA allocator decides what fits, and the
-host computes each operation, in as much host memory as the script takes on the card."""
+host computes each operation, in as much host memory as the script takes on the card. With --fit the script runs with
+the changes of a plan that `memopt fit` made for it, and with no other script, arguments, torch or memopt, and no
+smaller card."""
 
 from __future__ import annotations
 
@@ -16,6 +18,8 @@ from pathlib import Path
 from memopt._cli import count_argument, size_argument
 from memopt._estimate import cards, interpreters
 from memopt._run import parent
+from memopt._run import plan as plans
+from memopt._run.plan import Plan
 from memopt._run.ranks_folder import Place
 from memopt._run.run_child import RunRequest
 from memopt.sim import _activation
@@ -47,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CARD",
         help="run it on a simulated card of that size (8GiB) or name (rtx4090), with real values",
     )
+    add("--fit", metavar="PLAN", help="apply the plan of this file, which `memopt fit` has written")
     add("--python", metavar="PATH", help="with --sim: the Python that has PyTorch's CUDA build (this one)")
     add("--device", choices=("cuda", "cpu"), help="device to record (CUDA if there is one, else the CPU)")
     add("--no-record", action="store_true", help="do not record")
@@ -82,6 +87,9 @@ def run(options: argparse.Namespace) -> int:
         raise OSError(
             "--python needs --sim: without it, start memopt with the Python that is to run the script"
         )
+    plan = None
+    if options.fit is not None:
+        plan = _plan(options, argv, simulated)
     output = options.output
     request = RunRequest(
         argv=argv,
@@ -91,12 +99,28 @@ def run(options: argparse.Namespace) -> int:
         record=not options.no_record,
         device=options.device,
         max_events=options.max_events,
-        backend=options.backend,
+        backend="pool" if plan and plan.backend == "pool" else options.backend,
         memory_budget=options.budget,
         on_oom=options.on_oom,
         simulated=simulated,
+        plan=plan,
     )
     return parent.run(request, options.quiet, python, noise=bool(options.verbose))
+
+
+def _plan(options: argparse.Namespace, argv: list[str], simulated: str | None) -> Plan:
+    if options.module is not None:
+        raise OSError("--fit: a plan is for a script's file: leave -m out")
+    if options.backend is not None or options.budget is not None:
+        raise OSError("--fit: the plan decides on the allocator: leave --backend and --budget out")
+    try:
+        found = plans.read(options.fit)
+        found.check_call(argv)
+        if simulated is not None:
+            found.check_card(cards.card(options.sim).usable)
+    except ValueError as error:
+        raise OSError(f"--fit: {error}") from None
+    return found
 
 
 def _card(text: str) -> str:

@@ -19,7 +19,7 @@ from memopt import _C
 # The fields that an Estimate has too.
 _TOLD = (
     "by_category by_line by_module guesses unmodelled steps covered error versions simulated seconds host_peak"
-    " processes"
+    " processes copied_bytes"
 ).split()
 
 
@@ -48,6 +48,7 @@ class Answer:
     versions: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
     processes: dict[str, Any] | None = None  # of the script's that share the card: together()'s
+    copied_bytes: int = 0  # by the device, in the whole run
     more: dict[str, Any] = field(default_factory=dict)  # what a later child tells besides
 
     @classmethod

@@ -42,7 +42,7 @@ class Loop:
     def __init__(self, place: object, where: str, seen: int, periodic: str = "") -> None:
         self.place, self.where, self.seen, self.periodic = place, where, seen, periodic
         self.last, self.length = False, 0
-        self.own: Counter[int] = Counter()
+        self.own: Counter[object] = Counter()
         self.epochs = self.turn = 0
         self.within = self.fed = self.counts = False
         self.since = time.monotonic()
@@ -111,9 +111,9 @@ class Loops:
         self.done = max(self.done, steps)
         if self._stop is not None and self.done >= self._stop:
             raise Stopped("steps")
-        self._took(id(optimizer), steps)
+        self._took(weakref.ref(optimizer), steps)  # the number of one that has gone is given again
 
-    def _took(self, who: int, steps: int) -> None:
+    def _took(self, who: object, steps: int) -> None:
         self.taken += 1
         self._unasked += 1
         if self._stack:
@@ -138,7 +138,7 @@ class Loops:
         self.early[line] = every
         return True
 
-    def _count(self, loop: Loop, who: int) -> None:
+    def _count(self, loop: Loop, who: object) -> None:
         loop.own[who] += 1
         if loop.own[who] > 1:
             self._repeats.add(loop.place)

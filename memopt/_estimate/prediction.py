@@ -101,6 +101,7 @@ class Estimate:
     runs: int = 0
     seconds: float = 0.0
     host_peak: int = 0
+    copied_bytes: int = 0  # by the device, in the run without a limit
     again: Callable[[Card], bool] | None = None  # runs it on a card
     largest: Callable[[Card], int] | None = None  # searches the largest batch on a card
 

@@ -24,11 +24,12 @@ _ERASE = "\r\x1b[K"
 class Progress:
     """The display of progress; say(text) shows what has begun.
 
-    enabled: without it nothing is shown. lines: without a terminal, show a line for each phase; else phases go to
-    memopt's log alone, which -v shows.
+    enabled: without it nothing is shown. command: memopt's, whose progress it is. lines: without a terminal, show a
+    line for each phase; else phases go to memopt's log alone, which -v shows.
     """
 
-    def __init__(self, enabled: bool = True, *, lines: bool = False) -> None:
+    def __init__(self, enabled: bool = True, command: str = "estimate", *, lines: bool = False) -> None:
+        self._command = command
         self._lock = threading.Lock()
         self._begun = time.monotonic()
         terminal = enabled and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
@@ -52,12 +53,12 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A phase has begun."""
-        line = f"memopt estimate: {text}"
+        line = f"memopt {self._command}: {text}"
         with self._lock:
             if self._lines:
                 print(line, file=sys.stderr, flush=True)
                 return
-            logger.info("estimate: %s (%.1f s)", text, time.monotonic() - self._begun)
+            logger.info("%s: %s (%.1f s)", self._command, text, time.monotonic() - self._begun)
             if self._rich is not None:
                 from rich.text import Text
 

@@ -12,10 +12,6 @@ from memopt._estimate.cards import Card
 from memopt._estimate.protection import Protection
 
 BACKENDS = ("native", "expandable", "pool")
-# Techniques that a script can be run with; CHECKPOINT is followed by ":" and a budget in bytes.
-FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "checkpoint"
-OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
-OFFLOAD_GRADIENTS, OFFLOAD_STATES = "offload gradients", "offload states"
 SHORTEN = ("all", "training", "none")  # of a script's loops
 
 
@@ -28,7 +24,7 @@ class Request:
     DataLoader, instead of the script's. protection, share_memory: of the user's files, protection.py's; the answer's
     folder is private, and is for what the script writes too. compute: every operation is computed, so nothing is
     guessed: for sizes that the host can hold. ranks: of a job in which it is number `rank`, 0 for none; spread: how a
-    script that knows of one device is spread over them ("ddp", "fsdp", "tp"). techniques: of those above, which the
+    script that knows of one device is spread over them ("ddp", "fsdp", "tp"). techniques: of _run/plan.py's, which the
     script is run with. answer, recording: files to write."""
 
     argv: list[str]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING
 from memopt._estimate import protection
 from memopt._estimate.request import Request, read
 from memopt._run import simulated
+from memopt._run.plan import allocator_environment
 from memopt._run.user_program import call_after_torch, call_before_torch
 from memopt.sim import _activation
 
@@ -74,11 +74,7 @@ def _environment(request: Request) -> None:
     """Set the environment variables that torch reads when it is imported or first used."""
     if request.ranks:
         os.environ.update(_rank_environment(request.rank, request.ranks))
-    if request.backend == "expandable":
-        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-        name = next((name for name in names if name in os.environ), names[0])
-        options = re.sub(r"expandable_segments:\w+,?", "", os.environ.get(name, ""))
-        os.environ[name] = ",".join(["expandable_segments:True", *filter(None, options.split(","))])
+    os.environ.update(allocator_environment(request.backend, os.environ))
 
 
 _ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -32,10 +32,10 @@ from memopt._estimate.loops import Loops
 from memopt._estimate.protection import Files
 from memopt._estimate.request import Request
 from memopt._estimate.script import BatchSizeOverride, End, Peaks, Requests, Stopped, TimeLimit
-from memopt._estimate.techniques import Techniques
 from memopt._memory.recording import recorder, recording_file
 from memopt._memory.recording.recording import Line
 from memopt._memory.recording.user_code import is_user_file
+from memopt._run.techniques import Techniques
 from memopt._runtime.host_memory import peak_resident_bytes
 from memopt.sim import _activation
 
@@ -235,6 +235,7 @@ class Run:
             "unmodelled": [f"{name} ({count} calls)" for name, count in memopt.sim.missing_calls().items()],
             "files_not_kept": self._files.written(),
             "techniques": self._techniques.applied,
+            "copied_bytes": sum(memopt.sim.stats(device)["copied_bytes"] for device in devices),
             "loaders_of_batch_size": None if self._batch_size is None else self._batch_size.loaders,
         }
 

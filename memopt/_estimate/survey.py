@@ -6,20 +6,23 @@ only hardware knows is run at both ends: cuDNN's workspaces, and the number of e
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memopt import _C
 from memopt._estimate import advice, cards
-from memopt._estimate.advice import TriedTechnique
 from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
-from memopt._estimate.prediction import SIMULATED, Advice, Backend, Estimate
+from memopt._estimate.prediction import SIMULATED, Backend, Estimate
 from memopt._estimate.protection import Protection
 from memopt._estimate.request import BACKENDS, SHORTEN, BatchOption, Request
+from memopt._estimate.search import Tried
+from memopt._run.plan import CHECKPOINT, OFFLOAD_LAYERS
+from memopt._runtime.host_memory import available
 from memopt._runtime.process import ChildFailed
 
 # A convolution's plan may want this much and more; torch takes one with less where it does not fit.
@@ -30,6 +33,12 @@ _FEW = (0.0, 1 / 64)
 _RANKS = 8  # of which each is run
 # What a run with a technique may take: so many times what the script's own took.
 _TIMES, _LEAST_SECONDS = 20.0, 60.0
+# The model of a step's time with techniques, in bytes a second: nothing is hidden behind the computation.
+LINK = 25e9  # of what the run copies more, at the rate of 16 lanes of PCIe 4
+FORWARD = 50e9  # of what is recomputed: the rate at which a forward pass makes what it keeps
+
+_COPIES = 4  # of parameters, that a step on the host takes
+NOT_MET = "nothing in the script takes"  # techniques
 
 Run = Callable[[Request], Answer]
 
@@ -71,6 +80,7 @@ class Survey:
     say: Callable[[str], None] = lambda text: None
     runs: int = 0
     shorten: str = SHORTEN[0]  # what of the script's loops, so that it does not fail
+    failed: dict[str, str] = field(default_factory=dict)  # why it does not run, by techniques
 
     # ---- single runs -----------------------------------------------------------------------------------------------
 
@@ -122,12 +132,14 @@ class Survey:
 
     # ---- the answer ------------------------------------------------------------------------------------------------
 
-    def estimate(self, *, ranges: bool = True, compare: bool = True, fixes: bool = True) -> Estimate:
+    def estimate(
+        self, *, ranges: bool = True, compare: bool = True, fixes: bool = True, advise: bool = True
+    ) -> Estimate:
         """Estimate the request as it is.
 
         `ranges`: run at both ends of unknown values; `compare`: with the other allocators; `fixes`: search for a batch
-        size that fits if this one does not. Raises ScriptFailed if the script fails by itself, ChildFailed if no child
-        answers.
+        size that fits if this one does not; `advise`: and, with `compare`, for other changes. Raises ScriptFailed if
+        the script fails by itself, ChildFailed if no child answers.
         """
         limited, told = None, replace(self.request, record=True)
         if self.card is not None:
@@ -162,28 +174,43 @@ class Survey:
             self._compare(found, free, limited)
         if found.verdict not in ("", "fits"):
             if fixes and self.card is not None and self.batch is not None and (self.batch.size or 0) > 1:
-                self._try_batches(found, self.card, self.batch)
-            if compare and self.card is not None:
-                found.advice = self._advice(found, self.card)
+                self.try_batches(found, self.card, self.batch)
+            if compare and advise and self.card is not None:
+                attempt = functools.partial(self.attempt, found, self.card)
+                found.advice = advice.find(found, self.card, self.request.backend, attempt)
         found.runs = self.runs
         return found
 
-    def _advice(self, found: Estimate, card: Card) -> list[Advice]:
-        def attempt(techniques: list[str], backend: str) -> TriedTechnique:
-            # What hangs with a technique must not keep the answer back.
-            seconds = min(self.request.seconds or math.inf, max(_LEAST_SECONDS, _TIMES * found.seconds))
-            changed = replace(self.request, techniques=techniques, backend=backend, seconds=seconds)
-            request = self._on(card, changed)
-            what = f"with {' and '.join(techniques)} on {card}"
-            try:
-                answer = self._ask(request, what)
-                whole = answer.steps >= found.steps
-                return TriedTechnique(whole and self._is_sure(found, request, answer, what), answer)
-            except (ScriptFailed, ChildFailed) as error:
-                self.say(f"it does not run {what}: {error}")
-                return TriedTechnique(False, None)
-
-        return advice.find(found, card, self.request.backend, attempt)
+    def attempt(self, found: Estimate, card: Card, names: Collection[str]) -> Tried | None:
+        """Run the request with techniques, and an allocator among them, without a limit, and on the card unless that
+        shows that it does not fit; None if the script does not run with all of them."""
+        backend = next((name for name in BACKENDS if name in names), self.request.backend)
+        techniques = sorted(set(names) - {backend})
+        # What hangs with a technique must not keep the answer back.
+        seconds = min(self.request.seconds or math.inf, max(_LEAST_SECONDS, _TIMES * found.seconds))
+        request = replace(self.request, techniques=techniques, backend=backend, seconds=seconds)
+        what = f"with {' and '.join(sorted(names))}"
+        try:
+            if OFFLOAD_LAYERS in names:
+                _check_host(found.by_category.get("parameters", 0))
+            free = self._ask(request, what)
+            if why := _not_as_wanted(free, techniques, found):
+                raise NothingToTell(free, why)
+            fits, answer = False, free
+            if free.peak_allocated + card.context * free.contexts <= card.usable:
+                limited, what = self._on(card, request), f"{what} on {card}"
+                answer = self._ask(limited, what)
+                fits = self._is_sure(found, limited, answer, what)
+        except (ScriptFailed, ChildFailed, MemoryError) as error:
+            self.say(f"it does not run {what}: {error}")
+            self.failed[" + ".join(name.partition(":")[0] for name in sorted(names))] = str(error)
+            return None
+        saved = max(0, found.allocated[0] - free.peak_allocated)
+        again = saved if any(name.startswith(CHECKPOINT) for name in techniques) else 0
+        copied = max(0, free.copied_bytes - found.copied_bytes) / max(1, free.steps)
+        seconds = copied / LINK + again / FORWARD
+        needed = free.held + card.context * free.contexts
+        return Tried(fits, needed, seconds, answer if fits else free)
 
     def _is_sure(self, found: Estimate, request: Request, answer: Answer, what: str) -> bool:
         """Return whether a run on a card completes, also with workspaces if they make a difference."""
@@ -270,7 +297,8 @@ class Survey:
         found.smallest_card = {"bytes": needed, "within": step, "card": card.name if card else None}
         found.runs = self.runs
 
-    def _try_batches(self, found: Estimate, card: Card, batch: BatchOption) -> None:
+    def try_batches(self, found: Estimate, card: Card, batch: BatchOption) -> None:
+        """Fill in a batch size that fits, near the largest, if there is one."""
         try:
             # An approximate suggestion is enough here: do not spend many runs on it.
             self.largest_batch(found, card, most=(batch.size or 2) - 1, close=1 / 16)
@@ -322,6 +350,30 @@ class Survey:
         }
         found.runs = self.runs
         return best
+
+
+def _check_host(parameters: int) -> None:
+    """Raise MemoryError where this host has no room to step parameters, with gradients and two states, as it would."""
+    room = available()
+    if room is not None and _COPIES * parameters > room:
+        size = _C.format_size
+        raise MemoryError(
+            f"it takes {size(_COPIES * parameters)} of this host's memory, which has {size(room)} left"
+        )
+
+
+def _not_as_wanted(answer: Answer, techniques: list[str], found: Estimate) -> str:
+    """Return the reason why an answer does not describe the training with these techniques, "" if it does."""
+    without = [
+        plain
+        for plain in (name.partition(":")[0] for name in techniques)
+        if plain not in answer.more["techniques"]
+    ]
+    if answer.oom is not None:
+        return f"it requests more than {_C.format_size(cards.NO_LIMIT)}"
+    if answer.steps < found.steps:
+        return f"only {answer.steps} steps were done in its time"
+    return f"{NOT_MET} {' and '.join(without)}" if without else ""
 
 
 def _signed(size: int) -> str:

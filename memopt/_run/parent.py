@@ -11,12 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from memopt import _C
 from memopt._run import merged_report
+from memopt._run.plan import allocator_environment
 from memopt._run.ranks_folder import Place, RanksFolder
 from memopt._run.run_child import RunRequest
 from memopt._runtime.host_memory import Limit, descendants, limit_of, resident_bytes
@@ -94,13 +96,14 @@ def _command(request: RunRequest, python: str) -> list[str]:
     return [python, *flags, "-c", _START, request.to_json()]
 
 
-def _environment(request: RunRequest, noise: bool) -> dict[str, str] | None:
-    """Return the child's environment, None for this process's own."""
-    if request.simulated is None:
-        return None
-    from memopt._run import simulated
+def _environment(request: RunRequest, noise: bool) -> dict[str, str]:
+    """Return the child's environment."""
+    before: Mapping[str, str] = os.environ
+    if request.simulated is not None:
+        from memopt._run import simulated
 
-    return simulated.environment(request.simulated, os.environ if noise else quiet_environment(os.environ))
+        before = simulated.environment(request.simulated, before if noise else quiet_environment(before))
+    return allocator_environment(request.plan.backend if request.plan else "", before)
 
 
 class _Progress:
@@ -168,7 +171,7 @@ def _said(end: _End, quiet: bool) -> str:
     if not quiet:
         lines += [
             line
-            for file in ("failure.txt", "summary.txt")
+            for file in ("fit.txt", "failure.txt", "summary.txt")
             for line in end.left(file).rstrip("\n").splitlines()
         ]
     return "\n".join(lines)

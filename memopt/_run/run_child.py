@@ -14,23 +14,28 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from memopt import _C
+from memopt._run.plan import Plan
 from memopt._run.ranks_folder import Place
 from memopt._run.user_program import call_after_torch, run_as_main
 
 if TYPE_CHECKING:
     from memopt._memory.recording.recorder import Recorder
     from memopt._memory.recording.recording import Recording
+    from memopt._run.techniques import Techniques
 
 
 @dataclass(frozen=True)
 class RunRequest:
     """folder: the run's own, for summary.txt, failure.txt and progress.json. output: of the recording, None for the
-    default name. simulated: settings of a simulated card on which it runs, None for what the machine has."""
+    default name. simulated: settings of a simulated card on which it runs, None for what the machine has. plan: what
+    is done to the script."""
 
     argv: list[str]
     module: bool
@@ -43,13 +48,15 @@ class RunRequest:
     memory_budget: int | None = None
     on_oom: str | None = None
     simulated: str | None = None
+    plan: Plan | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> RunRequest:
-        return RunRequest(**json.loads(text))
+        told = json.loads(text)
+        return RunRequest(**told | {"plan": told["plan"] and Plan(**told["plan"])})
 
     @property
     def name(self) -> str:
@@ -117,6 +124,7 @@ class _Run:
         self._folder = Path(request.folder)
         self._pid = os.getpid()
         self._recorder: Recorder | None = None
+        self._techniques: Techniques | None = None
         self._finished = False
         self._begun = time.monotonic()
         self._steps, self._told = 0, 0.0
@@ -155,6 +163,8 @@ class _Run:
         except (ValueError, ImportError, memopt.Error) as error:
             print(f"memopt run: {error}", file=sys.stderr)
             sys.exit(2)
+        if asked.plan is not None:
+            self._apply(asked.plan)
         if asked.record:
             from memopt._memory.recording import recorder
 
@@ -163,6 +173,35 @@ class _Run:
             except (RuntimeError, ValueError) as error:
                 self._failed(f"nothing is recorded: {error}")
         register_optimizer_step_post_hook(self._progress)
+
+    def _apply(self, plan: Plan) -> None:
+        import torch
+
+        from memopt._run.techniques import Techniques
+
+        def check(what: Callable[[], None]) -> None:
+            try:
+                what()
+            except ValueError as error:
+                print(f"memopt run: --fit: {error}", file=sys.stderr)
+                self._techniques = None
+                sys.exit(2)
+
+        check(lambda: plan.check_torch(torch.__version__))
+        if self._request.simulated is None:
+            # CUDA is not to begin before the script has it begin: what it forks until then may use it, too.
+            torch.cuda._lazy_call(lambda: check(lambda: plan.check_card(torch.cuda.mem_get_info()[1])))
+        self._techniques = Techniques(plan.techniques)
+
+    def _compare(self, plan: Plan, applied: dict[str, list[str]]) -> None:
+        """Write what became of the plan, beside what it promised."""
+        torch, size = sys.modules["torch"], _C.format_size
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        missed = [name for name in plan.techniques if name.partition(":")[0] not in applied]
+        lines = [f"  peak {size(peak)} allocated, planned {size(plan.peak)}"]
+        if missed:
+            lines.append(f"  of the plan, nothing in the script took: {', '.join(missed)}")
+        (self._folder / "fit.txt").write_text("\n".join(lines) + "\n")
 
     def _progress(self, *_: Any) -> None:
         """Write the progress that the parent reports for a child that is killed."""
@@ -188,6 +227,8 @@ class _Run:
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
+        if self._techniques is not None and self._request.plan is not None:
+            self._compare(self._request.plan, self._techniques.applied)
         if self._recorder is None:
             return
         try:

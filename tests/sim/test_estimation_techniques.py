@@ -69,6 +69,12 @@ def peak(tmp_path, *techniques, **written):
             128,
             {"optimizer": "memopt.optim.AdamW", "options": ", offload_states=True"},
         ),
+        (
+            "step in backward",
+            "AdamW",
+            128,
+            {"optimizer": "memopt.optim.AdamW", "options": ", step_in_backward=True"},
+        ),
         ("offload activations", "Sequential", 2048, {"around": "with memopt.offload_activations():"}),
         ("offload layers", "Sequential", 2048, {"before": "memopt.offload_layers(model)"}),
         (f"checkpoint:{132 * MIB}", "Sequential", 2048, {"planned": CHECKPOINT}),
@@ -99,6 +105,12 @@ def test_states_of_bf16_parameters_save_what_they_take(tmp_path):
         saved[dtype] = peak(tmp_path, **options)[0] - peak(tmp_path, "eight bits", **options)[0]
     assert saved["float32"] == pytest.approx(weights * (8 - 2 * (1 + 4 / 256)), rel=0.05)
     assert saved["bfloat16"] == pytest.approx(weights * (4 - 2 * (1 + 4 / 256)), rel=0.05)
+
+
+def test_a_budget_too_small_for_a_plan_becomes_the_least(tmp_path):
+    tried, applied = peak(tmp_path, f"checkpoint:{MIB}", rows=2048)
+    (least,) = map(int, applied["least budget"])
+    assert applied["checkpoint"] == ["Sequential"] and MIB < tried <= least < peak(tmp_path, rows=2048)[0]
 
 
 def test_what_meets_nothing_is_told(tmp_path):

@@ -73,18 +73,19 @@ def test_the_doctor(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("group", [True, False], ids=["terminal", "signal"])
-@pytest.mark.parametrize("way", ["simulated", "fake tensors"])
+@pytest.mark.parametrize("way", ["simulated", "fake tensors", "fit"])
 def test_an_estimate_ends_its_children(
     way: str, group: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     (tmp_path / "script.py").write_text(WAITS)
-    python = ["--python", request.config.getoption("--sim-python")] if way == "simulated" else []
-    process = started(tmp_path, "-m", "memopt", "estimate", *python, "script.py")
+    command = "fit" if way == "fit" else "estimate"
+    python = ["--python", request.config.getoption("--sim-python")] if way != "fake tensors" else []
+    process = started(tmp_path, "-m", "memopt", command, "--gpu", "8GiB", *python, "script.py")
     assert process.stderr is not None
     told = next(line.split() for line in process.stderr if line.startswith("script| "))
     assert told[:2] == ["script|", "ready"] and told[2] != str(process.pid)
-    interrupt(process, "estimate", group)
-    assert not Path(f"/proc/{told[2]}").exists()
+    interrupt(process, command, group)
+    assert not Path(f"/proc/{told[2]}").exists() and not [*tmp_path.glob("*.json")]
 
 
 def test_an_estimate_that_is_killed_leaves_no_child(tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -304,11 +304,9 @@ def test_the_largest_batch_is_searched_beside_the_advice(script, capfd):
 
 def test_where_none_is_enough_alone_two_are_tried_together(script, capfd):
     said, asked = advised(script, capfd, 50 * MIB, eight_bits=30 * MIB, fused=20 * MIB, checkpoint=30 * MIB)
-    first, second = [one for what, one in said.items() if not what.startswith("a card")]
+    (first,) = [one for what, one in said.items() if not what.startswith("a card")]
     assert first["what"].startswith("torch.optim.AdamW(..., fused=True) + memopt.auto_checkpoint(")
     assert first["peak"] == allocated() - 50 * MIB and "rounding" in first["changes"]
-    assert second["what"].startswith("memopt.optim.AdamW(..., state_bits=8) + memopt.auto_checkpoint(")
-    assert second["peak"] == allocated() - 60 * MIB and "8 bits" in second["changes"]
     assert all("offload activations" not in one["techniques"] for one in asked if len(one["techniques"]) > 1)
 
 

@@ -1,4 +1,4 @@
-"""Techniques applied to a script from outside, so that an estimate can test its advice."""
+"""Techniques applied to a script from outside: an estimate tests its advice so, `memopt run --fit` applies a plan."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memopt._estimate.request import (
+from memopt._run.plan import (
     CHECKPOINT,
     EIGHT_BITS,
     FOUR_BITS,
     FUSED,
+    LEAST_BUDGET,
     LOSS_HEAD,
     OFFLOAD_ACTIVATIONS,
     OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
-    OFFLOAD_STATES,
+    OPTIONS,
 )
+from memopt.chain import InfeasibleBudget
 from memopt.nn._deferred_logits import DeferredLogits
 
 _HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
-_OPTIONS: dict[str, dict[str, Any]] = {  # of memopt.optim's optimizers
-    EIGHT_BITS: {"state_bits": 8},
-    FOUR_BITS: {"state_bits": 4},
-    OFFLOAD_GRADIENTS: {"offload_gradients": True},
-    OFFLOAD_STATES: {"offload_states": True},
-}
 
 
 class Techniques:
@@ -52,7 +48,7 @@ class Techniques:
         self._offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._depth = 0
         names = {name.partition(":")[0] for name in wanted}
-        options = [name for name in _OPTIONS if name in names]
+        options = [name for name in OPTIONS if name in names]
         if options:
             self._memopts_optimizers(options)
         if FUSED in names:
@@ -94,7 +90,7 @@ class Techniques:
             def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
                 coded = "SGD" not in ours.__name__ and not kwargs.get("amsgrad")
                 used = [name for name in techniques if coded or name not in (EIGHT_BITS, FOUR_BITS)]
-                options = {key: value for name in used for key, value in _OPTIONS[name].items()}
+                options = {key: value for name in used for key, value in OPTIONS[name].items()}
                 super().__init__(params, *args, **options, **kwargs)
                 for name in used:
                     met(name, self)
@@ -194,9 +190,15 @@ class Techniques:
             for one in self._optimizers
             if any(id(p) in mine for g in one.param_groups for p in g["params"])
         )
-        memopt.auto_checkpoint(
-            model, kwargs or args, memory_budget=budget, optimizer=next(stepped, None), accumulate=True
+        plan = functools.partial(
+            memopt.auto_checkpoint, model, kwargs or args, optimizer=next(stepped, None), accumulate=True
         )
+        try:
+            plan(memory_budget=budget)
+        except InfeasibleBudget as least:
+            # With other techniques the least that it can do may be enough.
+            plan(memory_budget=least.least_budget)
+            self.applied[LEAST_BUDGET] = [str(least.least_budget)]
         self._met(CHECKPOINT, model)
 
 

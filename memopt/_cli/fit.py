@@ -1,0 +1,72 @@
+"""Make it fit: find the changes with which an unmodified training script fits a card, on a machine without that card.
+Each plan is a run on a simulated card, as in `memopt estimate`. The plan has the lowest tier of exactness that is
+enough (free: nothing changes, another allocator; bit-equal: activations recomputed or on the host; equal to rounding:
+another optimizer's step, the loss head in chunks, gradients, states or layers on the host; other numbers: only what
+--allow names), is the fastest found in that tier by a simple model of cost, and has nothing that is not needed. The
+answer has the lines to write. The plan's file (-o, by default SCRIPT's name with .fit.json) applies it to the script as
+it is: `memopt run --fit train.fit.json train.py`. Exits with 0 if the script fits, as it is or with the plan, 1 if
+nothing fits, 2 if the call was wrong, the script fails by itself, or there is nothing to report because it takes no
+step or no memory of the card."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from pathlib import Path
+
+from memopt._cli import check_writable
+from memopt._cli.estimate import add_script_arguments, request_of, script_of, surveyed, told
+from memopt._estimate import cards, fit, interpreters
+
+NAME = "fit"
+HELP = "find changes with which a script fits a card, and plan them"
+
+
+def _allowed(text: str) -> list[str]:
+    words = text.split(",")
+    for word in words:
+        if word not in fit.ALLOWED:
+            raise argparse.ArgumentTypeError(
+                f"{word!r} is nothing that can be allowed: write one or more of {', '.join(fit.ALLOWED)}, with commas"
+            )
+    return [fit.ALLOWED[word] for word in words]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_script_arguments(parser, NAME)
+    numbers = parser.add_mutually_exclusive_group()
+    numbers.add_argument("--exact", action="store_true", help="results keep all their bits")
+    numbers.add_argument(
+        "--allow",
+        type=_allowed,
+        default=[],
+        metavar="WORDS",
+        help="what may change numbers: 8bit, 4bit (optimizer states of so many bits)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    return told(options, functools.partial(_tell, options))
+
+
+def _tell(options: argparse.Namespace) -> int:
+    argv, _ = script_of(options, module=False)
+    if options.gpu is None:
+        raise ValueError("name the card that the script is to fit, or its size, with --gpu")
+    if options.steps == 0:
+        raise ValueError("--steps 0: a script that takes no step has nothing to plan; see `memopt estimate`")
+    card = cards.card(options.gpu, options.compute_capability, options.context)
+    output = options.output or f"{Path(argv[0]).stem}.fit.json"
+    check_writable(output, options.force)
+    python = interpreters.find(options.python)
+    with surveyed(options, request_of(options, argv, card), python, card) as survey:
+        found = fit.find(survey, card, options.allow, options.exact)
+    sys.stdout.write((json.dumps(found.as_dict(), indent=2) if options.json else str(found)) + "\n")
+    if found.plan is None:
+        return 1
+    found.plan.write(output)
+    if not options.json:
+        print(f"  planned in {output}: python -m memopt run --fit {output} {' '.join(argv)}")
+    return 0

@@ -1,0 +1,222 @@
+"""A plan with which a script fits a card: techniques of the lowest tier of exactness, and in it the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from memopt import _C
+from memopt._estimate import advice, cards
+from memopt._estimate.cards import Card
+from memopt._estimate.prediction import Estimate
+from memopt._estimate.request import BACKENDS
+from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
+from memopt._estimate.survey import FORWARD, LINK, NOT_MET, Survey
+from memopt._run.plan import EIGHT_BITS, FOUR_BITS, Plan, described
+from memopt._runtime.table import Facts, ResultTable, several
+
+ALLOWED = {"8bit": EIGHT_BITS, "4bit": FOUR_BITS}  # what changes numbers, by the word that allows it
+
+
+@dataclass
+class Row:
+    """A run: the techniques that it was with, its peak, and what it says."""
+
+    techniques: list[str]
+    peak: int
+    needed: int
+    seconds: float
+    result: str
+    fits: bool
+
+
+@dataclass
+class Fit:
+    """Whether and how a script fits a card.
+
+    estimate: of the script as it is. plan: None if nothing fits. rows: runs, the plan's first. lines: to paste.
+    alone: techniques that are not enough alone, with the bytes that each saves. failed: why the script does not run,
+    by the techniques.
+    """
+
+    estimate: Estimate
+    card: Card
+    plan: Plan | None = None
+    rows: list[Row] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    alone: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    least: int = 0  # bytes of a card, with any of the runs
+    runs: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able values."""
+        plan = self.plan and asdict(self.plan)
+        smallest = cards.smallest_with(self.least)
+        return {
+            "fits": self.plan is not None,
+            "measured": False,
+            "card": asdict(self.card),
+            "needed_range": list(self.estimate.needed),
+            "plan": plan,
+            "tier": self.plan and self.rows[0].result,
+            "margin": self.plan and self._margin(self.plan),
+            "runs": [asdict(row) | {"evidence": "simulated"} for row in self.rows],
+            "lines": self.lines,
+            "not_enough_alone": self.alone,
+            "does_not_run": self.failed,
+            "smallest_card": None if self.plan else {"bytes": self.least, "card": smallest and smallest.name},
+            "largest_batch": self.estimate.largest_batch,
+            "assumed": _ASSUMED,
+            "simulations": self.runs,
+        }
+
+    def _margin(self, plan: Plan) -> int:
+        return self.card.usable - self.estimate.context - plan.peak
+
+    def __str__(self) -> str:
+        size, found = _C.format_size, self.estimate
+        needed = found.needed[1]
+        short = f", short by {size(needed - self.card.usable)}" if needed > self.card.usable else ""
+        headline = f"{found.title} on {self.card.name}: needs {size(needed)}{short}"
+        return str(Facts(headline, self._facts()))
+
+    def _facts(self) -> list[tuple[str, str]]:
+        size, plan = _C.format_size, self.plan
+        said: list[tuple[str, str]] = []
+        table = ResultTable(
+            [
+                (
+                    ("* " if row.fits else "  ") + (" + ".join(map(_plain, row.techniques)) or "as it is"),
+                    size(row.peak),
+                    f"+{row.seconds:.2f} s",
+                    row.result,
+                    "fits" if row.fits else "does not fit",
+                )
+                for row in self.rows
+            ],
+            ("plan", "peak", "a step", "results", "simulated"),
+            (0, 3, 4),
+        )
+        said += several("runs", table.lines(indent=""))
+        if self.alone:
+            saved = ", ".join(f"{_plain(name)} ({_saving(saved)})" for name, saved in self.alone.items())
+            said.append(("not enough", f"alone: {saved}"))
+        idle = [name for name, why in self.failed.items() if NOT_MET in why]
+        if idle:
+            said.append(("no use", f"{NOT_MET} {', '.join(idle)}"))
+        failed = ((name, why.splitlines()[0]) for name, why in self.failed.items() if name not in idle)
+        said += several("fails", (f"with {name}: {why}" for name, why in failed))
+        if plan is None:
+            card = cards.smallest_with(self.least)
+            named = f", as {card.name}" if card else ""
+            said.append(
+                ("nothing", f"fits; the least that a run needed is a card of {size(self.least)}{named}")
+            )
+            batch = self.estimate.largest_batch
+            if batch and batch["size"]:
+                said.append(("batch", f"{batch['size']} instead of {batch['now']} fits ({batch['option']})"))
+        else:
+            said.append(
+                ("left over", f"{size(self._margin(plan))} beside tensors and the context at the peak")
+            )
+            said += several("to write", self.lines)
+        said += several("guesses", (f"{one['what']} at {one['where']}" for one in self.estimate.guesses))
+        said += several("range", self.estimate.unknowns)
+        if any(row.seconds for row in self.rows):
+            said.append(("assumed", _ASSUMED))
+        return said
+
+
+_ASSUMED = (
+    f"{LINK / 1e9:g} GB/s between host and card, {FORWARD / 1e9:g} GB/s at which a forward pass makes what it keeps, "
+    "for what is recomputed; nothing is hidden behind the computation: these order the plans, and are no prediction"
+)
+
+
+def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> Fit:
+    """Find a plan for the survey's script.
+
+    Args:
+        survey: The runs of the script.
+        card: The card that it is to fit.
+        allowed: Techniques that change numbers, and may.
+        exact: Whether all bits of the results must stay.
+
+    Raises:
+        ScriptFailed: The script fails by itself, or there is nothing to tell of it.
+    """
+    estimate = survey.estimate(fixes=False, advise=False)
+    fit = Fit(estimate, card, least=estimate.needed[1])
+    if estimate.verdict == "fits":
+        fit.rows = [Row([], estimate.allocated[1], estimate.needed[1], 0.0, TIERS[0], True)]
+        fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated[1])
+        fit.runs = survey.runs
+        return fit
+    tried: dict[Names, Tried] = {}
+
+    def attempt(names: Names) -> Tried | None:
+        result = survey.attempt(estimate, card, names)
+        if result is not None:
+            tried[names] = result
+        return result
+
+    def wanted(name: str) -> bool:
+        tier = tier_of([name])
+        return name in allowed if tier == OTHER else not exact or tier <= BIT_EQUAL
+
+    search: Search = advice.search_of(estimate, card, survey.request.backend, attempt, wanted)
+    chosen = next(search.found(), None)
+    if chosen is not None:
+        answer = tried[chosen].answer
+        assert answer is not None
+        fit.plan = _plan(survey, card, estimate, chosen, answer.peak_allocated)
+        fit.lines = advice.in_words(chosen, answer)
+    elif survey.batch is not None and (survey.batch.size or 0) > 1:
+        survey.try_batches(estimate, card, survey.batch)
+    order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
+    fit.rows = [_row(names, tried[names]) for names in order[:_ROWS]]
+    fit.alone = {name: estimate.needed[0] - one.needed for name, one in search.alone.items() if not one.fits}
+    fit.failed = survey.failed
+    fit.least = min([fit.least, *(one.needed for one in tried.values())])
+    fit.runs = survey.runs
+    return fit
+
+
+_ROWS = 5
+
+
+def _row(names: Names, tried: Tried) -> Row:
+    assert tried.answer is not None
+    return Row(
+        sorted(names),
+        tried.answer.peak_allocated,
+        tried.needed,
+        tried.seconds,
+        TIERS[tier_of(names)],
+        tried.fits,
+    )
+
+
+def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int) -> Plan:
+    script, text = described(survey.request.argv[0])
+    return Plan(
+        script=script,
+        sha256=text,
+        arguments=survey.request.argv[1:],
+        torch=str(found.versions["torch"]),
+        card=card.usable,
+        peak=peak,
+        backend=next((name for name in BACKENDS if name in names), survey.request.backend),
+        techniques=sorted(names - {*BACKENDS}),
+    )
+
+
+def _saving(saved: int) -> str:
+    return f"{'-' if saved >= 0 else '+'}{_C.format_size(abs(saved))}" if saved else "nothing"
+
+
+def _plain(technique: str) -> str:
+    """Return a technique's name without a budget."""
+    return technique.partition(":")[0]

@@ -1,0 +1,146 @@
+"""The search for techniques with which a script fits its card: the lowest tier of exactness, and in it the fastest.
+
+Each technique is run alone. What a combination takes is predicted by adding up what each saves; the fastest that are
+predicted to fit are run. Where that misleads, as one phase of a step hides what is saved in another, the largest
+combinations are run: if none of a tier fits, the tier has nothing. Of what fits, each part is left out that can be.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from memopt._estimate.answer import Answer
+from memopt._run.plan import (
+    CHECKPOINT,
+    EIGHT_BITS,
+    FOUR_BITS,
+    FUSED,
+    LOSS_HEAD,
+    OFFLOAD_ACTIVATIONS,
+    OFFLOAD_GRADIENTS,
+    OFFLOAD_LAYERS,
+    OFFLOAD_STATES,
+    OPTIONS,
+    STEP_IN_BACKWARD,
+)
+
+TIERS = ("free", "bit-equal", "equal to rounding", "other numbers")
+FREE, BIT_EQUAL, ROUNDING, OTHER = range(4)
+_TIER = {
+    "expandable": FREE,
+    "pool": FREE,
+    CHECKPOINT: BIT_EQUAL,
+    OFFLOAD_ACTIVATIONS: BIT_EQUAL,
+    OFFLOAD_LAYERS: ROUNDING,  # its optimizer steps on the host
+    FUSED: ROUNDING,
+    LOSS_HEAD: ROUNDING,
+    OFFLOAD_GRADIENTS: ROUNDING,  # these are with memopt's optimizers in the place of torch's
+    OFFLOAD_STATES: ROUNDING,
+    STEP_IN_BACKWARD: ROUNDING,
+    EIGHT_BITS: OTHER,
+    FOUR_BITS: OTHER,
+}
+_APART = [  # of each at most one
+    {EIGHT_BITS, FOUR_BITS},
+    {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD},
+    {CHECKPOINT, OFFLOAD_ACTIVATIONS},
+    {"expandable", "pool"},
+    *({FUSED, option} for option in OPTIONS),
+]
+_LIKELY = 3  # combinations of a tier that are run because they are predicted to fit
+
+Names = frozenset[str]
+
+
+class Tried(NamedTuple):
+    """A run with techniques. needed: bytes of a card for all of it, without a limit; seconds: that a step takes more,
+    by the model of cost."""
+
+    fits: bool
+    needed: int
+    seconds: float = 0.0
+    answer: Answer | None = None
+
+
+def tier_of(names: Iterable[str]) -> int:
+    """Return the tier of techniques together, by their names with or without a budget."""
+    return max((_TIER[name.partition(":")[0]] for name in names), default=FREE)
+
+
+class Search:
+    """A search among techniques.
+
+    Args:
+        techniques: Their names, CHECKPOINT's with its budget.
+        needed: Bytes of a card that the script needs without any.
+        room: Bytes of the card.
+        attempt: Runs the script with techniques; None where it does not run with all of them.
+    """
+
+    def __init__(
+        self, techniques: Iterable[str], needed: int, room: int, attempt: Callable[[Names], Tried | None]
+    ) -> None:
+        self._techniques = list(techniques)
+        self._needed, self._room = needed, room
+        self.run = functools.cache(attempt)
+        self.alone: dict[str, Tried] = {}  # what ran
+
+    def try_alone(self, tier: int) -> None:
+        """Run each technique of a tier by itself; 4 bits where 8 are not enough."""
+        for name in self._techniques:
+            if name == FOUR_BITS and EIGHT_BITS in self.alone and self.alone[EIGHT_BITS].fits:
+                continue
+            if tier_of([name]) == tier and (tried := self.run(Names([name]))) is not None:
+                self.alone[name] = tried
+
+    def found(self) -> Iterator[Names]:
+        """Yield combinations that fit: one of each tier that has any, the lowest tier first."""
+        for tier in range(len(TIERS)):
+            self.try_alone(tier)
+            fitting = next((names for names in self._candidates(tier) if self._fits(names)), None)
+            if fitting is None:
+                continue
+            for name in sorted(fitting, key=self._worth, reverse=True):
+                if len(fitting) > 1 and self._fits(fitting - {name}):
+                    fitting -= {name}
+            yield fitting
+
+    def _fits(self, names: Names) -> bool:
+        tried = self.run(names)
+        return tried is not None and tried.fits
+
+    def _candidates(self, tier: int) -> Iterator[Names]:
+        possible = [names for names in _combinations(self.alone) if tier_of(names) == tier]
+        likely = [names for names in possible if self._predicted(names) <= self._room or self._known(names)]
+        yield from sorted(likely, key=lambda names: (self._seconds(names), len(names)))[:_LIKELY]
+        largest = [names for names in possible if not any(names < others for others in possible)]
+        for names in sorted(largest, key=self._predicted):
+            yield names
+            if len(names) > 1 and self.run(names) is None:  # two of them do not run together
+                yield from (names - {name} for name in names)
+
+    def _known(self, names: Names) -> bool:
+        return len(names) == 1 and self._fits(names)
+
+    def _predicted(self, names: Names) -> int:
+        return self._needed - sum(self._needed - self.alone[name].needed for name in names)
+
+    def _seconds(self, names: Names) -> float:
+        return sum(self.alone[name].seconds for name in names)
+
+    def _worth(self, name: str) -> tuple[int, float, int]:
+        """Order what to do without: changed numbers, then time, then what saves least."""
+        tried = self.alone[name]
+        return tier_of([name]), tried.seconds, tried.needed
+
+
+def _combinations(techniques: Iterable[str]) -> Iterator[Names]:
+    named = list(techniques)
+    for count in range(1, len(named) + 1):
+        for names in itertools.combinations(named, count):
+            plain = {name.partition(":")[0] for name in names}
+            if all(len(plain & apart) < 2 for apart in _APART):
+                yield Names(names)

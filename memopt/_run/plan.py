@@ -1,0 +1,114 @@
+"""The plan of `memopt fit`, in a file: techniques with which a script fits a card, and what they were found for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import memopt
+from memopt import _C
+
+# Techniques that a script can be run with; CHECKPOINT is followed by ":" and a budget in bytes.
+FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "checkpoint"
+OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
+OFFLOAD_GRADIENTS, OFFLOAD_STATES = "offload gradients", "offload states"
+STEP_IN_BACKWARD = "step in backward"
+LEAST_BUDGET = "least budget"  # where techniques were applied: CHECKPOINT's, if its own was too small
+OPTIONS: dict[str, dict[str, Any]] = {  # of memopt.optim's optimizers, by technique
+    EIGHT_BITS: {"state_bits": 8},
+    FOUR_BITS: {"state_bits": 4},
+    OFFLOAD_GRADIENTS: {"offload_gradients": True},
+    OFFLOAD_STATES: {"offload_states": True},
+    STEP_IN_BACKWARD: {"step_in_backward": True},
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """script: its path, without links, and sha256: of its text. card: bytes that the plan needs the card to have.
+    techniques, backend: as a request of an estimate has them. peak: bytes of tensors in the run that confirmed it."""
+
+    script: str
+    sha256: str
+    arguments: list[str]
+    torch: str
+    card: int
+    peak: int
+    backend: str = "native"
+    techniques: list[str] = field(default_factory=list)
+    memopt: str = memopt.__version__
+
+    def write(self, path: str) -> None:
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    def check_call(self, argv: Sequence[str]) -> None:
+        """Raise ValueError, which names the difference, if the plan was made for another call or another memopt."""
+        script, text = described(argv[0])
+        for what, planned, given in (
+            ("the script", self.script, script),
+            ("the text of the script, by its sha256", self.sha256, text),
+            ("the script's arguments", " ".join(self.arguments) or "none", " ".join(argv[1:]) or "none"),
+            ("memopt", self.memopt, memopt.__version__),
+        ):
+            _same(what, planned, given)
+        if self.arguments != list(argv[1:]):
+            raise ValueError(_differs("the script's arguments", str(self.arguments), str(list(argv[1:]))))
+
+    def check_torch(self, version: str) -> None:
+        """Raise ValueError if the plan was made with another torch."""
+        _same("torch", self.torch, version)
+
+    def check_card(self, usable: int) -> None:
+        """Raise ValueError if the card is smaller than the one planned for."""
+        if usable < self.card:
+            size = _C.format_size
+            planned, given = size(self.card), size(usable)
+            if planned == given:
+                planned, given = f"{self.card} bytes", f"{usable} bytes"
+            raise ValueError(_differs("a smaller card", f"at least {planned}", given))
+
+
+def read(path: str) -> Plan:
+    """Read a plan. Raises ValueError if the file has none, OSError if it cannot be read."""
+    try:
+        told = json.loads(Path(path).read_text())
+        if not isinstance(told, dict) or set(told) != {one.name for one in fields(Plan)}:
+            raise ValueError("it has other entries")
+        return Plan(**told)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not a plan of this memopt's `memopt fit`: {error}. Make one with `memopt fit -o {path}`"
+        ) from None
+
+
+def allocator_environment(backend: str, before: Mapping[str, str]) -> dict[str, str]:
+    """Return `before` with torch's setting of expandable segments, where these are the allocator."""
+    if backend != "expandable":
+        return dict(before)
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    name = next((name for name in names if name in before), names[0])
+    options = re.sub(r"expandable_segments:\w+,?", "", before.get(name, ""))
+    return {**before, name: ",".join(["expandable_segments:True", *filter(None, options.split(","))])}
+
+
+def described(script: str) -> tuple[str, str]:
+    """Return a script's path, without links, and the SHA-256 of its text."""
+    path = Path(script).resolve()
+    return str(path), hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _same(what: str, planned: str, given: str) -> None:
+    if planned != given:
+        raise ValueError(_differs(what, planned, given))
+
+
+def _differs(what: str, planned: str, given: str) -> str:
+    return (
+        f"the plan was made for another case: {what}: planned for {planned}, and this is {given}. Plan again with "
+        "`memopt fit`"
+    )

@@ -1,0 +1,115 @@
+"""`python -m memopt fit` and then `run --fit --sim`: a GPT as it is on a card that it does not fit alone, with the bits
+that it has without a plan where these are promised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SIM = None
+pytestmark = pytest.mark.sampled(1)
+ROOT = Path(__file__).resolve().parents[2]
+GPT = """\
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+WORDS, WIDTH, LENGTH = 512, 128, 128
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*[Block() for _ in range(6)])
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, words):
+        return self.head(self.blocks(self.embedding(words)))
+
+model = GPT().cuda()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+others = [torch.optim.SGD([nn.Parameter(torch.zeros(4, device="cuda"))], lr=1e-3)] if "two" in sys.argv else []
+for words in torch.randint(WORDS, (4, 32, LENGTH + 1)):
+    words = words.cuda()
+    loss = F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+    loss.backward()
+    {clip}
+    for one in (optimizer, *others):
+        one.step()
+        one.zero_grad()
+    print(f"loss {{loss.item()!r}}", flush=True)
+"""
+PEAK, CONTEXT = 262, 450  # MiB, of tensors
+
+
+def memopt(folder, *arguments, status=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "memopt", *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,  # a hang; a busy host may take minutes
+    )
+    assert done.returncode == status, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("kind", ["one", "two"])
+def test_the_plan_trains_with_the_bits_of_the_script(tmp_path, kind):
+    """On 60 % of its peak, and in the same process as a second optimizer, of a parameter without gradients."""
+    (tmp_path / "train.py").write_text(GPT.format(clip="pass"))
+    card = f"{PEAK * 6 // 10 + CONTEXT}MiB"
+    call = ("train.py", kind)
+    found = json.loads(memopt(tmp_path, "fit", "--json", "--exact", "--gpu", card, *call).stdout)
+    assert found["tier"] == "bit-equal" and found["margin"] > 0
+    assert found["needed_range"][0] > (PEAK + CONTEXT) << 20
+    plain = memopt(tmp_path, "run", "-q", "--no-record", "--sim", "24GiB", *call)
+    run = ("run", "--no-record", "--fit", "train.fit.json", "--sim")
+    planned = memopt(tmp_path, *run, card, *call)
+    assert planned.stdout == plain.stdout and planned.stdout.count("loss") == 4
+    assert "planned" in planned.stderr and "nothing in the script took" not in planned.stderr
+    memopt(tmp_path, "run", "-q", "--no-record", "--sim", card, *call, status=1)
+    plan = json.loads((tmp_path / "train.fit.json").read_text())
+    (tmp_path / "old.json").write_text(json.dumps(plan | {"torch": "2.9.1"}))
+    old = memopt(
+        tmp_path, *("old.json" if word == "train.fit.json" else word for word in run), card, *call, status=2
+    )
+    assert "torch: planned for 2.9.1" in old.stderr and not old.stdout
+    assert "a smaller card" in memopt(tmp_path, *run, "600MiB", *call, status=2).stderr
+
+
+def test_a_script_without_a_step_has_nothing_to_plan(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\nkept = torch.ones(1 << 20, device='cuda')\n")
+    assert "without a training step" in memopt(tmp_path, "fit", "--gpu", "1GiB", "train.py", status=2).stderr
+    (tmp_path / "train.py").write_text("import torch\n")
+    assert "any memory on the card" in memopt(tmp_path, "fit", "--gpu", "1GiB", "train.py", status=2).stderr
+    assert not (tmp_path / "train.fit.json").exists()
+
+
+def test_what_a_script_does_not_allow_is_not_planned(tmp_path):
+    """It clips gradients, which steps in the backward pass have used up."""
+    (tmp_path / "train.py").write_text(GPT.format(clip="nn.utils.clip_grad_norm_(model.parameters(), 1.0)"))
+    card = f"{PEAK // 10 + CONTEXT}MiB"  # nothing is enough
+    found = json.loads(memopt(tmp_path, "fit", "--json", "--gpu", card, "train.py", status=1).stdout)
+    assert "step_in_backward=True has stepped already" in found["does_not_run"]["step in backward"]
+    assert found["plan"] is None and found["smallest_card"]["bytes"] > PEAK // 10 + CONTEXT

@@ -1,0 +1,211 @@
+"""`python -m memopt fit` and `run --fit`, with a child that answers by a formula: the plan, its file, the words, the
+exit codes; plans of another case are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import formula_child
+import pytest
+
+from memopt.__main__ import main
+from memopt._estimate import cards, interpreters, protection, survey
+from memopt._run import plan as plans
+from memopt._runtime import process
+
+HERE = Path(__file__).resolve().parents[2] / "helpers"
+MIB = 1 << 20
+SCRIPT = {
+    "fixed": 400 * MIB,
+    "each": 30 * MIB,
+    "masks": 0,
+    "kept": {"native": 1.0, "expandable": 1.0, "pool": 1.0},
+    "option": "--batch-size",
+    "batch": 8,
+}
+PEAK = formula_child.allocated(SCRIPT, 8, 1.0)
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch, capfd):
+    """Runs `memopt fit` on a script that lacks so many MiB, with what each technique saves; returns status, answer."""
+    formula = [sys.executable, str(HERE / "formula_child.py")]
+    monkeypatch.setattr(process, "command", lambda python, module, request: [*formula, request])
+    monkeypatch.setattr(interpreters, "find", lambda python=None: sys.executable)
+    monkeypatch.setattr(protection, "find", lambda python, folders: protection.Protection("none"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(lacking, *options, saves=(), script=(), arguments=()):
+        techniques = {name.replace("_", " "): size * MIB for name, size in dict(saves).items()}
+        text = json.dumps(SCRIPT | dict(script) | {"techniques": techniques})
+        Path("train.py").write_text(text)
+        card = str(PEAK - lacking * MIB + cards.CONTEXT)
+        status = main(["fit", "-f", "--json", "--gpu", card, *options, "train.py", *arguments])
+        out = capfd.readouterr()
+        return status, json.loads(out.out) if out.out else out.err
+
+    return run
+
+
+def techniques(found):
+    return [name.partition(":")[0] for name in found["plan"]["techniques"]]
+
+
+def test_a_script_that_fits_has_an_empty_plan(fit):
+    status, found = fit(-1)
+    assert status == 0 and found["fits"] and found["plan"]["techniques"] == [] and found["lines"] == []
+    assert found["margin"] == MIB and plans.read("train.fit.json").peak == PEAK
+
+
+def test_the_lowest_tier_comes_first_whatever_saves_more(fit):
+    saves = {"eight_bits": 90, "loss_head": 70, "offload_activations": 51}
+    status, found = fit(50, "--allow", "8bit", saves=saves)
+    assert status == 0 and techniques(found) == ["offload activations"] and found["tier"] == "bit-equal"
+    assert found["margin"] == MIB and found["plan"]["peak"] == PEAK - 51 * MIB
+    assert found["lines"] == ["memopt.offload_activations() around the forward pass"]
+
+
+def test_what_is_allowed_and_what_is_exact_decides(fit):
+    saves = {"eight_bits": 60, "four_bits": 70}
+    assert fit(50, saves=saves)[0] == 1
+    status, found = fit(50, "--allow", "8bit,4bit", saves=saves)
+    assert status == 0 and techniques(found) == ["eight bits"] and found["tier"] == "other numbers"
+    assert techniques(fit(50, "--allow", "4bit", saves=saves)[1]) == ["four bits"]
+    assert fit(50, "--exact", saves={"fused": 60})[0] == 1
+
+
+def test_several_together_without_what_is_not_needed(fit):
+    saves = {"fused": 4, "loss_head": 30, "checkpoint": 25, "offload_layers": 2}
+    status, found = fit(50, saves=saves)
+    assert status == 0 and techniques(found) == ["checkpoint", "loss head"]
+    assert found["not_enough_alone"]["fused"] == 4 * MIB
+    assert found["runs"][0]["fits"] and found["runs"][0]["evidence"] == "simulated"
+    assert found["does_not_run"]["step in backward"].endswith("nothing in the script takes step in backward")
+
+
+def test_where_nothing_fits_a_card_and_a_batch_are_named(fit):
+    Path("train.fit.json").unlink(missing_ok=True)
+    status, found = fit(100, saves={"fused": 10}, arguments=["--batch-size", "8"])
+    assert status == 1 and found["plan"] is None and not Path("train.fit.json").exists()
+    assert found["smallest_card"] == {"bytes": PEAK - 10 * MIB + cards.CONTEXT, "card": "rtx4060"}
+    assert found["largest_batch"]["size"] == 4
+
+
+def test_layers_are_not_put_on_a_host_without_room(fit, monkeypatch):
+    saves = {"offload_layers": 60}
+    assert techniques(fit(50, saves=saves)[1]) == ["offload layers"]
+    monkeypatch.setattr(survey, "available", lambda: 119 * MIB)
+    status, found = fit(50, saves=saves)
+    assert status == 1 and "120 MiB of this host's memory" in found["does_not_run"]["offload layers"]
+
+
+def test_the_words(fit, capfd):
+    fit(50, saves={"loss_head": 60, "fused": 10, "offload_layers": 0})
+    card = str(PEAK - 50 * MIB + cards.CONTEXT)
+    assert main(["fit", "-f", "--gpu", card, "train.py"]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "short by 306 MiB" in said  # 256 of them cuDNN's workspaces
+    assert "* loss head" in said and "equal to rounding fits" in said
+    assert "alone: fused (-10.0 MiB), offload layers (nothing)" in said and "left over 10.0 MiB" in said
+    assert "nothing in the script takes checkpoint, offload activations," in said
+    assert "memopt.nn.linear_cross_entropy(" in said and "GB/s" not in said
+    assert "planned in train.fit.json: python -m memopt run --fit train.fit.json train.py" in said
+    assert main(["fit", "--gpu", card, "train.py"]) == 2 and "-f to write over it" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (["train.py"], "name the card"),
+        (["--gpu", "many", "train.py"], "neither a card nor a size"),
+        (["--gpu", "8GiB"], "SCRIPT is missing"),
+        (["--gpu", "8GiB", "none.py"], "there is no script"),
+        (["--gpu", "8GiB", "--allow", "2bit", "train.py"], "write one or more of 8bit, 4bit"),
+        (["--gpu", "8GiB", "--allow", "4bit", "--exact", "train.py"], "not allowed with"),
+        (["--gpu", "8GiB", "--steps", "0", "train.py"], "nothing to plan"),
+        (["--gpu", "8GiB", "-o", "nowhere/plan", "train.py"], "no such folder"),
+    ],
+)
+def test_wrong_calls(fit, capfd, call, said):
+    Path("train.py").write_text(json.dumps(SCRIPT))
+    try:
+        status = main(["fit", *call])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2 and said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("ends", ["raise", "exit"])
+def test_a_script_that_fails_by_itself(fit, ends):
+    status, said = fit(50, script={"ends": ends})
+    assert status == 2 and "memopt fit: train.py: it " in said and not Path("train.fit.json").exists()
+
+
+# ---- its file -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """A plan for train.py 3, and the command that runs it."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print('it runs')\n")
+    script, text = plans.described("train.py")
+    made = plans.Plan(script, text, ["3"], "2.13.0", 8 << 30, 1 << 30, techniques=["fused"])
+    made.write("a.fit.json")
+    assert plans.read("a.fit.json") == made
+    made.check_call(["./train.py", "3"])
+    made.check_torch("2.13.0")
+    made.check_card(8 << 30)
+    return made
+
+
+def refused(capfd, *call):
+    assert main(["run", "--fit", "a.fit.json", *call]) == 2
+    out = capfd.readouterr()
+    assert "it runs" not in out.out and "memopt run: --fit: " in out.err
+    return out.err
+
+
+def test_a_plan_of_another_case_is_refused_by_the_difference(planned, capfd):
+    Path("other.py").write_text(Path("train.py").read_text())
+    said = refused(capfd, "other.py", "3")
+    assert "the script: planned for" in said and "other.py" in said and "Plan again" in said
+    assert "arguments: planned for 3, and this is none" in refused(capfd, "train.py")
+    assert "arguments: planned for 3, and this is 3 4" in refused(capfd, "train.py", "3", "4")
+    Path("train.py").write_text("print('it runs too')\n")
+    assert "the text of the script" in refused(capfd, "train.py", "3")
+
+
+def test_a_plan_of_other_versions_or_a_larger_card_is_refused(planned, capfd):
+    with pytest.raises(ValueError, match=r"torch: planned for 2\.13\.0, and this is 2\.10\.0"):
+        planned.check_torch("2.10.0")
+    with pytest.raises(
+        ValueError, match=r"a smaller card: planned for at least 8\.00 GiB, and this is 7\.00 GiB"
+    ):
+        planned.check_card(7 << 30)
+    with pytest.raises(ValueError, match=r"8589934592 bytes, and this is 8589934591 bytes"):
+        planned.check_card((8 << 30) - 1)
+    dataclasses.replace(planned, memopt="0.0.1").write("a.fit.json")
+    assert "memopt: planned for 0.0.1" in refused(capfd, "train.py", "3")
+
+
+def test_arguments_that_only_look_alike_are_others(planned):
+    split = dataclasses.replace(planned, arguments=["3 4"])
+    with pytest.raises(ValueError, match="arguments"):
+        split.check_call(["train.py", "3", "4"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"script": 1}', "\xff"])
+def test_what_is_no_plan_is_refused(planned, capfd, text):
+    Path("a.fit.json").write_text(text, encoding="latin-1")
+    assert "is not a plan" in refused(capfd, "train.py", "3")
+
+
+def test_the_plan_decides_alone(planned, capfd):
+    assert "leave --backend" in refused(capfd, "--backend", "pool", "train.py", "3")
+    assert "leave -m out" in refused(capfd, "-m", "train", "3")
+    assert main(["run", "--fit", "none.json", "train.py", "3"]) == 2
+    assert "none.json" in capfd.readouterr().err

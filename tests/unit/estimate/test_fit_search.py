@@ -1,0 +1,95 @@
+"""The search of `memopt fit` and of the advice, on tables of bytes: beside all combinations, tried one by one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+
+import pytest
+
+from memopt._estimate import search
+from memopt._estimate.search import Names, Search, Tried, tier_of
+
+NAMES = [name if name != "checkpoint" else "checkpoint:9" for name in search._TIER if name != "pool"]
+PLAIN = 1000
+
+
+def allowed(names):
+    """Whether these can be run together, said in another way."""
+    plain = sorted(name.partition(":")[0] for name in names)
+    pairs = {("eight bits", "four bits"), ("offload gradients", "step in backward")}
+    pairs |= {("checkpoint", "offload activations")}
+    pairs |= {tuple(sorted(("fused", option))) for option in search.OPTIONS}
+    return not pairs & {*itertools.combinations(plain, 2)}
+
+
+def table(chance, phases):
+    """A script of as many phases, of which the fullest decides: what each technique saves there, and its time."""
+    names = chance.sample(NAMES, chance.randrange(1, 8))
+    bases = [PLAIN, *(chance.randrange(500, PLAIN) for _ in range(phases - 1))]
+    saves = {name: [chance.randrange(0, 200) * chance.randrange(2) for _ in bases] for name in names}
+    seconds = {name: chance.choice([0.0, 1.0, 2.5, 7.0]) for name in names}
+    broken = {name for name in names if chance.random() < 0.1}
+    room = PLAIN - chance.randrange(1, 400)
+    asked = []
+
+    def attempt(chosen):
+        assert chosen and allowed(chosen)
+        asked.append(chosen)
+        if chosen & broken:
+            return None
+        needed = max(base - sum(saves[name][n] for name in chosen) for n, base in enumerate(bases))
+        return Tried(needed <= room, needed, sum(seconds[name] for name in chosen))
+
+    return names, room, attempt, asked
+
+
+def every(names):
+    sets = (Names(c) for n in range(1, len(names) + 1) for c in itertools.combinations(names, n))
+    return [one for one in sets if allowed(one)]
+
+
+@pytest.mark.parametrize("phases", [1, 3])
+def test_the_lowest_tier_that_has_anything_is_found_in_few_runs(phases):
+    chance = random.Random(int(os.environ["MEMOPT_SEED"]))
+    found = 0
+    for _ in range(300):
+        names, room, attempt, asked = table(chance, phases)
+        plans = [*Search(names, PLAIN, room, attempt).found()]
+        runs = len(asked)
+        assert runs == len({*asked}) and runs <= 12 * len(names)
+        fitting = [one for one in every(names) if (tried := attempt(one)) and tried.fits]
+        tiers = sorted({tier_of(one) for one in fitting})
+        assert bool(plans) == bool(fitting)
+        if plans:
+            found += 1
+            assert tier_of(plans[0]) == tiers[0]
+            assert all(plan in fitting for plan in plans)
+            assert all(plan - {name} not in fitting for plan in plans for name in plan)
+    assert found > 50
+
+
+def test_where_bytes_add_up_it_is_the_fastest():
+    """But for states of 4 bits: they change numbers more, and are left where 8 are enough."""
+    chance = random.Random(int(os.environ["MEMOPT_SEED"]))
+    for _ in range(200):
+        names, room, attempt, _ = table(chance, 1)
+        plan = next(Search(names, PLAIN, room, attempt).found(), None)
+        if plan is None:
+            continue
+        seconds = {one: tried.seconds for one in every(names) if (tried := attempt(one)) and tried.fits}
+        fours = {one for one in seconds if "four bits" in one} if Names(["eight bits"]) in seconds else {}
+        same = [time for one, time in seconds.items() if tier_of(one) == tier_of(plan) and one not in fours]
+        assert seconds[plan] == min(same)
+
+
+def test_two_that_do_not_run_together_are_tried_without_one_another():
+    def attempt(chosen):
+        if chosen >= {"offload states", "offload layers"}:
+            return None
+        saved = 100 * len(chosen) + 200 * ({"offload states", "loss head"} <= chosen)
+        return Tried(saved >= 400, PLAIN - saved, 1.0)
+
+    names = ["offload states", "offload layers", "loss head"]
+    assert [*Search(names, PLAIN, PLAIN - 400, attempt).found()] == [{"offload states", "loss head"}]
