@@ -105,12 +105,7 @@ class BackwardSteps(GradientHooks):
         if optimizer is None or not group.get("step_in_backward"):
             return
         # What is left here is step()'s. With create_graph=True a gradient has a graph.
-        if (
-            type(grad) is not Tensor
-            or grad.layout is not torch.strided
-            or grad.requires_grad
-            or not is_plain(p)
-        ):
+        if type(grad) is not Tensor or grad.requires_grad or grad.is_sparse or not is_plain(p):
             return
         self._refuse_ranks()
         with interrupted_later(fatal=False), self._lock:  # a gradient that was used must not stay

@@ -136,9 +136,8 @@ class OnePass(torch.optim.Optimizer):
                 parameters = [p for group in self.param_groups for p in group["params"]]
                 for piece in in_turns(parameters, self.state, self._homes, self._is_elementwise):
                     if piece is None:
-                        numbers = [
-                            number for number, _ in first
-                        ]  # a new plan: torch's step may have made states
+                        # A new plan: torch's step may have made states.
+                        numbers = [number for number, _ in first]
                         self._plan = _C.UpdatePlan(self.state, self.param_groups, self._is_sgd, numbers)
                         self._update(scaling)
                         first = [(number, p) for number, p in first if p.grad is None]  # those of other turns
