@@ -151,9 +151,9 @@ def test_the_fatbin_has_machine_code_for_every_architecture_of_nvcc_and_ptx_of_b
     for architecture in known:
         assert any(c // 10 == architecture // 10 and c <= architecture for c in code), architecture
     assert sorted(a for kind, a in found if kind == "ptx") == [min(code), max(code)]
-    # The update has a loop for each type and alignment, with states of 8 and of 4 bits too, each with a branch for
+    # The update has a loop for each type and alignment, with states of 8 and of 4 bits too, Adam's with a branch for
     # factored second moments; cross entropy two for each type, with and without a cap.
-    assert fatbin.stat().st_size < 850_000
+    assert fatbin.stat().st_size < 950_000
 
 
 def test_a_second_build_does_nothing_and_a_changed_environment_builds_anew(
