@@ -33,7 +33,7 @@ class Row:
 
 @dataclass
 class Fit:
-    """Whether and how a script fits a card.
+    """The plan with which a script fits a card, and the runs that led to it.
 
     estimate: of the script as it is. plan: None if nothing fits. rows: runs, the plan's first. lines: to paste.
     alone: techniques that are not enough alone, with the bytes that each saves. failed: why the script does not run,

@@ -16,7 +16,7 @@ PLAIN = 1000
 
 
 def allowed(names):
-    """Whether these can be run together, said in another way."""
+    """Return whether these can be run together, said in another way."""
     plain = sorted(name.partition(":")[0] for name in names)
     pairs = {("eight bits", "four bits"), ("offload gradients", "step in backward")}
     pairs |= {("checkpoint", "offload activations")}
