@@ -22,7 +22,8 @@ from memopt._runtime.originals import original
 from memopt.amp._clip import clip_grad_norm_, count_as_written, device_of, has_fast_norm, refuse_nonfinite
 from memopt.amp._scaling import torchs_gradients, torchs_pass, update_scale_
 from memopt.optim._offloaded_gradients import any_offloaded, multiply, norms_of
-from memopt.optim._one_pass import OnePass, ScaledStep
+from memopt.optim._one_pass import OnePass
+from memopt.optim._scaled_step import ScaledStep
 
 if TYPE_CHECKING:
     from torch import Tensor

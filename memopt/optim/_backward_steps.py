@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from memopt._runtime.signals import interrupted_later
-from memopt.optim._gradient_hooks import EndOfPass, GradientHooks
+from memopt.optim._gradient_hooks import EndOfPass, GradientHooks, StandIn
 from memopt.optim._offloaded_gradients import LEAVING
 from memopt.optim._state_layout import is_plain
 
@@ -28,20 +28,8 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-class SteppedGradient(Tensor):
-    """Stands in .grad, without memory, for a gradient that a step has used up. All operations are refused."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, grad: Tensor) -> SteppedGradient:
-        made: SteppedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, grad.size(), strides=grad.stride(), dtype=grad.dtype, device=grad.device
-        )
-        return made
-
-    def __init__(self, *_: object) -> None:
-        pass
+class SteppedGradient(StandIn):
+    """Stands for a gradient that a step has used up. All operations are refused."""
 
     @classmethod
     def __torch_dispatch__(
@@ -55,9 +43,6 @@ class SteppedGradient(Tensor):
             "backward(), and to accumulate, scale or clip gradients, leave step_in_backward out; "
             "offload_gradients=True saves as much of the device's memory"
         )
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"SteppedGradient({tuple(self.shape)}, {self.dtype}, device='{self.device}')"
 
 
 class _Side:

@@ -11,6 +11,24 @@ import torch
 from torch import Tensor
 
 
+class StandIn(Tensor):
+    """Stands in .grad, without memory, for a gradient that is not on the device."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, grad: Tensor, *_: object) -> Any:
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, grad.size(), strides=grad.stride(), dtype=grad.dtype, device=grad.device
+        )
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, device='{self.device}')"
+
+
 class EndOfPass:
     """Calls a function at the end of each backward pass in which it was entered, also of one that fails: soon after
     that, as autograd's threads let go of it, and before the next pass.

@@ -17,7 +17,7 @@ from memopt import _C
 from memopt._runtime import kernels
 from memopt._runtime.originals import original
 from memopt.optim._coded_states import CodedMomentum, count_steps
-from memopt.optim._one_pass import ScaledStep
+from memopt.optim._scaled_step import ScaledStep
 from memopt.optim._state_layout import FLOATS, like, wanted_bits
 
 if TYPE_CHECKING:

@@ -26,13 +26,13 @@ from memopt import _C
 from memopt._offload.pinned_memory import CopyIn, dense_bytes, host_memory, index_of
 from memopt._offload.transfers import PinnedTransfer
 from memopt._runtime import kernels
-from memopt.optim._gradient_hooks import EndOfPass, GradientHooks
+from memopt.optim._gradient_hooks import EndOfPass, GradientHooks, StandIn
 
 LEAVING = 256 << 20  # bytes of gradients that are kept on the device for their copies' sake: 10 ms at 25 GB/s
 aten = torch.ops.aten
 
 
-class HostGradient(Tensor):
+class HostGradient(StandIn):
     """A gradient of a parameter on a CUDA device, whose elements are in the host's memory.
 
     It has the gradient's shape, dtype and device, adds up as gradients do, and goes where zero_grad() sets None. cpu()
@@ -44,18 +44,8 @@ class HostGradient(Tensor):
     _factors: tuple[Tensor, ...]
     _way: _WayToHost
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, grad: Tensor, transfer: PinnedTransfer, norm64: Tensor, way: _WayToHost) -> HostGradient:
-        made: HostGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, grad.size(), strides=grad.stride(), dtype=grad.dtype, device=grad.device
-        )
-        made._transfer, made._norm64, made._factors, made._way = transfer, norm64, (), way
-        return made
-
-    def __init__(self, *_: object) -> None:
-        pass
+    def __init__(self, _: Tensor, transfer: PinnedTransfer, norm64: Tensor, way: _WayToHost) -> None:
+        self._transfer, self._norm64, self._factors, self._way = transfer, norm64, (), way
 
     @classmethod
     def __torch_dispatch__(
@@ -94,9 +84,6 @@ class HostGradient(Tensor):
                 "a model moves or changes its type, and offload_gradients=True keeps gradients in the host's memory: "
                 "drop them before with zero_grad(set_to_none=True)"
             )
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"HostGradient({tuple(self.shape)}, {self.dtype}, device='{self.device}')"
 
     @property
     def norm64(self) -> Tensor:

@@ -25,7 +25,7 @@ from memopt.optim._state_layout import BLOCK, FACTORS, blocks, codes_shape, is_p
 
 FOREVER = 1e8  # seconds
 TURN = 256 << 20  # bytes that a turn has at most, but for a parameter that cannot be cut
-GRAIN = 4096  # elements that a piece's are a multiple of: blocks of codes are whole, the widest accesses aligned
+GRAIN = 4096  # elements: a piece has a multiple, so that blocks of codes are whole and accesses aligned
 
 
 class Traveller(Protocol):

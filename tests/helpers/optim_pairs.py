@@ -7,7 +7,7 @@ import os
 import torch
 
 import memopt.optim
-from memopt.optim._one_pass import ScaledStep
+from memopt.optim._scaled_step import ScaledStep
 
 PAIRS = {
     "adamw": (memopt.optim.AdamW, torch.optim.AdamW),

@@ -9,7 +9,7 @@ import torch
 import memopt.amp
 import memopt.optim
 from memopt import sim
-from memopt.optim._one_pass import ScaledStep
+from memopt.optim._scaled_step import ScaledStep
 
 SIM = {"memory": "1GiB", "devices": 2}
 SHAPES = [(), (3,), (0,), (64, 65), (4999,), (8, 3, 4, 4)]
