@@ -291,14 +291,20 @@ def test_the_first_step_with_few_bits_is_that_with_32(width):
 @pytest.mark.parametrize("width, most", [(8, 0.05), (4, 0.5)])
 def test_few_bits_stay_beside_32_on_the_same_gradients(width, most):
     """Research on longer runs: the update is off by some 5 % with 8 bits, unbiased; so is the way, by less. With 4 bits
-    the way is off by two fifths of itself, most of it across."""
+    the way is off by two fifths of itself, most of it across. Along it the mean is what is promised: of some thousand
+    elements it is off by another hundredth in one of forty draws, so it is that of all that have codes."""
     (few, a), (wide, b), (_, start) = ours_of(state_bits=width), ours_of(), ours_of()
     run([(few, a), (wide, b)], 60)
+    along = total = torch.zeros((), dtype=torch.float64)
     for p, q, s in zip(a, b, start, strict=True):
         way = (q - s).detach().double()
         assert ((p - q).detach().double().norm() / way.norm()) < most
-        along = ((p - s).detach().double() * way).sum() / way.square().sum()
-        assert abs(along - 1) < most / 5
+        if few.state[p]["exp_avg"].dtype is torch.uint8:
+            along = along + ((p - s).detach().double() * way).sum()
+            total = total + way.square().sum()
+        else:
+            assert torch.equal(p, q)
+    assert abs(along / total - 1) < most / 5
 
 
 def test_which_parameters_have_8_bits_is_a_groups_option():
