@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,6 +149,28 @@ def test_pieces_have_gradients_of_another_type_than_their_parameter(
     assert p.grad is not None and p.grad.dtype is torch.float16
     optimizer.step()
     assert cut and torch.equal(p.cpu(), torch.zeros(4096))
+
+
+def test_a_failed_backward_pass_gives_back_what_its_steps_read() -> None:
+    """Without a call of the optimizer's: as soon as autograd's threads let go of the pass."""
+    first, last = nn.Linear(64, 64).cuda(), nn.Linear(64, 64).cuda()
+    optimizer: Any = memopt.optim.AdamW(
+        [*first.parameters(), *last.parameters()], offload_states=True, step_in_backward=True
+    )
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    hidden = first(torch.ones(8, 64, device="cuda"))
+    hidden.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        last(hidden).square().mean().backward()
+    (side,) = optimizer._backward_steps._sides.values()
+    for _ in range(3000):
+        if not side._reading:
+            break
+        time.sleep(0.01)
+    assert not side._reading
 
 
 def test_layers_on_the_host_step_there_as_their_gradients_come() -> None:
