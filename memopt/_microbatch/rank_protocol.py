@@ -105,8 +105,13 @@ class DataParallel(_OnRanks):
                 "memopt.backward: the model has a communication hook, which a reduction after all micro-batches would "
                 "not call"
             )
-        self._modules = modules
+        # Weak: `_made` keeps this as long as the model lives.
+        self._references = [weakref.ref(module) for module in modules]
         self.ranks = Ranks(modules[0].process_group, limit)
+
+    @property
+    def _modules(self) -> list[DistributedDataParallel]:
+        return [module for reference in self._references if (module := reference()) is not None]
 
     def micro_batches(self, wanted: int, most: int) -> int:
         count = super().micro_batches(wanted, most)
@@ -139,7 +144,8 @@ class DataParallel(_OnRanks):
         In place, so that no rank runs out of memory here; but a rank that has no gradient where another has one makes
         zeros, and all hear whether it could.
         """
-        chosen = [parameter for module in self._modules for parameter in _reduced(module)]
+        modules = self._modules
+        chosen = [parameter for module in modules for parameter in _reduced(module)]
         there = [int(parameter.grad is not None) for parameter in chosen]
         said = self.ranks.exchange(*there) if there else []
         wanted = [any(column) for column in zip(*said, strict=True)]
@@ -148,7 +154,7 @@ class DataParallel(_OnRanks):
         ):
             self._make_zeros([p for p, want in zip(chosen, wanted, strict=True) if want and p.grad is None])
         gradients = [p.grad for p, want in zip(chosen, wanted, strict=True) if want]
-        group, count = self._modules[0].process_group, len(self.ranks.numbers)
+        group, count = modules[0].process_group, len(self.ranks.numbers)
         with torch.no_grad():
             torch._foreach_div_(gradients, count)
             for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
@@ -307,13 +313,17 @@ class Ranks:
             use_local_synchronization=True,  # the other ranks of the world are not called
         )
         self.own = dist.get_rank()
+        self._last: dist.Work | None = None
 
     def exchange(self, *numbers: int) -> list[list[int]]:
         """Return the numbers of every rank, in the order of `self.numbers`. Raises RankLost if one does not answer."""
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         found = [torch.empty_like(mine) for _ in self.numbers]
         try:
-            dist.all_gather(found, mine, group=self._side)
+            # Kept until the next: gloo's thread would free the work's tensors, and needs Python's lock for that, which
+            # ends the process by std::terminate() where the interpreter is about to end.
+            self._last = dist.all_gather(found, mine, group=self._side, async_op=True)
+            self._last.wait()
         except RuntimeError as error:
             raise RankLost(
                 f"rank {self.own} waited up to {self.limit:g} s for the others of {self.numbers} to agree on a step, "

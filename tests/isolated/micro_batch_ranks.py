@@ -5,9 +5,11 @@ each case."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -196,6 +198,15 @@ def an_error_of_ones_own():
         raise AssertionError("it went through")
     memopt.backward(loss_of(model, 1, 4, "backward", []), *batch_of(RANK), model=model)
     assert close([p.grad for p in model.parameters()], whole())
+
+
+def a_model_that_nobody_needs_is_freed():
+    model = model_of("ddp")
+    memopt.backward(loss_of(model, 0, 4, "backward", []), *batch_of(RANK), model=model)
+    freed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert freed() is None
 
 
 def a_rank_that_never_comes():

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 CASES = {
     2: ["data_parallel", "gradients_at_entry", "views_of_buckets", "unused_parameters", "one_sample_does_not_fit",
-        "an_error_of_ones_own", "refused", "sharded", "a_rank_that_never_comes"],
+        "an_error_of_ones_own", "a_model_that_nobody_needs_is_freed", "refused", "sharded", "a_rank_that_never_comes"],
     4: ["data_parallel"],
 }  # fmt: skip
 
