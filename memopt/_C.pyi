@@ -23,6 +23,7 @@ class _KernelStatus(TypedDict):
     stored: bool
     note: str
     launches: int
+    bytes: int
     uploads: int
     repeats: int
     waits: int

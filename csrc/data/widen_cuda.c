@@ -30,6 +30,7 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_widen_job *j
 
     if (blocks > BLOCKS_MOST)
         return mo_fail(detail, MO_OVERFLOW, 0, "%zu elements are too many for one launch", job->count);
+    shape.bytes = job->count * (mo_number_size(job->source_kind) + mo_float_size(job->target_kind));
     shape.size = 2 * job->channels * sizeof *table; /* channels <= 2^31: no overflow */
     status = mo_launch_table(launch, shape.size, (void **)&table, detail);
     if (status)

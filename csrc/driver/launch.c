@@ -17,7 +17,7 @@ typedef struct mo_launch_state {
     void *table; /* built here, then compared with and copied to a staging slot */
     size_t table_size;
     int multiprocessors;
-    uint64_t launches;
+    uint64_t launches, bytes;
 } mo_launch_state;
 
 static mo_launch_state states[MO_MAX_DEVICES] = {[0 ... MO_MAX_DEVICES - 1] = {.lock = MO_LOCK_INIT}};
@@ -95,8 +95,10 @@ static mo_status run_in_context(mo_launch *launch, CUstream stream, mo_launch_sh
                                        shape.threads, 1, 1, /* shared_bytes */ 0, stream, arguments, NULL),
                            call, detail);
     after = mo_staging_used(api, slot, status ? NULL : detail);
-    if (!status)
+    if (!status) {
         state->launches++;
+        state->bytes += shape.bytes;
+    }
     return status ? status : after;
 }
 
@@ -130,6 +132,7 @@ void mo_launch_read(int device, mo_launch_counts *out)
     mo_lock_take(&state->lock);
     *out = (mo_launch_counts){
         .launches = state->launches,
+        .bytes = state->bytes,
         .uploads = state->staging.counts.uploads,
         .repeats = state->staging.counts.repeats,
         .waits = state->staging.counts.waits,

@@ -35,6 +35,7 @@ typedef struct mo_launch_shape {
     unsigned blocks, threads;
     size_t size; /* the table's, as given to mo_launch_table */
     size_t room; /* bytes behind the table that are the kernel's own while it runs */
+    uint64_t bytes; /* of the caller's that it reads and that it writes: what bounds its time */
 } mo_launch_shape;
 
 /* Queues the table's upload, where it is not there yet, and the launch. *argument is the kernel's one parameter; its
@@ -46,7 +47,7 @@ void mo_launch_end(mo_launch *launch);
 
 /* What the launches on a device have cost so far; zeros where there were none. */
 typedef struct mo_launch_counts {
-    uint64_t launches;
+    uint64_t launches, bytes; /* bytes: read and written, as each shape says */
     uint64_t uploads, repeats, waits, captured, captured_bytes; /* of tables: staging.h */
 } mo_launch_counts;
 

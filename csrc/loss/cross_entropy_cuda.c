@@ -36,6 +36,8 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_cross_entrop
         .blocks = (unsigned)job->rows,
         .threads = threads_for(job),
         .size = sizeof(mo_cross_entropy_options),
+        .bytes = (uint64_t)job->rows * job->columns * mo_float_size(job->kind) *
+                 (job->passes & MO_LOSS_SUBTRACT ? 2 : 1),
     };
     mo_cross_entropy_options *options = NULL;
     mo_status status = mo_launch_table(launch, shape.size, (void **)&options, detail);

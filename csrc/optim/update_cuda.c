@@ -129,6 +129,17 @@ static void fill(const mo_update_job *job, unsigned elements, mo_update_head *he
         groups[k] = group_of(&job->groups[k]);
 }
 
+/* Bytes of a parameter's arrays: what a step reads and, but for a gradient that it does not store, writes. */
+static uint64_t bytes_of(const mo_parameter *a, bool store_gradients)
+{
+    const uint64_t states = (uint64_t)(a->m != 0) + (a->v != 0) + (a->vmax != 0);
+    const uint64_t state_bits = a->code_bits ? a->code_bits : 8 * mo_float_size(a->state_kind);
+    const uint64_t written = mo_float_size(a->kind) + (a->master ? 4 : 0);
+    const uint64_t gradient = mo_float_size(a->grad_kind) * (store_gradients ? 2 : 1);
+
+    return a->count * (2 * written + gradient) + a->count * 2 * states * state_bits / 8;
+}
+
 /* One launch a round of factored second moments. All launches of a step have one table, which is uploaded once. */
 static mo_status queue_averages(mo_launch *launch, CUstream stream, const mo_update_job *job,
                                 mo_launch_shape shape, mo_update_launch argument, mo_detail *detail)
@@ -139,8 +150,11 @@ static mo_status queue_averages(mo_launch *launch, CUstream stream, const mo_upd
     argument.first_unit = argument.units;
     for (size_t i = 0; i < job->count && !status; argument.first_unit += shape.blocks) {
         const size_t end = mo_update_round(job, i);
-        for (shape.blocks = 0; i < end; i++)
-            shape.blocks += averaging_blocks(&job->parameters[i]);
+        for (shape.blocks = 0, shape.bytes = 0; i < end; i++) {
+            const mo_parameter *a = &job->parameters[i];
+            shape.blocks += averaging_blocks(a);
+            shape.bytes += a->column ? a->count * mo_float_size(a->grad_kind) : 0;
+        }
         if (shape.blocks)
             status = mo_launch_run(launch, stream, shape, &argument, detail);
     }
@@ -184,6 +198,8 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_update_job *
     if (status)
         return status;
     fill(job, argument.elements, table);
+    for (size_t i = 0; i < job->count; i++)
+        shape.bytes += bytes_of(&job->parameters[i], job->store_gradients);
     if (averaging)
         status = queue_averages(launch, stream, job, shape, argument, detail);
     return status ? status : mo_launch_run(launch, stream, shape, &argument, detail);

@@ -44,7 +44,8 @@ PyDoc_STRVAR(
     "compilations\n"
     "(NVRTC runs of this process), origin ('not loaded', 'embedded', 'cached' or 'compiled'), architecture,\n"
     "nvrtc, options, cache ('off', 'missing', 'hit', 'damaged', 'unreadable'), stored, note (what was tried\n"
-    "and did not serve), and the counters of launches: launches, uploads, repeats, waits,\n"
+    "and did not serve), and the counters of launches: launches, bytes\n"
+    "(that they read and write), uploads, repeats, waits,\n"
     "captured, captured_bytes. load=True loads them first, and raises memopt.Error if that fails.");
 
 static PyObject *kernel_status(PyObject *module, PyObject *args)
@@ -76,11 +77,12 @@ static PyObject *kernel_status(PyObject *module, PyObject *args)
         PyOS_snprintf(nvrtc, sizeof nvrtc, "%d.%d", m->nvrtc_major, m->nvrtc_minor);
     mo_launch_read(device, &counts);
     return Py_BuildValue(
-        "{s:n,s:I,s:s,s:i,s:s,s:s,s:s,s:N,s:s,s:K,s:K,s:K,s:K,s:K,s:K}", "embedded_bytes",
+        "{s:n,s:I,s:s,s:i,s:s,s:s,s:s,s:N,s:s,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "embedded_bytes",
         (Py_ssize_t)mo_kernel_image_get().fatbin_size, "compilations", mo_kernels_compilations(), "origin",
         mo_kernel_origin_name(m->origin), "architecture", m->architecture, "nvrtc", nvrtc, "options", options,
         "cache", mo_cache_finding_name(m->cache), "stored", PyBool_FromLong(m->stored), "note", m->note,
-        "launches", (unsigned long long)counts.launches, "uploads", (unsigned long long)counts.uploads,
+        "launches", (unsigned long long)counts.launches, "bytes",
+        (unsigned long long)counts.bytes, "uploads", (unsigned long long)counts.uploads,
         "repeats", (unsigned long long)counts.repeats, "waits", (unsigned long long)counts.waits, "captured",
         (unsigned long long)counts.captured, "captured_bytes", (unsigned long long)counts.captured_bytes);
 }

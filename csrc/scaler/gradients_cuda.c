@@ -85,6 +85,7 @@ static mo_status queue(mo_launch *launch, CUstream stream, const mo_gradients_jo
     argument.chunks = (unsigned)chunks;
     shape.blocks = chunks ? (unsigned)chunks : 1;                       /* an empty list has a norm too */
     shape.size = sizeof(mo_gradients_head) + chunks * sizeof(mo_chunk); /* chunks < 2^31: no overflow */
+    shape.bytes = bytes * (job->passes & MO_GRADIENTS_STORE ? 2 : 1);
     shape.room = job->passes & MO_GRADIENTS_NORM ? shape.blocks * sizeof(double) : 0;
     status = mo_launch_table(launch, shape.size, (void **)&table, detail);
     if (status)

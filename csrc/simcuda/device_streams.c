@@ -206,6 +206,19 @@ again:
         }
 }
 
+static void count_copy(simcuda_counts *counts, const sim_work *work, bool side)
+{
+    const uint64_t bytes = work->copy.width * work->copy.rows;
+    const bool to_device = work->copy.to_kind == SIM_ACCESS_DEVICE;
+
+    counts->copied_bytes += bytes;
+    if (to_device == (work->copy.from_kind == SIM_ACCESS_DEVICE))
+        return;
+    *(to_device ? &counts->to_device : &counts->to_host) += bytes;
+    if (side)
+        *(to_device ? &counts->side_to_device : &counts->side_to_host) += bytes;
+}
+
 CUresult sim_stream_submit(sim_stream *stream, sim_work *work, sim_mark *mark)
 {
     CUresult result = sim_capture_check_submit(stream);
@@ -242,7 +255,7 @@ CUresult sim_stream_submit(sim_stream *stream, sim_work *work, sim_mark *mark)
         counts->memsets++;
     if (work->kind == SIM_WORK_COPY) {
         counts->copies++;
-        counts->copied_bytes += work->copy.width * work->copy.rows;
+        count_copy(counts, work, stream->handle != 0);
     }
     if (!sim_lazy)
         run_all_that_can();

@@ -11,6 +11,7 @@ from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
 from memopt._estimate.prediction import Advice, Estimate
 from memopt._estimate.search import TIERS, Names, Search, Tried, tier_of
+from memopt._estimate.step_time import seconds
 from memopt._run.plan import (
     CHECKPOINT,
     EIGHT_BITS,
@@ -87,7 +88,9 @@ def search_of(
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Search:
     """Return the search among the wanted ones of the techniques that could save memory at the peak."""
-    return Search(filter(wanted, _worth_trying(found, card, backend)), found.needed[0], card.usable, attempt)
+    techniques = filter(wanted, _worth_trying(found, card, backend))
+    plain = seconds(found.step, card.rates) if found.step else 0.0
+    return Search(techniques, found.needed[0], card.usable, attempt, plain)
 
 
 def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memopt import _C
+from memopt._estimate.step_time import Segment
 
 # The fields that an Estimate has too.
 _TOLD = (
     "by_category by_line by_module guesses unmodelled steps covered error versions simulated seconds host_peak"
-    " processes copied_bytes"
+    " processes step"
 ).split()
 
 
@@ -48,7 +49,7 @@ class Answer:
     versions: dict[str, Any] = field(default_factory=dict)
     simulated: dict[str, Any] = field(default_factory=dict)
     processes: dict[str, Any] | None = None  # of the script's that share the card: together()'s
-    copied_bytes: int = 0  # by the device, in the whole run
+    step: list[Segment] | None = None  # one whole step, of those that were timed
     more: dict[str, Any] = field(default_factory=dict)  # what a later child tells besides
 
     @classmethod
@@ -57,6 +58,8 @@ class Answer:
         if not isinstance(told, dict) or not {"peak_allocated", "peak_reserved"} <= set(told):
             raise ValueError("the child process's answer lacks peak_allocated and peak_reserved")
         known = {name: value for name, value in told.items() if name in names and value is not None}
+        if "step" in known:
+            known["step"] = [Segment(**one) for one in known["step"]]
         return cls(**known, more={name: value for name, value in told.items() if name not in names})
 
     def told(self) -> dict[str, Any]:
@@ -154,6 +157,7 @@ def together(answer: Answer, main: dict[str, Any], folder: Path, context: int, m
     answer.retries = max(one.get("retries") or 0 for one in everyone)
     answer.steps = max(one.get("steps") or 0 for one in everyone)
     answer.guesses = _counted(everyone)
+    answer.step = answer.step or next((step for one in started if (step := Answer.from_json(one).step)), None)
     answer.unmodelled = list(dict.fromkeys(name for one in everyone for name in one.get("unmodelled") or ()))
     answer.covered = _covered(answer, main, started)
     answer.more |= {

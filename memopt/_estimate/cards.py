@@ -40,36 +40,85 @@ class Card:
     def __str__(self) -> str:
         return f"{self.name} ({format_size(self.usable)} usable)"
 
+    @property
+    def rates(self) -> Rates:
+        """The rates of its data sheet; of a card that the table lacks, those of the nearest by memory."""
+        of = min(CARDS, key=lambda one: (one.name != self.name, abs(one.usable - self.usable)))
+        return _RATES[of.name]
 
-def _card(name: str, usable_gib: float, compute_capability: str, multiprocessors: int) -> Card:
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a data sheet, in operations and bytes a second.
+
+    Attributes:
+        of: Name of the card.
+        half: Products of fp16 on tensor cores, dense, with sums of fp32; of bf16 too, from compute capability 8.0 on.
+        tf32: Products of fp32 as TF32.
+        single: Operations of fp32 without tensor cores.
+        memory: Bandwidth of the card's memory.
+        link: To and from the host, each way: 0.8 of what its PCIe has by name, which is what large copies get.
+    """
+
+    of: str
+    half: float
+    tf32: float
+    single: float
+    memory: float
+    link: float
+    bf16: bool = True
+
+    def operations(self, kind: str) -> float:
+        """Return the rate of matrix products of "fp16", "bf16", "tf32" or "fp32"."""
+        if kind == "fp16" or (kind == "bf16" and self.bf16):
+            return self.half
+        return self.tf32 if kind == "tf32" else self.single
+
+
+def _card(
+    name: str,
+    usable_gib: float,
+    compute_capability: str,
+    multiprocessors: int,
+    teraflops: tuple[float, float, float],
+    gigabytes: tuple[float, float],
+) -> Card:
+    half, tf32, single = (1e12 * rate for rate in teraflops)
+    memory, link = (1e9 * rate for rate in gigabytes)
+    _RATES[name] = Rates(name, half, tf32, single, memory, 0.8 * link, float(compute_capability) >= 8)
     return Card(name, int(usable_gib * GIB), compute_capability, multiprocessors)
 
 
-# From the smallest to the largest, so that the first that suffices is the smallest.
+_RATES: dict[str, Rates] = {}
+_PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0  # of 16 lanes
+
+# From the smallest to the largest, so that the first that suffices is the smallest. TFLOP/s of fp16 with sums of fp32,
+# of TF32 (without it, of fp32) and of fp32, all without sparsity, and GB/s of the memory: NVIDIA's data sheets and, of
+# GeForce, the appendices of its architecture white papers (Turing, GA102, Ada, Blackwell). Of several forms, SXM's.
 CARDS = [
-    _card("rtx3070", 7.66, "8.6", 46),
-    _card("rtx4060", 7.63, "8.9", 24),
-    _card("rtx3080", 9.77, "8.6", 68),
-    _card("rtx2080ti", 10.75, "7.5", 68),
-    _card("rtx3060", 11.76, "8.6", 28),
-    _card("rtx4070", 11.72, "8.9", 46),
-    _card("t4", 14.56, "7.5", 40),
-    _card("a4000", 15.61, "8.6", 48),
-    _card("rtx4080", 15.70, "8.9", 76),
-    _card("rtx5080", 15.47, "12.0", 84),
-    _card("l4", 22.03, "8.9", 58),
-    _card("a10g", 22.05, "8.6", 80),
-    _card("rtx3090", 23.68, "8.6", 82),
-    _card("rtx4090", 23.64, "8.9", 128),
-    _card("rtx5090", 31.36, "12.0", 170),
-    _card("a100-40", 39.39, "8.0", 108),
-    _card("a40", 44.34, "8.6", 84),
-    _card("l40s", 44.39, "8.9", 142),
-    _card("a6000", 47.40, "8.6", 84),
-    _card("a100-80", 79.15, "8.0", 108),
-    _card("h100", 79.10, "9.0", 132),
-    _card("h200", 139.80, "9.0", 132),
-    _card("b200", 178.35, "10.0", 148),
+    _card("rtx3070", 7.66, "8.6", 46, (40.6, 20.3, 20.3), (448, _PCIE4)),
+    _card("rtx4060", 7.63, "8.9", 24, (30.2, 15.1, 15.1), (272, _PCIE4 / 2)),
+    _card("rtx3080", 9.77, "8.6", 68, (59.5, 29.8, 29.8), (760, _PCIE4)),
+    _card("rtx2080ti", 10.75, "7.5", 68, (56.9, 14.2, 14.2), (616, _PCIE3)),
+    _card("rtx3060", 11.76, "8.6", 28, (25.5, 12.7, 12.7), (360, _PCIE4)),
+    _card("rtx4070", 11.72, "8.9", 46, (58.3, 29.1, 29.1), (504, _PCIE4)),
+    _card("t4", 14.56, "7.5", 40, (65, 8.1, 8.1), (320, _PCIE3)),
+    _card("a4000", 15.61, "8.6", 48, (76.7, 38.3, 19.2), (448, _PCIE4)),
+    _card("rtx4080", 15.70, "8.9", 76, (97.5, 48.7, 48.7), (717, _PCIE4)),
+    _card("rtx5080", 15.47, "12.0", 84, (112.6, 56.3, 56.3), (960, _PCIE5)),
+    _card("l4", 22.03, "8.9", 58, (121, 60, 30.3), (300, _PCIE4)),
+    _card("a10g", 22.05, "8.6", 80, (70, 35, 31.5), (600, _PCIE4)),
+    _card("rtx3090", 23.68, "8.6", 82, (71, 35.6, 35.6), (936, _PCIE4)),
+    _card("rtx4090", 23.64, "8.9", 128, (165.2, 82.6, 82.6), (1008, _PCIE4)),
+    _card("rtx5090", 31.36, "12.0", 170, (209.5, 104.8, 104.8), (1792, _PCIE5)),
+    _card("a100-40", 39.39, "8.0", 108, (312, 156, 19.5), (1555, _PCIE4)),
+    _card("a40", 44.34, "8.6", 84, (149.7, 74.8, 37.4), (696, _PCIE4)),
+    _card("l40s", 44.39, "8.9", 142, (362, 183, 91.6), (864, _PCIE4)),
+    _card("a6000", 47.40, "8.6", 84, (154.8, 77.4, 38.7), (768, _PCIE4)),
+    _card("a100-80", 79.15, "8.0", 108, (312, 156, 19.5), (2039, _PCIE4)),
+    _card("h100", 79.10, "9.0", 132, (989, 494, 67), (3350, _PCIE5)),
+    _card("h200", 139.80, "9.0", 132, (989, 494, 67), (4800, _PCIE5)),
+    _card("b200", 178.35, "10.0", 148, (2250, 1125, 75), (8000, _PCIE5)),
 ]
 CARDS.sort(key=lambda card: card.usable)
 _BY_NAME = {card.name: card for card in CARDS}

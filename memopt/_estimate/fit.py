@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from memopt import _C
@@ -12,7 +12,8 @@ from memopt._estimate.cards import Card
 from memopt._estimate.prediction import Estimate
 from memopt._estimate.request import BACKENDS
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
-from memopt._estimate.survey import FORWARD, LINK, NOT_MET, Survey
+from memopt._estimate.step_time import LEFT_OUT
+from memopt._estimate.survey import NOT_MET, Survey, step_seconds
 from memopt._run.plan import EIGHT_BITS, FOUR_BITS, Plan, described
 from memopt._runtime.table import Facts, ResultTable, several
 
@@ -21,7 +22,8 @@ ALLOWED = {"8bit": EIGHT_BITS, "4bit": FOUR_BITS}  # what changes numbers, by th
 
 @dataclass
 class Row:
-    """A run: the techniques that it was with, its peak, and what it says."""
+    """A run: the techniques that it was with, its peak, the predicted seconds of a step, and what it says. 0 seconds:
+    no whole step was seen."""
 
     techniques: list[str]
     peak: int
@@ -50,6 +52,11 @@ class Fit:
     least: int = 0  # bytes of a card, with any of the runs
     runs: int = 0
 
+    @property
+    def step_seconds(self) -> float | None:
+        """The predicted seconds of a step of the script as it is, None where no whole step was seen."""
+        return step_seconds(self.estimate.step, self.card)
+
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON-able values."""
         plan = self.plan and asdict(self.plan)
@@ -68,7 +75,8 @@ class Fit:
             "does_not_run": self.failed,
             "smallest_card": None if self.plan else {"bytes": self.least, "card": smallest and smallest.name},
             "largest_batch": self.estimate.largest_batch,
-            "assumed": _ASSUMED,
+            "step_seconds": self.step_seconds,
+            "assumed": _assumed(self.card),
             "simulations": self.runs,
         }
 
@@ -82,6 +90,11 @@ class Fit:
         headline = f"{found.title} on {self.card.name}: needs {size(needed)}{short}"
         return str(Facts(headline, self._facts()))
 
+    def _step(self, row: Row) -> str:
+        plain = self.step_seconds
+        more = f", {row.seconds - plain:+.2f} s" if plain and row.techniques else ""
+        return f"{row.seconds:.2f} s{more}" if row.seconds else "unknown"
+
     def _facts(self) -> list[tuple[str, str]]:
         size, plan = _C.format_size, self.plan
         said: list[tuple[str, str]] = []
@@ -90,7 +103,7 @@ class Fit:
                 (
                     ("* " if row.fits else "  ") + (" + ".join(map(_plain, row.techniques)) or "as it is"),
                     size(row.peak),
-                    f"+{row.seconds:.2f} s",
+                    self._step(row),
                     row.result,
                     "fits" if row.fits else "does not fit",
                 )
@@ -125,14 +138,18 @@ class Fit:
         said += several("guesses", (f"{one['what']} at {one['where']}" for one in self.estimate.guesses))
         said += several("range", self.estimate.unknowns)
         if any(row.seconds for row in self.rows):
-            said.append(("assumed", _ASSUMED))
+            said.append(("assumed", _assumed(self.card)))
         return said
 
 
-_ASSUMED = (
-    f"{LINK / 1e9:g} GB/s between host and card, {FORWARD / 1e9:g} GB/s at which a forward pass makes what it keeps, "
-    "for what is recomputed; nothing is hidden behind the computation: these order the plans, and are no prediction"
-)
+def _assumed(card: Card) -> str:
+    rates = card.rates
+    near = "" if rates.of == card.name else f", the nearest to {card.name} by memory,"
+    return (
+        f"a step's seconds are a roofline of the data sheet of {rates.of}{near} and not measured: "
+        f"{rates.half / 1e12:g} TFLOP/s of fp16, {rates.tf32 / 1e12:g} of TF32, {rates.single / 1e12:g} of fp32, "
+        f"memory of {rates.memory / 1e9:g} GB/s, {rates.link / 1e9:g} GB/s to and from the host; left out are {LEFT_OUT}"
+    )
 
 
 def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> Fit:
@@ -147,10 +164,13 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
     Raises:
         ScriptFailed: The script fails by itself, or there is nothing to tell of it.
     """
+    survey.request = replace(survey.request, timed=True)
     estimate = survey.estimate(fixes=False, advise=False)
     fit = Fit(estimate, card, least=estimate.needed[1])
     if estimate.verdict == "fits":
-        fit.rows = [Row([], estimate.allocated[1], estimate.needed[1], 0.0, TIERS[0], True)]
+        fit.rows = [
+            Row([], estimate.allocated[1], estimate.needed[1], fit.step_seconds or 0.0, TIERS[0], True)
+        ]
         fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated[1])
         fit.runs = survey.runs
         return fit

@@ -53,11 +53,17 @@ class Loops:
     """The loops of a script.
 
     `steps`: number of an optimizer's steps after which its loop ends; None: nothing is shortened. `stop`: the script
-    ends with that step, and no loop. `done`: most steps of an optimizer; `backwards`: backward passes, which count as
-    steps if there is no optimizer.
+    ends with that step, and no loop. `stepped`: is told who steps. `done`: most steps of an
+    optimizer; `backwards`: backward passes, which count as steps if there is no optimizer.
     """
 
-    def __init__(self, steps: int | None, stop: bool = False) -> None:
+    def __init__(
+        self,
+        steps: int | None,
+        stop: bool = False,
+        stepped: Callable[[torch.optim.Optimizer | None], None] = lambda optimizer: None,
+    ) -> None:
+        self._told = stepped
         self.steps, self._stop = (None if stop else steps), (steps if stop else None)
         self.done = self.taken = self.backwards = 0
         self.short: dict[str, str] = {}  # what was ended, by where it is: how
@@ -101,6 +107,7 @@ class Loops:
             result = original(*args, **kwargs)
             self.backwards += 1
             if not self._of_each:
+                self._told(None)
                 self._took(0, self.backwards)
             return result
 
@@ -109,6 +116,7 @@ class Loops:
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         steps = self._of_each[optimizer] = self._of_each.get(optimizer, 0) + 1
         self.done = max(self.done, steps)
+        self._told(optimizer)
         if self._stop is not None and self.done >= self._stop:
             raise Stopped("steps")
         self._took(weakref.ref(optimizer), steps)  # the number of one that has gone is given again

@@ -11,6 +11,7 @@ from memopt import _C
 from memopt._estimate import cards
 from memopt._estimate.answer import processes_in_words
 from memopt._estimate.cards import Card
+from memopt._estimate.step_time import Segment
 from memopt._memory.recording.category_split import in_words
 from memopt._runtime.table import Code, Facts, several
 
@@ -52,6 +53,7 @@ _NOT_PLAIN = (
     "advice",
     "again",
     "largest",
+    "step",
 )  # fields that as_dict() tells otherwise, or not
 
 
@@ -101,7 +103,7 @@ class Estimate:
     runs: int = 0
     seconds: float = 0.0
     host_peak: int = 0
-    copied_bytes: int = 0  # by the device, in the run without a limit
+    step: list[Segment] | None = None  # one whole step of the run without a limit, where it was timed
     again: Callable[[Card], bool] | None = None  # runs it on a card
     largest: Callable[[Card], int] | None = None  # searches the largest batch on a card
 

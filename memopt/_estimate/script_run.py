@@ -32,6 +32,7 @@ from memopt._estimate.loops import Loops
 from memopt._estimate.protection import Files
 from memopt._estimate.request import Request
 from memopt._estimate.script import BatchSizeOverride, End, Peaks, Requests, Stopped, TimeLimit
+from memopt._estimate.step_trace import StepTrace
 from memopt._memory.recording import recorder, recording_file
 from memopt._memory.recording.recording import Line
 from memopt._memory.recording.user_code import is_user_file
@@ -64,11 +65,11 @@ class Run:
         if request.backend == "pool":
             torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
         self._guesses = Guesses(request.fraction)
-        self._peaks, self._requests, self._loops = (
-            Peaks(),
-            Requests(),
-            Loops(request.steps, request.shorten == "none"),
-        )
+        self._peaks, self._requests = Peaks(), Requests()
+        self._loops = Loops(request.steps, request.shorten == "none", self._stepped)
+        self._step = None
+        if request.timed:
+            self._step = StepTrace(Path(request.answer).parent, lambda: bool(self._loops.last))
         self._passes = LoaderPasses(self._loops, evaluations=request.shorten == "all")
         loop_source.install(self._loops, self._guesses.asserts)
         self._batch_size = None if request.batch_size is None else BatchSizeOverride(request.batch_size)
@@ -86,6 +87,11 @@ class Run:
                 fake_ranks.install_in_started(lambda: not self._main)
         if not request.compute:
             _share_tensors()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if self._step is not None:
+            with self._files.plainly():
+                self._step.stepped(optimizer)
 
     def execute(self) -> int:
         """Run the script, write the answer, and return the exit status."""
@@ -235,7 +241,7 @@ class Run:
             "unmodelled": [f"{name} ({count} calls)" for name, count in memopt.sim.missing_calls().items()],
             "files_not_kept": self._files.written(),
             "techniques": self._techniques.applied,
-            "copied_bytes": sum(memopt.sim.stats(device)["copied_bytes"] for device in devices),
+            "step": None if self._step is None else self._step.segments(),
             "loaders_of_batch_size": None if self._batch_size is None else self._batch_size.loaders,
         }
 

@@ -56,8 +56,8 @@ Names = frozenset[str]
 
 
 class Tried(NamedTuple):
-    """A run with techniques. needed: bytes of a card for all of it, without a limit; seconds: that a step takes more,
-    by the model of cost."""
+    """A run with techniques. needed: bytes of a card for all of it, without a limit; seconds: of a step, as predicted,
+    0 where that is not known."""
 
     fits: bool
     needed: int
@@ -78,13 +78,19 @@ class Search:
         needed: Bytes of a card that the script needs without any.
         room: Bytes of the card.
         attempt: Runs the script with techniques; None where it does not run with all of them.
+        seconds: Of a step without any.
     """
 
     def __init__(
-        self, techniques: Iterable[str], needed: int, room: int, attempt: Callable[[Names], Tried | None]
+        self,
+        techniques: Iterable[str],
+        needed: int,
+        room: int,
+        attempt: Callable[[Names], Tried | None],
+        seconds: float = 0.0,
     ) -> None:
         self._techniques = list(techniques)
-        self._needed, self._room = needed, room
+        self._needed, self._room, self._plain_seconds = needed, room, seconds
         self.run = functools.cache(attempt)
         self.alone: dict[str, Tried] = {}  # what ran
 
@@ -129,7 +135,8 @@ class Search:
         return self._needed - sum(self._needed - self.alone[name].needed for name in names)
 
     def _seconds(self, names: Names) -> float:
-        return sum(self.alone[name].seconds for name in names)
+        plain = self._plain_seconds
+        return plain + sum(self.alone[name].seconds - plain for name in names)
 
     def _worth(self, name: str) -> tuple[int, float, int]:
         """Order what to do without: changed numbers, then time, then what saves least."""

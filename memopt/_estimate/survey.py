@@ -21,7 +21,8 @@ from memopt._estimate.prediction import SIMULATED, Backend, Estimate
 from memopt._estimate.protection import Protection
 from memopt._estimate.request import BACKENDS, SHORTEN, BatchOption, Request
 from memopt._estimate.search import Tried
-from memopt._run.plan import CHECKPOINT, OFFLOAD_LAYERS
+from memopt._estimate.step_time import Segment, seconds
+from memopt._run.plan import OFFLOAD_LAYERS
 from memopt._runtime.host_memory import available
 from memopt._runtime.process import ChildFailed
 
@@ -33,10 +34,6 @@ _FEW = (0.0, 1 / 64)
 _RANKS = 8  # of which each is run
 # What a run with a technique may take: so many times what the script's own took.
 _TIMES, _LEAST_SECONDS = 20.0, 60.0
-# The model of a step's time with techniques, in bytes a second: nothing is hidden behind the computation.
-LINK = 25e9  # of what the run copies more, at the rate of 16 lanes of PCIe 4
-FORWARD = 50e9  # of what is recomputed: the rate at which a forward pass makes what it keeps
-
 _COPIES = 4  # of parameters, that a step on the host takes
 NOT_MET = "nothing in the script takes"  # techniques
 
@@ -187,8 +184,8 @@ class Survey:
         backend = next((name for name in BACKENDS if name in names), self.request.backend)
         techniques = sorted(set(names) - {backend})
         # What hangs with a technique must not keep the answer back.
-        seconds = min(self.request.seconds or math.inf, max(_LEAST_SECONDS, _TIMES * found.seconds))
-        request = replace(self.request, techniques=techniques, backend=backend, seconds=seconds)
+        limit = min(self.request.seconds or math.inf, max(_LEAST_SECONDS, _TIMES * found.seconds))
+        request = replace(self.request, techniques=techniques, backend=backend, seconds=limit, timed=True)
         what = f"with {' and '.join(sorted(names))}"
         try:
             if OFFLOAD_LAYERS in names:
@@ -205,12 +202,8 @@ class Survey:
             self.say(f"it does not run {what}: {error}")
             self.failed[" + ".join(name.partition(":")[0] for name in sorted(names))] = str(error)
             return None
-        saved = max(0, found.allocated[0] - free.peak_allocated)
-        again = saved if any(name.startswith(CHECKPOINT) for name in techniques) else 0
-        copied = max(0, free.copied_bytes - found.copied_bytes) / max(1, free.steps)
-        seconds = copied / LINK + again / FORWARD
         needed = free.held + card.context * free.contexts
-        return Tried(fits, needed, seconds, answer if fits else free)
+        return Tried(fits, needed, step_seconds(free.step, card) or 0.0, answer if fits else free)
 
     def _is_sure(self, found: Estimate, request: Request, answer: Answer, what: str) -> bool:
         """Return whether a run on a card completes, also with workspaces if they make a difference."""
@@ -350,6 +343,11 @@ class Survey:
         }
         found.runs = self.runs
         return best
+
+
+def step_seconds(step: list[Segment] | None, card: Card) -> float | None:
+    """Return the predicted seconds of a step on a card, None where no whole step was seen."""
+    return None if step is None else seconds(step, card.rates)
 
 
 def _check_host(parameters: int) -> None:

@@ -17,6 +17,7 @@ _LIVE = (
 ).split()
 _COUNTS = (
     "memory bytes_peak pool_reserved pool_used launches copies copied_bytes memsets syncs ooms faults"
+    " to_device to_host side_to_device side_to_host"
 ).split()
 _NOT_IMPLEMENTED = 2**64 - 1
 

@@ -86,6 +86,21 @@ def test_several_together_without_what_is_not_needed(fit):
     assert found["does_not_run"]["step in backward"].endswith("nothing in the script takes step in backward")
 
 
+def test_the_faster_of_two_is_planned_by_the_seconds_of_a_step(fit, capfd):
+    """On 360 GB/s, which the table's nearest card has: 1 s as it is, 1.25 s and 1.5 s with what is recomputed."""
+    moved = {"": 360_000_000_000, "checkpoint": 180_000_000_000, "offload activations": 90_000_000_000}
+    saves = {"checkpoint": 80, "offload_activations": 60}
+    status, found = fit(50, saves=saves, script={"moved": moved})
+    rate = cards.card("480MiB").rates
+    assert status == 0 and techniques(found) == ["offload activations"]
+    assert found["step_seconds"] == pytest.approx(moved[""] / rate.memory, rel=1e-3)
+    assert found["runs"][0]["seconds"] == pytest.approx(1.25 * found["step_seconds"], rel=1e-3)
+    assert rate.of in found["assumed"] and "data sheet" in found["assumed"]
+    assert main(["fit", "-f", "--gpu", str(PEAK - 50 * MIB + cards.CONTEXT), "train.py"]) == 0
+    plain = found["step_seconds"]
+    assert f"{1.25 * plain:.2f} s, {0.25 * plain:+.2f} s" in capfd.readouterr().out
+
+
 def test_where_nothing_fits_a_card_and_a_batch_are_named(fit):
     Path("train.fit.json").unlink(missing_ok=True)
     status, found = fit(100, saves={"fused": 10}, arguments=["--batch-size", "8"])

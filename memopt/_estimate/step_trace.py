@@ -1,0 +1,351 @@
+"""What one step of a script runs, operator by operator, as torch's own observer of operators writes it down.
+
+A mode would see operators too, but under any mode autograd copies gradients instead of taking them over, and the peak
+differs; the observer sees backward passes and recomputation without one. memopt's kernels, which torch does not know,
+count their bytes themselves, and the simulated device what is copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+import logging
+import math
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _profiler
+
+import memopt.sim
+from memopt import _C
+from memopt._estimate.step_time import WAIT, Segment
+
+_STEPS = 3  # the first ones, of which the last is counted: each that is observed takes time
+_MARK = "memopt: a segment ends"
+_COPIES = ("to_device", "to_host", "side_to_device", "side_to_host")
+
+
+class StepTrace:
+    """An observer of whole steps, from one step of an optimizer to its next.
+
+    Args:
+        folder: For its file.
+        perturbed: Whether the loops do now what they do once in many iterations: such a step is no ordinary one.
+    """
+
+    def __init__(self, folder: Path, perturbed: Callable[[], bool]) -> None:
+        self._file, self._perturbed = folder / f"step-{os.getpid()}.json", perturbed
+        self._of: Callable[[], torch.optim.Optimizer | None] | None = None
+        self._observes = False
+        self._counters: list[dict[str, int]] = []  # at the step's begin, and at each mark
+        self._trace: tuple[str, list[dict[str, int]]] | None = None
+        self._steps = self._depth = 0
+        engine: Any = torch.autograd
+        engine._engine_run_backward = self._between_marks(engine._engine_run_backward)
+        os.register_at_fork(after_in_child=self._forget)
+
+    def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Note a step of an optimizer, or a backward pass where there is none.
+
+        Whole steps are those of the one that steps first, and lives: a trial of an optimizer is none of the script's.
+        """
+        if self._steps == _STEPS:
+            return
+        if self._of is None:
+            self._of = (lambda: None) if optimizer is None else weakref.ref(optimizer, self._gone)
+        elif self._of() is not optimizer:
+            return
+        elif self._observes:
+            self._mark()
+            whole = len(self._counters) > 2  # there was a backward pass
+            self._end(keep=whole and (self._trace is None or not self._perturbed()))
+            self._steps += whole
+        if self._steps < _STEPS:
+            self._begin()
+
+    def _gone(self, _: object) -> None:
+        self._of = None
+        self._end(keep=False)
+
+    def segments(self) -> list[dict[str, Any]] | None:
+        """Return the last whole step that was observed, None without one."""
+        self._end(keep=False)
+        if self._trace is None:
+            return None
+        text, counters = self._trace
+        collects = gc.isenabled()
+        gc.disable()  # of the objects of 14 MB it takes twice as long as to read them, and frees none
+        try:
+            found = list(_operators(json.loads(text)))
+        finally:
+            if collects:
+                gc.enable()
+        return [
+            asdict(Segment(operators, **{name: after[name] - before[name] for name in after}))
+            for operators, (before, after) in zip(found, itertools.pairwise(counters), strict=True)
+        ]
+
+    # ---- observing ------------------------------------------------------------------------------------------------
+
+    def _between_marks(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._depth == 0:
+                self._mark()
+            self._depth += 1  # a backward pass within one, as torch's checkpoints begin, is a part of it
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._mark()
+
+        return run
+
+    def _begin(self) -> None:
+        if _profiler._add_execution_trace_observer(str(self._file)):
+            _profiler._enable_execution_trace_observer()
+            self._observes, self._counters = True, [_counters()]
+
+    def _mark(self) -> None:
+        if self._observes:
+            with torch.autograd.profiler.record_function(_MARK):
+                self._counters.append(_counters())
+
+    def _end(self, keep: bool) -> None:
+        if self._observes:
+            self._observes = False
+            _profiler._disable_execution_trace_observer()
+            _profiler._remove_execution_trace_observer()
+            if keep:
+                self._trace = self._file.read_text(), self._counters
+            self._file.unlink()
+
+    def _forget(self) -> None:
+        """In a forked child, observe nothing: the file is its parent's."""
+        if self._observes:
+            self._observes = False
+            _profiler._disable_execution_trace_observer()
+
+
+def _counters() -> dict[str, int]:
+    devices = range(torch.cuda.device_count())
+    found = dict.fromkeys(("kernel_bytes", *_COPIES), 0)
+    for device in devices:
+        found["kernel_bytes"] += _C.kernel_status(device)["bytes"]
+        stats = memopt.sim.stats(device)
+        for name in _COPIES:
+            found[name] += stats[name]
+    return found
+
+
+# ---- reading a trace -------------------------------------------------------------------------------------------------
+
+
+class _Tensor(NamedTuple):
+    identity: tuple[Any, ...]  # of the memory that it covers
+    storage: Any
+    shape: list[int]
+    dtype: str
+    bytes: int  # that it has in memory: an expanded dimension counts once
+
+
+_DTYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "c10::Half": torch.float16,
+    "c10::BFloat16": torch.bfloat16,
+}
+_KINDS = {"c10::Half": "fp16", "c10::BFloat16": "bf16"}
+# They do not read what they write to.
+_OVERWRITE = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
+# They touch as much of their first tensor as the others have, and no more.
+_PARTLY = {
+    "embedding", "index_select", "gather", "index", "take", "index_put_", "_index_put_impl_", "index_add_",
+    "index_copy_", "scatter_", "scatter_add_", "nll_loss_forward",
+}  # fmt: skip
+_READ = {"_local_scalar_dense", "nonzero"}
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
+
+
+def _operators(trace: dict[str, Any]) -> Iterator[list[tuple[str, float, float]]]:
+    """Yield the operators of each segment of a trace.
+
+    An operator that is made of others counts as these; one whose operations torch's counter knows counts itself.
+    """
+    nodes = sorted(trace["nodes"], key=lambda node: int(node["id"]))
+    children = defaultdict(list)
+    for node in nodes:
+        if node["ctrl_deps"] != node["id"]:
+            children[node["ctrl_deps"]].append(node)
+    met: list[tuple[int, tuple[str, float, float] | None]] = []
+
+    def visit(node: dict[str, Any]) -> None:
+        if node["name"] == _MARK:
+            met.append((node["id"], None))
+            return
+        call = _Call(node)
+        row = call.counted()
+        before = len(met)
+        if row is None:
+            for child in children[node["id"]]:
+                visit(child)
+            row = call.moved() if len(met) == before else None
+        if row is not None:
+            met.append((node["id"], row))
+
+    known = {node["id"] for node in nodes}
+    for node in nodes:
+        if node["ctrl_deps"] == node["id"] or node["ctrl_deps"] not in known:
+            visit(node)
+    segment: list[tuple[str, float, float]] = []
+    for _, row in sorted(met, key=lambda one: one[0]):
+        if row is not None:
+            segment.append(row)
+        else:
+            yield segment
+            segment = []
+
+
+class _Call:
+    """A node of a trace: a call of an operator of torch's, or of something else, which has no schema."""
+
+    def __init__(self, node: dict[str, Any]) -> None:
+        self._node = node
+        text = next(one["value"] for one in node["attrs"] if one["name"] == "op_schema")
+        self._schema: Any = _schema(text) if text else None
+        self.name = node["name"].rpartition("::")[2]
+
+    def counted(self) -> tuple[str, float, float] | None:
+        """Return its row if torch's counter of operations knows it."""
+        formula = _formula(self._node["name"]) if self._schema else None
+        if formula is None or not any(one.identity[-1].startswith("cuda") for one in self._inputs()):
+            return None
+        positional, named = [], {}
+        inputs = self._node["inputs"]
+        for argument, value, shape, kind in zip(
+            self._schema.arguments, inputs["values"], inputs["shapes"], inputs["types"], strict=True
+        ):
+            given = _as_meta(value, shape, kind)
+            if argument.kwarg_only:
+                named[argument.name] = given
+            else:
+                positional.append(given)
+        outputs = [_as_meta(*one) for one in zip(*(self._node["outputs"][n] for n in _SIDE), strict=True)]
+        operations = formula(
+            *positional, **named, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)
+        )
+        dtype = next((one.dtype for one in self._inputs() if one.dtype in _DTYPES), "")
+        kind = _KINDS.get(dtype, "tf32" if _uses_tf32("conv" in self.name) else "fp32")
+        return kind, float(operations), float(self._bytes())
+
+    def moved(self) -> tuple[str, float, float] | None:
+        """Return its row by the bytes that it moves, None if it launches no kernel."""
+        if self._schema is None or _is_composite(self._schema.name, self._schema.overload_name):
+            return None
+        tensors = [*self._inputs(), *self._outputs()]
+        if not any(one.identity[-1].startswith("cuda") for one in tensors):
+            return None
+        across = any(one.identity[-1] == "cpu" and one.bytes > 8 for one in tensors)
+        if self.name in _READ or (self.name == "copy_" and across):
+            to_host = self.name in _READ or next(self._inputs()).identity[-1] == "cpu"
+            waits = to_host and self._node["inputs"]["values"][-1] is not True  # non_blocking
+            return (WAIT, 0.0, 0.0) if waits else None
+        if self.name in _NO_KERNEL:
+            return None
+        if not self._schema.is_mutable:
+            given = {one.storage for one in self._inputs()}
+            if all(one.storage in given for one in self._outputs()):
+                return None  # a view, or nothing
+        return "fp32", 0.0, float(self._bytes())
+
+    def _bytes(self) -> int:
+        """Return the bytes that it reads and writes on the device."""
+        written = {one.identity: one.bytes for one in self._outputs()}
+        read = {one.identity: one.bytes for one in self._inputs()}
+        for place, argument in enumerate(self._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                changed = {one.identity: one.bytes for one in self._inputs(place)}
+                written |= changed
+                if self.name in _OVERWRITE or argument.is_out:
+                    read = {key: size for key, size in read.items() if key not in changed}
+        if self.name in _PARTLY:
+            first = next(self._inputs()).identity
+            others = [size for key, size in (*read.items(), *written.items()) if key != first]
+            for side in (read, written):
+                if first in side:
+                    side[first] = min(side[first], max(others, default=0))
+        sides = (*read.items(), *written.items())
+        return sum(size for key, size in sides if key[-1].startswith("cuda"))
+
+    def _inputs(self, place: int | None = None) -> Iterator[_Tensor]:
+        return _tensors(self._node["inputs"], place)
+
+    def _outputs(self) -> Iterator[_Tensor]:
+        return _tensors(self._node["outputs"])
+
+
+_SIDE = ("values", "shapes", "types")
+
+
+def _tensors(side: dict[str, Any], place: int | None = None) -> Iterator[_Tensor]:
+    rows = zip(*(side[name] for name in ("values", "shapes", "strides", "types")), strict=True)
+    for number, (value, shape, strides, kind) in enumerate(rows):
+        if place is not None and number != place:
+            continue
+        if kind.startswith("Tensor"):
+            yield _tensor(value, shape, strides, kind)
+        elif kind.startswith("GenericList[Tensor"):
+            kinds = kind.removeprefix("GenericList[").removesuffix("]").split(",")
+            for one in zip(value, shape, strides, kinds, strict=False):
+                if one[3].startswith("Tensor"):
+                    yield _tensor(*one)
+
+
+def _tensor(value: list[Any], shape: list[int], strides: list[int], kind: str) -> _Tensor:
+    _, storage, offset, _, size, device = value
+    elements = math.prod(n for n, stride in zip(shape, strides, strict=False) if stride)
+    identity = (storage, offset, tuple(shape), tuple(strides), device)
+    return _Tensor(identity, storage, shape, kind[len("Tensor(") : -1], elements * size)
+
+
+def _as_meta(value: Any, shape: Any, kind: str) -> Any:
+    """Return an argument as it was given, but for tensors, which are without memory."""
+    if kind.startswith("Tensor"):
+        return torch.empty(shape, dtype=_DTYPES.get(kind[len("Tensor(") : -1], torch.int64), device="meta")
+    return None if kind == "None" else value
+
+
+@functools.cache
+def _schema(text: str) -> Any:
+    return torch._C.parse_schema(text)
+
+
+@functools.cache
+def _formula(name: str) -> Callable[..., int] | None:
+    # It warns, as it is imported, of kernels of a triton that is not there.
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
+    from torch.utils.flop_counter import flop_registry
+
+    space, _, operator = name.partition("::")
+    return flop_registry.get(getattr(getattr(torch.ops, space, None), operator, None)) if operator else None
+
+
+@functools.cache
+def _is_composite(name: str, overload: str) -> bool:
+    """Return whether an operator is always made of others."""
+    full = f"{name}.{overload}" if overload else name
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd"))
+
+
+def _uses_tf32(convolution: bool) -> bool:
+    backend = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul
+    return bool(backend.fp32_precision == "tf32")

@@ -1,0 +1,91 @@
+"""What one step of a script runs: operations and bytes of its operators, beside sums by hand."""
+
+from __future__ import annotations
+
+from estimation_children import estimate
+
+from memopt._estimate import cards
+from memopt._estimate.step_time import Segment, seconds
+
+SIM = None
+ROWS, WIDTH, LAYERS = 64, 256, 4
+SCRIPT = f"""\
+import sys
+import torch, memopt.optim
+from torch.utils.checkpoint import checkpoint
+
+words = sys.argv[1:]
+rows = {ROWS} * (2 if "twice" in words else 1)
+weights = [torch.zeros({WIDTH}, {WIDTH}, device="cuda", requires_grad=True) for _ in range({LAYERS})]
+ours = dict(offload_states=True) if "offload" in words else dict(state_bits=8) if "codes" in words else dict()
+optimizer = (memopt.optim if "memopt" in words else torch.optim).AdamW(weights, lr=1e-3, **ours)
+
+def forward(x):
+    for weight in weights:
+        x = torch.relu(x @ weight)
+    return x
+
+for step in range(9):
+    x = torch.empty(rows, {WIDTH}, device="cuda")
+    y = checkpoint(forward, x, use_reentrant=False) if "checkpoint" in words else forward(x)
+    y.backward(torch.empty_like(y))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+PRODUCT = 2 * ROWS * WIDTH * WIDTH
+X, W = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH  # bytes
+
+
+def step_of(folder, *words, **request):
+    found = estimate(folder, SCRIPT, *words, steps=3, timed=True, **request)
+    assert found["exit_status"] == 0, found["complained"]
+    return [Segment(**one) for one in found["step"]]
+
+
+def sums(segment, kind=None):
+    chosen = [one for one in segment.operators if one[1] or kind is None]
+    return sum(one[1] for one in chosen), sum(one[2] for one in chosen)
+
+
+def test_a_chain_of_products_counts_as_by_hand(tmp_path):
+    forward, backward, step = step_of(tmp_path)
+    assert [one[0] for one in forward.operators] == ["fp32"] * 2 * LAYERS
+    assert sums(forward) == (LAYERS * PRODUCT, LAYERS * ((X + W + X) + 2 * X))
+    # Of each layer the gradients of its weight and, but for the first, of its input; and relu's.
+    products = 2 * LAYERS - 1
+    assert sums(backward) == (products * PRODUCT, LAYERS * ((X + W + X) + 3 * X) + (LAYERS - 1) * (X + W + X))
+    assert not sums(step)[0] and sums(step)[1] > 28 * LAYERS * WIDTH * WIDTH  # torch's takes several passes
+
+
+def test_the_count_is_of_one_step_and_changes_no_bytes(tmp_path):
+    first = step_of(tmp_path)
+    assert step_of(tmp_path, shorten="none") == first
+    timed = estimate(tmp_path, SCRIPT, steps=3, timed=True)
+    plain = estimate(tmp_path, SCRIPT, steps=3)
+    assert plain["step"] is None
+    assert all(timed[name] == plain[name] for name in ("peak_allocated", "peak_reserved", "steps", "guesses"))
+
+
+def test_a_checkpoint_adds_the_forward_pass(tmp_path):
+    plain, kept = step_of(tmp_path), step_of(tmp_path, "checkpoint")
+    assert sums(kept[0]) == sums(plain[0])
+    assert sums(kept[1]) == tuple(a + b for a, b in zip(sums(plain[0]), sums(plain[1]), strict=True))
+
+
+def test_memopts_step_counts_its_bytes_and_offloaded_states_their_copies(tmp_path):
+    elements = LAYERS * WIDTH * WIDTH
+    ours = step_of(tmp_path, "memopt")[2]
+    assert ours.kernel_bytes == 28 * elements and not ours.side_to_device
+    codes = step_of(tmp_path, "memopt", "codes")[2]
+    assert codes.kernel_bytes == 16 * elements
+    away = step_of(tmp_path, "memopt", "offload")
+    assert away[2].side_to_device == away[2].side_to_host == 8 * elements
+    rates = cards.card("rtx3060").rates
+    assert seconds(away, rates) > seconds(step_of(tmp_path, "memopt"), rates)
+
+
+def test_twice_the_batch_is_not_faster(tmp_path):
+    rates = cards.card("rtx3060").rates
+    once, twice = step_of(tmp_path), step_of(tmp_path, "twice")
+    assert sums(twice[0])[0] == 2 * sums(once[0])[0]
+    assert seconds(twice, rates) >= seconds(once, rates)
