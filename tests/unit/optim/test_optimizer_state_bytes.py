@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import memopt
 import memopt.optim
@@ -48,7 +49,9 @@ def test_they_are_those_after_a_step(kind: str) -> None:
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     before, groups = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+    everywhere = register_optimizer_step_post_hook(lambda *_: calls.append(2))
     foretold = state_bytes(optimizer)
+    everywhere.remove()
     assert not optimizer.state and not calls
     assert optimizer.state_dict() == groups
     assert all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True))
