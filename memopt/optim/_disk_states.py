@@ -340,7 +340,7 @@ class DiskStates:
             return
         if not self.names(states):
             self.length = _length(p, states)
-        made = {name: self._room_for(p, name, value) for name, value in found.items()}
+        made = self._room_for(p, found)
         device = next((value.device for value in found.values() if value.is_cuda), torch.device("cpu"))
         total = sum(aligned(chunk.nbytes) for state in made.values() for chunk in state.chunks)
         passage = Passage(self.file, device, (), total)
@@ -351,23 +351,37 @@ class DiskStates:
         self._at = {name: value for name, value in self._at.items() if states.get(name) is value} | made
         states.update(made)
 
-    def _room_for(self, p: Tensor, name: str, value: Tensor) -> DiskState:
-        like = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+    def _room_for(self, p: Tensor, found: dict[str, Tensor]) -> dict[str, DiskState]:
+        """Return what will stand for these states, where such states had their room before or in a new one."""
+        runs = {name: self._runs(p, value) for name, value in found.items()}
+        chunks = {
+            name: self._at[name].chunks
+            for name in runs
+            if name in self._at and [(c.first, c.nbytes) for c in self._at[name].chunks] == runs[name]
+        }
+        needed = sum(aligned(size) for name in runs if name not in chunks for _, size in runs[name])
+        at = self.file.reserve(needed) if needed else 0
+        for name in runs:
+            if name not in chunks:
+                made = []
+                for first, size in runs[name]:
+                    made.append(Chunk(first, size, at))
+                    at += aligned(size)
+                chunks[name] = made
+        likes = {
+            name: torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+            for name, value in found.items()
+        }
+        return {name: DiskState(like, self.file, chunks[name]) for name, like in likes.items()}
+
+    def _runs(self, p: Tensor, value: Tensor) -> list[tuple[int, int]]:
+        """Return first byte and bytes of each chunk: those of a piece, but for one of more than CHUNK."""
         per = elements_per(p, value) if self.length else 0
         run = -(-self.length // per) * value.itemsize if per else value.nbytes
         runs = [(first, min(run, value.nbytes - first)) for first in range(0, value.nbytes, run)]
-        places = [
+        return [
             (first + more, min(CHUNK, size - more)) for first, size in runs for more in range(0, size, CHUNK)
         ]
-        had = self._at.get(name)
-        if had is not None and [(c.first, c.nbytes) for c in had.chunks] == places:
-            return DiskState(like, self.file, had.chunks)
-        at = self.file.reserve(sum(aligned(size) for _, size in places))
-        chunks = []
-        for first, size in places:
-            chunks.append(Chunk(first, size, at))
-            at += aligned(size)
-        return DiskState(like, self.file, chunks)
 
     def names(self, states: dict[str, Any]) -> list[str]:
         """Return the names of the states that are here."""
