@@ -180,6 +180,30 @@ static PyObject *begin(disk *d, PyObject *tensor, mo_disk_job job, int device, u
     return (PyObject *)j;
 }
 
+PyDoc_STRVAR(reserve_doc,
+             "reserve($self, at, nbytes, /)\n--\n\n"
+             "Takes the disk's room for a range of the file now, so that no write into it finds the disk\n"
+             "full, where the file system can. Raises OSError, naming the directory.");
+
+static PyObject *reserve(PyObject *self, PyObject *args)
+{
+    unsigned long long at;
+    Py_ssize_t size;
+    mo_detail detail;
+    mo_status status;
+
+    if (!PyArg_ParseTuple(args, "Kn:reserve", &at, &size))
+        return NULL;
+    if (size <= 0)
+        return PyErr_Format(PyExc_ValueError, "a range of %zd bytes: expected 1 or more", size);
+    Py_BEGIN_ALLOW_THREADS;
+    status = mo_disk_reserve(&((disk *)self)->disk, at, (size_t)size, &detail);
+    Py_END_ALLOW_THREADS;
+    if (status)
+        return raise_from(Py_TYPE(self), status, &detail);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(
     write_doc,
     "write($self, tensor, at, device=0, behind=0, /)\n--\n\n"
@@ -238,6 +262,7 @@ static PyObject *counts(PyObject *self, PyObject *unused)
 }
 
 static PyMethodDef methods[] = {
+    {"reserve", reserve, METH_VARARGS, reserve_doc},
     {"write", write_tensor, METH_VARARGS, write_doc},
     {"read", read_tensor, METH_VARARGS, read_doc},
     {"counts", counts, METH_NOARGS, counts_doc},

@@ -310,6 +310,11 @@ void mo_disk_close(mo_disk *disk)
     mo_host_free(disk->buffer_block);
 }
 
+mo_status mo_disk_reserve(mo_disk *disk, uint64_t at, size_t size, mo_detail *detail)
+{
+    return is_a_childs(disk) ? refuse_child(disk, detail) : mo_file_reserve(&disk->file, at, size, detail);
+}
+
 mo_status mo_disk_begin(mo_disk *disk, mo_disk_job *job, mo_detail *detail)
 {
     mo_status status;

@@ -72,6 +72,9 @@ mo_status mo_disk_open(const char *directory, const mo_file_calls *calls, mo_dis
 /* Jobs that are queued are taken back (their status is MO_UNSUPPORTED); WAITS for the one that runs. */
 void mo_disk_close(mo_disk *disk);
 
+/* As mo_file_reserve; beside the jobs. */
+mo_status mo_disk_reserve(mo_disk *disk, uint64_t at, size_t size, mo_detail *detail);
+
 /* Queues it. WAITS where the queue is full. */
 mo_status mo_disk_begin(mo_disk *disk, mo_disk_job *job, mo_detail *detail);
 

@@ -30,7 +30,12 @@ static int system_set_direct(int file, bool on)
     return flags < 0 ? -1 : fcntl(file, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT);
 }
 
-const mo_file_calls mo_system_files = {system_open, system_set_direct, pwrite, pread, close};
+static int system_reserve(int file, off_t at, off_t size)
+{
+    return fallocate(file, 0, at, size);
+}
+
+const mo_file_calls mo_system_files = {system_open, system_set_direct, system_reserve, pwrite, pread, close};
 
 /* ---- errors ---------------------------------------------------------------------------------------------------------- */
 
@@ -104,6 +109,18 @@ static bool again(mo_file *file, int code)
 static size_t whole_blocks(const mo_file *file, size_t done, size_t left)
 {
     return file->direct && done < left ? done & ~(size_t)(MO_FILE_ALIGNMENT - 1) : done;
+}
+
+mo_status mo_file_reserve(mo_file *file, uint64_t at, size_t size, mo_detail *detail)
+{
+    int failure;
+
+    do
+        failure = file->calls->reserve(file->descriptor, (off_t)at, (off_t)size);
+    while (failure && errno == EINTR);
+    if (!failure || errno == EOPNOTSUPP || errno == ENOSYS)
+        return MO_OK;
+    return failed(file, "reserving", size, at, errno, detail);
 }
 
 mo_status mo_file_write(mo_file *file, const void *from, size_t size, uint64_t at, mo_detail *detail)

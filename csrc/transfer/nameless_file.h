@@ -22,6 +22,7 @@
 typedef struct mo_file_calls {
     int (*open)(const char *directory); /* read and write, without a name */
     int (*set_direct)(int file, bool on);
+    int (*reserve)(int file, off_t at, off_t size);
     ssize_t (*write)(int file, const void *from, size_t size, off_t at);
     ssize_t (*read)(int file, void *to, size_t size, off_t at);
     int (*close)(int file);
@@ -39,6 +40,10 @@ typedef struct mo_file {
 /* directory: shorter than mo_file.directory, else MO_INVALID. MO_IO where it is none, or cannot be written to. */
 mo_status mo_file_open(const char *directory, const mo_file_calls *calls, mo_file *out, mo_detail *detail);
 void mo_file_close(mo_file *file);
+
+/* Has the disk's room for a range taken now, so that no write into it finds the disk full; where the file system has no such
+ * call, nothing is done. */
+mo_status mo_file_reserve(mo_file *file, uint64_t at, size_t size, mo_detail *detail);
 
 /* All of it, or MO_IO. Where the file is direct, all three are multiples of MO_FILE_ALIGNMENT. */
 mo_status mo_file_write(mo_file *file, const void *from, size_t size, uint64_t at, mo_detail *detail);

@@ -112,9 +112,10 @@ def _loan_type(size: int) -> Any:
 # ---- pages of a file -------------------------------------------------------------------------------------------------
 
 
-def file_block(directory: str, nbytes: int) -> HostBlock:
+def file_block(directory: str, nbytes: int, what: str = "offload_layers(to=)") -> HostBlock:
     """Pages of a file in the directory. It has no name, so that nothing is left however the process ends, and its room
-    is taken now, so that no write can find the disk full later. Raises OSError, naming the directory."""
+    is taken now, so that no write can find the disk full later. Raises OSError, naming what it is for and the
+    directory."""
     size = max(-(-nbytes // PAGE) * PAGE, PAGE)
     try:
         with tempfile.TemporaryFile(dir=directory, prefix="memopt-", buffering=0) as file:
@@ -123,8 +124,7 @@ def file_block(directory: str, nbytes: int) -> HostBlock:
     except OSError as error:
         raise type(error)(
             error.errno,
-            f"{error.strerror}: offload_layers(to=) needs a directory that can be written to and has room for "
-            f"{size} bytes of parameters",
+            f"{error.strerror}: {what} needs a directory that can be written to and has room for {size} bytes",
             directory,
         ) from error
 

@@ -138,7 +138,7 @@ class PinnedPool:
     def take(self, nbytes: int, limit: int | None = None) -> PinnedRoom | None:
         """Return room; None if that would exceed `limit` bytes in all, or what the host can pin."""
         for memory, ring in self._pieces:
-            if room := _slot(memory, ring, nbytes):
+            if room := slot_in(memory, ring, nbytes):
                 return room
         held = self.nbytes
         needed = aligned(nbytes)
@@ -147,7 +147,7 @@ class PinnedPool:
             size = limit - held
         if size < needed or not self.reserve(size):
             return None
-        return _slot(*self._pieces[-1], nbytes)
+        return slot_in(*self._pieces[-1], nbytes)
 
     def reserve(self, nbytes: int) -> bool:
         """Pin one more piece; return False if the host cannot."""
@@ -165,7 +165,8 @@ class PinnedPool:
         return before - self.nbytes
 
 
-def _slot(memory: torch.Tensor, ring: _C.Ring, nbytes: int) -> PinnedRoom | None:
+def slot_in(memory: torch.Tensor, ring: _C.Ring, nbytes: int) -> PinnedRoom | None:
+    """Return room in memory that a ring gives out; None if there is none."""
     found = ring.take(nbytes)
     if found is None:
         return None

@@ -7,6 +7,7 @@ exp_avg_sq. master_param is there where there are master weights.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -250,7 +251,7 @@ class Adam(AdamStates, _TorchsAdam):
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         offload_gradients: bool = False,
-        offload_states: bool = False,
+        offload_states: bool | str | os.PathLike[str] = False,
         step_in_backward: bool = False,
     ) -> None:
         self._own_defaults = {
@@ -387,7 +388,7 @@ class AdamW(AdamStates, _TorchsAdamW):
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         offload_gradients: bool = False,
-        offload_states: bool = False,
+        offload_states: bool | str | os.PathLike[str] = False,
         step_in_backward: bool = False,
     ) -> None:
         self._own_defaults = {

@@ -6,6 +6,7 @@ lerp: buf = momentum * buf + (1 - momentum) * g. Its direction comes from the sa
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,7 @@ class Muon(CodedMomentum, _Torchs):
         state_bits: int = 32,
         min_8bit_size: int = 4096,
         offload_gradients: bool = False,
-        offload_states: bool = False,
+        offload_states: bool | str | os.PathLike[str] = False,
         step_in_backward: bool = False,
     ) -> None:
         self._own_defaults = {

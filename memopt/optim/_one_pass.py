@@ -7,6 +7,7 @@ the gradients in it, and answers with a `ScaledStep`. The walk is memopt._C.Upda
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -18,10 +19,11 @@ from memopt import _C
 from memopt._runtime import kernels
 from memopt._runtime.signals import interrupted_later
 from memopt.optim._backward_steps import BackwardSteps, SteppedGradient
+from memopt.optim._disk_states import DiskState, DiskStates, StateFile, here
 from memopt.optim._offloaded_gradients import GradientOffload, HostGradient
 from memopt.optim._scaled_step import ScaledStep
 from memopt.optim._state_layout import FLOATS, is_plain, like, not_like
-from memopt.optim._turns import HostStates, Piece, in_turns
+from memopt.optim._turns import Home, HostStates, Piece, in_turns
 
 OWN_OPTIONS = (
     "state_bits",
@@ -49,7 +51,9 @@ class OnePass(torch.optim.Optimizer):
     _own_defaults: dict[str, Any] | None = None
     _offload: GradientOffload | None = None
     _backward_steps: BackwardSteps | None = None
-    _homes: dict[int, HostStates] = {}  # noqa: RUF012  # each optimizer's own, by id(parameter), once it has one
+    _homes: dict[int, Home] = {}  # noqa: RUF012  # each optimizer's own, by id(parameter), once it has one
+    _files: dict[str, StateFile] = {}  # noqa: RUF012  # each optimizer's own, by directory, once it has one
+    state: Any
     _is_sgd = False
     _is_elementwise = True  # a step of a parameter's elements needs no others
     _like_p: tuple[str, ...] = ()  # the states that have their parameter's shape
@@ -126,6 +130,7 @@ class OnePass(torch.optim.Optimizer):
         """Step every parameter, some at a time, as what they need comes from the host."""
         if scaling is not None and scaling.is_skipped_on_cpu():
             return
+        self._check_files()
         self._take_gradients(shared=True)  # of parameters that were frozen when they came
         with torch.no_grad():
             first = self._complete_all()  # so that no turn takes memory
@@ -152,6 +157,11 @@ class OnePass(torch.optim.Optimizer):
             raise
         finally:
             self._plan = None  # it holds what was on the device
+        self._check_files()
+
+    def _check_files(self) -> None:
+        for file in self._files.values():
+            file.check()
 
     def _update_piece(self, piece: Piece, scaling: ScaledStep | None, is_first: bool) -> None:
         """Step a piece, as if it was all that this optimizer has."""
@@ -163,6 +173,7 @@ class OnePass(torch.optim.Optimizer):
     def _alone(self, p: Tensor, states: dict[str, Any], group: dict[str, Any]) -> Self:
         """Return this optimizer as that of p alone, with a group's options."""
         self.__dict__.setdefault("_homes", {})  # both have the same
+        self.__dict__.setdefault("_files", {})
         alone = object.__new__(type(self))
         alone.__dict__ |= self.__dict__ | {
             "state": {p: states},
@@ -374,7 +385,8 @@ class OnePass(torch.optim.Optimizer):
         """Count the bytes of parameters, gradients and states by where they are.
 
         Returns:
-            Bytes by device and kind. What offload_gradients and offload_states keep on the host is at "cpu".
+            Bytes by device and kind. What offload_gradients and offload_states keep on the host is at "cpu", what
+            offload_states keeps in a directory at "disk".
 
         Example:
             >>> optimizer.memory()
@@ -387,9 +399,8 @@ class OnePass(torch.optim.Optimizer):
                 if not isinstance(value, Tensor) or type(value) is SteppedGradient:
                     continue
                 if value.layout is torch.strided:
-                    there = found.setdefault(
-                        "cpu" if isinstance(value, HostGradient) else str(value.device), {}
-                    )
+                    stands_in = {HostGradient: "cpu", DiskState: "disk"}
+                    there = found.setdefault(stands_in.get(type(value), str(value.device)), {})
                     there[kind] = there.get(kind, 0) + value.nbytes
         return found
 
@@ -402,6 +413,7 @@ class OnePass(torch.optim.Optimizer):
         Raises:
             ValueError: differentiable=True, options that exclude each other, or offload_gradients=True or
                 step_in_backward=True with a parameter that another optimizer has so.
+            OSError: offload_states is a directory that does not exist, or cannot be written to.
             RuntimeError: One of these two in a process of several ranks.
         """
         for name, value in (self._own_defaults or {}).items():
@@ -418,10 +430,21 @@ class OnePass(torch.optim.Optimizer):
                     "step_in_backward=True uses each gradient up as it is made, and none is left to wait on the host: "
                     "leave out offload_gradients=True or, to clip or accumulate gradients, step_in_backward=True"
                 )
+            directory = _directory(whole["offload_states"])
+            if directory and whole["step_in_backward"]:
+                raise ValueError(
+                    "step_in_backward=True steps each parameter as its gradient comes, and cannot read its states from "
+                    f"offload_states={directory!r} ahead of that: give offload_gradients=True instead, or "
+                    "offload_states=True"
+                )
             self._check_group(whole)
         super().add_param_group(param_group)
         try:
-            self._check_parameters(self.param_groups[-1]["params"])
+            group = self.param_groups[-1]
+            self._check_parameters(group["params"])
+            if directory := _directory(group["offload_states"]):
+                group["offload_states"] = directory
+                self._file_in(directory)
             self._take_gradients()
         except BaseException:
             self.param_groups.pop()
@@ -442,10 +465,33 @@ class OnePass(torch.optim.Optimizer):
             self._backward_steps.take(stepped, shared)
 
     def _take_home(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Have the parameter's states where its group wants them."""
-        if group.get("offload_states") and p.is_cuda and p in self.state and is_plain(p):
-            homes = self.__dict__.setdefault("_homes", {})
-            homes.setdefault(id(p), HostStates()).take(self.state[p], p.device)
+        """Have the parameter's states where its group wants them; on a disk they stay until others are loaded."""
+        wanted = group.get("offload_states")
+        if not wanted or p not in self.state or not is_plain(p):
+            return
+        homes, states = self.__dict__.setdefault("_homes", {}), self.state[p]
+        home = homes.get(id(p))
+        if directory := _directory(wanted):
+            if not isinstance(home, DiskStates) or not home.names(states):
+                file = self._file_in(directory)
+                if home is not None:
+                    home.wait()
+                if not isinstance(home, DiskStates) or home.file is not file:
+                    home = DiskStates(file)
+            home.take(p, states)
+            homes[id(p)] = home
+        elif p.is_cuda and not (isinstance(home, DiskStates) and home.names(states)):
+            if not isinstance(home, HostStates):
+                home = homes[id(p)] = HostStates()
+            home.take(states, p.device)
+
+    def _file_in(self, directory: str) -> StateFile:
+        """Return the file in that directory; a new one where there is none, or it has failed."""
+        files = self.__dict__.setdefault("_files", {})
+        if directory not in files or files[directory].failure:
+            files[directory] = StateFile(directory)
+        file: StateFile = files[directory]
+        return file
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as torch's optimizers do.
@@ -467,13 +513,18 @@ class OnePass(torch.optim.Optimizer):
             home.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, as torch's optimizers do; states on the host as the last step has left them."""
+        """Return the state, as torch's optimizers do; states on the host or a disk as the last step has left them."""
         self._wait_for_states()
-        return super().state_dict()  # type: ignore[no-any-return]
+        own, self.state = self.state, here(self.state)
+        try:
+            return super().state_dict()  # type: ignore[no-any-return]
+        finally:
+            self.state = own
 
     def __getstate__(self) -> dict[str, Any]:
         self._wait_for_states()
-        return super().__getstate__()  # type: ignore[no-any-return,no-untyped-call]
+        held: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**held, "state": here(self.state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of torch's optimizers or memopt's, with any options.
@@ -518,6 +569,16 @@ class OnePass(torch.optim.Optimizer):
             for p in self.state:
                 if id(p) in group_of:
                     self._take_home(p, group_of[id(p)])
+
+
+def _directory(offload_states: Any) -> str:
+    """Return the absolute path of a directory for states; "" for True and False."""
+    if isinstance(offload_states, bool) or offload_states is None:
+        return ""
+    path = os.fspath(offload_states) if isinstance(offload_states, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"offload_states={offload_states!r}: give True, False, or a directory on a disk")
+    return os.path.abspath(path)
 
 
 def _is_bare(stepped: OnePass) -> bool:

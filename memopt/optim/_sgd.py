@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +73,7 @@ class SGD(CodedMomentum, _Torchs):
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         offload_gradients: bool = False,
-        offload_states: bool = False,
+        offload_states: bool | str | os.PathLike[str] = False,
         step_in_backward: bool = False,
     ) -> None:
         self._own_defaults = {

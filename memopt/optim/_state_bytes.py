@@ -162,9 +162,11 @@ def trial_of(
 ) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
     """Return a copy of the optimizer for parameters of zeros, and these parameters."""
     nothing = {id(p): p.new_empty(0) for group in optimizer.param_groups for p in group["params"]}
-    stateless = copy.copy(optimizer)
-    stateless.state = defaultdict(dict)
-    trial = copy.deepcopy(stateless, dict(nothing))
+    own, optimizer.state = optimizer.state, defaultdict(dict)  # which may be on a disk
+    try:
+        trial = copy.deepcopy(optimizer, dict(nothing))
+    finally:
+        optimizer.state = own
     groups: list[list[torch.Tensor]] = [[] for _ in trial.param_groups]
     made = []
     for index, shape, strides, dtype, device in wanted:

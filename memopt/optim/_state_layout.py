@@ -20,6 +20,7 @@ from memopt import _C
 ROW, COLUMN = FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 BLOCK = 256
+GRAIN = 4096  # elements: a piece has a multiple, so that blocks of codes are whole and accesses aligned
 
 
 def is_plain(t: Tensor) -> bool:
@@ -122,6 +123,16 @@ def not_like(p: Tensor, state: dict[str, Any], name: str) -> str | None:
     if not (value.is_floating_point() or value.is_complex()):
         return f"its state {name!r} is of {value.dtype}"
     return None
+
+
+def elements_per(p: Tensor, state: Any) -> int:
+    """Return of how many of p's elements each of a state's is, in the order of memory; 0 where it is not so."""
+    if not isinstance(state, Tensor) or state.layout is not torch.strided:
+        return 0
+    if state.shape == p.shape:
+        return int(state.stride() == p.stride())
+    row = {codes_shape(p, 4): 2, (blocks(p),): BLOCK}
+    return row.get(tuple(state.shape), 0) if state.is_contiguous() else 0
 
 
 def one_step(value: Any, p: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""A step in turns: what lives in the host's memory, gradients and states, comes to the device for a few parameters at a
-time, and states go back. A parameter with more than a turn's bytes is stepped in pieces.
+"""A step in turns: what lives in the host's memory or on a disk, gradients and states, comes to the device for a few
+parameters at a time, and states go back. A parameter with more than a turn's bytes is stepped in pieces.
 
 Two turns have room on the device, taken before the first begins. While one's parameters are updated, the next turn's
-tensors come, and the states of the turn before leave; the host waits for none of this. Copies are memopt._C's, a line
-each way (csrc/transfer/copies.h):
+tensors come, and the states of the turn before leave; the host waits for none of this, but for a disk
+(_disk_states.py). Copies are memopt._C's, a line each way (csrc/transfer/copies.h):
 
     copy in     begins once the turn that had its room last has been updated, and behind that turn's copies out
     copy out    begins once the turn has been updated
@@ -20,25 +20,25 @@ from torch import Tensor
 
 from memopt import _C
 from memopt._offload.pinned_memory import CopyIn, aligned, dense_bytes, index_of, pinned_tensor
+from memopt.optim._disk_states import DISK_TURN, DiskState, DiskStates, DiskTrip, passages_of
 from memopt.optim._offloaded_gradients import HostGradient
-from memopt.optim._state_layout import BLOCK, FACTORS, blocks, codes_shape, is_plain
+from memopt.optim._state_layout import FACTORS, GRAIN, elements_per, is_plain
 
 FOREVER = 1e8  # seconds
 TURN = 256 << 20  # bytes that a turn has at most, but for a parameter that cannot be cut
-GRAIN = 4096  # elements: a piece has a multiple, so that blocks of codes are whole and accesses aligned
 
 
 class Traveller(Protocol):
-    """A tensor that lives on the host, and is on the device for one turn."""
+    """A tensor that lives on the host or on a disk, and is on the device for one turn."""
 
     @property
     def like(self) -> Tensor:
         """One of its size, strides, type and bytes."""
 
-    def begin(self, there: Tensor, after: int) -> CopyIn:
-        """Begin to copy it there, behind the copy out of that ticket."""
+    def begin(self, there: Tensor, after: int) -> CopyIn | None:
+        """Begin to copy it there, behind the copy out of that ticket; None where the copy is over."""
 
-    def arrive(self, there: Tensor, copy: CopyIn) -> None:
+    def arrive(self, there: Tensor, copy: Any) -> None:
         """Put it where the update finds it."""
 
     def leave(self) -> int:
@@ -118,6 +118,9 @@ class HostStates:
             self.copied = 0
 
 
+Home = HostStates | DiskStates
+
+
 class StateTrip:
     """A state's way to the device and back."""
 
@@ -174,7 +177,9 @@ class Turns:
     def __init__(self, device: torch.device, loads: Sequence[Load]) -> None:
         self._device = device
         self._turns: list[list[Load]] = []
-        most, left = min(TURN, max(load.nbytes for load in loads)), 0
+        self._passages = passages_of(device, (trip for load in loads for trip in load.trips))
+        most, left = DISK_TURN if self._passages else TURN, 0
+        most = min(most, max(load.nbytes for load in loads))
         for load in loads:
             if load.nbytes > left:
                 self._turns.append([])
@@ -189,10 +194,16 @@ class Turns:
 
     def run(self) -> Iterator[Piece | None]:
         """Yield each piece, and None once a turn for all its whole parameters, with what they need on the device."""
-        coming, here = self._begin(0), []
+        k = 0
+        coming: list[tuple[Traveller, Tensor, CopyIn | None]] = []
+        here: list[tuple[Traveller, Tensor, CopyIn | None]] = []
         try:
+            for passage in self._passages:
+                passage.ahead()
+            self._begin(0, coming)
             for k, turn in enumerate(self._turns):
-                here, coming = coming, self._begin(k + 1)
+                here, coming = coming, []
+                self._begin(k + 1, coming)
                 for trip, there, copy in here:
                     trip.arrive(there, copy)
                 for load in turn:
@@ -207,22 +218,28 @@ class Turns:
                 here = []
         finally:
             self._leave(k, here)  # of a turn that failed
-            for _, there, copy in coming:  # what nobody waits for would write into what is another's
-                copy.join(there)
+            for _, there, copy in (
+                *here,
+                *coming,
+            ):  # what nobody waits for would write into what is another's
+                if copy is not None:
+                    copy.join(there)
             self.end()
+            for passage in self._passages:
+                passage.finish()
 
     def end(self) -> None:
         """Have the current stream go on behind all copies out: the rooms are others', the states the next step's."""
-        for ticket in self._copied:
+        for ticket in filter(None, self._copied):
             _C.copy_await(self._device.index, ticket)
 
-    def _leave(self, k: int, here: list[tuple[Traveller, Tensor, CopyIn]]) -> None:
+    def _leave(self, k: int, here: list[tuple[Traveller, Tensor, CopyIn | None]]) -> None:
         for trip, _, _ in here:
             self._copied[k % 2] = trip.leave() or self._copied[k % 2]
 
-    def _begin(self, k: int) -> list[tuple[Traveller, Tensor, CopyIn]]:
+    def _begin(self, k: int, coming: list[tuple[Traveller, Tensor, CopyIn | None]]) -> None:
         """Begin a turn's copies, if there is such a turn."""
-        offset, coming = 0, []
+        offset = 0
         storage = self._rooms[k % 2].untyped_storage()
         for load in self._turns[k] if k < len(self._turns) else ():
             for trip in load.trips:
@@ -230,34 +247,39 @@ class Turns:
                 there.set_(storage, offset // there.itemsize, trip.like.size(), trip.like.stride())
                 coming.append((trip, there, trip.begin(there, self._copied[k % 2])))
                 offset += aligned(trip.like.nbytes)
-        return coming
 
 
-def _loads(p: Tensor, states: dict[str, Any], home: HostStates | None, cuts: bool) -> list[Load]:
-    """Return what comes from the host for p's step, one load or its pieces; none if all is there already."""
+def _loads(p: Tensor, states: dict[str, Any], home: Home | None, cuts: bool) -> list[Load]:
+    """Return what comes from the host or a disk for p's step, one load or its pieces; none if all is there already."""
     grad, names = p.grad, [] if home is None else home.names(states)
     assert grad is not None
 
     def load(of: Tensor, states: dict[str, Any], piece: Piece | None) -> Load:
-        trips: list[Traveller] = [StateTrip(home, states, name) for name in names if home is not None]
+        trips: list[Traveller] = [
+            StateTrip(home, states, name) if isinstance(home, HostStates) else DiskTrip(states, name)
+            for name in names
+        ]
         if isinstance(grad, HostGradient):
             first = None if piece is None else piece.first_index
             return Load(of, None, [GradientTrip(of, grad, first), *trips], piece)
         return Load(of, grad if piece is None else of.grad, trips, piece)
 
     whole = load(p, states, None)
-    if cuts and whole.nbytes > TURN and (cut := _pieces(p, grad, states, TURN * p.numel() // whole.nbytes)):
+    if isinstance(home, DiskStates) and names:
+        elements = home.length
+    else:
+        elements = TURN * p.numel() // whole.nbytes if whole.nbytes > TURN else 0
+    if cuts and elements and (cut := _pieces(p, grad, states, elements)):
         return [load(piece.p, piece.states, piece) for piece in cut]
     return [whole] if whole.trips else []
 
 
 def _pieces(p: Tensor, grad: Tensor, states: dict[str, Any], elements: int) -> list[Piece]:
     """Cut a parameter into pieces of at most so many elements, or of GRAIN; none where it cannot be."""
-    pers = {name: _elements_per(p, value) for name, value in states.items() if name != "step"}
+    pers = {name: elements_per(p, value) for name, value in states.items() if name != "step"}
     other = grad.shape != p.shape or grad.stride() != p.stride() or not is_plain(p)
     if other or 0 in pers.values() or FACTORS[0] in states:  # averages are of all elements
         return []
-    rows = {name: _row(states[name]) for name in pers}
     length, count = max(elements // GRAIN, 1) * GRAIN, p.numel()
     pieces = []
     for first in range(0, count, length):
@@ -268,21 +290,15 @@ def _pieces(p: Tensor, grad: Tensor, states: dict[str, Any], elements: int) -> l
         if not isinstance(grad, HostGradient):
             piece.p.grad = _row(grad)[first:end]
         for name, per in pers.items():
-            piece.states[name] = rows[name][first // per : -(-end // per)]
+            piece.states[name] = _row_of(states[name], first // per, -(-end // per))
         if "step" in states:  # each piece's update counts the step; the last one's is the parameter's
             piece.states["step"] = states["step"] if piece.is_last else states["step"].clone()
         pieces.append(piece)
     return pieces
 
 
-def _elements_per(p: Tensor, state: Any) -> int:
-    """Return of how many of p's elements each of a state's is, in the order of memory; 0 where it is not so."""
-    if not isinstance(state, Tensor) or state.layout is not torch.strided:
-        return 0
-    if state.shape == p.shape:
-        return int(state.stride() == p.stride())
-    row = {codes_shape(p, 4): 2, (blocks(p),): BLOCK}
-    return row.get(tuple(state.shape), 0) if state.is_contiguous() else 0
+def _row_of(state: Tensor, first: int, last: int) -> Tensor:
+    return state.row(first, last) if isinstance(state, DiskState) else _row(state)[first:last]
 
 
 def _row(tensor: Tensor) -> Tensor:
@@ -291,7 +307,7 @@ def _row(tensor: Tensor) -> Tensor:
 
 
 def in_turns(
-    parameters: Iterable[Tensor], states: Mapping[Tensor, Any], homes: Mapping[int, HostStates], cuts: bool
+    parameters: Iterable[Tensor], states: Mapping[Tensor, Any], homes: Mapping[int, Home], cuts: bool
 ) -> Iterator[Piece | None]:
     """Yield each piece of a parameter, and None for some whole ones, with their gradients and states on the device, and
     no gradient of any other.

@@ -8,7 +8,14 @@
 
 #include "transfer/nameless_file.h"
 
-typedef enum failing_call { FAIL_OPEN, FAIL_DIRECT, FAIL_WRITE, FAIL_READ, FAIL_CALLS } failing_call;
+typedef enum failing_call {
+    FAIL_OPEN,
+    FAIL_DIRECT,
+    FAIL_RESERVE,
+    FAIL_WRITE,
+    FAIL_READ,
+    FAIL_CALLS
+} failing_call;
 
 static struct failing {
     atomic_long after[FAIL_CALLS]; /* so many pass; -1: all */
@@ -61,6 +68,11 @@ static int failing_set_direct(int file, bool on)
     return file_call_fails(FAIL_DIRECT) ? -1 : mo_system_files.set_direct(file, on);
 }
 
+static int failing_reserve(int file, off_t at, off_t size)
+{
+    return file_call_fails(FAIL_RESERVE) ? -1 : mo_system_files.reserve(file, at, size);
+}
+
 static ssize_t failing_write(int file, const void *from, size_t size, off_t at)
 {
     if (file_call_fails(FAIL_WRITE))
@@ -91,6 +103,6 @@ static int failing_close(int file)
 }
 
 __attribute__((unused)) static const mo_file_calls failing_files = {
-    failing_open, failing_set_direct, failing_write, failing_read, failing_close};
+    failing_open, failing_set_direct, failing_reserve, failing_write, failing_read, failing_close};
 
 #endif

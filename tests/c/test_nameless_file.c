@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "child.h"
@@ -68,6 +69,26 @@ TEST(what_a_call_leaves_undone_is_done_by_the_next)
     CHECK_EQ(mo_system_files.set_direct(file.descriptor, false), 0);
     failing.at_most = 1001;
     there_and_back();
+    finish();
+}
+
+TEST(room_is_taken_before_anything_is_written)
+{
+    mo_detail detail;
+    struct stat seen;
+
+    start();
+    fail_after(FAIL_RESERVE, 0, EINTR, true);
+    CHECK_EQ(mo_file_reserve(&file, 0, SIZE, NULL), MO_OK);
+    CHECK_EQ(fstat(file.descriptor, &seen), 0);
+    CHECK_EQ(seen.st_size, SIZE);
+    there_and_back();
+    fail_after(FAIL_RESERVE, 0, ENOSPC, true);
+    CHECK_EQ(mo_file_reserve(&file, SIZE, SIZE, &detail), MO_IO);
+    CHECK(strstr(detail.text, directory) && strstr(detail.text, "reserving 32768 bytes"));
+    CHECK(strstr(detail.text, "give a directory with more space"));
+    fail_after(FAIL_RESERVE, 0, EOPNOTSUPP, true); /* by a file system that cannot */
+    CHECK_EQ(mo_file_reserve(&file, SIZE, SIZE, NULL), MO_OK);
     finish();
 }
 
