@@ -23,6 +23,7 @@ from memopt._checkpoint.checked_plan import (
     SPARE,
     Candidate,
     ChainCosts,
+    TrialSteps,
     budget_bytes,
     bytes_of_step,
     chain_costs,
@@ -64,6 +65,7 @@ from memopt.nn._fuse_loss_head import fuse_loss_head
 from memopt.optim._one_pass import OnePass
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 
+NEAR = 1.5  # times the budget: what is worked out to take more is not tried
 SLOTS = 500  # of a budget, for the solver
 ALIKE = 1.02  # a plan with fewer levers is taken, if it takes no more than so much of the fastest one's time
 TRIALS = 8  # of plans by a step
@@ -101,7 +103,8 @@ def fit(
     `.apply()` changes them, and what it returns can undo that.
 
     Planning takes some tens of steps' time for the batch, and as much for each size of micro-batch in question; the
-    device needs room for one stage at a time, and the chosen plan's step. Enter torch.autocast() around the call if the
+    device needs room for one stage at a time and for the chosen plan's step. Steps that may take up to 1.5 times the
+    budget are tried too; if they run out of memory, they are not. Enter torch.autocast() around the call if the
     training does.
 
     Args:
@@ -224,6 +227,7 @@ class Planner:
         self._set_aside: dict[Names, int] = {}  # bytes, which a tested step took beyond what was worked out
         self._measured: dict[tuple[int, bool, bool], Measured] = {}
         self._beside: dict[Names, OnDevice] = {}
+        self._less: dict[tuple[int, bool, bool, bool], int] = {}
 
     # ---- what is in question -----------------------------------------------------------------------------------------
 
@@ -358,8 +362,7 @@ class Planner:
         return -(-self.step.samples // count)
 
     def _measured_with(self, names: Names) -> Measured:
-        drops = bool(names & {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD, OFFLOAD_LAYERS})
-        return self.measured(micro_batches_of(names), LOSS_HEAD in names, drops)
+        return self.measured(micro_batches_of(names), LOSS_HEAD in names, self._drops(names))
 
     @cached_property
     def link(self) -> Bandwidth:
@@ -437,8 +440,7 @@ class Planner:
         return chain_costs(measured, beside=0, accumulate=self._accumulates(names))
 
     def _accumulates(self, names: Names) -> bool:
-        drops = names & {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD, OFFLOAD_LAYERS}
-        return not drops and (self.accumulates or micro_batches_of(names) > 1)
+        return not self._drops(names) and (self.accumulates or micro_batches_of(names) > 1)
 
     def least_seconds(self, names: Names) -> float:
         """Return a bound: these levers take no less, whatever is recomputed."""
@@ -463,23 +465,15 @@ class Planner:
         plain = keep_all(costs.chain)
         in_passes = costs.fixed + fixed + costs.around.peak(plain)
         seconds, candidate = plain.seconds, None
-        least = max(in_passes, in_step)
         if CHECKPOINT in names:
             try:
-                candidate = plan_for(
-                    measured,
-                    room,
-                    SLOTS,
-                    beside=fixed,
-                    accumulate=self._accumulates(names),
-                    whose=type(self.step.model).__name__,
-                    speed=self.link if self.to is not None else None,
-                )
-                in_passes, seconds = candidate[0].predicted_bytes, candidate[0].schedule.seconds
-                least = max(in_passes, in_step)
-            except InfeasibleBudget as error:
-                in_passes = error.least_budget
-                least = max(error.least_budget, in_step)
+                candidate = self._candidate(names, fixed, room)
+            except InfeasibleBudget:
+                candidate = self._candidate(names, fixed, None)
+            in_passes, seconds = candidate[0].predicted_bytes, candidate[0].schedule.seconds
+        if in_step <= room < in_passes <= NEAR * self.budget:
+            in_passes -= self._counted_twice(names, candidate, in_passes)
+        least = max(in_passes, in_step)
         count = micro_batches_of(names) * self.step.batches
         found = Attempt(
             names,
@@ -493,6 +487,38 @@ class Planner:
         )
         self.attempts[names] = found
         return found
+
+    def _candidate(self, names: Names, fixed: int, room: int | None) -> Candidate:
+        """Return the fastest schedule within the room, or the one that takes least. Raises InfeasibleBudget."""
+        return plan_for(
+            self._measured_with(names).costs,
+            room,
+            SLOTS,
+            beside=fixed,
+            accumulate=self._accumulates(names),
+            whose=type(self.step.model).__name__,
+            speed=None if self.to is None else self.link,
+        )
+
+    def _counted_twice(self, names: Names, candidate: Candidate | None, foreseen: int) -> int:
+        """Return bytes by which passes take less than was worked out; 0 where none could be run.
+
+        A chain counts what skips its stages for longer than it lives. They are the same whatever the optimizer is.
+        """
+        key = (micro_batches_of(names), LOSS_HEAD in names, self._drops(names), candidate is not None)
+        if OFFLOAD_LAYERS in names:
+            return 0
+        if key not in self._less:
+            try:
+                taken = self._trial(names, candidate).in_passes
+            except torch.OutOfMemoryError:
+                taken = 0
+            self._less[key] = max(0, foreseen - taken) if taken else 0
+        return self._less[key]
+
+    def _drops(self, names: Names) -> bool:
+        """Return whether gradients leave the device as they are made."""
+        return bool(names & {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD, OFFLOAD_LAYERS})
 
     @property
     def to(self) -> str | None:
@@ -572,18 +598,19 @@ class Planner:
 
     def _tested(self, found: Attempt) -> int:
         """Return the most bytes of steps by a plan, 0 where the allocator cannot be asked."""
-        names = found.names
+        taken = self._trial(found.names, found.candidate)
+        return max(taken.in_passes, taken.in_step)
+
+    def _trial(self, names: Names, candidate: Candidate | None) -> TrialSteps:
         measured = self._measured_with(names)
         optimizer = self._optimizer(names)
         optimizer = optimizer._replace(unseen=optimizer.unseen + self._besides(names))
-        drops = bool(names & {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD})
-        with self._as_with(LOSS_HEAD in names, drops):
-            if found.candidate is not None:
-                forward = planned_forward(found.candidate, measured.costs, measured.chain, self.to)
+        with self._as_with(LOSS_HEAD in names, self._drops(names)):
+            if candidate is not None:
+                forward = planned_forward(candidate, measured.costs, measured.chain, self.to)
             else:
                 forward = _plain_forward(measured)
-            taken = bytes_of_step(measured.costs, forward, optimizer, accumulate=self._accumulates(names))
-        return max(taken.in_passes, taken.in_step)
+            return bytes_of_step(measured.costs, forward, optimizer, accumulate=self._accumulates(names))
 
     # ---- the result --------------------------------------------------------------------------------------------------
 

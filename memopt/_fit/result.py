@@ -217,7 +217,7 @@ class Fit:
             lines = [f"inputs, *rest = {'sample' if several else '[sample]'}"]
         if size is not None:
             lines = [f"part = {_cut(step.sample, size)}", *(line.replace("sample", "part") for line in lines)]
-        loss = "out.loss" if step.loss is None else "loss(out, *rest)"
+        loss = f"out{step.loss_of_output}" if step.loss is None else "loss(out, *rest)"
         if step.batches > 1 and step.reduction == "mean":
             loss += f" / {step.batches}"
         arguments = [
@@ -250,7 +250,7 @@ class Fit:
             value = f"loss(model({stars}inputs), *rest)"
         else:
             whole = "**inputs[0]" if isinstance(step.batch[0], Mapping) else "*inputs"
-            value = f"model({whole}).loss"
+            value = f"model({whole}){step.loss_of_output}"
         return f"{value} / {step.batches}" if step.batches > 1 and step.reduction == "mean" else value
 
     # ---- reading -----------------------------------------------------------------------------------------------------

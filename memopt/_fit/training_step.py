@@ -46,6 +46,7 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer, self.sample, self.loss = model, optimizer, sample, loss
         self.reduction = reduction
+        self.loss_of_output = ".loss"  # how it is written, where the model computes it
         _check_model(model)
         _check_optimizer(model, optimizer)
         self.device = _device(model)
@@ -100,7 +101,9 @@ class TrainingStep:
         if self.loss is not None:
             value = self.loss(out, *rest)
         else:
-            value = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+            value = getattr(out, "loss", None)
+            if value is None and isinstance(out, Mapping):
+                value, self.loss_of_output = out.get("loss"), '["loss"]'
         if not isinstance(value, Tensor):
             whose = "loss= returned no tensor" if self.loss is not None else "the model's output has no .loss"
             raise ValueError(

@@ -104,7 +104,7 @@ def training(kind: str, device: str = "cpu", optimizer: Any = torch.optim.AdamW)
         sample: Any = tuple(torch.randint(0, 100, (16, 48)) for _ in range(2))
     elif kind == "cnn":
         model = make_cnn(1, 16, 1, 0.0)
-        sample = torch.randn(32, 1, 8, 8), torch.randint(0, 10, (32,))
+        sample = torch.randn(128, 1, 8, 8), torch.randint(0, 10, (128,))
     elif kind == "embedded":
         model = Embedded()
         sample = torch.randint(0, 4096, (32, 32)), torch.randint(0, 10, (32,))
@@ -160,3 +160,43 @@ def applied(handle: Any, one: Training, steps: int = STEPS) -> list[Tensor]:
         handle.optimizer.step()
         handle.optimizer.zero_grad()
     return losses
+
+
+def check(kind: str, share: float, device: str, **options: Any) -> Any:
+    """Plan for a share of the plain steps' peak, and hold the plan to what it says: the budget, the results by its
+    tier, and the plain model after it. Returns the fit, and the measured peak where it fits."""
+    peak_of = peak_on_cuda if device == "cuda" else peak_on_cpu
+    plain_one = training(kind, device)
+    expected: list[Tensor] = []
+    budget = int(share * peak_of(plain_one.standing(), lambda: expected.extend(plain(plain_one))))
+    expected += plain(plain_one, 2)
+    one = training(kind, device)
+    fit = one.fit(budget, **options)
+    if not fit.fits:
+        assert all(not row.fits for row in fit.rows)
+        assert fit.least_budget > budget
+        return fit, None
+    losses: list[Tensor] = []
+    with fit.apply() as handle:
+        measured = peak_of(one.standing(), lambda: losses.extend(applied(handle, one)))
+    losses += plain(one, 2)  # by the optimizer that was given, of a plain model
+    assert measured <= budget, fit
+    assert fit.peak_bytes <= budget
+    if fit.tier in ("free", "bit-equal"):
+        assert all(map(torch.equal, losses, expected))
+        assert all(map(torch.equal, one.model.parameters(), plain_one.model.parameters()))
+        for mine, other in zip(one.model.parameters(), plain_one.model.parameters(), strict=True):
+            state, wanted = one.optimizer.state[mine], plain_one.optimizer.state[other]
+            assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    else:
+        near = 1e-4 if fit.tier == "equal to rounding" else 5e-2
+        torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=near, atol=near)
+    for mine, other in zip(one.model.parameters(), plain_one.model.parameters(), strict=True):
+        state, wanted = one.optimizer.state[mine], plain_one.optimizer.state[other]
+        assert {n: (v.shape, v.dtype, v.device) for n, v in state.items()} == {
+            n: (v.shape, v.dtype, v.device) for n, v in wanted.items()
+        }
+        assert mine.device == other.device and mine.grad is None
+    assert [set(g) for g in one.optimizer.param_groups] == [set(g) for g in plain_one.optimizer.param_groups]
+    assert not any("forward" in vars(module) for module in one.model.modules())
+    return fit, measured
