@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from memopt._compare.models import compare_models
     from memopt._compare.steps import compare_steps
     from memopt._estimate.model import estimate
+    from memopt._fit.planning import fit
     from memopt._memory.live.device_bytes import device_bar
     from memopt._memory.live.live_tensors import live_tensors
     from memopt._memory.recording.session import profile
@@ -79,6 +80,7 @@ __all__ = [
     "enable",
     "estimate",
     "find_batch_size",
+    "fit",
     "live_tensors",
     "nn",
     "offload_activations",
@@ -101,6 +103,7 @@ __getattr__, __dir__ = lazy_names(
         "find_batch_size": "memopt.batch_sizes",
         "doctor": "memopt._runtime.doctor",
         "estimate": "memopt._estimate.model",
+        "fit": "memopt._fit.planning",
         "disable": "memopt._runtime.switches",
         "enable": "memopt._runtime.switches",
         "patch": "memopt._runtime.switches",

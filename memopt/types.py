@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from memopt._compare.step_table import MeasuredStep, StepComparison
     from memopt._estimate.cards import Card
     from memopt._estimate.prediction import Estimate
+    from memopt._fit.applied import AppliedFit
+    from memopt._fit.result import Fit
     from memopt._memory.live.device_bytes import DeviceBytes
     from memopt._memory.live.live_tensors import LiveTensors
     from memopt._memory.recording.recording import Recording
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Agreement",
+    "AppliedFit",
     "Card",
     "Converted",
     "DeviceBytes",
@@ -41,6 +44,7 @@ __all__ = [
     "Duplicates",
     "Estimate",
     "Export",
+    "Fit",
     "FoundBatchSize",
     "FusedLossHead",
     "LiveTensors",
@@ -67,6 +71,7 @@ __getattr__, __dir__ = lazy_names(
     globals(),
     {
         "Agreement": "memopt._microbatch",
+        "AppliedFit": "memopt._fit.applied",
         "Card": "memopt._estimate.cards",
         "Converted": "memopt._runtime.to_dtype",
         "DeviceBytes": "memopt._memory.live.device_bytes",
@@ -74,6 +79,7 @@ __getattr__, __dir__ = lazy_names(
         "Duplicates": "memopt.compress._tying",
         "Estimate": "memopt._estimate.prediction",
         "Export": "memopt.deploy._export_report",
+        "Fit": "memopt._fit.result",
         "FoundBatchSize": "memopt._batch_size.result",
         "FusedLossHead": "memopt.nn._fuse_loss_head",
         "LiveTensors": "memopt._memory.live.live_tensors",

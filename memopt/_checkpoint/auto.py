@@ -40,6 +40,7 @@ def auto_checkpoint(
     slots: int = 500,
     to: str | os.PathLike[str] | None = None,
     strict: bool = False,
+    keeps_output: bool = True,
     offload: str | os.PathLike[str] | None = None,
 ) -> torch.nn.Module:
     """Make the model run its stages by the fastest recomputation schedule whose live bytes stay within a budget.
@@ -97,6 +98,8 @@ def auto_checkpoint(
             beside the computation; their speed is measured first.
         strict: Raise for a later batch that no plan fits, and after a step above the budget. If not, the batch runs by
             a plan for little more than the least, with a warning.
+        keeps_output: Whether the model's output lives until the step is over, as with `out = model(x)` in a loop's
+            body. False where it is gone once the loss is computed, as in `loss = F.cross_entropy(model(x), y)`.
         offload: The earlier name of `to`.
 
     Returns:
@@ -137,6 +140,7 @@ def auto_checkpoint(
         else _C.parse_size(optimizer or 0),
         accumulate,
         strict,
+        keeps_output,
     )
     earlier = installed(model)
     undo_checkpoint(model)

@@ -109,21 +109,24 @@ def chain_stage(name: str, size: StageBytes, time: StageSeconds, speed: Bandwidt
     return replace(own, options=tuple(options))
 
 
-def plan_for(
-    measured: ChainMeasurement,
-    budget: int | None,
-    slots: int,
-    *,
-    beside: int,
-    accumulate: bool,
-    whose: str,
-    speed: Bandwidth | None = None,
-) -> Candidate:
-    """Return the plan for a chain, and a ChainRunner's arguments: operations, and stages whose input only passes.
+class ChainCosts(NamedTuple):
+    """A measured chain as the solver has it.
 
-    budget: None for the plan that takes least. beside: bytes that live throughout, and were not measured. accumulate:
-    gradients exist when a step begins. whose: for InfeasibleBudget's text. speed: of offloading, where stages may.
+    fixed: bytes that live however its stages are run. groups: of its stages, each one for the solver.
     """
+
+    chain: Chain
+    around: StepOverhead
+    fixed: int
+    sizes: list[StageBytes]
+    times: list[StageSeconds]
+    groups: list[range]
+
+
+def chain_costs(
+    measured: ChainMeasurement, *, beside: int, accumulate: bool, speed: Bandwidth | None = None
+) -> ChainCosts:
+    """Return a measured chain's costs. The arguments are plan_for()'s."""
     names = measured.chain.names
     groups = group(measured.stage_bytes[:-1])
     sizes, times = measured.of_groups(groups)
@@ -141,6 +144,27 @@ def plan_for(
     at = {k: g for g, members in enumerate(groups) for k in members}
     external = [(at[one.taken_by], at.get(one.made_by, -1), one.nbytes) for one in measured.external_grads]
     around = StepOverhead(gradients, outputs, remade, measured.result_bytes, last, external)
+    return ChainCosts(chain, around, fixed, sizes, times, groups)
+
+
+def plan_for(
+    measured: ChainMeasurement,
+    budget: int | None,
+    slots: int,
+    *,
+    beside: int,
+    accumulate: bool,
+    whose: str,
+    speed: Bandwidth | None = None,
+) -> Candidate:
+    """Return the plan for a chain, and a ChainRunner's arguments: operations, and stages whose input only passes.
+
+    budget: None for the plan that takes least. beside: bytes that live throughout, and were not measured. accumulate:
+    gradients exist when a step begins. whose: for InfeasibleBudget's text. speed: of offloading, where stages may.
+    """
+    chain, around, fixed, sizes, times, groups = chain_costs(
+        measured, beside=beside, accumulate=accumulate, speed=speed
+    )
     schedule: Schedule | None
     if budget is None:
         schedule, least = leanest(chain, around, slots)
@@ -151,8 +175,8 @@ def plan_for(
         least += fixed
         raise InfeasibleBudget(
             f"memory_budget is {budget} bytes, but {whose} takes at least {least} on this sample, {fixed} of them "
-            f"regardless of how its {len(names)} stages are run: raise memory_budget to {least} or more, or use a "
-            "smaller batch",
+            f"regardless of how its {len(measured.chain.names)} stages are run: raise memory_budget to {least} or "
+            "more, or use a smaller batch",
             least,
         )
     plan = Plan(

@@ -174,6 +174,7 @@ class PlanRequest:
     optimizer: weakref.ref[torch.optim.Optimizer] | int
     accumulate: bool
     strict: bool
+    keeps_output: bool = True
     state_bytes: int = 0
 
     def optimizer_bytes(self, model: torch.nn.Module) -> OptimizerBytes:
@@ -193,17 +194,11 @@ class PlanRequest:
         beside = self.optimizer_bytes(model)
         distributed = ranks.is_distributed(model)
         budget = self.budget
-        on_device = []
         if (residency := residency_of(model)) is not None:
             residency.carrier.plan(0)
-            on_device.append(torch.empty(0, device=residency.device))  # whose random state counts
-        with (
-            preserve_state(model, parameters=on_device),
-            without_steps(model.parameters()),
-            Snapshot(model.modules(), parameters=not ranks.is_sharded(model)),
-        ):
+        with left_as_it_is(model):
             found = ModelChain(model, args, kwargs)
-            measured = ChainMeasurement(found, self.loss)
+            measured = ChainMeasurement(found, self.loss, keeps_output=self.keeps_output)
             speed = None if self.to is None else bandwidth(self.to, measured.device)
             if distributed:
                 budget, speed = ranks.agree(measured, budget, speed)
@@ -211,20 +206,7 @@ class PlanRequest:
             gathers = ranks.gathers(model, modules)
 
             def forward_by(candidate: Candidate) -> Forward:
-                plan, operations, passing = candidate
-                if not plan.keeps_all:
-                    offload = None if self.to is None else ScheduleOffload(self.to, plan.offload_slots)
-                    plan.runner = ChainRunner(
-                        found.functions, operations, passing, found.changing, offload, gathers, found.state
-                    )
-
-                def forward() -> tuple[Any, torch.Tensor]:
-                    own = stage_forwards(plan, found.members, distributed)
-                    with torch.enable_grad(), forwards(list(own), list(own.values())):
-                        out = model(*args, **kwargs)
-                        return out, self.loss(out)
-
-                return forward
+                return planned_forward(candidate, measured, found, self.to, gathers, distributed)
 
             plan, *_ = checked_plan(
                 measured,
@@ -241,6 +223,46 @@ class PlanRequest:
         shape = CallShape.of(model, args, kwargs)
         own = stage_forwards(plan, found.members, distributed)
         return ShapePlan(shape, plan, own, time.perf_counter() - begun, self.accumulate)
+
+
+@contextmanager
+def left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
+    """Leave the model as it was after steps within the context, none of which steps a parameter."""
+    on_device = []
+    if (residency := residency_of(model)) is not None:
+        on_device.append(torch.empty(0, device=residency.device))  # whose random state counts
+    with (
+        preserve_state(model, parameters=on_device),
+        without_steps(model.parameters()),
+        Snapshot(model.modules(), parameters=not ranks.is_sharded(model)),
+    ):
+        yield
+
+
+def planned_forward(
+    candidate: Candidate,
+    measured: ChainMeasurement,
+    found: ModelChain,
+    to: str | None,
+    gathers: Any = None,
+    distributed: bool = False,
+) -> Forward:
+    """Return the forward pass of a measured chain's model by a plan, which gets its runner."""
+    plan, operations, passing = candidate
+    if not plan.keeps_all:
+        offload = None if to is None else ScheduleOffload(to, plan.offload_slots)
+        plan.runner = ChainRunner(
+            found.functions, operations, passing, found.changing, offload, gathers, found.state
+        )
+
+    def forward() -> tuple[Any, torch.Tensor]:
+        own = stage_forwards(plan, found.members, distributed)
+        with torch.enable_grad(), forwards(list(own), list(own.values())):
+            out = found.model(*found.args, **found.kwargs)
+            loss = measured.loss(out)
+            return (out if measured.keeps_output else None), loss
+
+    return forward
 
 
 def stage_forwards(

@@ -19,6 +19,7 @@ from memopt._run.plan import (
     FOUR_BITS,
     FUSED,
     LOSS_HEAD,
+    MICRO_BATCHES,
     OFFLOAD_ACTIVATIONS,
     OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
@@ -37,6 +38,7 @@ _TIER = {
     OFFLOAD_LAYERS: ROUNDING,  # its optimizer steps on the host
     FUSED: ROUNDING,
     LOSS_HEAD: ROUNDING,
+    MICRO_BATCHES: ROUNDING,
     OFFLOAD_GRADIENTS: ROUNDING,  # these are with memopt's optimizers in the place of torch's
     OFFLOAD_STATES: ROUNDING,
     STEP_IN_BACKWARD: ROUNDING,
@@ -45,6 +47,7 @@ _TIER = {
 }
 _APART = [  # of each at most one
     {EIGHT_BITS, FOUR_BITS},
+    {MICRO_BATCHES, STEP_IN_BACKWARD},
     {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD},
     {CHECKPOINT, OFFLOAD_ACTIVATIONS},
     {"expandable", "pool"},
@@ -119,7 +122,7 @@ class Search:
         return tried is not None and tried.fits
 
     def _candidates(self, tier: int) -> Iterator[Names]:
-        possible = [names for names in _combinations(self.alone) if tier_of(names) == tier]
+        possible = [names for names in combinations(self.alone) if tier_of(names) == tier]
         likely = [names for names in possible if self._predicted(names) <= self._room or self._known(names)]
         yield from sorted(likely, key=lambda names: (self._seconds(names), len(names)))[:_LIKELY]
         largest = [names for names in possible if not any(names < others for others in possible)]
@@ -144,7 +147,8 @@ class Search:
         return tier_of([name]), tried.seconds, tried.needed
 
 
-def _combinations(techniques: Iterable[str]) -> Iterator[Names]:
+def combinations(techniques: Iterable[str]) -> Iterator[Names]:
+    """Yield what of these techniques goes together, one technique or more."""
     named = list(techniques)
     for count in range(1, len(named) + 1):
         for names in itertools.combinations(named, count):

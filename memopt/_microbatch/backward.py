@@ -36,6 +36,7 @@ def backward(
     batch_dim: int | Mapping[int | str, int] = 0,
     lists: Lists | None = None,
     agreement: Agreement | None = None,
+    micro_batch_size: int | None = None,
     **named: Any,
 ) -> Tensor:
     """Run fn(*batch, **named).backward(), in micro-batches where the batch runs out of memory.
@@ -70,17 +71,19 @@ def backward(
         batch_dim: The dimension of the samples, if not 0; or a dict from such names to dimensions, for some arguments.
         lists: "samples" or "tensors": the meaning of a list that could be either.
         agreement: The agreement between the ranks of a model in several processes (memopt.types.Agreement).
+        micro_batch_size: The most samples of a micro-batch, also where more fit.
         **named: Further parts of the batch.
 
     Returns:
         The whole batch's loss, detached.
 
     Raises:
-        ValueError: Before anything runs: the samples cannot be identified, micro-batches would have other gradients
-            (batch norm in train mode, hooks on gradients), or parameters step in the backward pass
-            (step_in_backward=True). After the first step: the loss is not such a reduction. Also: the loss is neither
-            one number nor one for each sample; or a batch has to be split, and fn runs only on the whole of it (a
-            graph's nodes, too few samples). A trial that fails is only logged, and the step goes on if it fits.
+        ValueError: Before anything runs: micro_batch_size is below 1, the samples cannot be identified, micro-batches
+            would have other gradients (batch norm in train mode, hooks on gradients), or parameters step in the
+            backward pass (step_in_backward=True). After the first step: the loss is not such a reduction. Also: the
+            loss is neither one number nor one for each sample; or a batch has to be split, and fn runs only on the
+            whole of it (a graph's nodes, too few samples). A trial that fails is only logged, and the step goes on if
+            it fits.
         TypeError: An argument cannot be split.
         RuntimeError: fn calls memopt.backward.
         torch.OutOfMemoryError: A single sample does not fit. The error has the class of the last one and names the
@@ -104,10 +107,11 @@ def backward(
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
     if not modules:
         raise ValueError("memopt.backward: model= names no module whose gradients the step computes")
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise ValueError(f"memopt.backward: micro_batch_size={micro_batch_size}: expected at least 1 sample")
     split = SplitBatch(batch, named, Cutting(unbatched, batch_dim, lists))
-    step = _Step(
-        fn, split, modules, scaler, Weights(reduction, split), exact, agreement or _agreement(modules)
-    )
+    agreement = agreement or _agreement(modules)
+    step = _Step(fn, split, modules, scaler, Weights(reduction, split), exact, agreement, micro_batch_size)
     _running.inside = True
     try:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -176,7 +180,9 @@ class _Step:
         weights: Weights,
         exact: bool | None,
         agreement: Agreement,
+        most: int | None,
     ) -> None:
+        self.most = most  # samples of a micro-batch
         self.fn, self.split, self.modules, self.scaler, self.weights = fn, split, modules, scaler, weights
         self.history = _history(modules)
         self.exact, self.agreement = exact, agreement
@@ -285,6 +291,11 @@ class _Step:
 
     def _chosen(self) -> int:
         """Return the number of samples that a micro-batch has at first."""
+        fitting = self._fitting()
+        return fitting if self.most is None else min(self.most, fitting)
+
+    def _fitting(self) -> int:
+        """Return the number of samples that are known or hoped to fit."""
         samples, sizes = self.split.samples, self.history.sizes
         if sizes.is_unlimited(self.what) or samples < 2 or self._no_parts():
             return max(samples, 1)

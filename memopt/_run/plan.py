@@ -18,6 +18,7 @@ FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
 OFFLOAD_GRADIENTS, OFFLOAD_STATES = "offload gradients", "offload states"
 STEP_IN_BACKWARD = "step in backward"
+MICRO_BATCHES = "micro-batches"  # followed by ":" and their number; of memopt.fit() alone
 LEAST_BUDGET = "least budget"  # where techniques were applied: CHECKPOINT's, if its own was too small
 OPTIONS: dict[str, dict[str, Any]] = {  # of memopt.optim's optimizers, by technique
     EIGHT_BITS: {"state_bits": 8},

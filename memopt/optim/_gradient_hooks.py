@@ -99,6 +99,11 @@ class GradientHooks:
                 self._handles[id(p)] = p.register_post_accumulate_grad_hook(self._complete)  # type: ignore[attr-defined]
                 self._largest = max(self._largest, p.nbytes)
 
+    def remove(self) -> None:
+        """Leave gradients where backward() makes them from now on."""
+        self.settle()
+        _remove(self._handles)
+
     def _complete(self, p: Tensor) -> None:
         """Take p.grad, which is whole."""
         raise NotImplementedError

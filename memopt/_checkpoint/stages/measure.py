@@ -137,10 +137,20 @@ class ChainMeasurement:
     what else lives from before the last stage to the backward pass, however the stages are run: saved around them, or
     an argument of one that is not the output of the stage before. crossing_bytes: of these the arguments that skip
     stages, each once, which a schedule could make again or offload. result_bytes: of what the model returns, the loss
-    and its gradient, beside the last stage's output. workspace_bytes: cuBLAS's own."""
+    and its gradient, beside the last stage's output. workspace_bytes: cuBLAS's own.
 
-    def __init__(self, chain: Measurable, loss: Loss) -> None:
-        self.chain, self.loss = chain, loss
+    keeps_output: whether the caller holds what the model returns until the step is over. seconds: of each stage and of
+    what comes after, where they are known already."""
+
+    def __init__(
+        self,
+        chain: Measurable,
+        loss: Loss,
+        *,
+        keeps_output: bool = True,
+        seconds: Sequence[StageSeconds] | None = None,
+    ) -> None:
+        self.chain, self.loss, self.keeps_output = chain, loss, keeps_output
         self.functions = chain.functions
         self.trainable, self.standing = list(chain.trainable), list(chain.standing)
         self.device, (self.mapped, self.mapped_bytes) = chain.device, chain.mapped
@@ -161,7 +171,10 @@ class ChainMeasurement:
         self.measure_bytes()
         self.standing_bytes = bytes_of(self.standing, self.mapped) + self.mapped_bytes
         self.standing_bytes += sum(block_bytes(one.nbytes(), one.device) for one in self.others)
-        self.measure_seconds()
+        if seconds is None:
+            self.measure_seconds()
+        else:
+            self.stage_seconds = list(seconds)
         self.workspace_bytes = workspace_bytes(self.device)
 
     def forward(self, stage: Callable[[int, StageCall, list[Held]], None], ended: Callable[[], None]) -> Any:
@@ -294,7 +307,7 @@ class ChainMeasurement:
                 out = self.forward(stage, ended)
                 value = self.loss(out)
                 # The loss is its caller's as well, and so is the gradient that the backward pass begins with.
-                result = [*tensors_in(out), value]
+                result = [*(tensors_in(out) if self.keeps_output else ()), value]
                 beside = bytes_of(result, [*self.standing, *self.last_outputs])
                 self.result_bytes = beside + value.nbytes
                 self.returns_last = beside < bytes_of(result, self.standing)

@@ -19,6 +19,7 @@ def allowed(names):
     """Return whether these can be run together, said in another way."""
     plain = sorted(name.partition(":")[0] for name in names)
     pairs = {("eight bits", "four bits"), ("offload gradients", "step in backward")}
+    pairs |= {("micro-batches", "step in backward")}
     pairs |= {("checkpoint", "offload activations")}
     pairs |= {tuple(sorted(("fused", option))) for option in search.OPTIONS}
     return not pairs & {*itertools.combinations(plain, 2)}

@@ -1,0 +1,126 @@
+"""A plan of memopt.fit() in force, and how to undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from memopt._checkpoint.auto import auto_checkpoint, undo_checkpoint
+from memopt._fit.optimizers import load_states, options_of, replaced
+from memopt._microbatch.backward import backward
+from memopt._offload.layers import offload_layers
+from memopt._run.plan import CHECKPOINT, FUSED, LOSS_HEAD, OFFLOAD_LAYERS, OPTIONS
+from memopt.nn._fuse_loss_head import fuse_loss_head
+
+if TYPE_CHECKING:
+    from memopt._fit.result import Fit
+
+
+class AppliedFit:
+    """The handle that Fit.apply() returns, which is a context manager too.
+
+    Attributes:
+        fit: The plan.
+        model: The model.
+        optimizer: The optimizer to step with: the one that was given, or memopt's with its param groups and states. A
+            learning-rate scheduler of the one that was given goes on setting its rates.
+    """
+
+    def __init__(self, fit: Fit) -> None:
+        self.fit, self.model = fit, fit.step.model
+        self.optimizer: torch.optim.Optimizer = fit.step.optimizer
+        self._undo = ExitStack()
+        try:
+            self._apply()
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _apply(self) -> None:
+        names, step, model = self.fit.names or frozenset(), self.fit.step, self.model
+        if LOSS_HEAD in names:
+            self._undo.callback(fuse_loss_head(model).remove)
+        if OFFLOAD_LAYERS in names:
+            self._undo.callback(_move_states, step.optimizer)
+            self._undo.callback(offload_layers(model).remove)
+            _move_states(step.optimizer)
+        if names & {FUSED, *OPTIONS}:
+            self.optimizer, undo = replaced(step.optimizer, options_of(names))
+            self._undo.callback(self._take_back, undo)
+        if CHECKPOINT in names:
+            call = step.call(self.fit.micro_batch_size)
+            auto_checkpoint(
+                model,
+                call.kwargs or call.args,
+                memory_budget=self.fit.chain_budget,
+                optimizer=self.optimizer,
+                loss=call.loss,
+                accumulate=self.fit.accumulates,
+                to=self.fit.to,
+                keeps_output=False,
+            )
+            self._undo.callback(undo_checkpoint, model)
+
+    def _take_back(self, undo: Callable[[], None]) -> None:
+        undo()
+        self.optimizer = self.fit.step.optimizer
+
+    def backward(self, *batch: Any, scaler: torch.amp.GradScaler | None = None) -> Tensor:
+        """Run the loss's forward and backward pass, in micro-batches where the plan has them.
+
+        Args:
+            *batch: The parts of a batch as the sample has them: handle.backward(inputs, targets).
+            scaler: A GradScaler, which scales the loss.
+
+        Returns:
+            The batch's loss, detached; where the effective batch has several batches, its part of that one's.
+
+        Raises:
+            ValueError: As memopt.backward, for micro-batches.
+        """
+        step = self.fit.step
+        if self.fit.micro_batch_size is None:
+            loss = step.compute(*batch)
+            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        return backward(
+            step.compute,
+            *batch,
+            model=self.model,
+            scaler=scaler,
+            reduction=step.reduction,
+            micro_batch_size=self.fit.micro_batch_size,
+        )
+
+    def remove(self) -> nn.Module:
+        """Undo the plan: the model is plain, and the states are the given optimizer's again. Once is enough.
+
+        Returns:
+            The model.
+
+        Raises:
+            RuntimeError: As OffloadedLayers.remove(), while a backward pass is pending.
+        """
+        self._undo.close()
+        return self.model
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {' + '.join(sorted(self.fit.names or ())) or 'as it is'}>"
+
+
+def _move_states(optimizer: torch.optim.Optimizer) -> None:
+    """Have the states where the parameters are."""
+    load_states(optimizer, optimizer.state_dict())

@@ -1,0 +1,202 @@
+"""memopt's optimizer in the place of another with the same param groups, and the bytes that it takes on the device."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import memopt.optim
+from memopt._checkpoint.stages.costs import block_bytes
+from memopt._offload.pinned_memory import aligned
+from memopt._run.plan import OPTIONS, STEP_IN_BACKWARD
+from memopt._runtime.originals import original
+from memopt.optim._backward_steps import SteppedGradient
+from memopt.optim._offloaded_gradients import HostGradient
+from memopt.optim._one_pass import OWN_OPTIONS, OnePass
+from memopt.optim._state_bytes import OptimizerBytes, foretold
+from memopt.optim._turns import TURN
+
+HOOKING = ("offload_gradients", "step_in_backward")  # options with hooks on the parameters themselves
+_KINDS = ("Adam", "AdamW", "SGD", "Muon")
+
+
+def counterpart_of(optimizer: torch.optim.Optimizer) -> type[OnePass]:
+    """Return memopt's class for an optimizer. Raises ValueError, with the reason, where there is none."""
+    kind = type(optimizer)
+    ours = [getattr(memopt.optim, name) for name in _KINDS]
+    if kind in ours:
+        if any(group.get(name) for group in optimizer.param_groups for name in HOOKING):
+            raise ValueError("it takes gradients in the backward pass already")
+        return kind
+    for name, mine in zip(_KINDS, ours, strict=True):
+        if hasattr(torch.optim, name) and kind is original(torch.optim, name):
+            if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+                raise ValueError("it has hooks on its steps, which another optimizer would not call")
+            return mine  # type: ignore[no-any-return]
+    raise ValueError(f"memopt.optim has no {kind.__name__}; it has {', '.join(_KINDS)}")
+
+
+def options_of(names: Iterable[str]) -> dict[str, Any]:
+    """Return the options of memopt's optimizers that techniques are."""
+    return {key: value for name in OPTIONS if name in {*names} for key, value in OPTIONS[name].items()}
+
+
+def make(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], options: dict[str, Any]
+) -> OnePass:
+    """Return memopt's optimizer of these param groups, which are the optimizer's or copies; they get the options.
+
+    Raises ValueError where its options exclude these.
+    """
+    kind = counterpart_of(optimizer)
+    for group in groups:
+        group.update(options)
+    taken = inspect.signature(kind).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    return kind(groups, **(defaults | options))
+
+
+def trial_copy(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> OnePass:
+    """Return memopt's optimizer without states, of param groups of its own, that leaves the parameters alone."""
+    quiet = {name: value for name, value in options.items() if name not in HOOKING}
+    groups = [{**group, "params": [*group["params"]]} for group in optimizer.param_groups]
+    return make(optimizer, groups, quiet)
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+class OnDevice(NamedTuple):
+    """What an optimizer takes on the device. states: bytes of its states, wherever they are. besides: bytes that the
+    backward pass takes for gradients on their way to the host, and for steps within it."""
+
+    taken: OptimizerBytes
+    states: int
+    besides: int
+
+
+def bytes_with(optimizer: torch.optim.Optimizer, names: Iterable[str], device: torch.device) -> OnDevice:
+    """Return what memopt's optimizer with these techniques takes."""
+    options = options_of(names)
+    placed = {"offload_states", *HOOKING}
+    found = foretold(trial_copy(optimizer, {k: v for k, v in options.items() if k not in placed}))
+    states = sum(found.coming)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    total = sum(p.nbytes for p in trained) or 1
+    of_states = [states * p.nbytes // total for p in trained]
+    largest = max((p.nbytes for p in trained), default=0)
+    coming, passing, besides = found.coming, found.passing, 0
+    if "offload_states" in options:
+        coming = []
+    if STEP_IN_BACKWARD in {*names}:
+        besides = sum(passing)
+        passing = []
+        if "offload_states" in options:
+            besides += largest + _room(max(of_states, default=0))
+    else:
+        leaving = "offload_gradients" in options
+        loads = [
+            (aligned(p.nbytes) if leaving else 0) + (aligned(size) if "offload_states" in options else 0)
+            for p, size in zip(trained, of_states, strict=True)
+        ]
+        passing = [*passing, *_rooms(loads)] if any(loads) else passing
+        besides = largest if leaving else 0
+    blocks = sum(block_bytes(size, device) for size in found.coming)
+    return OnDevice(OptimizerBytes([], coming, passing, 0), blocks, besides)
+
+
+def _room(load: int) -> int:
+    return load if load <= TURN else 2 * TURN
+
+
+def _rooms(loads: Sequence[int]) -> list[int]:
+    """Return the bytes of the two rooms of a step in turns (memopt.optim._turns.Turns)."""
+    cut = [piece for load in loads for piece in [*[TURN] * (load // TURN), load % TURN] if piece]
+    most, left = min(TURN, max(cut)), 0
+    turns: list[int] = []
+    for load in cut:
+        if load > left:
+            turns.append(0)
+            left = max(most, load)
+        turns[-1] += load
+        left -= load
+    return [max(turns[k::2], default=0) for k in (0, 1)]
+
+
+# ---- in the place of another -----------------------------------------------------------------------------------------
+
+
+def load_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load states; the param groups stay the dicts that they are, to which schedulers and programs refer."""
+    groups = optimizer.param_groups
+    values = [dict(group) for group in groups]
+    optimizer.load_state_dict(state)
+    for group, value in zip(groups, values, strict=True):
+        group.clear()
+        group.update(value)
+    optimizer.param_groups = groups
+
+
+def replaced(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> tuple[OnePass, Callable[[], None]]:
+    """Return memopt's optimizer with the optimizer's own param groups and its states, and a function that undoes it.
+
+    A learning-rate scheduler of the optimizer sets the rates of both, since the param groups are the same dicts.
+    """
+    before = [dict(group) for group in optimizer.param_groups]
+    state = optimizer.state_dict()
+
+    def own_groups_again() -> None:
+        for group, was in zip(optimizer.param_groups, before, strict=True):
+            for name in [*group]:
+                if name in OWN_OPTIONS and name not in was:
+                    del group[name]
+            group.update({name: was[name] for name in OWN_OPTIONS if name in was})
+
+    try:
+        mine = make(optimizer, optimizer.param_groups, options)
+        load_states(mine, state)
+    except BaseException:
+        own_groups_again()
+        raise
+    optimizer.state = defaultdict(dict)  # what it held would live twice
+    mine.register_step_post_hook(lambda *_: _note_step(optimizer))
+
+    def undo() -> None:
+        states: dict[str, Any] = mine.state_dict(full=True)  # type: ignore[call-arg]
+        for hooks in (mine._offload, mine._backward_steps):
+            if hooks is not None:
+                hooks.remove()
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if isinstance(p.grad, HostGradient):
+                p.grad = p.grad.on_device()
+            elif isinstance(p.grad, SteppedGradient):
+                p.grad = None
+        own_groups_again()
+        if not isinstance(optimizer, OnePass):
+            for number, group in enumerate(states["param_groups"]):
+                for index in group["params"]:
+                    if index in states["state"]:
+                        states["state"][index] = _torchs(
+                            states["state"][index], optimizer.param_groups[number]
+                        )
+        mine.state = defaultdict(dict)
+        load_states(optimizer, states)
+
+    return mine, undo
+
+
+def _note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have a scheduler know that a step came before it."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _torchs(state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as torch's optimizers make theirs: the count of steps is on the host, where it need not be."""
+    step = state.get("step")
+    if isinstance(step, torch.Tensor) and not (group.get("capturable") or group.get("fused")):
+        return {**state, "step": step.cpu()}
+    return state

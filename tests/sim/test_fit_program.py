@@ -1,0 +1,34 @@
+"""memopt.fit() on the simulated device: plans with what offloads, held to their budgets and to what they promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from memopt import sim
+from tests.helpers import fit_models
+
+SIM = {"memory": "1GiB"}
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}  # else its workspaces are larger than the models
+
+
+@pytest.fixture(autouse=True)
+def computed() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with sim.Compute():
+        yield
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.4, 0.25])
+@pytest.mark.parametrize("kind", ["gpt", "optimizer", "embedded"])
+def test_steps_by_the_plan_are_within_the_budget_and_as_its_tier_says(kind: str, share: float) -> None:
+    fit_models.check(kind, share, "cuda")
+
+
+@pytest.mark.parametrize(("share", "lever"), [(0.6, "offload states"), (0.25, "offload layers")])
+def test_what_offloads_is_taken_where_it_is_needed(share: float, lever: str) -> None:
+    fit, measured = fit_models.check("optimizer", share, "cuda")
+    assert measured is not None and lever in fit.names

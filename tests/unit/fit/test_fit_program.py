@@ -1,0 +1,331 @@
+"""memopt.fit() on the CPU: plans within their budgets, what they promise, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memopt
+from memopt._estimate.search import OTHER, Names, combinations, tier_of
+from memopt._fit import planning
+from memopt._fit.training_step import TrainingStep
+from memopt.chain import InfeasibleBudget
+from tests.helpers import fit_models
+from tests.helpers.fit_models import KINDS, Training, training
+
+SHARES = (0.8, 0.6, 0.4, 0.25)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("allow", [(), ("8bit",), ("8bit", "4bit")], ids=["exact states", "8bit", "4bit"])
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_by_the_plan_are_within_the_budget_and_as_its_tier_says(
+    kind: str, share: float, allow: tuple[str, ...]
+) -> None:
+    fit_models.check(kind, share, "cpu", allow=allow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"), [("gpt", 0.6), ("gpt", 0.25), ("optimizer", 0.9), ("headed", 0.5), ("cnn", 0.85)]
+)
+def test_a_plan_is_found_where_one_is_known(kind: str, share: float) -> None:
+    fit, measured = fit_models.check(kind, share, "cpu")
+    assert measured is not None, fit
+
+
+def planner_of(one: Training, budget: int, **options: Any) -> planning.Planner:
+    step = TrainingStep(one.model, one.optimizer, one.sample, one.loss, "mean", None)
+    allowed = {planning.ALLOW[word] for word in options.pop("allow", ())}
+    return planning.Planner(step, budget, options.pop("exact", False), allowed, False)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.35])
+@pytest.mark.parametrize("kind", ["gpt", "optimizer", "headed"])
+def test_all_combinations_tried_one_by_one_hold_no_better_plan(kind: str, share: float) -> None:
+    one = training(kind)
+    whole = planner_of(one, 1 << 40)
+    plain = whole.attempt(Names()).peak
+    planner = planner_of(training(kind), int(share * plain), allow=("8bit",))
+    fit = planner.plan()
+    several = [f"micro-batches:{count}" for count in (2, 4, 8, 16)]
+    best: dict[int, float] = {}
+    for micro in [[], *([name] for name in several)]:
+        for names in [Names(), *combinations([*planner.levers, *micro])]:
+            tried = planner.attempt(names)
+            if tried.fits and all(size <= planner.budget for size in (tried.in_passes, tried.in_step)):
+                tier = tier_of(names)
+                best[tier] = min(best.get(tier, float("inf")), tried.seconds)
+    if not fit.fits:
+        assert not best
+        return
+    assert fit.names is not None
+    assert tier_of(fit.names) == min(best)
+    assert fit.seconds is not None and fit.seconds <= planning.ALIKE * best[min(best)]
+    for name in fit.names:  # none of which it could do without
+        without = planner.attempt(fit.names - {name})
+        assert not without.fits or without.seconds > fit.seconds
+
+
+def snapshot(one: Training) -> list[Any]:
+    states = [copy.deepcopy(state) for state in one.optimizer.state.values()]
+    return [
+        copy.deepcopy(one.model.state_dict()),
+        [(id(p), p.data_ptr(), None if p.grad is None else p.grad.clone()) for p in one.model.parameters()],
+        states,
+        [{**group, "params": list(map(id, group["params"]))} for group in one.optimizer.param_groups],
+        torch.get_rng_state(),
+        [sorted(vars(module)) for module in one.model.modules()],
+        [len(p._post_accumulate_grad_hooks or {}) for p in one.model.parameters()],
+        one.model.training,
+    ]
+
+
+def same(mine: Any, other: Any) -> bool:
+    """Return whether these are equal to the bit, tensors in them too."""
+    if isinstance(mine, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(mine, other)
+    if isinstance(mine, dict):
+        return list(mine) == list(other) and same(list(mine.values()), list(other.values()))
+    if isinstance(mine, (list, tuple)):
+        return len(mine) == len(other) and all(map(same, mine, other))
+    return bool(mine == other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_planning_changes_nothing(kind: str, stepped: bool) -> None:
+    one = training(kind)
+    if stepped:
+        fit_models.plain(one, 1)
+        one.compute(*one.batch).backward()
+    before = snapshot(one)
+    peak = fit_models.peak_on_cpu([], lambda: fit_models.plain(training(kind), 1))
+    one.fit(peak // 2 + fit_models.bytes_of(one.model.parameters()), allow=("8bit", "4bit"))
+    assert same(snapshot(one), before)
+
+
+def test_the_lines_to_write_do_what_apply_does() -> None:
+    for kind, share in (("gpt", 0.5), ("gpt", 0.25), ("headed", 0.4), ("headed", 0.25), ("optimizer", 0.8)):
+        other = training(kind)
+        budget = int(share * fit_models.peak_on_cpu(other.standing(), lambda: fit_models.plain(other)))  # noqa: B023
+        one, two = training(kind), training(kind)
+        fit = one.fit(budget)
+        assert fit.fits and fit.names
+        handle = fit.apply()
+        lines = fit.code().splitlines()
+        in_step = [line for line in lines if line.startswith("memopt.backward(")]
+        names: dict[str, Any] = {"memopt": memopt, "model": two.model, "optimizer": two.optimizer}
+        names |= {"sample": two.sample, "loss": two.loss}
+        exec("\n".join(line for line in lines if line not in in_step), names)
+        for _ in range(2):
+            wanted = handle.backward(*one.batch)
+            handle.optimizer.step()
+            handle.optimizer.zero_grad()
+            if in_step:
+                found = eval(in_step[0], names)
+            else:
+                loss = two.compute(*two.batch)
+                loss.backward()
+                found = loss.detach()
+            names["optimizer"].step()
+            names["optimizer"].zero_grad()
+            assert torch.equal(found, wanted), fit.code()
+
+
+def test_a_scheduler_of_the_given_optimizer_sets_the_rate_of_the_one_in_its_place() -> None:
+    one, other = training("optimizer"), training("optimizer")
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(t.optimizer, 0.5) for t in (one, other)]
+    budget = int(
+        0.8 * fit_models.peak_on_cpu(one.standing(), lambda: fit_models.plain(training("optimizer")))
+    )
+    fit = one.fit(budget)
+    assert fit.tier == "equal to rounding"
+    with fit.apply() as handle:
+        assert handle.optimizer is not one.optimizer
+        for _ in range(3):
+            fit_models.applied(handle, one, 1)
+            fit_models.plain(other, 1)
+            for scheduler in schedulers:
+                scheduler.step()
+            assert handle.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
+    for mine, wanted in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_several_batches_to_a_step_have_the_gradients_of_one() -> None:
+    one, other = training("gpt"), training("gpt")
+    fit = one.fit(1 << 30, effective_batch=32)
+    handle = fit.apply()
+    parts = [handle.backward(*one.batch) for _ in range(2)]
+    loss = other.compute(*(torch.cat([part, part]) for part in other.batch))
+    loss.backward()
+    torch.testing.assert_close(sum(parts), loss.detach())
+    for mine, wanted in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_fits_names_the_least_budget_which_then_does() -> None:
+    one = training("cnn")
+    fit = one.fit(fit_models.bytes_of(one.model.parameters()) + 4096, exact=True)
+    assert not fit.fits and fit.tier is fit.peak_bytes is fit.seconds is None
+    assert "nothing fits" in str(fit) and not fit.levers
+    with pytest.raises(InfeasibleBudget, match=str(fit.least_budget)):
+        fit.apply()
+    again = one.fit(fit.least_budget, exact=True)
+    assert again.fits
+    with again.apply() as handle:
+        assert (
+            fit_models.peak_on_cpu(one.standing(), lambda: fit_models.applied(handle, one))
+            <= fit.least_budget
+        )
+
+
+def test_batch_norm_is_a_reason_against_micro_batches_and_dropout_changes_their_tier() -> None:
+    fit = training("cnn").fit(1 << 20)
+    assert "BatchNorm2d" in fit.refused["micro-batches"]
+
+    def dropping() -> Training:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.5), nn.ReLU(), nn.Linear(256, 10))
+        sample = torch.randn(256, 64), torch.randint(0, 10, (256,))
+        return Training("", model, torch.optim.SGD(model.parameters(), lr=0.1), sample, F.cross_entropy)
+
+    one = dropping()
+    budget = int(0.35 * fit_models.peak_on_cpu(one.standing(), lambda: fit_models.plain(one)))
+    refused = dropping().fit(budget)
+    assert not refused.fits and "dropout" in refused.refused["micro-batches"]
+    allowed = dropping().fit(budget, allow=("dropout",))
+    assert allowed.fits and allowed.tier == planning.TIERS[OTHER]
+
+
+def test_an_optimizer_that_memopt_has_none_for_leaves_the_other_levers() -> None:
+    one = training("gpt", optimizer=torch.optim.Adagrad)
+    plain = training("gpt", optimizer=torch.optim.Adagrad)
+    budget = int(0.6 * fit_models.peak_on_cpu(plain.standing(), lambda: fit_models.plain(plain)))
+    fit = one.fit(budget)
+    assert fit.fits and "no Adagrad" in fit.refused["fused"]
+
+
+def test_a_model_without_a_chain_is_fitted_by_the_other_levers() -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(8):
+                x = (x @ self.weight).tanh()
+            return x
+
+    model = Alone()
+    one = Training(
+        "",
+        model,
+        torch.optim.AdamW(model.parameters()),
+        (torch.randn(128, 64), torch.randn(128, 64)),
+        F.mse_loss,
+    )
+    budget = int(0.6 * fit_models.peak_on_cpu(one.standing(), lambda: fit_models.plain(one, 1)))
+    fit = one.fit(budget)
+    assert fit.fits and "checkpoint" in fit.refused and fit.micro_batch_size is not None
+    with fit.apply() as handle:
+        assert fit_models.peak_on_cpu(one.standing(), lambda: fit_models.applied(handle, one)) <= budget
+
+
+def test_the_result_is_text_html_and_a_dict() -> None:
+    import json
+
+    fit = training("gpt").fit(6 << 20)
+    assert json.loads(json.dumps(fit.as_dict()))["fits"] is fit.fits
+    html = fit._repr_html_()
+    assert html.count("position:absolute") == len(fit.rows) and "<script" not in html
+    assert str(fit).startswith("GPT takes ")
+    assert isinstance(fit, memopt.types.Fit)
+    assert [lever.name for lever in fit.levers] and all(lever.tier == fit.tier for lever in fit.levers)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def other_optimizer(one: Training) -> dict[str, Any]:
+    return {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "parameters": (other_optimizer, ValueError, "not one of GPT's"),
+    "list": (lambda one: {"optimizer": [one.optimizer, one.optimizer]}, TypeError, "give one optimizer"),
+    "no optimizer": (lambda one: {"optimizer": None}, TypeError, "torch.optim.Optimizer"),
+    "no model": (lambda one: {"model": len}, TypeError, "torch.nn.Module"),
+    "sample": (
+        lambda one: {"sample": (torch.randn(2, 3), torch.randn(2))},
+        ValueError,
+        "do not run on sample",
+    ),
+    "empty": (lambda one: {"sample": ()}, ValueError, "empty"),
+    "no loss": (lambda one: {"loss": None, "sample": one.batch[0]}, ValueError, "give loss="),
+    "loss of samples": (
+        lambda one: {
+            "loss": lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none")
+        },
+        ValueError,
+        "reduce it",
+    ),
+    "budget": (lambda one: {"memory_budget": "eight"}, ValueError, "eight"),
+    "share": (lambda one: {"memory_budget": 1.5}, ValueError, "memory_budget is 1.5"),
+    "small": (lambda one: {"memory_budget": 1000}, ValueError, "the parameters alone"),
+    "allow": (lambda one: {"allow": ("16bit",)}, ValueError, "'16bit'"),
+    "allow text": (lambda one: {"allow": "8bit"}, ValueError, "collection"),
+    "effective": (lambda one: {"effective_batch": 24}, ValueError, "no multiple"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_named_before_anything_changes(what: str) -> None:
+    one = training("gpt")
+    make, kind, text = BAD[what]
+    given = {"model": one.model, "optimizer": one.optimizer, "sample": one.sample, "loss": one.loss}
+    given |= {"memory_budget": "1GiB"} | make(one)
+    before = snapshot(one)
+    with pytest.raises(kind, match=text):
+        memopt.fit(given.pop("model"), given.pop("optimizer"), given.pop("sample"), **given)
+    assert same(snapshot(one), before)
+
+
+def test_a_planned_model_and_a_second_apply_are_refused() -> None:
+    one = training("gpt")
+    fit = one.fit(6 << 20)
+    with fit.apply():
+        with pytest.raises(ValueError, match="undo_checkpoint"):
+            one.fit(6 << 20)
+    fit.apply().remove()
+    gc.collect()
+
+
+def test_a_micro_batch_has_no_more_samples_than_asked_for() -> None:
+    model, sizes = nn.Linear(4, 1), []
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return model(x).square().mean()
+
+    x = torch.randn(10, 4)
+    loss = memopt.backward(compute, x, model=model, exact=False, micro_batch_size=4)
+    assert sorted(sizes) == [3, 3, 4]
+    torch.testing.assert_close(loss, model(x).square().mean().detach())
+    with pytest.raises(ValueError, match="micro_batch_size=0"):
+        memopt.backward(compute, x, model=model, micro_batch_size=0)
