@@ -86,8 +86,8 @@ BENCH_ESTIMATE = benchmarks/bench_estimate.py
 BENCH_LIBRARIES = benchmarks/bench_find_batch_size.py
 BENCH_DATA = benchmarks/bench_cached.py benchmarks/bench_mapped_dataset.py
 BENCH_TECHNIQUES = benchmarks/bench_compress.py
-# By hand, in an environment with a CPU build of torch and the libraries that it names.
-BENCH_BY_HAND = benchmarks/bench_host_step.py benchmarks/bench_public_models.py
+# By hand: in an environment with a CPU build of torch and the libraries that it names; or with a directory on a disk.
+BENCH_BY_HAND = benchmarks/bench_host_step.py benchmarks/bench_public_models.py benchmarks/bench_disk_states.py
 BENCH_CPU = $(filter-out $(BENCH_SIM) $(BENCH_GPU) $(BENCH_ESTIMATE) $(BENCH_LIBRARIES) $(BENCH_DATA) \
 	$(BENCH_TECHNIQUES) $(BENCH_BY_HAND),$(wildcard benchmarks/bench_*.py))
 
@@ -103,7 +103,7 @@ bench: environments  ## every benchmark (benchmarks/bench_*.py) beside its peer;
 	    "$$(cat build/python-libraries)" $(BENCH_LIBRARIES) $(BENCH_OPTIONS) || failed=1; \
 	if [ -e /dev/nvidiactl ]; then for b in $(BENCH_GPU); do $(PYTHON) $$b $(BENCH_OPTIONS) || failed=1; done; \
 	else echo "$(BENCH_GPU): not run, there is no GPU here" >&2; fi; \
-	echo "$(BENCH_BY_HAND): not run, it needs libraries that no environment here has" >&2; \
+	echo "$(BENCH_BY_HAND): not run, they need libraries that no environment here has, or a disk" >&2; \
 	"$$(cat build/python-cpu)" -m memopt demo --sim-python "$$(cat build/python-sim)" --json --no-page --force \
 	    --output benchmarks/results/demo.json || failed=1; \
 	$(PYTHON) benchmarks/readme_figures.py || failed=1; \

@@ -148,7 +148,8 @@ def _assumed(card: Card) -> str:
     return (
         f"a step's seconds are a roofline of the data sheet of {rates.of}{near} and not measured: "
         f"{rates.half / 1e12:g} TFLOP/s of fp16, {rates.tf32 / 1e12:g} of TF32, {rates.single / 1e12:g} of fp32, "
-        f"memory of {rates.memory / 1e9:g} GB/s, {rates.link / 1e9:g} GB/s to and from the host; left out are {LEFT_OUT}"
+        f"memory of {rates.memory / 1e9:g} GB/s, {rates.link / 1e9:g} GB/s to and from the host; "
+        f"left out are {LEFT_OUT}"
     )
 
 

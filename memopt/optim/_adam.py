@@ -220,11 +220,13 @@ class Adam(AdamStates, _TorchsAdam):
         master_weights: Whether to keep an fp32 copy of fp16 and bf16 parameters.
         stochastic_rounding: Whether to round fp16 and bf16 parameters stochastically.
         offload_gradients: Whether gradients of parameters on a CUDA device wait for the step in the host's memory.
-        offload_states: Whether states of parameters on a CUDA device lie in the host's memory between steps.
+        offload_states: Whether states of parameters on a CUDA device lie in the host's memory between steps; or a
+            directory on a disk for states.
         step_in_backward: Whether each parameter is stepped as backward() completes its gradient, which is dropped then.
 
     Raises:
         ValueError: As memopt.optim.AdamW does.
+        OSError: As memopt.optim.AdamW does.
 
     Example:
         >>> optimizer = memopt.optim.Adam(model.parameters(), lr=1e-3)
@@ -345,6 +347,16 @@ class AdamW(AdamStates, _TorchsAdamW):
             the host. The step, with the same bits, brings them to the device and back, some at a time: two turns of at
             most 256 MiB or of one parameter's gradient and states are there at once. The host does not wait; read
             state_dict(), which does, rather than `state`, whose tensors the last step may still be writing.
+            Or a directory on a disk, also for parameters on the CPU: the states lie in a file there, of which nothing
+            is left however the process ends. A step reads each turn's states ahead, while earlier turns compute, and
+            writes them behind, with the same bits, through 256 MiB of pinned memory at most; turns have 64 MiB. It ends
+            when all is written. The disk's room is taken as states are made, so no step finds it full. state_dict()
+            reads the states into pages of a second file there, which takes as much of the disk while it lives.
+            Where the disk fails in a step, no further one is taken until a state dict is loaded. After a failed write
+            the step is taken to its end first, and what could not be written is kept in the host's memory, of which it
+            may need much: load_state_dict(state_dict()) goes on with all of it. After a failed read parameters of
+            earlier turns are stepped (of one that is stepped in pieces, those), the others not, each with its own
+            states: load a state dict that was saved.
         step_in_backward: Whether each parameter is stepped, with the same bits, as backward() completes its gradient,
             which is dropped then: of all gradients the device has two of the largest at once, none waits on the host,
             and states on the host (offload_states, or memopt.offload_layers(), whose parameters are stepped there) come
@@ -357,14 +369,18 @@ class AdamW(AdamStates, _TorchsAdamW):
 
     Raises:
         ValueError: As torch's, for differentiable=True, for amsgrad=True with state_bits=8 or 4 or with factored=True,
-            and for step_in_backward=True beside offload_gradients=True; for either with a parameter that another
-            optimizer has so.
+            and for step_in_backward=True beside offload_gradients=True or a directory for states; for either with a
+            parameter that another optimizer has so.
+        OSError: offload_states is a directory that does not exist, cannot be written to, or has no room for the states
+            (step(), before any parameter has changed; with the bytes needed and free), or the disk fails (step(), see
+            offload_states).
         RuntimeError: offload_gradients=True or step_in_backward=True in a process of several ranks.
         MemoryError: The host can lock no memory for states (step(), before any parameter has changed; with
             step_in_backward=True backward(), at the first parameter for which there is none).
 
     Example:
         >>> optimizer = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=8)
+        >>> on_disk = memopt.optim.AdamW(model.parameters(), lr=3e-4, offload_states="/scratch")
         >>> smallest = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=4, factored=True)
     """
 

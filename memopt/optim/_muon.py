@@ -53,6 +53,7 @@ class Muon(CodedMomentum, _Torchs):
         ValueError: As torch's, for parameters that do not have two dimensions (in add_param_group() too), for
             state_bits=8 with momentum=0, and for offload_gradients=True and step_in_backward=True as
             memopt.optim.AdamW.
+        OSError: As memopt.optim.AdamW does, of a directory for states.
         RuntimeError: Sparse gradients or complex parameters (step(), before any parameter has changed).
 
     Example:

@@ -50,6 +50,7 @@ class SGD(CodedMomentum, _Torchs):
     Raises:
         ValueError: As torch's, for differentiable=True, for state_bits=8 without momentum, and for
             offload_gradients=True and step_in_backward=True as memopt.optim.AdamW.
+        OSError: As memopt.optim.AdamW does, of a directory for states.
 
     Example:
         >>> optimizer = memopt.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
