@@ -1,6 +1,5 @@
-"""A step of AdamW with its states on a disk, beside one with states in the host's memory, what memopt's engine takes to
-read and write as many bytes and check them (csrc/transfer/disk.h), and what the disk itself takes. By hand: the
-directory decides.
+"""A step of AdamW with its states on a disk, beside one with states in the host's memory, and what the disk itself
+takes to read and write as many bytes. By hand: the directory decides.
 
 On a CUDA device the other's states are in pinned memory (offload_states=True); without one all is on the CPU. They take
 turns, round after round; a round's ratio is of figures next to each other in time."""
@@ -24,7 +23,6 @@ sys.path[:0] = [str(ROOT)]
 import torch  # noqa: E402
 
 import memopt.optim  # noqa: E402
-from memopt import _C  # noqa: E402
 
 PIECE = 32 << 20
 
@@ -45,21 +43,6 @@ def raw_seconds(directory: str, nbytes: int) -> float:
         took = time.perf_counter() - begun
         os.close(direct)
     return took
-
-
-def engine_seconds(directory: str, nbytes: int) -> float:
-    """Return what the engine takes for the same."""
-    flat = torch.zeros(PIECE + 4096, dtype=torch.uint8)
-    piece, disk = flat[-flat.data_ptr() % 4096 :][:PIECE].random_(), _C.Disk(directory)
-    disk.reserve(0, nbytes)
-    written = [disk.write(piece, at) for at in range(0, nbytes, PIECE)]
-    written[-1].finish()
-    begun = time.perf_counter()
-    for k, at in enumerate(range(0, nbytes, PIECE)):
-        disk.read(piece, written[k])
-        written[k] = disk.write(piece, at)
-    written[-1].finish()
-    return time.perf_counter() - begun
 
 
 def step_seconds(optimizer: torch.optim.Optimizer, device: str) -> float:
@@ -90,11 +73,10 @@ def main() -> None:
         runs[name] = memopt.optim.AdamW(ps, offload_states=where)
         runs[name].step()
     nbytes = 8 * options.parameters
-    times: dict[str, list[float]] = {"disk": [], "memory": [], "engine": [], "raw": []}
+    times: dict[str, list[float]] = {"disk": [], "memory": [], "raw": []}
     for _ in range(options.rounds):
         for name, optimizer in runs.items():
             times[name].append(step_seconds(optimizer, device))
-        times["engine"].append(engine_seconds(options.directory, nbytes))
         times["raw"].append(raw_seconds(options.directory, nbytes))
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -104,7 +86,7 @@ def main() -> None:
     }
     for name, taken in times.items():
         found[name + "_seconds"] = [round(t, 3) for t in sorted(taken)]
-    for other in ("memory", "engine", "raw"):
+    for other in ("memory", "raw"):
         ratios = [a / b for a, b in zip(times["disk"], times[other], strict=True)]
         found["disk_to_" + other] = round(statistics.median(ratios), 3)
     print(json.dumps(found, indent=1))
