@@ -33,8 +33,8 @@ mo_status mo_launch_table(mo_launch *launch, size_t size, void **out, mo_detail 
 typedef struct mo_launch_shape {
     mo_kernel kernel;
     unsigned blocks, threads;
-    size_t size; /* the table's, as given to mo_launch_table */
-    size_t room; /* bytes behind the table that are the kernel's own while it runs */
+    size_t size;    /* the table's, as given to mo_launch_table */
+    size_t room;    /* bytes behind the table that are the kernel's own while it runs */
     uint64_t bytes; /* of the caller's that it reads and that it writes: what bounds its time */
 } mo_launch_shape;
 

@@ -81,10 +81,10 @@ static PyObject *kernel_status(PyObject *module, PyObject *args)
         (Py_ssize_t)mo_kernel_image_get().fatbin_size, "compilations", mo_kernels_compilations(), "origin",
         mo_kernel_origin_name(m->origin), "architecture", m->architecture, "nvrtc", nvrtc, "options", options,
         "cache", mo_cache_finding_name(m->cache), "stored", PyBool_FromLong(m->stored), "note", m->note,
-        "launches", (unsigned long long)counts.launches, "bytes",
-        (unsigned long long)counts.bytes, "uploads", (unsigned long long)counts.uploads,
-        "repeats", (unsigned long long)counts.repeats, "waits", (unsigned long long)counts.waits, "captured",
-        (unsigned long long)counts.captured, "captured_bytes", (unsigned long long)counts.captured_bytes);
+        "launches", (unsigned long long)counts.launches, "bytes", (unsigned long long)counts.bytes, "uploads",
+        (unsigned long long)counts.uploads, "repeats", (unsigned long long)counts.repeats, "waits",
+        (unsigned long long)counts.waits, "captured", (unsigned long long)counts.captured, "captured_bytes",
+        (unsigned long long)counts.captured_bytes);
 }
 
 PyDoc_STRVAR(source_doc,
