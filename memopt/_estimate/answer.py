@@ -59,7 +59,7 @@ class Answer:
             raise ValueError("the child process's answer lacks peak_allocated and peak_reserved")
         known = {name: value for name, value in told.items() if name in names and value is not None}
         if "step" in known:
-            known["step"] = [Segment(**one) for one in known["step"]]
+            known["step"] = _segments(known["step"])
         return cls(**known, more={name: value for name, value in told.items() if name not in names})
 
     def told(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def together(answer: Answer, main: dict[str, Any], folder: Path, context: int, m
     answer.retries = max(one.get("retries") or 0 for one in everyone)
     answer.steps = max(one.get("steps") or 0 for one in everyone)
     answer.guesses = _counted(everyone)
-    answer.step = answer.step or next((step for one in started if (step := Answer.from_json(one).step)), None)
+    answer.step = answer.step or next((_segments(one["step"]) for one in started if one.get("step")), None)
     answer.unmodelled = list(dict.fromkeys(name for one in everyone for name in one.get("unmodelled") or ()))
     answer.covered = _covered(answer, main, started)
     answer.more |= {
@@ -169,6 +169,10 @@ def together(answer: Answer, main: dict[str, Any], folder: Path, context: int, m
         "loaders_of_batch_size": _added(one.get("loaders_of_batch_size") for one in everyone),
     }
     return answer
+
+
+def _segments(told: list[dict[str, Any]]) -> list[Segment]:
+    return [Segment(**one) for one in told]
 
 
 _ATTRIBUTION: tuple[tuple[str, Any], ...] = (("by_category", dict), ("by_line", list), ("by_module", list))
