@@ -89,7 +89,7 @@ def search_of(
 ) -> Search:
     """Return the search among the wanted ones of the techniques that could save memory at the peak."""
     techniques = filter(wanted, _worth_trying(found, card, backend))
-    plain = seconds(found.step, card.rates) if found.step else 0.0
+    plain = seconds(found.step, card.rates)
     return Search(techniques, found.needed[0], card.usable, attempt, plain)
 
 

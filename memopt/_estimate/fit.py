@@ -12,8 +12,8 @@ from memopt._estimate.cards import Card
 from memopt._estimate.prediction import Estimate
 from memopt._estimate.request import BACKENDS
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
-from memopt._estimate.step_time import LEFT_OUT
-from memopt._estimate.survey import NOT_MET, Survey, step_seconds
+from memopt._estimate.step_time import LEFT_OUT, seconds
+from memopt._estimate.survey import NOT_MET, Survey
 from memopt._run.plan import EIGHT_BITS, FOUR_BITS, Plan, described
 from memopt._runtime.table import Facts, ResultTable, several
 
@@ -53,9 +53,9 @@ class Fit:
     runs: int = 0
 
     @property
-    def step_seconds(self) -> float | None:
-        """The predicted seconds of a step of the script as it is, None where no whole step was seen."""
-        return step_seconds(self.estimate.step, self.card)
+    def step_seconds(self) -> float:
+        """Predicted, of a step of the script as it is; 0 where no whole step was seen."""
+        return seconds(self.estimate.step, self.card.rates)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON-able values."""
@@ -75,7 +75,7 @@ class Fit:
             "does_not_run": self.failed,
             "smallest_card": None if self.plan else {"bytes": self.least, "card": smallest and smallest.name},
             "largest_batch": self.estimate.largest_batch,
-            "step_seconds": self.step_seconds,
+            "step_seconds": self.step_seconds or None,
             "assumed": _assumed(self.card),
             "simulations": self.runs,
         }
@@ -101,15 +101,21 @@ class Fit:
         table = ResultTable(
             [
                 (
-                    ("* " if row.fits else "  ") + (" + ".join(map(_plain, row.techniques)) or "as it is"),
+                    "fits" if row.fits else "does not fit",
                     size(row.peak),
                     self._step(row),
                     row.result,
-                    "fits" if row.fits else "does not fit",
+                    " + ".join(map(_plain, row.techniques)) or "as it is",
                 )
                 for row in self.rows
             ],
-            ("plan", "peak", "a step", "results", "simulated"),
+            (
+                "simulated",
+                "peak",
+                "a step",
+                "results",
+                "plan",
+            ),  # the widest last, which may take a second line
             (0, 3, 4),
         )
         said += several("runs", table.lines(indent=""))
@@ -169,9 +175,7 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
     estimate = survey.estimate(fixes=False, advise=False)
     fit = Fit(estimate, card, least=estimate.needed[1])
     if estimate.verdict == "fits":
-        fit.rows = [
-            Row([], estimate.allocated[1], estimate.needed[1], fit.step_seconds or 0.0, TIERS[0], True)
-        ]
+        fit.rows = [Row([], estimate.allocated[1], estimate.needed[1], fit.step_seconds, TIERS[0], True)]
         fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated[1])
         fit.runs = survey.runs
         return fit

@@ -53,8 +53,8 @@ class Loops:
     """The loops of a script.
 
     `steps`: number of an optimizer's steps after which its loop ends; None: nothing is shortened. `stop`: the script
-    ends with that step, and no loop. `stepped`: is told who steps. `done`: most steps of an
-    optimizer; `backwards`: backward passes, which count as steps if there is no optimizer.
+    ends with that step, and no loop. `stepped`: is told who steps. `done`: most steps of an optimizer; `backwards`:
+    backward passes, which count as steps if there is no optimizer.
     """
 
     def __init__(

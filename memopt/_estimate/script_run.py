@@ -31,11 +31,12 @@ from memopt._estimate.loader_passes import LoaderPasses
 from memopt._estimate.loops import Loops
 from memopt._estimate.protection import Files
 from memopt._estimate.request import Request
-from memopt._estimate.script import BatchSizeOverride, End, Peaks, Requests, Stopped, TimeLimit
+from memopt._estimate.script import BatchSizeOverride, End, Requests, Stopped, TimeLimit
 from memopt._estimate.step_trace import StepTrace
 from memopt._memory.recording import recorder, recording_file
 from memopt._memory.recording.recording import Line
 from memopt._memory.recording.user_code import is_user_file
+from memopt._run.peaks import Peaks
 from memopt._run.techniques import Techniques
 from memopt._runtime.host_memory import peak_resident_bytes
 from memopt.sim import _activation

@@ -39,10 +39,10 @@ class Segment:
     side_to_host: int = 0
 
 
-def seconds(step: Iterable[Segment], rates: Rates) -> float:
-    """Return the seconds of a step."""
+def seconds(step: Iterable[Segment] | None, rates: Rates) -> float:
+    """Return the seconds of a step; 0 of one that was not seen whole."""
     device = host = 0.0
-    for segment in step:
+    for segment in step or ():
         begun = device
         for kind, operations, size in segment.operators:
             host += QUEUE

@@ -1,4 +1,4 @@
-"""What one step of a script runs, operator by operator, as torch's own observer of operators writes it down.
+"""One step of a script, operator by operator, as torch's own observer of operators writes it down.
 
 A mode would see operators too, but under any mode autograd copies gradients instead of taking them over, and the peak
 differs; the observer sees backward passes and recomputation without one. memopt's kernels, which torch does not know,

@@ -21,7 +21,7 @@ from memopt._estimate.prediction import SIMULATED, Backend, Estimate
 from memopt._estimate.protection import Protection
 from memopt._estimate.request import BACKENDS, SHORTEN, BatchOption, Request
 from memopt._estimate.search import Tried
-from memopt._estimate.step_time import Segment, seconds
+from memopt._estimate.step_time import seconds
 from memopt._run.plan import OFFLOAD_LAYERS
 from memopt._runtime.host_memory import available
 from memopt._runtime.process import ChildFailed
@@ -203,7 +203,7 @@ class Survey:
             self.failed[" + ".join(name.partition(":")[0] for name in sorted(names))] = str(error)
             return None
         needed = free.held + card.context * free.contexts
-        return Tried(fits, needed, step_seconds(free.step, card) or 0.0, answer if fits else free)
+        return Tried(fits, needed, seconds(free.step, card.rates), answer if fits else free)
 
     def _is_sure(self, found: Estimate, request: Request, answer: Answer, what: str) -> bool:
         """Return whether a run on a card completes, also with workspaces if they make a difference."""
@@ -343,11 +343,6 @@ class Survey:
         }
         found.runs = self.runs
         return best
-
-
-def step_seconds(step: list[Segment] | None, card: Card) -> float | None:
-    """Return the predicted seconds of a step on a card, None where no whole step was seen."""
-    return None if step is None else seconds(step, card.rates)
 
 
 def _check_host(parameters: int) -> None:

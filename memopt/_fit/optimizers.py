@@ -71,7 +71,7 @@ def trial_copy(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> One
 
 
 class OnDevice(NamedTuple):
-    """What an optimizer takes on the device. states: bytes of its states, wherever they are. besides: bytes that the
+    """Bytes of an optimizer on the device. states: bytes of its states, wherever they are. besides: bytes that the
     backward pass takes for gradients on their way to the host, and for steps within it."""
 
     taken: OptimizerBytes

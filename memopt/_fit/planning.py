@@ -1,51 +1,29 @@
 """memopt.fit(): levers under one budget, on the live model.
 
-The step's chain is measured for each size of micro-batch that is in question; what a combination of levers takes is
-then arithmetic: of its phases (the forward pass and each stage's backward pass, and the optimizer's step) the one that
-takes most. Every combination of the lowest tier that fits is priced, but for those that cannot be faster than what has
+Every combination of the lowest tier that fits is priced (pricing.py), but for those that cannot be faster than what has
 been found. The chosen one is tested by a step; where it takes more than was worked out, the search goes on with less.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memopt import _C
-from memopt._checkpoint.checked_plan import (
-    SPARE,
-    Candidate,
-    ChainCosts,
-    TrialSteps,
-    budget_bytes,
-    bytes_of_step,
-    chain_costs,
-    plan_for,
-)
-from memopt._checkpoint.plan import keep_all
-from memopt._checkpoint.shape_plans import left_as_it_is, planned_forward
-from memopt._checkpoint.stages.costs import StageSeconds, block_bytes, bytes_of
-from memopt._checkpoint.stages.measure import ChainMeasurement
-from memopt._checkpoint.stages.model_chain import ModelChain
+from memopt._checkpoint.checked_plan import SPARE, budget_bytes
+from memopt._checkpoint.stages.costs import bytes_of
 from memopt._estimate.fit import ALLOWED
 from memopt._estimate.search import BIT_EQUAL, FREE, OTHER, TIERS, Names, combinations, tier_of
 from memopt._fit import optimizers
-from memopt._fit.optimizers import OnDevice
+from memopt._fit.pricing import Attempt, Prices, micro_batches_of
 from memopt._fit.result import Fit, Row
 from memopt._fit.training_step import TrainingStep
 from memopt._microbatch.split_batch import Reduction
-from memopt._offload.carriers import beside
-from memopt._offload.layers import _typical
-from memopt._offload.model_layers import check_model, find_layers
-from memopt._offload.model_layers import nbytes as layer_bytes
-from memopt._offload.schedule_sets import Bandwidth, bandwidth
+from memopt._offload.model_layers import check_model
 from memopt._run.plan import (
     CHECKPOINT,
     EIGHT_BITS,
@@ -59,20 +37,11 @@ from memopt._run.plan import (
     OPTIONS,
     STEP_IN_BACKWARD,
 )
-from memopt._runtime.log import logger
-from memopt.chain import InfeasibleBudget
 from memopt.nn._fuse_loss_head import fuse_loss_head
 from memopt.optim._one_pass import OnePass
-from memopt.optim._state_bytes import OptimizerBytes, foretold
 
-NEAR = 1.5  # times the budget: what is worked out to take more is not tried
-SLOTS = 500  # of a budget, for the solver
 ALIKE = 1.02  # a plan with fewer levers is taken, if it takes no more than so much of the fastest one's time
 TRIALS = 8  # of plans by a step
-KEPT_BUFFERS = 64 << 20  # bytes of buffers that memopt.backward copies at most
-RANDOM_STATES = (
-    4  # that memopt.backward has at once: of the batch, of a micro-batch, and two that are compared
-)
 ALLOW = {**ALLOWED, "dropout": MICRO_BATCHES}
 
 
@@ -167,46 +136,6 @@ def fit(
     return planner.plan()
 
 
-@dataclass
-class Attempt:
-    """What a combination of levers takes.
-
-    in_passes, in_step: bytes at the peak of the forward and backward passes, and while the optimizer steps; least: of a
-    budget that would do. tested: the most that a step took; 0 if none was taken.
-    """
-
-    names: Names
-    fits: bool
-    in_passes: int
-    in_step: int
-    seconds: float
-    least: int
-    states: int
-    candidate: Candidate | None = None
-    tested: int = 0
-
-    @property
-    def peak(self) -> int:
-        return max(self.in_passes, self.in_step)
-
-
-class Measured(NamedTuple):
-    chain: ModelChain
-    costs: ChainMeasurement
-
-
-class Whole(nn.Module):
-    """A model as the only stage of a chain: for one that is none itself."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.training = model.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
-
-
 class Planner:
     """The search for a plan.
 
@@ -220,14 +149,9 @@ class Planner:
     ) -> None:
         self.step, self.budget, self.exact, self.allowed = step, budget, exact, allowed
         self.reads_gradients = reads_gradients
-        self.accumulates = step.batches > 1
         self.refused: dict[str, str] = {}
         self.levers = [CHECKPOINT, *self._optimizer_levers(), *self._model_levers()]
-        self.attempts: dict[Names, Attempt] = {}
-        self._set_aside: dict[Names, int] = {}  # bytes, which a tested step took beyond what was worked out
-        self._measured: dict[tuple[int, bool, bool], Measured] = {}
-        self._beside: dict[Names, OnDevice] = {}
-        self._less: dict[tuple[int, bool, bool, bool], int] = {}
+        self.prices = Prices(step, budget)
 
     # ---- what is in question -----------------------------------------------------------------------------------------
 
@@ -253,7 +177,7 @@ class Planner:
                     return "the model is in the host's memory already"
                 if name in (OFFLOAD_GRADIENTS, STEP_IN_BACKWARD) and self.reads_gradients:
                     return "reads_gradients=True"
-                if name == STEP_IN_BACKWARD and self.accumulates:
+                if name == STEP_IN_BACKWARD and self.step.batches > 1:
                     return "gradients of several batches are added up"
                 try:
                     kind = optimizers.counterpart_of(optimizer)
@@ -310,224 +234,9 @@ class Planner:
         while count < samples:
             count = min(2 * count, samples)
             found.append(f"{MICRO_BATCHES}:{count}")
-            if self.attempt(Names(found[-1:])).fits:
+            if self.prices.attempt(Names(found[-1:])).fits:
                 break
         return found
-
-    # ---- measurement -------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _as_with(self, head: bool, drops: bool) -> Iterator[None]:
-        """Have the model as it is with a fused loss head, or with gradients that go as they are made."""
-        handle = fuse_loss_head(self.step.model) if head else None
-        hooks: list[Any] = []
-        try:
-            with left_as_it_is(self.step.model):
-                try:
-                    if drops:
-                        stepped = {id(p): p for g in self.step.optimizer.param_groups for p in g["params"]}
-                        for p in stepped.values():
-                            if p.requires_grad:
-                                hooks.append(p.register_post_accumulate_grad_hook(_drop))  # type: ignore[attr-defined]
-                    yield
-                finally:
-                    for hook in hooks:
-                        hook.remove()
-        finally:
-            if handle is not None:
-                handle.remove()
-
-    def measured(self, count: int, head: bool, drops: bool) -> Measured:
-        """Return the chain's costs for one of so many micro-batches."""
-        key = count, head, drops
-        if key not in self._measured:
-            known: list[StageSeconds] | None = None
-            if drops:  # which changes no stage's work
-                known = self.measured(count, head, False).costs.stage_seconds
-            call = self.step.call(None if count == 1 else self.micro_batch_size(count))
-            with self._as_with(head, drops):
-                try:
-                    chain = ModelChain(self.step.model, call.args, call.kwargs)
-                except ValueError as error:
-                    self.refused[CHECKPOINT] = str(error)
-                    chain = ModelChain(Whole(self.step.model), call.args, call.kwargs)
-                costs = ChainMeasurement(chain, call.loss, keeps_output=False, seconds=known)
-            if CHECKPOINT in self.refused and CHECKPOINT in self.levers:
-                self.levers.remove(CHECKPOINT)
-            self._measured[key] = Measured(chain, costs)
-        return self._measured[key]
-
-    def micro_batch_size(self, count: int) -> int:
-        assert self.step.samples is not None
-        return -(-self.step.samples // count)
-
-    def _measured_with(self, names: Names) -> Measured:
-        return self.measured(micro_batches_of(names), LOSS_HEAD in names, self._drops(names))
-
-    @cached_property
-    def link(self) -> Bandwidth:
-        return bandwidth("cpu", self.step.device)
-
-    @cached_property
-    def host_rate(self) -> float:
-        """Bytes a second that the host reads or writes, by a copy of 64 MiB."""
-        there = torch.zeros(16 << 20)
-        begun = time.perf_counter()
-        there.clone()
-        nbytes: int = 2 * there.nbytes
-        return nbytes / (time.perf_counter() - begun)
-
-    # ---- arithmetic --------------------------------------------------------------------------------------------------
-
-    def beside(self, names: Names) -> OnDevice:
-        """Return what the optimizer takes on the device."""
-        chosen = Names(names & {FUSED, *OPTIONS})
-        if chosen not in self._beside:
-            optimizer, device = self.step.optimizer, self.step.device
-            if chosen:
-                self._beside[chosen] = optimizers.bytes_with(optimizer, chosen, device)
-            else:
-                with left_as_it_is(self.step.model):
-                    found = foretold(optimizer)
-                states = found.there_bytes + sum(block_bytes(size, device) for size in found.coming)
-                self._beside[chosen] = OnDevice(found, states, 0)
-        return self._beside[chosen]
-
-    def _kept_apart(self, names: Names) -> int:
-        """Return bytes that memopt.backward keeps apart: copies of buffers, random states, earlier gradients."""
-        if micro_batches_of(names) == 1:
-            return 0
-        measured = self._measured_with(names).costs
-        gradients = sum(size.parameter_grad for size in measured.stage_bytes) if self.accumulates else 0
-        if self.step.device.type == "cpu":
-            gradients += RANDOM_STATES * torch.get_rng_state().nbytes
-        return 2 * min(bytes_of(self.step.model.buffers()), KEPT_BUFFERS) + gradients
-
-    def _besides(self, names: Names) -> int:
-        """Return bytes that levers take besides: copies on their way, and what memopt.backward keeps apart."""
-        besides = self.beside(names).besides + self._kept_apart(names)
-        if OFFLOAD_LAYERS in names:
-            layers = find_layers(self.step.model)
-            sizes = [layer_bytes(layer.parameters()) for layer in layers]
-            largest = max(sizes)
-            besides += 2 * largest + beside(_typical(sizes)) - bytes_of(self.step.model.parameters())
-        return besides
-
-    def _copies(self, names: Names) -> float:
-        """Return the seconds of copies between device and host in a step, as if none was hidden."""
-        chosen = names & {OFFLOAD_GRADIENTS, OFFLOAD_STATES, OFFLOAD_LAYERS}
-        if not chosen:
-            return 0.0
-        there, back = 1 / self.link.out, 1 / self.link.back
-        parameters = bytes_of(self.step.model.parameters())
-        gradients = bytes_of(
-            p for g in self.step.optimizer.param_groups for p in g["params"] if p.requires_grad
-        )
-        states = self.beside(names).states
-        count = micro_batches_of(names) * self.step.batches
-        seconds = 0.0
-        if OFFLOAD_GRADIENTS in names:
-            seconds += count * gradients * (there + back)
-        if OFFLOAD_STATES in names:
-            seconds += states * (there + back)
-        if OFFLOAD_LAYERS in names:
-            seconds += count * (2 * parameters * back + gradients * there)
-            seconds += (3 * gradients + 2 * states) / self.host_rate  # the step, on the host
-        return seconds
-
-    def _plain(self, names: Names) -> ChainCosts:
-        measured = self._measured_with(names).costs
-        return chain_costs(measured, beside=0, accumulate=self._accumulates(names))
-
-    def _accumulates(self, names: Names) -> bool:
-        return not self._drops(names) and (self.accumulates or micro_batches_of(names) > 1)
-
-    def least_seconds(self, names: Names) -> float:
-        """Return a bound: these levers take no less, whatever is recomputed."""
-        one = self.measured(micro_batches_of(names), LOSS_HEAD in names, False).costs
-        seconds = sum(stage.full_forward + stage.backward for stage in one.stage_seconds)
-        return seconds * micro_batches_of(names) * self.step.batches + self._copies(names)
-
-    def attempt(self, names: Names) -> Attempt:
-        """Price a combination."""
-        room = self.budget - self._set_aside.get(names, 0)
-        known = self.attempts.get(names)
-        if known is not None:
-            return known
-        measured = self._measured_with(names).costs
-        costs = self._plain(names)
-        optimizer, device = self._optimizer(names), self.step.device
-        states = optimizer.there_bytes + sum(block_bytes(size, device) for size in optimizer.coming)
-        fixed = states + self._besides(names)
-        in_step = measured.standing_bytes + measured.workspace_bytes + fixed + measured.result_bytes
-        in_step += sum(size.parameter_grad for size in measured.stage_bytes)
-        in_step += sum(block_bytes(size, device) for size in optimizer.passing)
-        plain = keep_all(costs.chain)
-        in_passes = costs.fixed + fixed + costs.around.peak(plain)
-        seconds, candidate = plain.seconds, None
-        if CHECKPOINT in names:
-            try:
-                candidate = self._candidate(names, fixed, room)
-            except InfeasibleBudget:
-                candidate = self._candidate(names, fixed, None)
-            in_passes, seconds = candidate[0].predicted_bytes, candidate[0].schedule.seconds
-        if in_step <= room < in_passes <= NEAR * self.budget:
-            in_passes -= self._counted_twice(names, candidate, in_passes)
-        least = max(in_passes, in_step)
-        count = micro_batches_of(names) * self.step.batches
-        found = Attempt(
-            names,
-            least <= room,
-            in_passes,
-            in_step,
-            seconds * count + self._copies(names),
-            least + self._set_aside.get(names, 0),
-            states,
-            candidate,
-        )
-        self.attempts[names] = found
-        return found
-
-    def _candidate(self, names: Names, fixed: int, room: int | None) -> Candidate:
-        """Return the fastest schedule within the room, or the one that takes least. Raises InfeasibleBudget."""
-        return plan_for(
-            self._measured_with(names).costs,
-            room,
-            SLOTS,
-            beside=fixed,
-            accumulate=self._accumulates(names),
-            whose=type(self.step.model).__name__,
-            speed=None if self.to is None else self.link,
-        )
-
-    def _counted_twice(self, names: Names, candidate: Candidate | None, foreseen: int) -> int:
-        """Return bytes by which passes take less than was worked out; 0 where none could be run.
-
-        A chain counts what skips its stages for longer than it lives. They are the same whatever the optimizer is.
-        """
-        key = (micro_batches_of(names), LOSS_HEAD in names, self._drops(names), candidate is not None)
-        if OFFLOAD_LAYERS in names:
-            return 0
-        if key not in self._less:
-            try:
-                taken = self._trial(names, candidate).in_passes
-            except torch.OutOfMemoryError:
-                taken = 0
-            self._less[key] = max(0, foreseen - taken) if taken else 0
-        return self._less[key]
-
-    def _drops(self, names: Names) -> bool:
-        """Return whether gradients leave the device as they are made."""
-        return bool(names & {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD, OFFLOAD_LAYERS})
-
-    @property
-    def to(self) -> str | None:
-        """Where stages may keep what they save."""
-        return "cpu" if self.step.device.type == "cuda" else None
-
-    def _optimizer(self, names: Names) -> OptimizerBytes:
-        """Return what the optimizer takes; nothing where its parameters are on the host."""
-        return OptimizerBytes([], [], [], 0) if OFFLOAD_LAYERS in names else self.beside(names).taken
 
     # ---- the search --------------------------------------------------------------------------------------------------
 
@@ -551,16 +260,21 @@ class Planner:
                     seen.add(names)
                     yield names
 
+    def _leave_out_what_has_no_chain(self) -> None:
+        if (why := self.prices.no_chain()) and CHECKPOINT in self.levers:
+            self.levers.remove(CHECKPOINT)
+            self.refused[CHECKPOINT] = why
+
     def fastest(self, tier: int) -> Attempt | None:
         """Return the fastest combination of a tier that fits, the smallest one of those that are about as fast."""
-        self.measured(1, False, False)  # which tells whether there is a chain
+        self._leave_out_what_has_no_chain()
         fitting: list[Attempt] = []
-        bounds = {names: self.least_seconds(names) for names in self.candidates(tier)}
+        bounds = {names: self.prices.least_seconds(names) for names in self.candidates(tier)}
         best = float("inf")
         for names in sorted(bounds, key=lambda names: (bounds[names], len(names), sorted(names))):
             if bounds[names] > ALIKE * best:
                 break
-            tried = self.attempt(names)
+            tried = self.prices.attempt(names)
             if tried.fits:
                 fitting.append(tried)
                 best = min(best, tried.seconds)
@@ -573,55 +287,25 @@ class Planner:
         for tier in range(len(TIERS)):
             for _ in range(TRIALS):
                 chosen = self.fastest(tier)
-                if chosen is None or self._stands(chosen):
+                if chosen is None or self.prices.stands(chosen):
                     break
                 chosen = None
             if chosen is not None:
                 break
         return self._result(chosen)
 
-    def _stands(self, found: Attempt) -> bool:
-        """Test a plan by steps. If they take more than the budget, set that much aside in what is worked out."""
-        if OFFLOAD_LAYERS in found.names:
-            return True  # its parameters would have to leave
-        try:
-            taken = self._tested(found)
-        except torch.OutOfMemoryError:
-            taken = self.budget + self.budget // 16
-        found.tested = taken
-        if taken <= self.budget:
-            return True
-        logger.debug("memopt.fit: %s took %d, and %d was worked out", sorted(found.names), taken, found.peak)
-        del self.attempts[found.names]
-        self._set_aside[found.names] = self._set_aside.get(found.names, 0) + taken - self.budget
-        return False
-
-    def _tested(self, found: Attempt) -> int:
-        """Return the most bytes of steps by a plan, 0 where the allocator cannot be asked."""
-        taken = self._trial(found.names, found.candidate)
-        return max(taken.in_passes, taken.in_step)
-
-    def _trial(self, names: Names, candidate: Candidate | None) -> TrialSteps:
-        measured = self._measured_with(names)
-        optimizer = self._optimizer(names)
-        optimizer = optimizer._replace(unseen=optimizer.unseen + self._besides(names))
-        with self._as_with(LOSS_HEAD in names, self._drops(names)):
-            if candidate is not None:
-                forward = planned_forward(candidate, measured.costs, measured.chain, self.to)
-            else:
-                forward = _plain_forward(measured)
-            return bytes_of_step(measured.costs, forward, optimizer, accumulate=self._accumulates(names))
-
     # ---- the result --------------------------------------------------------------------------------------------------
 
     def _result(self, chosen: Attempt | None) -> Fit:
-        plain = self.attempt(Names())
-        singles = [self.attempts[names] for names in list(self.attempts) if len(names) == 1]
+        plain = self.prices.attempt(Names())
+        singles = [self.prices.attempts[names] for names in list(self.prices.attempts) if len(names) == 1]
         shown = [chosen] if chosen is not None else []
         shown += [one for one in (plain, *singles) if one is not chosen]
-        others = [one for one in self.attempts.values() if one.fits and all(one is not row for row in shown)]
+        others = [
+            one for one in self.prices.attempts.values() if one.fits and all(one is not row for row in shown)
+        ]
         shown += sorted(others, key=lambda one: (self.tier(one.names), one.seconds))[: _ROWS - len(shown)]
-        least = None if chosen is not None else min(self.attempts.values(), key=lambda one: one.least)
+        least = None if chosen is not None else min(self.prices.attempts.values(), key=lambda one: one.least)
         return Fit(
             step=self.step,
             memory_budget=self.budget,
@@ -631,10 +315,10 @@ class Planner:
             least_budget=0 if least is None else least.least + least.least // SPARE,
             recomputed=self._recomputed(chosen),
             chain_budget=self._chain_budget(chosen),
-            to=self.to,
+            to=self.prices.to,
             micro_batch_size=None
             if chosen is None or micro_batches_of(chosen.names) == 1
-            else self.micro_batch_size(micro_batches_of(chosen.names)),
+            else self.prices.micro_batch_size(micro_batches_of(chosen.names)),
         )
 
     def _row(self, one: Attempt) -> Row:
@@ -648,7 +332,7 @@ class Planner:
             predicted_bytes=one.peak,
             tested_bytes=one.tested,
             seconds=one.seconds,
-            saved_bytes=self.attempts[Names()].peak - one.peak,
+            saved_bytes=self.prices.attempts[Names()].peak - one.peak,
             parts={"parameters": parameters, "optimizer": one.states},
         )
 
@@ -666,33 +350,15 @@ class Planner:
         """Return the budget that auto_checkpoint() is given: it does not see what some levers take besides."""
         if chosen is None:
             return 0
-        unseen = self._kept_apart(chosen.names)
+        unseen = self.prices.kept_apart(chosen.names)
         if STEP_IN_BACKWARD in chosen.names:
-            unseen += self.beside(chosen.names).besides
+            unseen += self.prices.beside(chosen.names).besides
         return self.budget - unseen
 
 
 _ROWS = 8
 
 
-def micro_batches_of(names: Iterable[str]) -> int:
-    """Return the number of micro-batches in a combination."""
-    return next((int(name.partition(":")[2]) for name in names if name.startswith(MICRO_BATCHES)), 1)
-
-
 def _goes_together(names: Names) -> bool:
     """Return whether levers add to each other: an optimizer that steps on the host takes nothing of the device."""
     return OFFLOAD_LAYERS not in names or not names & {FUSED, *OPTIONS}
-
-
-def _plain_forward(measured: Measured) -> Callable[[], tuple[Any, Tensor]]:
-    def forward() -> tuple[Any, Tensor]:
-        with torch.enable_grad():
-            chain = measured.chain
-            return None, measured.costs.loss(chain.model(*chain.args, **chain.kwargs))
-
-    return forward
-
-
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None

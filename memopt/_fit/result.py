@@ -107,12 +107,12 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan; it may have no lever."""
+        """True if there is a plan, which may have no lever."""
         return self.names is not None
 
     @property
     def tier(self) -> str | None:
-        """What the plan does to the results: "free", "bit-equal", "equal to rounding" or "other numbers"."""
+        """The plan's results beside the plain ones: "free", "bit-equal", "equal to rounding" or "other numbers"."""
         return self.rows[0].tier if self.fits else None
 
     @property
@@ -236,7 +236,7 @@ class Fit:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of an earlier batch or micro-batch are there when a pass begins."""
+        """True if gradients of an earlier batch or micro-batch are there when a pass begins."""
         return self.step.batches > 1 or self.micro_batch_size is not None
 
     def _signature(self) -> str:
@@ -325,13 +325,13 @@ class Fit:
     def _cells(self) -> list[tuple[str, ...]]:
         return [
             (
-                ("* " if self.fits and n == 0 else "  ") + str(row),
+                ("fits, " if row.fits else "does not fit, ") + row.evidence,
                 _C.format_size(row.peak_bytes),
                 seconds_text(row.seconds) if row.fits else "",
                 row.tier,
-                ("fits, " if row.fits else "does not fit, ") + row.evidence,
+                str(row),
             )
-            for n, row in enumerate(self.rows)
+            for row in self.rows
         ]
 
     def _facts(self, table: bool = True) -> list[tuple[str, str]]:
@@ -357,7 +357,7 @@ class Fit:
         )
 
 
-_HEADS = ("plan", "peak", "passes", "results", "evidence")
+_HEADS = ("budget", "peak", "passes", "results", "plan")
 _LEFT = (0, 3, 4)
 
 

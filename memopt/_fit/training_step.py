@@ -165,7 +165,7 @@ class TrainingStep:
 
     @functools.cached_property
     def no_micro_batches(self) -> str:
-        """Why micro-batches would not have the whole batch's gradients; "" if they have."""
+        """The reason why micro-batches would not have the whole batch's gradients; "" if they have."""
         if self.split is None:
             return self.not_split
         if self.split.samples < 2:
@@ -190,7 +190,7 @@ class TrainingStep:
 
     @functools.cached_property
     def draws(self) -> bool:
-        """Whether a step draws random numbers, of which micro-batches would draw others."""
+        """True if a step draws random numbers, of which micro-batches would draw others."""
         with left_as_it_is(self.model), torch.no_grad():
             random = RandomState([self.device])
             self.compute(*(self.batch if self.split is None else self.first(1)))

@@ -19,7 +19,7 @@ from memopt._microbatch.size_cache import least_memory
 from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import Buffer, BufferValues, version
 
-_MOST = 64 << 20  # bytes of buffers that are copied before it is known which of them a step changes
+KEPT_BUFFERS = 64 << 20  # bytes of buffers that are copied before it is known which of them a step changes
 _UNCOUNTED = ("running_mean", "running_var")  # batch_norm() writes to them without counting a version
 
 
@@ -84,7 +84,7 @@ class BufferHistory:
 
     def values(self, buffers: Sequence[Buffer]) -> BufferValues:
         """Return the state of these buffers, with copies of those that a step may change."""
-        left = _MOST
+        left = KEPT_BUFFERS
 
         def is_copied(one: Buffer) -> bool:
             nonlocal left

@@ -35,11 +35,10 @@ import torch
 from memopt import _C
 from memopt._checkpoint.stages.costs import block_bytes
 from memopt._offload.host_parameters import HostBlock, LockedMemory
-from memopt._offload.pinned_memory import CopyIn, dense_bytes
+from memopt._offload.pinned_memory import FOREVER, CopyIn, dense_bytes
 from memopt._runtime.host_memory import resident_bytes
 from memopt._runtime.log import logger
 
-FOREVER = 1e8  # seconds
 MIB = 1 << 20
 
 

@@ -254,7 +254,7 @@ def offload_layers(
     buffers = nbytes({id(b): b for b in model.buffers()}.values())
     budget = None if memory_budget is None else _budget(memory_budget, on)
     largest = max(size for _, size in sizes)
-    typical = _typical([size for _, size in sizes])
+    typical = typical_layer([size for _, size in sizes])
     if budget is not None and budget < largest + buffers:
         raise ValueError(
             f"memory_budget={memory_budget}: the largest layer's parameters take {largest} bytes and the buffers "
@@ -341,7 +341,7 @@ def _budget(memory_budget: int | float | str, device: torch.device) -> int:
     return int(memory_budget * torch.cuda.get_device_properties(device).total_memory)
 
 
-def _typical(sizes: Sequence[int]) -> int:
+def typical_layer(sizes: Sequence[int]) -> int:
     """Half of all bytes are in layers of that size or larger."""
     half, found = sum(sizes) / 2, 0
     for found in sorted(sizes, reverse=True):

@@ -23,6 +23,7 @@ import torch
 from memopt import _C
 
 ALIGNED = 4096  # bytes: what direct I/O asks for
+FOREVER = 1e8  # seconds, of a wait for a copy
 
 
 SMALLEST, LARGEST = 32 << 20, 1 << 30  # bytes of a piece, unless one tensor needs more

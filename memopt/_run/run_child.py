@@ -28,6 +28,7 @@ from memopt._run.user_program import call_after_torch, run_as_main
 if TYPE_CHECKING:
     from memopt._memory.recording.recorder import Recorder
     from memopt._memory.recording.recording import Recording
+    from memopt._run.peaks import Peaks
     from memopt._run.techniques import Techniques
 
 
@@ -124,7 +125,7 @@ class _Run:
         self._folder = Path(request.folder)
         self._pid = os.getpid()
         self._recorder: Recorder | None = None
-        self._techniques: Techniques | None = None
+        self._planned: tuple[Techniques, Peaks] | None = None
         self._finished = False
         self._begun = time.monotonic()
         self._steps, self._told = 0, 0.0
@@ -177,6 +178,7 @@ class _Run:
     def _apply(self, plan: Plan) -> None:
         import torch
 
+        from memopt._run.peaks import Peaks
         from memopt._run.techniques import Techniques
 
         def check(what: Callable[[], None]) -> None:
@@ -184,21 +186,21 @@ class _Run:
                 what()
             except ValueError as error:
                 print(f"memopt run: --fit: {error}", file=sys.stderr)
-                self._techniques = None
+                self._planned = None
                 sys.exit(2)
 
         check(lambda: plan.check_torch(torch.__version__))
         if self._request.simulated is None:
             # CUDA is not to begin before the script has it begin: what it forks until then may use it, too.
             torch.cuda._lazy_call(lambda: check(lambda: plan.check_card(torch.cuda.mem_get_info()[1])))
-        self._techniques = Techniques(plan.techniques)
+        self._planned = Techniques(plan.techniques), Peaks()
 
-    def _compare(self, plan: Plan, applied: dict[str, list[str]]) -> None:
+    def _compare(self, plan: Plan, techniques: Techniques, peaks: Peaks) -> None:
         """Write what became of the plan, beside what it promised."""
-        torch, size = sys.modules["torch"], _C.format_size
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
-        missed = [name for name in plan.techniques if name.partition(":")[0] not in applied]
-        lines = [f"  peak {size(peak)} allocated, planned {size(plan.peak)}"]
+        size = _C.format_size
+        peaks.note()
+        missed = [name for name in plan.techniques if name.partition(":")[0] not in techniques.applied]
+        lines = [f"  peak {size(peaks.allocated)} allocated, planned {size(plan.peak)}"]
         if missed:
             lines.append(f"  of the plan, nothing in the script took: {', '.join(missed)}")
         (self._folder / "fit.txt").write_text("\n".join(lines) + "\n")
@@ -227,8 +229,8 @@ class _Run:
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
-        if self._techniques is not None and self._request.plan is not None:
-            self._compare(self._request.plan, self._techniques.applied)
+        if self._planned is not None and self._request.plan is not None:
+            self._compare(self._request.plan, *self._planned)
         if self._recorder is None:
             return
         try:

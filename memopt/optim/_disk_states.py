@@ -28,6 +28,7 @@ from memopt import _C
 from memopt._offload.host_parameters import file_block, room
 from memopt._offload.pinned_memory import (
     ALIGNED,
+    FOREVER,
     CopyIn,
     PinnedRoom,
     aligned,
@@ -42,12 +43,10 @@ from memopt.optim._state_layout import FACTORS, GRAIN, elements_per, is_plain
 if TYPE_CHECKING:
     from memopt.optim._turns import Traveller
 
-FOREVER = 1e8  # seconds
 CHUNK = 32 << 20  # bytes that a chunk has at most
 AREA = 4 * CHUNK  # bytes that wait in pinned memory each way: for the disk, or for the device
-DISK_TURN = (
-    64 << 20
-)  # bytes of a turn at most, but for a parameter that cannot be cut: an area has two turns' states
+# Bytes of a turn at most, but for a parameter that cannot be cut: an area has two turns' states.
+DISK_TURN = 64 << 20
 
 aten = torch.ops.aten
 
@@ -401,17 +400,12 @@ def _length(p: Tensor, states: dict[str, Any]) -> int:
     return length if length < p.numel() else 0
 
 
-class DiskTrip:
-    """A state's way from the disk to the device and back."""
+class StateTrip:
+    """A state's way to the device and back."""
 
     def __init__(self, states: dict[str, Any], name: str) -> None:
         self._states, self._name = states, name
-        self.like: DiskState = states[name]
-        self.passage: Passage | None = None  # until the step knows its turns
-
-    def begin(self, there: Tensor, after: int) -> CopyIn | None:
-        assert self.passage is not None
-        return self.passage.come(self.like, there, after)
+        self.like = states[name]
 
     def arrive(self, there: Tensor, copy: CopyIn | None) -> None:
         if copy is not None:
@@ -423,6 +417,24 @@ class DiskTrip:
         if there is self.like:  # it has not arrived
             return 0
         self._states[self._name] = self.like
+        return self.send(there)
+
+    def send(self, there: Tensor) -> int:
+        """Begin to copy it out; return the ticket."""
+        raise NotImplementedError
+
+
+class DiskTrip(StateTrip):
+    """A state's way from the disk to the device and back."""
+
+    like: DiskState
+    passage: Passage | None = None  # until the step knows its turns
+
+    def begin(self, there: Tensor, after: int) -> CopyIn | None:
+        assert self.passage is not None
+        return self.passage.come(self.like, there, after)
+
+    def send(self, there: Tensor) -> int:
         assert self.passage is not None
         return self.passage.go(self.like, there)
 

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from memopt import _C
-from memopt._offload.pinned_memory import CopyIn, aligned, dense_bytes, index_of, pinned_tensor
-from memopt.optim._disk_states import DISK_TURN, DiskState, DiskStates, DiskTrip, passages_of
+from memopt._offload.pinned_memory import FOREVER, CopyIn, aligned, dense_bytes, index_of, pinned_tensor
+from memopt.optim._disk_states import DISK_TURN, DiskState, DiskStates, DiskTrip, StateTrip, passages_of
 from memopt.optim._offloaded_gradients import HostGradient
 from memopt.optim._state_layout import FACTORS, GRAIN, elements_per, is_plain
 
-FOREVER = 1e8  # seconds
 TURN = 256 << 20  # bytes that a turn has at most, but for a parameter that cannot be cut
 
 
@@ -121,26 +120,18 @@ class HostStates:
 Home = HostStates | DiskStates
 
 
-class StateTrip:
-    """A state's way to the device and back."""
+class HostTrip(StateTrip):
+    """A state's way from the host to the device and back."""
 
     def __init__(self, home: HostStates, states: dict[str, Any], name: str) -> None:
-        self._home, self._states, self._name = home, states, name
-        self.like: Tensor = states[name]
+        super().__init__(states, name)
+        self._home = home
 
     def begin(self, there: Tensor, after: int) -> CopyIn:
         owner = torch.cuda.current_stream(there.device)
         return CopyIn(owner, _C.copy_in(_bytes(self.like), _bytes(there), after, owner.cuda_stream))
 
-    def arrive(self, there: Tensor, copy: CopyIn) -> None:
-        copy.join(there)
-        self._states[self._name] = there
-
-    def leave(self) -> int:
-        there = self._states[self._name]
-        if there is self.like:  # it has not arrived
-            return 0
-        self._states[self._name] = self.like
+    def send(self, there: Tensor) -> int:
         self._home.copied = _C.copy_out(_bytes(there), _bytes(self.like))
         return self._home.copied
 
@@ -256,7 +247,7 @@ def _loads(p: Tensor, states: dict[str, Any], home: Home | None, cuts: bool) -> 
 
     def load(of: Tensor, states: dict[str, Any], piece: Piece | None) -> Load:
         trips: list[Traveller] = [
-            StateTrip(home, states, name) if isinstance(home, HostStates) else DiskTrip(states, name)
+            HostTrip(home, states, name) if isinstance(home, HostStates) else DiskTrip(states, name)
             for name in names
         ]
         if isinstance(grad, HostGradient):

@@ -3,6 +3,7 @@ on one stream, as early, and with a disk that does so: each wait is needed."""
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from memopt.optim import _disk_states, _turns
 from memopt.optim._disk_states import DiskTrip, Passage
 from memopt.optim._one_pass import OnePass
 from tests.helpers.failing_disk import FailingDisk, Plan, ReadJob, WriteJob
+from tests.helpers.stream_orders import run_ahead
 
 SIM = {"memory": "1GiB"}
 
@@ -42,31 +44,15 @@ def a_turn_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrong_after(directory: Path, ahead: str, disk: str = "its time", steps: int = 3, seed: int = 0) -> int:
     """The number of parameters, of what was read of them after each step, and of states that are not what the steps
     should have made of them."""
-    choose = random.Random(seed)
     where: list[int] = []
-
-    def run_ahead() -> None:
-        if ahead == "computation":
-            sim.progress(-1, 1)
-        elif ahead == "copies in" and where:
-            sim.progress(-1, 1)
-            sim.progress(-1, where[0])
-        elif ahead == "computation, the others slowly":
-            for stream in where:
-                sim.progress(-1, 1)
-                sim.progress(1, stream)
-        elif ahead == "copies" and where:
-            sim.progress(-1, where[0])
-            sim.progress(-1, where[1])
-        elif ahead == "either":
-            sim.progress(choose.randrange(4), choose.choice([1, *where]))
+    go = functools.partial(run_ahead, ahead, where, random.Random(seed))
 
     update = OnePass._update
 
     def ahead_of(self: OnePass, scaling: Any) -> None:
-        run_ahead()
+        go()
         update(self, scaling)
-        run_ahead()
+        go()
 
     ps = [nn.Parameter(torch.zeros(COUNT).cuda()) for _ in range(PARAMETERS)]
     made = [torch.zeros(COUNT).pin_memory() for _ in ps]
@@ -97,7 +83,7 @@ def wrong_after(directory: Path, ahead: str, disk: str = "its time", steps: int 
                 for p, read in zip(ps, seen[-1], strict=True):
                     read.copy_(p.detach(), non_blocking=True)
             for _ in range(50 if "slowly" in ahead else 1):
-                run_ahead()
+                go()
         torch.cuda.synchronize()
         sim.lazy(False)
         left = optimizer.state_dict()["state"]

@@ -4,6 +4,7 @@ the states that the last one has left. Each wait is needed, and none is the host
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from memopt._offload.transfers import PinnedTransfer
 from memopt.optim._backward_steps import _Side
 from memopt.optim._offloaded_gradients import _WayToHost
 from memopt.optim._one_pass import OnePass
-from memopt.optim._turns import GradientTrip, StateTrip, Turns
+from memopt.optim._turns import GradientTrip, HostTrip, Turns
+from tests.helpers.stream_orders import run_ahead
 
 SIM = {"memory": "1GiB"}
 
@@ -94,34 +96,15 @@ def wrong_after(
 ) -> int:
     """The number of parameters, of what was read of them after each step, and of states that are not what the steps
     should have made of them. backward: they are taken there. passes: backward passes that add up."""
-    choose = random.Random(seed)
     where: list[int] = []
-
-    def run_ahead() -> None:
-        if ahead == "computation":
-            sim.progress(-1, 1)
-        elif ahead == "copies in" and where:
-            sim.progress(-1, 1)
-            sim.progress(-1, where[0])
-        elif ahead == "computation, the others slowly":
-            for stream in where:
-                sim.progress(-1, 1)
-                sim.progress(1, stream)
-        elif ahead == "steps" and where:
-            sim.progress(-1, 1)
-            sim.progress(-1, where[2])
-        elif ahead == "copies" and where:
-            sim.progress(-1, where[0])
-            sim.progress(-1, where[1])
-        elif ahead == "either":
-            sim.progress(choose.randrange(4), choose.choice([1, *where]))
+    go = functools.partial(run_ahead, ahead, where, random.Random(seed))
 
     def ahead_of(self: OnePass, scaling: Any) -> None:
-        run_ahead()
+        go()
         update(self, scaling)
-        run_ahead()
+        go()
 
-    layers = [Layer(k, run_ahead) for k in range(LAYERS)]
+    layers = [Layer(k, go) for k in range(LAYERS)]
     optimizer = memopt.optim.SGD(
         (layer.weight for layer in layers),
         lr=1.0,
@@ -163,7 +146,7 @@ def wrong_after(
             for layer, read in zip(layers, seen[-1] if seen else (), strict=False):
                 read.copy_(layer.weight.detach(), non_blocking=True)
             for _ in range(50 if "slowly" in ahead else 1):
-                run_ahead()
+                go()
             assert step < 0 or host_waits() == before
     torch.cuda.synchronize()
     sim.lazy(False)
@@ -324,7 +307,7 @@ def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, owner: type, name:
 
 
 def test_what_comes_is_behind_the_copy_out_of_what_had_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    for trip in (GradientTrip, StateTrip):
+    for trip in (GradientTrip, HostTrip):
         begin = trip.begin
         monkeypatch.setattr(trip, "begin", lambda self, there, after, begin=begin: begin(self, there, 0))
     assert wrong_after(3, "copies in", states=True) > 0

@@ -1,4 +1,4 @@
-"""What one step of a script runs: operations and bytes of its operators, beside sums by hand."""
+"""One step of a script: operations and bytes of its operators, beside sums by hand."""
 
 from __future__ import annotations
 

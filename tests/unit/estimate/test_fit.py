@@ -123,7 +123,7 @@ def test_the_words(fit, capfd):
     assert main(["fit", "-f", "--gpu", card, "train.py"]) == 0
     said = " ".join(capfd.readouterr().out.split())
     assert "short by 306 MiB" in said  # 256 of them cuDNN's workspaces
-    assert "* loss head" in said and "equal to rounding fits" in said
+    assert "simulated peak a step results plan fits" in said and "equal to rounding loss head" in said
     assert "alone: fused (-10.0 MiB), offload layers (nothing)" in said and "left over 10.0 MiB" in said
     assert "nothing in the script takes checkpoint, offload activations," in said
     assert "memopt.nn.linear_cross_entropy(" in said and "GB/s" not in said

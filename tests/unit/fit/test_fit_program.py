@@ -59,14 +59,14 @@ def planner_of(one: Training, budget: int, **options: Any) -> planning.Planner:
 def test_all_combinations_tried_one_by_one_hold_no_better_plan(kind: str, share: float) -> None:
     one = training(kind)
     whole = planner_of(one, 1 << 40)
-    plain = whole.attempt(Names()).peak
+    plain = whole.prices.attempt(Names()).peak
     planner = planner_of(training(kind), int(share * plain), allow=("8bit",))
     fit = planner.plan()
     several = [f"micro-batches:{count}" for count in (2, 4, 8, 16)]
     best: dict[int, float] = {}
     for micro in [[], *([name] for name in several)]:
         for names in [Names(), *combinations([*planner.levers, *micro])]:
-            tried = planner.attempt(names)
+            tried = planner.prices.attempt(names)
             if tried.fits and all(size <= planner.budget for size in (tried.in_passes, tried.in_step)):
                 tier = tier_of(names)
                 best[tier] = min(best.get(tier, float("inf")), tried.seconds)
@@ -77,7 +77,7 @@ def test_all_combinations_tried_one_by_one_hold_no_better_plan(kind: str, share:
     assert tier_of(fit.names) == min(best)
     assert fit.seconds is not None and fit.seconds <= planning.ALIKE * best[min(best)]
     for name in fit.names:  # none of which it could do without
-        without = planner.attempt(fit.names - {name})
+        without = planner.prices.attempt(fit.names - {name})
         assert not without.fits or without.seconds > fit.seconds
 
 

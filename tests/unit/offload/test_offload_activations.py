@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import memopt
 from memopt import _C
 from memopt._offload.transfers import _spaces, disk_space
+from tests.helpers.processes import run_python
 from tests.helpers.residual import Residual
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -230,14 +230,7 @@ from tests.unit.offload.test_offload_activations import MIB, Saves, offload, sav
 path = Path({str(tmp_path)!r})
 {body}
 """
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        **options,
-    )
+    return run_python(script, **options)
 
 
 def test_a_full_disk_is_told_with_the_mend_and_another_works(tmp_path: Path) -> None:

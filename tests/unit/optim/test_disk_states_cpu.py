@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import memopt.amp
 import memopt.optim
 from memopt.optim import _disk_states, _turns
 from memopt.optim._disk_states import DiskState
+from tests.helpers.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[3]
 SEED = int(os.environ.get("MEMOPT_SEED", "0"))
@@ -108,14 +108,7 @@ for p in ps:
     p.grad = torch.ones_like(p)
 {body}
 """
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        **options,
-    )
+    return run_python(script, **options)
 
 
 def test_a_full_disk_is_told_before_anything_has_changed(tmp_path: Path) -> None:
