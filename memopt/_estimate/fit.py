@@ -12,7 +12,7 @@ from memopt._estimate.cards import Card
 from memopt._estimate.prediction import Estimate
 from memopt._estimate.request import BACKENDS
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
-from memopt._estimate.step_time import LEFT_OUT, seconds
+from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
 from memopt._estimate.survey import NOT_MET, Survey
 from memopt._run.plan import EIGHT_BITS, FOUR_BITS, Plan, described
 from memopt._runtime.table import Facts, ResultTable, several
@@ -154,7 +154,8 @@ def _assumed(card: Card) -> str:
     return (
         f"a step's seconds are a roofline of the data sheet of {rates.of}{near} and not measured: "
         f"{rates.half / 1e12:g} TFLOP/s of fp16, {rates.tf32 / 1e12:g} of TF32, {rates.single / 1e12:g} of fp32, "
-        f"memory of {rates.memory / 1e9:g} GB/s, {rates.link / 1e9:g} GB/s to and from the host; "
+        f"memory of {rates.memory / 1e9:g} GB/s, {rates.link / 1e9:g} GB/s to and from the host, "
+        f"whose own memory has {HOST_RATE / 1e9:g}; "
         f"left out are {LEFT_OUT}"
     )
 

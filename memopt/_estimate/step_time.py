@@ -1,10 +1,10 @@
 """The seconds of a training step on a card that is not here: a roofline of its data sheet.
 
 An operator takes max(operations / rate, bytes / bandwidth), and begins when the one before it has ended and the host
-has come to it. The host takes QUEUE for each, and waits where the program reads a value. Copies between host and card
-go at the link's rate: the default stream's one after another with operators; those of other streams, both ways at once,
-beside the operators of their segment (a forward pass, a backward pass, the rest of the step), and what they outlast
-these by is added.
+has come to it. The host takes QUEUE for each, and bytes / HOST_RATE for those of its own, such as a step of parameters
+that are there; it waits where the program reads a value. Copies between host and card go at the link's rate: the
+default stream's one after another with operators; those of other streams, both ways at once, beside the operators of
+their segment (a forward pass, a backward pass, the rest of the step), and what they outlast these by is added.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from memopt._estimate.cards import Rates
 
 QUEUE = 5e-6  # seconds of the host for an operator: what torch's dispatch and a launch commonly take
+HOST_RATE = 20e9  # bytes a second that the host reads and writes
 WAIT = "wait"  # the kind of an operator that the host waits for
+HOST = "host"  # and of one that it runs itself
 
 LEFT_OUT = "caches, kernels that torch.compile makes, other ranks, and what the host does besides"
 
@@ -25,14 +27,16 @@ class Segment:
     """A part of a step.
 
     Attributes:
-        operators: Kind (of Rates.operations, or WAIT), operations and bytes of each, in their order.
+        operators: Kind (of Rates.operations, WAIT or HOST), operations and bytes of each, in their order.
         kernel_bytes: Read and written by memopt's own kernels.
+        host_bytes: Read and written by memopt's own steps of parameters on the host.
         to_device: Bytes that were copied from the host, all in all; to_host: to it.
         side_to_device: Those of them on other streams than the default one; side_to_host likewise.
     """
 
     operators: list[tuple[str, float, float]] = field(default_factory=list)
     kernel_bytes: int = 0
+    host_bytes: int = 0
     to_device: int = 0
     to_host: int = 0
     side_to_device: int = 0
@@ -48,9 +52,12 @@ def seconds(step: Iterable[Segment] | None, rates: Rates) -> float:
             host += QUEUE
             if kind == WAIT:
                 host = max(host, device)
+            elif kind == HOST:
+                host += size / HOST_RATE
             else:
                 took = max(operations / rates.operations(kind), size / rates.memory)
                 device = max(device, host) + took
+        host += segment.host_bytes / HOST_RATE
         device += segment.kernel_bytes / rates.memory
         side = max(segment.side_to_device, segment.side_to_host)
         exposed = max(0.0, side / rates.link - (device - begun))

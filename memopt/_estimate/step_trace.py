@@ -26,7 +26,8 @@ from torch._C import _profiler
 
 import memopt.sim
 from memopt import _C
-from memopt._estimate.step_time import WAIT, Segment
+from memopt._estimate.step_time import HOST, WAIT, Segment
+from memopt.optim._one_pass import OnePass
 
 _STEPS = 3  # the first ones, of which the last is counted: each that is observed takes time
 _MARK = "memopt: a segment ends"
@@ -47,7 +48,7 @@ class StepTrace:
         self._observes = False
         self._counters: list[dict[str, int]] = []  # at the step's begin, and at each mark
         self._trace: tuple[str, list[dict[str, int]]] | None = None
-        self._steps = self._depth = 0
+        self._steps = self._depth = self._host_bytes = 0
         engine: Any = torch.autograd
         engine._engine_run_backward = self._between_marks(engine._engine_run_backward)
         os.register_at_fork(after_in_child=self._forget)
@@ -64,6 +65,7 @@ class StepTrace:
         elif self._of() is not optimizer:
             return
         elif self._observes:
+            self._host_bytes += 0 if optimizer is None else _host_bytes(optimizer)
             self._mark()
             whole = len(self._counters) > 2  # there was a backward pass
             self._end(keep=whole and (self._trace is None or not self._perturbed()))
@@ -113,12 +115,15 @@ class StepTrace:
     def _begin(self) -> None:
         if _profiler._add_execution_trace_observer(str(self._file)):
             _profiler._enable_execution_trace_observer()
-            self._observes, self._counters = True, [_counters()]
+            self._observes, self._counters = True, [self._counts()]
 
     def _mark(self) -> None:
         if self._observes:
             with torch.autograd.profiler.record_function(_MARK):
-                self._counters.append(_counters())
+                self._counters.append(self._counts())
+
+    def _counts(self) -> dict[str, int]:
+        return _counters() | {"host_bytes": self._host_bytes}
 
     def _end(self, keep: bool) -> None:
         if self._observes:
@@ -134,6 +139,16 @@ class StepTrace:
         if self._observes:
             self._observes = False
             _profiler._disable_execution_trace_observer()
+
+
+def _host_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes that a step of memopt's reads and writes of parameters on the host; torch's are operators."""
+    if not isinstance(optimizer, OnePass):
+        return 0
+    stepped = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None and not p.is_cuda]
+    states = [s for p in stepped for s in optimizer.state[p].values() if isinstance(s, torch.Tensor)]
+    total: int = sum(2 * s.nbytes for s in states) + sum(2 * p.nbytes + p.grad.nbytes for p in stepped)
+    return total
 
 
 def _counters() -> dict[str, int]:
@@ -252,10 +267,12 @@ class _Call:
         if self._schema is None or _is_composite(self._schema.name, self._schema.overload_name):
             return None
         tensors = [*self._inputs(), *self._outputs()]
-        if not any(one.identity[-1].startswith("cuda") for one in tensors):
+        places = {one.identity[-1] for one in tensors}
+        on_card = any(place.startswith("cuda") for place in places)
+        if not on_card and places != {"cpu"}:
             return None
-        across = any(one.identity[-1] == "cpu" and one.bytes > 8 for one in tensors)
-        if self.name in _READ or (self.name == "copy_" and across):
+        across = on_card and any(one.identity[-1] == "cpu" and one.bytes > 8 for one in tensors)
+        if on_card and (self.name in _READ or (self.name == "copy_" and across)):
             to_host = self.name in _READ or next(self._inputs()).identity[-1] == "cpu"
             waits = to_host and self._node["inputs"]["values"][-1] is not True  # non_blocking
             return (WAIT, 0.0, 0.0) if waits else None
@@ -265,10 +282,10 @@ class _Call:
             given = {one.storage for one in self._inputs()}
             if all(one.storage in given for one in self._outputs()):
                 return None  # a view, or nothing
-        return "fp32", 0.0, float(self._bytes())
+        return ("fp32", 0.0, float(self._bytes())) if on_card else (HOST, 0.0, float(self._bytes("cpu")))
 
-    def _bytes(self) -> int:
-        """Return the bytes that it reads and writes on the device."""
+    def _bytes(self, device: str = "cuda") -> int:
+        """Return the bytes that it reads and writes on devices of a type."""
         written = {one.identity: one.bytes for one in self._outputs()}
         read = {one.identity: one.bytes for one in self._inputs()}
         for place, argument in enumerate(self._schema.arguments):
@@ -284,7 +301,7 @@ class _Call:
                 if first in side:
                     side[first] = min(side[first], max(others, default=0))
         sides = (*read.items(), *written.items())
-        return sum(size for key, size in sides if key[-1].startswith("cuda"))
+        return sum(size for key, size in sides if key[-1].startswith(device))
 
     def _inputs(self, place: int | None = None) -> Iterator[_Tensor]:
         return _tensors(self._node["inputs"], place)

@@ -10,7 +10,7 @@ import pytest
 
 from memopt._estimate import cards
 from memopt._estimate.cards import Rates
-from memopt._estimate.step_time import QUEUE, WAIT, Segment, seconds
+from memopt._estimate.step_time import HOST, HOST_RATE, QUEUE, WAIT, Segment, seconds
 
 MADE_UP = Rates("made-up", half=100e12, tf32=50e12, single=10e12, memory=1e12, link=10e9)
 
@@ -33,6 +33,13 @@ def test_the_device_waits_for_a_host_that_is_slower():
     assert seconds([Segment(read)], MADE_UP) == pytest.approx(
         0.001 + 2 * QUEUE + 99 * QUEUE + QUEUE, rel=0.01
     )
+
+
+def test_a_step_on_the_host_holds_up_what_comes_after_it():
+    host, large = (HOST, 0.0, HOST_RATE / 2), ("fp32", 0.0, 1e9)
+    assert seconds([Segment([host, large])], MADE_UP) == pytest.approx(0.501 + 2 * QUEUE)
+    ours = [Segment(host_bytes=int(HOST_RATE / 2)), Segment([large])]
+    assert seconds(ours, MADE_UP) == pytest.approx(0.501 + QUEUE)
 
 
 def test_copies_beside_the_computation_count_where_they_outlast_it():
