@@ -116,6 +116,7 @@ _WIDTH = 100
 _HEADS = ("", "peak memory", "predicted", "budget kept", "a step", "final loss")
 _NEXT = """\
 next:  python -m memopt estimate --gpu 24GiB train.py    will your script fit a card? (no GPU needed)
+       python -m memopt fit --gpu 24GiB train.py         with which changes it does
        python -m memopt run train.py                     your script as it is, and where its memory went
        memopt.auto_checkpoint(model, batch, memory_budget="8GiB", optimizer=optimizer)
                                                          what this demo did, in your script
