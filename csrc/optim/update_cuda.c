@@ -135,7 +135,7 @@ static uint64_t bytes_of(const mo_parameter *a, bool store_gradients)
     const uint64_t states = (uint64_t)(a->m != 0) + (a->v != 0) + (a->vmax != 0);
     const uint64_t state_bits = a->code_bits ? a->code_bits : 8 * mo_float_size(a->state_kind);
     const uint64_t written = mo_float_size(a->kind) + (a->master ? 4 : 0);
-    const uint64_t gradient = mo_float_size(a->grad_kind) * (store_gradients ? 2 : 1);
+    const uint64_t gradient = (uint64_t)mo_float_size(a->grad_kind) * (store_gradients ? 2 : 1);
 
     return a->count * (2 * written + gradient) + a->count * 2 * states * state_bits / 8;
 }

@@ -37,10 +37,10 @@ typedef struct simcuda_counts {
     uint64_t bytes_peak;               /* since activation or simcuda_reset_peak */
     uint64_t pool_reserved, pool_used; /* of the device's default pool; part of live.bytes */
     uint64_t launches, copies, copied_bytes, memsets, syncs;
-    uint64_t ooms;   /* requests refused for want of memory */
-    uint64_t faults; /* illegal addresses met by device work */
+    uint64_t ooms;                         /* requests refused for want of memory */
+    uint64_t faults;                       /* illegal addresses met by device work */
     uint64_t to_device, to_host;           /* bytes copied between the host and the device, each way */
-    uint64_t side_to_device, side_to_host; /* those of them that created streams copied, beside the default one */
+    uint64_t side_to_device, side_to_host; /* those of them on created streams */
 } simcuda_counts;
 
 #define SIMCUDA_PATIENCE 100
