@@ -203,8 +203,10 @@ static void check_place(uintptr_t at, size_t size, bool write, touch now)
     if (of->read_only && write)
         tell("store to what is only read", now, now, at);
     if (size <= 16 && (size & (size - 1)) == 0) {
-        if (at % size)
+        if (at % size) {
             tell("misaligned access", now, now, at);
+            sim_grid_stop(""); /* an access of 16 bytes faults there */
+        }
         moved[write][size == 1 ? 0 : size == 2 ? 1 : size == 4 ? 2 : size == 8 ? 3 : 4] += size;
     }
 }
