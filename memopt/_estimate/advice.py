@@ -9,6 +9,7 @@ from memopt import _C
 from memopt._estimate import cards
 from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
+from memopt._estimate.forecast import Forecast
 from memopt._estimate.prediction import Advice, Estimate
 from memopt._estimate.search import TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import seconds
@@ -89,13 +90,19 @@ def search_of(
 ) -> Search:
     """Return the search among the wanted ones of the techniques that could save memory at the peak."""
     techniques = filter(wanted, _worth_trying(found, card, backend))
+    forecast = None
+    if found.step and found.moments and found.processes is None:
+        held = found.reserved[0] / found.allocated[0]
+        forecast = Forecast(found.moments, found.step, card.rates, found.context, held)
     plain = seconds(found.step, card.rates)
-    return Search(techniques, found.needed[0], card.usable, attempt, plain)
+    return Search(techniques, found.needed[0], card.usable, attempt, plain, forecast)
 
 
 def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
     # Of the allocators the one that holds the least: others take what it takes, and more.
     others = [one for one in found.backends if one.name != backend and one.reserved < found.reserved[0]]
+    if not found.backends and backend == "native":
+        yield "expandable"
     if others:
         yield min(others, key=lambda one: (not one.completes, one.reserved)).name
     if found.steps:

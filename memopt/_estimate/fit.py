@@ -9,11 +9,12 @@ from typing import Any
 from memopt import _C
 from memopt._estimate import advice, cards
 from memopt._estimate.cards import Card
+from memopt._estimate.forecast import WORKED_OUT
 from memopt._estimate.prediction import Estimate
 from memopt._estimate.request import BACKENDS
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
-from memopt._estimate.survey import NOT_MET, Survey
+from memopt._estimate.survey import NOT_MET, Survey, wanted_bytes
 from memopt._run.plan import EIGHT_BITS, FOUR_BITS, Plan, described
 from memopt._runtime.table import Facts, ResultTable, several
 
@@ -23,7 +24,7 @@ ALLOWED = {"8bit": EIGHT_BITS, "4bit": FOUR_BITS}  # what changes numbers, by th
 @dataclass
 class Row:
     """A run: the techniques that it was with, its peak, the predicted seconds of a step, and what it says. 0 seconds:
-    no whole step was seen."""
+    no whole step was seen. at_least: it ran out of the card's memory, and its bytes are what it asked for by then."""
 
     techniques: list[str]
     peak: int
@@ -31,6 +32,7 @@ class Row:
     seconds: float
     result: str
     fits: bool
+    at_least: bool = False
 
 
 @dataclass
@@ -38,7 +40,8 @@ class Fit:
     """The plan with which a script fits a card, and the runs that led to it.
 
     estimate: of the script as it is. plan: None if nothing fits. rows: runs, the plan's first. lines: to paste.
-    alone: techniques that are not enough alone, with the bytes that each saves. failed: why the script does not run,
+    alone: techniques that are not enough alone, with the bytes that each saves; worked_out: those that did not run
+    for it. failed: why the script does not run,
     by the techniques.
     """
 
@@ -48,6 +51,7 @@ class Fit:
     rows: list[Row] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     alone: dict[str, int] = field(default_factory=dict)
+    worked_out: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     least: int = 0  # bytes of a card, with any of the runs
     runs: int = 0
@@ -72,6 +76,7 @@ class Fit:
             "runs": [asdict(row) | {"evidence": "simulated"} for row in self.rows],
             "lines": self.lines,
             "not_enough_alone": self.alone,
+            "worked_out_alone": self.worked_out,
             "does_not_run": self.failed,
             "smallest_card": None if self.plan else {"bytes": self.least, "card": smallest and smallest.name},
             "largest_batch": self.estimate.largest_batch,
@@ -102,7 +107,7 @@ class Fit:
             [
                 (
                     "fits" if row.fits else "does not fit",
-                    size(row.peak),
+                    ("> " if row.at_least else "") + size(row.peak),
                     self._step(row),
                     row.result,
                     " + ".join(map(_plain, row.techniques)) or "as it is",
@@ -119,9 +124,10 @@ class Fit:
             (0, 3, 4),
         )
         said += several("runs", table.lines(indent=""))
-        if self.alone:
-            saved = ", ".join(f"{_plain(name)} ({_saving(saved)})" for name, saved in self.alone.items())
-            said.append(("not enough", f"alone: {saved}"))
+        alone = [f"{_plain(name)} ({_saving(saved)})" for name, saved in self.alone.items()]
+        alone += [f"{name} ({_saving(saved)}, worked out)" for name, saved in self.worked_out.items()]
+        if alone:
+            said.append(("not enough", f"alone: {', '.join(alone)}"))
         idle = [name for name, why in self.failed.items() if NOT_MET in why]
         if idle:
             said.append(("no use", f"{NOT_MET} {', '.join(idle)}"))
@@ -173,17 +179,18 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
         ScriptFailed: The script fails by itself, or there is nothing to tell of it.
     """
     survey.request = replace(survey.request, timed=True)
-    estimate = survey.estimate(fixes=False, advise=False)
+    estimate = survey.estimate(fixes=False, advise=False, lean=True)
     fit = Fit(estimate, card, least=estimate.needed[1])
     if estimate.verdict == "fits":
         fit.rows = [Row([], estimate.allocated[1], estimate.needed[1], fit.step_seconds, TIERS[0], True)]
-        fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated[1])
+        fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated[1], fit.step_seconds)
         fit.runs = survey.runs
         return fit
     tried: dict[Names, Tried] = {}
 
     def attempt(names: Names) -> Tried | None:
-        result = survey.attempt(estimate, card, names)
+        first = search.forecast is not None and len(names) > 1 and search.could_fit(names)
+        result = survey.attempt(estimate, card, names, on_card_first=first)
         if result is not None:
             tried[names] = result
         return result
@@ -197,15 +204,24 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
     if chosen is not None:
         answer = tried[chosen].answer
         assert answer is not None
-        fit.plan = _plan(survey, card, estimate, chosen, answer.peak_allocated)
+        fit.plan = _plan(
+            survey, card, estimate, chosen, answer.peak_allocated, step_seconds(answer.step, card)
+        )
         fit.lines = advice.in_words(chosen, answer)
     elif survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
     fit.rows = [_row(names, tried[names]) for names in order[:_ROWS]]
     fit.alone = {name: estimate.needed[0] - one.needed for name, one in search.alone.items() if not one.fits}
+    if (forecast := search.forecast) is not None:
+        plain, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *survey.failed}
+        fit.worked_out = {
+            name: plain - needed
+            for name in sorted(names)
+            if wanted(name) and (needed := forecast.needed([name])) > card.usable
+        }
     fit.failed = survey.failed
-    fit.least = min([fit.least, *(one.needed for one in tried.values())])
+    fit.least = min([fit.least, *(one.needed for one in tried.values() if not _ran_out(one))])
     fit.runs = survey.runs
     return fit
 
@@ -217,15 +233,22 @@ def _row(names: Names, tried: Tried) -> Row:
     assert tried.answer is not None
     return Row(
         sorted(names),
-        tried.answer.peak_allocated,
+        wanted_bytes(tried.answer),
         tried.needed,
         tried.seconds,
         TIERS[tier_of(names)],
         tried.fits,
+        _ran_out(tried),
     )
 
 
-def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int) -> Plan:
+def _ran_out(tried: Tried) -> bool:
+    return tried.answer is not None and tried.answer.oom is not None
+
+
+def _plan(
+    survey: Survey, card: Card, found: Estimate, names: Names, peak: int, seconds: float | None
+) -> Plan:
     script, text = described(survey.request.argv[0])
     return Plan(
         script=script,
@@ -236,6 +259,7 @@ def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int) 
         peak=peak,
         backend=next((name for name in BACKENDS if name in names), survey.request.backend),
         techniques=sorted(names - {*BACKENDS}),
+        step_seconds=seconds,
     )
 
 

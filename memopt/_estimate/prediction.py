@@ -54,6 +54,7 @@ _NOT_PLAIN = (
     "again",
     "largest",
     "step",
+    "moments",
 )  # fields that as_dict() tells otherwise, or not
 
 
@@ -104,6 +105,7 @@ class Estimate:
     seconds: float = 0.0
     host_peak: int = 0
     step: list[Segment] | None = None  # one whole step of the run without a limit, where it was timed
+    moments: list[list[int]] | None = None  # of that run: moments.of()
     again: Callable[[Card], bool] | None = None  # runs it on a card
     largest: Callable[[Card], int] | None = None  # searches the largest batch on a card
 

@@ -75,6 +75,8 @@ def _environment(request: Request) -> None:
     if request.ranks:
         os.environ.update(_rank_environment(request.rank, request.ranks))
     os.environ.update(allocator_environment(request.backend, os.environ))
+    # torch warns of each failed request, which the answer tells, and of each observed step.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 _ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -24,7 +24,7 @@ import torch
 import memopt
 import memopt.sim
 from memopt import _C
-from memopt._estimate import fake_ranks, loop_source, script, values
+from memopt._estimate import fake_ranks, loop_source, moments, script, values
 from memopt._estimate.answer import file_of_this_process, seconds_since_boot, start_since_boot
 from memopt._estimate.host_reads import Guesses
 from memopt._estimate.loader_passes import LoaderPasses
@@ -277,7 +277,7 @@ class Run:
     def _attribution(self) -> dict[str, Any]:
         """Return the bytes at the peak by category, line and module; all None without a recorder."""
         if self._recorder is None:
-            return {"by_category": None, "by_line": None, "by_module": None}
+            return {"by_category": None, "by_line": None, "by_module": None, "moments": None}
         recording = self._recorder.recording()
         recording.facts["simulated"] = self._simulated()
         if self.request.recording is not None:
@@ -287,6 +287,7 @@ class Run:
             "by_line": _rows(recording.by_line()),
             "by_module": _rows(recording.by_module()),
             "recorded_peak": recording.peak()[0],
+            "moments": moments.of(recording),
         }
 
     def _process_facts(self) -> dict[str, Any]:

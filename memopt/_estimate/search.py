@@ -1,8 +1,12 @@
 """The search for techniques with which a script fits its card: the lowest tier of exactness, and in it the fastest.
 
-Each technique is run alone. What a combination takes is predicted by adding up what each saves; the fastest that are
-predicted to fit are run. Where that misleads, as one phase of a step hides what is saved in another, the largest
-combinations are run: if none of a tier fits, the tier has nothing. Of what fits, each part is left out that can be.
+With a forecast (forecast.py) the fastest combinations that it lets fit are run, and alone only those techniques that
+nothing is worked out of, when such a combination has them. Tiers in which nothing can fit are passed over.
+
+Where that finds nothing, or without a forecast, each technique is run alone. What a combination takes is predicted by
+adding up what each saves; the fastest that are predicted to fit are run. Where that misleads, as one phase of a step
+hides what is saved in another, the largest combinations are run: if none of a tier fits, the tier has nothing. Of what
+fits, each part is left out that can be.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from memopt._estimate.answer import Answer
+from memopt._estimate.forecast import WORKED_OUT, Forecast, Known
 from memopt._run.plan import (
     CHECKPOINT,
     EIGHT_BITS,
@@ -53,6 +58,8 @@ _APART = [  # of each at most one
     {"expandable", "pool"},
     *({FUSED, option} for option in OPTIONS),
 ]
+_ALLOCATORS = {"expandable", "pool"}
+_SURE = 0.98  # of what is worked out: some blocks are taken for another category's
 _LIKELY = 3  # combinations of a tier that are run because they are predicted to fit
 
 Names = frozenset[str]
@@ -82,6 +89,7 @@ class Search:
         room: Bytes of the card.
         attempt: Runs the script with techniques; None where it does not run with all of them.
         seconds: Of a step without any.
+        forecast: Of what techniques save and cost.
     """
 
     def __init__(
@@ -91,11 +99,13 @@ class Search:
         room: int,
         attempt: Callable[[Names], Tried | None],
         seconds: float = 0.0,
+        forecast: Forecast | None = None,
     ) -> None:
         self._techniques = list(techniques)
         self._needed, self._room, self._plain_seconds = needed, room, seconds
         self.run = functools.cache(attempt)
         self.alone: dict[str, Tried] = {}  # what ran
+        self.forecast = forecast
 
     def try_alone(self, tier: int) -> None:
         """Run each technique of a tier by itself; 4 bits where 8 are not enough."""
@@ -107,21 +117,30 @@ class Search:
 
     def found(self) -> Iterator[Names]:
         """Yield combinations that fit: one of each tier that has any, the lowest tier first."""
-        for tier in range(len(TIERS)):
-            self.try_alone(tier)
+        possible = {tier_of(names) for names in combinations(self._techniques) if self.could_fit(names)}
+        for tier in sorted(possible or range(len(TIERS))):
             fitting = next((names for names in self._candidates(tier) if self._fits(names)), None)
             if fitting is None:
                 continue
             for name in sorted(fitting, key=self._worth, reverse=True):
-                if len(fitting) > 1 and self._fits(fitting - {name}):
-                    fitting -= {name}
+                rest = fitting - {name}
+                if rest and self.could_fit(rest) and self._fits(rest):
+                    fitting = rest
             yield fitting
+
+    def could_fit(self, names: Names) -> bool:
+        """Return whether no forecast says that techniques cannot fit."""
+        return self.forecast is None or _SURE * self.forecast.least(names) <= self._room
 
     def _fits(self, names: Names) -> bool:
         tried = self.run(names)
         return tried is not None and tried.fits
 
     def _candidates(self, tier: int) -> Iterator[Names]:
+        if self.forecast is not None:
+            yield from self._forecast(tier, self.forecast)
+        for lower in range(tier + 1):  # of a tier that was passed over, too
+            self.try_alone(lower)
         possible = [names for names in combinations(self.alone) if tier_of(names) == tier]
         likely = [names for names in possible if self._predicted(names) <= self._room or self._known(names)]
         yield from sorted(likely, key=lambda names: (self._seconds(names), len(names)))[:_LIKELY]
@@ -130,6 +149,49 @@ class Search:
             yield names
             if len(names) > 1 and self.run(names) is None:  # two of them do not run together
                 yield from (names - {name} for name in names)
+
+    def _forecast(self, tier: int, forecast: Forecast) -> Iterator[Names]:
+        """Yield the fastest combinations that are forecast to fit, as far as known: what they have that nothing is
+        worked out of is run alone first. Layers on the host are in none: the host steps them, in a run too."""
+
+        def unknown(names: Names) -> list[str]:
+            return sorted(name for name in names if name not in WORKED_OUT and name not in forecast.alone)
+
+        def order(names: Names) -> tuple[bool, float, int, bool, int]:
+            time = round(forecast.seconds(names), 4)
+            return (
+                FOUR_BITS in names,
+                time,
+                len(unknown(names)),
+                forecast.is_tight(names, self._room),
+                len(names),
+            )
+
+        techniques = [name for name in self._techniques if name != OFFLOAD_LAYERS]
+        left = [names for names in combinations(techniques) if tier_of(names) == tier]
+        tries = 0
+        while tries < _LIKELY:
+            likely = (names for names in left if forecast.needed(names) <= self._room)
+            best = min(likely, key=order, default=None)
+            if best is None:
+                return
+            alone = unknown(best)[:1]
+            if not alone:
+                tries += 1
+                yield best
+                left = [
+                    names for names in left if names not in (best, best - _ALLOCATORS)
+                ]  # it holds no less
+                if self.run(best) is None:
+                    alone = [name for name in best if name not in self.alone]
+            for name in alone:
+                tried = self.run(Names([name]))
+                if tried is None:
+                    left = [names for names in left if name not in names]
+                    continue
+                self.alone[name] = tried
+                if name not in WORKED_OUT and tried.answer is not None:
+                    forecast.alone[name] = Known(tried.answer.more["moments"], tried.seconds)
 
     def _known(self, names: Names) -> bool:
         return len(names) == 1 and self._fits(names)
@@ -143,6 +205,8 @@ class Search:
 
     def _worth(self, name: str) -> tuple[int, float, int]:
         """Order what to do without: changed numbers, then time, then what saves least."""
+        if self.forecast is not None:
+            return tier_of([name]), self.forecast.seconds([name]), self.forecast.needed([name])
         tried = self.alone[name]
         return tier_of([name]), tried.seconds, tried.needed
 

@@ -130,16 +130,23 @@ class Survey:
     # ---- the answer ------------------------------------------------------------------------------------------------
 
     def estimate(
-        self, *, ranges: bool = True, compare: bool = True, fixes: bool = True, advise: bool = True
+        self,
+        *,
+        ranges: bool = True,
+        compare: bool = True,
+        fixes: bool = True,
+        advise: bool = True,
+        lean: bool = False,
     ) -> Estimate:
         """Estimate the request as it is.
 
         `ranges`: run at both ends of unknown values; `compare`: with the other allocators; `fixes`: search for a batch
-        size that fits if this one does not; `advise`: and, with `compare`, for other changes. Raises ScriptFailed if
-        the script fails by itself, ChildFailed if no child answers.
+        size that fits if this one does not; `advise`: and, with `compare`, for other changes; `lean`: without the runs
+        that decide nothing where tensors alone fill the card. Raises ScriptFailed if the script fails by itself,
+        ChildFailed if no child answers.
         """
         limited, told = None, replace(self.request, record=True)
-        if self.card is not None:
+        if self.card is not None and not lean:
             limited = self._ask(self._on(self.card, told), f"{self.title} on {self.card}", self.shown)
         if limited is not None and limited.completed and not limited.retries:
             free = limited
@@ -158,9 +165,13 @@ class Survey:
             card=self.card,
             oom=limited.oom if limited is not None else None,
             retries=limited.retries if limited is not None else 0,
+            moments=free.more.get("moments"),
             **free.told() | {"covered": said.covered, "simulated": said.simulated},
         )
         outcomes = [] if limited is None else [limited.completed]
+        if lean and self.card is not None:
+            outcomes.append(self._completes(told, self.card, free, f"{self.title} on {self.card}"))
+            compare = compare and free.peak_allocated + found.context <= self.card.usable
         if ranges:
             outcomes += self._widen(found, free)
         if outcomes:
@@ -178,31 +189,41 @@ class Survey:
         found.runs = self.runs
         return found
 
-    def attempt(self, found: Estimate, card: Card, names: Collection[str]) -> Tried | None:
+    def attempt(
+        self, found: Estimate, card: Card, names: Collection[str], on_card_first: bool = False
+    ) -> Tried | None:
         """Run the request with techniques, and an allocator among them, without a limit, and on the card unless that
-        shows that it does not fit; None if the script does not run with all of them."""
+        shows that it does not fit; with `on_card_first` on the card alone. None if the script does not run with all
+        of them."""
         backend = next((name for name in BACKENDS if name in names), self.request.backend)
         techniques = sorted(set(names) - {backend})
         # What hangs with a technique must not keep the answer back.
         limit = min(self.request.seconds or math.inf, max(_LEAST_SECONDS, _TIMES * found.seconds))
-        request = replace(self.request, techniques=techniques, backend=backend, seconds=limit, timed=True)
+        request = replace(
+            self.request,
+            techniques=techniques,
+            backend=backend,
+            seconds=limit,
+            timed=True,
+            record=self.request.timed and len(names) == 1,
+        )
         what = f"with {' and '.join(sorted(names))}"
         try:
             if OFFLOAD_LAYERS in names:
                 _check_host(found.by_category.get("parameters", 0))
-            free = self._ask(request, what)
-            if why := _not_as_wanted(free, techniques, found):
+            limited, there = self._on(card, request), f"{what} on {card}"
+            free = answer = self._ask(limited, there) if on_card_first else self._ask(request, what)
+            if why := _not_as_wanted(free, techniques, found, on_card_first):
                 raise NothingToTell(free, why)
-            fits, answer = False, free
-            if free.peak_allocated + card.context * free.contexts <= card.usable:
-                limited, what = self._on(card, request), f"{what} on {card}"
-                answer = self._ask(limited, what)
-                fits = self._is_sure(found, limited, answer, what)
+            fits = on_card_first and self._is_sure(found, limited, answer, there)
+            if not on_card_first and free.peak_allocated + card.context * free.contexts <= card.usable:
+                answer = self._ask(limited, there)
+                fits = self._is_sure(found, limited, answer, there)
         except (ScriptFailed, ChildFailed, MemoryError) as error:
             self.say(f"it does not run {what}: {error}")
             self.failed[" + ".join(name.partition(":")[0] for name in sorted(names))] = str(error)
             return None
-        needed = free.held + card.context * free.contexts
+        needed = max(free.held, wanted_bytes(free)) + card.context * free.contexts
         return Tried(fits, needed, seconds(free.step, card.rates), answer if fits else free)
 
     def _is_sure(self, found: Estimate, request: Request, answer: Answer, what: str) -> bool:
@@ -355,7 +376,13 @@ def _check_host(parameters: int) -> None:
         )
 
 
-def _not_as_wanted(answer: Answer, techniques: list[str], found: Estimate) -> str:
+def wanted_bytes(answer: Answer) -> int:
+    """Return the peak; where a run ran out of memory, with what it asked for then."""
+    oom = answer.oom or {}
+    return max(answer.peak_allocated, (oom.get("allocated") or 0) + (oom.get("asked") or 0))
+
+
+def _not_as_wanted(answer: Answer, techniques: list[str], found: Estimate, limited: bool) -> str:
     """Return the reason why an answer does not describe the training with these techniques, "" if it does."""
     without = [
         plain
@@ -363,7 +390,7 @@ def _not_as_wanted(answer: Answer, techniques: list[str], found: Estimate) -> st
         if plain not in answer.more["techniques"]
     ]
     if answer.oom is not None:
-        return f"it requests more than {_C.format_size(cards.NO_LIMIT)}"
+        return "" if limited else f"it requests more than {_C.format_size(cards.NO_LIMIT)}"
     if answer.steps < found.steps:
         return f"only {answer.steps} steps were done in its time"
     return f"{NOT_MET} {' and '.join(without)}" if without else ""

@@ -9,11 +9,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import itertools
 import json
 import os
 import signal
+import statistics
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +29,8 @@ from memopt._run.ranks_folder import Place
 from memopt._run.user_program import call_after_torch, run_as_main
 
 if TYPE_CHECKING:
+    import torch
+
     from memopt._memory.recording.recorder import Recorder
     from memopt._memory.recording.recording import Recording
     from memopt._run.peaks import Peaks
@@ -119,6 +124,32 @@ def _is_ours(file: str) -> bool:
     return file.startswith((_PACKAGE, "<string>", "<frozen"))
 
 
+class StepClock:
+    """The time from one step of an optimizer to its next, of the first optimizer that steps and its first steps.
+
+    Nothing waits for the device: a host that queues steps without end waits by itself once the queue is full.
+    """
+
+    _UNSTEADY, _MOST = 2, 100  # steps: at first kernels are loaded and memory is requested
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[Any] | None = None
+        self._times: list[float] = []
+
+    def stepped(self, optimizer: Any, now: float) -> None:
+        """Note the end of a step at a time in seconds."""
+        if self._of is None:
+            self._of = weakref.ref(optimizer)
+        if self._of() is optimizer and len(self._times) <= self._MOST:
+            self._times.append(now)
+
+    def median(self) -> float | None:
+        """Return the median of the steps after the first two, None if there are none."""
+        steady = self._times[self._UNSTEADY - 1 :]
+        taken = [after - before for before, after in itertools.pairwise(steady)]
+        return statistics.median(taken) if taken else None
+
+
 class _Run:
     def __init__(self, request: RunRequest) -> None:
         self._request = request
@@ -129,6 +160,7 @@ class _Run:
         self._finished = False
         self._begun = time.monotonic()
         self._steps, self._told = 0, 0.0
+        self._clock = StepClock()
 
     def prepare(self) -> None:
         call_after_torch(self._torch_is_there)
@@ -201,14 +233,29 @@ class _Run:
         peaks.note()
         missed = [name for name in plan.techniques if name.partition(":")[0] not in techniques.applied]
         lines = [f"  peak {size(peaks.allocated)} allocated, planned {size(plan.peak)}"]
+        lines += self._compare_step(plan)
         if missed:
             lines.append(f"  of the plan, nothing in the script took: {', '.join(missed)}")
         (self._folder / "fit.txt").write_text("\n".join(lines) + "\n")
 
-    def _progress(self, *_: Any) -> None:
+    def _compare_step(self, plan: Plan) -> list[str]:
+        if plan.step_seconds is None:
+            return []
+        if self._request.simulated is not None:
+            return [
+                "  a step's seconds are not compared: this machine's processors compute for the simulated card"
+            ]
+        measured = self._clock.median()
+        if measured is None:
+            return [f"  too few steps to measure one, planned {plan.step_seconds:.3g} s"]
+        of = "a roofline of the card's data sheet"
+        return [f"  a step: {measured:.3g} s in the median, planned {plan.step_seconds:.3g} s ({of})"]
+
+    def _progress(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Write the progress that the parent reports for a child that is killed."""
         self._steps += 1
         now = time.monotonic()
+        self._clock.stepped(optimizer, now)
         if now - self._told >= _PROGRESS_SECONDS and os.getpid() == self._pid:
             self._told = now
             torch = sys.modules["torch"]

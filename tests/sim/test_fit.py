@@ -91,6 +91,7 @@ def test_the_plan_trains_with_the_bits_of_the_script(tmp_path, kind):
     run = ("run", "--no-record", "--fit", "train.fit.json", "--sim")
     planned = memopt(tmp_path, *run, card, *call)
     assert planned.stdout == plain.stdout and planned.stdout.count("loss") == 4
+    assert "a step's seconds are not compared" in planned.stderr
     assert "nothing in the script took" not in planned.stderr
     said = re.findall(r"peak (.+) allocated, planned (.+)", planned.stderr)[0]
     peak, foreseen = map(parse_size, said)  # by schedules of two trainings, each with trial steps of its own

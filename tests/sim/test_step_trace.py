@@ -5,6 +5,8 @@ from __future__ import annotations
 from estimation_children import estimate
 
 from memopt._estimate import cards
+from memopt._estimate.forecast import Forecast
+from memopt._estimate.search import _SURE
 from memopt._estimate.step_time import HOST, Segment, seconds
 
 SIM = None
@@ -103,3 +105,14 @@ def test_twice_the_batch_is_not_faster(tmp_path):
     once, twice = step_of(tmp_path), step_of(tmp_path, "twice")
     assert sums(twice[0])[0] == 2 * sums(once[0])[0]
     assert seconds(twice, rates) >= seconds(once, rates)
+
+
+def test_what_is_worked_out_of_the_run_is_what_the_runs_take(tmp_path):
+    """Of the script's own moments, as far as a search counts on it; turns of a small model are a few percent."""
+    plain = estimate(tmp_path, SCRIPT, steps=3, timed=True, record=True)
+    step = [Segment(**one) for one in plain["step"]]
+    forecast = Forecast(plain["moments"], step, cards.card("t4").rates, 0, 1.0)
+    assert forecast.least([]) == plain["peak_allocated"]
+    for name in ("fused", "eight bits", "four bits", "offload states", "offload gradients"):
+        found = estimate(tmp_path, SCRIPT, steps=3, techniques=[name])
+        assert _SURE <= found["peak_allocated"] / forecast.least([name]) <= 1.06, name

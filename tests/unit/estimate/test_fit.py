@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from memopt.__main__ import main
 from memopt._estimate import cards, interpreters, protection, survey
 from memopt._run import plan as plans
+from memopt._run.run_child import StepClock
 from memopt._runtime import process
 
 HERE = Path(__file__).resolve().parents[2] / "helpers"
@@ -124,7 +126,8 @@ def test_the_words(fit, capfd):
     said = " ".join(capfd.readouterr().out.split())
     assert "short by 306 MiB" in said  # 256 of them cuDNN's workspaces
     assert "simulated peak a step results plan fits" in said and "equal to rounding loss head" in said
-    assert "alone: fused (-10.0 MiB), offload layers (nothing)" in said and "left over 10.0 MiB" in said
+    assert "alone: expandable (nothing), fused (-10.0 MiB), offload layers (nothing)" in said
+    assert "left over 10.0 MiB" in said
     assert "nothing in the script takes checkpoint, offload activations," in said
     assert "memopt.nn.linear_cross_entropy(" in said and "GB/s" not in said
     assert "planned in train.fit.json: python -m memopt run --fit train.fit.json train.py" in said
@@ -217,6 +220,32 @@ def test_arguments_that_only_look_alike_are_others(planned):
 def test_what_is_no_plan_is_refused(planned, capfd, text):
     Path("a.fit.json").write_text(text, encoding="latin-1")
     assert "is not a plan" in refused(capfd, "train.py", "3")
+
+
+def test_the_end_compares_a_step_with_the_plan(planned, capfd):
+    """The first two steps are not counted, and other optimizers' are not."""
+    torch = pytest.importorskip("torch")
+    clock, other = StepClock(), StepClock()
+    for now in (1.0, 9.0, 10.0, 12.5):
+        assert clock.median() == (1.0 if now == 12.5 else None)
+        clock.stepped(planned, now)
+        clock.stepped(other, now + 0.5)
+    assert clock.median() == 1.75
+    Path("train.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=1)\n"
+        "for _ in range(4):\n    optimizer.step()\n"
+    )
+    _, text = plans.described("train.py")
+    version = torch.__version__
+    dataclasses.replace(planned, sha256=text, torch=version, step_seconds=0.39, techniques=[]).write(
+        "a.fit.json"
+    )
+    assert main(["run", "--no-record", "--fit", "a.fit.json", "train.py", "3"]) == 0
+    said = capfd.readouterr().err
+    assert re.search(
+        r"a step: \S+ s in the median, planned 0.39 s \(a roofline of the card's data sheet\)", said
+    )
 
 
 def test_the_plan_decides_alone(planned, capfd):

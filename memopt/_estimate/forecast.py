@@ -1,0 +1,134 @@
+"""What techniques would save and cost, worked out from runs without them.
+
+What happens to an optimizer's states and gradients is arithmetic on the fullest moments of the script's own run and on
+its step: states of 8 bits are a quarter, offloaded ones are none, one pass has no temporaries. What activations become
+is not: such techniques are run by themselves, and of theirs the moments are known. Before that the most that they could
+save is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from memopt._estimate.cards import Rates
+from memopt._estimate.step_time import Segment, seconds
+from memopt._run.plan import (
+    EIGHT_BITS,
+    FOUR_BITS,
+    FUSED,
+    OFFLOAD_GRADIENTS,
+    OFFLOAD_LAYERS,
+    OFFLOAD_STATES,
+    OPTIONS,
+    STEP_IN_BACKWARD,
+)
+
+PARTS = ("parameters", "gradients", "states", "temporaries", "activations", "other")
+_PARAMETERS, _GRADIENTS, _STATES, _TEMPORARIES, _ACTIVATIONS, _ = range(len(PARTS))
+Moment = list[int]  # bytes by PARTS
+
+WORKED_OUT = {FUSED, EIGHT_BITS, FOUR_BITS, OFFLOAD_STATES, OFFLOAD_GRADIENTS, "expandable", "pool"}
+_SHARE = {EIGHT_BITS: 1 / 4, FOUR_BITS: 1 / 8, OFFLOAD_STATES: 0.0}  # of states of 32 bits
+_SPARE = 1.01  # of what is worked out: turns, codes' scales, and the allocator's blocks
+
+
+@dataclass(frozen=True)
+class Known:
+    """A run: its moments, and a step's seconds."""
+
+    moments: list[Moment]
+    seconds: float
+
+
+@dataclass
+class Forecast:
+    """A forecast from the script's own run.
+
+    Attributes:
+        moments: Its moments.
+        step: One step of it.
+        rates: The card's.
+        beside: Bytes that the card must have beside tensors.
+        held: The allocator's memory at the peak, as a multiple of the tensors'.
+        alone: Runs with one technique, by its name.
+    """
+
+    moments: list[Moment]
+    step: list[Segment]
+    rates: Rates
+    beside: int
+    held: float
+    alone: dict[str, Known] = field(default_factory=dict)
+
+    def least(self, names: Iterable[str]) -> int:
+        """Return bytes of a card that these techniques need at least, whatever they do to activations."""
+        names = set(names)
+        share = _shares(names)
+        if names - WORKED_OUT:
+            share[_ACTIVATIONS] = 0.0
+        if OFFLOAD_LAYERS in names:
+            share[_PARAMETERS] = share[_GRADIENTS] = share[_STATES] = 0.0
+        return _peak(self.moments, share) + self.beside
+
+    def needed(self, names: Iterable[str]) -> int:
+        """Return bytes of a card that these techniques are likely to need."""
+        runs = {*names} - WORKED_OUT
+        if not runs <= self.alone.keys():
+            return self.least(names)
+        moments = [self.alone[name].moments for name in runs] or [self.moments]
+        return int(_SPARE * min(_peak(one, _shares({*names})) for one in moments)) + self.beside
+
+    def is_tight(self, names: Iterable[str], room: int) -> bool:
+        """Return whether it hangs on how little the allocator holds beside tensors."""
+        return not {*names} & {"expandable", "pool"} and (self.needed(names) - self.beside) * self.held > room
+
+    def seconds(self, names: Iterable[str]) -> float:
+        """Return the seconds of a step; of a technique that was not run yet, as if it took none."""
+        plain = seconds(self.step, self.rates)
+        runs = (self.alone[name].seconds - plain for name in names if name in self.alone)
+        return seconds(self._step_with({*names}), self.rates) + sum(runs)
+
+    def _step_with(self, names: set[str]) -> list[Segment]:
+        """Return the step with one pass over parameters, gradients and states in the place of the optimizer's
+        operators, which are those after the last backward pass, and the copies of what lies on the host."""
+        names = names - self.alone.keys()
+        options = names & OPTIONS.keys()
+        if not options and FUSED not in names:
+            return self.step
+        *before, last = self.step
+        gradients, states = (max(moment[part] for moment in self.moments) for part in (_GRADIENTS, _STATES))
+        share = min((one for name, one in _SHARE.items() if name in names and one), default=1.0)
+        moved = int((4 if FUSED in names else 3) * gradients + 2 * share * states)
+        last = replace(last, operators=[], kernel_bytes=last.kernel_bytes + moved)
+        if OFFLOAD_STATES in names:
+            last = _copied(last, int(share * states), int(share * states))
+        if OFFLOAD_GRADIENTS in names and before:
+            before[-1] = _copied(before[-1], 0, gradients)
+            last = _copied(last, gradients, 0)
+        return [*before, last]
+
+
+def _copied(segment: Segment, to_device: int, to_host: int) -> Segment:
+    return replace(
+        segment,
+        to_device=segment.to_device + to_device,
+        to_host=segment.to_host + to_host,
+        side_to_device=segment.side_to_device + to_device,
+        side_to_host=segment.side_to_host + to_host,
+    )
+
+
+def _shares(names: set[str]) -> list[float]:
+    """Return what is left of each part."""
+    left = [1.0] * len(PARTS)
+    if names & {FUSED, *OPTIONS}:
+        left[_TEMPORARIES] = 0.0
+    if names & {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD}:
+        left[_GRADIENTS] = 0.0
+    left[_STATES] = min((share for name, share in _SHARE.items() if name in names), default=1.0)
+    return left
+
+
+def _peak(moments: Iterable[Moment], left: list[float]) -> int:
+    return max(int(sum(size * share for size, share in zip(moment, left, strict=True))) for moment in moments)

@@ -1,0 +1,33 @@
+"""The fullest moments of a recorded run, for each set of its parts that techniques might take away."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from memopt._estimate.forecast import PARTS
+from memopt._memory.recording.recording import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, Recording
+
+
+def of(recording: Recording) -> list[list[int]]:
+    """Return rows of bytes by PARTS: whichever parts are left out, the moment that is the fullest then is among them.
+
+    What an optimizer makes and drops within one step is a temporary of it, the rest its state.
+    """
+    born, died, size, category = (recording.columns[name] for name in ("born", "died", "size", "category"))
+    steps = torch.tensor([mark.event for mark in recording.marks if mark.kind == "step"], dtype=torch.int64)
+    within = torch.searchsorted(steps, born) == torch.searchsorted(steps, died)
+    optimizer = category == OPTIMIZER
+    chosen = [category == PARAMETERS, category == GRADIENTS, optimizer & ~within, optimizer & within]
+    chosen += [category == ACTIVATIONS]
+    chosen += [~torch.stack(chosen).any(0)]
+    change = torch.zeros(len(PARTS), recording.events + 2, dtype=torch.int64)
+    for row, mask in zip(change, chosen, strict=True):
+        row.index_add_(0, born[mask] + 1, size[mask])
+        row.index_add_(0, died[mask] + 1, -size[mask])
+    live = change[:, : recording.events + 1].cumsum(1)
+    kinds = range(len(PARTS))
+    left = (parts for count in range(1, len(PARTS) + 1) for parts in itertools.combinations(kinds, count))
+    moments = {int(live[list(parts)].sum(0).argmax()) for parts in left}
+    return [live[:, moment].tolist() for moment in sorted(moments)]
