@@ -41,8 +41,7 @@ class Fit:
 
     estimate: of the script as it is. plan: None if nothing fits. rows: runs, the plan's first. lines: to paste.
     alone: techniques that are not enough alone, with the bytes that each saves; worked_out: those that did not run
-    for it. failed: why the script does not run,
-    by the techniques.
+    for it. failed: why the script does not run, by the techniques.
     """
 
     estimate: Estimate
@@ -205,7 +204,7 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
         answer = tried[chosen].answer
         assert answer is not None
         fit.plan = _plan(
-            survey, card, estimate, chosen, answer.peak_allocated, step_seconds(answer.step, card)
+            survey, card, estimate, chosen, answer.peak_allocated, seconds(answer.step, card.rates)
         )
         fit.lines = advice.in_words(chosen, answer)
     elif survey.batch is not None and (survey.batch.size or 0) > 1:
@@ -246,9 +245,7 @@ def _ran_out(tried: Tried) -> bool:
     return tried.answer is not None and tried.answer.oom is not None
 
 
-def _plan(
-    survey: Survey, card: Card, found: Estimate, names: Names, peak: int, seconds: float | None
-) -> Plan:
+def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int, step_seconds: float) -> Plan:
     script, text = described(survey.request.argv[0])
     return Plan(
         script=script,
@@ -259,7 +256,7 @@ def _plan(
         peak=peak,
         backend=next((name for name in BACKENDS if name in names), survey.request.backend),
         techniques=sorted(names - {*BACKENDS}),
-        step_seconds=seconds,
+        step_seconds=step_seconds,
     )
 
 

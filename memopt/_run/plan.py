@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of memopt.optim's optimizers, by techn
 class Plan:
     """script: its path, without links, and sha256: of its text. card: bytes that the plan needs the card to have.
     techniques, backend: as a request of an estimate has them. peak: bytes of tensors in the run that confirmed it.
-    step_seconds: of a step, by a roofline of the card's data sheet, None where no whole step was seen."""
+    step_seconds: of a step, by a roofline of the card's data sheet; 0 where no whole step was seen."""
 
     script: str
     sha256: str
@@ -43,7 +43,7 @@ class Plan:
     peak: int
     backend: str = "native"
     techniques: list[str] = field(default_factory=list)
-    step_seconds: float | None = None
+    step_seconds: float = 0.0
     memopt: str = memopt.__version__
 
     def write(self, path: str) -> None:

@@ -239,7 +239,7 @@ class _Run:
         (self._folder / "fit.txt").write_text("\n".join(lines) + "\n")
 
     def _compare_step(self, plan: Plan) -> list[str]:
-        if plan.step_seconds is None:
+        if not plan.step_seconds:
             return []
         if self._request.simulated is not None:
             return [
