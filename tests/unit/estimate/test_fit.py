@@ -222,8 +222,9 @@ def test_what_is_no_plan_is_refused(planned, capfd, text):
     assert "is not a plan" in refused(capfd, "train.py", "3")
 
 
-def test_the_end_compares_a_step_with_the_plan(planned, capfd):
+def test_the_end_compares_a_step_with_the_plan(planned, capfd, monkeypatch):
     """The first two steps are not counted, and other optimizers' are not."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
     torch = pytest.importorskip("torch")
     clock, other = StepClock(), StepClock()
     for now in (1.0, 9.0, 10.0, 12.5):
