@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,11 +26,11 @@ from memopt._checkpoint.stages.costs import (
     allocator_bytes,
     block_bytes,
     local,
-    synchronize,
     workspace_bytes,
 )
 from memopt._checkpoint.stages.measure import ChainMeasurement, expand, group, passing
 from memopt._offload.schedule_sets import OPTION, Bandwidth
+from memopt._runtime import device_clock
 from memopt._runtime.log import logger
 from memopt.chain import Chain, InfeasibleBudget, Op, Option, Schedule, Stage
 from memopt.optim._state_bytes import OptimizerBytes
@@ -309,7 +308,7 @@ def bytes_of_step(
     )
     standing += measured.mapped_bytes
     most = stepping = 0
-    seconds = []
+    seconds, clock = [], device_clock.clock
     state: Sequence[torch.Tensor] = ()
     held: tuple[Any, torch.Tensor] | None = None  # by its caller, until the next step
     allocator.start()
@@ -317,12 +316,12 @@ def bytes_of_step(
         before, _ = allocator.restart()
         for n in range(STEPS):
             allocator.restart()
-            begun = time.perf_counter()
-            held = forward()
-            with out_of_autocast(device):
-                held[1].backward()
-            synchronize(device)
-            seconds.append(time.perf_counter() - begun)
+            with clock.running():
+                begun = clock.now(device)
+                held = forward()
+                with out_of_autocast(device):
+                    held[1].backward()
+                seconds.append(clock.now(device) - begun)
             _, peak = allocator.now_and_peak()
             if n == 0:
                 state = [torch.empty(size, dtype=torch.uint8, device=device) for size in beside.coming]

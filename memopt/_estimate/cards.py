@@ -44,7 +44,7 @@ class Card:
     def rates(self) -> Rates:
         """The rates of its data sheet; of a card that the table lacks, those of the nearest by memory."""
         of = min(CARDS, key=lambda one: (one.name != self.name, abs(one.usable - self.usable)))
-        return _RATES[of.name]
+        return RATES[of.name]
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ def _card(
 ) -> Card:
     half, tf32, single = (1e12 * rate for rate in teraflops)
     memory, link = (1e9 * rate for rate in gigabytes)
-    _RATES[name] = Rates(name, half, tf32, single, memory, 0.8 * link, float(compute_capability) >= 8)
+    RATES[name] = Rates(name, half, tf32, single, memory, 0.8 * link, float(compute_capability) >= 8)
     return Card(name, int(usable_gib * GIB), compute_capability, multiprocessors)
 
 
-_RATES: dict[str, Rates] = {}
+RATES: dict[str, Rates] = {}
 _PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0  # of 16 lanes
 
 # From the smallest to the largest, so that the first that suffices is the smallest. TFLOP/s of fp16 with sums of fp32,

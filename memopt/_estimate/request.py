@@ -25,7 +25,8 @@ class Request:
     folder is private, and is for what the script writes too. compute: every operation is computed, so nothing is
     guessed: for sizes that the host can hold. ranks: of a job in which it is number `rank`, 0 for none; spread: how a
     script that knows of one device is spread over them ("ddp", "fsdp", "tp"). techniques: of _run/plan.py's, which the
-    script is run with. timed: the answer has the operators of one step. answer, recording: files to write."""
+    script is run with. timed: the answer has the operators of one step. rates_of: the card by
+    whose data sheet stages are timed, "" for this machine's time. answer, recording: files to write."""
 
     argv: list[str]
     answer: str
@@ -45,6 +46,7 @@ class Request:
     record: bool = False
     recording: str | None = None
     timed: bool = False
+    rates_of: str = ""
     protection: str = "redirect"
     share_memory: bool = True
     compute: bool = False
@@ -60,6 +62,7 @@ class Request:
             context=card.context,
             compute_capability=card.compute_capability,
             multiprocessors=card.multiprocessors,
+            rates_of=card.rates.of,
         )
 
     def protected(self, by: Protection) -> Request:

@@ -26,11 +26,13 @@ import memopt.sim
 from memopt import _C
 from memopt._estimate import fake_ranks, loop_source, moments, script, values
 from memopt._estimate.answer import file_of_this_process, seconds_since_boot, start_since_boot
+from memopt._estimate.cards import RATES
 from memopt._estimate.host_reads import Guesses
 from memopt._estimate.loader_passes import LoaderPasses
 from memopt._estimate.loops import Loops
 from memopt._estimate.protection import Files
 from memopt._estimate.request import Request
+from memopt._estimate.roofline_clock import RooflineClock
 from memopt._estimate.script import BatchSizeOverride, End, Requests, Stopped, TimeLimit
 from memopt._estimate.step_trace import StepTrace
 from memopt._memory.recording import recorder, recording_file
@@ -38,6 +40,7 @@ from memopt._memory.recording.recording import Line
 from memopt._memory.recording.user_code import is_user_file
 from memopt._run.peaks import Peaks
 from memopt._run.techniques import Techniques
+from memopt._runtime import device_clock
 from memopt._runtime.host_memory import peak_resident_bytes
 from memopt.sim import _activation
 
@@ -68,9 +71,12 @@ class Run:
         self._guesses = Guesses(request.fraction)
         self._peaks, self._requests = Peaks(), Requests()
         self._loops = Loops(request.steps, request.shorten == "none", self._stepped)
-        self._step = None
+        self._step, folder = None, Path(request.answer).parent
         if request.timed:
-            self._step = StepTrace(Path(request.answer).parent, lambda: bool(self._loops.last))
+            self._step = StepTrace(folder, lambda: bool(self._loops.last))
+        if request.rates_of and not request.compute:
+            interrupt = self._step.interrupt if self._step is not None else lambda: None
+            device_clock.use(RooflineClock(folder, RATES[request.rates_of], interrupt, files.plainly))
         self._passes = LoaderPasses(self._loops, evaluations=request.shorten == "all")
         loop_source.install(self._loops, self._guesses.asserts)
         self._batch_size = None if request.batch_size is None else BatchSizeOverride(request.batch_size)

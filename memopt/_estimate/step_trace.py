@@ -34,6 +34,37 @@ _MARK = "memopt: a segment ends"
 _COPIES = ("to_device", "to_host", "side_to_device", "side_to_host")
 
 
+class Observation:
+    """Operators as torch's observer writes them into a file, of which a process has one at a time.
+
+    Args:
+        folder: For the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / f"step-{os.getpid()}.json"
+        self.begins = bool(_profiler._add_execution_trace_observer(str(self._file)))
+        if self.begins:
+            _profiler._enable_execution_trace_observer()
+
+    def mark(self) -> None:
+        """End a segment."""
+        with torch.autograd.profiler.record_function(_MARK):
+            pass
+
+    def end(self) -> str:
+        """Return what was observed, for `segments`."""
+        _profiler._disable_execution_trace_observer()
+        _profiler._remove_execution_trace_observer()
+        text = self._file.read_text()
+        self._file.unlink()
+        return text
+
+    def forget(self) -> None:
+        """In a forked child, observe nothing: the file is its parent's."""
+        _profiler._disable_execution_trace_observer()
+
+
 class StepTrace:
     """An observer of whole steps, from one step of an optimizer to its next.
 
@@ -43,9 +74,9 @@ class StepTrace:
     """
 
     def __init__(self, folder: Path, perturbed: Callable[[], bool]) -> None:
-        self._file, self._perturbed = folder / f"step-{os.getpid()}.json", perturbed
+        self._folder, self._perturbed = folder, perturbed
         self._of: Callable[[], torch.optim.Optimizer | None] | None = None
-        self._observes = False
+        self._observation: Observation | None = None
         self._counters: list[dict[str, int]] = []  # at the step's begin, and at each mark
         self._trace: tuple[str, list[dict[str, int]]] | None = None
         self._steps = self._depth = self._host_bytes = 0
@@ -64,7 +95,7 @@ class StepTrace:
             self._of = (lambda: None) if optimizer is None else weakref.ref(optimizer, self._gone)
         elif self._of() is not optimizer:
             return
-        elif self._observes:
+        elif self._observation is not None:
             self._host_bytes += 0 if optimizer is None else _host_bytes(optimizer)
             self._mark()
             whole = len(self._counters) > 2  # there was a backward pass
@@ -75,25 +106,16 @@ class StepTrace:
 
     def _gone(self, _: object) -> None:
         self._of = None
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """Do not count the step that is under way."""
         self._end(keep=False)
 
     def segments(self) -> list[dict[str, Any]] | None:
         """Return the last whole step that was observed, None without one."""
-        self._end(keep=False)
-        if self._trace is None:
-            return None
-        text, counters = self._trace
-        collects = gc.isenabled()
-        gc.disable()  # of the objects of 14 MB it takes twice as long as to read them, and frees none
-        try:
-            found = list(_operators(json.loads(text)))
-        finally:
-            if collects:
-                gc.enable()
-        return [
-            asdict(Segment(operators, **{name: after[name] - before[name] for name in after}))
-            for operators, (before, after) in zip(found, itertools.pairwise(counters), strict=True)
-        ]
+        self.interrupt()
+        return None if self._trace is None else [asdict(one) for one in segments(*self._trace)]
 
     # ---- observing ------------------------------------------------------------------------------------------------
 
@@ -113,32 +135,29 @@ class StepTrace:
         return run
 
     def _begin(self) -> None:
-        if _profiler._add_execution_trace_observer(str(self._file)):
-            _profiler._enable_execution_trace_observer()
-            self._observes, self._counters = True, [self._counts()]
+        observation = Observation(self._folder)
+        if observation.begins:
+            self._observation, self._counters = observation, [self._counts()]
 
     def _mark(self) -> None:
-        if self._observes:
-            with torch.autograd.profiler.record_function(_MARK):
-                self._counters.append(self._counts())
+        if self._observation is not None:
+            self._observation.mark()
+            self._counters.append(self._counts())
 
     def _counts(self) -> dict[str, int]:
-        return _counters() | {"host_bytes": self._host_bytes}
+        return counters() | {"host_bytes": self._host_bytes}
 
     def _end(self, keep: bool) -> None:
-        if self._observes:
-            self._observes = False
-            _profiler._disable_execution_trace_observer()
-            _profiler._remove_execution_trace_observer()
+        if self._observation is not None:
+            text = self._observation.end()
+            self._observation = None
             if keep:
-                self._trace = self._file.read_text(), self._counters
-            self._file.unlink()
+                self._trace = text, self._counters
 
     def _forget(self) -> None:
-        """In a forked child, observe nothing: the file is its parent's."""
-        if self._observes:
-            self._observes = False
-            _profiler._disable_execution_trace_observer()
+        if self._observation is not None:
+            self._observation.forget()
+            self._observation = None
 
 
 def _host_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -151,7 +170,7 @@ def _host_bytes(optimizer: torch.optim.Optimizer) -> int:
     return total
 
 
-def _counters() -> dict[str, int]:
+def counters() -> dict[str, int]:
     devices = range(torch.cuda.device_count())
     found = dict.fromkeys(("kernel_bytes", *_COPIES), 0)
     for device in devices:
@@ -160,6 +179,21 @@ def _counters() -> dict[str, int]:
         for name in _COPIES:
             found[name] += stats[name]
     return found
+
+
+def segments(text: str, counted: list[dict[str, int]]) -> list[Segment]:
+    """Return the segments of an observation, by what it wrote, and by the counters at its begin and at each mark."""
+    collects = gc.isenabled()
+    gc.disable()  # of the objects of 14 MB it takes twice as long as to read them, and frees none
+    try:
+        found = list(_operators(json.loads(text)))
+    finally:
+        if collects:
+            gc.enable()
+    return [
+        Segment(operators, **{name: after[name] - before[name] for name in after})
+        for operators, (before, after) in zip(found, itertools.pairwise(counted), strict=True)
+    ]
 
 
 # ---- reading a trace -------------------------------------------------------------------------------------------------

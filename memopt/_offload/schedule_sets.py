@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -37,6 +36,7 @@ from memopt._offload.transfers import (
     WriteQueue,
     can_go,
 )
+from memopt._runtime import device_clock
 
 OPTION = "offload"  # of an operation
 NBYTES = 1 << 24  # of a trial copy: a few milliseconds on anything that is worth it
@@ -333,20 +333,15 @@ def _measured(to: str, device: torch.device, disk: int) -> Bandwidth:
     del disk  # what may be mounted there changes
     offload = ScheduleOffload(to, {0: NBYTES})
     flat = torch.zeros(NBYTES, dtype=torch.uint8, device=device)
-    seconds = []
+    seconds, clock = [], device_clock.clock
     for _ in range(TRIALS):
-        times = [_now(device)]
-        transfer = offload.transfer(flat)
-        transfer.settle()
-        offload.written()
-        times.append(_now(device))
-        transfer.back()
-        times.append(_now(device))
+        with clock.running():
+            times = [clock.now(device)]
+            transfer = offload.transfer(flat)
+            transfer.settle()
+            offload.written()
+            times.append(clock.now(device))
+            transfer.back()
+            times.append(clock.now(device))
         seconds.append((times[1] - times[0], times[2] - times[1]))
     return Bandwidth(*(NBYTES / max(min(column), 1e-9) for column in zip(*seconds, strict=True)))
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -7,7 +7,6 @@ device that runs asynchronously is synchronized before and after each."""
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memopt import _C
 from memopt._offload.pinned_memory import aligned
 from memopt._offload.transfers import can_go
+from memopt._runtime import device_clock
 
 # ---- the allocator's figures -----------------------------------------------------------------------------------------
 
@@ -270,11 +270,6 @@ def gradients_on(parameters: Iterable[torch.Tensor], device: torch.device) -> li
     return [grad for grad in found if grad is not None and grad.device.type == device.type]
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type not in ("cpu", "meta"):
-        torch.get_device_module(device.type).synchronize(device)
-
-
 def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
@@ -510,14 +505,13 @@ def stage_seconds(
     device: torch.device,
 ) -> StageSeconds:
     args, kwargs = arguments()
+    clock = device_clock.clock
 
     @contextmanager
     def timed(into: list[float]) -> Iterator[None]:
-        synchronize(device)
-        start = time.perf_counter()
+        start = clock.now(device)
         yield
-        synchronize(device)
-        into.append(time.perf_counter() - start)
+        into.append(clock.now(device) - start)
 
     seconds: list[float] = []
     for parameter in trainable:

@@ -11,7 +11,6 @@ Stages that a schedule treats as one are measured one by one, and their costs jo
 from __future__ import annotations
 
 import gc
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -31,18 +30,16 @@ from memopt._checkpoint.stages.costs import (
     local,
     stage_bytes,
     stage_seconds,
-    synchronize,
     tensors_in,
     workspace_bytes,
 )
 from memopt._checkpoint.stages.model_chain import repeatedly, without_graph
 from memopt._checkpoint.stages.module_state import Changes, cut
+from memopt._runtime import device_clock
 from memopt.chain import Op
 
 Loss = Callable[[Any], torch.Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-REPEATS = 3  # of each stage, to time it
 
 
 def default_loss(out: Any) -> torch.Tensor:
@@ -351,9 +348,9 @@ class ChainMeasurement:
         # The gradient that accumulates begins with the last stage in the forward pass's order.
         self.external_grads = list({found.storage: found for found in self.external_grads}.values())
 
-    def measure_seconds(self, repeats: int = REPEATS) -> None:
+    def measure_seconds(self) -> None:
         """Time each stage once in each of some forward passes, so that a disturbance meets one run of many stages."""
-        end = 0.0
+        clock, end = device_clock.clock, 0.0
         runs: list[list[StageSeconds]] = [[] for _ in self.functions]
 
         def stage(k: int, call: StageCall, linked: list[Held]) -> None:
@@ -365,18 +362,15 @@ class ChainMeasurement:
 
         def ended() -> None:
             nonlocal end
-            synchronize(self.device)
-            end = time.perf_counter()
+            end = clock.now(self.device)
 
         rest = []
-        for _ in range(repeats):
-            with torch.enable_grad():
+        for _ in range(clock.repeats):
+            with torch.enable_grad(), clock.running():
                 value = self.loss(self.forward(stage, ended))
-                synchronize(self.device)
-                between = time.perf_counter()
+                between = clock.now(self.device)
                 value.backward()
-                synchronize(self.device)
-                rest.append((between - end, time.perf_counter() - between))
+                rest.append((between - end, clock.now(self.device) - between))
             self.forget()
         forward, backward = (min(column) for column in zip(*rest, strict=True))
         alike: defaultdict[Any, list[StageSeconds]] = defaultdict(list)
