@@ -3,13 +3,15 @@
 A loop whose iterations contain optimizer steps ends after a few steps; a loop around it, as over epochs, after a few
 iterations. If it runs over a range, its last iteration has the last number, and everything that the script does every
 so many iterations, such as an evaluation or saving, is due in it. A loader that gives batches and sees no backward pass
-evaluates, and skips to its last batch. A loop without steps is left as it is. loop_source.py makes the script's own
+evaluates, and skips to its last batch; a loop over a range, where no gradients are recorded, to its last number once
+its iterations request the same memory. Another loop without steps is left as it is. loop_source.py makes the script's own
 loops ask here before each iteration, and loader_passes.py the DataLoaders.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import time
 import weakref
@@ -20,13 +22,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memopt._estimate.script import AllocatedMemory, Stopped, growth, memory
+from memopt._estimate.script import AllocatedMemory, Stopped, growth, memory, requested
 
 _EPOCHS = 10  # iterations of a loop around the one with the steps
 _LONG = 20.0  # seconds, after which two of them suffice
 _FOR_OTHERS = 5  # times as many steps, while another optimizer has hardly stepped, as a GAN's generator
 _PASSES = 20  # over a loader, of which nothing can be ended that they are in
 _LITTLE = 10_000  # iterations: what they keep is not told where it is less than what is allocated
+_ALIKE = 3  # iterations of an evaluation in a row, each of which requests as much memory as the one before
+_LOOKED_AT = 20  # iterations, among which such ones are looked for
 _UNASKED = 40  # steps in a row that no loop has asked about
 
 
@@ -36,7 +40,8 @@ class Loop:
     `own`: steps of each optimizer that no inner loop took; `epochs`: iterations with steps of inner loops; `turn`:
     number of executions at this place with steps; `fed`: batches come from a DataLoader that ends itself; `periodic`:
     the loop that does things every so many iterations, this one or the one that it feeds, "" for none; `counts`: over a
-    range; `last`: the present iteration is its last; `memory`: after each iteration with steps.
+    range; `last`: the present iteration is its last; `memory`: after each iteration with steps; `requested`: bytes that
+    are there, and that ever were, before each of the first iterations.
     """
 
     def __init__(self, place: object, where: str, seen: int, periodic: str = "") -> None:
@@ -47,13 +52,14 @@ class Loop:
         self.within = self.fed = self.counts = False
         self.since = time.monotonic()
         self.memory: list[AllocatedMemory] = []
+        self.requested: list[tuple[int, int]] = []
 
 
 class Loops:
     """The loops of a script.
 
     `steps`: number of an optimizer's steps after which its loop ends; None: nothing is shortened. `stop`: the script
-    ends with that step, and no loop. `stepped`: is told who steps. `done`: most steps of an optimizer; `backwards`:
+    ends with that step, and no loop. `evaluations`: these are shortened too. `stepped`: is told who steps. `done`: most steps of an optimizer; `backwards`:
     backward passes, which count as steps if there is no optimizer.
     """
 
@@ -61,9 +67,10 @@ class Loops:
         self,
         steps: int | None,
         stop: bool = False,
+        evaluations: bool = True,
         stepped: Callable[[torch.optim.Optimizer | None], None] = lambda optimizer: None,
     ) -> None:
-        self._told = stepped
+        self._told, self._evaluations = stepped, evaluations
         self.steps, self._stop = (None if stop else steps), (steps if stop else None)
         self.done = self.taken = self.backwards = 0
         self.short: dict[str, str] = {}  # what was ended, by where it is: how
@@ -197,6 +204,21 @@ class Loops:
             self.grows[loop.where] = grows
         return True
 
+    def repeats(self, loop: Loop) -> bool:
+        """Return whether a loop without steps evaluates, and what it requests of the card repeats itself; called before
+        each of its iterations."""
+        if self.steps is None or not self._evaluations or torch.is_grad_enabled():
+            return False
+        if len(loop.requested) == _LOOKED_AT:
+            return False
+        loop.requested.append(requested())
+        pairs = itertools.pairwise(loop.requested[-_ALIKE - 1 :])
+        found = [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
+        if len(found) < _ALIKE or len({*found}) > 1 or found[0][0] or not found[0][1]:
+            return False
+        self.short[loop.where] = "batches"
+        return True
+
     def _enough(self, loop: Loop) -> bool:
         own, wanted = max(loop.own.values(), default=0), max(2, self.steps or 0)
         if loop.turn > 1:
@@ -252,9 +274,14 @@ class For:
             if self._loops.ends(self.loop):
                 raise StopIteration
             if self.loop.last and self._numbers is not None:
-                self._numbers.skip_to_last()
-                self._numbers = None
+                self._skip_to_last(self._numbers)
+        elif self._numbers is not None and self._loops.repeats(self.loop):
+            self._skip_to_last(self._numbers)
         return next(self._iterator)
+
+    def _skip_to_last(self, numbers: Numbers) -> None:
+        numbers.skip_to_last()
+        self._numbers = None
 
     def __del__(self) -> None:
         if hasattr(self, "loop"):  # else it was not iterable

@@ -197,6 +197,14 @@ def memory() -> AllocatedMemory:
     return AllocatedMemory(*(stats.get(name, 0) for name in names))
 
 
+def requested() -> tuple[int, int]:
+    """Return the bytes that the current device's tensors asked for, of those that are there, and of all that were."""
+    if not torch.cuda.is_initialized():
+        return 0, 0
+    stats = torch.cuda.memory_stats()
+    return stats.get("requested_bytes.all.current", 0), stats.get("requested_bytes.all.allocated", 0)
+
+
 def growth(seen: list[AllocatedMemory]) -> int:
     """Return the bytes that each iteration adds once the loop's variables exist; 0 if some iteration adds no blocks."""
     steps = [

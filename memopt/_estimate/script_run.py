@@ -70,7 +70,7 @@ class Run:
             torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
         self._guesses = Guesses(request.fraction)
         self._peaks, self._requests = Peaks(), Requests()
-        self._loops = Loops(request.steps, request.shorten == "none", self._stepped)
+        self._loops = Loops(request.steps, request.shorten == "none", request.shorten == "all", self._stepped)
         self._step, folder = None, Path(request.answer).parent
         if request.timed:
             self._step = StepTrace(folder, lambda: bool(self._loops.last))

@@ -112,7 +112,10 @@ LOOPS = {
         0,
         "for n in range(4):\n    for one in (other, another):\n        one.step(); print('each')",
     ),
-    "forwards": (0, "with torch.no_grad():\n    for n in range(50):\n        model(x); print('forward')"),
+    "an evaluation": (
+        0,
+        "with torch.no_grad():\n    for n in range(50):\n        model(x); print('forward')",
+    ),
     "by next()": (
         3,
         "batches = iter(loader)\nfor n in range(3):\n"
@@ -166,7 +169,7 @@ def test_loops_that_take_steps_end_after_a_few_and_no_others_do(tmp_path):
     said = dict(line.split() for line in printed if line.startswith("loop_"))
     assert {name: int(steps) for name, steps in said.items()} == expected
     assert "shown 0 2 4 9998 ; again 5000" in printed
-    assert (printed.count("due"), printed.count("each"), printed.count("forward")) == (1, 8, 50)
+    assert (printed.count("due"), printed.count("each"), printed.count("forward")) == (1, 8, 4)
     assert found["peak_allocated"] > 64 * MIB
 
 
@@ -322,6 +325,40 @@ def test_a_batch_that_is_larger_than_the_one_before_is_not_kept(tmp_path):
         """
     found = estimate(tmp_path, script(body), steps=3)
     assert found["printed"] == "rows 1999\n" and len(found["covered"]) == 1
+
+
+EVALUATES = {  # by the sizes of 60 rounds: how many of these are run, and whether the last is among them
+    "alike": (7, "4"),
+    "a first one that is larger": (7, "64 if n == 0 else 4"),
+    "growing": (60, "4 + n"),
+    "by turns": (60, "4 + n % 2"),
+}
+
+
+@pytest.mark.parametrize("what", EVALUATES)
+def test_rounds_of_an_evaluation_that_take_the_same_are_shortened(tmp_path, what):
+    """Over a range, without gradients; the last number comes last, and what the rounds keep is counted."""
+    most, size = EVALUATES[what]
+    body = f"""
+    train_step()
+    with torch.no_grad():
+        ran = [n for n in range(60)]  # calls nothing
+        ran.clear()
+        for n in range(60):
+            model(torch.randn({size}, 8, device="cuda")).sum().item()
+            ran.append(n)
+    train_step()
+    print(len(ran), ran[-1], len(range(60)))
+    kept = []
+    with torch.no_grad():
+        for n in range(60):
+            kept.append(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+    """
+    found = estimate(tmp_path, script(body), steps=3)
+    count, last, _ = map(int, found["printed"].split())
+    assert last == 59 and (count == 60 if most == 60 else count <= most), found["printed"]
+    assert found["peak_allocated"] >= 60 * MIB
+    assert found["shortened"] == (["batches"] if most < 60 else [])
 
 
 def test_what_is_imported_is_shortened_and_its_bytecode_stays_the_scripts(tmp_path):
