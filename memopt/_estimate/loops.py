@@ -4,8 +4,8 @@ A loop whose iterations contain optimizer steps ends after a few steps; a loop a
 iterations. If it runs over a range, its last iteration has the last number, and everything that the script does every
 so many iterations, such as an evaluation or saving, is due in it. A loader that gives batches and sees no backward pass
 evaluates, and skips to its last batch; a loop over a range, where no gradients are recorded, to its last number once
-its iterations request the same memory. Another loop without steps is left as it is. loop_source.py makes the script's own
-loops ask here before each iteration, and loader_passes.py the DataLoaders.
+its iterations request the same memory. Another loop without steps is left as it is. loop_source.py makes the script's
+own loops ask here before each iteration, and loader_passes.py the DataLoaders.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Loops:
     """The loops of a script.
 
     `steps`: number of an optimizer's steps after which its loop ends; None: nothing is shortened. `stop`: the script
-    ends with that step, and no loop. `evaluations`: these are shortened too. `stepped`: is told who steps. `done`: most steps of an optimizer; `backwards`:
-    backward passes, which count as steps if there is no optimizer.
+    ends with that step, and no loop. `evaluations`: these are shortened too. `stepped`: is told who steps. `done`: most
+    steps of an optimizer; `backwards`: backward passes, which count as steps if there is no optimizer.
     """
 
     def __init__(
