@@ -8,12 +8,14 @@ import torch
 
 from memopt._estimate.forecast import PARTS
 from memopt._memory.recording.recording import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, Recording
+from memopt._run.techniques import PLANNED, PLANNING
 
 
 def of(recording: Recording) -> list[list[int]]:
     """Return rows of bytes by PARTS: whichever parts are left out, the moment that is the fullest then is among them.
 
-    What an optimizer makes and drops within one step is a temporary of it, the rest its state.
+    What an optimizer makes and drops within one step is a temporary of it, the rest its state. Moments of trial steps,
+    by which a technique is planned, are left out: they stand for states that another technique may take away.
     """
     born, died, size, category = (recording.columns[name] for name in ("born", "died", "size", "category"))
     steps = torch.tensor([mark.event for mark in recording.marks if mark.kind == "step"], dtype=torch.int64)
@@ -27,6 +29,10 @@ def of(recording: Recording) -> list[list[int]]:
         row.index_add_(0, born[mask] + 1, size[mask])
         row.index_add_(0, died[mask] + 1, -size[mask])
     live = change[:, : recording.events + 1].cumsum(1)
+    marks = ((mark.event, mark.kind) for mark in recording.marks if mark.kind in (PLANNING, PLANNED))
+    for (begun, kind), (ended, _) in itertools.pairwise([*marks, (recording.events, "")]):
+        if kind == PLANNING:
+            live[:, begun + 1 : ended + 1] = 0
     kinds = range(len(PARTS))
     left = (parts for count in range(1, len(PARTS) + 1) for parts in itertools.combinations(kinds, count))
     moments = {int(live[list(parts)].sum(0).argmax()) for parts in left}

@@ -80,8 +80,10 @@ class Run:
         self._passes = LoaderPasses(self._loops, evaluations=request.shorten == "all")
         loop_source.install(self._loops, self._guesses.asserts)
         self._batch_size = None if request.batch_size is None else BatchSizeOverride(request.batch_size)
-        self._techniques = Techniques(request.techniques)
         self._recorder = recorder.start("cuda") if request.record else None
+        self._techniques = Techniques(
+            request.techniques, self._recorder.mark if self._recorder else lambda _: None
+        )
         self._files = files
         self._answering = threading.RLock()
         if not main:

@@ -237,7 +237,12 @@ def _operators(trace: dict[str, Any]) -> Iterator[list[tuple[str, float, float]]
             children[node["ctrl_deps"]].append(node)
     met: list[tuple[int, tuple[str, float, float] | None]] = []
 
+    seen: set[int] = set()
+
     def visit(node: dict[str, Any]) -> None:
+        if id(node) in seen:  # a range that was open when the observer began has the number of another node
+            return
+        seen.add(id(node))
         if node["name"] == _MARK:
             met.append((node["id"], None))
             return

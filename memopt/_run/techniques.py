@@ -28,6 +28,7 @@ from memopt._run.plan import (
 from memopt.chain import InfeasibleBudget
 from memopt.nn._deferred_logits import DeferredLogits
 
+PLANNING, PLANNED = "planning", "planned"  # marks of a recording
 _HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
@@ -36,13 +37,15 @@ class Techniques:
 
     Args:
         wanted: Names of techniques, as a request has them.
+        mark: Is told PLANNING where a plan for a model is about to be made, and PLANNED once it is.
 
     Attributes:
         applied: Parts of the script that each technique was applied to, such as {"fused": ["AdamW"]}; a technique that
             was applied to nothing has no entry.
     """
 
-    def __init__(self, wanted: list[str]) -> None:
+    def __init__(self, wanted: list[str], mark: Callable[[str], None] = lambda kind: None) -> None:
+        self._mark = mark
         self.applied: dict[str, list[str]] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -191,14 +194,22 @@ class Techniques:
             if any(id(p) in mine for g in one.param_groups for p in g["params"])
         )
         plan = functools.partial(
-            memopt.auto_checkpoint, model, kwargs or args, optimizer=next(stepped, None), accumulate=True
+            memopt.auto_checkpoint,
+            model,
+            kwargs or args,
+            optimizer=next(stepped, None),
+            accumulate=True,
+            to="cpu",
         )
+        self._mark(PLANNING)
         try:
             plan(memory_budget=budget)
         except InfeasibleBudget as least:
             # With other techniques the least that it can do may be enough.
             plan(memory_budget=least.least_budget)
             self.applied[LEAST_BUDGET] = [str(least.least_budget)]
+        finally:
+            self._mark(PLANNED)
         self._met(CHECKPOINT, model)
 
 
