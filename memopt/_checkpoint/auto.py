@@ -124,6 +124,24 @@ def auto_checkpoint(
             "the argument offload= of auto_checkpoint() is now named to=", DeprecationWarning, stacklevel=2
         )
         to = offload if to is None else to
+    plan_model(model, sample, memory_budget, optimizer, loss, accumulate, slots, to, strict, keeps_output)
+    return model
+
+
+def plan_model(
+    model: torch.nn.Module,
+    sample: Any,
+    memory_budget: int | float | str,
+    optimizer: torch.optim.Optimizer | int | str | None = None,
+    loss: Loss = default_loss,
+    accumulate: bool = False,
+    slots: int = 500,
+    to: str | os.PathLike[str] | None = None,
+    strict: bool = False,
+    keeps_output: bool = True,
+    or_least: bool = False,
+) -> None:
+    """Do what auto_checkpoint() does; `or_least`: and take a budget that is too small for the least that would do."""
     refuse_offloaded_part(model)
     refuse_compiled(model)
     args, kwargs = sample_arguments(sample)
@@ -141,6 +159,7 @@ def auto_checkpoint(
         accumulate,
         strict,
         keeps_output,
+        or_least,
     )
     earlier = installed(model)
     undo_checkpoint(model)
@@ -153,7 +172,6 @@ def auto_checkpoint(
             residency.carrier.plan(None)
         raise
     model.__dict__["forward"] = PlannedForward(model, own_forward(model), request, [planned])
-    return model
 
 
 def refuse_offloaded_part(model: torch.nn.Module) -> None:

@@ -212,8 +212,9 @@ def checked_plan(
     forward_by: Callable[[Candidate], Forward],
     speed: Bandwidth | None = None,
     distributed: bool = False,
+    or_least: bool = False,
 ) -> Candidate:
-    """The fastest plan whose step is within the budget.
+    """The fastest plan whose step is within the budget; with `or_least`, if there is none, the one that takes least.
 
     beside: the optimizer's. accumulate: gradients are there when a step begins. whose: for InfeasibleBudget's words.
     forward_by: the forward pass of a plan. speed: of offloading. distributed: over ranks, which then find the same."""
@@ -263,7 +264,7 @@ def checked_plan(
     found = candidate(None)
     taken = tried(found)
     plan = found[0]
-    if plan.peak_bytes <= budget:
+    if plan.peak_bytes <= budget or or_least:
         return found
     least = plan.peak_bytes + max(plan.peak_bytes // SPARE, SPARE_OF_RANKS if distributed else 0)
     if taken.in_step > taken.in_passes:
@@ -322,9 +323,9 @@ def bytes_of_step(
                 held = forward()
                 with out_of_autocast(device):
                     held[1].backward()
-                took = clock.now(device) - begun
+                ended = clock.now(device)
             if timed:
-                seconds.append(took)
+                seconds.append(clock.between(begun, ended))
             _, peak = allocator.now_and_peak()
             if n == 0:
                 state = [torch.empty(size, dtype=torch.uint8, device=device) for size in beside.coming]

@@ -164,7 +164,8 @@ class ShapePlan:
 class PlanRequest:
     """The arguments of auto_checkpoint(), but for the sample.
 
-    optimizer: a weak reference, or its state's bytes. state_bytes: those of the optimizer when it was last seen.
+    optimizer: a weak reference, or its state's bytes. or_least: a budget that is too small is taken for the least that
+    would do. state_bytes: those of the optimizer when it was last seen.
     """
 
     loss: Loss
@@ -175,6 +176,7 @@ class PlanRequest:
     accumulate: bool
     strict: bool
     keeps_output: bool = True
+    or_least: bool = False
     state_bytes: int = 0
 
     def optimizer_bytes(self, model: torch.nn.Module) -> OptimizerBytes:
@@ -218,6 +220,7 @@ class PlanRequest:
                 forward_by=forward_by,
                 speed=speed,
                 distributed=distributed,
+                or_least=self.or_least,
             )
         plan.offload = self.to
         shape = CallShape.of(model, args, kwargs)

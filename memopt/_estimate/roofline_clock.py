@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from memopt._estimate.cards import Rates
-from memopt._estimate.step_time import seconds
+from memopt._estimate.step_time import Segment, seconds
 from memopt._estimate.step_trace import Observation, counters, segments
 from memopt._runtime.device_clock import DeviceClock
 
@@ -24,7 +25,7 @@ class RooflineClock(DeviceClock):
         plainly: A context in which files are not redirected.
     """
 
-    repeats = 1
+    repeats, exact = 1, True
 
     def __init__(
         self,
@@ -35,37 +36,39 @@ class RooflineClock(DeviceClock):
     ) -> None:
         self._folder, self._rates, self._interrupt, self._plainly = folder, rates, interrupt, plainly
         self._observation: Observation | None = None
-        self._counters: dict[str, int] = {}
-        self._seconds = 0.0
+        self._counters: list[dict[str, int]] = []
+        self._segments: list[Segment] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
         with self._plainly():
             self._interrupt()
-            self._begin()
+            observation = self._observation = Observation(self._folder)
+        self._counters, self._segments = [counters()], []
         try:
             yield
         finally:
+            self._observation = None
+            _run_backward()
             with self._plainly():
-                self._end()
+                self._segments = segments(observation.end(), self._counters)
 
     def now(self, device: torch.device) -> float:
         del device
-        with self._plainly():
-            text, before = self._end(), self._counters
-            if text is not None:
-                self._seconds += seconds(segments(text, [before, counters()]), self._rates)
-                self._begin()
-        return self._seconds
+        if self._observation is not None:
+            self._observation.mark()
+            self._counters.append(counters())
+        return len(self._counters) - 1
 
-    def _begin(self) -> None:
-        observation = Observation(self._folder)
-        self._observation, self._counters = observation if observation.begins else None, counters()
+    def between(self, begun: float, ended: float) -> float:
+        return seconds(self._segments[int(begun) : int(ended)], self._rates)
 
-    def _end(self) -> str | None:
-        if self._observation is None:
-            return None
-        self._observation.mark()
-        text = self._observation.end()
-        self._observation = None
-        return text
+
+def _run_backward() -> None:
+    """Have the thread of the device's backward passes come to another one, so that the last one's operators have
+    ended: it says that a pass is done before that."""
+    if torch.cuda.is_initialized():
+        with torch.enable_grad():
+            end = torch.zeros((), device="cuda", requires_grad=True) * 1
+        engine: Any = torch.autograd.Variable._execution_engine  # past what counts the script's passes
+        engine.run_backward((end,), (torch.zeros_like(end),), False, False, (), True, True)

@@ -43,9 +43,9 @@ class Observation:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / f"step-{os.getpid()}.json"
-        self.begins = bool(_profiler._add_execution_trace_observer(str(self._file)))
-        if self.begins:
-            _profiler._enable_execution_trace_observer()
+        if not _profiler._add_execution_trace_observer(str(self._file)):
+            raise RuntimeError("the operators of a step cannot be observed: something else observes them")
+        _profiler._enable_execution_trace_observer()
 
     def mark(self) -> None:
         """End a segment."""
@@ -53,7 +53,10 @@ class Observation:
             pass
 
     def end(self) -> str:
-        """Return what was observed, for `segments`."""
+        """Return what was observed, for `segments`.
+
+        No thread may be within an operator. That of a device's backward passes can still be, just after one.
+        """
         _profiler._disable_execution_trace_observer()
         _profiler._remove_execution_trace_observer()
         text = self._file.read_text()
@@ -135,9 +138,7 @@ class StepTrace:
         return run
 
     def _begin(self) -> None:
-        observation = Observation(self._folder)
-        if observation.begins:
-            self._observation, self._counters = observation, [self._counts()]
+        self._observation, self._counters = Observation(self._folder), [self._counts()]
 
     def _mark(self) -> None:
         if self._observation is not None:

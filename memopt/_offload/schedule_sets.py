@@ -17,6 +17,7 @@ before a schedule is made (destination, bandwidth)."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -343,5 +344,5 @@ def _measured(to: str, device: torch.device, disk: int) -> Bandwidth:
             times.append(clock.now(device))
             transfer.back()
             times.append(clock.now(device))
-        seconds.append((times[1] - times[0], times[2] - times[1]))
+        seconds.append([clock.between(*pair) for pair in itertools.pairwise(times)])
     return Bandwidth(*(NBYTES / max(min(column), 1e-9) for column in zip(*seconds, strict=True)))

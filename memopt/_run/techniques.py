@@ -25,7 +25,6 @@ from memopt._run.plan import (
     OFFLOAD_LAYERS,
     OPTIONS,
 )
-from memopt.chain import InfeasibleBudget
 from memopt.nn._deferred_logits import DeferredLogits
 
 PLANNING, PLANNED = "planning", "planned"  # marks of a recording
@@ -181,7 +180,7 @@ class Techniques:
     def _checkpoint(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int
     ) -> None:
-        import memopt
+        from memopt._checkpoint.auto import plan_model
 
         if args and kwargs:
             raise ValueError(
@@ -193,23 +192,21 @@ class Techniques:
             for one in self._optimizers
             if any(id(p) in mine for g in one.param_groups for p in g["params"])
         )
-        plan = functools.partial(
-            memopt.auto_checkpoint,
-            model,
-            kwargs or args,
-            optimizer=next(stepped, None),
-            accumulate=True,
-            to="cpu",
-        )
         self._mark(PLANNING)
         try:
-            plan(memory_budget=budget)
-        except InfeasibleBudget as least:
-            # With other techniques the least that it can do may be enough.
-            plan(memory_budget=least.least_budget)
-            self.applied[LEAST_BUDGET] = [str(least.least_budget)]
+            plan_model(
+                model,
+                kwargs or args,
+                budget,
+                optimizer=next(stepped, None),
+                accumulate=True,
+                to="cpu",
+                or_least=True,  # with other techniques that may be enough
+            )
         finally:
             self._mark(PLANNED)
+        if (takes := model.plan.peak_bytes) > budget:
+            self.applied[LEAST_BUDGET] = [str(takes)]
         self._met(CHECKPOINT, model)
 
 

@@ -12,19 +12,25 @@ class DeviceClock:
     """This machine's clock.
 
     Attributes:
-        repeats: Times that work is done to be timed, of which the least is taken: it is disturbed.
+        repeats: Times that work is done to be timed, of which the least is taken.
+        exact: The same work takes the same time: once is enough.
     """
 
-    repeats = 3
+    repeats: int = 3
+    exact: bool = False
 
     def running(self) -> AbstractContextManager[None]:
-        """Return a context in which times are taken."""
+        """Return a context in which moments are taken."""
         return nullcontext()
 
     def now(self, device: torch.device) -> float:
-        """Return seconds, once the device has done what it was given."""
+        """Return the present moment, once the device has done what it was given."""
         synchronize(device)
         return time.perf_counter()
+
+    def between(self, begun: float, ended: float) -> float:
+        """Return the seconds between two moments, once the context that they were taken in has ended."""
+        return ended - begun
 
 
 clock = DeviceClock()

@@ -313,6 +313,9 @@ class StageBytes(NamedTuple):
     numbers: int = 0  # bytes of numbers of Python's that its graph keeps, in none of the others
 
 
+Moments = tuple[float, float]  # a begin and an end, by the device's clock
+
+
 class StageSeconds(NamedTuple):
     """Measured seconds of a stage. remake: a forward with a graph that ends once all is saved."""
 
@@ -497,32 +500,33 @@ def bytes_to_remake(
         return meter.peak
 
 
-def stage_seconds(
+def stage_moments(
     function: Callable[..., Any],
     arguments: Any,
     trainable: list[torch.Tensor],
     count: int,
     device: torch.device,
-) -> StageSeconds:
+) -> list[Moments]:
+    """Run a stage, and return when each of StageSeconds began and ended, by the device's clock."""
     args, kwargs = arguments()
     clock = device_clock.clock
+    moments: list[Moments] = []
 
     @contextmanager
-    def timed(into: list[float]) -> Iterator[None]:
-        start = clock.now(device)
+    def timed() -> Iterator[None]:
+        begun = clock.now(device)
         yield
-        into.append(clock.now(device) - start)
+        moments.append((begun, clock.now(device)))
 
-    seconds: list[float] = []
     for parameter in trainable:
         parameter.grad = None
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, no_backward)
-    with torch.enable_grad(), hooks, timed(seconds):
+    with torch.enable_grad(), hooks, timed():
         out = function(*args, **kwargs)
     del out
     args, kwargs = arguments()
     with torch.enable_grad():
-        with timed(seconds):
+        with timed():
             out = function(*args, **kwargs)
         left = count
 
@@ -534,7 +538,7 @@ def stage_seconds(
             return tensor.detach()
 
         again, again_kwargs = arguments()
-        with timed(seconds):
+        with timed():
             try:
                 with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
                     function(*again, **again_kwargs)
@@ -542,7 +546,7 @@ def stage_seconds(
                 if left:
                     raise
         ends = [t for t in tensors_in(out) if t.requires_grad]
-        with timed(seconds):
+        with timed():
             if ends:
                 Seed.apply(*ends).backward()
-    return StageSeconds(*seconds)
+    return moments

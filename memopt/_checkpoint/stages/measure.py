@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from memopt._checkpoint.runner import Held, StageCall, calls_of, held_outputs, u
 from memopt._checkpoint.stages.argument_objects import ArgumentObject
 from memopt._checkpoint.stages.costs import (
     Meter,
+    Moments,
     StageBytes,
     StageSeconds,
     block_bytes,
@@ -29,7 +30,7 @@ from memopt._checkpoint.stages.costs import (
     gradients_on,
     local,
     stage_bytes,
-    stage_seconds,
+    stage_moments,
     tensors_in,
     workspace_bytes,
 )
@@ -351,14 +352,20 @@ class ChainMeasurement:
     def measure_seconds(self) -> None:
         """Time each stage once in each of some forward passes, so that a disturbance meets one run of many stages."""
         clock, end = device_clock.clock, 0.0
-        runs: list[list[StageSeconds]] = [[] for _ in self.functions]
+        kinds = [
+            kind_of(function, size) for function, size in zip(self.functions, self.stage_bytes, strict=False)
+        ]
+        first = {kind: k for k, kind in reversed([*enumerate(kinds)])}
+        runs: defaultdict[Any, list[list[Moments]]] = defaultdict(list)
 
         def stage(k: int, call: StageCall, linked: list[Held]) -> None:
+            if clock.exact and first[kinds[k]] != k:
+                return
             count = self.stage_bytes[k].saved_count
             function = call.state.modules.repeatable(self.functions[k])
             with repeatedly(self.chain.names[k]):
                 arguments = self.arguments(k, call, linked)
-                runs[k].append(stage_seconds(function, arguments, self.trainable, count, self.device))
+                runs[kinds[k]].append(stage_moments(function, arguments, self.trainable, count, self.device))
 
         def ended() -> None:
             nonlocal end
@@ -370,18 +377,14 @@ class ChainMeasurement:
                 value = self.loss(self.forward(stage, ended))
                 between = clock.now(self.device)
                 value.backward()
-                rest.append((between - end, clock.now(self.device) - between))
+                rest.append([(end, between), (between, clock.now(self.device))])
             self.forget()
-        forward, backward = (min(column) for column in zip(*rest, strict=True))
-        alike: defaultdict[Any, list[StageSeconds]] = defaultdict(list)
-        kinds = [
-            kind_of(function, size) for function, size in zip(self.functions, self.stage_bytes, strict=False)
-        ]
-        for kind, found in zip(kinds, runs, strict=True):
-            alike[kind] += found
-        self.stage_seconds = [
-            StageSeconds(*(min(column) for column in zip(*alike[kind], strict=True))) for kind in kinds
-        ]
+
+        def seconds(of: list[list[Moments]]) -> Iterator[float]:
+            return (min(clock.between(*one) for one in column) for column in zip(*of, strict=True))
+
+        forward, backward = seconds(rest)
+        self.stage_seconds = [StageSeconds(*seconds(runs[kind])) for kind in kinds]
         self.stage_seconds.append(StageSeconds(forward, forward, forward, backward))
 
     def of_groups(self, groups: Sequence[range]) -> tuple[list[StageBytes], list[StageSeconds]]:
