@@ -148,5 +148,5 @@ def _in_words(name: str, met: dict[str, list[str]]) -> str:
         "cross_entropy (memopt.nn.fuse_loss_head(model) for a model of transformers)",
         OFFLOAD_LAYERS: "memopt.offload_layers(model) before the optimizer is made",
         CHECKPOINT: f'memopt.auto_checkpoint(model, sample, memory_budget="{-(-int(budget or 0) // (1 << 20))}MiB", '
-        "optimizer=optimizer, accumulate=True)",
+        'optimizer=optimizer, accumulate=True, to="cpu")',
     }[technique]

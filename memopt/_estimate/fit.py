@@ -188,7 +188,8 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
     tried: dict[Names, Tried] = {}
 
     def attempt(names: Names) -> Tried | None:
-        first = search.forecast is not None and len(names) > 1 and search.could_fit(names)
+        alone = len(names) == 1 and names <= {*search.techniques}
+        first = search.forecast is not None and not alone and search.could_fit(names)
         result = survey.attempt(estimate, card, names, on_card_first=first)
         if result is not None:
             tried[names] = result
@@ -201,6 +202,7 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
     search: Search = advice.search_of(estimate, card, survey.request.backend, attempt, wanted)
     chosen = next(search.found(), None)
     if chosen is not None:
+        chosen = search.with_more_budget(chosen, card.usable - estimate.context)
         answer = tried[chosen].answer
         assert answer is not None
         fit.plan = _plan(
@@ -210,7 +212,8 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
     elif survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
-    fit.rows = [_row(names, tried[names]) for names in order[:_ROWS]]
+    shown = {frozenset(map(_plain, names)): names for names in reversed(order)}  # of several budgets the best
+    fit.rows = [_row(names, tried[names]) for names in order if names in shown.values()][:_ROWS]
     fit.alone = {name: estimate.needed[0] - one.needed for name, one in search.alone.items() if not one.fits}
     if (forecast := search.forecast) is not None:
         plain, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *survey.failed}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ class RooflineClock(DeviceClock):
         self,
         folder: Path,
         rates: Rates,
-        interrupt: Callable[[], None],
-        plainly: Callable[[], AbstractContextManager[None]],
+        interrupt: Callable[[], None] = lambda: None,
+        plainly: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._folder, self._rates, self._interrupt, self._plainly = folder, rates, interrupt, plainly
         self._observation: Observation | None = None

@@ -60,6 +60,7 @@ _APART = [  # of each at most one
 ]
 _ALLOCATORS = {"expandable", "pool"}
 _SURE = 0.98  # of what is worked out: some blocks are taken for another category's
+_BUDGETS = (0.99, 0.96)  # of the room
 _LIKELY = 3  # combinations of a tier that are run because they are predicted to fit
 
 Names = frozenset[str]
@@ -101,7 +102,7 @@ class Search:
         seconds: float = 0.0,
         forecast: Forecast | None = None,
     ) -> None:
-        self._techniques = list(techniques)
+        self.techniques = list(techniques)
         self._needed, self._room, self._plain_seconds = needed, room, seconds
         self.run = functools.cache(attempt)
         self.alone: dict[str, Tried] = {}  # what ran
@@ -109,7 +110,7 @@ class Search:
 
     def try_alone(self, tier: int) -> None:
         """Run each technique of a tier by itself; 4 bits where 8 are not enough."""
-        for name in self._techniques:
+        for name in self.techniques:
             if name == FOUR_BITS and EIGHT_BITS in self.alone and self.alone[EIGHT_BITS].fits:
                 continue
             if tier_of([name]) == tier and (tried := self.run(Names([name]))) is not None:
@@ -117,7 +118,7 @@ class Search:
 
     def found(self) -> Iterator[Names]:
         """Yield combinations that fit: one of each tier that has any, the lowest tier first."""
-        possible = {tier_of(names) for names in combinations(self._techniques) if self.could_fit(names)}
+        possible = {tier_of(names) for names in combinations(self.techniques) if self.could_fit(names)}
         for tier in sorted(possible or range(len(TIERS))):
             fitting = next((names for names in self._candidates(tier) if self._fits(names)), None)
             if fitting is None:
@@ -127,6 +128,25 @@ class Search:
                 if rest and self.could_fit(rest) and self._fits(rest):
                     fitting = rest
             yield fitting
+
+    def with_more_budget(self, names: Names, room: int) -> Names:
+        """Return techniques that fit with the largest of some budgets for CHECKPOINT with which they are faster, and
+        still fit.
+
+        Args:
+            names: The techniques.
+            room: Bytes of the card for tensors.
+        """
+        found = self.run(names)
+        of = next((name for name in names if name.startswith(CHECKPOINT)), None)
+        if of is None or found is None or found.seconds <= self._plain_seconds:
+            return names
+        for share in _BUDGETS:
+            more = names - {of} | {f"{CHECKPOINT}:{int(share * room) >> 20 << 20}"}
+            tried = self.run(more)
+            if tried is not None and tried.fits and tried.seconds < found.seconds:
+                return more
+        return names
 
     def could_fit(self, names: Names) -> bool:
         """Return whether no forecast says that techniques cannot fit."""
@@ -167,7 +187,7 @@ class Search:
                 len(names),
             )
 
-        techniques = [name for name in self._techniques if name != OFFLOAD_LAYERS]
+        techniques = [name for name in self.techniques if name != OFFLOAD_LAYERS]
         left = [names for names in combinations(techniques) if tier_of(names) == tier]
         tries = 0
         while tries < _LIKELY:

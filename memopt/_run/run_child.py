@@ -225,6 +225,13 @@ class _Run:
         if self._request.simulated is None:
             # CUDA is not to begin before the script has it begin: what it forks until then may use it, too.
             torch.cuda._lazy_call(lambda: check(lambda: plan.check_card(torch.cuda.mem_get_info()[1])))
+        else:
+            # What this machine takes to compute for the card is no reason for another schedule than the planned one.
+            from memopt._estimate.cards import Card
+            from memopt._estimate.roofline_clock import RooflineClock
+            from memopt._runtime import device_clock
+
+            device_clock.use(RooflineClock(self._folder, Card("", plan.card).rates))
         self._planned = Techniques(plan.techniques), Peaks()
 
     def _compare(self, plan: Plan, techniques: Techniques, peaks: Peaks) -> None:

@@ -94,3 +94,25 @@ def test_two_that_do_not_run_together_are_tried_without_one_another():
 
     names = ["offload states", "offload layers", "loss head"]
     assert [*Search(names, PLAIN, PLAIN - 400, attempt).found()] == [{"offload states", "loss head"}]
+
+
+@pytest.mark.parametrize(
+    ("largest", "seconds", "room", "budget"),
+    [
+        (970, 2.0, 1000, 960),  # of 1000 the largest share in question that fits
+        (995, 2.0, 1000, 990),
+        (905, 2.0, 1000, 900),  # no more than what was found
+        (2000, 1.0, 1000, 900),  # and nothing where it takes no more time than the script as it is
+    ],
+)
+def test_a_checkpoint_gets_the_budget_that_is_left(largest, seconds, room, budget):
+    mib = 1 << 20
+
+    def attempt(names):
+        given = next(int(name.partition(":")[2]) for name in names if name.startswith("checkpoint"))
+        return Tried(given <= largest * mib, given, seconds - given / (room * mib) / 10)
+
+    found = Names([f"checkpoint:{900 * mib}", "fused"])
+    plain = 1.0
+    asked = Search(found, 2000 * mib, room * mib, attempt, plain).with_more_budget(found, room * mib)
+    assert asked == Names([f"checkpoint:{budget * mib}", "fused"])
