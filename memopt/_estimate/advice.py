@@ -42,6 +42,7 @@ _CHANGES = {
 }
 # Of the memory that is left beside the context: the allocator needs room besides.
 _BUDGET = 0.9
+LEAST = f"{CHECKPOINT}:1"  # the schedule that takes least
 
 
 def find(found: Estimate, card: Card, backend: str, attempt: Callable[[Names], Tried | None]) -> list[Advice]:
@@ -62,7 +63,7 @@ def find(found: Estimate, card: Card, backend: str, attempt: Callable[[Names], T
         for one in found.backends
         if one.name != backend and one.completes
     ]
-    search = search_of(found, card, backend, attempt)
+    search = search_of(found, card, backend, attempt, lambda name: name != LEAST)
     for tier in range(len(TIERS)):
         search.try_alone(tier)
     fitting = [name for name, tried in search.alone.items() if tried.fits and name not in _SWITCH]
@@ -110,6 +111,7 @@ def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
         room = card.usable - found.context - (found.reserved[1] - found.allocated[1])
         if (budget := int(_BUDGET * room) >> 20) > 0:
             yield f"{CHECKPOINT}:{budget << 20}"
+            yield LEAST
         yield from (OFFLOAD_ACTIVATIONS, LOSS_HEAD)
     if found.by_category.get("parameters"):
         yield OFFLOAD_LAYERS

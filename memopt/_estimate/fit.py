@@ -8,6 +8,7 @@ from typing import Any
 
 from memopt import _C
 from memopt._estimate import advice, cards
+from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
 from memopt._estimate.forecast import WORKED_OUT
 from memopt._estimate.prediction import Estimate
@@ -15,7 +16,7 @@ from memopt._estimate.request import BACKENDS
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
 from memopt._estimate.survey import NOT_MET, Survey, wanted_bytes
-from memopt._run.plan import EIGHT_BITS, FOUR_BITS, Plan, described
+from memopt._run.plan import CHECKPOINT, EIGHT_BITS, FOUR_BITS, LEAST_BUDGET, Plan, described
 from memopt._runtime.table import Facts, ResultTable, several
 
 ALLOWED = {"8bit": EIGHT_BITS, "4bit": FOUR_BITS}  # what changes numbers, by the word that allows it
@@ -206,7 +207,12 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
         answer = tried[chosen].answer
         assert answer is not None
         fit.plan = _plan(
-            survey, card, estimate, chosen, answer.peak_allocated, seconds(answer.step, card.rates)
+            survey,
+            card,
+            estimate,
+            _with_budgets(chosen, answer),
+            answer.peak_allocated,
+            seconds(answer.step, card.rates),
         )
         fit.lines = advice.in_words(chosen, answer)
     elif survey.batch is not None and (survey.batch.size or 0) > 1:
@@ -226,6 +232,16 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
     fit.least = min([fit.least, *(one.needed for one in tried.values() if not _ran_out(one))])
     fit.runs = survey.runs
     return fit
+
+
+def _with_budgets(names: Names, answer: Answer) -> Names:
+    """Return techniques with the budget of a checkpoint that was told to take the least."""
+    least = answer.more["techniques"].get(LEAST_BUDGET)
+    return (
+        names
+        if least is None
+        else Names(f"{CHECKPOINT}:{least[0]}" if name.startswith(CHECKPOINT) else name for name in names)
+    )
 
 
 _ROWS = 5

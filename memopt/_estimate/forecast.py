@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from memopt._estimate.cards import Rates
 from memopt._estimate.step_time import Segment, seconds
 from memopt._run.plan import (
+    CHECKPOINT,
     EIGHT_BITS,
     FOUR_BITS,
     FUSED,
@@ -84,10 +85,16 @@ class Forecast:
         return not {*names} & {"expandable", "pool"} and (self.needed(names) - self.beside) * self.held > room
 
     def seconds(self, names: Iterable[str]) -> float:
-        """Return the seconds of a step; of a technique that was not run yet, as if it took none."""
+        """Return the seconds of a step; of a technique that was not run yet, the least that it can take."""
         plain = seconds(self.step, self.rates)
-        runs = (self.alone[name].seconds - plain for name in names if name in self.alone)
+        runs = (known.seconds - plain for name in names if (known := self._known(name)) is not None)
         return seconds(self._step_with({*names}), self.rates) + sum(runs)
+
+    def _known(self, name: str) -> Known | None:
+        """Return the run with a technique; of a checkpoint with a budget that was not run, with a larger one."""
+        if name in self.alone or not name.startswith(CHECKPOINT):
+            return self.alone.get(name)
+        return next((run for other, run in self.alone.items() if other.startswith(CHECKPOINT)), None)
 
     def _step_with(self, names: set[str]) -> list[Segment]:
         """Return the step with one pass over parameters, gradients and states in the place of the optimizer's

@@ -23,6 +23,7 @@ from memopt._run.plan import (
     EIGHT_BITS,
     FOUR_BITS,
     FUSED,
+    LEAST_BUDGET,
     LOSS_HEAD,
     MICRO_BATCHES,
     OFFLOAD_ACTIVATIONS,
@@ -60,7 +61,8 @@ _APART = [  # of each at most one
 ]
 _ALLOCATORS = {"expandable", "pool"}
 _SURE = 0.98  # of what is worked out: some blocks are taken for another category's
-_BUDGETS = (0.99, 0.96)  # of the room
+_BUDGETS = (0.99, 0.96)  # of the room, before it is halved what lies below
+_TRIES, _CLOSE = 4, 0.03
 _LIKELY = 3  # combinations of a tier that are run because they are predicted to fit
 
 Names = frozenset[str]
@@ -130,23 +132,33 @@ class Search:
             yield fitting
 
     def with_more_budget(self, names: Names, room: int) -> Names:
-        """Return techniques that fit with the largest of some budgets for CHECKPOINT with which they are faster, and
-        still fit.
+        """Return techniques that fit with the largest budget for CHECKPOINT that was found with which they still do, if
+        they are faster then.
 
         Args:
             names: The techniques.
             room: Bytes of the card for tensors.
         """
-        found = self.run(names)
-        of = next((name for name in names if name.startswith(CHECKPOINT)), None)
-        if of is None or found is None or found.seconds <= self._plain_seconds:
+        first, own = self.run(names), next((name for name in names if name.startswith(CHECKPOINT)), None)
+        if own is None or first is None or first.seconds <= self._plain_seconds:
             return names
-        for share in _BUDGETS:
-            more = names - {of} | {f"{CHECKPOINT}:{int(share * room) >> 20 << 20}"}
+        best, fastest, low, high = names, first.seconds, _budget_of(own, first), room
+        budgets = [int(share * room) for share in _BUDGETS]
+        for _ in range(_TRIES):
+            if high - low < _CLOSE * room:
+                break
+            budget = budgets.pop(0) if budgets else (low + high) // 2
+            more = names - {own} | {f"{CHECKPOINT}:{budget >> 20 << 20}"}
             tried = self.run(more)
-            if tried is not None and tried.fits and tried.seconds < found.seconds:
-                return more
-        return names
+            if tried is None or not tried.fits:
+                high = budget
+                continue
+            if tried.seconds < fastest:
+                best, fastest = more, tried.seconds
+            if budgets or budget >= _BUDGETS[-1] * room:
+                break
+            low = budget
+        return best
 
     def could_fit(self, names: Names) -> bool:
         """Return whether no forecast says that techniques cannot fit."""
@@ -212,6 +224,11 @@ class Search:
                 self.alone[name] = tried
                 if name not in WORKED_OUT and tried.answer is not None:
                     forecast.alone[name] = Known(tried.answer.more["moments"], tried.seconds)
+                    if name.startswith(CHECKPOINT) and LEAST_BUDGET in tried.answer.more.get(
+                        "techniques", {}
+                    ):
+                        # Of another budget it would be the same.
+                        left = [names for names in left if name in names or not _has(CHECKPOINT, names)]
 
     def _known(self, names: Names) -> bool:
         return len(names) == 1 and self._fits(names)
@@ -231,11 +248,20 @@ class Search:
         return tier_of([name]), tried.seconds, tried.needed
 
 
+def _has(technique: str, names: Names) -> bool:
+    return any(name.startswith(technique) for name in names)
+
+
+def _budget_of(checkpoint: str, tried: Tried) -> int:
+    met = tried.answer.more.get("techniques", {}) if tried.answer is not None else {}
+    return int(met.get(LEAST_BUDGET, [checkpoint.partition(":")[2]])[0])
+
+
 def combinations(techniques: Iterable[str]) -> Iterator[Names]:
     """Yield what of these techniques goes together, one technique or more."""
     named = list(techniques)
     for count in range(1, len(named) + 1):
         for names in itertools.combinations(named, count):
             plain = {name.partition(":")[0] for name in names}
-            if all(len(plain & apart) < 2 for apart in _APART):
+            if len(plain) == count and all(len(plain & apart) < 2 for apart in _APART):
                 yield Names(names)
