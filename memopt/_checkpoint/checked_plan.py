@@ -237,10 +237,7 @@ def checked_plan(
             *taken[:2],
             budget,
         )
-        plan.memory_budget = budget
-        plan.predicted_bytes, plan.peak_bytes = plan.peak_bytes, max(taken[:2]) or plan.peak_bytes
-        plan.standing_bytes = taken.standing
-        plan.ran_in(taken.seconds)
+        note_trial(plan, budget, taken)
         return taken
 
     room = budget
@@ -282,6 +279,14 @@ def checked_plan(
         f"memory_budget is {budget} bytes, but {whose} takes at least {least} on this sample, {for_what}",
         least,
     )
+
+
+def note_trial(plan: Plan, budget: int, taken: TrialSteps) -> None:
+    """Have a plan hold what its trial steps took, beside what was foretold, and the budget that it is held to."""
+    plan.memory_budget = budget
+    plan.peak_bytes = max(taken[:2]) or plan.predicted_bytes
+    plan.standing_bytes = taken.standing
+    plan.ran_in(taken.seconds)
 
 
 def bytes_of_step(

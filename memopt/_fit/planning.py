@@ -319,6 +319,7 @@ class Planner:
             micro_batch_size=None
             if chosen is None or micro_batches_of(chosen.names) == 1
             else self.prices.micro_batch_size(micro_batches_of(chosen.names)),
+            planned=None if chosen is None else self.prices.planned(chosen),
         )
 
     def _row(self, one: Attempt) -> Row:

@@ -23,10 +23,17 @@ from memopt._checkpoint.checked_plan import (
     TrialSteps,
     bytes_of_step,
     chain_costs,
+    note_trial,
     plan_for,
 )
 from memopt._checkpoint.plan import keep_all
-from memopt._checkpoint.shape_plans import left_as_it_is, planned_forward
+from memopt._checkpoint.shape_plans import (
+    CallShape,
+    ShapePlan,
+    left_as_it_is,
+    planned_forward,
+    stage_forwards,
+)
 from memopt._checkpoint.stages.costs import StageSeconds, block_bytes, bytes_of
 from memopt._checkpoint.stages.measure import ChainMeasurement
 from memopt._checkpoint.stages.model_chain import ModelChain
@@ -85,8 +92,12 @@ class Attempt:
 
 
 class Measured(NamedTuple):
+    """A model's chain, its costs, and the call that it was measured in."""
+
     chain: ModelChain
     costs: ChainMeasurement
+    shape: CallShape
+    seconds: float  # of measuring
 
 
 class Whole(nn.Module):
@@ -149,6 +160,7 @@ class Prices:
             if drops:  # which changes no stage's work
                 known = self.measured(count, head, False).costs.stage_seconds
             call = self.step.call(None if count == 1 else self.micro_batch_size(count))
+            begun = time.perf_counter()
             with self._as_with(head, drops):
                 try:
                     chain = ModelChain(self.step.model, call.args, call.kwargs)
@@ -156,7 +168,8 @@ class Prices:
                     self._no_chain = str(error)
                     chain = ModelChain(Whole(self.step.model), call.args, call.kwargs)
                 costs = ChainMeasurement(chain, call.loss, keeps_output=False, seconds=known)
-            self._measured[key] = Measured(chain, costs)
+            shape = CallShape.of(self.step.model, call.args, call.kwargs)
+            self._measured[key] = Measured(chain, costs, shape, time.perf_counter() - begun)
         return self._measured[key]
 
     def no_chain(self) -> str:
@@ -342,10 +355,12 @@ class Prices:
         if OFFLOAD_LAYERS in found.names:
             return True  # its parameters would have to leave
         try:
-            taken = self._taken(found)
+            steps = self._trial(found.names, found.candidate)
         except torch.OutOfMemoryError:
-            taken = self.budget + self.budget // 16
-        found.tested = taken
+            steps = TrialSteps(self.budget + self.budget // 16, 0)
+        found.tested = taken = max(steps.in_passes, steps.in_step)
+        if found.candidate is not None:
+            note_trial(found.candidate[0], self.budget, steps)
         if taken <= self.budget:
             return True
         logger.debug("memopt.fit: %s took %d, and %d was worked out", sorted(found.names), taken, found.peak)
@@ -353,10 +368,15 @@ class Prices:
         self._set_aside[found.names] = self._set_aside.get(found.names, 0) + taken - self.budget
         return False
 
-    def _taken(self, found: Attempt) -> int:
-        """Return the most bytes of steps by a plan, 0 where the allocator cannot be asked."""
-        taken = self._trial(found.names, found.candidate)
-        return max(taken.in_passes, taken.in_step)
+    def planned(self, found: Attempt) -> ShapePlan | None:
+        """Return the schedule that a combination was tested with, for its model to run by; None without either."""
+        if found.candidate is None or OFFLOAD_LAYERS in found.names:
+            return None
+        measured = self._measured_with(found.names)
+        plan = found.candidate[0]
+        plan.offload = self.to
+        forwards = stage_forwards(plan, measured.chain.members, False)
+        return ShapePlan(measured.shape, plan, forwards, measured.seconds, self._accumulates(found.names))
 
     def _trial(self, names: Names, candidate: Candidate | None) -> TrialSteps:
         measured = self._measured_with(names)

@@ -23,6 +23,7 @@ from memopt.chain import InfeasibleBudget
 from memopt.optim._one_pass import OnePass
 
 if TYPE_CHECKING:
+    from memopt._checkpoint.shape_plans import ShapePlan
     from memopt._fit.applied import AppliedFit
 
 _COLOURS = {"parameters": "#334f9f", "optimizer": "#29a58f", "the rest": "#cf432a"}
@@ -91,6 +92,7 @@ class Fit:
         refused: Levers that were not in question, with the reason.
         least_budget: The least that would do, where nothing fits; 0 otherwise.
         recomputed: How many stages run again or are offloaded, and of how many.
+        planned: The schedule of the stages that was tested; None where there is none.
         micro_batch_size: The most samples of a micro-batch; None for the whole batch.
     """
 
@@ -104,6 +106,7 @@ class Fit:
     chain_budget: int
     to: str | None
     micro_batch_size: int | None
+    planned: ShapePlan | None
 
     @property
     def fits(self) -> bool:
@@ -165,7 +168,9 @@ class Fit:
 
         Raises:
             memopt.chain.InfeasibleBudget: There is no plan; the message names the least budget that would do, in
-                memory_budget's bytes. Or the model takes more than it did when it was planned for. Nothing has changed.
+                memory_budget's bytes. Or layers are offloaded, whose stages are planned now, and the model takes more
+                than it did. Nothing has changed.
+            ValueError: The model runs by a plan already, or modules of it were replaced since. Nothing has changed.
         """
         if not self.fits:
             raise InfeasibleBudget(f"memopt.fit: {self._nothing()}", self.least_budget)

@@ -312,8 +312,59 @@ def test_a_planned_model_and_a_second_apply_are_refused() -> None:
     with fit.apply():
         with pytest.raises(ValueError, match="undo_checkpoint"):
             one.fit(6 << 20)
+        with pytest.raises(ValueError, match="runs by a plan already"):
+            fit.apply()
     fit.apply().remove()
     gc.collect()
+
+
+def test_a_model_with_other_modules_than_were_planned_for_is_refused() -> None:
+    one = training("gpt")
+    fit = one.fit(6 << 20)
+    assert fit.planned is not None
+    name = next(name for name, module in one.model.named_modules() if module in fit.planned.forwards)
+    one.model.set_submodule(name, copy.deepcopy(one.model.get_submodule(name)))
+    before = snapshot(one)
+    with pytest.raises(ValueError, match="call memopt.fit"):
+        fit.apply()
+    assert same(snapshot(one), before)
+
+
+# ---- the plan that was tested is the one in force --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "share"), [("gpt", 0.6), ("gpt", 0.25), ("cnn", 0.8)])
+def test_steps_run_by_the_schedule_that_was_tested(kind: str, share: float) -> None:
+    plain = training(kind)
+    budget = int(share * fit_models.peak_on_cpu(plain.standing(), lambda: fit_models.plain(plain)))
+    one = training(kind)
+    fit = one.fit(budget)
+    assert fit.planned is not None and fit.peak_bytes == fit.planned.plan.peak_bytes
+    calls: list[nn.Module] = []
+    counted = one.model.register_forward_pre_hook(lambda *_: calls.append(one.model))
+    with fit.apply() as handle:
+        assert not calls  # nothing is measured anew, by other seconds
+        counted.remove()
+        for _ in range(3):
+            fit_models.applied(handle, one, 1)
+            assert one.model.plan is fit.planned.plan
+        check = one.model.plan.check()
+        assert check.memory_budget == budget and check.within and check.measured_bytes
+
+
+def test_a_plan_under_autocast_is_applied_outside_of_it() -> None:
+    one = training("gpt")
+
+    def compute(*batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return one.compute(*batch)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        fit = one.fit(6 << 20)
+    assert fit.names == {"checkpoint"} and fit.planned is not None
+    with fit.apply():
+        compute(*one.batch).backward()
+        assert one.model.plan is fit.planned.plan
 
 
 def test_a_micro_batch_has_no_more_samples_than_asked_for() -> None:
