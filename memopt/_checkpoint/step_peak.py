@@ -44,10 +44,15 @@ class StepPeak:
         self.standing, self.gradients, self.most = standing, gradient_bytes(parameters, device), 0
         self.in_backward = False
         self.allocator.start()
+        if isinstance(self.allocator, CpuBytes) and not self.allocator.own:
+            self.allocator = None  # a watch of another's has the figures, whose peak is not to be reset
+            return
         self.before, self.highest = self.allocator.now_and_peak()
 
     def until_backward_of(self, out: Any) -> None:
         """Let it end when the backward pass of these tensors has."""
+        if self.allocator is None:
+            return
         for tensor in tensors_in(out):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._begin_backward)
