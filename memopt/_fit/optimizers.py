@@ -11,6 +11,7 @@ import torch
 
 import memopt.optim
 from memopt._checkpoint.stages.costs import block_bytes
+from memopt._fit.trial_gradients import TrialGradients
 from memopt._offload.pinned_memory import aligned
 from memopt._run.plan import OPTIONS, STEP_IN_BACKWARD
 from memopt._runtime.originals import original
@@ -107,6 +108,22 @@ def bytes_with(optimizer: torch.optim.Optimizer, names: Iterable[str], device: t
         besides = largest if leaving else 0
     blocks = sum(block_bytes(size, device) for size in found.coming)
     return OnDevice(OptimizerBytes([], coming, passing, 0), blocks, besides)
+
+
+def trial_gradients(optimizer: torch.optim.Optimizer, names: Iterable[str], sums: bool) -> TrialGradients:
+    """Return hooks by which gradients of trial steps go as with these techniques. sums: to others, of before."""
+    options = options_of(names)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    away = "offload_states" in options
+    rooms: dict[int, list[int]] = {}
+    if STEP_IN_BACKWARD in {*names}:
+        placed = {"offload_states", *HOOKING}
+        found = foretold(trial_copy(optimizer, {k: v for k, v in options.items() if k not in placed}))
+        states, total = sum(found.coming), sum(p.nbytes for p in trained) or 1
+        for p in trained:
+            rooms[id(p)] = [*found.passing, *([_room(states * p.nbytes // total)] if away else [])]
+    leaving = "offload_gradients" in options
+    return TrialGradients(trained, rooms, stays=leaving or away, sums=leaving and sums, has_norms=leaving)
 
 
 def _room(load: int) -> int:

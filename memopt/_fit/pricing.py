@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -49,6 +49,8 @@ from memopt._offload.model_layers import nbytes as layer_bytes
 from memopt._offload.schedule_sets import Bandwidth, bandwidth
 from memopt._run.plan import (
     CHECKPOINT,
+    EIGHT_BITS,
+    FOUR_BITS,
     FUSED,
     LOSS_HEAD,
     MICRO_BATCHES,
@@ -125,43 +127,35 @@ class Prices:
         self.attempts: dict[Names, Attempt] = {}
         self._set_aside: dict[Names, int] = {}  # bytes, which a tested step took beyond what was worked out
         self._no_chain = ""
-        self._measured: dict[tuple[int, bool, bool], Measured] = {}
+        self._measured: dict[tuple[int, bool, Names], Measured] = {}
         self._beside: dict[Names, OnDevice] = {}
-        self._less: dict[tuple[int, bool, bool, bool], int] = {}
+        self._less: dict[tuple[int, bool, Names, bool], int] = {}
 
     # ---- measurement -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _as_with(self, head: bool, drops: bool) -> Iterator[None]:
+    def _as_with(self, count: int, head: bool, go: Names) -> Iterator[None]:
         """Have the model as it is with a fused loss head, or with gradients that go as they are made."""
         handle = fuse_loss_head(self.step.model) if head else None
-        hooks: list[Any] = []
+        sums = count > 1 or self.accumulates
+        hooks = optimizers.trial_gradients(self.step.optimizer, go, sums) if go else nullcontext()
         try:
-            with left_as_it_is(self.step.model):
-                try:
-                    if drops:
-                        stepped = {id(p): p for g in self.step.optimizer.param_groups for p in g["params"]}
-                        for p in stepped.values():
-                            if p.requires_grad:
-                                hooks.append(p.register_post_accumulate_grad_hook(_drop))  # type: ignore[attr-defined]
-                    yield
-                finally:
-                    for hook in hooks:
-                        hook.remove()
+            with left_as_it_is(self.step.model), hooks:
+                yield
         finally:
             if handle is not None:
                 handle.remove()
 
-    def measured(self, count: int, head: bool, drops: bool) -> Measured:
-        """Return the chain's costs for one of so many micro-batches."""
-        key = count, head, drops
+    def measured(self, count: int, head: bool, go: Names) -> Measured:
+        """Return the chain's costs for one of so many micro-batches. go: levers by which gradients go."""
+        key = count, head, go
         if key not in self._measured:
             known: list[StageSeconds] | None = None
-            if drops:  # which changes no stage's work
-                known = self.measured(count, head, False).costs.stage_seconds
+            if go:  # which changes no stage's work
+                known = self.measured(count, head, Names()).costs.stage_seconds
             call = self.step.call(None if count == 1 else self.micro_batch_size(count))
             begun = time.perf_counter()
-            with self._as_with(head, drops):
+            with self._as_with(count, head, go):
                 try:
                     chain = ModelChain(self.step.model, call.args, call.kwargs)
                 except ValueError as error:
@@ -174,7 +168,7 @@ class Prices:
 
     def no_chain(self) -> str:
         """Return why the model is no chain of stages; "" if it is."""
-        self.measured(1, False, False)
+        self.measured(1, False, Names())
         return self._no_chain
 
     def micro_batch_size(self, count: int) -> int:
@@ -182,7 +176,7 @@ class Prices:
         return -(-self.step.samples // count)
 
     def _measured_with(self, names: Names) -> Measured:
-        return self.measured(micro_batches_of(names), LOSS_HEAD in names, self._drops(names))
+        return self.measured(micro_batches_of(names), LOSS_HEAD in names, _going(names))
 
     @cached_property
     def link(self) -> Bandwidth:
@@ -224,8 +218,8 @@ class Prices:
         return 2 * min(bytes_of(self.step.model.buffers()), KEPT_BUFFERS) + gradients
 
     def _besides(self, names: Names) -> int:
-        """Return bytes that levers take besides: copies on their way, and what memopt.backward keeps apart."""
-        besides = self.beside(names).besides + self.kept_apart(names)
+        """Return bytes that levers take besides, throughout: what memopt.backward keeps apart, layers on their way."""
+        besides = self.kept_apart(names)
         if OFFLOAD_LAYERS in names:
             layers = find_layers(self.step.model)
             sizes = [layer_bytes(layer.parameters()) for layer in layers]
@@ -260,11 +254,11 @@ class Prices:
         return chain_costs(measured, beside=0, accumulate=self._accumulates(names))
 
     def _accumulates(self, names: Names) -> bool:
-        return not self._drops(names) and (self.accumulates or micro_batches_of(names) > 1)
+        return not _going(names) and (self.accumulates or micro_batches_of(names) > 1)
 
     def least_seconds(self, names: Names) -> float:
         """Return a bound: these levers take no less, whatever is recomputed."""
-        one = self.measured(micro_batches_of(names), LOSS_HEAD in names, False).costs
+        one = self.measured(micro_batches_of(names), LOSS_HEAD in names, Names()).costs
         seconds = sum(stage.full_forward + stage.backward for stage in one.stage_seconds)
         return seconds * micro_batches_of(names) * self.step.batches + self._copies(names)
 
@@ -324,7 +318,7 @@ class Prices:
 
         A chain counts what skips its stages for longer than it lives. They are the same whatever the optimizer is.
         """
-        key = (micro_batches_of(names), LOSS_HEAD in names, self._drops(names), candidate is not None)
+        key = (micro_batches_of(names), LOSS_HEAD in names, _going(names), candidate is not None)
         if OFFLOAD_LAYERS in names:
             return 0
         if key not in self._less:
@@ -334,10 +328,6 @@ class Prices:
                 taken = 0
             self._less[key] = max(0, foreseen - taken) if taken else 0
         return self._less[key]
-
-    def _drops(self, names: Names) -> bool:
-        """Return whether gradients leave the device as they are made."""
-        return bool(names & {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD, OFFLOAD_LAYERS})
 
     @property
     def to(self) -> str | None:
@@ -382,7 +372,7 @@ class Prices:
         measured = self._measured_with(names)
         optimizer = self._optimizer(names)
         optimizer = optimizer._replace(unseen=optimizer.unseen + self._besides(names))
-        with self._as_with(LOSS_HEAD in names, self._drops(names)):
+        with self._as_with(micro_batches_of(names), LOSS_HEAD in names, _going(names)):
             if candidate is not None:
                 forward = planned_forward(candidate, measured.costs, measured.chain, self.to)
             else:
@@ -404,5 +394,14 @@ def _plain_forward(measured: Measured) -> Callable[[], tuple[Any, Tensor]]:
     return forward
 
 
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None
+def _going(names: Names) -> Names:
+    """Return the levers that decide what gradients take that leave the device as they are made; none if they stay."""
+    if STEP_IN_BACKWARD in names:
+        return Names(
+            names
+            & {
+                STEP_IN_BACKWARD,
+                *((OFFLOAD_STATES, EIGHT_BITS, FOUR_BITS) if OFFLOAD_STATES in names else ()),
+            }
+        )
+    return Names(names & {OFFLOAD_GRADIENTS, OFFLOAD_LAYERS})
