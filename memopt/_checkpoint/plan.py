@@ -33,7 +33,7 @@ class StepOverhead(NamedTuple):
     dies: whether that output, which the last stage itself does not save, is gone once the loss is computed. external:
     gradients of arguments that skip stages, as (stage whose backward makes it, stage whose backward uses it or -1,
     bytes). crossing: such arguments, which count throughout otherwise, as (stage whose first run makes it, bytes, those
-    that the saved set of this run has too); they are gone when its backward is over.
+    that the saved set of this run has too); they stay until the step's end.
     """
 
     gradients: Sequence[int]
@@ -58,7 +58,6 @@ class StepOverhead(NamedTuple):
         saved: set[int] = set()
         ran: set[int] = set()
         first: set[int] = set()  # of the saved, those of their stage's first run
-        over: set[int] = set()  # stages whose backward is over
         for operation, moment, after in zip(
             schedule.ops, schedule.moments, [*schedule.ops[1:], ("", -1)], strict=True
         ):
@@ -66,7 +65,7 @@ class StepOverhead(NamedTuple):
             now = moment.during_bytes + made
             again = stage in ran
             for maker, size, shared in self.crossing:
-                if maker in over or maker not in ran:
+                if maker not in ran:
                     now -= size
                 elif maker in first:
                     now -= shared
@@ -99,7 +98,6 @@ class StepOverhead(NamedTuple):
                 made += sum(size for begin, _, size in self.external if begin == stage)
                 made -= sum(size for _, end, size in self.external if end == stage)
                 following = stage
-                over.add(stage)
         return there
 
 

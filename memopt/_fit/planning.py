@@ -291,6 +291,7 @@ class Planner:
                     break
                 chosen = None
             if chosen is not None:
+                chosen = self.prices.with_more_room(chosen)
                 break
         return self._result(chosen)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -66,6 +66,7 @@ from memopt.nn._fuse_loss_head import fuse_loss_head
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 NEAR = 1.5  # times the budget: what is worked out to take more is not tried
+USED = 0.97  # of the budget: a plan whose steps take less is worth another try
 SLOTS = 500  # of a budget, for the solver
 RANDOM_STATES = 4  # that memopt.backward has: of the batch, of a micro-batch, and two that are compared
 
@@ -125,7 +126,8 @@ class Prices:
         self.step, self.budget = step, budget
         self.accumulates = step.batches > 1
         self.attempts: dict[Names, Attempt] = {}
-        self._set_aside: dict[Names, int] = {}  # bytes, which a tested step took beyond what was worked out
+        self._rooms: dict[Names, int] = {}  # of a combination that did not stand: bytes for its next attempt
+        self._beyond: dict[Names, int] = {}  # bytes that its steps took beyond what was worked out
         self._no_chain = ""
         self._measured: dict[tuple[int, bool, Names], Measured] = {}
         self._beside: dict[Names, OnDevice] = {}
@@ -227,6 +229,12 @@ class Prices:
             besides += 2 * largest + beside(typical_layer(sizes)) - bytes_of(self.step.model.parameters())
         return besides
 
+    def _fixed(self, names: Names) -> int:
+        """Return bytes beside the chain's that live throughout: the optimizer's states, and what levers take."""
+        optimizer, device = self._optimizer(names), self.step.device
+        states = optimizer.there_bytes + sum(block_bytes(size, device) for size in optimizer.coming)
+        return states + self._besides(names)
+
     def _copies(self, names: Names) -> float:
         """Return the seconds of copies between device and host in a step, as if none was hidden."""
         chosen = names & {OFFLOAD_GRADIENTS, OFFLOAD_STATES, OFFLOAD_LAYERS}
@@ -266,12 +274,11 @@ class Prices:
         """Price a combination."""
         if names in self.attempts:
             return self.attempts[names]
-        room = self.budget - self._set_aside.get(names, 0)
+        room = self._rooms.get(names, self.budget)
         measured = self._measured_with(names).costs
         costs = self._plain(names)
         optimizer, device = self._optimizer(names), self.step.device
-        states = optimizer.there_bytes + sum(block_bytes(size, device) for size in optimizer.coming)
-        fixed = states + self._besides(names)
+        fixed = self._fixed(names)
         in_step = measured.standing_bytes + measured.workspace_bytes + fixed + measured.result_bytes
         in_step += sum(size.parameter_grad for size in measured.stage_bytes)
         in_step += sum(block_bytes(size, device) for size in optimizer.passing)
@@ -294,8 +301,8 @@ class Prices:
             in_passes,
             in_step,
             seconds * count + self._copies(names),
-            least + self._set_aside.get(names, 0),
-            states,
+            least + self._beyond.get(names, 0),
+            fixed - self._besides(names),
             candidate,
         )
         self.attempts[names] = found
@@ -341,22 +348,59 @@ class Prices:
     # ---- trial steps -------------------------------------------------------------------------------------------------
 
     def stands(self, found: Attempt) -> bool:
-        """Test a combination by steps. If they take more than the budget, set that much aside in what is worked out."""
+        """Test a combination by steps. If they take more than the budget, its next attempt is worked out to take so
+        much less."""
         if OFFLOAD_LAYERS in found.names:
             return True  # its parameters would have to leave
+        if self._is_within(found):
+            return True
+        del self.attempts[found.names]
+        room = min(self._rooms.get(found.names, self.budget), found.peak)
+        self._rooms[found.names] = room - (found.tested - self.budget)
+        self._beyond[found.names] = max(0, found.tested - found.peak)
+        return False
+
+    def _is_within(self, found: Attempt) -> bool:
+        """Take steps by a combination, and note what they took."""
         try:
             steps = self._trial(found.names, found.candidate)
         except torch.OutOfMemoryError:
             steps = TrialSteps(self.budget + self.budget // 16, 0)
-        found.tested = taken = max(steps.in_passes, steps.in_step)
+        found.tested = max(steps.in_passes, steps.in_step)
         if found.candidate is not None:
             note_trial(found.candidate[0], self.budget, steps)
-        if taken <= self.budget:
-            return True
-        logger.debug("memopt.fit: %s took %d, and %d was worked out", sorted(found.names), taken, found.peak)
-        del self.attempts[found.names]
-        self._set_aside[found.names] = self._set_aside.get(found.names, 0) + taken - self.budget
-        return False
+        logger.debug(
+            "memopt.fit: %s took %d, and %d was worked out", sorted(found.names), found.tested, found.peak
+        )
+        return found.tested <= self.budget
+
+    def with_more_room(self, found: Attempt) -> Attempt:
+        """Return a tested combination by a faster schedule, where its steps leave room and those of that one stand."""
+        if found.candidate is None or not found.tested or found.tested >= USED * self.budget:
+            return found
+        earlier = found.candidate[0]
+        room = self.budget + max(
+            0, earlier.predicted_bytes - found.tested
+        )  # as much too much may be foretold again
+        try:
+            candidate = self._candidate(found.names, self._fixed(found.names), room)
+        except InfeasibleBudget:
+            return found
+        plan = candidate[0]
+        gain = earlier.schedule.seconds - plan.schedule.seconds
+        if gain <= 0:
+            return found
+        count = micro_batches_of(found.names) * self.step.batches
+        faster = replace(
+            found,
+            in_passes=plan.predicted_bytes,
+            seconds=found.seconds - gain * count,
+            candidate=candidate,
+        )
+        if not self._is_within(faster):
+            return found
+        self.attempts[found.names] = faster
+        return faster
 
     def planned(self, found: Attempt) -> ShapePlan | None:
         """Return the schedule that a combination was tested with, for its model to run by; None without either."""

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import memopt
 from memopt._checkpoint.stages.costs import CpuBytes, bytes_of, tensors_in, workspace_bytes
 from memopt._demo.tasks import GPT, make_cnn
+from memopt._run.plan import OFFLOAD_LAYERS
 
 STEPS = 3
 
@@ -182,6 +183,10 @@ def check(kind: str, share: float, device: str, **options: Any) -> Any:
     losses += plain(one, 2)  # by the optimizer that was given, of a plain model
     assert measured <= budget, fit
     assert fit.peak_bytes <= budget
+    tested = OFFLOAD_LAYERS not in fit.names
+    assert fit.rows[0].evidence == ("tested by steps" if tested else "worked out")
+    assert abs(fit.peak_bytes - measured) <= (0.01 if tested else 0.03) * measured, fit
+    assert abs(fit.rows[0].predicted_bytes - measured) <= 0.05 * measured, fit
     if fit.tier in ("free", "bit-equal"):
         assert all(map(torch.equal, losses, expected))
         assert all(map(torch.equal, one.model.parameters(), plain_one.model.parameters()))

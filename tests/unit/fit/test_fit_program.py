@@ -352,6 +352,21 @@ def test_steps_run_by_the_schedule_that_was_tested(kind: str, share: float) -> N
         assert check.memory_budget == budget and check.within and check.measured_bytes
 
 
+def test_a_plan_that_leaves_room_is_replaced_by_a_faster_one_within_the_budget() -> None:
+    plain = training("gpt")
+    peak = fit_models.peak_on_cpu(plain.standing(), lambda: fit_models.plain(plain))
+    planner = planner_of(training("gpt"), int(0.8 * peak))
+    names = Names(["checkpoint"])
+    budget, planner.prices.budget = planner.prices.budget, int(0.5 * peak)
+    small = planner.prices.attempt(names)
+    assert planner.prices.stands(small) and planner.prices.with_more_room(small) is small
+    planner.prices.budget = budget  # as if far less had been worked out to be free than was
+    faster = planner.prices.with_more_room(small)
+    assert faster.seconds < small.seconds and small.tested < faster.tested <= budget
+    assert faster.candidate is not None and faster.candidate[0].peak_bytes == faster.tested
+    assert planner.prices.attempt(names) is faster
+
+
 def test_a_plan_under_autocast_is_applied_outside_of_it() -> None:
     one = training("gpt")
 
