@@ -177,6 +177,11 @@ class Prices:
         assert self.step.samples is not None
         return -(-self.step.samples // count)
 
+    def count_of(self, size: int) -> int:
+        """Return the number of micro-batches of at most so many samples."""
+        assert self.step.samples is not None
+        return -(-self.step.samples // size)
+
     def _measured_with(self, names: Names) -> Measured:
         return self.measured(micro_batches_of(names), LOSS_HEAD in names, _going(names))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
+import os
+import random
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch.nn import functional as F
 import memopt
 from memopt._estimate.search import OTHER, Names, combinations, tier_of
 from memopt._fit import planning
+from memopt._fit.pricing import micro_batches_of
 from memopt._fit.training_step import TrainingStep
 from memopt.chain import InfeasibleBudget
 from tests.helpers import fit_models
@@ -79,6 +83,34 @@ def test_all_combinations_tried_one_by_one_hold_no_better_plan(kind: str, share:
     for name in fit.names:  # none of which it could do without
         without = planner.prices.attempt(fit.names - {name})
         assert not without.fits or without.seconds > fit.seconds
+
+
+def of_samples(samples: int) -> Training:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 10))
+    sample = torch.randn(samples, 64), torch.randint(0, 10, (samples,))
+    return Training("", model, torch.optim.SGD(model.parameters(), lr=0.1), sample, F.cross_entropy)
+
+
+@pytest.mark.parametrize("samples", [96, 100, 128])
+def test_the_fewest_micro_batches_that_would_do_are_asked(samples: int) -> None:
+    """Which of those that fit is the fastest is the clock's."""
+    whole = planner_of(of_samples(samples), 1 << 40)
+    peaks = [whole.prices.attempt(Names([f"micro-batches:{n}"] if n > 1 else [])).peak for n in (1, 9)]
+    budget = random.Random(int(os.environ.get("MEMOPT_SEED", "1")) + samples).randint(min(peaks), max(peaks))
+    planner = planner_of(of_samples(samples), budget)
+    planner.levers = []
+    fit = planner.plan()
+    assert fit.fits and fit.names
+    asked = {micro_batches_of(names): tried.fits for names, tried in planner.prices.attempts.items()}
+    assert len(asked) <= 1 + 2 * math.log2(samples) and asked[micro_batches_of(fit.names)]
+    fewest = min(count for count, fits in asked.items() if fits)
+    size = planner.prices.micro_batch_size(fewest)
+    larger = next(n for n in range(size + 1, samples + 1) if planner.prices.count_of(n) < fewest)
+    fewer = planner.prices.count_of(larger)
+    if fewer > 1:
+        assert not planner.prices.attempt(Names([f"micro-batches:{fewer}"])).fits
+    assert fit.micro_batch_size == planner.prices.micro_batch_size(micro_batches_of(fit.names))
 
 
 def snapshot(one: Training) -> list[Any]:
