@@ -131,6 +131,7 @@ class Prices:
         self._no_chain = ""
         self._measured: dict[tuple[int, bool, Names], Measured] = {}
         self._beside: dict[Names, OnDevice] = {}
+        self._step_seconds: dict[Names, float] = {}
         self._less: dict[tuple[int, bool, Names, bool], int] = {}
 
     # ---- measurement -------------------------------------------------------------------------------------------------
@@ -262,6 +263,19 @@ class Prices:
             seconds += (3 * gradients + 2 * states) / self.host_rate  # the step, on the host
         return seconds
 
+    def step_seconds(self, names: Names) -> float:
+        """Return the seconds of the optimizer's step on the device, without copies; 0 where it is on the host."""
+        if OFFLOAD_LAYERS in names:
+            return 0.0
+        chosen = Names(names & {FUSED, EIGHT_BITS, FOUR_BITS, STEP_IN_BACKWARD})
+        if names & {*OPTIONS} and not chosen:
+            chosen = Names({FUSED})
+        if chosen not in self._step_seconds:
+            most = min(optimizers.TIMED, self.budget // 16)
+            with left_as_it_is(self.step.model):
+                self._step_seconds[chosen] = optimizers.step_seconds(self.step.optimizer, chosen, most)
+        return self._step_seconds[chosen]
+
     def _plain(self, names: Names) -> ChainCosts:
         measured = self._measured_with(names).costs
         return chain_costs(measured, beside=0, accumulate=self._accumulates(names))
@@ -273,7 +287,10 @@ class Prices:
         """Return a bound: these levers take no less, whatever is recomputed."""
         one = self.measured(micro_batches_of(names), LOSS_HEAD in names, Names()).costs
         seconds = sum(stage.full_forward + stage.backward for stage in one.stage_seconds)
-        return seconds * micro_batches_of(names) * self.step.batches + self._copies(names)
+        return seconds * micro_batches_of(names) * self.step.batches + self._beside_passes(names)
+
+    def _beside_passes(self, names: Names) -> float:
+        return self._copies(names) + self.step_seconds(names)
 
     def attempt(self, names: Names) -> Attempt:
         """Price a combination."""
@@ -305,7 +322,7 @@ class Prices:
             least <= room,
             in_passes,
             in_step,
-            seconds * count + self._copies(names),
+            seconds * count + self._beside_passes(names),
             least + self._beyond.get(names, 0),
             fixed - self._besides(names),
             candidate,

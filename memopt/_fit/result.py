@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _COLOURS = {"parameters": "#334f9f", "optimizer": "#29a58f", "the rest": "#cf432a"}
 _ASSUMED = (
-    "seconds are of forward and backward passes: of stages measured on this machine, and of copies between device and "
-    "host at a measured rate, as if none was hidden; an optimizer's step on the device is not in them"
+    "seconds are of an optimizer's step with its passes: of stages measured on this machine, of a copy of the optimizer"
+    ", and of copies between device and host at a measured rate, as if none was hidden"
 )
 
 
@@ -43,7 +43,7 @@ class Row:
         fits: Whether it fits the budget.
         predicted_bytes: The peak as it was worked out.
         tested_bytes: The most that trial steps took; 0 if none were taken.
-        seconds: Of the passes of an optimizer's step.
+        seconds: Of an optimizer's step with its passes.
         saved_bytes: Bytes below the peak of the step as it is.
         parts: Bytes of parameters, and of the optimizer's states on the device.
     """
@@ -125,7 +125,7 @@ class Fit:
 
     @property
     def seconds(self) -> float | None:
-        """Of the passes of an optimizer's step by the plan."""
+        """Of an optimizer's step with its passes, by the plan."""
         return self.rows[0].seconds if self.fits else None
 
     @property
@@ -362,7 +362,7 @@ class Fit:
         )
 
 
-_HEADS = ("budget", "peak", "passes", "results", "plan")
+_HEADS = ("budget", "peak", "seconds", "results", "plan")
 _LEFT = (0, 3, 4)
 
 

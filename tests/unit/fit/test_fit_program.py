@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import random
+import time
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from torch.nn import functional as F
 import memopt
 from memopt._estimate.search import OTHER, Names, combinations, tier_of
 from memopt._fit import planning
+from memopt._fit.optimizers import step_seconds
 from memopt._fit.pricing import micro_batches_of
 from memopt._fit.training_step import TrainingStep
 from memopt.chain import InfeasibleBudget
 from tests.helpers import fit_models
 from tests.helpers.fit_models import KINDS, Training, training
 
+STEPPING = ("fused", "eight bits", "four bits", "step in backward")
 SHARES = (0.8, 0.6, 0.4, 0.25)
 
 
@@ -251,6 +254,43 @@ def test_an_optimizer_that_memopt_has_none_for_leaves_the_other_levers() -> None
     budget = int(0.6 * fit_models.peak_on_cpu(plain.standing(), lambda: fit_models.plain(plain)))
     fit = one.fit(budget)
     assert fit.fits and "no Adagrad" in fit.refused["fused"]
+
+
+class Slow(torch.optim.Adagrad):
+    """Sleeps in each of its steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.05)
+        return super().step(closure)
+
+
+def test_the_optimizers_step_is_among_the_seconds() -> None:
+    one = training("gpt", optimizer=Slow)
+    fit = one.fit(1 << 30)
+    assert fit.names == frozenset() and fit.seconds is not None and fit.seconds >= 0.05
+    steps = {name: step_seconds(training("gpt").optimizer, [name]) for name in STEPPING}
+    assert all(seconds > 0 for seconds in steps.values())
+
+
+@pytest.mark.parametrize("slow", ["fused", "step in backward"])
+def test_the_lever_with_the_faster_step_is_taken(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = training("optimizer")
+    planner = planner_of(one, 1 << 30)
+    planner.levers = ["fused", "step in backward"]
+    monkeypatch.setattr(planner.prices, "step_seconds", lambda names: 1.0 if slow in names else 0.0)
+    fastest = planner.fastest(tier_of(["fused"]))
+    assert fastest is not None and slow not in fastest.names
+
+
+@pytest.mark.parametrize("name", STEPPING)
+def test_the_step_of_some_parameters_is_timed_for_all(name: str) -> None:
+    optimizer = training("optimizer").optimizer
+    fit_models.plain(training("optimizer"), 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    values = [p.clone() for p in optimizer.param_groups[0]["params"]]
+    assert step_seconds(optimizer, [name], most=1) > 0 and step_seconds(optimizer, [name], most=1 << 20) > 0
+    assert same(optimizer.state_dict(), before)
+    assert same(optimizer.param_groups[0]["params"], values)
 
 
 def test_a_model_without_a_chain_is_fitted_by_the_other_levers() -> None:
