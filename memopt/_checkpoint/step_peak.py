@@ -15,11 +15,12 @@ from memopt._checkpoint.stages.costs import (
     gradients_on,
     tensors_in,
 )
+from memopt.optim._gradient_hooks import StandIn
 
 
 def gradient_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Return the bytes of the gradients that are there."""
-    return bytes_of(gradients_on(parameters, device))
+    """Return the bytes of the gradients that are there; what stands for one has none."""
+    return bytes_of(grad for grad in gradients_on(parameters, device) if not isinstance(grad, StandIn))
 
 
 class StepPeak:

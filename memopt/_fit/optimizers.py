@@ -161,11 +161,17 @@ TIMED = (
 STEPS = 3
 
 
-def step_seconds(optimizer: torch.optim.Optimizer, names: Iterable[str], most: int = TIMED) -> float:
+def step_seconds(
+    optimizer: torch.optim.Optimizer,
+    names: Iterable[str],
+    most: int = TIMED,
+    device: torch.device | None = None,
+) -> float:
     """Return the seconds of a step with these techniques, without copies to and from the host.
 
     A copy of the optimizer steps parameters of the kinds of its own; the fewest of several times count. Where these
-    have more than `most` bytes, it steps some of them, and the seconds are those of all by their bytes.
+    have more than `most` bytes, it steps some of them, and the seconds are those of all by their bytes. device: where
+    they are; None: where the optimizer's are.
     """
     names = {*names}
     if names:
@@ -175,11 +181,13 @@ def step_seconds(optimizer: torch.optim.Optimizer, names: Iterable[str], most: i
     kinds, total = _kinds_to_step(optimizer, most)
     if not kinds:
         return 0.0
+    if device is not None:
+        kinds = [kind._replace(device=device) for kind in kinds]
     trial, made = trial_of(optimizer, kinds)
     for p in made:
         assert p.grad is not None
         p.grad.fill_(1e-3)  # with zeros a CPU's step takes longer
-    device = made[0].device
+    device = made[0].device if device is None else device
 
     def step() -> None:
         if STEP_IN_BACKWARD not in names:
@@ -210,13 +218,12 @@ def _kinds_to_step(optimizer: torch.optim.Optimizer, most: int) -> tuple[list[Ki
         if p.requires_grad and p.numel()
     ]
     total = sum(p.nbytes for _, p in trained)
-    taken, left = [], most
-    for index, p in trained:
-        if p.nbytes <= left:
+    taken: list[Kind] = []
+    left = most
+    for index, p in sorted(trained, key=lambda one: one[1].nbytes, reverse=True):
+        if p.nbytes <= left or not taken:  # of small ones alone a step takes far longer for a byte
             taken.append(kind_of(index, p))
             left -= p.nbytes
-    if trained and not taken:
-        taken = [kind_of(*min(trained, key=lambda one: one[1].nbytes))]
     return taken, total
 
 

@@ -365,6 +365,7 @@ class Planner:
             predicted_bytes=one.peak,
             tested_bytes=one.tested,
             seconds=one.seconds,
+            tested_seconds=one.tested_seconds,
             saved_bytes=self.prices.attempts[Names()].peak - one.peak,
             parts={"parameters": parameters, "optimizer": one.states},
         )

@@ -76,7 +76,7 @@ class Attempt:
     """A combination of levers, with its price.
 
     in_passes, in_step: bytes at the peak of the forward and backward passes, and while the optimizer steps; least: of a
-    budget that would do. tested: the most that a step took; 0 if none was taken.
+    budget that would do. tested, tested_seconds: the most that a step took, and seconds by it; 0 if none was taken.
     """
 
     names: Names
@@ -88,6 +88,7 @@ class Attempt:
     states: int
     candidate: Candidate | None = None
     tested: int = 0
+    tested_seconds: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -190,15 +191,6 @@ class Prices:
     def link(self) -> Bandwidth:
         return bandwidth("cpu", self.step.device)
 
-    @cached_property
-    def host_rate(self) -> float:
-        """Bytes a second that the host reads or writes, by a copy of 64 MiB."""
-        there = torch.zeros(16 << 20)
-        begun = time.perf_counter()
-        there.clone()
-        nbytes: int = 2 * there.nbytes
-        return nbytes / (time.perf_counter() - begun)
-
     # ---- arithmetic --------------------------------------------------------------------------------------------------
 
     def beside(self, names: Names) -> OnDevice:
@@ -260,20 +252,22 @@ class Prices:
             seconds += states * (there + back)
         if OFFLOAD_LAYERS in names:
             seconds += count * (2 * parameters * back + gradients * there)
-            seconds += (3 * gradients + 2 * states) / self.host_rate  # the step, on the host
         return seconds
 
     def step_seconds(self, names: Names) -> float:
-        """Return the seconds of the optimizer's step on the device, without copies; 0 where it is on the host."""
-        if OFFLOAD_LAYERS in names:
-            return 0.0
-        chosen = Names(names & {FUSED, EIGHT_BITS, FOUR_BITS, STEP_IN_BACKWARD})
+        """Return the seconds of the optimizer's step, without copies; on the host where the parameters are there."""
+        chosen = Names(names & {FUSED, EIGHT_BITS, FOUR_BITS, STEP_IN_BACKWARD, OFFLOAD_LAYERS})
         if names & {*OPTIONS} and not chosen:
             chosen = Names({FUSED})
         if chosen not in self._step_seconds:
             most = min(optimizers.TIMED, self.budget // 16)
             with left_as_it_is(self.step.model):
-                self._step_seconds[chosen] = optimizers.step_seconds(self.step.optimizer, chosen, most)
+                self._step_seconds[chosen] = optimizers.step_seconds(
+                    self.step.optimizer,
+                    chosen - {OFFLOAD_LAYERS},
+                    most,
+                    torch.device("cpu") if OFFLOAD_LAYERS in chosen else self.step.device,
+                )
         return self._step_seconds[chosen]
 
     def _plain(self, names: Names) -> ChainCosts:
@@ -389,6 +383,8 @@ class Prices:
         except torch.OutOfMemoryError:
             steps = TrialSteps(self.budget + self.budget // 16, 0)
         found.tested = max(steps.in_passes, steps.in_step)
+        count = micro_batches_of(found.names) * self.step.batches
+        found.tested_seconds = steps.seconds * count + self._beside_passes(found.names)
         if found.candidate is not None:
             note_trial(found.candidate[0], self.budget, steps)
         logger.debug(

@@ -43,7 +43,8 @@ class Row:
         fits: Whether it fits the budget.
         predicted_bytes: The peak as it was worked out.
         tested_bytes: The most that trial steps took; 0 if none were taken.
-        seconds: Of an optimizer's step with its passes.
+        seconds: Of an optimizer's step with its passes, as they were worked out.
+        tested_seconds: The same with the passes of trial steps; 0 if none were taken.
         saved_bytes: Bytes below the peak of the step as it is.
         parts: Bytes of parameters, and of the optimizer's states on the device.
     """
@@ -56,6 +57,7 @@ class Row:
     seconds: float
     saved_bytes: int
     parts: Mapping[str, int]
+    tested_seconds: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -125,8 +127,8 @@ class Fit:
 
     @property
     def seconds(self) -> float | None:
-        """Of an optimizer's step with its passes, by the plan."""
-        return self.rows[0].seconds if self.fits else None
+        """Of an optimizer's step with its passes, by the plan: by its trial steps, or else as worked out."""
+        return self.rows[0].tested_seconds or self.rows[0].seconds if self.fits else None
 
     @property
     def alternatives(self) -> list[Row]:
@@ -332,7 +334,7 @@ class Fit:
             (
                 ("fits, " if row.fits else "does not fit, ") + row.evidence,
                 _C.format_size(row.peak_bytes),
-                seconds_text(row.seconds) if row.fits else "",
+                seconds_text(row.tested_seconds or row.seconds) if row.fits else "",
                 row.tier,
                 str(row),
             )
