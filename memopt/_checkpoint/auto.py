@@ -13,7 +13,7 @@ import torch
 from memopt import _C
 from memopt._checkpoint.checked_plan import budget_bytes
 from memopt._checkpoint.plan import Plan
-from memopt._checkpoint.shape_plans import PlannedForward, PlanRequest, StageForward
+from memopt._checkpoint.shape_plans import PlannedForward, PlanRequest, ShapePlan, StageForward
 from memopt._checkpoint.stages.costs import device_of, tensors_in
 from memopt._checkpoint.stages.measure import Loss, default_loss
 from memopt._checkpoint.stages.module_forwards import own_forward, restore_forward
@@ -171,6 +171,11 @@ def plan_model(
         if residency is not None and not earlier:
             residency.carrier.plan(None)
         raise
+    run_by_plan(model, request, planned)
+
+
+def run_by_plan(model: torch.nn.Module, request: PlanRequest, planned: ShapePlan) -> None:
+    """Have a plain model run by a plan, and by further ones, made by the request, for calls that it does not cover."""
     model.__dict__["forward"] = PlannedForward(model, own_forward(model), request, [planned])
 
 

@@ -28,7 +28,7 @@ from memopt._checkpoint.stages.costs import (
     local,
     workspace_bytes,
 )
-from memopt._checkpoint.stages.measure import ChainMeasurement, expand, group, passing
+from memopt._checkpoint.stages.measure import ChainMeasurement, Crossing, expand, group, passing
 from memopt._offload.schedule_sets import OPTION, Bandwidth
 from memopt._runtime import device_clock
 from memopt._runtime.log import logger
@@ -142,8 +142,28 @@ def chain_costs(
     remade = [size.saved_beside_output + size.remake_overhead for size in sizes]
     at = {k: g for g, members in enumerate(groups) for k in members}
     external = [(at[one.taken_by], at.get(one.made_by, -1), one.nbytes) for one in measured.external_grads]
-    around = StepOverhead(gradients, outputs, remade, measured.result_bytes, last, external)
+    dies = not sizes[-1].saves_input
+    full = [size.saved + size.forward_overhead for size in sizes]
+    crossing = [
+        # The chain counts it too while the saved set of the run that made it is there.
+        (
+            at[one.made_by],
+            one.nbytes,
+            one.nbytes if _keeps_output(measured, groups[at[one.made_by]], one) else 0,
+        )
+        for one in measured.crossings
+    ]
+    around = StepOverhead(
+        gradients, outputs, remade, measured.result_bytes, last, external, dies, full, crossing
+    )
     return ChainCosts(chain, around, fixed, sizes, times, groups)
+
+
+def _keeps_output(measured: ChainMeasurement, members: range, crossing: Crossing) -> bool:
+    """Return whether the saved set of these stages, as the solver has it, includes a tensor that skips stages."""
+    last = measured.stage_bytes[members.stop - 1]
+    is_last = crossing.is_output and crossing.made_by == members.stop - 1
+    return is_last and (last.output > 0 or last.saves_output)
 
 
 def plan_for(
@@ -237,10 +257,7 @@ def checked_plan(
             *taken[:2],
             budget,
         )
-        plan.memory_budget = budget
-        plan.predicted_bytes, plan.peak_bytes = plan.peak_bytes, max(taken[:2]) or plan.peak_bytes
-        plan.standing_bytes = taken.standing
-        plan.ran_in(taken.seconds)
+        note_trial(plan, budget, taken)
         return taken
 
     room = budget
@@ -282,6 +299,14 @@ def checked_plan(
         f"memory_budget is {budget} bytes, but {whose} takes at least {least} on this sample, {for_what}",
         least,
     )
+
+
+def note_trial(plan: Plan, budget: int, taken: TrialSteps) -> None:
+    """Have a plan hold what its trial steps took, beside what was foretold, and the budget that it is held to."""
+    plan.memory_budget = budget
+    plan.peak_bytes = max(taken[:2]) or plan.predicted_bytes
+    plan.standing_bytes = taken.standing
+    plan.ran_in(taken.seconds)
 
 
 def bytes_of_step(

@@ -27,10 +27,13 @@ class StepOverhead(NamedTuple):
 
     gradients: bytes of parameter gradients that stage i's backward leaves behind; while it runs, its overhead counts
     them. outputs: bytes of stage i's output, 0 where stage i itself saves it; they are freed by the backward of stage i
-    + 1. remade: most bytes that stage i makes when it runs again right before its backward and stops early. result:
+    + 1. remade: most bytes that stage i makes when it runs again right before its backward and stops early; full: when
+    it runs and saves everything, where the chain has the larger overhead of a run that keeps its output alone. result:
     bytes of the model's return value, which the caller may keep; last: the part of them in the last stage's output.
-    external: gradients of arguments that skip stages, as (stage whose backward makes it, stage whose backward uses it
-    or -1, bytes).
+    dies: whether that output, which the last stage itself does not save, is gone once the loss is computed. external:
+    gradients of arguments that skip stages, as (stage whose backward makes it, stage whose backward uses it or -1,
+    bytes). crossing: such arguments, which count throughout otherwise, as (stage whose first run makes it, bytes, those
+    that the saved set of this run has too); they stay until the step's end.
     """
 
     gradients: Sequence[int]
@@ -39,6 +42,9 @@ class StepOverhead(NamedTuple):
     result: int
     last: int
     external: Sequence[tuple[int, int, int]] = ()
+    dies: bool = False
+    full: Sequence[int] = ()
+    crossing: Sequence[tuple[int, int, int]] = ()
 
     def peak(self, schedule: Schedule) -> int:
         return max(self.during(schedule))
@@ -51,24 +57,42 @@ class StepOverhead(NamedTuple):
         following = rest + 1  # its gradient is there
         saved: set[int] = set()
         ran: set[int] = set()
+        first: set[int] = set()  # of the saved, those of their stage's first run
         for operation, moment, after in zip(
             schedule.ops, schedule.moments, [*schedule.ops[1:], ("", -1)], strict=True
         ):
             op, stage, *_ = operation
             now = moment.during_bytes + made
-            if op == "fall" and stage in ran and after[:2] == ("bwd", stage):
-                now -= max(0, in_full(schedule.chain, operation) - self.remade[stage])
+            again = stage in ran
+            for maker, size, shared in self.crossing:
+                if maker not in ran:
+                    now -= size
+                elif maker in first:
+                    now -= shared
             ran.add(stage)
+            if op == "fall" and again and after[:2] == ("bwd", stage):
+                now -= max(0, in_full(schedule.chain, operation) - self.remade[stage])
+            elif op == "fall" and len(operation) == 2 and self.full:
+                now -= max(0, in_full(schedule.chain, operation) - self.full[stage])
             if following <= rest:
                 # The caller's, but not twice while the last stage's saved set is there.
                 now += self.result + (0 if rest - 1 in saved else self.last)
-            if following < rest and following - 1 in saved:
-                now -= self.outputs[following - 1]
+            behind = min(following, rest) - 1
+            gone = following < rest or (
+                not self.last and (following == rest or (self.dies and rest in saved))
+            )
+            if gone and behind in saved - {
+                maker for maker, _, shared in self.crossing if shared and maker in first
+            }:
+                now -= self.outputs[behind]
             there.append(now)
             if op == "fall":
                 saved.add(stage)
+                if not again:
+                    first.add(stage)
             elif op in ("bwd", "drop_saved"):
                 saved.discard(stage)
+                first.discard(stage)
             if op == "bwd":
                 made += self.gradients[stage]
                 made += sum(size for begin, _, size in self.external if begin == stage)
@@ -108,15 +132,17 @@ def fastest(
     """
     # Where the chain counts an output longer than it lives, or a forward that ends early in full, its peak is above the
     # true one.
-    early = [max(0, in_full(chain, ("fall", k)) - size) for k, size in enumerate(around.remade)]
-    table = Table(chain, max(memory_budget + max(*around.outputs, *early), 0), slots)
+    least = map(min, around.remade, around.full) if around.full else around.remade
+    early = [max(0, in_full(chain, ("fall", k)) - size) for k, size in enumerate(least)]
+    more = max(*around.outputs, *early) + sum(size for _, size, _ in around.crossing)
+    table = Table(chain, max(memory_budget + more, 0), slots)
     for budget, _ in sorted(table.curve(), reverse=True):
         schedule = table.schedule(budget)
         peak = around.peak(schedule)
         if peak <= memory_budget:
             return schedule, peak
-    least, peak = leanest(chain, around, slots)
-    return (least if peak <= memory_budget else None), peak
+    lean, peak = leanest(chain, around, slots)
+    return (lean if peak <= memory_budget else None), peak
 
 
 def leanest(chain: Chain, around: StepOverhead, slots: int) -> tuple[Schedule, int]:

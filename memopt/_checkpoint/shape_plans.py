@@ -165,7 +165,8 @@ class PlanRequest:
     """The arguments of auto_checkpoint(), but for the sample.
 
     optimizer: a weak reference, or its state's bytes. or_least: a budget that is too small is taken for the least that
-    would do. state_bytes: those of the optimizer when it was last seen.
+    would do. state_bytes: those of the optimizer when it was last seen. besides: bytes that live throughout, and that
+    neither the model nor the optimizer has.
     """
 
     loss: Loss
@@ -178,6 +179,12 @@ class PlanRequest:
     keeps_output: bool = True
     or_least: bool = False
     state_bytes: int = 0
+    besides: int = 0
+
+    def bytes_beside(self, model: torch.nn.Module) -> OptimizerBytes:
+        """Return the optimizer's bytes, with what lives besides among those that are not seen."""
+        found = self.optimizer_bytes(model)
+        return found._replace(unseen=found.unseen + self.besides)
 
     def optimizer_bytes(self, model: torch.nn.Module) -> OptimizerBytes:
         if isinstance(self.optimizer, int):
@@ -190,10 +197,19 @@ class PlanRequest:
         self.state_bytes = found.there_bytes + sum(found.coming)
         return found
 
+    def states_come_in_pass(self) -> bool:
+        """Return whether steps within the next backward pass make states, which a plan counts as there already."""
+        optimizer = None if isinstance(self.optimizer, int) else self.optimizer()
+        return optimizer is not None and any(
+            group.get("step_in_backward") and p.requires_grad and not optimizer.state.get(p)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
+
     def plan(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
         """Return the plan for these arguments of a model that runs plain. The model is left as it was."""
         begun = time.perf_counter()
-        beside = self.optimizer_bytes(model)
+        beside = self.bytes_beside(model)
         distributed = ranks.is_distributed(model)
         budget = self.budget
         if (residency := residency_of(model)) is not None:
@@ -312,6 +328,8 @@ class PlannedForward:
         if not torch.is_grad_enabled():
             return self.active.forwards.get(self.model, self.own)(*args, **kwargs)
         self.choose(args, kwargs)
+        if self.request is not None and self.request.states_come_in_pass():
+            return self.active.forwards.get(self.model, self.own)(*args, **kwargs)
         plan = self.active.plan
         standing = plan.standing_bytes
         if (residency := residency_of(self.model)) is not None:

@@ -15,11 +15,12 @@ from memopt._checkpoint.stages.costs import (
     gradients_on,
     tensors_in,
 )
+from memopt.optim._gradient_hooks import StandIn
 
 
 def gradient_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Return the bytes of the gradients that are there."""
-    return bytes_of(gradients_on(parameters, device))
+    """Return the bytes of the gradients that are there; what stands for one has none."""
+    return bytes_of(grad for grad in gradients_on(parameters, device) if not isinstance(grad, StandIn))
 
 
 class StepPeak:
@@ -44,10 +45,15 @@ class StepPeak:
         self.standing, self.gradients, self.most = standing, gradient_bytes(parameters, device), 0
         self.in_backward = False
         self.allocator.start()
+        if isinstance(self.allocator, CpuBytes) and not self.allocator.own:
+            self.allocator = None  # a watch of another's has the figures, whose peak is not to be reset
+            return
         self.before, self.highest = self.allocator.now_and_peak()
 
     def until_backward_of(self, out: Any) -> None:
         """Let it end when the backward pass of these tensors has."""
+        if self.allocator is None:
+            return
         for tensor in tensors_in(out):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._begin_backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from memopt._checkpoint.auto import auto_checkpoint, undo_checkpoint
+from memopt._checkpoint.auto import auto_checkpoint, installed, run_by_plan, undo_checkpoint
+from memopt._checkpoint.shape_plans import PlanRequest
 from memopt._fit.optimizers import load_states, options_of, replaced
+from memopt._fit.pricing import SLOTS
 from memopt._microbatch.backward import backward
 from memopt._offload.layers import offload_layers
 from memopt._run.plan import CHECKPOINT, FUSED, LOSS_HEAD, OFFLOAD_LAYERS, OPTIONS
@@ -35,6 +38,7 @@ class AppliedFit:
         self.fit, self.model = fit, fit.step.model
         self.optimizer: torch.optim.Optimizer = fit.step.optimizer
         self._undo = ExitStack()
+        _check_unchanged(fit)
         try:
             self._apply()
         except BaseException:
@@ -53,18 +57,37 @@ class AppliedFit:
             self.optimizer, undo = replaced(step.optimizer, options_of(names))
             self._undo.callback(self._take_back, undo)
         if CHECKPOINT in names:
-            call = step.call(self.fit.micro_batch_size)
+            self._checkpoint()
+            self._undo.callback(undo_checkpoint, model)
+
+    def _checkpoint(self) -> None:
+        """Have the model run by the schedule that trial steps tested; where there were none, by one made now."""
+        fit = self.fit
+        call = fit.step.call(fit.micro_batch_size)
+        if fit.planned is None:  # its layers' parameters have left since
             auto_checkpoint(
-                model,
+                self.model,
                 call.kwargs or call.args,
-                memory_budget=self.fit.chain_budget,
+                memory_budget=fit.chain_budget,
                 optimizer=self.optimizer,
                 loss=call.loss,
-                accumulate=self.fit.accumulates,
-                to=self.fit.to,
+                accumulate=fit.accumulates,
+                to=fit.to,
                 keeps_output=False,
             )
-            self._undo.callback(undo_checkpoint, model)
+            return
+        request = PlanRequest(
+            loss=call.loss,
+            budget=fit.memory_budget,
+            slots=SLOTS,
+            to=fit.to,
+            optimizer=weakref.ref(self.optimizer),
+            accumulate=fit.accumulates,
+            strict=False,
+            keeps_output=False,
+            besides=fit.memory_budget - fit.chain_budget,
+        )
+        run_by_plan(self.model, request, fit.planned)
 
     def _take_back(self, undo: Callable[[], None]) -> None:
         undo()
@@ -119,6 +142,21 @@ class AppliedFit:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {' + '.join(sorted(self.fit.names or ())) or 'as it is'}>"
+
+
+def _check_unchanged(fit: Fit) -> None:
+    """Raise ValueError for a model that runs by a plan already, or has other modules than when it was planned for."""
+    model = fit.step.model
+    if installed(model):
+        raise ValueError(
+            "memopt.fit: the model runs by a plan already: .remove() the handle of the earlier apply(), or call "
+            "memopt.undo_checkpoint(model)"
+        )
+    there = {*model.modules()}
+    if fit.planned is not None and not there.issuperset(fit.planned.forwards):
+        raise ValueError(
+            "memopt.fit: modules of the model were replaced after it was planned for: call memopt.fit() again"
+        )
 
 
 def _move_states(optimizer: torch.optim.Optimizer) -> None:

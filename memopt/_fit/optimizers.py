@@ -1,8 +1,9 @@
-"""memopt's optimizer in the place of another with the same param groups, and the bytes that it takes on the device."""
+"""memopt's optimizer in the place of another with the same param groups; bytes on the device, and seconds of a step."""
 
 from __future__ import annotations
 
 import inspect
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,14 +11,22 @@ from typing import Any, NamedTuple
 import torch
 
 import memopt.optim
-from memopt._checkpoint.stages.costs import block_bytes
+from memopt._checkpoint.stages.costs import block_bytes, synchronize
+from memopt._fit.trial_gradients import TrialGradients
 from memopt._offload.pinned_memory import aligned
 from memopt._run.plan import OPTIONS, STEP_IN_BACKWARD
 from memopt._runtime.originals import original
 from memopt.optim._backward_steps import SteppedGradient
 from memopt.optim._offloaded_gradients import HostGradient
 from memopt.optim._one_pass import OWN_OPTIONS, OnePass
-from memopt.optim._state_bytes import OptimizerBytes, foretold
+from memopt.optim._state_bytes import (
+    Kind,
+    OptimizerBytes,
+    foretold,
+    kind_of,
+    step_unhooked,
+    trial_of,
+)
 from memopt.optim._turns import TURN
 
 HOOKING = ("offload_gradients", "step_in_backward")  # options with hooks on the parameters themselves
@@ -109,6 +118,22 @@ def bytes_with(optimizer: torch.optim.Optimizer, names: Iterable[str], device: t
     return OnDevice(OptimizerBytes([], coming, passing, 0), blocks, besides)
 
 
+def trial_gradients(optimizer: torch.optim.Optimizer, names: Iterable[str], sums: bool) -> TrialGradients:
+    """Return hooks by which gradients of trial steps go as with these techniques. sums: to others, of before."""
+    options = options_of(names)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    away = "offload_states" in options
+    rooms: dict[int, list[int]] = {}
+    if STEP_IN_BACKWARD in {*names}:
+        placed = {"offload_states", *HOOKING}
+        found = foretold(trial_copy(optimizer, {k: v for k, v in options.items() if k not in placed}))
+        states, total = sum(found.coming), sum(p.nbytes for p in trained) or 1
+        for p in trained:
+            rooms[id(p)] = [*found.passing, *([_room(states * p.nbytes // total)] if away else [])]
+    leaving = "offload_gradients" in options
+    return TrialGradients(trained, rooms, stays=leaving or away, sums=leaving and sums, has_norms=leaving)
+
+
 def _room(load: int) -> int:
     return load if load <= TURN else 2 * TURN
 
@@ -125,6 +150,81 @@ def _rooms(loads: Sequence[int]) -> list[int]:
         turns[-1] += load
         left -= load
     return [max(turns[k::2], default=0) for k in (0, 1)]
+
+
+# ---- seconds ---------------------------------------------------------------------------------------------------------
+
+
+TIMED = (
+    64 << 20
+)  # bytes of parameters that are stepped for the clock; with gradients and states several times as much
+STEPS = 3
+
+
+def step_seconds(
+    optimizer: torch.optim.Optimizer,
+    names: Iterable[str],
+    most: int = TIMED,
+    device: torch.device | None = None,
+) -> float:
+    """Return the seconds of a step with these techniques, without copies to and from the host.
+
+    A copy of the optimizer steps parameters of the kinds of its own; the fewest of several times count. Where these
+    have more than `most` bytes, it steps some of them, and the seconds are those of all by their bytes. device: where
+    they are; None: where the optimizer's are.
+    """
+    names = {*names}
+    if names:
+        placed = {"offload_states", *HOOKING}
+        options = {name: value for name, value in options_of(names).items() if name not in placed}
+        optimizer = trial_copy(optimizer, options)
+    kinds, total = _kinds_to_step(optimizer, most)
+    if not kinds:
+        return 0.0
+    if device is not None:
+        kinds = [kind._replace(device=device) for kind in kinds]
+    trial, made = trial_of(optimizer, kinds)
+    for p in made:
+        assert p.grad is not None
+        p.grad.fill_(1e-3)  # with zeros a CPU's step takes longer
+    device = made[0].device if device is None else device
+
+    def step() -> None:
+        if STEP_IN_BACKWARD not in names:
+            step_unhooked(trial)
+            return
+        assert isinstance(trial, OnePass)
+        for p in made:
+            trial.step_alone(p, trial.group_of(p))
+
+    step_unhooked(trial)  # which makes the states
+    seconds = []
+    for _ in range(STEPS):
+        synchronize(device)
+        begun = time.perf_counter()
+        step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    share: float = sum(p.nbytes for p in made) / total
+    return min(seconds) / share
+
+
+def _kinds_to_step(optimizer: torch.optim.Optimizer, most: int) -> tuple[list[Kind], int]:
+    """Return kinds of trained parameters of so many bytes at most, but one at least; and the bytes of all trained."""
+    trained = [
+        (index, p)
+        for index, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+        if p.requires_grad and p.numel()
+    ]
+    total = sum(p.nbytes for _, p in trained)
+    taken: list[Kind] = []
+    left = most
+    for index, p in sorted(trained, key=lambda one: one[1].nbytes, reverse=True):
+        if p.nbytes <= left or not taken:  # of small ones alone a step takes far longer for a byte
+            taken.append(kind_of(index, p))
+            left -= p.nbytes
+    return taken, total
 
 
 # ---- in the place of another -----------------------------------------------------------------------------------------

@@ -222,7 +222,8 @@ class Planner:
 
     @cached_property
     def micro_batches(self) -> list[str]:
-        """Names of micro-batches in question: 2, 4, 8 …, up to the first number that is enough alone."""
+        """Names of micro-batches in question: 2, 4, 8 … up to the first number that is enough alone, and the fewer ones
+        that are asked whether they are, too."""
         samples = self.step.samples or 1
         why = "exact=True" if self.exact else self.step.no_micro_batches
         if not why and self.step.draws and MICRO_BATCHES not in self.allowed:
@@ -230,13 +231,42 @@ class Planner:
         if why:
             self.refused[MICRO_BATCHES] = why
             return []
-        found, count = [], 1
-        while count < samples:
-            count = min(2 * count, samples)
-            found.append(f"{MICRO_BATCHES}:{count}")
-            if self.prices.attempt(Names(found[-1:])).fits:
+        counts = [1]
+        while counts[-1] < samples:
+            counts.append(self.prices.count_of(self.prices.micro_batch_size(min(2 * counts[-1], samples))))
+            if self.prices.attempt(Names([_several(counts[-1])])).fits:
+                counts += self._between(counts[-2], counts[-1], Names())
                 break
-        return found
+        return [_several(count) for count in sorted(counts[1:])]
+
+    def _between(self, fewer: int, more: int, others: Names) -> list[int]:
+        """Return the numbers of micro-batches asked on the way from one that does not fit, beside these levers, to the
+        fewest that do: by bisection of the sizes of micro-batches."""
+        large, small = map(self.prices.micro_batch_size, (fewer, more))
+        asked: list[int] = []
+        while large - small > 1:
+            size = (large + small) // 2
+            count = self.prices.count_of(size)
+            if count not in (fewer, more, *asked):
+                asked.append(count)
+            fits = count != fewer and (count == more or self.prices.attempt(others | {_several(count)}).fits)
+            small, large = (size, large) if fits else (small, size)
+        return asked
+
+    def refined(self, chosen: Attempt) -> Attempt:
+        """Return the fastest plan of the same levers by numbers of micro-batches near the one that was chosen."""
+        count = micro_batches_of(chosen.names)
+        if count == 1:
+            return chosen
+        others = Names(name for name in chosen.names if not name.startswith(MICRO_BATCHES))
+        known = sorted({1, *(micro_batches_of([name]) for name in self.micro_batches)})
+        place = known.index(count)
+        near = self._between(known[place - 1], count, others)
+        if CHECKPOINT in others and place + 1 < len(known):  # by fewer recomputations
+            sizes = [self.prices.micro_batch_size(known[k]) for k in (place, place + 1)]
+            near.append(self.prices.count_of(sum(sizes) // 2))
+        tried = [self.prices.attempt(others | {_several(other)}) for other in near]
+        return min([chosen, *(one for one in tried if one.fits)], key=lambda one: one.seconds)
 
     # ---- the search --------------------------------------------------------------------------------------------------
 
@@ -287,10 +317,12 @@ class Planner:
         for tier in range(len(TIERS)):
             for _ in range(TRIALS):
                 chosen = self.fastest(tier)
+                chosen = None if chosen is None else self.refined(chosen)
                 if chosen is None or self.prices.stands(chosen):
                     break
                 chosen = None
             if chosen is not None:
+                chosen = self.prices.with_more_room(chosen)
                 break
         return self._result(chosen)
 
@@ -319,6 +351,7 @@ class Planner:
             micro_batch_size=None
             if chosen is None or micro_batches_of(chosen.names) == 1
             else self.prices.micro_batch_size(micro_batches_of(chosen.names)),
+            planned=None if chosen is None else self.prices.planned(chosen),
         )
 
     def _row(self, one: Attempt) -> Row:
@@ -332,6 +365,7 @@ class Planner:
             predicted_bytes=one.peak,
             tested_bytes=one.tested,
             seconds=one.seconds,
+            tested_seconds=one.tested_seconds,
             saved_bytes=self.prices.attempts[Names()].peak - one.peak,
             parts={"parameters": parameters, "optimizer": one.states},
         )
@@ -357,6 +391,10 @@ class Planner:
 
 
 _ROWS = 8
+
+
+def _several(count: int) -> str:
+    return f"{MICRO_BATCHES}:{count}"
 
 
 def _goes_together(names: Names) -> bool:

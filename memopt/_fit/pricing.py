@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,10 +23,17 @@ from memopt._checkpoint.checked_plan import (
     TrialSteps,
     bytes_of_step,
     chain_costs,
+    note_trial,
     plan_for,
 )
 from memopt._checkpoint.plan import keep_all
-from memopt._checkpoint.shape_plans import left_as_it_is, planned_forward
+from memopt._checkpoint.shape_plans import (
+    CallShape,
+    ShapePlan,
+    left_as_it_is,
+    planned_forward,
+    stage_forwards,
+)
 from memopt._checkpoint.stages.costs import StageSeconds, block_bytes, bytes_of
 from memopt._checkpoint.stages.measure import ChainMeasurement
 from memopt._checkpoint.stages.model_chain import ModelChain
@@ -42,6 +49,8 @@ from memopt._offload.model_layers import nbytes as layer_bytes
 from memopt._offload.schedule_sets import Bandwidth, bandwidth
 from memopt._run.plan import (
     CHECKPOINT,
+    EIGHT_BITS,
+    FOUR_BITS,
     FUSED,
     LOSS_HEAD,
     MICRO_BATCHES,
@@ -57,6 +66,7 @@ from memopt.nn._fuse_loss_head import fuse_loss_head
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 NEAR = 1.5  # times the budget: what is worked out to take more is not tried
+USED = 0.97  # of the budget: a plan whose steps take less is worth another try
 SLOTS = 500  # of a budget, for the solver
 RANDOM_STATES = 4  # that memopt.backward has: of the batch, of a micro-batch, and two that are compared
 
@@ -66,7 +76,7 @@ class Attempt:
     """A combination of levers, with its price.
 
     in_passes, in_step: bytes at the peak of the forward and backward passes, and while the optimizer steps; least: of a
-    budget that would do. tested: the most that a step took; 0 if none was taken.
+    budget that would do. tested, tested_seconds: the most that a step took, and seconds by it; 0 if none was taken.
     """
 
     names: Names
@@ -78,6 +88,7 @@ class Attempt:
     states: int
     candidate: Candidate | None = None
     tested: int = 0
+    tested_seconds: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -85,8 +96,12 @@ class Attempt:
 
 
 class Measured(NamedTuple):
+    """A model's chain, its costs, and the call that it was measured in."""
+
     chain: ModelChain
     costs: ChainMeasurement
+    shape: CallShape
+    seconds: float  # of measuring
 
 
 class Whole(nn.Module):
@@ -112,77 +127,69 @@ class Prices:
         self.step, self.budget = step, budget
         self.accumulates = step.batches > 1
         self.attempts: dict[Names, Attempt] = {}
-        self._set_aside: dict[Names, int] = {}  # bytes, which a tested step took beyond what was worked out
+        self._rooms: dict[Names, int] = {}  # of a combination that did not stand: bytes for its next attempt
+        self._beyond: dict[Names, int] = {}  # bytes that its steps took beyond what was worked out
         self._no_chain = ""
-        self._measured: dict[tuple[int, bool, bool], Measured] = {}
+        self._measured: dict[tuple[int, bool, Names], Measured] = {}
         self._beside: dict[Names, OnDevice] = {}
-        self._less: dict[tuple[int, bool, bool, bool], int] = {}
+        self._step_seconds: dict[Names, float] = {}
+        self._less: dict[tuple[int, bool, Names, bool], int] = {}
 
     # ---- measurement -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _as_with(self, head: bool, drops: bool) -> Iterator[None]:
+    def _as_with(self, count: int, head: bool, go: Names) -> Iterator[None]:
         """Have the model as it is with a fused loss head, or with gradients that go as they are made."""
         handle = fuse_loss_head(self.step.model) if head else None
-        hooks: list[Any] = []
+        sums = count > 1 or self.accumulates
+        hooks = optimizers.trial_gradients(self.step.optimizer, go, sums) if go else nullcontext()
         try:
-            with left_as_it_is(self.step.model):
-                try:
-                    if drops:
-                        stepped = {id(p): p for g in self.step.optimizer.param_groups for p in g["params"]}
-                        for p in stepped.values():
-                            if p.requires_grad:
-                                hooks.append(p.register_post_accumulate_grad_hook(_drop))  # type: ignore[attr-defined]
-                    yield
-                finally:
-                    for hook in hooks:
-                        hook.remove()
+            with left_as_it_is(self.step.model), hooks:
+                yield
         finally:
             if handle is not None:
                 handle.remove()
 
-    def measured(self, count: int, head: bool, drops: bool) -> Measured:
-        """Return the chain's costs for one of so many micro-batches."""
-        key = count, head, drops
+    def measured(self, count: int, head: bool, go: Names) -> Measured:
+        """Return the chain's costs for one of so many micro-batches. go: levers by which gradients go."""
+        key = count, head, go
         if key not in self._measured:
             known: list[StageSeconds] | None = None
-            if drops:  # which changes no stage's work
-                known = self.measured(count, head, False).costs.stage_seconds
+            if go:  # which changes no stage's work
+                known = self.measured(count, head, Names()).costs.stage_seconds
             call = self.step.call(None if count == 1 else self.micro_batch_size(count))
-            with self._as_with(head, drops):
+            begun = time.perf_counter()
+            with self._as_with(count, head, go):
                 try:
                     chain = ModelChain(self.step.model, call.args, call.kwargs)
                 except ValueError as error:
                     self._no_chain = str(error)
                     chain = ModelChain(Whole(self.step.model), call.args, call.kwargs)
                 costs = ChainMeasurement(chain, call.loss, keeps_output=False, seconds=known)
-            self._measured[key] = Measured(chain, costs)
+            shape = CallShape.of(self.step.model, call.args, call.kwargs)
+            self._measured[key] = Measured(chain, costs, shape, time.perf_counter() - begun)
         return self._measured[key]
 
     def no_chain(self) -> str:
         """Return why the model is no chain of stages; "" if it is."""
-        self.measured(1, False, False)
+        self.measured(1, False, Names())
         return self._no_chain
 
     def micro_batch_size(self, count: int) -> int:
         assert self.step.samples is not None
         return -(-self.step.samples // count)
 
+    def count_of(self, size: int) -> int:
+        """Return the number of micro-batches of at most so many samples."""
+        assert self.step.samples is not None
+        return -(-self.step.samples // size)
+
     def _measured_with(self, names: Names) -> Measured:
-        return self.measured(micro_batches_of(names), LOSS_HEAD in names, self._drops(names))
+        return self.measured(micro_batches_of(names), LOSS_HEAD in names, _going(names))
 
     @cached_property
     def link(self) -> Bandwidth:
         return bandwidth("cpu", self.step.device)
-
-    @cached_property
-    def host_rate(self) -> float:
-        """Bytes a second that the host reads or writes, by a copy of 64 MiB."""
-        there = torch.zeros(16 << 20)
-        begun = time.perf_counter()
-        there.clone()
-        nbytes: int = 2 * there.nbytes
-        return nbytes / (time.perf_counter() - begun)
 
     # ---- arithmetic --------------------------------------------------------------------------------------------------
 
@@ -211,14 +218,20 @@ class Prices:
         return 2 * min(bytes_of(self.step.model.buffers()), KEPT_BUFFERS) + gradients
 
     def _besides(self, names: Names) -> int:
-        """Return bytes that levers take besides: copies on their way, and what memopt.backward keeps apart."""
-        besides = self.beside(names).besides + self.kept_apart(names)
+        """Return bytes that levers take besides, throughout: what memopt.backward keeps apart, layers on their way."""
+        besides = self.kept_apart(names)
         if OFFLOAD_LAYERS in names:
             layers = find_layers(self.step.model)
             sizes = [layer_bytes(layer.parameters()) for layer in layers]
             largest = max(sizes)
             besides += 2 * largest + beside(typical_layer(sizes)) - bytes_of(self.step.model.parameters())
         return besides
+
+    def _fixed(self, names: Names) -> int:
+        """Return bytes beside the chain's that live throughout: the optimizer's states, and what levers take."""
+        optimizer, device = self._optimizer(names), self.step.device
+        states = optimizer.there_bytes + sum(block_bytes(size, device) for size in optimizer.coming)
+        return states + self._besides(names)
 
     def _copies(self, names: Names) -> float:
         """Return the seconds of copies between device and host in a step, as if none was hidden."""
@@ -239,32 +252,49 @@ class Prices:
             seconds += states * (there + back)
         if OFFLOAD_LAYERS in names:
             seconds += count * (2 * parameters * back + gradients * there)
-            seconds += (3 * gradients + 2 * states) / self.host_rate  # the step, on the host
         return seconds
+
+    def step_seconds(self, names: Names) -> float:
+        """Return the seconds of the optimizer's step, without copies; on the host where the parameters are there."""
+        chosen = Names(names & {FUSED, EIGHT_BITS, FOUR_BITS, STEP_IN_BACKWARD, OFFLOAD_LAYERS})
+        if names & {*OPTIONS} and not chosen:
+            chosen = Names({FUSED})
+        if chosen not in self._step_seconds:
+            most = min(optimizers.TIMED, self.budget // 16)
+            with left_as_it_is(self.step.model):
+                self._step_seconds[chosen] = optimizers.step_seconds(
+                    self.step.optimizer,
+                    chosen - {OFFLOAD_LAYERS},
+                    most,
+                    torch.device("cpu") if OFFLOAD_LAYERS in chosen else self.step.device,
+                )
+        return self._step_seconds[chosen]
 
     def _plain(self, names: Names) -> ChainCosts:
         measured = self._measured_with(names).costs
         return chain_costs(measured, beside=0, accumulate=self._accumulates(names))
 
     def _accumulates(self, names: Names) -> bool:
-        return not self._drops(names) and (self.accumulates or micro_batches_of(names) > 1)
+        return not _going(names) and (self.accumulates or micro_batches_of(names) > 1)
 
     def least_seconds(self, names: Names) -> float:
         """Return a bound: these levers take no less, whatever is recomputed."""
-        one = self.measured(micro_batches_of(names), LOSS_HEAD in names, False).costs
+        one = self.measured(micro_batches_of(names), LOSS_HEAD in names, Names()).costs
         seconds = sum(stage.full_forward + stage.backward for stage in one.stage_seconds)
-        return seconds * micro_batches_of(names) * self.step.batches + self._copies(names)
+        return seconds * micro_batches_of(names) * self.step.batches + self._beside_passes(names)
+
+    def _beside_passes(self, names: Names) -> float:
+        return self._copies(names) + self.step_seconds(names)
 
     def attempt(self, names: Names) -> Attempt:
         """Price a combination."""
         if names in self.attempts:
             return self.attempts[names]
-        room = self.budget - self._set_aside.get(names, 0)
+        room = self._rooms.get(names, self.budget)
         measured = self._measured_with(names).costs
         costs = self._plain(names)
         optimizer, device = self._optimizer(names), self.step.device
-        states = optimizer.there_bytes + sum(block_bytes(size, device) for size in optimizer.coming)
-        fixed = states + self._besides(names)
+        fixed = self._fixed(names)
         in_step = measured.standing_bytes + measured.workspace_bytes + fixed + measured.result_bytes
         in_step += sum(size.parameter_grad for size in measured.stage_bytes)
         in_step += sum(block_bytes(size, device) for size in optimizer.passing)
@@ -286,9 +316,9 @@ class Prices:
             least <= room,
             in_passes,
             in_step,
-            seconds * count + self._copies(names),
-            least + self._set_aside.get(names, 0),
-            states,
+            seconds * count + self._beside_passes(names),
+            least + self._beyond.get(names, 0),
+            fixed - self._besides(names),
             candidate,
         )
         self.attempts[names] = found
@@ -311,7 +341,7 @@ class Prices:
 
         A chain counts what skips its stages for longer than it lives. They are the same whatever the optimizer is.
         """
-        key = (micro_batches_of(names), LOSS_HEAD in names, self._drops(names), candidate is not None)
+        key = (micro_batches_of(names), LOSS_HEAD in names, _going(names), candidate is not None)
         if OFFLOAD_LAYERS in names:
             return 0
         if key not in self._less:
@@ -321,10 +351,6 @@ class Prices:
                 taken = 0
             self._less[key] = max(0, foreseen - taken) if taken else 0
         return self._less[key]
-
-    def _drops(self, names: Names) -> bool:
-        """Return whether gradients leave the device as they are made."""
-        return bool(names & {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD, OFFLOAD_LAYERS})
 
     @property
     def to(self) -> str | None:
@@ -338,31 +364,77 @@ class Prices:
     # ---- trial steps -------------------------------------------------------------------------------------------------
 
     def stands(self, found: Attempt) -> bool:
-        """Test a combination by steps. If they take more than the budget, set that much aside in what is worked out."""
+        """Test a combination by steps. If they take more than the budget, its next attempt is worked out to take so
+        much less."""
         if OFFLOAD_LAYERS in found.names:
             return True  # its parameters would have to leave
-        try:
-            taken = self._taken(found)
-        except torch.OutOfMemoryError:
-            taken = self.budget + self.budget // 16
-        found.tested = taken
-        if taken <= self.budget:
+        if self._is_within(found):
             return True
-        logger.debug("memopt.fit: %s took %d, and %d was worked out", sorted(found.names), taken, found.peak)
         del self.attempts[found.names]
-        self._set_aside[found.names] = self._set_aside.get(found.names, 0) + taken - self.budget
+        room = min(self._rooms.get(found.names, self.budget), found.peak)
+        self._rooms[found.names] = room - (found.tested - self.budget)
+        self._beyond[found.names] = max(0, found.tested - found.peak)
         return False
 
-    def _taken(self, found: Attempt) -> int:
-        """Return the most bytes of steps by a plan, 0 where the allocator cannot be asked."""
-        taken = self._trial(found.names, found.candidate)
-        return max(taken.in_passes, taken.in_step)
+    def _is_within(self, found: Attempt) -> bool:
+        """Take steps by a combination, and note what they took."""
+        try:
+            steps = self._trial(found.names, found.candidate)
+        except torch.OutOfMemoryError:
+            steps = TrialSteps(self.budget + self.budget // 16, 0)
+        found.tested = max(steps.in_passes, steps.in_step)
+        count = micro_batches_of(found.names) * self.step.batches
+        found.tested_seconds = steps.seconds * count + self._beside_passes(found.names)
+        if found.candidate is not None:
+            note_trial(found.candidate[0], self.budget, steps)
+        logger.debug(
+            "memopt.fit: %s took %d, and %d was worked out", sorted(found.names), found.tested, found.peak
+        )
+        return found.tested <= self.budget
+
+    def with_more_room(self, found: Attempt) -> Attempt:
+        """Return a tested combination by a faster schedule, where its steps leave room and those of that one stand."""
+        if found.candidate is None or not found.tested or found.tested >= USED * self.budget:
+            return found
+        earlier = found.candidate[0]
+        room = self.budget + max(
+            0, earlier.predicted_bytes - found.tested
+        )  # as much too much may be foretold again
+        try:
+            candidate = self._candidate(found.names, self._fixed(found.names), room)
+        except InfeasibleBudget:
+            return found
+        plan = candidate[0]
+        gain = earlier.schedule.seconds - plan.schedule.seconds
+        if gain <= 0:
+            return found
+        count = micro_batches_of(found.names) * self.step.batches
+        faster = replace(
+            found,
+            in_passes=plan.predicted_bytes,
+            seconds=found.seconds - gain * count,
+            candidate=candidate,
+        )
+        if not self._is_within(faster):
+            return found
+        self.attempts[found.names] = faster
+        return faster
+
+    def planned(self, found: Attempt) -> ShapePlan | None:
+        """Return the schedule that a combination was tested with, for its model to run by; None without either."""
+        if found.candidate is None or OFFLOAD_LAYERS in found.names:
+            return None
+        measured = self._measured_with(found.names)
+        plan = found.candidate[0]
+        plan.offload = self.to
+        forwards = stage_forwards(plan, measured.chain.members, False)
+        return ShapePlan(measured.shape, plan, forwards, measured.seconds, self._accumulates(found.names))
 
     def _trial(self, names: Names, candidate: Candidate | None) -> TrialSteps:
         measured = self._measured_with(names)
         optimizer = self._optimizer(names)
         optimizer = optimizer._replace(unseen=optimizer.unseen + self._besides(names))
-        with self._as_with(LOSS_HEAD in names, self._drops(names)):
+        with self._as_with(micro_batches_of(names), LOSS_HEAD in names, _going(names)):
             if candidate is not None:
                 forward = planned_forward(candidate, measured.costs, measured.chain, self.to)
             else:
@@ -384,5 +456,14 @@ def _plain_forward(measured: Measured) -> Callable[[], tuple[Any, Tensor]]:
     return forward
 
 
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None
+def _going(names: Names) -> Names:
+    """Return the levers that decide what gradients take that leave the device as they are made; none if they stay."""
+    if STEP_IN_BACKWARD in names:
+        return Names(
+            names
+            & {
+                STEP_IN_BACKWARD,
+                *((OFFLOAD_STATES, EIGHT_BITS, FOUR_BITS) if OFFLOAD_STATES in names else ()),
+            }
+        )
+    return Names(names & {OFFLOAD_GRADIENTS, OFFLOAD_LAYERS})

@@ -23,12 +23,13 @@ from memopt.chain import InfeasibleBudget
 from memopt.optim._one_pass import OnePass
 
 if TYPE_CHECKING:
+    from memopt._checkpoint.shape_plans import ShapePlan
     from memopt._fit.applied import AppliedFit
 
 _COLOURS = {"parameters": "#334f9f", "optimizer": "#29a58f", "the rest": "#cf432a"}
 _ASSUMED = (
-    "seconds are of forward and backward passes: of stages measured on this machine, and of copies between device and "
-    "host at a measured rate, as if none was hidden; an optimizer's step on the device is not in them"
+    "seconds are of an optimizer's step with its passes: of stages measured on this machine, of a copy of the optimizer"
+    ", and of copies between device and host at a measured rate, as if none was hidden"
 )
 
 
@@ -42,7 +43,8 @@ class Row:
         fits: Whether it fits the budget.
         predicted_bytes: The peak as it was worked out.
         tested_bytes: The most that trial steps took; 0 if none were taken.
-        seconds: Of the passes of an optimizer's step.
+        seconds: Of an optimizer's step with its passes, as they were worked out.
+        tested_seconds: The same with the passes of trial steps; 0 if none were taken.
         saved_bytes: Bytes below the peak of the step as it is.
         parts: Bytes of parameters, and of the optimizer's states on the device.
     """
@@ -55,6 +57,7 @@ class Row:
     seconds: float
     saved_bytes: int
     parts: Mapping[str, int]
+    tested_seconds: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -91,6 +94,7 @@ class Fit:
         refused: Levers that were not in question, with the reason.
         least_budget: The least that would do, where nothing fits; 0 otherwise.
         recomputed: How many stages run again or are offloaded, and of how many.
+        planned: The schedule of the stages that was tested; None where there is none.
         micro_batch_size: The most samples of a micro-batch; None for the whole batch.
     """
 
@@ -104,6 +108,7 @@ class Fit:
     chain_budget: int
     to: str | None
     micro_batch_size: int | None
+    planned: ShapePlan | None
 
     @property
     def fits(self) -> bool:
@@ -122,8 +127,8 @@ class Fit:
 
     @property
     def seconds(self) -> float | None:
-        """Of the passes of an optimizer's step by the plan."""
-        return self.rows[0].seconds if self.fits else None
+        """Of an optimizer's step with its passes, by the plan: by its trial steps, or else as worked out."""
+        return self.rows[0].tested_seconds or self.rows[0].seconds if self.fits else None
 
     @property
     def alternatives(self) -> list[Row]:
@@ -165,7 +170,9 @@ class Fit:
 
         Raises:
             memopt.chain.InfeasibleBudget: There is no plan; the message names the least budget that would do, in
-                memory_budget's bytes. Or the model takes more than it did when it was planned for. Nothing has changed.
+                memory_budget's bytes. Or layers are offloaded, whose stages are planned now, and the model takes more
+                than it did. Nothing has changed.
+            ValueError: The model runs by a plan already, or modules of it were replaced since. Nothing has changed.
         """
         if not self.fits:
             raise InfeasibleBudget(f"memopt.fit: {self._nothing()}", self.least_budget)
@@ -327,7 +334,7 @@ class Fit:
             (
                 ("fits, " if row.fits else "does not fit, ") + row.evidence,
                 _C.format_size(row.peak_bytes),
-                seconds_text(row.seconds) if row.fits else "",
+                seconds_text(row.tested_seconds or row.seconds) if row.fits else "",
                 row.tier,
                 str(row),
             )
@@ -357,7 +364,7 @@ class Fit:
         )
 
 
-_HEADS = ("budget", "peak", "passes", "results", "plan")
+_HEADS = ("budget", "peak", "seconds", "results", "plan")
 _LEFT = (0, 3, 4)
 
 

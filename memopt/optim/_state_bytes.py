@@ -60,6 +60,12 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return found.there_bytes + sum(found.coming)
 
 
+def kind_of(group: int, p: torch.Tensor) -> Kind:
+    """Return the kind of a parameter of the param group of that number."""
+    strides = p.stride() if is_plain(p) else torch.empty(p.shape, device="meta").stride()
+    return Kind(group, tuple(p.shape), tuple(strides), p.dtype, p.device)
+
+
 def foretold(optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> OptimizerBytes:
     """Return what state_bytes() adds up, in parts. device: of parameters elsewhere nothing counts; None: all count."""
     there: list[torch.Tensor] = []
@@ -69,8 +75,7 @@ def foretold(optimizer: torch.optim.Optimizer, device: torch.device | None = Non
         for p in group["params"]:
             if device is not None and p.device != device:
                 continue
-            strides = p.stride() if is_plain(p) else torch.empty(p.shape, device="meta").stride()
-            kind = Kind(index, tuple(p.shape), tuple(strides), p.dtype, p.device)
+            kind = kind_of(index, p)
             if state := optimizer.state.get(p):
                 there += on_device(tensors(state), p.device)
             elif p.requires_grad:

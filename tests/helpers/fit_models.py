@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import memopt
 from memopt._checkpoint.stages.costs import CpuBytes, bytes_of, tensors_in, workspace_bytes
 from memopt._demo.tasks import GPT, make_cnn
+from memopt._run.plan import OFFLOAD_LAYERS
 
 STEPS = 3
 
@@ -179,9 +180,17 @@ def check(kind: str, share: float, device: str, **options: Any) -> Any:
     losses: list[Tensor] = []
     with fit.apply() as handle:
         measured = peak_of(one.standing(), lambda: losses.extend(applied(handle, one)))
+        if fit.planned is not None:  # which no step has replaced
+            assert one.model.plan is fit.planned.plan
     losses += plain(one, 2)  # by the optimizer that was given, of a plain model
     assert measured <= budget, fit
     assert fit.peak_bytes <= budget
+    tested = OFFLOAD_LAYERS not in fit.names
+    assert fit.rows[0].evidence == ("tested by steps" if tested else "worked out")
+    # Blocks of 512 bytes, norms and scalars on the device are some per cent of models as small as these.
+    near, worked_out = (0.01, 0.05) if device == "cpu" else (0.03, 0.08)
+    assert abs(fit.peak_bytes - measured) <= near * measured, (fit, measured)
+    assert abs(fit.rows[0].predicted_bytes - measured) <= worked_out * measured, (fit, measured)
     if fit.tier in ("free", "bit-equal"):
         assert all(map(torch.equal, losses, expected))
         assert all(map(torch.equal, one.model.parameters(), plain_one.model.parameters()))

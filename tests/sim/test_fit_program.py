@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from memopt import sim
+from memopt._fit.optimizers import step_seconds
+from memopt._fit.pricing import Prices
+from memopt._run.plan import OFFLOAD_LAYERS
 from tests.helpers import fit_models
 
 SIM = {"memory": "1GiB"}
@@ -15,8 +18,10 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}  # else its workspaces are la
 
 
 @pytest.fixture(autouse=True)
-def computed() -> Iterator[None]:
+def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
+    # A simulated kernel's seconds say nothing of a device: as with one, the step on the host is the slower.
+    monkeypatch.setattr(Prices, "step_seconds", lambda _, names: float(OFFLOAD_LAYERS in names))
     with sim.Compute():
         yield
 
@@ -26,6 +31,13 @@ def computed() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["gpt", "optimizer", "embedded"])
 def test_steps_by_the_plan_are_within_the_budget_and_as_its_tier_says(kind: str, share: float) -> None:
     fit_models.check(kind, share, "cuda")
+
+
+def test_a_step_on_the_host_is_timed_there() -> None:
+    optimizer = fit_models.training("gpt", "cuda").optimizer
+    before = torch.cuda.memory_allocated()
+    assert step_seconds(optimizer, [], device=torch.device("cpu")) > 0
+    assert torch.cuda.memory_allocated() == before and not optimizer.state
 
 
 @pytest.mark.parametrize(("share", "lever"), [(0.6, "offload states"), (0.25, "offload layers")])

@@ -59,7 +59,7 @@ def untaken(size: StageBytes) -> StageBytes:
     return size._replace(
         saved=size.saved if size.saves_output else size.saved_beside_output,
         output=0,
-        forward_overhead=size.forward_overhead + size.output,
+        forward_overhead=size.forward_overhead + (0 if size.saves_output else size.output),
         run_overhead=size.run_overhead + size.output,
     )
 
@@ -119,6 +119,14 @@ class ExternalGrad(NamedTuple):
     nbytes: int
 
 
+class Crossing(NamedTuple):
+    """A tensor that skips stages, from its making on. made_by: the stage before that. is_output: it is that stage's."""
+
+    made_by: int
+    nbytes: int
+    is_output: bool
+
+
 def made_before(changes: Changes) -> list[torch.Tensor]:
     """Tensors that hooks have made for a stage, with a graph: weights of their norms and directions."""
     values = [slot.get() for slot in changes]
@@ -134,7 +142,8 @@ class ChainMeasurement:
     gradients of arguments that are not the output of the stage before. input_bytes: of the first stage. held_bytes:
     what else lives from before the last stage to the backward pass, however the stages are run: saved around them, or
     an argument of one that is not the output of the stage before. crossing_bytes: of these the arguments that skip
-    stages, each once, which a schedule could make again or offload. result_bytes: of what the model returns, the loss
+    stages, each once, which a schedule could make again or offload; crossings: of them those that nothing around the
+    stages saves, and that were not there before the first one. result_bytes: of what the model returns, the loss
     and its gradient, beside the last stage's output. workspace_bytes: cuBLAS's own.
 
     keeps_output: whether the caller holds what the model returns until the step is over. seconds: of each stage and of
@@ -163,6 +172,7 @@ class ChainMeasurement:
         self.outputs: list[Any] = []  # of the stage that ran last
         self.last_outputs: list[torch.Tensor] = []
         self.external_grads: list[ExternalGrad] = []
+        self.crossings: list[Crossing] = []
         self.others: list[torch.UntypedStorage] = []
         torch.clear_autocast_cache()  # what finding the chain has left there
         self.made_before: list[torch.Tensor] = []  # of the stage that runs
@@ -212,6 +222,24 @@ class ChainMeasurement:
                     nbytes = block_bytes(local(leaf.tensor).nbytes, leaf.tensor.device)
                     self.external_grads.append(ExternalGrad(identity, k, made_by.get(identity, -1), nbytes))
 
+    def crossings_of(
+        self, made_by: Mapping[int, int], outputs_of: Mapping[int, int], kept: Sequence[torch.Tensor]
+    ) -> list[Crossing]:
+        """Return the tensors that skip stages, but for those that are kept anyway.
+
+        made_by: storage -> the stage before it was made. outputs_of: storage -> the stage whose output it is.
+        """
+        others = {local(t).untyped_storage()._cdata for t in kept if t.layout is torch.strided}
+        found = {}
+        for tensor in self.crossing:
+            if tensor.layout is torch.strided:
+                storage = local(tensor).untyped_storage()
+                identity, made = storage._cdata, made_by.get(storage._cdata, -1)
+                if identity not in others and made >= 0:
+                    nbytes = block_bytes(storage.nbytes(), storage.device)
+                    found[identity] = Crossing(made, nbytes, outputs_of.get(identity) == made)
+        return [*found.values()]
+
     def arguments(self, k: int, call: StageCall, linked: list[Held]) -> Callable[[], Arguments]:
         """Return a function that makes stage k's arguments anew for each separate run."""
         if k not in self.chain.changing:
@@ -244,11 +272,13 @@ class ChainMeasurement:
         meter.ignore(self.standing)
         before_last = live = 0
         made_by: dict[int, int] = {}
+        outputs_of: dict[int, int] = {}  # storage -> the stage whose output it is
 
         def stage(k: int, call: StageCall, linked: list[Held]) -> None:
             nonlocal made_by
             made_by = {identity: made_by.get(identity, k - 1) for identity in meter.known}
             self.note_externals(k, call, made_by)
+            outputs_of.update({local(t).untyped_storage()._cdata: k - 1 for t in self.last_outputs})
             places = [place for place, _, _ in call.links]
             state = call.state.modules
             given = [leaf.tensor for leaf in call.leaves if isinstance(leaf, Held)]
@@ -315,7 +345,10 @@ class ChainMeasurement:
             numbers = sum(size.numbers for size in self.stage_bytes)
             self.held_bytes = bytes_of(held, self.standing) + self.state_bytes + numbers
             self.crossing_bytes = bytes_of(self.crossing, self.standing)
+            self.crossings = self.crossings_of(made_by, outputs_of, [*self.standing, *saved[:before_last]])
             kept = bytes_of([*saved[before_last:], value], [*held, *self.last_outputs])
+            outputs = {local(t).untyped_storage()._cdata for t in self.last_outputs}
+            saves_input = any(local(t).untyped_storage()._cdata in outputs for t in saved[before_last:])
             forward_overhead = max(0, meter.peak - live - kept)
             saved.clear()
             output = value.untyped_storage().nbytes()
@@ -335,7 +368,7 @@ class ChainMeasurement:
                 backward_overhead=backward_overhead,
                 parameter_grad=made,
                 saved_count=0,
-                saves_input=True,
+                saves_input=saves_input,
                 saves_output=True,
                 saved_beside_output=kept - output,
             )

@@ -11,6 +11,7 @@ from torch import nn
 
 import memopt
 from memopt import _C
+from memopt._checkpoint.stages.costs import CpuBytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, WIDTH = 1024, 64
@@ -66,6 +67,22 @@ def test_the_bytes_of_a_step_are_those_that_a_recording_sees() -> None:
     live = recorded.peak - int(recorded.recording.live_bytes()[0])
     standing = sum(p.nbytes for p in model.parameters())  # the sample is made in the step
     assert abs(live + standing - measured) <= measured // 50
+
+
+def test_a_step_leaves_the_peak_of_another_watch_alone() -> None:
+    model = planned()
+    watch = CpuBytes()
+    watch.start()
+    try:
+        watch.restart()
+        out = model(sample())
+        more = torch.empty(1 << 28, dtype=torch.uint8)  # more than the backward pass takes
+        del more
+        loss(out).backward()
+        assert watch.now_and_peak()[1] >= 1 << 28
+    finally:
+        watch.stop()
+    assert model.plan.check().measured_bytes is None
 
 
 def test_after_a_step_above_the_budget_the_model_is_planned_for_less() -> None:

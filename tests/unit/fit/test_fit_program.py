@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
+import os
+import random
+import time
 from typing import Any
 
 import pytest
@@ -14,11 +18,14 @@ from torch.nn import functional as F
 import memopt
 from memopt._estimate.search import OTHER, Names, combinations, tier_of
 from memopt._fit import planning
+from memopt._fit.optimizers import step_seconds
+from memopt._fit.pricing import micro_batches_of
 from memopt._fit.training_step import TrainingStep
 from memopt.chain import InfeasibleBudget
 from tests.helpers import fit_models
 from tests.helpers.fit_models import KINDS, Training, training
 
+STEPPING = ("fused", "eight bits", "four bits", "step in backward")
 SHARES = (0.8, 0.6, 0.4, 0.25)
 
 
@@ -75,10 +82,38 @@ def test_all_combinations_tried_one_by_one_hold_no_better_plan(kind: str, share:
         return
     assert fit.names is not None
     assert tier_of(fit.names) == min(best)
-    assert fit.seconds is not None and fit.seconds <= planning.ALIKE * best[min(best)]
+    assert fit.rows[0].seconds <= planning.ALIKE * best[min(best)]
     for name in fit.names:  # none of which it could do without
         without = planner.prices.attempt(fit.names - {name})
-        assert not without.fits or without.seconds > fit.seconds
+        assert not without.fits or without.seconds > fit.rows[0].seconds
+
+
+def of_samples(samples: int) -> Training:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 10))
+    sample = torch.randn(samples, 64), torch.randint(0, 10, (samples,))
+    return Training("", model, torch.optim.SGD(model.parameters(), lr=0.1), sample, F.cross_entropy)
+
+
+@pytest.mark.parametrize("samples", [96, 100, 128])
+def test_the_fewest_micro_batches_that_would_do_are_asked(samples: int) -> None:
+    """Which of those that fit is the fastest is the clock's."""
+    whole = planner_of(of_samples(samples), 1 << 40)
+    peaks = [whole.prices.attempt(Names([f"micro-batches:{n}"] if n > 1 else [])).peak for n in (1, 9)]
+    budget = random.Random(int(os.environ.get("MEMOPT_SEED", "1")) + samples).randint(min(peaks), max(peaks))
+    planner = planner_of(of_samples(samples), budget)
+    planner.levers = []
+    fit = planner.plan()
+    assert fit.fits and fit.names
+    asked = {micro_batches_of(names): tried.fits for names, tried in planner.prices.attempts.items()}
+    assert len(asked) <= 1 + 2 * math.log2(samples) and asked[micro_batches_of(fit.names)]
+    fewest = min(count for count, fits in asked.items() if fits)
+    size = planner.prices.micro_batch_size(fewest)
+    larger = next(n for n in range(size + 1, samples + 1) if planner.prices.count_of(n) < fewest)
+    fewer = planner.prices.count_of(larger)
+    if fewer > 1:
+        assert not planner.prices.attempt(Names([f"micro-batches:{fewer}"])).fits
+    assert fit.micro_batch_size == planner.prices.micro_batch_size(micro_batches_of(fit.names))
 
 
 def snapshot(one: Training) -> list[Any]:
@@ -221,6 +256,43 @@ def test_an_optimizer_that_memopt_has_none_for_leaves_the_other_levers() -> None
     assert fit.fits and "no Adagrad" in fit.refused["fused"]
 
 
+class Slow(torch.optim.Adagrad):
+    """Sleeps in each of its steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.05)
+        return super().step(closure)
+
+
+def test_the_optimizers_step_is_among_the_seconds() -> None:
+    one = training("gpt", optimizer=Slow)
+    fit = one.fit(1 << 30)
+    assert fit.names == frozenset() and fit.seconds is not None and fit.seconds >= 0.05
+    steps = {name: step_seconds(training("gpt").optimizer, [name]) for name in STEPPING}
+    assert all(seconds > 0 for seconds in steps.values())
+
+
+@pytest.mark.parametrize("slow", ["fused", "step in backward"])
+def test_the_lever_with_the_faster_step_is_taken(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = training("optimizer")
+    planner = planner_of(one, 1 << 30)
+    planner.levers = ["fused", "step in backward"]
+    monkeypatch.setattr(planner.prices, "step_seconds", lambda names: 1.0 if slow in names else 0.0)
+    fastest = planner.fastest(tier_of(["fused"]))
+    assert fastest is not None and slow not in fastest.names
+
+
+@pytest.mark.parametrize("name", STEPPING)
+def test_the_step_of_some_parameters_is_timed_for_all(name: str) -> None:
+    optimizer = training("optimizer").optimizer
+    fit_models.plain(training("optimizer"), 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    values = [p.clone() for p in optimizer.param_groups[0]["params"]]
+    assert step_seconds(optimizer, [name], most=1) > 0 and step_seconds(optimizer, [name], most=1 << 20) > 0
+    assert same(optimizer.state_dict(), before)
+    assert same(optimizer.param_groups[0]["params"], values)
+
+
 def test_a_model_without_a_chain_is_fitted_by_the_other_levers() -> None:
     class Alone(nn.Module):
         def __init__(self) -> None:
@@ -312,8 +384,74 @@ def test_a_planned_model_and_a_second_apply_are_refused() -> None:
     with fit.apply():
         with pytest.raises(ValueError, match="undo_checkpoint"):
             one.fit(6 << 20)
+        with pytest.raises(ValueError, match="runs by a plan already"):
+            fit.apply()
     fit.apply().remove()
     gc.collect()
+
+
+def test_a_model_with_other_modules_than_were_planned_for_is_refused() -> None:
+    one = training("gpt")
+    fit = one.fit(6 << 20)
+    assert fit.planned is not None
+    name = next(name for name, module in one.model.named_modules() if module in fit.planned.forwards)
+    one.model.set_submodule(name, copy.deepcopy(one.model.get_submodule(name)))
+    before = snapshot(one)
+    with pytest.raises(ValueError, match="call memopt.fit"):
+        fit.apply()
+    assert same(snapshot(one), before)
+
+
+# ---- the plan that was tested is the one in force --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "share"), [("gpt", 0.6), ("gpt", 0.25), ("cnn", 0.8)])
+def test_steps_run_by_the_schedule_that_was_tested(kind: str, share: float) -> None:
+    plain = training(kind)
+    budget = int(share * fit_models.peak_on_cpu(plain.standing(), lambda: fit_models.plain(plain)))
+    one = training(kind)
+    fit = one.fit(budget)
+    assert fit.planned is not None and fit.peak_bytes == fit.planned.plan.peak_bytes
+    calls: list[nn.Module] = []
+    counted = one.model.register_forward_pre_hook(lambda *_: calls.append(one.model))
+    with fit.apply() as handle:
+        assert not calls  # nothing is measured anew, by other seconds
+        counted.remove()
+        for _ in range(3):
+            fit_models.applied(handle, one, 1)
+            assert one.model.plan is fit.planned.plan
+        check = one.model.plan.check()
+        assert check.memory_budget == budget and check.within and check.measured_bytes
+
+
+def test_a_plan_that_leaves_room_is_replaced_by_a_faster_one_within_the_budget() -> None:
+    plain = training("gpt")
+    peak = fit_models.peak_on_cpu(plain.standing(), lambda: fit_models.plain(plain))
+    planner = planner_of(training("gpt"), int(0.8 * peak))
+    names = Names(["checkpoint"])
+    budget, planner.prices.budget = planner.prices.budget, int(0.5 * peak)
+    small = planner.prices.attempt(names)
+    assert planner.prices.stands(small) and planner.prices.with_more_room(small) is small
+    planner.prices.budget = budget  # as if far less had been worked out to be free than was
+    faster = planner.prices.with_more_room(small)
+    assert faster.seconds < small.seconds and small.tested < faster.tested <= budget
+    assert faster.candidate is not None and faster.candidate[0].peak_bytes == faster.tested
+    assert planner.prices.attempt(names) is faster
+
+
+def test_a_plan_under_autocast_is_applied_outside_of_it() -> None:
+    one = training("gpt")
+
+    def compute(*batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return one.compute(*batch)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        fit = one.fit(6 << 20)
+    assert fit.names == {"checkpoint"} and fit.planned is not None
+    with fit.apply():
+        compute(*one.batch).backward()
+        assert one.model.plan is fit.planned.plan
 
 
 def test_a_micro_batch_has_no_more_samples_than_asked_for() -> None:
