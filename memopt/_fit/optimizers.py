@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 import memopt.optim
-from memopt._checkpoint.stages.costs import block_bytes, synchronize
+from memopt._checkpoint.stages.costs import block_bytes
 from memopt._fit.trial_gradients import TrialGradients
 from memopt._offload.pinned_memory import aligned
 from memopt._run.plan import OPTIONS, STEP_IN_BACKWARD
+from memopt._runtime.device_clock import synchronize
 from memopt._runtime.originals import original
 from memopt.optim._backward_steps import SteppedGradient
 from memopt.optim._offloaded_gradients import HostGradient

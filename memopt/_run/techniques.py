@@ -234,12 +234,7 @@ def _install_loss_head(met: Callable[[], object]) -> None:
 
     @functools.wraps(linear)
     def head(rows: Any, weight: Any, bias: Any = None) -> Any:
-        if (
-            type(rows) is not torch.Tensor
-            or not torch.is_grad_enabled()
-            or weight.dim() != 2
-            or rows.dim() < 2
-        ):
+        if type(rows) is not torch.Tensor or weight.dim() != 2 or rows.dim() < 2:
             return linear(rows, weight, bias)
         classes, width = weight.shape
         if classes < _CLASSES * width or rows.numel() // width * classes < _LARGE:

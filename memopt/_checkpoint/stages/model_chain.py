@@ -30,6 +30,7 @@ from memopt._checkpoint.stages.module_state import Changes, Snapshot, changes_wi
 from memopt._checkpoint.stages.ranks import is_sharded
 from memopt._checkpoint.stages.split import Run, SplitBlock, split
 from memopt._offload.visits import Visit, VisitingStage, at_home, mapped_bytes, residency_of
+from memopt.nn._deferred_logits import DeferredLogits
 
 PART = 0.5  # of a call's elements that the stages in it must make for these to stand for it
 TANGLED = 2  # stages that take nothing from the one before, for the model's forward to be cut as one
@@ -49,6 +50,7 @@ class Call:
         self.changes = False  # something it was given, in place
         self.changes_stream = False  # nothing but what the one before made
         self.takes_parents = False  # takes an argument of its parent
+        self.defers = False  # returns logits that its caller's loss computes in parts
         self.passes = False  # the parent returned what the last of the children did
         self.inputs: list[TensorVersion] = []
         self.outputs: list[TensorVersion] = []
@@ -140,6 +142,7 @@ def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     def end(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         call = open_calls[-1] if module is not model or len(open_calls) > 1 else root
         call.outputs = seen(out)
+        call.defers = any(isinstance(leaf, DeferredLogits) for leaf in pytree.tree_leaves(out))
         call.elements = sum(t.numel() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
         call.elements += sum(child.elements for child in call.children)
         call.passes = bool(call.children) and meet(call.children[-1].outputs, call.outputs)
@@ -171,7 +174,7 @@ def stages_of(call: Call, repeated: set[torch.nn.Module], most: float) -> list[C
             carried = len(run) > 1 and child.elements <= most
             if len(parts) > 1 and (through(child, parts) if carried else part(child, parts) >= PART):
                 stages += parts
-            elif child.module not in repeated:
+            elif child.module not in repeated and not child.defers:
                 stages.append(child)
     return stages
 
