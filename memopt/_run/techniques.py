@@ -224,7 +224,7 @@ def _is_trained(module: nn.Module) -> bool:
 # ---- the loss head ---------------------------------------------------------------------------------------------------
 
 
-_CLASSES = 4  # times as many as the rows are wide, at least: a head, and no layer
+_CLASSES = 4  # times as many as the rows are wide, which a layer has at most: more are a head's
 _LARGE = 1 << 20  # elements of its result
 
 
@@ -237,7 +237,7 @@ def _install_loss_head(met: Callable[[], object]) -> None:
         if type(rows) is not torch.Tensor or weight.dim() != 2 or rows.dim() < 2:
             return linear(rows, weight, bias)
         classes, width = weight.shape
-        if classes < _CLASSES * width or rows.numel() // width * classes < _LARGE:
+        if classes <= _CLASSES * width or rows.numel() // width * classes < _LARGE:
             return linear(rows, weight, bias)
         kind = rows.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -164,6 +164,46 @@ def test_a_head_and_its_loss_take_what_they_take_by_chunks(tmp_path, how, cut, m
     assert tried == by_hand and tried < 0.7 * as_is
 
 
+def test_a_head_in_chunks_goes_with_a_checkpoint_and_an_evaluation(tmp_path):
+    """The head, whose logits are deferred, is no stage; a layer four times as wide as its input is no head."""
+    script = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)
+        )
+        self.head = nn.Linear(256, 16000)
+
+    def forward(self, x, texts):
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x), texts)
+
+model = Model().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+x, texts = torch.ones(4096, 256, device="cuda"), torch.zeros(4096, dtype=torch.long, device="cuda")
+for step in range(3):
+    model(x, texts).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with torch.no_grad():
+    model(x, texts)
+"""
+    peaks = {}
+    for names in ((), ("loss head",), ("checkpoint:1", "loss head")):
+        found = estimate(tmp_path, script, techniques=list(names), steps=3)
+        assert found["exit_status"] == 0, found["complained"]
+        peaks[names] = found["peak_allocated"]
+    plain, head, both = peaks.values()
+    assert plain - head > 300 * MIB  # of three copies of the logits, less the activations of the blocks
+    assert head - both > 100 * MIB
+
+
 def test_logits_that_are_used_otherwise_are_made(tmp_path):
     """For an accuracy, say: then nothing is gained, and nothing said."""
     for loss in ("logits = head(rows); loss = logits.logsumexp(-1).mean()",):

@@ -87,7 +87,13 @@ class Call:
 
 
 def seen(value: Any) -> list[TensorVersion]:
-    return [TensorVersion.of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors in a value; logits that are deferred are none yet."""
+    leaves = pytree.tree_leaves(value)
+    return [
+        TensorVersion.of(leaf)
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeferredLogits)
+    ]
 
 
 def keys(tensors: Iterable[TensorVersion]) -> set[tuple[int, int]]:
