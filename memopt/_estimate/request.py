@@ -25,7 +25,8 @@ class Request:
     folder is private, and is for what the script writes too. compute: every operation is computed, so nothing is
     guessed: for sizes that the host can hold. ranks: of a job in which it is number `rank`, 0 for none; spread: how a
     script that knows of one device is spread over them ("ddp", "fsdp", "tp"). techniques: of _run/plan.py's, which the
-    script is run with. timed: the answer has the operators of one step. answer, recording: files to write."""
+    script is run with. timed: the answer has the operators of one step. record: what lived when, the last `events`
+    births and deaths of it. answer, recording: files to write."""
 
     argv: list[str]
     answer: str
@@ -43,6 +44,7 @@ class Request:
     backend: str = "native"
     batch_size: int | None = None
     record: bool = False
+    events: int = 1_000_000
     recording: str | None = None
     timed: bool = False
     protection: str = "redirect"
