@@ -10,8 +10,8 @@ from pathlib import Path
 
 from memopt._estimate.cards import Card
 from memopt._estimate.protection import Protection
+from memopt._run.plan import BACKENDS as BACKENDS
 
-BACKENDS = ("native", "expandable", "pool")
 SHORTEN = ("all", "training", "none")  # of a script's loops
 
 

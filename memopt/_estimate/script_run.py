@@ -37,7 +37,7 @@ from memopt._memory.recording import recorder, recording_file
 from memopt._memory.recording.recording import Line, Recording
 from memopt._memory.recording.user_code import is_user_file
 from memopt._run.peaks import Peaks
-from memopt._run.techniques import Techniques
+from memopt._run.techniques import Techniques, trained_bytes
 from memopt._runtime.host_memory import peak_resident_bytes
 from memopt.sim import _activation
 
@@ -69,7 +69,7 @@ class Run:
         self._guesses = Guesses(request.fraction)
         self._peaks, self._requests = Peaks(), Requests()
         self._loops = Loops(request.steps, request.shorten == "none", self._stepped)
-        self._step = None
+        self._step, self._trained_bytes = None, 0
         if request.timed:
             self._step = StepTrace(Path(request.answer).parent, lambda: bool(self._loops.last))
         self._passes = LoaderPasses(self._loops, evaluations=request.shorten == "all")
@@ -94,6 +94,8 @@ class Run:
         return recorder.start("cuda", max_events=self.request.events)
 
     def _stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is not None and not self._trained_bytes:
+            self._trained_bytes = trained_bytes(optimizer)
         if self._step is not None:
             with self._files.plainly():
                 self._step.stepped(optimizer)
@@ -247,6 +249,7 @@ class Run:
             "unmodelled": [f"{name} ({count} calls)" for name, count in memopt.sim.missing_calls().items()],
             "files_not_kept": self._files.written(),
             "techniques": self._techniques.applied,
+            "trained_bytes": self._trained_bytes,
             "step": None if self._step is None else self._step.segments(),
             "loaders_of_batch_size": None if self._batch_size is None else self._batch_size.loaders,
         }
