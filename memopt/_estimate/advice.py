@@ -109,9 +109,8 @@ def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
     if found.steps:
         yield from (FUSED, EIGHT_BITS, FOUR_BITS, OFFLOAD_STATES, OFFLOAD_GRADIENTS, STEP_IN_BACKWARD)
         room = card.usable - found.context - (found.reserved[1] - found.allocated[1])
-        if (budget := int(_BUDGET * room) >> 20) > 0:
-            yield f"{CHECKPOINT}:{budget << 20}"
-            yield LEAST
+        budget = max(1, int(_BUDGET * room) >> 20)  # its least is taken where that is more
+        yield from (f"{CHECKPOINT}:{budget << 20}", LEAST)
         yield from (OFFLOAD_ACTIVATIONS, LOSS_HEAD)
     if found.by_category.get("parameters"):
         yield OFFLOAD_LAYERS

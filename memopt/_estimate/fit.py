@@ -80,6 +80,7 @@ class Fit:
             "does_not_run": self.failed,
             "smallest_card": None if self.plan else {"bytes": self.least, "card": smallest and smallest.name},
             "largest_batch": self.estimate.largest_batch,
+            "covered": self.estimate.covered,
             "step_seconds": self.step_seconds or None,
             "assumed": _assumed(self.card),
             "simulations": self.runs,
@@ -147,6 +148,7 @@ class Fit:
                 ("left over", f"{size(self._margin(plan))} beside tensors and the context at the peak")
             )
             said += several("to write", self.lines)
+        said += several("covered", self.estimate.covered)
         said += several("guesses", (f"{one['what']} at {one['where']}" for one in self.estimate.guesses))
         said += several("range", self.estimate.unknowns)
         if any(row.seconds for row in self.rows):
@@ -276,6 +278,7 @@ def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int, 
         backend=next((name for name in BACKENDS if name in names), survey.request.backend),
         techniques=sorted(names - {*BACKENDS}),
         step_seconds=step_seconds,
+        trained_bytes=found.trained_bytes,
     )
 
 

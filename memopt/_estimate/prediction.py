@@ -55,6 +55,7 @@ _NOT_PLAIN = (
     "largest",
     "step",
     "moments",
+    "trained_bytes",
 )  # fields that as_dict() tells otherwise, or not
 
 
@@ -106,6 +107,7 @@ class Estimate:
     host_peak: int = 0
     step: list[Segment] | None = None  # one whole step of the run without a limit, where it was timed
     moments: list[list[int]] | None = None  # of that run: moments.of()
+    trained_bytes: int = 0  # of the parameters of the optimizer that steps first
     again: Callable[[Card], bool] | None = None  # runs it on a card
     largest: Callable[[Card], int] | None = None  # searches the largest batch on a card
 

@@ -66,7 +66,9 @@ def find(python: str, folders: Sequence[str]) -> Protection:
 @functools.lru_cache  # it takes a second, and a kernel stays what it is
 def _asked(python: str, folders: tuple[str, ...]) -> Protection:
     try:
-        found = process.ask(__name__, folders, python=python, seconds=600).what
+        # This process's, because an interrupt kills the one that is asked.
+        with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as home:
+            found = process.ask(__name__, [home, *folders], python=python, seconds=600).what
     except process.ChildFailed as error:
         raise Unprotected(f"the test of the kernel's file protection failed: {error}") from None
     if "way" in found:
@@ -308,11 +310,11 @@ def _end_as(status: int) -> NoReturn:
 # ---- the probe -------------------------------------------------------------------------------------------------------
 
 
-def _probe(folders: Sequence[str]) -> dict[str, object]:
-    """Try each way in a child of its own, because none can be undone."""
+def _probe(home: str, folders: Sequence[str]) -> dict[str, object]:
+    """Try each way in a child of its own, because none can be undone. home: for what they write."""
     refusals: dict[str, object] = {}
     for way in ("overlay", "landlock"):
-        with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder:
+        with tempfile.TemporaryDirectory(dir=home) as folder:
             refusal = _tried(Protection(way), os.path.realpath(folder), folders)
         if refusal is None:
             return Protection(way)._asdict()
@@ -352,4 +354,5 @@ def _files_of_this_user(folder: str) -> bool:
 
 
 if __name__ == "__main__":
-    process.tell("found", **_probe(next(process.requests())))
+    home, *folders = next(process.requests())
+    process.tell("found", **_probe(home, folders))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from memopt._estimate.cards import Card
 from memopt._estimate.protection import Protection
+from memopt._run.plan import BACKENDS as BACKENDS
 
-BACKENDS = ("native", "expandable", "pool")
 SHORTEN = ("all", "training", "none")  # of a script's loops
 
 
@@ -25,8 +25,9 @@ class Request:
     folder is private, and is for what the script writes too. compute: every operation is computed, so nothing is
     guessed: for sizes that the host can hold. ranks: of a job in which it is number `rank`, 0 for none; spread: how a
     script that knows of one device is spread over them ("ddp", "fsdp", "tp"). techniques: of _run/plan.py's, which the
-    script is run with. timed: the answer has the operators of one step. rates_of: the card by
-    whose data sheet stages are timed, "" for this machine's time. answer, recording: files to write."""
+    script is run with. timed: the answer has the operators of one step. rates_of: the card by whose data sheet stages
+    are timed, "" for this machine's time. record: what lived when, the last `events` births and deaths of it. answer,
+    recording: files to write."""
 
     argv: list[str]
     answer: str
@@ -44,6 +45,7 @@ class Request:
     backend: str = "native"
     batch_size: int | None = None
     record: bool = False
+    events: int = 1_000_000
     recording: str | None = None
     timed: bool = False
     rates_of: str = ""

@@ -36,14 +36,15 @@ from memopt._estimate.roofline_clock import RooflineClock
 from memopt._estimate.script import BatchSizeOverride, End, Requests, Stopped, TimeLimit
 from memopt._estimate.step_trace import StepTrace
 from memopt._memory.recording import recorder, recording_file
-from memopt._memory.recording.recording import Line
+from memopt._memory.recording.recording import Line, Recording
 from memopt._memory.recording.user_code import is_user_file
 from memopt._run.peaks import Peaks
-from memopt._run.techniques import Techniques
+from memopt._run.techniques import Techniques, trained_bytes
 from memopt._runtime import device_clock
 from memopt._runtime.host_memory import peak_resident_bytes
 from memopt.sim import _activation
 
+_MOST_OF = 0.9  # of the peak, that a recording which has it shows; the allocator rounds up
 _TELLS = 0.25  # seconds between what a process that the script has started says of itself
 # Of torch: what trains without gradients being recorded.
 _TRAINING = tuple(
@@ -71,7 +72,7 @@ class Run:
         self._guesses = Guesses(request.fraction)
         self._peaks, self._requests = Peaks(), Requests()
         self._loops = Loops(request.steps, request.shorten == "none", request.shorten == "all", self._stepped)
-        self._step, folder = None, Path(request.answer).parent
+        self._step, self._trained_bytes, folder = None, 0, Path(request.answer).parent
         if request.timed:
             self._step = StepTrace(folder, lambda: bool(self._loops.last))
         if request.rates_of and not request.compute:
@@ -80,7 +81,7 @@ class Run:
         self._passes = LoaderPasses(self._loops, evaluations=request.shorten == "all")
         loop_source.install(self._loops, self._guesses.asserts)
         self._batch_size = None if request.batch_size is None else BatchSizeOverride(request.batch_size)
-        self._recorder = recorder.start("cuda") if request.record else None
+        self._recorder = self._start_recorder() if request.record else None
         self._techniques = Techniques(
             request.techniques, self._recorder.mark if self._recorder else lambda _: None
         )
@@ -97,7 +98,12 @@ class Run:
         if not request.compute:
             _share_tensors()
 
+    def _start_recorder(self) -> recorder.Recorder:
+        return recorder.start("cuda", max_events=self.request.events)
+
     def _stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is not None and not self._trained_bytes:
+            self._trained_bytes = trained_bytes(optimizer)
         if self._step is not None:
             with self._files.plainly():
                 self._step.stepped(optimizer)
@@ -163,7 +169,7 @@ class Run:
         self._guesses.forget()
         self._of_this_process()
         if self._recorder is not None and not torch.cuda._initialized:
-            self._recorder = recorder.start("cuda")  # the other does not follow
+            self._recorder = self._start_recorder()  # the other does not follow
 
     def _watch_processes(self) -> None:
         """Watch multiprocessing's processes, at their end."""
@@ -232,6 +238,7 @@ class Run:
         self._peaks.note()
         answer = self._figures() | self._how_it_ended(end) | self._attribution() | self._process_facts()
         answer |= _coverage(end, self._loops, self._passes)
+        answer["covered"] += answer.pop("unrecorded")
         answer["seconds"] = round(time.monotonic() - self._started, 3)
         answer["host_peak"] = peak_resident_bytes()
         _write(Path(self.request.answer), answer)
@@ -250,6 +257,7 @@ class Run:
             "unmodelled": [f"{name} ({count} calls)" for name, count in memopt.sim.missing_calls().items()],
             "files_not_kept": self._files.written(),
             "techniques": self._techniques.applied,
+            "trained_bytes": self._trained_bytes,
             "step": None if self._step is None else self._step.segments(),
             "loaders_of_batch_size": None if self._batch_size is None else self._batch_size.loaders,
         }
@@ -285,18 +293,34 @@ class Run:
     def _attribution(self) -> dict[str, Any]:
         """Return the bytes at the peak by category, line and module; all None without a recorder."""
         if self._recorder is None:
-            return {"by_category": None, "by_line": None, "by_module": None, "moments": None}
+            return {
+                "by_category": None,
+                "by_line": None,
+                "by_module": None,
+                "moments": None,
+                "unrecorded": [],
+            }
         recording = self._recorder.recording()
         recording.facts["simulated"] = self._simulated()
         if self.request.recording is not None:
             recording_file.save(recording, self.request.recording)
+        unrecorded = self._unrecorded(recording)
         return {
             "by_category": recording.by_category(),
             "by_line": _rows(recording.by_line()),
             "by_module": _rows(recording.by_module()),
             "recorded_peak": recording.peak()[0],
-            "moments": moments.of(recording),
+            "moments": None if unrecorded else moments.of(recording),
+            "unrecorded": unrecorded,
         }
+
+    def _unrecorded(self, recording: Recording) -> list[str]:
+        """Return what to say if the peak was before the events that are kept."""
+        recorded, kept = recording.peak()[0], self.request.events
+        if recording.events < kept // 2 or recorded >= _MOST_OF * self._peaks.allocated:
+            return []
+        size = _C.format_size(recorded)
+        return [f"categories, lines and modules are of the last {kept} allocations and frees, at most {size}"]
 
     def _process_facts(self) -> dict[str, Any]:
         return {

@@ -231,7 +231,7 @@ def _operators(trace: dict[str, Any]) -> Iterator[list[tuple[str, float, float]]
 
     An operator that is made of others counts as these; one whose operations torch's counter knows counts itself.
     """
-    nodes = sorted(trace["nodes"], key=lambda node: int(node["id"]))
+    nodes = _of_this_trace(trace["nodes"])
     children = defaultdict(list)
     for node in nodes:
         if node["ctrl_deps"] != node["id"]:
@@ -268,6 +268,21 @@ def _operators(trace: dict[str, Any]) -> Iterator[list[tuple[str, float, float]]
         else:
             yield segment
             segment = []
+
+
+def _of_this_trace(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the nodes in their order, without the step in whose hook the trace began.
+
+    It ends in this trace, but has its number in the one before it, and another node may have the same.
+    """
+    ordered = sorted(nodes, key=lambda node: int(node["id"]))
+    first = next((number for number in map(_record, ordered) if number), 0)
+    return [node for node in ordered if _record(node) >= first or not _record(node)]
+
+
+def _record(node: dict[str, Any]) -> int:
+    """Return the number of a call, of which a later one has a higher one; 0 of a thread and of the process."""
+    return next((int(one["value"]) for one in node["attrs"] if one["name"] == "rf_id"), 0)
 
 
 class _Call:

@@ -166,6 +166,7 @@ class Survey:
             oom=limited.oom if limited is not None else None,
             retries=limited.retries if limited is not None else 0,
             moments=free.more.get("moments"),
+            trained_bytes=free.more.get("trained_bytes") or 0,
             **free.told() | {"covered": said.covered, "simulated": said.simulated},
         )
         outcomes = [] if limited is None else [limited.completed]

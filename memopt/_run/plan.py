@@ -6,13 +6,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import memopt
 from memopt import _C
 
+BACKENDS = ("native", "expandable", "pool")
 # Techniques that a script can be run with; CHECKPOINT is followed by ":" and a budget in bytes.
 FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "checkpoint"
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
@@ -33,7 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of memopt.optim's optimizers, by techn
 class Plan:
     """script: its path, without links, and sha256: of its text. card: bytes that the plan needs the card to have.
     techniques, backend: as a request of an estimate has them. peak: bytes of tensors in the run that confirmed it.
-    step_seconds: of a step, by a roofline of the card's data sheet; 0 where no whole step was seen."""
+    step_seconds: of a step, by a roofline of the card's data sheet; 0 where no whole step was seen.
+    trained_bytes: of the parameters of the optimizer that steps first; 0 where none steps."""
 
     script: str
     sha256: str
@@ -44,6 +46,7 @@ class Plan:
     backend: str = "native"
     techniques: list[str] = field(default_factory=list)
     step_seconds: float = 0.0
+    trained_bytes: int = 0
     memopt: str = memopt.__version__
 
     def write(self, path: str) -> None:
@@ -66,6 +69,12 @@ class Plan:
         """Raise ValueError if the plan was made with another torch."""
         _same("torch", self.torch, version)
 
+    def check_model(self, trained_bytes: int) -> None:
+        """Raise ValueError if the optimizer that steps first has parameters of another size."""
+        if self.trained_bytes:
+            what = "the model, by the size of the parameters that its first optimizer steps"
+            _same(what, f"{self.trained_bytes} bytes", f"{trained_bytes} bytes")
+
     def check_card(self, usable: int) -> None:
         """Raise ValueError if the card is smaller than the one planned for."""
         if usable < self.card:
@@ -80,13 +89,34 @@ def read(path: str) -> Plan:
     """Read a plan. Raises ValueError if the file has none, OSError if it cannot be read."""
     try:
         told = json.loads(Path(path).read_text())
-        if not isinstance(told, dict) or set(told) != {one.name for one in fields(Plan)}:
+        kinds = get_type_hints(Plan)
+        if not isinstance(told, dict) or set(told) != kinds.keys():
             raise ValueError("it has other entries")
+        for name, kind in kinds.items():
+            if not _is_of(told[name], kind):
+                raise ValueError(f"{name} is {json.dumps(told[name])}")
+        if unknown := [one for one in told["techniques"] if not _is_technique(one)]:
+            raise ValueError(f"it has unknown techniques: {', '.join(unknown)}")
+        if told["backend"] not in BACKENDS:
+            raise ValueError(f"its backend is none of {', '.join(BACKENDS)}, but {told['backend']}")
         return Plan(**told)
     except ValueError as error:
         raise ValueError(
             f"{path} is not a plan of this memopt's `memopt fit`: {error}. Make one with `memopt fit -o {path}`"
         ) from None
+
+
+def _is_technique(name: str) -> bool:
+    if name.startswith(f"{CHECKPOINT}:"):
+        return name.partition(":")[2].isdecimal()
+    return name in (FUSED, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD, *OPTIONS)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Return whether a value of JSON is one of a plan's entry of this type."""
+    if kind == list[str]:
+        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return type(value) in ((float, int) if kind is float else (kind,))
 
 
 def allocator_environment(backend: str, before: Mapping[str, str]) -> dict[str, str]:

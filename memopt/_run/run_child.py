@@ -209,9 +209,10 @@ class _Run:
 
     def _apply(self, plan: Plan) -> None:
         import torch
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         from memopt._run.peaks import Peaks
-        from memopt._run.techniques import Techniques
+        from memopt._run.techniques import Techniques, trained_bytes
 
         def check(what: Callable[[], None]) -> None:
             try:
@@ -221,6 +222,11 @@ class _Run:
                 self._planned = None
                 sys.exit(2)
 
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if not self._steps:
+                check(lambda: plan.check_model(trained_bytes(optimizer)))
+
+        register_optimizer_step_pre_hook(before_step)
         check(lambda: plan.check_torch(torch.__version__))
         if self._request.simulated is None:
             # CUDA is not to begin before the script has it begin: what it forks until then may use it, too.

@@ -221,6 +221,11 @@ def _is_trained(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
 
 
+def trained_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the size of the parameters that an optimizer has."""
+    return sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
+
+
 # ---- the loss head ---------------------------------------------------------------------------------------------------
 
 

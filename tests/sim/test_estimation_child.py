@@ -79,6 +79,17 @@ def test_the_peaks_bytes_are_somebodys(whole):
     assert sum(row["bytes"] for row in whole["by_module"]) == sum(found.values())
 
 
+def test_a_recording_without_the_peak_says_so(tmp_path):
+    late = "\nfor _ in range(400): torch.ones(4, device='cuda')\n"
+    source = TRAIN.replace("sys.exit(3)", late)
+    for events, told in ((100, 1), (1_000_000, 0)):
+        found = estimate(tmp_path, source, record=True, events=events)
+        assert sum("of the last 100 allocations and frees" in line for line in found["covered"]) == told
+        assert (found["moments"] is None) == told and (
+            2 * found["recorded_peak"] < found["peak_allocated"]
+        ) == told
+
+
 def test_a_loop_ends_at_the_wanted_step_and_a_recorder_changes_no_peak(tmp_path, whole):
     answer = estimate(tmp_path, TRAIN, steps=2)
     # Two, and that of the range's last number.

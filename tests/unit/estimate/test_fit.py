@@ -103,6 +103,12 @@ def test_the_faster_of_two_is_planned_by_the_seconds_of_a_step(fit, capfd):
     assert f"{1.25 * plain:.2f} s, {0.25 * plain:+.2f} s" in capfd.readouterr().out
 
 
+def test_recomputation_is_tried_at_its_least_where_the_allocator_leaves_no_budget(fit):
+    script = {"kept": dict.fromkeys(SCRIPT["kept"], 2.0), "fixed": 130 * MIB, "batch": 1}
+    status, found = fit(500, saves={"checkpoint": 5}, script=script)
+    assert status == 1 and found["not_enough_alone"][f"checkpoint:{MIB}"] == 5 * MIB
+
+
 def test_where_nothing_fits_a_card_and_a_batch_are_named(fit):
     Path("train.fit.json").unlink(missing_ok=True)
     status, found = fit(100, saves={"fused": 10}, arguments=["--batch-size", "8"])
@@ -210,10 +216,50 @@ def test_a_plan_of_other_versions_or_a_larger_card_is_refused(planned, capfd):
     assert "memopt: planned for 0.0.1" in refused(capfd, "train.py", "3")
 
 
+def test_a_plan_of_another_model_is_refused_before_its_first_step(planned, capfd, monkeypatch):
+    """A model's size may come from a file that is not the script."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
+    torch = pytest.importorskip("torch")
+    Path("train.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "count = int(open('size').read())\n"
+        "optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(count))], lr=1)\n"
+        "for _ in range(2):\n    optimizer.step()\n    print('it runs')\n"
+    )
+    _, text = plans.described("train.py")
+    dataclasses.replace(planned, sha256=text, torch=torch.__version__, techniques=[], trained_bytes=16).write(
+        "a.fit.json"
+    )
+    Path("size").write_text("8")
+    assert "16 bytes, and this is 32 bytes" in refused(capfd, "--no-record", "train.py", "3")
+    Path("size").write_text("4")
+    assert main(["run", "-q", "--no-record", "--fit", "a.fit.json", "train.py", "3"]) == 0
+    assert capfd.readouterr().out.count("it runs") == 2
+
+
 def test_arguments_that_only_look_alike_are_others(planned):
     split = dataclasses.replace(planned, arguments=["3 4"])
     with pytest.raises(ValueError, match="arguments"):
         split.check_call(["train.py", "3", "4"])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"card": "8GiB"},
+        {"peak": True},
+        {"step_seconds": None},
+        {"arguments": [3]},
+        {"techniques": "fused"},
+        {"techniques": ["faster"]},
+        {"techniques": ["checkpoint:much"]},
+        {"backend": "other"},
+    ],
+)
+def test_a_plan_with_a_broken_entry_is_refused_by_its_name(planned, capfd, entry):
+    Path("a.fit.json").write_text(json.dumps(dataclasses.asdict(planned) | entry))
+    said = refused(capfd, "train.py", "3")
+    assert "is not a plan" in said and next(iter(entry)) in said and "Make one with" in said
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"script": 1}', "\xff"])

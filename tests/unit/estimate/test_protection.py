@@ -164,7 +164,7 @@ def test_a_folder_of_a_group_that_a_user_namespace_does_not_know_is_left_to_land
         if (pid := os.fork()) == 0:
             try:
                 be(NOBODY)
-                os.write(write, json.dumps(protection._probe([folder])).encode())
+                os.write(write, json.dumps(protection._probe("/tmp", [folder])).encode())
             finally:
                 os._exit(0)
         os.close(write)
@@ -174,6 +174,21 @@ def test_a_folder_of_a_group_that_a_user_namespace_does_not_know_is_left_to_land
     if "way" not in answers[1] or answers[1]["way"] != "overlay":
         pytest.skip("this kernel, or what it runs in, has no user namespaces")
     assert answers[0].get("way") == "landlock"
+
+
+def test_an_interrupt_of_the_probe_leaves_no_folder(monkeypatch):
+    """It kills the process that is asked."""
+    homes = []
+
+    def interrupted(module, request, **_):
+        homes.append(Path(request[0]))
+        (homes[0] / "of an overlay").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(protection.process, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        protection._asked.__wrapped__(sys.executable, ("/tmp",))
+    assert homes and not homes[0].exists()
 
 
 # ---- what is left behind ---------------------------------------------------------------------------------------------

@@ -80,3 +80,17 @@ def test_each_card_has_rates_and_a_size_has_those_of_the_nearest():
         assert rates.half >= rates.tf32 >= rates.single > 0 and rates.memory > 5 * rates.link > 0
     assert cards.card("12GiB").rates.of == "rtx3060" and cards.card("79GiB").rates.of == "h100"
     assert not cards.card("t4").rates.bf16 and cards.card("b200").rates.bf16
+
+
+def test_the_step_in_whose_hook_a_trace_begins_is_not_of_it():
+    """Its node, written as it ends, has a number of the trace before: here that of the last mark's parent."""
+    pytest.importorskip("torch")
+    from memopt._estimate.step_trace import _MARK, _operators
+
+    def node(number, parent, record, name="PythonDispatchMode"):
+        attributes = [{"name": "rf_id", "value": record}, {"name": "op_schema", "value": ""}]
+        return {"id": number, "ctrl_deps": parent, "name": name, "attrs": attributes}
+
+    begin = [node(1, 1, 0, "process"), node(2, 1, 0, "thread"), node(3, 2, 20), node(4, 2, 21, _MARK)]
+    late = node(5, 3, 9, "Optimizer.step#Adam.step")
+    assert len(list(_operators({"nodes": [late, *begin, node(5, 2, 22), node(6, 5, 23, _MARK)]}))) == 2
