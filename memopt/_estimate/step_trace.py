@@ -238,12 +238,7 @@ def _operators(trace: dict[str, Any]) -> Iterator[list[tuple[str, float, float]]
             children[node["ctrl_deps"]].append(node)
     met: list[tuple[int, tuple[str, float, float] | None]] = []
 
-    seen: set[int] = set()
-
     def visit(node: dict[str, Any]) -> None:
-        if id(node) in seen:  # a range that was open when the observer began has the number of another node
-            return
-        seen.add(id(node))
         if node["name"] == _MARK:
             met.append((node["id"], None))
             return
@@ -271,9 +266,10 @@ def _operators(trace: dict[str, Any]) -> Iterator[list[tuple[str, float, float]]
 
 
 def _of_this_trace(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the nodes in their order, without the step in whose hook the trace began.
+    """Return the nodes in their order, without what was under way when the trace began, as the step in whose hook that
+    was, or a range of the script's.
 
-    It ends in this trace, but has its number in the one before it, and another node may have the same.
+    That ends in this trace, but has a number that another node may have.
     """
     ordered = sorted(nodes, key=lambda node: int(node["id"]))
     first = next((number for number in map(_record, ordered) if number), 0)
