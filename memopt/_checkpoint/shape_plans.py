@@ -238,6 +238,8 @@ class PlanRequest:
                 distributed=distributed,
                 or_least=self.or_least,
             )
+        if self.or_least and plan.peak_bytes > self.budget:
+            self.budget = plan.memory_budget = plan.peak_bytes  # what further calls are held to
         plan.offload = self.to
         shape = CallShape.of(model, args, kwargs)
         own = stage_forwards(plan, found.members, distributed)
