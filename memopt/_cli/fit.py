@@ -62,11 +62,14 @@ def _tell(options: argparse.Namespace) -> int:
     check_writable(output, options.force)
     python = interpreters.find(options.python)
     with surveyed(options, request_of(options, argv, card), python, card) as survey:
+        ranks = survey.highest_rank() if options.nproc else None
         found = fit.find(survey, card, options.allow, options.exact)
+        found.estimate.ranks = ranks
     sys.stdout.write((json.dumps(found.as_dict(), indent=2) if options.json else str(found)) + "\n")
     if found.plan is None:
         return 1
     found.plan.write(output)
     if not options.json:
-        print(f"  planned in {output}: python -m memopt run --fit {output} {' '.join(argv)}")
+        start = f"torchrun --nproc-per-node {options.nproc}" if options.nproc else "python"
+        print(f"  planned in {output}: {start} -m memopt run --fit {output} {' '.join(argv)}")
     return 0

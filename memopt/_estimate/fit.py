@@ -79,6 +79,7 @@ class Fit:
             "does_not_run": self.failed,
             "smallest_card": None if self.plan else {"bytes": self.least, "card": smallest and smallest.name},
             "largest_batch": self.estimate.largest_batch,
+            "ranks": self.estimate.ranks,
             "covered": self.estimate.covered,
             "step_seconds": self.step_seconds or None,
             "assumed": _assumed(self.card),
@@ -103,6 +104,9 @@ class Fit:
     def _facts(self) -> list[tuple[str, str]]:
         size, plan = _C.format_size, self.plan
         said: list[tuple[str, str]] = []
+        if (ranks := self.estimate.ranks) is not None:
+            count, rank = ranks["count"], ranks["rank"]
+            said.append(("ranks", f"{count}, of which rank {rank}, with the highest peak, is planned for"))
         table = ResultTable(
             [
                 (
@@ -260,6 +264,7 @@ def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int, 
         techniques=sorted(names - {*BACKENDS}),
         step_seconds=step_seconds,
         trained_bytes=found.trained_bytes,
+        ranks=survey.request.ranks or 1,
     )
 
 

@@ -237,6 +237,18 @@ def test_a_plan_of_another_model_is_refused_before_its_first_step(planned, capfd
     assert capfd.readouterr().out.count("it runs") == 2
 
 
+def test_a_plan_is_for_its_number_of_ranks(fit, capfd, monkeypatch):
+    """Of which the one with the highest peak is planned for."""
+    status, found = fit(50, "--nproc", "3", saves={"offload_activations": 70}, script={"each_rank": 8 * MIB})
+    assert status == 0 and found["plan"]["ranks"] == 3 and techniques(found) == ["offload activations"]
+    assert found["ranks"]["rank"] == 2 and found["plan"]["peak"] == PEAK + (16 - 70) * MIB
+    run = ["run", "--fit", "train.fit.json", "train.py"]
+    assert main(run) == 2 and "ranks: planned for 3, and this is 1" in capfd.readouterr().err
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(run) == 2 and "ranks: planned for 3, and this is 2" in capfd.readouterr().err
+
+
 def test_arguments_that_only_look_alike_are_others(planned):
     split = dataclasses.replace(planned, arguments=["3 4"])
     with pytest.raises(ValueError, match="arguments"):
