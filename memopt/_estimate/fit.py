@@ -181,6 +181,7 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
         exact: Whether all bits of the results must stay.
 
     Raises:
+        ValueError: It does not fit, and trains in processes that it starts.
         ScriptFailed: The script fails by itself, or there is nothing to tell of it.
     """
     survey.request = replace(survey.request, timed=True)
@@ -191,6 +192,11 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
         fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated[1], fit.step_seconds)
         fit.runs = survey.runs
         return fit
+    if estimate.processes is not None and not estimate.trained_bytes:
+        raise ValueError(
+            f"{estimate.title} trains in processes that it starts, where no plan is applied: "
+            "write it so that torchrun starts them, and plan it with --nproc"
+        )
     tried: dict[Names, Tried] = {}
 
     def attempt(names: Names) -> Tried | None:
