@@ -16,7 +16,7 @@ from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Trie
 from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
 from memopt._estimate.survey import NOT_MET, Survey, wanted_bytes
 from memopt._run.plan import EIGHT_BITS, FOUR_BITS, Plan, described
-from memopt._runtime.table import Facts, ResultTable, several
+from memopt._runtime.table import Facts, ResultTable, room_of_a_fact, several
 
 ALLOWED = {"8bit": EIGHT_BITS, "4bit": FOUR_BITS}  # what changes numbers, by the word that allows it
 
@@ -127,7 +127,7 @@ class Fit:
             ),  # the widest last, which may take a second line
             (0, 3, 4),
         )
-        said += several("runs", table.lines(indent=""))
+        said += several("runs", table.lines(indent="", width=room_of_a_fact()))
         alone = [f"{_plain(name)} ({_saving(saved)})" for name, saved in self.alone.items()]
         alone += [f"{name} ({_saving(saved)}, worked out)" for name, saved in self.worked_out.items()]
         if alone:

@@ -125,7 +125,8 @@ def test_layers_are_not_put_on_a_host_without_room(fit, monkeypatch):
     assert status == 1 and "120 MiB of this host's memory" in found["does_not_run"]["offload layers"]
 
 
-def test_the_words(fit, capfd):
+def test_the_words(fit, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "118")
     fit(50, saves={"loss_head": 60, "fused": 10, "offload_layers": 0})
     card = str(PEAK - 50 * MIB + cards.CONTEXT)
     assert main(["fit", "-f", "--gpu", card, "train.py"]) == 0
