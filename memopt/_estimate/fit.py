@@ -9,13 +9,22 @@ from typing import Any
 from memopt import _C
 from memopt._estimate import advice, cards
 from memopt._estimate.cards import Card
-from memopt._estimate.forecast import WORKED_OUT
+from memopt._estimate.forecast import PARTS, WORKED_OUT
 from memopt._estimate.prediction import Estimate
 from memopt._estimate.request import BACKENDS
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
-from memopt._estimate.survey import NOT_MET, Survey, wanted_bytes
-from memopt._run.plan import EIGHT_BITS, FOUR_BITS, Plan, described
+from memopt._estimate.survey import COPIES, NOT_MET, Survey, wanted_bytes
+from memopt._run.plan import (
+    EIGHT_BITS,
+    FOUR_BITS,
+    OFFLOAD_ACTIVATIONS,
+    OFFLOAD_GRADIENTS,
+    OFFLOAD_LAYERS,
+    OFFLOAD_STATES,
+    Plan,
+    described,
+)
 from memopt._runtime.table import Facts, ResultTable, room_of_a_fact, several
 
 ALLOWED = {"8bit": EIGHT_BITS, "4bit": FOUR_BITS}  # what changes numbers, by the word that allows it
@@ -52,6 +61,7 @@ class Fit:
     alone: dict[str, int] = field(default_factory=dict)
     worked_out: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    host_bytes: int = 0  # that the plan puts there, at most
     least: int = 0  # bytes of a card, with any of the runs
     runs: int = 0
 
@@ -72,6 +82,7 @@ class Fit:
             "plan": plan,
             "tier": self.plan and self.rows[0].result,
             "margin": self.plan and self._margin(self.plan),
+            "host_bytes": self.plan and self.host_bytes,
             "runs": [asdict(row) | {"evidence": "simulated"} for row in self.rows],
             "lines": self.lines,
             "not_enough_alone": self.alone,
@@ -150,6 +161,8 @@ class Fit:
             said.append(
                 ("left over", f"{size(self._margin(plan))} beside tensors and the context at the peak")
             )
+            if self.host_bytes:
+                said.append(("host", f"at most {size(self.host_bytes)} of its memory is taken, worked out"))
             said += several("to write", self.lines)
         said += several("covered", self.estimate.covered)
         said += several("guesses", (f"{one['what']} at {one['where']}" for one in self.estimate.guesses))
@@ -171,7 +184,9 @@ def _assumed(card: Card) -> str:
     )
 
 
-def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> Fit:
+def find(
+    survey: Survey, card: Card, allowed: Collection[str], exact: bool, host_memory: int | None = None
+) -> Fit:
     """Find a plan for the survey's script.
 
     Args:
@@ -179,6 +194,7 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
         card: The card that it is to fit.
         allowed: Techniques that change numbers, and may.
         exact: Whether all bits of the results must stay.
+        host_memory: Bytes that the card's host has for what is put there; None for no limit.
 
     Raises:
         ValueError: It does not fit, and trains in processes that it starts.
@@ -200,6 +216,11 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
     tried: dict[Names, Tried] = {}
 
     def attempt(names: Names) -> Tried | None:
+        taken = host_bytes(estimate, names)
+        if host_memory is not None and taken > host_memory:
+            size = f"{_C.format_size(taken)} of the host's memory, of which it may take {_C.format_size(host_memory)}"
+            survey.failed[" + ".join(map(_plain, sorted(names)))] = f"it takes {size}"
+            return None
         first = search.forecast is not None and len(names) > 1 and search.could_fit(names)
         result = survey.attempt(estimate, card, names, on_card_first=first)
         if result is not None:
@@ -219,6 +240,7 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
             survey, card, estimate, chosen, answer.peak_allocated, seconds(answer.step, card.rates)
         )
         fit.lines = advice.in_words(chosen, answer)
+        fit.host_bytes = host_bytes(estimate, chosen)
     elif survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
@@ -235,6 +257,27 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
     fit.least = min([fit.least, *(one.needed for one in tried.values() if not _ran_out(one))])
     fit.runs = survey.runs
     return fit
+
+
+def host_bytes(found: Estimate, names: Names) -> int:
+    """Return the most bytes of the host's memory that techniques take: all that they could put there in a step."""
+    moments = found.moments or [[0] * len(PARTS)]
+    most: dict[str, int] = dict(zip(PARTS, map(max, zip(*moments, strict=True)), strict=True))
+    parameters, gradients, states, activations = (
+        max(most[part], found.by_category.get(category, 0))
+        for part, category in (
+            ("parameters", "parameters"),
+            ("gradients", "gradients"),
+            ("states", "optimizer"),
+            ("activations", "activations"),
+        )
+    )
+    taken = activations if OFFLOAD_ACTIVATIONS in names else 0
+    if OFFLOAD_LAYERS in names:
+        return taken + COPIES * parameters
+    taken += gradients if OFFLOAD_GRADIENTS in names else 0
+    share = 8 if FOUR_BITS in names else 4 if EIGHT_BITS in names else 1
+    return taken + (states // share if OFFLOAD_STATES in names else 0)
 
 
 _ROWS = 5

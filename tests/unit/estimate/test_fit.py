@@ -117,6 +117,19 @@ def test_where_nothing_fits_a_card_and_a_batch_are_named(fit):
     assert found["largest_batch"]["size"] == 4
 
 
+def test_the_hosts_memory_bounds_what_is_put_there(fit):
+    """Of its activations, at most what they are at the peak; of its layers, with gradients and states, 120 MiB."""
+    saves = {"offload_activations": 60, "offload_layers": 60}
+    most = PEAK - 90 * MIB
+    status, found = fit(50, saves=saves)
+    assert techniques(found) == ["offload activations"] and found["host_bytes"] == most
+    status, found = fit(50, "--host-memory", str(most - 1), saves=saves)
+    assert techniques(found) == ["offload layers"] and found["host_bytes"] == 120 * MIB
+    assert "550 MiB of the host's memory" in found["does_not_run"]["offload activations"]
+    status, found = fit(50, "--host-memory", "100MiB", saves=saves)
+    assert status == 1 and "of which it may take 100 MiB" in found["does_not_run"]["offload layers"]
+
+
 def test_layers_are_not_put_on_a_host_without_room(fit, monkeypatch):
     saves = {"offload_layers": 60}
     assert techniques(fit(50, saves=saves)[1]) == ["offload layers"]
