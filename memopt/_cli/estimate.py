@@ -81,6 +81,12 @@ def add_script_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help="the script's option for the batch size (by default one named like batch-size; "
         "without such an option every DataLoader's batch_size is changed)",
     )
+    add(
+        "--nproc",
+        type=count_argument(2),
+        metavar="N",
+        help="run as one of N ranks, with fake process groups: the peak of each rank of a script for torchrun",
+    )
     add("--python", metavar="PATH", help="the Python that has PyTorch's CUDA build (this one)")
     files = parser.add_mutually_exclusive_group()
     files.add_argument(
@@ -110,12 +116,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick",
         action="store_true",
         help="one run: no ranges, no other allocators, no search for what fits",
-    )
-    add(
-        "--nproc",
-        type=count_argument(2),
-        metavar="N",
-        help="run as one of N ranks, with fake process groups: the peak of each rank of a script for torchrun",
     )
     add(
         "--devices",
@@ -218,7 +218,6 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
         module=module,
         backend=options.backend,
         devices=options.devices,
-        ranks=options.nproc or 0,
         spread=options.spread,
     )
     try:
@@ -252,6 +251,7 @@ def request_of(options: argparse.Namespace, argv: list[str], card: cards.Card | 
         memory=cards.NO_LIMIT,
         steps=options.steps,
         seconds=options.seconds,
+        ranks=options.nproc or 0,
     ).like(card or cards.card(cards.NO_LIMIT, options.compute_capability, options.context))
 
 

@@ -16,7 +16,7 @@ import json
 import sys
 from pathlib import Path
 
-from memopt._cli import check_writable
+from memopt._cli import check_writable, size_argument
 from memopt._cli.estimate import add_script_arguments, request_of, script_of, surveyed, told
 from memopt._estimate import cards, fit, interpreters
 
@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORDS",
         help="what may change numbers: 8bit, 4bit (optimizer states of so many bits)",
     )
+    parser.add_argument(
+        "--host-memory",
+        type=size_argument,
+        metavar="SIZE",
+        help="memory of the card's host, for what a plan puts there (no limit)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,11 +68,14 @@ def _tell(options: argparse.Namespace) -> int:
     check_writable(output, options.force)
     python = interpreters.find(options.python)
     with surveyed(options, request_of(options, argv, card), python, card) as survey:
-        found = fit.find(survey, card, options.allow, options.exact)
+        ranks = survey.highest_rank() if options.nproc else None
+        found = fit.find(survey, card, options.allow, options.exact, options.host_memory)
+        found.estimate.ranks = ranks
     sys.stdout.write((json.dumps(found.as_dict(), indent=2) if options.json else str(found)) + "\n")
     if found.plan is None:
         return 1
     found.plan.write(output)
     if not options.json:
-        print(f"  planned in {output}: python -m memopt run --fit {output} {' '.join(argv)}")
+        start = f"torchrun --nproc-per-node {options.nproc}" if options.nproc else "python"
+        print(f"  planned in {output}: {start} -m memopt run --fit {output} {' '.join(argv)}")
     return 0

@@ -116,6 +116,8 @@ def _plan(options: argparse.Namespace, argv: list[str], simulated: str | None) -
     try:
         found = plans.read(options.fit)
         found.check_call(argv)
+        place = Place.of(os.environ)
+        found.check_ranks(1 if place is None else place.count)
         if simulated is not None:
             found.check_card(cards.card(options.sim).usable)
     except ValueError as error:

@@ -10,14 +10,25 @@ from memopt import _C
 from memopt._estimate import advice, cards
 from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
-from memopt._estimate.forecast import WORKED_OUT
+from memopt._estimate.forecast import PARTS, WORKED_OUT
 from memopt._estimate.prediction import Estimate
 from memopt._estimate.request import BACKENDS
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
-from memopt._estimate.survey import NOT_MET, Survey, wanted_bytes
-from memopt._run.plan import CHECKPOINT, EIGHT_BITS, FOUR_BITS, LEAST_BUDGET, Plan, described
-from memopt._runtime.table import Facts, ResultTable, several
+from memopt._estimate.survey import COPIES, NOT_MET, Survey, wanted_bytes
+from memopt._run.plan import (
+    CHECKPOINT,
+    EIGHT_BITS,
+    FOUR_BITS,
+    LEAST_BUDGET,
+    OFFLOAD_ACTIVATIONS,
+    OFFLOAD_GRADIENTS,
+    OFFLOAD_LAYERS,
+    OFFLOAD_STATES,
+    Plan,
+    described,
+)
+from memopt._runtime.table import Facts, ResultTable, room_of_a_fact, several
 
 ALLOWED = {"8bit": EIGHT_BITS, "4bit": FOUR_BITS}  # what changes numbers, by the word that allows it
 
@@ -53,6 +64,7 @@ class Fit:
     alone: dict[str, int] = field(default_factory=dict)
     worked_out: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    host_bytes: int = 0  # that the plan puts there, at most
     least: int = 0  # bytes of a card, with any of the runs
     runs: int = 0
 
@@ -73,6 +85,7 @@ class Fit:
             "plan": plan,
             "tier": self.plan and self.rows[0].result,
             "margin": self.plan and self._margin(self.plan),
+            "host_bytes": self.plan and self.host_bytes,
             "runs": [asdict(row) | {"evidence": "simulated"} for row in self.rows],
             "lines": self.lines,
             "not_enough_alone": self.alone,
@@ -80,6 +93,7 @@ class Fit:
             "does_not_run": self.failed,
             "smallest_card": None if self.plan else {"bytes": self.least, "card": smallest and smallest.name},
             "largest_batch": self.estimate.largest_batch,
+            "ranks": self.estimate.ranks,
             "covered": self.estimate.covered,
             "step_seconds": self.step_seconds or None,
             "assumed": _assumed(self.card),
@@ -104,6 +118,9 @@ class Fit:
     def _facts(self) -> list[tuple[str, str]]:
         size, plan = _C.format_size, self.plan
         said: list[tuple[str, str]] = []
+        if (ranks := self.estimate.ranks) is not None:
+            count, rank = ranks["count"], ranks["rank"]
+            said.append(("ranks", f"{count}, of which rank {rank}, with the highest peak, is planned for"))
         table = ResultTable(
             [
                 (
@@ -124,7 +141,7 @@ class Fit:
             ),  # the widest last, which may take a second line
             (0, 3, 4),
         )
-        said += several("runs", table.lines(indent=""))
+        said += several("runs", table.lines(indent="", width=room_of_a_fact()))
         alone = [f"{_plain(name)} ({_saving(saved)})" for name, saved in self.alone.items()]
         alone += [f"{name} ({_saving(saved)}, worked out)" for name, saved in self.worked_out.items()]
         if alone:
@@ -147,6 +164,8 @@ class Fit:
             said.append(
                 ("left over", f"{size(self._margin(plan))} beside tensors and the context at the peak")
             )
+            if self.host_bytes:
+                said.append(("host", f"at most {size(self.host_bytes)} of its memory is taken, worked out"))
             said += several("to write", self.lines)
         said += several("covered", self.estimate.covered)
         said += several("guesses", (f"{one['what']} at {one['where']}" for one in self.estimate.guesses))
@@ -168,7 +187,9 @@ def _assumed(card: Card) -> str:
     )
 
 
-def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> Fit:
+def find(
+    survey: Survey, card: Card, allowed: Collection[str], exact: bool, host_memory: int | None = None
+) -> Fit:
     """Find a plan for the survey's script.
 
     Args:
@@ -176,8 +197,10 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
         card: The card that it is to fit.
         allowed: Techniques that change numbers, and may.
         exact: Whether all bits of the results must stay.
+        host_memory: Bytes that the card's host has for what is put there; None for no limit.
 
     Raises:
+        ValueError: It does not fit, and trains in processes that it starts.
         ScriptFailed: The script fails by itself, or there is nothing to tell of it.
     """
     survey.request = replace(survey.request, timed=True)
@@ -188,9 +211,19 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
         fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated[1], fit.step_seconds)
         fit.runs = survey.runs
         return fit
+    if estimate.processes is not None and not estimate.trained_bytes:
+        raise ValueError(
+            f"{estimate.title} trains in processes that it starts, where no plan is applied: "
+            "write it so that torchrun starts them, and plan it with --nproc"
+        )
     tried: dict[Names, Tried] = {}
 
     def attempt(names: Names) -> Tried | None:
+        taken = host_bytes(estimate, names)
+        if host_memory is not None and taken > host_memory:
+            size = f"{_C.format_size(taken)} of the host's memory, of which it may take {_C.format_size(host_memory)}"
+            survey.failed[" + ".join(map(_plain, sorted(names)))] = f"it takes {size}"
+            return None
         alone = len(names) == 1 and names <= {*search.techniques}
         first = search.forecast is not None and not alone and search.could_fit(names)
         result = survey.attempt(estimate, card, names, on_card_first=first)
@@ -217,6 +250,7 @@ def find(survey: Survey, card: Card, allowed: Collection[str], exact: bool) -> F
             seconds(answer.step, card.rates),
         )
         fit.lines = advice.in_words(chosen, answer)
+        fit.host_bytes = host_bytes(estimate, chosen)
     elif survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
@@ -244,6 +278,28 @@ def _with_budgets(names: Names, answer: Answer) -> Names:
         if least is None
         else Names(f"{CHECKPOINT}:{least[0]}" if name.startswith(CHECKPOINT) else name for name in names)
     )
+
+
+def host_bytes(found: Estimate, names: Names) -> int:
+    """Return the most bytes of the host's memory that techniques take: all that they could put there in a step."""
+    moments = found.moments or [[0] * len(PARTS)]
+    most: dict[str, int] = dict(zip(PARTS, map(max, zip(*moments, strict=True)), strict=True))
+    parameters, gradients, states, activations = (
+        max(most[part], found.by_category.get(category, 0))
+        for part, category in (
+            ("parameters", "parameters"),
+            ("gradients", "gradients"),
+            ("states", "optimizer"),
+            ("activations", "activations"),
+        )
+    )
+    offloads = any(name.startswith((OFFLOAD_ACTIVATIONS, CHECKPOINT)) for name in names)
+    taken = activations if offloads else 0
+    if OFFLOAD_LAYERS in names:
+        return taken + COPIES * parameters
+    taken += gradients if OFFLOAD_GRADIENTS in names else 0
+    share = 8 if FOUR_BITS in names else 4 if EIGHT_BITS in names else 1
+    return taken + (states // share if OFFLOAD_STATES in names else 0)
 
 
 _ROWS = 5
@@ -279,6 +335,7 @@ def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int, 
         techniques=sorted(names - {*BACKENDS}),
         step_seconds=step_seconds,
         trained_bytes=found.trained_bytes,
+        ranks=survey.request.ranks or 1,
     )
 
 

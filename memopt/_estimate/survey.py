@@ -34,7 +34,7 @@ _FEW = (0.0, 1 / 64)
 _RANKS = 8  # of which each is run
 # What a run with a technique may take: so many times what the script's own took.
 _TIMES, _LEAST_SECONDS = 20.0, 60.0
-_COPIES = 4  # of parameters, that a step on the host takes
+COPIES = 4  # of parameters, that a step on the host takes
 NOT_MET = "nothing in the script takes"  # techniques
 
 Run = Callable[[Request], Answer]
@@ -370,10 +370,10 @@ class Survey:
 def _check_host(parameters: int) -> None:
     """Raise MemoryError where this host has no room to step parameters, with gradients and two states, as it would."""
     room = available()
-    if room is not None and _COPIES * parameters > room:
+    if room is not None and COPIES * parameters > room:
         size = _C.format_size
         raise MemoryError(
-            f"it takes {size(_COPIES * parameters)} of this host's memory, which has {size(room)} left"
+            f"it takes {size(COPIES * parameters)} of this host's memory, which has {size(room)} left"
         )
 
 

@@ -36,6 +36,7 @@ def text(folder: str | Path, ranks: list[Rank] | None = None) -> str:
         lines.append(
             f"  {_names(missing)} left no recording in {folder}: they ran on another node, or never started"
         )
+    lines += _planned(ranks)
     lines += _spread(ranks)
     lines += _troubles(ranks)
     if any((Path(folder) / f"rank{rank['rank']}.mopt").exists() for rank in ranks):
@@ -175,6 +176,15 @@ def _table(ranks: list[Rank], *, several_hosts: bool) -> list[str]:
             ]
         )
     return ResultTable(rows, heads, left=range(len(heads))).lines()
+
+
+def _planned(ranks: list[Rank]) -> list[str]:
+    """Return each rank's peak beside its plan's, and what else is said of the plan by the first."""
+    lines = []
+    for n, rank in enumerate(rank for rank in ranks if rank.get("plan")):
+        said = [line.strip() for line in rank["plan"]]
+        lines += [f"  rank {rank['rank']}: {line}" for line in (said[:1] if n else said)]
+    return lines
 
 
 def _spread(ranks: list[Rank]) -> list[str]:

@@ -192,6 +192,7 @@ def _outcome(end: _End) -> dict[str, Any]:
         "seconds": round(end.seconds, 3),
         "host_peak": end.curve.peak,
         "of_a_signal": _of_a_signal(end) if end.status < 0 else [],
+        "plan": end.left("fit.txt").splitlines(),
         "failure": end.left("failure.txt").strip(),
         "was_at": _was_at(end.left("stack.txt")),
         "figures": json.loads(figures) if figures else None,

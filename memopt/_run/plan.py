@@ -35,7 +35,8 @@ class Plan:
     """script: its path, without links, and sha256: of its text. card: bytes that the plan needs the card to have.
     techniques, backend: as a request of an estimate has them. peak: bytes of tensors in the run that confirmed it.
     step_seconds: of a step, by a roofline of the card's data sheet; 0 where no whole step was seen.
-    trained_bytes: of the parameters of the optimizer that steps first; 0 where none steps."""
+    trained_bytes: of the parameters of the optimizer that steps first; 0 where none steps.
+    ranks: of the job, for each of which the plan is."""
 
     script: str
     sha256: str
@@ -47,6 +48,7 @@ class Plan:
     techniques: list[str] = field(default_factory=list)
     step_seconds: float = 0.0
     trained_bytes: int = 0
+    ranks: int = 1
     memopt: str = memopt.__version__
 
     def write(self, path: str) -> None:
@@ -64,6 +66,10 @@ class Plan:
             _same(what, planned, given)
         if self.arguments != list(argv[1:]):
             raise ValueError(_differs("the script's arguments", str(self.arguments), str(list(argv[1:]))))
+
+    def check_ranks(self, count: int) -> None:
+        """Raise ValueError if the plan was made for a job of another number of ranks."""
+        _same("the number of ranks", f"{self.ranks}", f"{count}")
 
     def check_torch(self, version: str) -> None:
         """Raise ValueError if the plan was made with another torch."""

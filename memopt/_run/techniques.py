@@ -186,6 +186,8 @@ class Techniques:
             raise ValueError(
                 "auto_checkpoint takes positional arguments or keyword arguments as its sample, not both"
             )
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module  # each rank for itself: the trial steps reduce nothing
         mine = {id(p) for p in model.parameters()}
         stepped = (
             one

@@ -10,6 +10,7 @@ from html import escape
 
 _WIDTH = 118  # characters of a line, at most
 _NAME = 10  # characters of a fact's name
+_LEAST = 24  # characters of a table's last column that is folded
 
 
 class Html(str):
@@ -28,9 +29,24 @@ class ResultTable:
     heads: Sequence[str] = ()
     left: Sequence[int] = (0,)
 
-    def lines(self, indent: str = "  ", gap: str = "  ") -> list[str]:
-        """Return the heads, if there are any, and the rows as lines of text."""
+    def lines(self, indent: str = "  ", gap: str = "  ", width: int = 0) -> list[str]:
+        """Return the heads, if there are any, and the rows as lines of text.
+
+        With a width the last column is folded so that lines have at most that, and if it has too little room for
+        that, each row is a sentence of its cells, each but the first behind its head."""
         rows = [*([self.heads] if self.heads else []), *self.rows]
+        if width and rows:
+            others = list(zip(*rows, strict=True))[:-1]
+            room = width - len(indent) - sum(max(map(len, column)) + len(gap) for column in others)
+            if room < min(_LEAST, max(len(row[-1]) for row in rows)):
+                names = ["", *self.heads[1:]] if self.heads else [""] * len(rows[0])
+                named = [zip(names, row, strict=True) for row in self.rows]
+                return [indent + "; ".join(f"{name} {cell}".strip() for name, cell in row) for row in named]
+            empty = [""] * len(others)
+            folded = [(row, textwrap.wrap(row[-1], room) or [""]) for row in rows]
+            rows = [
+                [*(empty if n else row[:-1]), part] for row, parts in folded for n, part in enumerate(parts)
+            ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [
             indent
@@ -60,7 +76,7 @@ class Facts:
     rows: Sequence[tuple[str, str]]
 
     def __str__(self) -> str:
-        width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns)
+        width = _line_width()
         lines = [self.headline]
         for name, value in self.rows:
             begin, further = f"  {name:<{_NAME}} ", " " * (_NAME + 3)
@@ -79,6 +95,15 @@ class Facts:
             for name, value in self.rows
         )
         return f"<table><caption>{escape(self.headline)}</caption>{cells}</table>"
+
+
+def _line_width() -> int:
+    return min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns)
+
+
+def room_of_a_fact() -> int:
+    """Return the characters that a line of Facts has beside the name."""
+    return _line_width() - _NAME - 3
 
 
 def seconds_text(seconds: float) -> str:

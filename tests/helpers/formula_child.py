@@ -4,7 +4,8 @@ Its script is a JSON file: bytes `fixed`, `each` (of one of a batch), `masks` (w
 the allocator's share beyond the tensors, by backend; `option`, the script's option for its batch, if it has one;
 `batch`, that of its own; `techniques`, what each saves that meets something in it; `slow`, those with which it takes no
 step in its time; `moved`, bytes that a step moves on the card, by technique, "" for those without any; `data`, the most
-that there are; `loaders`, DataLoaders that it makes; `evaluates`: where it runs out; `ends`: how it ends by itself."""
+that there are; `each_rank`, bytes more of each rank after the first; `loaders`, DataLoaders that it makes; `evaluates`:
+where it runs out; `ends`: how it ends by itself."""
 
 from __future__ import annotations
 
@@ -69,6 +70,7 @@ def main() -> None:
     saved = sum(script["techniques"][name] for name in met)
     if set(met) & set(script.get("slow", ())):  # its time is over before it takes a step
         met["stuck"] = []
+    saved -= script.get("each_rank", 0) * request["rank"]
     peak = allocated(script, batch, request["fraction"]) - saved
     reserved = (
         held(script, batch, request["fraction"], request["cudnn_workspace"], request["backend"]) - saved

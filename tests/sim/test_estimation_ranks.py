@@ -81,6 +81,18 @@ def test_a_replica_has_the_whole_model_and_its_buckets(tmp_path):
     assert found["peak_allocated"] > 5.9 * WEIGHTS, found["peak_allocated"] / WEIGHTS
 
 
+def test_a_replica_is_recomputed_within_its_parallel_module(tmp_path):
+    """Its bits are other tests'; a plan for the wrapper itself would reduce in trial steps."""
+    source = (
+        MODEL + REPLICATED.replace("(3, 8, ", "(1, 2, ").replace("SAMPLES = 64", "SAMPLES = 2048") + TRAINING
+    )
+    plain = estimate(tmp_path, source, ranks=2, rank=1)
+    found = estimate(tmp_path, source, ranks=2, rank=1, techniques=[f"checkpoint:{1 << 20}"])
+    assert found["error"] is None and found["steps"] == plain["steps"] == 2
+    assert found["techniques"]["checkpoint"] == ["Sequential"]
+    assert found["peak_allocated"] < 0.8 * plain["peak_allocated"]
+
+
 @pytest.mark.parametrize("spread", ["ddp", "fsdp", "tp"] if SOAK else ["tp"])
 def test_a_script_for_one_device_is_spread(tmp_path, spread):
     source = MODEL + "SAMPLES = 64" + TRAINING

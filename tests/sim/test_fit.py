@@ -114,6 +114,18 @@ def test_a_script_without_a_step_has_nothing_to_plan(tmp_path):
     assert not (tmp_path / "train.fit.json").exists()
 
 
+def test_a_script_that_trains_in_processes_of_its_own_is_refused(tmp_path):
+    begin, train = GPT.format(clip="pass").split("model = GPT()")
+    lines = f"model = GPT(){train}".splitlines(keepends=True)
+    main = "def main(number):\n" + "".join(f"    {line}" for line in lines)
+    main += "\nif __name__ == '__main__':\n    torch.multiprocessing.spawn(main, nprocs=1)\n"
+    (tmp_path / "train.py").write_text(begin + main)
+    card = f"{PEAK * 6 // 10 + CONTEXT}MiB"
+    refused = memopt(tmp_path, "fit", "--gpu", card, "train.py", status=2)
+    assert "trains in processes that it starts" in refused.stderr and "--nproc" in refused.stderr
+    assert not (tmp_path / "train.fit.json").exists()
+
+
 def test_what_a_script_does_not_allow_is_not_planned(tmp_path):
     """It clips gradients, which steps in the backward pass have used up."""
     (tmp_path / "train.py").write_text(GPT.format(clip="nn.utils.clip_grad_norm_(model.parameters(), 1.0)"))

@@ -117,6 +117,19 @@ def test_where_nothing_fits_a_card_and_a_batch_are_named(fit):
     assert found["largest_batch"]["size"] == 4
 
 
+def test_the_hosts_memory_bounds_what_is_put_there(fit):
+    """Of its activations, at most what they are at the peak; of its layers, with gradients and states, 120 MiB."""
+    saves = {"offload_activations": 60, "offload_layers": 60}
+    most = PEAK - 90 * MIB
+    status, found = fit(50, saves=saves)
+    assert techniques(found) == ["offload activations"] and found["host_bytes"] == most
+    status, found = fit(50, "--host-memory", str(most - 1), saves=saves)
+    assert techniques(found) == ["offload layers"] and found["host_bytes"] == 120 * MIB
+    assert "550 MiB of the host's memory" in found["does_not_run"]["offload activations"]
+    status, found = fit(50, "--host-memory", "100MiB", saves=saves)
+    assert status == 1 and "of which it may take 100 MiB" in found["does_not_run"]["offload layers"]
+
+
 def test_layers_are_not_put_on_a_host_without_room(fit, monkeypatch):
     saves = {"offload_layers": 60}
     assert techniques(fit(50, saves=saves)[1]) == ["offload layers"]
@@ -125,7 +138,8 @@ def test_layers_are_not_put_on_a_host_without_room(fit, monkeypatch):
     assert status == 1 and "120 MiB of this host's memory" in found["does_not_run"]["offload layers"]
 
 
-def test_the_words(fit, capfd):
+def test_the_words(fit, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "118")
     fit(50, saves={"loss_head": 60, "fused": 10, "offload_layers": 0})
     card = str(PEAK - 50 * MIB + cards.CONTEXT)
     assert main(["fit", "-f", "--gpu", card, "train.py"]) == 0
@@ -235,6 +249,18 @@ def test_a_plan_of_another_model_is_refused_before_its_first_step(planned, capfd
     Path("size").write_text("4")
     assert main(["run", "-q", "--no-record", "--fit", "a.fit.json", "train.py", "3"]) == 0
     assert capfd.readouterr().out.count("it runs") == 2
+
+
+def test_a_plan_is_for_its_number_of_ranks(fit, capfd, monkeypatch):
+    """Of which the one with the highest peak is planned for."""
+    status, found = fit(50, "--nproc", "3", saves={"offload_activations": 70}, script={"each_rank": 8 * MIB})
+    assert status == 0 and found["plan"]["ranks"] == 3 and techniques(found) == ["offload activations"]
+    assert found["ranks"]["rank"] == 2 and found["plan"]["peak"] == PEAK + (16 - 70) * MIB
+    run = ["run", "--fit", "train.fit.json", "train.py"]
+    assert main(run) == 2 and "ranks: planned for 3, and this is 1" in capfd.readouterr().err
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(run) == 2 and "ranks: planned for 3, and this is 2" in capfd.readouterr().err
 
 
 def test_arguments_that_only_look_alike_are_others(planned):

@@ -24,3 +24,17 @@ def test_facts_are_folded_at_the_terminals_width_and_source_is_cut(monkeypatch):
     assert "<code>x = 1" in facts.html() and "&lt;last&gt;" in facts.html()
     monkeypatch.setenv("COLUMNS", "400")
     assert max(map(len, str(facts).splitlines())) <= 118
+
+
+def test_a_wide_last_column_is_folded_and_rows_are_sentences_where_it_has_no_room():
+    table = ResultTable(
+        [("fits", "1 MiB", "one two three four five six seven")], ("is", "peak", "plan"), (0, 2)
+    )
+    assert table.lines("", width=46) == table.lines("") and ResultTable([]).lines(width=9) == []
+    assert table.lines("", width=40)[1:] == [
+        "fits  1 MiB  one two three four five six",
+        "             seven",
+    ]
+    assert table.lines("", width=30) == ["fits; peak 1 MiB; plan one two three four five six seven"]
+    short = ResultTable([("fits", "1 MiB", "one")], ("is", "peak", "plan"), (0, 2))
+    assert short.lines("", width=20) == short.lines("")
