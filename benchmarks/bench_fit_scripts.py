@@ -86,7 +86,7 @@ def losses(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss (\S+?),?(?:\s|$)", text)]
 
 
-def peak_of(python: str, call: list[str], folder: Path) -> int:
+def peak_of(python: str, call: list[str]) -> int:
     told = command(python, "-m", "memopt", "estimate", "--quick", "--json", "--gpu", "64GiB", *call)
     peak: int = json.loads(told.stdout)["peak_allocated"]
     return peak
@@ -148,7 +148,7 @@ def main() -> int:
             if options.only not in (None, what):
                 continue
             call = script.split()
-            peak = peak_of(options.python, call, folder)
+            peak = peak_of(options.python, call)
             run = ("-m", "memopt", "run", "--no-record", "--sim", "16GiB")
             plain = losses(command(options.python, *run, *call).stdout)
             for share in SHARES:
