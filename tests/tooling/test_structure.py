@@ -83,8 +83,8 @@ def test_benchmarks_notebooks_and_readme_use_public_names():
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     private = {file: names for file in files if (names := PRIVATE.findall((ROOT / file).read_text()))}
     # The child process of `memopt estimate`: no option of the command has it compute the script for real.
-    # The training loops of `memopt gpu-check`, which are in the wheel. The update, which is given a price. What the CPU's
-    # allocator counts, as memopt.fit()'s budget has it, and the demo's models.
+    # The training loops of `memopt gpu-check`, which are in the wheel. The update, which is given a price. What the
+    # CPU's allocator counts, as memopt.fit()'s budget has it, and the demo's models.
     assert private == {
         "benchmarks/bench_estimate.py": ["memopt._estimate.script_process"],
         "benchmarks/workloads.py": ["memopt._gpu_check.workloads"],
