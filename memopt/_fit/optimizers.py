@@ -156,9 +156,8 @@ def _rooms(loads: Sequence[int]) -> list[int]:
 # ---- seconds ---------------------------------------------------------------------------------------------------------
 
 
-TIMED = (
-    64 << 20
-)  # bytes of parameters that are stepped for the clock; with gradients and states several times as much
+# Bytes of parameters that are stepped for the clock; gradients and states are several times as many.
+TIMED = 64 << 20
 STEPS = 3
 
 
