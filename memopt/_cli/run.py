@@ -5,8 +5,8 @@ writes its recording to the folder memopt-<script>.<job>, or the one that -o nam
 them see), and the rank that ends last reports on all of them, with a page. With --sim the script runs on a simulated
 card of that size, which needs PyTorch's CUDA build and no GPU: PyTorch's own CUDA allocator decides what fits, and the
 host computes each operation, in as much host memory as the script takes on the card. With --fit the script runs with
-the changes of a plan that `memopt fit` made for it, and with no other script, arguments, torch or memopt, and no
-smaller card."""
+the changes of a plan that `memopt fit` made for it, and with no other script, arguments, torch or memopt, no
+smaller card, no model of another size, and in as many ranks."""
 
 from __future__ import annotations
 
