@@ -149,8 +149,16 @@ class Fit:
         idle = [name for name, why in self.failed.items() if NOT_MET in why]
         if idle:
             said.append(("no use", f"{NOT_MET} {', '.join(idle)}"))
-        failed = ((name, why.splitlines()[0]) for name, why in self.failed.items() if name not in idle)
-        said += several("fails", (f"with {name}: {why}" for name, why in failed))
+        failed: dict[str, list[str]] = {}
+        for name in sorted(self.failed.keys() - {*idle}, key=lambda name: (name.count("+"), name)):
+            failed.setdefault(self.failed[name].splitlines()[0], []).append(name)
+        said += several(
+            "fails",
+            (
+                f"with {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {why}"
+                for why, names in failed.items()
+            ),
+        )
         if plan is None:
             card = cards.smallest_with(self.least)
             named = f", as {card.name}" if card else ""

@@ -13,7 +13,8 @@ import formula_child
 import pytest
 
 from memopt.__main__ import main
-from memopt._estimate import cards, interpreters, protection, survey
+from memopt._estimate import cards, interpreters, prediction, protection, survey
+from memopt._estimate import fit as fits
 from memopt._run import plan as plans
 from memopt._run.run_child import StepClock
 from memopt._runtime import process
@@ -128,6 +129,13 @@ def test_the_hosts_memory_bounds_what_is_put_there(fit):
     assert "550 MiB of the host's memory" in found["does_not_run"]["offload activations"]
     status, found = fit(50, "--host-memory", "100MiB", saves=saves)
     assert status == 1 and "of which it may take 100 MiB" in found["does_not_run"]["offload layers"]
+
+
+def test_combinations_that_fail_alike_are_told_once():
+    estimate = prediction.Estimate("train.py", prediction.SIMULATED, (1, 1), (1, 1), 1)
+    failed = {"a + b + c": "no way", "d": "no other way", "a + b": "no way"}
+    said = str(fits.Fit(estimate, cards.card("8GiB"), failed=failed))
+    assert "with d: no other way" in said and "with a + b and 1 more: no way" in said
 
 
 def test_layers_are_not_put_on_a_host_without_room(fit, monkeypatch):
