@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.checked_plan import Candidate, Forward, checked_plan
 from memopt._checkpoint.plan import Plan
-from memopt._checkpoint.runner import ChainRunner
+from memopt._checkpoint.runner import ChainRunner, changeable
 from memopt._checkpoint.stages import ranks
 from memopt._checkpoint.stages.costs import device_of
 from memopt._checkpoint.stages.measure import ChainMeasurement, Loss, default_loss
@@ -207,8 +207,9 @@ class PlanRequest:
         )
 
     def plan(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
-        """Return the plan for these arguments of a model that runs plain. The model is left as it was."""
+        """Return the plan for these arguments of a model that runs plain. The model and they are left as they were."""
         begun = time.perf_counter()
+        args, kwargs = pytree.tree_map(_with_own_graph, (args, kwargs))
         beside = self.bytes_beside(model)
         distributed = ranks.is_distributed(model)
         budget = self.budget
@@ -244,6 +245,13 @@ class PlanRequest:
         shape = CallShape.of(model, args, kwargs)
         own = stage_forwards(plan, found.members, distributed)
         return ShapePlan(shape, plan, own, time.perf_counter() - begun, self.accumulate)
+
+
+def _with_own_graph(leaf: Any) -> Any:
+    """Return a tensor with a graph that begins at it, where its caller's would get gradients by trial steps."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter) or not leaf.requires_grad:
+        return leaf
+    return changeable(leaf.detach().requires_grad_())
 
 
 @contextmanager

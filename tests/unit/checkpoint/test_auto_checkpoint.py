@@ -294,6 +294,26 @@ def test_a_batch_of_another_shape_is_right_too() -> None:
     )
 
 
+@pytest.mark.parametrize("how", ["of a graph", "a leaf"])
+def test_trial_steps_leave_the_callers_graph_alone(how: str) -> None:
+    """A GAN's critic is given what the generator made, and plans anew for a larger batch of it."""
+    before, rows = nn.Linear(16, 16), torch.randn(64, 16)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(6)]
+    critic = nn.Sequential(*blocks)
+
+    def gradients() -> list[torch.Tensor | None]:
+        before.zero_grad()
+        x = before(rows) if how == "of a graph" else rows.clone().requires_grad_()
+        critic(x).sum().backward()
+        return [x.grad] if how == "a leaf" else [before.weight.grad, before.bias.grad]
+
+    wanted = gradients()
+    memopt.auto_checkpoint(critic, rows[:16], memory_budget=1 << 20, optimizer=0, accumulate=True)
+    for _ in range(2):
+        for mine, plain in zip(gradients(), wanted, strict=True):
+            assert mine is not None and plain is not None and torch.equal(mine, plain)
+
+
 @pytest.mark.parametrize("budget", [1, 0.0, 2.0, "much", -5])
 def test_what_fails_leaves_the_plan_that_was_there(budget: object) -> None:
     model, sample, loss = make("vision")
