@@ -50,6 +50,7 @@ class LossHead(nn.Linear):
 class DeferredLogits(Tensor):
     """The logits of a LossHead, with shape, dtype and device but no memory until they are used."""
 
+    is_deferred = True  # for who does not import this module
     head: LossHead
     hidden: Tensor
     autocast: torch.dtype | None

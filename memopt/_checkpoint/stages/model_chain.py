@@ -30,7 +30,6 @@ from memopt._checkpoint.stages.module_state import Changes, Snapshot, changes_wi
 from memopt._checkpoint.stages.ranks import is_sharded
 from memopt._checkpoint.stages.split import Run, SplitBlock, split
 from memopt._offload.visits import Visit, VisitingStage, at_home, mapped_bytes, residency_of
-from memopt.nn._deferred_logits import DeferredLogits
 
 PART = 0.5  # of a call's elements that the stages in it must make for these to stand for it
 TANGLED = 2  # stages that take nothing from the one before, for the model's forward to be cut as one
@@ -86,13 +85,17 @@ class Call:
             yield run
 
 
+def is_deferred(value: Any) -> bool:
+    """Return whether a value is memopt.nn's DeferredLogits, whose import takes tens of MiB."""
+    return getattr(type(value), "is_deferred", False)
+
+
 def seen(value: Any) -> list[TensorVersion]:
     """Return the tensors in a value; logits that are deferred are none yet."""
-    leaves = pytree.tree_leaves(value)
     return [
         TensorVersion.of(leaf)
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeferredLogits)
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor) and not is_deferred(leaf)
     ]
 
 
@@ -148,7 +151,7 @@ def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     def end(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         call = open_calls[-1] if module is not model or len(open_calls) > 1 else root
         call.outputs = seen(out)
-        call.defers = any(isinstance(leaf, DeferredLogits) for leaf in pytree.tree_leaves(out))
+        call.defers = any(is_deferred(leaf) for leaf in pytree.tree_leaves(out))
         call.elements = sum(t.numel() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
         call.elements += sum(child.elements for child in call.children)
         call.passes = bool(call.children) and meet(call.children[-1].outputs, call.outputs)
