@@ -104,8 +104,8 @@ def sequential(model: nn.Module) -> nn.Module:
 
 
 def automatic(model: nn.Module, batches: int = 1) -> nn.Module:
-    """Within the least budget there is, for so many batches at once. What collectives' threads hold differs from run to run, now and then by more
-    than the room that an error leaves for it: then it names another."""
+    """Within the least budget there is, for so many batches at once. What collectives' threads hold differs from run to
+    run, now and then by more than the room that an error leaves for it: then it names another."""
     sample, budget = torch.cat([batch(RANK, 0)] * batches), 1
     for _ in range(4):
         try:
