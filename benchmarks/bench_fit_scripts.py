@@ -1,9 +1,9 @@
 """`memopt fit` on twelve training scripts and four cards each: what its plans take and cost, on the simulated card.
 
 A card has 80, 60, 40 or 25 % of the tensors that the script has at its peak, and the context. Each plan is then applied
-to the script by `memopt run --fit --sim`, with each operation computed: the peak of that run is beside the planned one,
-and the losses beside those of the plain script. With --headlines, large Llamas are
-planned, which no host computes.
+to the script in a process of its own, on such a card, whose kernels compute nothing: the peak there is beside the
+planned one. With --losses each script is made small, planned on 60 % of its peak, and run with each operation computed
+(`memopt run --fit --sim`): its losses are beside those of the plain script. With --headlines, large Llamas are planned.
 
 The scripts need the packages named beside them: --python names a Python that has them and PyTorch's CUDA build."""
 
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,44 +29,79 @@ from benchmarks import harness  # noqa: E402
 SCRIPTS = ROOT / "benchmarks" / "scripts"
 SHARES = (0.8, 0.6, 0.4, 0.25)
 CONTEXT = 450 << 20
-MIB = 1 << 20
+GIB = 1 << 30
 TOLERANCE = {"free": 0.0, "bit-equal": 0.0, "equal to rounding": 2e-3, "other numbers": 5e-2}
 
+# By what is trained: the script with its arguments, and those that make it small.
 CASES = {
-    "GPT": "nanogpt.py --batch-size 8 --block-size 128 --layers 6 --width 256 --vocabulary 2000",
-    "GPT-2 (transformers)": "hf_gpt2.py --batch-size 4 --length 128 --layers 4 --width 256 --vocabulary 8000",
-    "BERT (transformers)": "hf_bert.py --batch-size 4 --length 128 --layers 4 --width 256 --vocabulary 8000",
-    "T5 (transformers)": "hf_t5.py --batch-size 4 --length 128 --layers 4 --width 256 --vocabulary 4000",
-    "Llama with LoRA": "lora.py --batch-size 4 --length 256 --width 512 --layers 6 --vocabulary 4000",
-    "mixture of experts": "moe.py --rows 2048 --width 256 --experts 4",
-    "ViT (torchvision)": "vision.py --model vit_b_16 --batch-size 4 --image 96",
-    "ResNet-50 (torchvision)": "vision.py --model resnet50 --batch-size 8 --image 96",
-    "ConvNeXt (torchvision)": "vision.py --model convnext_tiny --batch-size 4 --image 96",
-    "diffusion U-Net": "diffusion_unet.py --batch-size 8 --image 32 --width 64",
-    "distillation": "distillation.py --batch-size 32 --image 64",
-    "LSTM": "lstm.py --batch-size 16 --longest 64 --width 256 --vocabulary 4000",
+    "GPT": ("nanogpt.py", "--batch-size 8 --block-size 128 --layers 6 --width 256 --vocabulary 2000"),
+    "GPT-2 (transformers)": (
+        "hf_gpt2.py",
+        "--batch-size 4 --length 128 --layers 4 --width 256 --vocabulary 8000",
+    ),
+    "BERT (transformers)": (
+        "hf_bert.py",
+        "--batch-size 4 --length 128 --layers 4 --width 256 --vocabulary 8000",
+    ),
+    "T5 (transformers)": (
+        "hf_t5.py",
+        "--batch-size 4 --length 128 --layers 4 --width 256 --vocabulary 4000",
+    ),
+    "Llama with LoRA": (
+        "lora.py",
+        "--batch-size 4 --length 256 --width 512 --layers 6 --vocabulary 4000",
+    ),
+    "mixture of experts": ("moe.py", "--rows 2048 --width 256 --experts 4"),
+    "ViT (torchvision)": ("vision.py --model vit_b_16", "--batch-size 4 --image 96"),
+    "ResNet-50 (torchvision)": ("vision.py --model resnet50", "--batch-size 8 --image 96"),
+    "ConvNeXt (torchvision)": ("vision.py --model convnext_tiny", "--batch-size 4 --image 96"),
+    "diffusion U-Net": ("diffusion_unet.py", "--batch-size 8 --image 32 --width 64"),
+    "distillation": ("distillation.py", "--batch-size 32 --image 64"),
+    "LSTM": ("lstm.py", "--batch-size 16 --longest 64 --width 256 --vocabulary 4000"),
 }
 HEADLINES = {
     "a Llama of 1B in mixed precision, 4096 tokens": ("llama_train.py --model 1b --amp", "12GiB", ""),
     "a Llama of 7B in bf16, 4096 tokens": ("llama_train.py --model 7b", "24GiB", "8bit,4bit"),
     "a Llama of 8B in bf16, 4096 tokens": ("llama_train.py --model 8b", "24GiB", "8bit,4bit"),
     "a Llama of 8B in bf16, 32768 tokens": ("llama_train.py --model 8b --length 32768", "24GiB", "8bit,4bit"),
+    "a Llama of 8B in bf16, 131072 tokens": (
+        "llama_train.py --model 8b --length 131072",
+        "24GiB",
+        "8bit,4bit",
+    ),
 }
 
 
-@dataclass
-class Tried:
-    """A plan. peak: as planned, of `room` bytes for tensors; measured: that of the computed run, 0 where nothing
-    fits."""
+# A script by a plan on a card whose memory has no contents.
+APPLIED = """
+import os, runpy, sys, tempfile
+from pathlib import Path
 
-    tier: str
-    techniques: list[str]
-    room: int
-    peak: int
-    measured: int
-    loss: float
-    took: float
-    runs: int
+import memopt.sim
+from memopt._run import plan as plans
+
+path, card, context, *sys.argv = sys.argv[1:]
+plan = plans.read(path)
+os.environ.update(plans.allocator_environment(plan.backend, os.environ))
+memopt.sim.activate(memory=int(card), context=int(context), blank=True)
+import torch
+from memopt._estimate import values
+from memopt._estimate.cards import Card
+from memopt._estimate.host_reads import Guesses
+from memopt._estimate.roofline_clock import RooflineClock
+from memopt._run.techniques import Techniques
+from memopt._runtime import device_clock
+
+with tempfile.TemporaryDirectory() as folder:
+    device_clock.use(RooflineClock(Path(folder), Card("", plan.card).rates))
+    applied = Techniques(plan.techniques)
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    guessed = values.Values(Guesses())
+    values.install(guessed)
+    with guessed:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    print("peak", torch.cuda.max_memory_allocated())
+"""
 
 
 def command(python: str, *arguments: str, ok: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
@@ -101,80 +135,143 @@ def planned(
     return found, time.perf_counter() - begun
 
 
-def tried(python: str, call: list[str], share: float, peak: int, plain: list[float], folder: Path) -> Tried:
-    room = int(share * peak)
-    card, plan, recording = str(CONTEXT + room), folder / "a.fit.json", folder / "a.mopt"
+def row(python: str, script: str, share: float, peak: int, folder: Path) -> dict[str, Any]:
+    """Return what a plan takes: planned and measured, of the room for tensors; 0 measured where nothing fits."""
+    room, plan = int(share * peak), folder / "a.fit.json"
+    card = str(CONTEXT + room)
+    call = script.split()
+    found, took = planned(python, call, card, plan)
+    told = {
+        "share": share,
+        "room": room,
+        "seconds": took,
+        "runs": found["simulations"],
+        "fits": found["fits"],
+    }
+    if not found["fits"]:
+        return told | {"least": found["smallest_card"]["bytes"]}
+    ended = command(python, "-c", APPLIED, str(plan), card, str(CONTEXT), *call)
+    return told | {
+        "tier": found["tier"],
+        "techniques": found["runs"][0]["techniques"],
+        "planned": found["plan"]["peak"],
+        "measured": int(ended.stdout.split()[-1]),
+        "slowdown": found["plan"]["step_seconds"] / found["step_seconds"] if found["step_seconds"] else 0.0,
+    }
+
+
+def loss_row(python: str, script: str, folder: Path) -> dict[str, Any]:
+    """Return how far the losses of a plan's run are from the plain script's, each operation computed."""
+    call, plan = script.split(), folder / "a.fit.json"
+    run = ("-m", "memopt", "run", "--no-record")
+    plain = losses(command(python, *run, "--sim", "16GiB", *call).stdout)
+    card = str(CONTEXT + int(0.6 * peak_of(python, call)))
     found, took = planned(python, call, card, plan)
     if not found["fits"]:
-        return Tried("nothing fits", [], room, 0, 0, 0.0, took, found["simulations"])
-    run = ("-m", "memopt", "run", "-f", "-o", str(recording), "--fit", str(plan), "--sim", card)
-    ended = command(python, *run, *call)
-    told = json.loads(command(sys.executable, "-m", "memopt", "report", "--json", str(recording)).stdout)
-    reports = told if isinstance(told, list) else [told]
-    measured = max(one["peak_allocated"] for one in reports)
-    pairs = zip(plain, losses(ended.stdout), strict=True)
-    loss = max((abs(mine - other) / max(abs(mine), 1e-9) for mine, other in pairs), default=0.0)
-    return Tried(
-        found["tier"],
-        found["plan"]["techniques"],
-        room,
-        found["plan"]["peak"],
-        measured,
-        loss,
-        took,
-        found["simulations"],
+        return {"fits": False, "seconds": took}
+    ended = command(python, *run, "--fit", str(plan), "--sim", "16GiB", *call)
+    pairs = [*zip(plain, losses(ended.stdout), strict=True)]
+    return {
+        "fits": True,
+        "seconds": took,
+        "tier": found["tier"],
+        "techniques": found["runs"][0]["techniques"],
+        "losses": pairs,
+        "off": max(abs(mine - other) / max(abs(mine), 1e-9) for mine, other in pairs),
+    }
+
+
+def headlines(options: argparse.Namespace, report: harness.Report, folder: Path) -> None:
+    for what, (script, card, allow) in HEADLINES.items():
+        if options.only not in (None, what):
+            continue
+        name, *arguments = script.split()
+        call = [str(ROOT / "benchmarks" / name), *arguments]
+        allowed = ("--allow", allow) if allow else ()
+        found, took = planned(options.python, call, card, folder / "a.fit.json", *allowed)
+        report.note(what, found | {"seconds": took})
+        said = (
+            f"{found['plan']['peak'] / GIB:.2f} GiB: {' + '.join(found['runs'][0]['techniques'])}"
+            if found["fits"]
+            else ""
+        )
+        print(
+            f"{what}, {card}: {found['tier'] or 'nothing fits'} {said} ({took:.0f} s)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def plans(options: argparse.Namespace, report: harness.Report, folder: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for what, (script, _) in CASES.items():
+        if options.only not in (None, what):
+            continue
+        peak = peak_of(options.python, script.split())
+        for share in SHARES:
+            one = {"what": what} | row(options.python, script, share, peak, folder)
+            rows.append(one)
+            said = (
+                f"nothing fits; a card of {one['least'] / GIB:.2f} GiB would"
+                if not one["fits"]
+                else (
+                    f"{one['measured'] / one['room']:.1%}, planned {one['planned'] / one['measured'] - 1:+.2%}, "
+                    f"{one['slowdown']:.2f} times the time: {one['tier']}: {' + '.join(one['techniques'])}"
+                )
+            )
+            print(
+                f"{what:24} {share:.0%} of {peak / GIB:5.2f} GiB: {said} ({one['seconds']:.0f} s, {one['runs']} runs)",
+                file=sys.stderr,
+                flush=True,
+            )
+    report.note("plans", rows)
+    fits = [one for one in rows if one["fits"]]
+    report.record("plans that fit, of all", {"all": len(rows), "memopt": len(fits)}, unit="plans")
+    over = sum(one["measured"] > one["room"] for one in fits)
+    report.record("plans over the room", {"memopt": over}, unit="plans")
+    errors = [100 * abs(one["planned"] / one["measured"] - 1) for one in fits]
+    report.record(
+        "planned peak beside that of a run by the plan",
+        {"in the median": statistics.median(errors), "at worst": max(errors)},
+        unit="%",
     )
+    report.record("a fit", {"in the median": statistics.median(one["seconds"] for one in rows)}, unit="s")
+
+
+def all_losses(options: argparse.Namespace, report: harness.Report, folder: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for what, (script, small) in CASES.items():
+        if options.only not in (None, what):
+            continue
+        one = {"what": what} | loss_row(options.python, f"{script} {small}", folder)
+        rows.append(one)
+        said = (
+            f"off by {one['off']:.1e}: {one['tier']}: {' + '.join(one['techniques'])}"
+            if one["fits"]
+            else "nothing fits"
+        )
+        print(f"{what:24} {said} ({one['seconds']:.0f} s)", file=sys.stderr, flush=True)
+    report.note("losses", rows)
+    wrong = sum(one["off"] > TOLERANCE[one["tier"]] for one in rows if one["fits"])
+    report.record("plans whose losses are not as their tier says", {"memopt": wrong}, unit="plans")
 
 
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--python", default=sys.executable, help="with PyTorch's CUDA build and the packages")
     parser.add_argument("--only", help="a case")
-    parser.add_argument("--headlines", action="store_true", help="large Llamas alone")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--headlines", action="store_true", help="large Llamas alone")
+    parts.add_argument("--losses", action="store_true", help="small scripts, computed, alone")
     options: argparse.Namespace = parser.parse_args()
-    report = harness.Report("bench_fit_headlines" if options.headlines else "bench_fit_scripts", options)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if options.headlines:
-            for what, (script, card, allow) in HEADLINES.items():
-                call = [str(ROOT / "benchmarks" / script.split()[0]), *script.split()[1:]]
-                allowed = ("--allow", allow) if allow else ()
-                found, took = planned(options.python, call, card, folder / "a.fit.json", *allowed)
-                report.note(what, found | {"seconds": took})
-                print(what, card, found["fits"], found["tier"], found["plan"], f"{took:.0f} s")
-            return report.finish()
-        rows: list[dict[str, Any]] = []
-        for what, script in CASES.items():
-            if options.only not in (None, what):
-                continue
-            call = script.split()
-            peak = peak_of(options.python, call)
-            run = ("-m", "memopt", "run", "--no-record", "--sim", "16GiB")
-            plain = losses(command(options.python, *run, *call).stdout)
-            for share in SHARES:
-                one = tried(options.python, call, share, peak, plain, folder)
-                rows.append({"what": what, "share": share} | vars(one))
-                said = f"{what:24} {share:.0%}: {one.tier}"
-                if one.measured:
-                    said += (
-                        f", {one.measured / one.room:.1%} of the room, planned {one.peak / one.measured - 1:+.2%}, "
-                        f"loss {one.loss:.1e}: {' + '.join(one.techniques)}"
-                    )
-                print(f"{said} ({one.took:.0f} s, {one.runs} runs)", file=sys.stderr, flush=True)
-    report.note("plans", rows)
-    fits = [row for row in rows if row["measured"]]
-    errors = [abs(row["peak"] / row["measured"] - 1) for row in fits]
-    report.record("plans that fit, of all", {"all": len(rows), "memopt": len(fits)}, unit="plans")
-    over = sum(row["measured"] > row["room"] for row in fits)
-    wrong = sum(row["loss"] > TOLERANCE[row["tier"]] for row in fits)
-    report.record("plans over the room", {"memopt": over}, unit="plans")
-    report.record("plans whose losses are not as their tier says", {"memopt": wrong}, unit="plans")
-    report.record(
-        "planned peak beside the computed run's",
-        {"in the median": 100 * statistics.median(errors), "at worst": 100 * max(errors)},
-        unit="%",
-    )
-    report.record("a fit", {"in the median": statistics.median(row["took"] for row in rows)}, unit="s")
+    part, name = plans, "bench_fit_scripts"
+    if options.headlines:
+        part, name = headlines, "bench_fit_headlines"
+    elif options.losses:
+        part, name = all_losses, "bench_fit_losses"
+    report = harness.Report(name, options)
+    with tempfile.TemporaryDirectory() as folder:
+        part(options, report, Path(folder))
     return report.finish()
 
 

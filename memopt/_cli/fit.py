@@ -5,9 +5,9 @@ another optimizer's step, the loss head in chunks, gradients, states or layers o
 --allow names), is the fastest found in that tier by a simple model of cost, and has nothing that is not needed. The
 answer has the lines to write. The plan's file (-o, by default SCRIPT's name with .fit.json) applies it to the script as
 it is: `memopt run --fit train.fit.json train.py`. With --nproc it is for each rank of a job of torchrun's, by the peak
-of the one with the highest. Exits with 0 if the script fits, as it is or with the plan, 1 if
-nothing fits, 2 if the call was wrong, the script fails by itself, or there is nothing to report because it takes no
-step or no memory of the card."""
+of the one with the highest. Exits with 0 if the script fits, as it is or with the plan, 1 if nothing fits, 2 if the
+call was wrong, the script fails by itself, or there is nothing to report because it takes no step or no memory of the
+card."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import json
 import sys
 from pathlib import Path
 
-from memopt._cli import check_writable, size_argument
+from memopt._cli import check_writable, count_argument, size_argument
 from memopt._cli.estimate import add_script_arguments, request_of, script_of, surveyed, told
 from memopt._estimate import cards, fit, interpreters
+from memopt._estimate.request import find_batch_option
 
 NAME = "fit"
 HELP = "find changes with which a script fits a card, and plan them"
@@ -44,7 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_allowed,
         default=[],
         metavar="WORDS",
-        help="what may change numbers: 8bit, 4bit (optimizer states of so many bits)",
+        help="what may change numbers: 8bit, 4bit (optimizer states of so many bits), factored (second moments as "
+        "averages of rows and columns), bf16 (autocast of the model)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=count_argument(1),
+        metavar="N",
+        help="plan for a batch of N: the script's option for it gets this number",
     )
     parser.add_argument(
         "--host-memory",
@@ -58,8 +66,17 @@ def run(options: argparse.Namespace) -> int:
     return told(options, functools.partial(_tell, options))
 
 
+def _with_batch(argv: list[str], name: str | None, size: int) -> list[str]:
+    option = find_batch_option(argv, name)
+    if not option.name:
+        raise ValueError(f"--batch {size}: name the script's option for its batch size, with --batch-option")
+    return option.with_size(argv, size)
+
+
 def _tell(options: argparse.Namespace) -> int:
     argv, _ = script_of(options, module=False)
+    if options.batch is not None:
+        argv = _with_batch(argv, options.batch_option, options.batch)
     if options.gpu is None:
         raise ValueError("name the card that the script is to fit, or its size, with --gpu")
     if options.steps == 0:

@@ -14,8 +14,10 @@ from memopt._estimate.prediction import Advice, Estimate
 from memopt._estimate.search import TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import seconds
 from memopt._run.plan import (
+    BF16,
     CHECKPOINT,
     EIGHT_BITS,
+    FACTORED,
     FOUR_BITS,
     FUSED,
     LEAST_BUDGET,
@@ -37,6 +39,8 @@ _ROUNDED = "the same up to rounding"
 _CHANGES = {
     EIGHT_BITS: "other results: states of 8 bits",
     FOUR_BITS: "other results: states of 4 bits",
+    FACTORED: "other results: second moments of rows and columns",
+    BF16: "other results: products of bf16",
     **dict.fromkeys((FUSED, LOSS_HEAD, OFFLOAD_LAYERS), _ROUNDED),
     **dict.fromkeys((OFFLOAD_GRADIENTS, OFFLOAD_STATES, STEP_IN_BACKWARD), _ROUNDED),
 }
@@ -63,7 +67,7 @@ def find(found: Estimate, card: Card, backend: str, attempt: Callable[[Names], T
         for one in found.backends
         if one.name != backend and one.completes
     ]
-    search = search_of(found, card, backend, attempt, lambda name: name != LEAST)
+    search = search_of(found, card, backend, attempt, lambda name: name not in (LEAST, FACTORED, BF16))
     for tier in range(len(TIERS)):
         search.try_alone(tier)
     fitting = [name for name, tried in search.alone.items() if tried.fits and name not in _SWITCH]
@@ -107,11 +111,12 @@ def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
     if others:
         yield min(others, key=lambda one: (not one.completes, one.reserved)).name
     if found.steps:
-        yield from (FUSED, EIGHT_BITS, FOUR_BITS, OFFLOAD_STATES, OFFLOAD_GRADIENTS, STEP_IN_BACKWARD)
+        yield from (FUSED, EIGHT_BITS, FOUR_BITS, FACTORED)
+        yield from (OFFLOAD_STATES, OFFLOAD_GRADIENTS, STEP_IN_BACKWARD)
         room = card.usable - found.context - (found.reserved[1] - found.allocated[1])
         budget = max(1, int(_BUDGET * room) >> 20)  # its least is taken where that is more
         yield from (f"{CHECKPOINT}:{budget << 20}", LEAST)
-        yield from (OFFLOAD_ACTIVATIONS, LOSS_HEAD)
+        yield from (OFFLOAD_ACTIVATIONS, LOSS_HEAD, BF16)
     if found.by_category.get("parameters"):
         yield OFFLOAD_LAYERS
 
@@ -145,6 +150,7 @@ def _in_words(name: str, met: dict[str, list[str]]) -> str:
     return {
         FUSED: f"torch.optim.{of}(..., fused=True)",
         OFFLOAD_ACTIVATIONS: "memopt.offload_activations() around the forward pass",
+        BF16: 'torch.autocast("cuda", torch.bfloat16) around the forward pass and the loss',
         LOSS_HEAD: "memopt.nn.linear_cross_entropy(rows, head.weight, targets, head.bias) instead of the head and its "
         "cross_entropy (memopt.nn.fuse_loss_head(model) for a model of transformers)",
         OFFLOAD_LAYERS: "memopt.offload_layers(model) before the optimizer is made",

@@ -10,15 +10,17 @@ from memopt import _C
 from memopt._estimate import advice, cards
 from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
-from memopt._estimate.forecast import PARTS, WORKED_OUT
+from memopt._estimate.forecast import PARTS, WORKED_OUT, share_of_states
 from memopt._estimate.prediction import Estimate
 from memopt._estimate.request import BACKENDS
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
 from memopt._estimate.survey import COPIES, NOT_MET, Survey, wanted_bytes
 from memopt._run.plan import (
+    BF16,
     CHECKPOINT,
     EIGHT_BITS,
+    FACTORED,
     FOUR_BITS,
     LEAST_BUDGET,
     OFFLOAD_ACTIVATIONS,
@@ -30,7 +32,8 @@ from memopt._run.plan import (
 )
 from memopt._runtime.table import Facts, ResultTable, room_of_a_fact, several
 
-ALLOWED = {"8bit": EIGHT_BITS, "4bit": FOUR_BITS}  # what changes numbers, by the word that allows it
+# What changes numbers, by the word that allows it.
+ALLOWED = {"8bit": EIGHT_BITS, "4bit": FOUR_BITS, "factored": FACTORED, "bf16": BF16}
 
 
 @dataclass
@@ -306,8 +309,7 @@ def host_bytes(found: Estimate, names: Names) -> int:
     if OFFLOAD_LAYERS in names:
         return taken + COPIES * parameters
     taken += gradients if OFFLOAD_GRADIENTS in names else 0
-    share = 8 if FOUR_BITS in names else 4 if EIGHT_BITS in names else 1
-    return taken + (states // share if OFFLOAD_STATES in names else 0)
+    return taken + (int(share_of_states(names) * states) if OFFLOAD_STATES in names else 0)
 
 
 _ROWS = 5

@@ -8,6 +8,7 @@ save is assumed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,7 @@ from memopt._estimate.step_time import Segment, seconds
 from memopt._run.plan import (
     CHECKPOINT,
     EIGHT_BITS,
+    FACTORED,
     FOUR_BITS,
     FUSED,
     OFFLOAD_GRADIENTS,
@@ -29,9 +31,14 @@ PARTS = ("parameters", "gradients", "states", "temporaries", "activations", "oth
 _PARAMETERS, _GRADIENTS, _STATES, _TEMPORARIES, _ACTIVATIONS, _ = range(len(PARTS))
 Moment = list[int]  # bytes by PARTS
 
-WORKED_OUT = {FUSED, EIGHT_BITS, FOUR_BITS, OFFLOAD_STATES, OFFLOAD_GRADIENTS, "expandable", "pool"}
-_SHARE = {EIGHT_BITS: 1 / 4, FOUR_BITS: 1 / 8, OFFLOAD_STATES: 0.0}  # of states of 32 bits
+_SHARE = {EIGHT_BITS: 1 / 4, FOUR_BITS: 1 / 8, FACTORED: 1 / 2}  # of states of 32 bits
+WORKED_OUT = {FUSED, *_SHARE, OFFLOAD_STATES, OFFLOAD_GRADIENTS, "expandable", "pool"}
 _SPARE = 1.01  # of what is worked out: turns, codes' scales, and the allocator's blocks
+
+
+def share_of_states(names: Iterable[str]) -> float:
+    """Return what states take with techniques, wherever they are, of what they take with 32 bits."""
+    return math.prod(_SHARE.get(name, 1.0) for name in names)
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ class Forecast:
             return self.step
         *before, last = self.step
         gradients, states = (max(moment[part] for moment in self.moments) for part in (_GRADIENTS, _STATES))
-        share = min((one for name, one in _SHARE.items() if name in names and one), default=1.0)
+        share = share_of_states(names)
         moved = int((4 if FUSED in names else 3) * gradients + 2 * share * states)
         last = replace(last, operators=[], kernel_bytes=last.kernel_bytes + moved)
         if OFFLOAD_STATES in names:
@@ -133,7 +140,7 @@ def _shares(names: set[str]) -> list[float]:
         left[_TEMPORARIES] = 0.0
     if names & {OFFLOAD_GRADIENTS, STEP_IN_BACKWARD}:
         left[_GRADIENTS] = 0.0
-    left[_STATES] = min((share for name, share in _SHARE.items() if name in names), default=1.0)
+    left[_STATES] = 0.0 if OFFLOAD_STATES in names else share_of_states(names)
     return left
 
 

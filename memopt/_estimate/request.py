@@ -117,14 +117,18 @@ class BatchOption:
     def request(self, request: Request, size: int) -> Request:
         if not self.name:
             return replace(request, batch_size=size)
-        argv = list(request.argv)
+        return replace(request, argv=self.with_size(request.argv, size))
+
+    def with_size(self, argv: Sequence[str], size: int) -> list[str]:
+        """Return a script's arguments with another number for the option."""
+        argv = list(argv)
         if self.at >= 0:
             argv[self.at] = f"{self.name}={size}" if self.joined else str(size)
         elif self.joined:
             argv.append(f"{self.name}={size}")
         else:
             argv += [self.name, str(size)]
-        return replace(request, argv=argv)
+        return argv
 
 
 def find_batch_option(argv: Sequence[str], name: str | None = None) -> BatchOption:

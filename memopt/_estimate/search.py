@@ -19,8 +19,10 @@ from typing import NamedTuple
 from memopt._estimate.answer import Answer
 from memopt._estimate.forecast import WORKED_OUT, Forecast, Known
 from memopt._run.plan import (
+    BF16,
     CHECKPOINT,
     EIGHT_BITS,
+    FACTORED,
     FOUR_BITS,
     FUSED,
     LEAST_BUDGET,
@@ -50,6 +52,8 @@ _TIER = {
     STEP_IN_BACKWARD: ROUNDING,
     EIGHT_BITS: OTHER,
     FOUR_BITS: OTHER,
+    FACTORED: OTHER,
+    BF16: OTHER,
 }
 _APART = [  # of each at most one
     {EIGHT_BITS, FOUR_BITS},

@@ -63,9 +63,11 @@ def make(
     Raises ValueError where its options exclude these.
     """
     kind = counterpart_of(optimizer)
+    taken = inspect.signature(kind).parameters
+    if unknown := options.keys() - taken.keys():
+        raise ValueError(f"memopt.optim.{kind.__name__} has no {'=, '.join(sorted(unknown))}=")
     for group in groups:
         group.update(options)
-    taken = inspect.signature(kind).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
     return kind(groups, **(defaults | options))
 

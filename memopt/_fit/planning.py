@@ -27,6 +27,7 @@ from memopt._offload.model_layers import check_model
 from memopt._run.plan import (
     CHECKPOINT,
     EIGHT_BITS,
+    FACTORED,
     FOUR_BITS,
     FUSED,
     LOSS_HEAD,
@@ -42,7 +43,7 @@ from memopt.optim._one_pass import OnePass
 
 ALIKE = 1.02  # a plan with fewer levers is taken, if it takes no more than so much of the fastest one's time
 TRIALS = 8  # of plans by a step
-ALLOW = {**ALLOWED, "dropout": MICRO_BATCHES}
+ALLOW = {word: name for word, name in ALLOWED.items() if name in OPTIONS} | {"dropout": MICRO_BATCHES}
 
 
 def fit(
@@ -92,8 +93,9 @@ def fit(
             such batches, and gradients of the earlier ones are there.
         reduction: The loss's reduction over the samples, as memopt.backward has it.
         exact: Whether results must be bit-equal to the plain training's.
-        allow: What may change results beyond rounding: "8bit" and "4bit" (optimizer states), "dropout" (micro-batches
-            of a model that draws random numbers, which then draw others).
+        allow: What may change results beyond rounding: "8bit" and "4bit" (optimizer states), "factored" (second
+            moments, as averages of rows and columns), "dropout" (micro-batches of a model that draws random numbers,
+            which then draw others).
         reads_gradients: Whether the training reads gradients between backward and step: clips, scales or logs them.
             They then stay where they are.
 
@@ -170,7 +172,15 @@ class Planner:
 
     def _optimizer_levers(self) -> Iterator[str]:
         optimizer = self.step.optimizer
-        for name in (FUSED, OFFLOAD_STATES, OFFLOAD_GRADIENTS, STEP_IN_BACKWARD, EIGHT_BITS, FOUR_BITS):
+        for name in (
+            FUSED,
+            OFFLOAD_STATES,
+            OFFLOAD_GRADIENTS,
+            STEP_IN_BACKWARD,
+            EIGHT_BITS,
+            FOUR_BITS,
+            FACTORED,
+        ):
 
             def reason(name: str = name) -> str:
                 if name in (OFFLOAD_STATES, OFFLOAD_GRADIENTS) and self.step.device.type != "cuda":

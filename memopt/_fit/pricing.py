@@ -50,6 +50,7 @@ from memopt._offload.schedule_sets import Bandwidth, bandwidth
 from memopt._run.plan import (
     CHECKPOINT,
     EIGHT_BITS,
+    FACTORED,
     FOUR_BITS,
     FUSED,
     LOSS_HEAD,
@@ -256,7 +257,7 @@ class Prices:
 
     def step_seconds(self, names: Names) -> float:
         """Return the seconds of the optimizer's step, without copies; on the host where the parameters are there."""
-        chosen = Names(names & {FUSED, EIGHT_BITS, FOUR_BITS, STEP_IN_BACKWARD, OFFLOAD_LAYERS})
+        chosen = Names(names & {FUSED, EIGHT_BITS, FOUR_BITS, FACTORED, STEP_IN_BACKWARD, OFFLOAD_LAYERS})
         if names & {*OPTIONS} and not chosen:
             chosen = Names({FUSED})
         if chosen not in self._step_seconds:
@@ -463,7 +464,7 @@ def _going(names: Names) -> Names:
             names
             & {
                 STEP_IN_BACKWARD,
-                *((OFFLOAD_STATES, EIGHT_BITS, FOUR_BITS) if OFFLOAD_STATES in names else ()),
+                *((OFFLOAD_STATES, EIGHT_BITS, FOUR_BITS, FACTORED) if OFFLOAD_STATES in names else ()),
             }
         )
     return Names(names & {OFFLOAD_GRADIENTS, OFFLOAD_LAYERS})

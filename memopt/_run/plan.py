@@ -18,12 +18,14 @@ BACKENDS = ("native", "expandable", "pool")
 FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "checkpoint"
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
 OFFLOAD_GRADIENTS, OFFLOAD_STATES = "offload gradients", "offload states"
-STEP_IN_BACKWARD = "step in backward"
+STEP_IN_BACKWARD, FACTORED = "step in backward", "factored"
+BF16 = "bf16"  # autocast of the model's calls
 MICRO_BATCHES = "micro-batches"  # followed by ":" and their number; of memopt.fit() alone
 LEAST_BUDGET = "least budget"  # where techniques were applied: CHECKPOINT's, if its own was too small
 OPTIONS: dict[str, dict[str, Any]] = {  # of memopt.optim's optimizers, by technique
     EIGHT_BITS: {"state_bits": 8},
     FOUR_BITS: {"state_bits": 4},
+    FACTORED: {"factored": True},
     OFFLOAD_GRADIENTS: {"offload_gradients": True},
     OFFLOAD_STATES: {"offload_states": True},
     STEP_IN_BACKWARD: {"step_in_backward": True},
@@ -115,7 +117,7 @@ def read(path: str) -> Plan:
 def _is_technique(name: str) -> bool:
     if name.startswith(f"{CHECKPOINT}:"):
         return name.partition(":")[2].isdecimal()
-    return name in (FUSED, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD, *OPTIONS)
+    return name in (FUSED, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD, BF16, *OPTIONS)
 
 
 def _is_of(value: Any, kind: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -12,10 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from memopt._run.plan import (
+    BF16,
     CHECKPOINT,
     EIGHT_BITS,
+    FACTORED,
     FOUR_BITS,
     FUSED,
     LEAST_BUDGET,
@@ -28,6 +32,7 @@ from memopt._run.plan import (
 from memopt.nn._deferred_logits import DeferredLogits
 
 PLANNING, PLANNED = "planning", "planned"  # marks of a recording
+_OF_MOMENTS = {EIGHT_BITS, FOUR_BITS, FACTORED}  # Adam's
 _HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
@@ -60,8 +65,8 @@ class Techniques:
         if LOSS_HEAD in names:
             _install_loss_head(lambda: self.applied.setdefault(LOSS_HEAD, ["cross_entropy"]))
         budget = next((int(name.partition(":")[2]) for name in wanted if name.startswith(CHECKPOINT)), None)
-        if budget is not None or OFFLOAD_ACTIVATIONS in names:
-            self._around_calls(budget, OFFLOAD_ACTIVATIONS in names)
+        if budget is not None or names & {OFFLOAD_ACTIVATIONS, BF16}:
+            self._around_calls(budget, OFFLOAD_ACTIVATIONS in names, BF16 in names)
 
     def _met(self, technique: str, what: object) -> None:
         met, name = self.applied.setdefault(technique, []), type(what).__name__
@@ -75,7 +80,7 @@ class Techniques:
         import memopt.amp
         import memopt.optim
 
-        for name in ("Adam", "AdamW", *(["SGD"] if {*techniques} - {EIGHT_BITS, FOUR_BITS} else [])):
+        for name in ("Adam", "AdamW", *(["SGD"] if {*techniques} - _OF_MOMENTS else [])):
             kind = self._with_options(getattr(memopt.optim, name), techniques)
             setattr(torch.optim, name, kind)
             setattr(importlib.import_module(f"torch.optim.{name.lower()}"), name, kind)
@@ -91,7 +96,7 @@ class Techniques:
         class WithOptions(ours):  # type: ignore[misc]
             def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
                 coded = "SGD" not in ours.__name__ and not kwargs.get("amsgrad")
-                used = [name for name in techniques if coded or name not in (EIGHT_BITS, FOUR_BITS)]
+                used = [name for name in techniques if coded or name not in _OF_MOMENTS]
                 options = {key: value for name in used for key, value in OPTIONS[name].items()}
                 super().__init__(params, *args, **options, **kwargs)
                 for name in used:
@@ -145,10 +150,11 @@ class Techniques:
                 self._offloaded.add(model)
                 self._met(OFFLOAD_LAYERS, model)
 
-    def _around_calls(self, budget: int | None, offload: bool) -> None:
+    def _around_calls(self, budget: int | None, offload: bool, bf16: bool) -> None:
         """Wrap each outermost call of a module with gradients, which is a model's forward pass.
 
-        A part of such a model that is called by itself runs again in a backward pass.
+        A part of such a model that is called by itself runs again in a backward pass. Under bf16 results leave the
+        call as fp32, as accelerate has them: the loss is computed outside of it.
         """
         import memopt
 
@@ -161,21 +167,27 @@ class Techniques:
             if not outermost or not _is_trained(module):
                 return original(module, *args, **kwargs)
             self._depth += 1
-            try:
+            with contextlib.ExitStack() as around:
+                around.callback(self._leave)
+                lowered = bf16 and not torch.is_autocast_enabled("cuda")
+                if lowered:
+                    self._met(BF16, module)
+                    around.enter_context(torch.autocast("cuda", torch.bfloat16))
                 if module not in models:
                     models.add(module)
                     parts.update(part for part in module.modules() if part is not module)
                     if budget is not None:
                         self._checkpoint(module, args, kwargs, budget)
-                if not offload:
-                    return original(module, *args, **kwargs)
-                self._met(OFFLOAD_ACTIVATIONS, module)
-                with memopt.offload_activations():
-                    return original(module, *args, **kwargs)
-            finally:
-                self._depth -= 1
+                if offload:
+                    self._met(OFFLOAD_ACTIVATIONS, module)
+                    around.enter_context(memopt.offload_activations())
+                results = original(module, *args, **kwargs)
+            return pytree.tree_map(_as_fp32, results) if lowered else results
 
         nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
+
+    def _leave(self) -> None:
+        self._depth -= 1
 
     def _checkpoint(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int
@@ -217,6 +229,10 @@ def _models() -> list[nn.Module]:
     modules = [one for one in gc.get_objects() if isinstance(one, nn.Module)]
     below = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in below]
+
+
+def _as_fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -75,6 +75,8 @@ def peak(tmp_path, *techniques, **written):
             128,
             {"optimizer": "memopt.optim.AdamW", "options": ", step_in_backward=True"},
         ),
+        ("factored", "AdamW", 128, {"optimizer": "memopt.optim.AdamW", "options": ", factored=True"}),
+        ("bf16", "Sequential", 2048, {"around": "with torch.autocast('cuda', torch.bfloat16):"}),
         ("offload activations", "Sequential", 2048, {"around": "with memopt.offload_activations():"}),
         ("offload layers", "Sequential", 2048, {"before": "memopt.offload_layers(model)"}),
         (f"checkpoint:{132 * MIB}", "Sequential", 2048, {"planned": CHECKPOINT}),
@@ -111,6 +113,10 @@ def test_a_budget_too_small_for_a_plan_becomes_the_least(tmp_path):
     tried, applied = peak(tmp_path, f"checkpoint:{MIB}", rows=2048)
     (least,) = map(int, applied["least budget"])
     assert applied["checkpoint"] == ["Sequential"] and MIB < tried <= least < peak(tmp_path, rows=2048)[0]
+
+
+def test_a_script_under_autocast_is_left_its_own_dtype(tmp_path):
+    assert peak(tmp_path, "bf16", around="with torch.autocast('cuda', torch.float16):")[1] == {}
 
 
 def test_what_meets_nothing_is_told(tmp_path):

@@ -78,6 +78,17 @@ def test_what_is_allowed_and_what_is_exact_decides(fit):
     assert status == 0 and techniques(found) == ["eight bits"] and found["tier"] == "other numbers"
     assert techniques(fit(50, "--allow", "4bit", saves=saves)[1]) == ["four bits"]
     assert fit(50, "--exact", saves={"fused": 60})[0] == 1
+    for word in ("factored", "bf16"):
+        assert fit(50, saves={word: 60})[0] == 1
+        assert techniques(fit(50, "--allow", word, saves={word: 60})[1]) == [word]
+
+
+def test_a_batch_in_the_place_of_the_scripts_own_is_planned_for(fit):
+    status, found = fit(0, "--batch", "6", arguments=("--batch-size", "8"))
+    assert status == 0 and found["plan"]["arguments"] == ["--batch-size", "6"]
+    assert found["plan"]["peak"] == formula_child.allocated(SCRIPT, 6, 1.0)
+    status, said = fit(0, "--batch", "6", script={"option": None})
+    assert status == 2 and "--batch 6: name the script's option" in said
 
 
 def test_several_together_without_what_is_not_needed(fit):
