@@ -36,6 +36,7 @@ from memopt.chain import Chain, InfeasibleBudget, Op, Option, Schedule, Stage
 from memopt.optim._state_bytes import OptimizerBytes
 
 TRIES = 8
+USED = 0.97  # of the budget: a plan whose steps take less is worth another try
 STEPS = 3  # the optimizer's state comes after the first one; what is cached by then may be split otherwise in the next
 SPARE = 256  # a least budget that is named has so many parts and one more: a device's cached blocks differ a little
 SPARE_OF_RANKS = 2048  # bytes at least: what collectives' threads hold differs from step to step
@@ -274,7 +275,8 @@ def checked_plan(
                 raise  # the other ranks wait in this one's collectives
             taken = TrialSteps(budget + budget // 16, 0)
         if found[0].peak_bytes <= budget and max(taken[:2]) <= budget:
-            return found
+            more = None if distributed else room_left(found[0], budget)
+            return found if more is None else _faster(found, candidate(more), budget, tried)
         if taken.in_step > budget:
             break  # whatever the stages do
         room = min(room, foreseen) - (taken.in_passes - budget)
@@ -299,6 +301,27 @@ def checked_plan(
         f"memory_budget is {budget} bytes, but {whose} takes at least {least} on this sample, {for_what}",
         least,
     )
+
+
+def room_left(plan: Plan, budget: int) -> int | None:
+    """Return the room with which a tested plan could use the budget, if it leaves some: as much too much may be
+    foretold again."""
+    if plan.keeps_all or plan.peak_bytes >= USED * budget:
+        return None
+    return budget + max(0, plan.predicted_bytes - plan.peak_bytes)
+
+
+def _faster(
+    found: Candidate, other: Candidate, budget: int, tried: Callable[[Candidate], TrialSteps]
+) -> Candidate:
+    """Return the other plan if it is faster and its steps are within the budget."""
+    if other[0].schedule.seconds >= found[0].schedule.seconds:
+        return found
+    try:
+        taken = tried(other)
+    except torch.OutOfMemoryError:
+        return found
+    return other if max(taken[:2]) <= budget else found
 
 
 def note_trial(plan: Plan, budget: int, taken: TrialSteps) -> None:

@@ -78,6 +78,8 @@ class StepOverhead(NamedTuple):
                 # The caller's, but not twice while the last stage's saved set is there.
                 now += self.result + (0 if rest - 1 in saved else self.last)
             behind = min(following, rest) - 1
+            if following > rest and self.dies and not self.last and rest in saved and behind not in saved:
+                now -= self.outputs[behind]  # what the stages returned without a graph of their own
             gone = following < rest or (
                 not self.last and (following == rest or (self.dies and rest in saved))
             )

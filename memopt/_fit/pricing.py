@@ -25,6 +25,7 @@ from memopt._checkpoint.checked_plan import (
     chain_costs,
     note_trial,
     plan_for,
+    room_left,
 )
 from memopt._checkpoint.plan import keep_all
 from memopt._checkpoint.shape_plans import (
@@ -67,7 +68,6 @@ from memopt.nn._fuse_loss_head import fuse_loss_head
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 NEAR = 1.5  # times the budget: what is worked out to take more is not tried
-USED = 0.97  # of the budget: a plan whose steps take less is worth another try
 SLOTS = 500  # of a budget, for the solver
 RANDOM_STATES = 4  # that memopt.backward has: of the batch, of a micro-batch, and two that are compared
 
@@ -395,12 +395,11 @@ class Prices:
 
     def with_more_room(self, found: Attempt) -> Attempt:
         """Return a tested combination by a faster schedule, where its steps leave room and those of that one stand."""
-        if found.candidate is None or not found.tested or found.tested >= USED * self.budget:
+        if found.candidate is None or not found.tested:
             return found
         earlier = found.candidate[0]
-        room = self.budget + max(
-            0, earlier.predicted_bytes - found.tested
-        )  # as much too much may be foretold again
+        if (room := room_left(earlier, self.budget)) is None:
+            return found
         try:
             candidate = self._candidate(found.names, self._fixed(found.names), room)
         except InfeasibleBudget:

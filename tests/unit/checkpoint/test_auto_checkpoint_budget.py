@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import memopt
+from memopt._checkpoint.checked_plan import room_left
+from memopt._checkpoint.plan import StepOverhead
 from memopt._checkpoint.stages.costs import CpuBytes
-from memopt.chain import InfeasibleBudget
+from memopt.chain import Chain, InfeasibleBudget, Stage, solve
 from memopt.optim._state_bytes import foretold
 from tests.helpers import budget_models
 
@@ -61,3 +63,28 @@ def test_an_optimizers_step_that_takes_more_than_the_passes_is_named_with_the_re
     with pytest.raises(InfeasibleBudget, match=r"when the optimizer steps.*foreach=False"):
         memopt.auto_checkpoint(model, torch.ones(2, 128), memory_budget=1, optimizer=optimizer)
     assert "plan" not in model.__dict__
+
+
+def test_an_output_that_neither_stage_nor_loss_saves_is_gone_before_its_backward() -> None:
+    sizes = {"body": (10, 4, 9.0), "head": (30, 8, 0.1), "loss": (20, 0, 0.1)}  # saved, output; seconds
+    stages = (Stage(saved, output, time, 1.0, name=name) for name, (saved, output, time) in sizes.items())
+    schedule = solve(Chain(tuple(stages), input_bytes=4), 50)
+    assert schedule.ops[1:4] == (("fck", 1), ("fall", 2), ("bwd", 2))  # the head, the loss and its backward
+    held, gone = (StepOverhead([0] * 3, [4, 8, 0], [10, 30, 20], 0, 0, dies=dies) for dies in (False, True))
+    less = [
+        before - after for before, after in zip(held.during(schedule), gone.during(schedule), strict=True)
+    ]
+    assert less == [8 if op == ("bwd", 2) else 0 for op in schedule.ops]
+
+
+@pytest.mark.parametrize(
+    ("taken", "foretold_bytes", "room"), [(98, 99, None), (90, 99, 109), (90, 90, 100), (90, 85, 100)]
+)
+def test_a_plan_that_leaves_room_is_worth_another_try(
+    taken: int, foretold_bytes: int, room: int | None
+) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    memopt.auto_checkpoint(model, torch.ones(4096, 64), memory_budget="6MiB")
+    plan = model.plan
+    plan.peak_bytes, plan.predicted_bytes = taken, foretold_bytes
+    assert room_left(plan, 100) == room
