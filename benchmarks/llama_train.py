@@ -36,6 +36,16 @@ SIZES = {
 }
 
 
+class MLP(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(size.width, size.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(size.inner, size.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -44,8 +54,7 @@ class Block(nn.Module):
         self.before_attention, self.before_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
         self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
         self.k, self.v = (nn.Linear(width, size.groups * head, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, size.inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(size.inner, width, bias=False)
+        self.mlp = MLP(size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, _ = x.shape
@@ -54,8 +63,7 @@ class Block(nn.Module):
                    for one in (self.q, self.k, self.v))  # fmt: skip
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).reshape(x.shape))
-        y = self.before_mlp(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.mlp(self.before_mlp(x))
 
 
 class Llama(nn.Module):

@@ -28,6 +28,7 @@ from memopt._run.plan import (
     OFFLOAD_STATES,
     OPTIONS,
     STEP_IN_BACKWARD,
+    TILES,
 )
 
 _SWITCH = {
@@ -41,7 +42,7 @@ _CHANGES = {
     FOUR_BITS: "other results: states of 4 bits",
     FACTORED: "other results: second moments of rows and columns",
     BF16: "other results: products of bf16",
-    **dict.fromkeys((FUSED, LOSS_HEAD, OFFLOAD_LAYERS), _ROUNDED),
+    **dict.fromkeys((FUSED, LOSS_HEAD, TILES, OFFLOAD_LAYERS), _ROUNDED),
     **dict.fromkeys((OFFLOAD_GRADIENTS, OFFLOAD_STATES, STEP_IN_BACKWARD), _ROUNDED),
 }
 # Of the memory that is left beside the context: the allocator needs room besides.
@@ -116,7 +117,7 @@ def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
         room = card.usable - found.context - (found.reserved[1] - found.allocated[1])
         budget = max(1, int(_BUDGET * room) >> 20)  # its least is taken where that is more
         yield from (f"{CHECKPOINT}:{budget << 20}", LEAST)
-        yield from (OFFLOAD_ACTIVATIONS, LOSS_HEAD, BF16)
+        yield from (OFFLOAD_ACTIVATIONS, LOSS_HEAD, TILES, BF16)
     if found.by_category.get("parameters"):
         yield OFFLOAD_LAYERS
 
@@ -153,6 +154,7 @@ def _in_words(name: str, met: dict[str, list[str]]) -> str:
         BF16: 'torch.autocast("cuda", torch.bfloat16) around the forward pass and the loss',
         LOSS_HEAD: "memopt.nn.linear_cross_entropy(rows, head.weight, targets, head.bias) instead of the head and its "
         "cross_entropy (memopt.nn.fuse_loss_head(model) for a model of transformers)",
+        TILES: "memopt.nn.tile_mlps(model)",
         OFFLOAD_LAYERS: "memopt.offload_layers(model) before the optimizer is made",
         CHECKPOINT: f'memopt.auto_checkpoint(model, sample, memory_budget="{-(-int(budget or 0) // (1 << 20))}MiB", '
         'optimizer=optimizer, accumulate=True, to="cpu")',

@@ -34,6 +34,7 @@ from memopt._run.plan import (
     OFFLOAD_STATES,
     OPTIONS,
     STEP_IN_BACKWARD,
+    TILES,
 )
 
 TIERS = ("free", "bit-equal", "equal to rounding", "other numbers")
@@ -46,6 +47,7 @@ _TIER = {
     OFFLOAD_LAYERS: ROUNDING,  # its optimizer steps on the host
     FUSED: ROUNDING,
     LOSS_HEAD: ROUNDING,
+    TILES: ROUNDING,
     MICRO_BATCHES: ROUNDING,
     OFFLOAD_GRADIENTS: ROUNDING,  # these are with memopt's optimizers in the place of torch's
     OFFLOAD_STATES: ROUNDING,
@@ -144,7 +146,7 @@ class Search:
             room: Bytes of the card for tensors.
         """
         first, own = self.run(names), next((name for name in names if name.startswith(CHECKPOINT)), None)
-        if own is None or first is None or first.seconds <= self._plain_seconds:
+        if own is None or first is None or 0 < first.seconds <= self._plain_seconds:
             return names
         best, fastest, low, high = names, first.seconds, _budget_of(own, first), room
         budgets = [int(share * room) for share in _BUDGETS]
@@ -157,7 +159,7 @@ class Search:
             if tried is None or not tried.fits:
                 high = budget
                 continue
-            if tried.seconds < fastest:
+            if tried.seconds < fastest or not tried.seconds:  # unknown
                 best, fastest = more, tried.seconds
             if budgets or budget >= _BUDGETS[-1] * room:
                 break

@@ -17,6 +17,7 @@ BACKENDS = ("native", "expandable", "pool")
 # Techniques that a script can be run with; CHECKPOINT is followed by ":" and a budget in bytes.
 FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "checkpoint"
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
+TILES = "tiles"  # of rows, of MLPs
 OFFLOAD_GRADIENTS, OFFLOAD_STATES = "offload gradients", "offload states"
 STEP_IN_BACKWARD, FACTORED = "step in backward", "factored"
 BF16 = "bf16"  # autocast of the model's calls
@@ -117,7 +118,7 @@ def read(path: str) -> Plan:
 def _is_technique(name: str) -> bool:
     if name.startswith(f"{CHECKPOINT}:"):
         return name.partition(":")[2].isdecimal()
-    return name in (FUSED, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD, BF16, *OPTIONS)
+    return name in (FUSED, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD, TILES, BF16, *OPTIONS)
 
 
 def _is_of(value: Any, kind: Any) -> bool:

@@ -28,8 +28,11 @@ from memopt._run.plan import (
     OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
     OPTIONS,
+    TILES,
 )
 from memopt.nn._deferred_logits import DeferredLogits
+from memopt.nn._tile_mlps import TiledForward
+from memopt.nn._tile_mlps import install as install_tiles
 
 PLANNING, PLANNED = "planning", "planned"  # marks of a recording
 _OF_MOMENTS = {EIGHT_BITS, FOUR_BITS, FACTORED}  # Adam's
@@ -65,8 +68,8 @@ class Techniques:
         if LOSS_HEAD in names:
             _install_loss_head(lambda: self.applied.setdefault(LOSS_HEAD, ["cross_entropy"]))
         budget = next((int(name.partition(":")[2]) for name in wanted if name.startswith(CHECKPOINT)), None)
-        if budget is not None or names & {OFFLOAD_ACTIVATIONS, BF16}:
-            self._around_calls(budget, OFFLOAD_ACTIVATIONS in names, BF16 in names)
+        if budget is not None or names & {OFFLOAD_ACTIVATIONS, TILES, BF16}:
+            self._around_calls(budget, names)
 
     def _met(self, technique: str, what: object) -> None:
         met, name = self.applied.setdefault(technique, []), type(what).__name__
@@ -150,7 +153,7 @@ class Techniques:
                 self._offloaded.add(model)
                 self._met(OFFLOAD_LAYERS, model)
 
-    def _around_calls(self, budget: int | None, offload: bool, bf16: bool) -> None:
+    def _around_calls(self, budget: int | None, names: set[str]) -> None:
         """Wrap each outermost call of a module with gradients, which is a model's forward pass.
 
         A part of such a model that is called by itself runs again in a backward pass. Under bf16 results leave the
@@ -160,6 +163,7 @@ class Techniques:
 
         original = nn.Module.__call__
         models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        tiled: weakref.WeakSet[TiledForward] = weakref.WeakSet()
         parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -169,19 +173,23 @@ class Techniques:
             self._depth += 1
             with contextlib.ExitStack() as around:
                 around.callback(self._leave)
-                lowered = bf16 and not torch.is_autocast_enabled("cuda")
+                lowered = BF16 in names and not torch.is_autocast_enabled("cuda")
                 if lowered:
                     self._met(BF16, module)
                     around.enter_context(torch.autocast("cuda", torch.bfloat16))
                 if module not in models:
                     models.add(module)
                     parts.update(part for part in module.modules() if part is not module)
+                    if TILES in names:
+                        tiled.update(install_tiles(module).values())
                     if budget is not None:
                         self._checkpoint(module, args, kwargs, budget)
-                if offload:
+                if OFFLOAD_ACTIVATIONS in names:
                     self._met(OFFLOAD_ACTIVATIONS, module)
                     around.enter_context(memopt.offload_activations())
                 results = original(module, *args, **kwargs)
+            if TILES not in self.applied and any(one.ran for one in tiled):
+                self._met(TILES, module)
             return pytree.tree_map(_as_fp32, results) if lowered else results
 
         nn.Module.__call__ = call  # type: ignore[method-assign, assignment]

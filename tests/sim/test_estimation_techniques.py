@@ -8,7 +8,7 @@ from estimation_children import estimate
 MIB = 1 << 20
 pytestmark = pytest.mark.sampled(4)
 SCRIPT = """\
-import torch, memopt, memopt.optim
+import torch, memopt, memopt.nn, memopt.optim
 from torch import nn
 
 class Block(nn.Module):
@@ -78,6 +78,7 @@ def peak(tmp_path, *techniques, **written):
         ("factored", "AdamW", 128, {"optimizer": "memopt.optim.AdamW", "options": ", factored=True"}),
         ("bf16", "Sequential", 2048, {"around": "with torch.autocast('cuda', torch.bfloat16):"}),
         ("offload activations", "Sequential", 2048, {"around": "with memopt.offload_activations():"}),
+        ("tiles", "Sequential", 2048, {"before": "memopt.nn.tile_mlps(model)"}),
         ("offload layers", "Sequential", 2048, {"before": "memopt.offload_layers(model)"}),
         (f"checkpoint:{132 * MIB}", "Sequential", 2048, {"planned": CHECKPOINT}),
     ],
@@ -96,6 +97,13 @@ def test_layers_and_a_plan_take_less_than_either_alone(tmp_path):
     tried, applied = peak(tmp_path, "offload layers", f"checkpoint:{70 * MIB}", rows=2048)
     assert applied == {"offload layers": ["Sequential"], "checkpoint": ["Sequential"]}
     assert tried <= 70 * MIB
+
+
+def test_layers_on_the_host_are_run_in_tiles_too(tmp_path):
+    alone, _ = peak(tmp_path, "offload layers", rows=2048)
+    tried, applied = peak(tmp_path, "offload layers", "tiles", rows=2048)
+    assert applied == {"offload layers": ["Sequential"], "tiles": ["Sequential"]}
+    assert tried < 0.7 * alone
 
 
 def test_states_of_bf16_parameters_save_what_they_take(tmp_path):

@@ -103,6 +103,7 @@ def test_two_that_do_not_run_together_are_tried_without_one_another():
         (995, 2.0, 1000, 990),
         (905, 2.0, 1000, 900),  # no more than what was found
         (2000, 1.0, 1000, 900),  # and nothing where it takes no more time than the script as it is
+        (970, 0.0, 1000, 960),  # of unknown time the largest
     ],
 )
 def test_a_checkpoint_gets_the_budget_that_is_left(largest, seconds, room, budget):
@@ -110,7 +111,7 @@ def test_a_checkpoint_gets_the_budget_that_is_left(largest, seconds, room, budge
 
     def attempt(names):
         given = next(int(name.partition(":")[2]) for name in names if name.startswith("checkpoint"))
-        return Tried(given <= largest * mib, given, seconds - given / (room * mib) / 10)
+        return Tried(given <= largest * mib, given, max(0.0, seconds - given / (room * mib) / 10))
 
     found = Names([f"checkpoint:{900 * mib}", "fused"])
     plain = 1.0
