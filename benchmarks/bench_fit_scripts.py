@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ from memopt._runtime import device_clock
 
 with tempfile.TemporaryDirectory() as folder:
     device_clock.use(RooflineClock(Path(folder), Card("", plan.card).rates))
-    applied = Techniques(plan.techniques)
+    applied = Techniques(plan.techniques, accumulates=plan.accumulates)
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     guessed = values.Values(Guesses())
     values.install(guessed)
@@ -202,28 +203,36 @@ def headlines(options: argparse.Namespace, report: harness.Report, folder: Path)
         )
 
 
-def plans(options: argparse.Namespace, report: harness.Report, folder: Path) -> None:
+def rows_of(python: str, what: str, script: str, folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for what, (script, _) in CASES.items():
-        if options.only not in (None, what):
-            continue
-        peak = peak_of(options.python, script.split())
-        for share in SHARES:
-            one = {"what": what} | row(options.python, script, share, peak, folder)
-            rows.append(one)
-            said = (
-                f"nothing fits; a card of {one['least'] / GIB:.2f} GiB would"
-                if not one["fits"]
-                else (
-                    f"{one['measured'] / one['room']:.1%}, planned {one['planned'] / one['measured'] - 1:+.2%}, "
-                    f"{one['slowdown']:.2f} times the time: {one['tier']}: {' + '.join(one['techniques'])}"
-                )
-            )
-            print(
-                f"{what:24} {share:.0%} of {peak / GIB:5.2f} GiB: {said} ({one['seconds']:.0f} s, {one['runs']} runs)",
-                file=sys.stderr,
-                flush=True,
-            )
+    peak = peak_of(python, script.split())
+    folder.mkdir()
+    for share in SHARES:
+        one = {"what": what} | row(python, script, share, peak, folder)
+        rows.append(one)
+        said = (
+            f"{one['measured'] / one['room']:.1%}, planned {one['planned'] / one['measured'] - 1:+.2%}, "
+            f"{one['slowdown']:.2f} times the time: {one['tier']}: {' + '.join(one['techniques'])}"
+            if one["fits"]
+            else f"nothing fits; a card of {one['least'] / GIB:.2f} GiB would"
+        )
+        print(
+            f"{what:24} {share:.0%} of {peak / GIB:5.2f} GiB: {said} ({one['seconds']:.0f} s, {one['runs']} runs)",
+            file=sys.stderr,
+            flush=True,
+        )
+    return rows
+
+
+def plans(options: argparse.Namespace, report: harness.Report, folder: Path) -> None:
+    chosen = {what: script for what, (script, _) in CASES.items() if options.only in (None, what)}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        asked = [
+            pool.submit(rows_of, options.python, what, script, folder / str(number))
+            for number, (what, script) in enumerate(chosen.items())
+        ]
+        rows = [one for made in asked for one in made.result()]
+    report.note("load", os.getloadavg())
     report.note("plans", rows)
     fits = [one for one in rows if one["fits"]]
     report.record("plans that fit, of all", {"all": len(rows), "memopt": len(fits)}, unit="plans")
@@ -260,6 +269,7 @@ def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--python", default=sys.executable, help="with PyTorch's CUDA build and the packages")
     parser.add_argument("--only", help="a case")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--headlines", action="store_true", help="large Llamas alone")
     parts.add_argument("--losses", action="store_true", help="small scripts, computed, alone")

@@ -114,8 +114,9 @@ def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
     if found.steps:
         yield from (FUSED, EIGHT_BITS, FOUR_BITS, FACTORED)
         yield from (OFFLOAD_STATES, OFFLOAD_GRADIENTS, STEP_IN_BACKWARD)
-        room = card.usable - found.context - (found.reserved[1] - found.allocated[1])
-        budget = max(1, int(_BUDGET * room) >> 20)  # its least is taken where that is more
+        budget = max(
+            1, int(_BUDGET * (card.usable - found.context)) >> 20
+        )  # its least is taken where that is more
         yield from (f"{CHECKPOINT}:{budget << 20}", LEAST)
         yield from (OFFLOAD_ACTIVATIONS, LOSS_HEAD, TILES, BF16)
     if found.by_category.get("parameters"):
@@ -129,12 +130,14 @@ def _advice(search: Search, names: Names) -> Advice:
     return Advice(" + ".join(in_words(names, tried.answer)), tried.answer.peak_allocated, ", ".join(changes))
 
 
-def in_words(names: Collection[str], answer: Answer) -> list[str]:
-    """Return what a user would write for techniques, of which `answer` is the run."""
+def in_words(names: Collection[str], answer: Answer, accumulates: bool = True) -> list[str]:
+    """Return what a user would write for techniques, of which `answer` is the run. accumulates: a request's."""
     met: dict[str, list[str]] = answer.more["techniques"]
     options = [name for name in OPTIONS if name in names]
     ordered = sorted(names, key=lambda name: (-tier_of([name]), name))
-    what = [_in_words(name, met) for name in ordered if name not in OPTIONS and name not in _SWITCH]
+    what = [
+        _in_words(name, met, accumulates) for name in ordered if name not in OPTIONS and name not in _SWITCH
+    ]
     if options:
         kinds = ", ".join(dict.fromkeys(kind for name in options for kind in met[name]))
         given = ", ".join(f"{key}={value}" for name in options for key, value in OPTIONS[name].items())
@@ -144,10 +147,11 @@ def in_words(names: Collection[str], answer: Answer) -> list[str]:
     return what + [_SWITCH[name] for name in ordered if name in _SWITCH]
 
 
-def _in_words(name: str, met: dict[str, list[str]]) -> str:
+def _in_words(name: str, met: dict[str, list[str]], accumulates: bool) -> str:
     technique, _, budget = name.partition(":")
     of = ", ".join(met[technique])
     budget = met.get(LEAST_BUDGET, [budget])[0]
+    accumulate = "accumulate=True, " if accumulates else ""
     return {
         FUSED: f"torch.optim.{of}(..., fused=True)",
         OFFLOAD_ACTIVATIONS: "memopt.offload_activations() around the forward pass",
@@ -157,5 +161,5 @@ def _in_words(name: str, met: dict[str, list[str]]) -> str:
         TILES: "memopt.nn.tile_mlps(model)",
         OFFLOAD_LAYERS: "memopt.offload_layers(model) before the optimizer is made",
         CHECKPOINT: f'memopt.auto_checkpoint(model, sample, memory_budget="{-(-int(budget or 0) // (1 << 20))}MiB", '
-        'optimizer=optimizer, accumulate=True, to="cpu")',
+        f'optimizer=optimizer, {accumulate}to="cpu")',
     }[technique]

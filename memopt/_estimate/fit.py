@@ -154,7 +154,7 @@ class Fit:
             said.append(("no use", f"{NOT_MET} {', '.join(idle)}"))
         failed: dict[str, list[str]] = {}
         for name in sorted(self.failed.keys() - {*idle}, key=lambda name: (name.count("+"), name)):
-            failed.setdefault(self.failed[name].splitlines()[0], []).append(name)
+            failed.setdefault(self.failed[name].splitlines()[0].partition(": it cannot")[0], []).append(name)
         said += several(
             "fails",
             (
@@ -216,6 +216,7 @@ def find(
     """
     survey.request = replace(survey.request, timed=True)
     estimate = survey.estimate(fixes=False, advise=False, lean=True)
+    survey.request = replace(survey.request, accumulates=estimate.accumulates)
     fit = Fit(estimate, card, least=estimate.needed[1])
     if estimate.verdict == "fits":
         fit.rows = [Row([], estimate.allocated[1], estimate.needed[1], fit.step_seconds, TIERS[0], True)]
@@ -260,7 +261,7 @@ def find(
             answer.peak_allocated,
             seconds(answer.step, card.rates),
         )
-        fit.lines = advice.in_words(chosen, answer)
+        fit.lines = advice.in_words(chosen, answer, estimate.accumulates)
         fit.host_bytes = host_bytes(estimate, chosen)
     elif survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
@@ -345,6 +346,7 @@ def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int, 
         techniques=sorted(names - {*BACKENDS}),
         step_seconds=step_seconds,
         trained_bytes=found.trained_bytes,
+        accumulates=found.accumulates,
         ranks=survey.request.ranks or 1,
     )
 

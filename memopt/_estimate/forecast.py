@@ -80,12 +80,16 @@ class Forecast:
         return _peak(self.moments, share) + self.beside
 
     def needed(self, names: Iterable[str]) -> int:
-        """Return bytes of a card that these techniques are likely to need."""
-        runs = {*names} - WORKED_OUT
+        """Return bytes of a card that these techniques are likely to need: what those that were run save is added up,
+        which is the most that they save together."""
+        names = {*names}
+        runs, share = names - WORKED_OUT, _shares(names)
         if not runs <= self.alone.keys():
             return self.least(names)
-        moments = [self.alone[name].moments for name in runs] or [self.moments]
-        return int(_SPARE * min(_peak(one, _shares({*names})) for one in moments)) + self.beside
+        plain = _peak(self.moments, share)
+        peaks = [_peak(self.alone[name].moments, share) for name in runs]
+        together = plain - sum(plain - peak for peak in peaks)
+        return max(int(_SPARE * together) + self.beside, self.least(names))
 
     def is_tight(self, names: Iterable[str], room: int) -> bool:
         """Return whether it hangs on how little the allocator holds beside tensors."""

@@ -56,6 +56,7 @@ _NOT_PLAIN = (
     "step",
     "moments",
     "trained_bytes",
+    "accumulates",
 )  # fields that as_dict() tells otherwise, or not
 
 
@@ -108,6 +109,7 @@ class Estimate:
     step: list[Segment] | None = None  # one whole step of the run without a limit, where it was timed
     moments: list[list[int]] | None = None  # of that run: moments.of()
     trained_bytes: int = 0  # of the parameters of the optimizer that steps first
+    accumulates: bool = True  # a backward pass found gradients, or none was seen after a step
     again: Callable[[Card], bool] | None = None  # runs it on a card
     largest: Callable[[Card], int] | None = None  # searches the largest batch on a card
 

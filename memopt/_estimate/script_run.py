@@ -83,7 +83,9 @@ class Run:
         self._batch_size = None if request.batch_size is None else BatchSizeOverride(request.batch_size)
         self._recorder = self._start_recorder() if request.record else None
         self._techniques = Techniques(
-            request.techniques, self._recorder.mark if self._recorder else lambda _: None
+            request.techniques,
+            self._recorder.mark if self._recorder else lambda _: None,
+            request.accumulates,
         )
         self._files = files
         self._answering = threading.RLock()
@@ -258,6 +260,7 @@ class Run:
             "files_not_kept": self._files.written(),
             "techniques": self._techniques.applied,
             "trained_bytes": self._trained_bytes,
+            "accumulates": self._step is None or self._step.finds_gradients is not False,
             "step": None if self._step is None else self._step.segments(),
             "loaders_of_batch_size": None if self._batch_size is None else self._batch_size.loaders,
         }

@@ -167,6 +167,7 @@ class Survey:
             retries=limited.retries if limited is not None else 0,
             moments=free.more.get("moments"),
             trained_bytes=free.more.get("trained_bytes") or 0,
+            accumulates=free.more.get("accumulates", True),
             **free.told() | {"covered": said.covered, "simulated": said.simulated},
         )
         outcomes = [] if limited is None else [limited.completed]

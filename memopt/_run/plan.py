@@ -39,6 +39,7 @@ class Plan:
     techniques, backend: as a request of an estimate has them. peak: bytes of tensors in the run that confirmed it.
     step_seconds: of a step, by a roofline of the card's data sheet; 0 where no whole step was seen.
     trained_bytes: of the parameters of the optimizer that steps first; 0 where none steps.
+    accumulates: whether a backward pass may find gradients of one before.
     ranks: of the job, for each of which the plan is."""
 
     script: str
@@ -51,6 +52,7 @@ class Plan:
     techniques: list[str] = field(default_factory=list)
     step_seconds: float = 0.0
     trained_bytes: int = 0
+    accumulates: bool = True
     ranks: int = 1
     memopt: str = memopt.__version__
 

@@ -238,7 +238,7 @@ class _Run:
             from memopt._runtime import device_clock
 
             device_clock.use(RooflineClock(self._folder, Card("", plan.card).rates))
-        self._planned = Techniques(plan.techniques), Peaks()
+        self._planned = Techniques(plan.techniques, accumulates=plan.accumulates), Peaks()
 
     def _compare(self, plan: Plan, techniques: Techniques, peaks: Peaks) -> None:
         """Write what became of the plan, beside what it promised."""

@@ -45,14 +45,20 @@ class Techniques:
     Args:
         wanted: Names of techniques, as a request has them.
         mark: Is told PLANNING where a plan for a model is about to be made, and PLANNED once it is.
+        accumulates: Whether a backward pass may find gradients of one before.
 
     Attributes:
         applied: Parts of the script that each technique was applied to, such as {"fused": ["AdamW"]}; a technique that
             was applied to nothing has no entry.
     """
 
-    def __init__(self, wanted: list[str], mark: Callable[[str], None] = lambda kind: None) -> None:
-        self._mark = mark
+    def __init__(
+        self,
+        wanted: list[str],
+        mark: Callable[[str], None] = lambda kind: None,
+        accumulates: bool = True,
+    ) -> None:
+        self._mark, self._accumulates = mark, accumulates
         self.applied: dict[str, list[str]] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -221,7 +227,7 @@ class Techniques:
                 kwargs or args,
                 budget,
                 optimizer=next(stepped, None),
-                accumulate=True,
+                accumulate=self._accumulates,
                 to="cpu",
                 or_least=True,  # with other techniques that may be enough
             )

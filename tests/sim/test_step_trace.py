@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from estimation_children import estimate
 
 from memopt._estimate import cards
@@ -30,13 +31,15 @@ def forward(x):
         x = torch.relu(x @ weight)
     return x
 
-for step in range(9):
+for step in range(18 if "accumulate" in words else 9):
     x = torch.empty(rows, {WIDTH}, device="cuda")
     y = checkpoint(forward, x, use_reentrant=False) if "checkpoint" in words else forward(x)
     y.backward(torch.empty_like(y))
+    if "accumulate" in words and step % 2 == 0:
+        continue
     optimizer.step()
     for weight in weights[:{LAYERS}]:
-        weight.grad = None
+        weight.grad = weight.grad.zero_() if "zeros" in words else None
 """
 PRODUCT = 2 * ROWS * WIDTH * WIDTH
 X, W = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH  # bytes
@@ -98,6 +101,12 @@ def test_a_step_on_the_host_counts_its_bytes(tmp_path):
     assert not torchs.host_bytes
     passed = sum(size for kind, _, size in torchs.operators if kind == HOST)
     assert 28 * WIDTH * WIDTH < passed < 120 * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize(("words", "found"), [((), False), (("accumulate",), True), (("zeros",), True)])
+def test_gradients_that_a_backward_pass_finds_are_seen(tmp_path, words, found):
+    assert estimate(tmp_path, SCRIPT, *words, steps=3, timed=True)["accumulates"] is found
+    assert estimate(tmp_path, SCRIPT, *words, steps=3)["accumulates"] is True  # nothing looks
 
 
 def test_twice_the_batch_is_not_faster(tmp_path):

@@ -84,8 +84,8 @@ def test_benchmarks_notebooks_and_readme_use_public_names():
     private = {file: names for file in files if (names := PRIVATE.findall((ROOT / file).read_text()))}
     # The child process of `memopt estimate`: no option of the command has it compute the script for real.
     # The training loops of `memopt gpu-check`, which are in the wheel. The update, which is given a price. What the
-    # CPU's allocator counts, as memopt.fit()'s budget has it, and the demo's models. A script by its plan on a card that
-    # computes nothing: `memopt run --sim` computes.
+    # CPU's allocator counts, as memopt.fit()'s budget has it, and the demo's models. A script by its plan on a card
+    # that computes nothing: `memopt run --sim` computes.
     assert private == {
         "benchmarks/bench_fit_scripts.py": [
             "memopt._run",

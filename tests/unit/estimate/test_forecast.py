@@ -10,7 +10,7 @@ from test_fit_search import every
 
 from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Rates
-from memopt._estimate.forecast import WORKED_OUT, Forecast, _peak, _shares
+from memopt._estimate.forecast import WORKED_OUT, Forecast, Known, _peak, _shares
 from memopt._estimate.search import Names, Search, Tried, tier_of
 from memopt._estimate.step_time import Segment, seconds
 
@@ -46,6 +46,18 @@ def forecast_of(moments):
 )
 def test_the_fullest_moment_without_what_is_taken_away(names, least):
     assert forecast_of([[1000 * one for one in row] for row in MOMENTS]).least(names) == 1000 * least + 100
+
+
+def test_what_runs_with_one_technique_save_is_added_up_but_no_more_than_there_is():
+    """Activations of 9 become 5 with one and 6 with the other; then 1 and 2."""
+    thousands = [[1000 * one for one in row] for row in MOMENTS]
+    for (first, second), needed in (((5, 6), 26 - 4 - 3), ((1, 2), 17)):
+        forecast = forecast_of(thousands)
+        for name, activations in (("checkpoint:9", first), ("loss head", second)):
+            moments = [[*row[:4], min(row[4], 1000 * activations), row[5]] for row in thousands]
+            forecast.alone[name] = Known(moments, 1.0)
+        together = forecast.needed(["checkpoint:9", "loss head", "fused"])
+        assert together == pytest.approx(1000 * needed + 100, rel=0.02)
 
 
 def test_a_steps_seconds_with_one_pass_in_the_place_of_the_optimizers_operators():
