@@ -37,7 +37,7 @@ TOLERANCE = {"free": 0.0, "bit-equal": 0.0, "equal to rounding": 2e-3, "other nu
 CASES = {
     "GPT": ("nanogpt.py", "--batch-size 8 --block-size 128 --layers 6 --width 256 --vocabulary 2000"),
     "GPT-2 (transformers)": (
-        "hf_gpt2.py",
+        "hf_gpt2.py --one-length",
         "--batch-size 4 --length 128 --layers 4 --width 256 --vocabulary 8000",
     ),
     "BERT (transformers)": (

@@ -11,6 +11,7 @@ parser.add_argument("--length", type=int, default=512)
 parser.add_argument("--layers", type=int, default=12)
 parser.add_argument("--width", type=int, default=768)
 parser.add_argument("--vocabulary", type=int, default=50257)
+parser.add_argument("--one-length", action="store_true", help="of all steps; without it they grow")
 parser.add_argument("--steps", type=int, default=3)
 args = parser.parse_args()
 
@@ -21,7 +22,7 @@ config = GPT2Config(
 model = GPT2LMHeadModel(config).cuda().train()
 optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 for step in range(args.steps):
-    length = args.length * (step + 2) // (args.steps + 1)
+    length = args.length if args.one_length else args.length * (step + 2) // (args.steps + 1)
     ids = torch.randint(5, args.vocabulary, (args.batch_size, length))
     mask = torch.ones_like(ids)
     mask[0, length // 2 :] = 0

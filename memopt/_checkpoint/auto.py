@@ -12,7 +12,7 @@ import torch
 
 from memopt import _C
 from memopt._checkpoint.checked_plan import budget_bytes
-from memopt._checkpoint.plan import Plan
+from memopt._checkpoint.plan import SLOTS, Plan
 from memopt._checkpoint.shape_plans import PlannedForward, PlanRequest, ShapePlan, StageForward
 from memopt._checkpoint.stages.costs import device_of, tensors_in
 from memopt._checkpoint.stages.measure import Loss, default_loss
@@ -37,7 +37,7 @@ def auto_checkpoint(
     optimizer: torch.optim.Optimizer | int | str | None = None,
     loss: Loss = default_loss,
     accumulate: bool = False,
-    slots: int = 500,
+    slots: int = SLOTS,
     to: str | os.PathLike[str] | None = None,
     strict: bool = False,
     keeps_output: bool = True,
@@ -124,47 +124,39 @@ def auto_checkpoint(
             "the argument offload= of auto_checkpoint() is now named to=", DeprecationWarning, stacklevel=2
         )
         to = offload if to is None else to
-    plan_model(model, sample, memory_budget, optimizer, loss, accumulate, slots, to, strict, keeps_output)
+    device = planned_device(model, sample)
+    request = PlanRequest(
+        budget_bytes(memory_budget, device),
+        to=destination(to, device),
+        optimizer=weakref.ref(optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer)
+        else _C.parse_size(optimizer or 0),
+        loss=loss,
+        slots=slots,
+        accumulate=accumulate,
+        strict=strict,
+        keeps_output=keeps_output,
+    )
+    plan_model(model, sample, request)
     return model
 
 
-def plan_model(
-    model: torch.nn.Module,
-    sample: Any,
-    memory_budget: int | float | str,
-    optimizer: torch.optim.Optimizer | int | str | None = None,
-    loss: Loss = default_loss,
-    accumulate: bool = False,
-    slots: int = 500,
-    to: str | os.PathLike[str] | None = None,
-    strict: bool = False,
-    keeps_output: bool = True,
-    or_least: bool = False,
-) -> None:
-    """Do what auto_checkpoint() does; `or_least`: and take a budget that is too small for the least that would do."""
+def planned_device(model: torch.nn.Module, sample: Any) -> torch.device:
+    """Return the device whose bytes a model's plan is about. Raises ValueError where it can have none."""
     refuse_offloaded_part(model)
     refuse_compiled(model)
-    args, kwargs = sample_arguments(sample)
+    if (residency := residency_of(model)) is not None:
+        return residency.device
+    return device_of(tensors_in((list(model.parameters()), list(model.buffers()), *sample_arguments(sample))))
+
+
+def plan_model(model: torch.nn.Module, sample: Any, request: PlanRequest) -> None:
+    """Have the model run by the plan that is asked for. If there is none, it stays as it was."""
     residency = residency_of(model)
-    device = device_of(tensors_in((list(model.parameters()), list(model.buffers()), args, kwargs)))
-    device = device if residency is None else residency.device
-    request = PlanRequest(
-        loss,
-        budget_bytes(memory_budget, device),
-        slots,
-        destination(to, device),
-        weakref.ref(optimizer)
-        if isinstance(optimizer, torch.optim.Optimizer)
-        else _C.parse_size(optimizer or 0),
-        accumulate,
-        strict,
-        keeps_output,
-        or_least,
-    )
     earlier = installed(model)
     undo_checkpoint(model)
     try:
-        planned = request.plan(model, args, kwargs)
+        planned = request.plan(model, *sample_arguments(sample))
     except BaseException:
         for module, name, value in earlier:
             module.__dict__[name] = value

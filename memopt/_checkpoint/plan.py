@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from memopt._offload.schedule_sets import Bandwidth
 
 REST = "(rest of the model)"
+SLOTS = 500  # of a budget, for the solver
 SAVING = "save"  # the option of a stage to save everything
 RUNS = {"fall": "all", "fck": "its input", "fnone": "nothing"}
 _AWAY = "all, offloaded"

@@ -23,7 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt._checkpoint.checked_plan import Candidate, Forward, checked_plan
-from memopt._checkpoint.plan import Plan
+from memopt._checkpoint.plan import SLOTS, Plan
 from memopt._checkpoint.runner import ChainRunner, changeable
 from memopt._checkpoint.stages import ranks
 from memopt._checkpoint.stages.costs import device_of
@@ -169,13 +169,13 @@ class PlanRequest:
     neither the model nor the optimizer has.
     """
 
-    loss: Loss
     budget: int
-    slots: int
-    to: str | None
-    optimizer: weakref.ref[torch.optim.Optimizer] | int
-    accumulate: bool
-    strict: bool
+    to: str | None = None
+    optimizer: weakref.ref[torch.optim.Optimizer] | int = 0
+    loss: Loss = default_loss
+    slots: int = SLOTS
+    accumulate: bool = False
+    strict: bool = False
     keeps_output: bool = True
     or_least: bool = False
     state_bytes: int = 0

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from memopt._checkpoint.auto import auto_checkpoint, installed, run_by_plan, undo_checkpoint
 from memopt._checkpoint.shape_plans import PlanRequest
 from memopt._fit.optimizers import load_states, options_of, replaced
-from memopt._fit.pricing import SLOTS
 from memopt._microbatch.backward import backward
 from memopt._offload.layers import offload_layers
 from memopt._run.plan import CHECKPOINT, FUSED, LOSS_HEAD, OFFLOAD_LAYERS, OPTIONS
@@ -79,11 +78,9 @@ class AppliedFit:
         request = PlanRequest(
             loss=call.loss,
             budget=fit.memory_budget,
-            slots=SLOTS,
             to=fit.to,
             optimizer=weakref.ref(self.optimizer),
             accumulate=fit.accumulates,
-            strict=False,
             keeps_output=False,
             besides=fit.memory_budget - fit.chain_budget,
         )

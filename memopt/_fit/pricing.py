@@ -27,7 +27,7 @@ from memopt._checkpoint.checked_plan import (
     plan_for,
     room_left,
 )
-from memopt._checkpoint.plan import keep_all
+from memopt._checkpoint.plan import SLOTS, keep_all
 from memopt._checkpoint.shape_plans import (
     CallShape,
     ShapePlan,
@@ -68,7 +68,6 @@ from memopt.nn._fuse_loss_head import fuse_loss_head
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 NEAR = 1.5  # times the budget: what is worked out to take more is not tried
-SLOTS = 500  # of a budget, for the solver
 RANDOM_STATES = 4  # that memopt.backward has: of the batch, of a micro-batch, and two that are compared
 
 

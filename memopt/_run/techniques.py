@@ -206,7 +206,8 @@ class Techniques:
     def _checkpoint(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int
     ) -> None:
-        from memopt._checkpoint.auto import plan_model
+        from memopt._checkpoint.auto import plan_model, planned_device
+        from memopt._checkpoint.shape_plans import PlanRequest
 
         if args and kwargs:
             raise ValueError(
@@ -220,17 +221,20 @@ class Techniques:
             for one in self._optimizers
             if any(id(p) in mine for g in one.param_groups for p in g["params"])
         )
+        sample = kwargs or args
+        if planned_device(model, sample).type != "cuda":
+            return
+        optimizer = next(stepped, None)
+        request = PlanRequest(
+            budget,
+            to="cpu",
+            optimizer=0 if optimizer is None else weakref.ref(optimizer),
+            accumulate=self._accumulates,
+            or_least=True,  # with other techniques that may be enough
+        )
         self._mark(PLANNING)
         try:
-            plan_model(
-                model,
-                kwargs or args,
-                budget,
-                optimizer=next(stepped, None),
-                accumulate=self._accumulates,
-                to="cpu",
-                or_least=True,  # with other techniques that may be enough
-            )
+            plan_model(model, sample, request)
         finally:
             self._mark(PLANNED)
         if (takes := model.plan.peak_bytes) > budget:

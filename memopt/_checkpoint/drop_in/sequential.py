@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memopt._checkpoint.checked_plan import Candidate, Forward, budget_bytes, checked_plan
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.drop_in.checkpoint import IS_CURRIED, checkpoint, is_tracing
+from memopt._checkpoint.plan import SLOTS
 from memopt._checkpoint.runner import ChainRunner, changeable, unchangeable
 from memopt._checkpoint.stages.costs import device_of, tensors_in
 from memopt._checkpoint.stages.measure import ChainMeasurement, default_loss
@@ -51,7 +52,6 @@ _NOT_PASSED = (
 )
 
 Function = Callable[[Any], Any]
-SLOTS = 500
 MOST_PLANS = 64  # of one chain: of inputs whose shapes differ in every step not all are kept
 
 
