@@ -28,8 +28,9 @@ from memopt._estimate import cards, interpreters, protection
 from memopt._estimate.child_process import ScriptChildren
 from memopt._estimate.prediction import Estimate
 from memopt._estimate.progress import Followed, Progress
-from memopt._estimate.request import BACKENDS, Request, find_batch_option
+from memopt._estimate.request import Request, find_batch_option
 from memopt._estimate.survey import ScriptFailed, Survey
+from memopt._run.plan import BACKENDS
 from memopt._runtime.process import ChildFailed, silence_libraries
 
 NAME = "estimate"

@@ -12,11 +12,11 @@ from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
 from memopt._estimate.forecast import PARTS, WORKED_OUT, share_of_states
 from memopt._estimate.prediction import Estimate
-from memopt._estimate.request import BACKENDS
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
 from memopt._estimate.survey import COPIES, NOT_MET, Survey, wanted_bytes
 from memopt._run.plan import (
+    BACKENDS,
     BF16,
     CHECKPOINT,
     EIGHT_BITS,
@@ -135,17 +135,11 @@ class Fit:
                 )
                 for row in self.rows
             ],
-            (
-                "simulated",
-                "peak",
-                "a step",
-                "results",
-                "plan",
-            ),  # the widest last, which may take a second line
+            ("simulated", "peak", "a step", "results", "plan"),
             (0, 3, 4),
         )
         said += several("runs", table.lines(indent="", width=room_of_a_fact()))
-        alone = [f"{_plain(name)} ({_saving(saved)})" for name, saved in self.alone.items()]
+        alone = [f"{name} ({_saving(saved)})" for name, saved in self.alone.items()]
         alone += [f"{name} ({_saving(saved)}, worked out)" for name, saved in self.worked_out.items()]
         if alone:
             said.append(("not enough", f"alone: {', '.join(alone)}"))
@@ -268,7 +262,10 @@ def find(
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
     shown = {frozenset(map(_plain, names)): names for names in reversed(order)}  # of several budgets the best
     fit.rows = [_row(names, tried[names]) for names in order if names in shown.values()][:_ROWS]
-    fit.alone = {name: estimate.needed[0] - one.needed for name, one in search.alone.items() if not one.fits}
+    for name in dict.fromkeys(map(_plain, search.alone)):
+        runs = [one for other, one in search.alone.items() if _plain(other) == name]  # by its budgets
+        if not any(one.fits for one in runs):
+            fit.alone[name] = estimate.needed[0] - min(one.needed for one in runs)
     if (forecast := search.forecast) is not None:
         plain, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *survey.failed}
         fit.worked_out = {

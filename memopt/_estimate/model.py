@@ -18,8 +18,9 @@ from memopt._estimate.child_process import ScriptChildren
 from memopt._estimate.prediction import FAKE, Estimate
 from memopt._estimate.progress import Progress
 from memopt._estimate.protection import Protection
-from memopt._estimate.request import BACKENDS, BatchOption, Request
+from memopt._estimate.request import BatchOption, Request
 from memopt._estimate.survey import NoEffect, ScriptFailed, Survey, largest
+from memopt._run.plan import BACKENDS
 from memopt._runtime.log import logger
 
 _MODULE = "memopt._estimate.serialization"

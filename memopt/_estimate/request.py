@@ -10,7 +10,7 @@ from pathlib import Path
 
 from memopt._estimate.cards import Card
 from memopt._estimate.protection import Protection
-from memopt._run.plan import BACKENDS as BACKENDS
+from memopt._run.plan import BACKENDS
 
 SHORTEN = ("all", "training", "none")  # of a script's loops
 

@@ -19,10 +19,10 @@ from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
 from memopt._estimate.prediction import SIMULATED, Backend, Estimate
 from memopt._estimate.protection import Protection
-from memopt._estimate.request import BACKENDS, SHORTEN, BatchOption, Request
+from memopt._estimate.request import SHORTEN, BatchOption, Request
 from memopt._estimate.search import Tried
 from memopt._estimate.step_time import seconds
-from memopt._run.plan import OFFLOAD_LAYERS
+from memopt._run.plan import BACKENDS, OFFLOAD_LAYERS
 from memopt._runtime.host_memory import available
 from memopt._runtime.process import ChildFailed
 

@@ -118,7 +118,7 @@ def test_the_faster_of_two_is_planned_by_the_seconds_of_a_step(fit, capfd):
 def test_recomputation_is_tried_at_its_least_where_the_allocator_leaves_no_budget(fit):
     script = {"kept": dict.fromkeys(SCRIPT["kept"], 2.0), "fixed": 130 * MIB, "batch": 1}
     status, found = fit(500, saves={"checkpoint": 5}, script=script)
-    assert status == 1 and found["not_enough_alone"]["checkpoint:1"] == 5 * MIB
+    assert status == 1 and found["not_enough_alone"]["checkpoint"] == 5 * MIB
 
 
 def test_where_nothing_fits_a_card_and_a_batch_are_named(fit):
