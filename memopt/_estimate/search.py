@@ -139,7 +139,7 @@ class Search:
 
     def with_more_budget(self, names: Names, room: int) -> Names:
         """Return techniques that fit with the largest budget for CHECKPOINT that was found with which they still do, if
-        they are faster then.
+        they are faster then; with expandable segments if these make room for more.
 
         Args:
             names: The techniques.
@@ -148,13 +148,16 @@ class Search:
         first, own = self.run(names), next((name for name in names if name.startswith(CHECKPOINT)), None)
         if own is None or first is None or 0 < first.seconds <= self._plain_seconds:
             return names
+        others = names - {own}
+        if "expandable" in self.techniques and not others & _ALLOCATORS:
+            others |= {"expandable"}
         best, fastest, low, high = names, first.seconds, _budget_of(own, first), room
         budgets = [int(share * room) for share in _BUDGETS]
         for _ in range(_TRIES):
             if high - low < _CLOSE * room:
                 break
             budget = budgets.pop(0) if budgets else (low + high) // 2
-            more = names - {own} | {f"{CHECKPOINT}:{budget >> 20 << 20}"}
+            more = others | {f"{CHECKPOINT}:{budget >> 20 << 20}"}
             tried = self.run(more)
             if tried is None or not tried.fits:
                 high = budget
@@ -164,7 +167,12 @@ class Search:
             if budgets or budget >= _BUDGETS[-1] * room:
                 break
             low = budget
-        return best
+        without = best - {"expandable"}
+        return (
+            without
+            if best not in (names, without) and "expandable" not in names and self._fits(without)
+            else best
+        )
 
     def could_fit(self, names: Names) -> bool:
         """Return whether no forecast says that techniques cannot fit."""
