@@ -90,18 +90,22 @@ from memopt._estimate import values
 from memopt._estimate.cards import Card
 from memopt._estimate.host_reads import Guesses
 from memopt._estimate.roofline_clock import RooflineClock
-from memopt._run.techniques import Techniques
+from memopt._run.peaks import Peaks
+from memopt._run.techniques import PLANNING, Techniques
 from memopt._runtime import device_clock
 
 with tempfile.TemporaryDirectory() as folder:
     device_clock.use(RooflineClock(Path(folder), Card("", plan.card).rates))
-    applied = Techniques(plan.techniques, accumulates=plan.accumulates)
+    peaks = Peaks()
+    planning = lambda kind: peaks.leave_out_planning(kind == PLANNING)
+    applied = Techniques(plan.techniques, planning, plan.accumulates)
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     guessed = values.Values(Guesses())
     values.install(guessed)
     with guessed:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    print("peak", torch.cuda.max_memory_allocated())
+    peaks.note()
+    print("peak", peaks.allocated)
 """
 
 

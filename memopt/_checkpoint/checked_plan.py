@@ -273,9 +273,9 @@ def checked_plan(
         except torch.OutOfMemoryError:
             if distributed:
                 raise  # the other ranks wait in this one's collectives
-            taken = TrialSteps(budget + budget // 16, 0)
+            taken = TrialSteps(budget + budget // 32, 0)
         if found[0].peak_bytes <= budget and max(taken[:2]) <= budget:
-            more = None if distributed else room_left(found[0], budget)
+            more = room_left(found[0], budget) if room == budget and not distributed else None
             return found if more is None else _faster(found, candidate(more), budget, tried)
         if taken.in_step > budget:
             break  # whatever the stages do

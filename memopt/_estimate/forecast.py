@@ -1,4 +1,4 @@
-"""What techniques would save and cost, worked out from runs without them.
+"""A forecast of what techniques save and cost, worked out from runs without them.
 
 What happens to an optimizer's states and gradients is arithmetic on the fullest moments of the script's own run and on
 its step: states of 8 bits are a quarter, offloaded ones are none, one pass has no temporaries. What activations become

@@ -39,7 +39,7 @@ from memopt._memory.recording import recorder, recording_file
 from memopt._memory.recording.recording import Line, Recording
 from memopt._memory.recording.user_code import is_user_file
 from memopt._run.peaks import Peaks
-from memopt._run.techniques import Techniques, trained_bytes
+from memopt._run.techniques import PLANNING, Techniques, trained_bytes
 from memopt._runtime import device_clock
 from memopt._runtime.host_memory import peak_resident_bytes
 from memopt.sim import _activation
@@ -82,11 +82,7 @@ class Run:
         loop_source.install(self._loops, self._guesses.asserts)
         self._batch_size = None if request.batch_size is None else BatchSizeOverride(request.batch_size)
         self._recorder = self._start_recorder() if request.record else None
-        self._techniques = Techniques(
-            request.techniques,
-            self._recorder.mark if self._recorder else lambda _: None,
-            request.accumulates,
-        )
+        self._techniques = Techniques(request.techniques, self._plans, request.accumulates)
         self._files = files
         self._answering = threading.RLock()
         if not main:
@@ -102,6 +98,11 @@ class Run:
 
     def _start_recorder(self) -> recorder.Recorder:
         return recorder.start("cuda", max_events=self.request.events)
+
+    def _plans(self, kind: str) -> None:
+        self._peaks.leave_out_planning(kind == PLANNING)
+        if self._recorder is not None:
+            self._recorder.mark(kind)
 
     def _stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None and not self._trained_bytes:

@@ -15,6 +15,7 @@ class Peaks:
     def __init__(self) -> None:
         self.of: dict[int, tuple[int, int]] = {}  # by device: allocated, reserved
         self.retries = 0
+        self._plans = False
         for name in ("reset_peak_memory_stats", "reset_accumulated_memory_stats"):
             self._before(torch_memory, name)
             setattr(torch.cuda, name, getattr(torch_memory, name))
@@ -33,7 +34,7 @@ class Peaks:
 
     def note(self, accumulated: bool = True) -> None:
         """Add the allocator's figures; `accumulated`: its counts too, which restart from 0 or are at their end."""
-        if not torch.cuda.is_initialized():
+        if self._plans or not torch.cuda.is_initialized():
             return
         for device in range(torch.cuda.device_count()):
             now = torch.cuda.memory_stats(device)
@@ -44,6 +45,16 @@ class Peaks:
             )
             if accumulated:
                 self.retries += now.get("num_alloc_retries", 0)
+
+    def leave_out_planning(self, begins: bool) -> None:
+        """Begin, or end, to leave out what happens: trial steps, some of which run out of memory, are none of the
+        script's."""
+        if begins:
+            self.note(accumulated=False)
+        elif torch.cuda.is_initialized():
+            for device in range(torch.cuda.device_count()):
+                torch.cuda.reset_peak_memory_stats(device)
+        self._plans = begins
 
     @property
     def allocated(self) -> int:

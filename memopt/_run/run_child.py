@@ -212,7 +212,7 @@ class _Run:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         from memopt._run.peaks import Peaks
-        from memopt._run.techniques import Techniques, trained_bytes
+        from memopt._run.techniques import PLANNING, Techniques, trained_bytes
 
         def check(what: Callable[[], None]) -> None:
             try:
@@ -238,7 +238,11 @@ class _Run:
             from memopt._runtime import device_clock
 
             device_clock.use(RooflineClock(self._folder, Card("", plan.card).rates))
-        self._planned = Techniques(plan.techniques, accumulates=plan.accumulates), Peaks()
+        peaks = Peaks()
+        techniques = Techniques(
+            plan.techniques, lambda kind: peaks.leave_out_planning(kind == PLANNING), plan.accumulates
+        )
+        self._planned = techniques, peaks
 
     def _compare(self, plan: Plan, techniques: Techniques, peaks: Peaks) -> None:
         """Write what became of the plan, beside what it promised."""

@@ -88,6 +88,9 @@ def test_a_technique_takes_what_it_takes_in_the_script(tmp_path, technique, met,
     tried, applied = peak(tmp_path, technique, rows=rows)
     by_hand, _ = peak(tmp_path, rows=rows, **written)
     assert applied == {technique.partition(":")[0]: [met]} and nothing == {}
+    if technique.startswith("checkpoint"):  # the script's own call counts with the trial steps of its plan
+        assert 0.9 * by_hand < tried <= by_hand < as_is
+        return
     # The loss stands within the block that is written by hand.
     assert tried == pytest.approx(by_hand, rel=0.03) and tried < as_is
 

@@ -93,6 +93,7 @@ def test_benchmarks_notebooks_and_readme_use_public_names():
             "memopt._estimate.cards",
             "memopt._estimate.host_reads",
             "memopt._estimate.roofline_clock",
+            "memopt._run.peaks",
             "memopt._run.techniques",
             "memopt._runtime",
         ],

@@ -1,4 +1,4 @@
-"""What is worked out of a script's own run, beside sums by hand; and a search by it, beside all combinations."""
+"""The forecast from a script's own run, beside sums by hand; and a search by it, beside all combinations."""
 
 from __future__ import annotations
 

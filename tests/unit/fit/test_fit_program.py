@@ -97,7 +97,7 @@ def of_samples(samples: int) -> Training:
 
 @pytest.mark.parametrize("samples", [96, 100, 128])
 def test_the_fewest_micro_batches_that_would_do_are_asked(samples: int) -> None:
-    """Which of those that fit is the fastest is the clock's."""
+    """Of those that fit the clock decides on the fastest."""
     whole = planner_of(of_samples(samples), 1 << 40)
     peaks = [whole.prices.attempt(Names([f"micro-batches:{n}"] if n > 1 else [])).peak for n in (1, 9)]
     budget = random.Random(int(os.environ.get("MEMOPT_SEED", "1")) + samples).randint(min(peaks), max(peaks))
