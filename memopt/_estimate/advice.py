@@ -114,9 +114,8 @@ def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
     if found.steps:
         yield from (FUSED, EIGHT_BITS, FOUR_BITS, FACTORED)
         yield from (OFFLOAD_STATES, OFFLOAD_GRADIENTS, STEP_IN_BACKWARD)
-        budget = max(
-            1, int(_BUDGET * (card.usable - found.context)) >> 20
-        )  # its least is taken where that is more
+        room = card.usable - found.context
+        budget = max(1, int(_BUDGET * room) >> 20)  # its least is taken where that is more
         yield from (f"{CHECKPOINT}:{budget << 20}", LEAST)
         yield from (OFFLOAD_ACTIVATIONS, LOSS_HEAD, TILES, BF16)
     if found.by_category.get("parameters"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -148,7 +149,8 @@ class Fit:
             said.append(("no use", f"{NOT_MET} {', '.join(idle)}"))
         failed: dict[str, list[str]] = {}
         for name in sorted(self.failed.keys() - {*idle}, key=lambda name: (name.count("+"), name)):
-            failed.setdefault(self.failed[name].splitlines()[0].partition(": it cannot")[0], []).append(name)
+            why = textwrap.shorten(self.failed[name].splitlines()[0], _REASON, placeholder=" …")
+            failed.setdefault(why, []).append(name)
         said += several(
             "fails",
             (
@@ -310,7 +312,7 @@ def host_bytes(found: Estimate, names: Names) -> int:
     return taken + (int(share_of_states(names) * states) if OFFLOAD_STATES in names else 0)
 
 
-_ROWS = 5
+_ROWS, _REASON = 5, 160  # shown: runs, and characters of why one failed
 
 
 def _row(names: Names, tried: Tried) -> Row:

@@ -167,12 +167,8 @@ class Search:
             if budgets or budget >= _BUDGETS[-1] * room:
                 break
             low = budget
-        without = best - {"expandable"}
-        return (
-            without
-            if best not in (names, without) and "expandable" not in names and self._fits(without)
-            else best
-        )
+        without = best - ({"expandable"} - names)
+        return without if without not in (names, best) and self._fits(without) else best
 
     def could_fit(self, names: Names) -> bool:
         """Return whether no forecast says that techniques cannot fit."""
