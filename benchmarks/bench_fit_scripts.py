@@ -98,7 +98,7 @@ with tempfile.TemporaryDirectory() as folder:
     device_clock.use(RooflineClock(Path(folder), Card("", plan.card).rates))
     peaks = Peaks()
     planning = lambda kind: peaks.leave_out_planning(kind == PLANNING)
-    applied = Techniques(plan.techniques, planning, plan.accumulates)
+    applied = Techniques(plan.techniques, planning, plan.keeps)
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     guessed = values.Values(Guesses())
     values.install(guessed)

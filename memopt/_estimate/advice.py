@@ -20,6 +20,8 @@ from memopt._run.plan import (
     FACTORED,
     FOUR_BITS,
     FUSED,
+    GRADIENTS,
+    KEEPS,
     LEAST_BUDGET,
     LOSS_HEAD,
     OFFLOAD_ACTIVATIONS,
@@ -27,6 +29,7 @@ from memopt._run.plan import (
     OFFLOAD_LAYERS,
     OFFLOAD_STATES,
     OPTIONS,
+    OUTPUT,
     STEP_IN_BACKWARD,
     TILES,
 )
@@ -129,14 +132,12 @@ def _advice(search: Search, names: Names) -> Advice:
     return Advice(" + ".join(in_words(names, tried.answer)), tried.answer.peak_allocated, ", ".join(changes))
 
 
-def in_words(names: Collection[str], answer: Answer, accumulates: bool = True) -> list[str]:
-    """Return what a user would write for techniques, of which `answer` is the run. accumulates: a request's."""
+def in_words(names: Collection[str], answer: Answer, keeps: Collection[str] = KEEPS) -> list[str]:
+    """Return what a user would write for techniques, of which `answer` is the run. keeps: as a plan has it."""
     met: dict[str, list[str]] = answer.more["techniques"]
     options = [name for name in OPTIONS if name in names]
     ordered = sorted(names, key=lambda name: (-tier_of([name]), name))
-    what = [
-        _in_words(name, met, accumulates) for name in ordered if name not in OPTIONS and name not in _SWITCH
-    ]
+    what = [_in_words(name, met, keeps) for name in ordered if name not in OPTIONS and name not in _SWITCH]
     if options:
         kinds = ", ".join(dict.fromkeys(kind for name in options for kind in met[name]))
         given = ", ".join(f"{key}={value}" for name in options for key, value in OPTIONS[name].items())
@@ -146,11 +147,12 @@ def in_words(names: Collection[str], answer: Answer, accumulates: bool = True) -
     return what + [_SWITCH[name] for name in ordered if name in _SWITCH]
 
 
-def _in_words(name: str, met: dict[str, list[str]], accumulates: bool) -> str:
+def _in_words(name: str, met: dict[str, list[str]], keeps: Collection[str]) -> str:
     technique, _, budget = name.partition(":")
     of = ", ".join(met[technique])
     budget = met.get(LEAST_BUDGET, [budget])[0]
-    accumulate = "accumulate=True, " if accumulates else ""
+    kept = "accumulate=True, " if GRADIENTS in keeps else ""
+    kept += "" if OUTPUT in keeps else "keeps_output=False, "
     return {
         FUSED: f"torch.optim.{of}(..., fused=True)",
         OFFLOAD_ACTIVATIONS: "memopt.offload_activations() around the forward pass",
@@ -160,5 +162,5 @@ def _in_words(name: str, met: dict[str, list[str]], accumulates: bool) -> str:
         TILES: "memopt.nn.tile_mlps(model)",
         OFFLOAD_LAYERS: "memopt.offload_layers(model) before the optimizer is made",
         CHECKPOINT: f'memopt.auto_checkpoint(model, sample, memory_budget="{-(-int(budget or 0) // (1 << 20))}MiB", '
-        f'optimizer=optimizer, {accumulate}to="cpu")',
+        f'optimizer=optimizer, {kept}to="cpu")',
     }[technique]

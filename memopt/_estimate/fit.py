@@ -212,7 +212,7 @@ def find(
     """
     survey.request = replace(survey.request, timed=True)
     estimate = survey.estimate(fixes=False, advise=False, lean=True)
-    survey.request = replace(survey.request, accumulates=estimate.accumulates)
+    survey.request = replace(survey.request, keeps=estimate.keeps)
     fit = Fit(estimate, card, least=estimate.needed[1])
     if estimate.verdict == "fits":
         fit.rows = [Row([], estimate.allocated[1], estimate.needed[1], fit.step_seconds, TIERS[0], True)]
@@ -257,7 +257,7 @@ def find(
             answer.peak_allocated,
             seconds(answer.step, card.rates),
         )
-        fit.lines = advice.in_words(chosen, answer, estimate.accumulates)
+        fit.lines = advice.in_words(chosen, answer, estimate.keeps)
         fit.host_bytes = host_bytes(estimate, chosen)
     elif survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
@@ -345,7 +345,7 @@ def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int, 
         techniques=sorted(names - {*BACKENDS}),
         step_seconds=step_seconds,
         trained_bytes=found.trained_bytes,
-        accumulates=found.accumulates,
+        keeps=found.keeps,
         ranks=survey.request.ranks or 1,
     )
 

@@ -13,6 +13,7 @@ from memopt._estimate.answer import processes_in_words
 from memopt._estimate.cards import Card
 from memopt._estimate.step_time import Segment
 from memopt._memory.recording.category_split import in_words
+from memopt._run.plan import KEEPS
 from memopt._runtime.table import Code, Facts, several
 
 SIMULATED = "simulated device"
@@ -56,7 +57,7 @@ _NOT_PLAIN = (
     "step",
     "moments",
     "trained_bytes",
-    "accumulates",
+    "keeps",
 )  # fields that as_dict() tells otherwise, or not
 
 
@@ -109,7 +110,7 @@ class Estimate:
     step: list[Segment] | None = None  # one whole step of the run without a limit, where it was timed
     moments: list[list[int]] | None = None  # of that run: moments.of()
     trained_bytes: int = 0  # of the parameters of the optimizer that steps first
-    accumulates: bool = True  # a backward pass found gradients, or none was seen after a step
+    keeps: list[str] = field(default_factory=lambda: [*KEEPS])  # as a plan has it
     again: Callable[[Card], bool] | None = None  # runs it on a card
     largest: Callable[[Card], int] | None = None  # searches the largest batch on a card
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from memopt._estimate.cards import Card
 from memopt._estimate.protection import Protection
-from memopt._run.plan import BACKENDS
+from memopt._run.plan import BACKENDS, KEEPS
 
 SHORTEN = ("all", "training", "none")  # of a script's loops
 
@@ -25,7 +25,7 @@ class Request:
     folder is private, and is for what the script writes too. compute: every operation is computed, so nothing is
     guessed: for sizes that the host can hold. ranks: of a job in which it is number `rank`, 0 for none; spread: how a
     script that knows of one device is spread over them ("ddp", "fsdp", "tp"). techniques: of _run/plan.py's, which the
-    script is run with; accumulates: whether a backward pass of it may find gradients. timed: the answer has the
+    script is run with; keeps: as a plan has it. timed: the answer has the
     operators of one step. rates_of: the card by whose data sheet stages are timed, "" for this machine's time. record:
     what lived when, the last `events` births and deaths of it. answer, recording: files to write."""
 
@@ -56,7 +56,7 @@ class Request:
     rank: int = 0
     spread: str | None = None
     techniques: list[str] = field(default_factory=list)
-    accumulates: bool = True
+    keeps: list[str] = field(default_factory=lambda: [*KEEPS])
 
     def like(self, card: Card) -> Request:
         """Return it with the properties of a card, but for its memory."""

@@ -28,6 +28,7 @@ from memopt._estimate import fake_ranks, loop_source, moments, script, values
 from memopt._estimate.answer import file_of_this_process, seconds_since_boot, start_since_boot
 from memopt._estimate.cards import RATES
 from memopt._estimate.host_reads import Guesses
+from memopt._estimate.kept import Kept
 from memopt._estimate.loader_passes import LoaderPasses
 from memopt._estimate.loops import Loops
 from memopt._estimate.protection import Files
@@ -75,6 +76,7 @@ class Run:
         self._step, self._trained_bytes, folder = None, 0, Path(request.answer).parent
         if request.timed:
             self._step = StepTrace(folder, lambda: bool(self._loops.last))
+        self._kept = Kept() if request.timed and not request.techniques else None
         if request.rates_of and not request.compute:
             interrupt = self._step.interrupt if self._step is not None else lambda: None
             device_clock.use(RooflineClock(folder, RATES[request.rates_of], interrupt, files.plainly))
@@ -82,7 +84,7 @@ class Run:
         loop_source.install(self._loops, self._guesses.asserts)
         self._batch_size = None if request.batch_size is None else BatchSizeOverride(request.batch_size)
         self._recorder = self._start_recorder() if request.record else None
-        self._techniques = Techniques(request.techniques, self._plans, request.accumulates)
+        self._techniques = Techniques(request.techniques, self._plans, request.keeps)
         self._files = files
         self._answering = threading.RLock()
         if not main:
@@ -107,6 +109,8 @@ class Run:
     def _stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None and not self._trained_bytes:
             self._trained_bytes = trained_bytes(optimizer)
+        if self._kept is not None:
+            self._kept.stepped(optimizer)
         if self._step is not None:
             with self._files.plainly():
                 self._step.stepped(optimizer)
@@ -261,7 +265,7 @@ class Run:
             "files_not_kept": self._files.written(),
             "techniques": self._techniques.applied,
             "trained_bytes": self._trained_bytes,
-            "accumulates": self._step is None or self._step.finds_gradients is not False,
+            "keeps": None if self._kept is None else self._kept.names(),
             "step": None if self._step is None else self._step.segments(),
             "loaders_of_batch_size": None if self._batch_size is None else self._batch_size.loaders,
         }

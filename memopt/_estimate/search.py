@@ -168,7 +168,10 @@ class Search:
                 break
             low = budget
         without = best - ({"expandable"} - names)
-        return without if without not in (names, best) and self._fits(without) else best
+        if without in (names, best) or not self._fits(without):
+            return best
+        tried = self.run(without)
+        return without if tried is not None and tried.seconds <= fastest else best
 
     def could_fit(self, names: Names) -> bool:
         """Return whether no forecast says that techniques cannot fit."""

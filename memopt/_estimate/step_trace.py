@@ -74,9 +74,6 @@ class StepTrace:
     Args:
         folder: For its file.
         perturbed: Whether the loops do now what they do once in many iterations: such a step is no ordinary one.
-
-    Attributes:
-        finds_gradients: Whether a backward pass after a step has found gradients of one before; None: there was none.
     """
 
     def __init__(self, folder: Path, perturbed: Callable[[], bool]) -> None:
@@ -86,8 +83,6 @@ class StepTrace:
         self._counters: list[dict[str, int]] = []  # at the step's begin, and at each mark
         self._trace: tuple[str, list[dict[str, int]]] | None = None
         self._steps = self._depth = self._host_bytes = 0
-        self.finds_gradients: bool | None = None
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         engine: Any = torch.autograd
         engine._engine_run_backward = self._between_marks(engine._engine_run_backward)
         os.register_at_fork(after_in_child=self._forget)
@@ -97,8 +92,6 @@ class StepTrace:
 
         Whole steps are those of the one that steps first, and lives: a trial of an optimizer is none of the script's.
         """
-        if optimizer is not None:
-            self._optimizers.add(optimizer)
         if self._steps == _STEPS:
             return
         if self._of is None:
@@ -134,7 +127,6 @@ class StepTrace:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._depth == 0:
                 self._mark()
-                self._look_for_gradients()
             self._depth += 1  # a backward pass within one, as torch's checkpoints begin, is a part of it
             try:
                 return original(*args, **kwargs)
@@ -144,11 +136,6 @@ class StepTrace:
                     self._mark()
 
         return run
-
-    def _look_for_gradients(self) -> None:
-        if not self.finds_gradients and self._optimizers:
-            groups = (group for one in self._optimizers for group in one.param_groups)
-            self.finds_gradients = any(p.grad is not None for group in groups for p in group["params"])
 
     def _begin(self) -> None:
         self._observation, self._counters = Observation(self._folder), [self._counts()]

@@ -22,7 +22,7 @@ from memopt._estimate.protection import Protection
 from memopt._estimate.request import SHORTEN, BatchOption, Request
 from memopt._estimate.search import Tried
 from memopt._estimate.step_time import seconds
-from memopt._run.plan import BACKENDS, OFFLOAD_LAYERS
+from memopt._run.plan import BACKENDS, KEEPS, OFFLOAD_LAYERS
 from memopt._runtime.host_memory import available
 from memopt._runtime.process import ChildFailed
 
@@ -167,7 +167,7 @@ class Survey:
             retries=limited.retries if limited is not None else 0,
             moments=free.more.get("moments"),
             trained_bytes=free.more.get("trained_bytes") or 0,
-            accumulates=free.more.get("accumulates", True),
+            keeps=[*KEEPS] if (keeps := free.more.get("keeps")) is None else keeps,
             **free.told() | {"covered": said.covered, "simulated": said.simulated},
         )
         outcomes = [] if limited is None else [limited.completed]

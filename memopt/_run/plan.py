@@ -20,6 +20,8 @@ OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload
 TILES = "tiles"  # of rows, of MLPs
 OFFLOAD_GRADIENTS, OFFLOAD_STATES = "offload gradients", "offload states"
 STEP_IN_BACKWARD, FACTORED = "step in backward", "factored"
+# What a script may keep: gradients until the next backward pass, a model's output until its own.
+KEEPS = GRADIENTS, OUTPUT = "gradients", "output"
 BF16 = "bf16"  # autocast of the model's calls
 MICRO_BATCHES = "micro-batches"  # followed by ":" and their number; of memopt.fit() alone
 LEAST_BUDGET = "least budget"  # where techniques were applied: CHECKPOINT's, if its own was too small
@@ -39,7 +41,7 @@ class Plan:
     techniques, backend: as a request of an estimate has them. peak: bytes of tensors in the run that confirmed it.
     step_seconds: of a step, by a roofline of the card's data sheet; 0 where no whole step was seen.
     trained_bytes: of the parameters of the optimizer that steps first; 0 where none steps.
-    accumulates: whether a backward pass may find gradients of one before.
+    keeps: of KEEPS, what the script does.
     ranks: of the job, for each of which the plan is."""
 
     script: str
@@ -52,7 +54,7 @@ class Plan:
     techniques: list[str] = field(default_factory=list)
     step_seconds: float = 0.0
     trained_bytes: int = 0
-    accumulates: bool = True
+    keeps: list[str] = field(default_factory=lambda: [*KEEPS])
     ranks: int = 1
     memopt: str = memopt.__version__
 

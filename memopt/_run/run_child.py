@@ -240,7 +240,7 @@ class _Run:
             device_clock.use(RooflineClock(self._folder, Card("", plan.card).rates))
         peaks = Peaks()
         techniques = Techniques(
-            plan.techniques, lambda kind: peaks.leave_out_planning(kind == PLANNING), plan.accumulates
+            plan.techniques, lambda kind: peaks.leave_out_planning(kind == PLANNING), plan.keeps
         )
         self._planned = techniques, peaks
 

@@ -7,7 +7,7 @@ import functools
 import gc
 import importlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -22,12 +22,15 @@ from memopt._run.plan import (
     FACTORED,
     FOUR_BITS,
     FUSED,
+    GRADIENTS,
+    KEEPS,
     LEAST_BUDGET,
     LOSS_HEAD,
     OFFLOAD_ACTIVATIONS,
     OFFLOAD_GRADIENTS,
     OFFLOAD_LAYERS,
     OPTIONS,
+    OUTPUT,
     TILES,
 )
 from memopt.nn._deferred_logits import DeferredLogits
@@ -45,7 +48,7 @@ class Techniques:
     Args:
         wanted: Names of techniques, as a request has them.
         mark: Is told PLANNING where a plan for a model is about to be made, and PLANNED once it is.
-        accumulates: Whether a backward pass may find gradients of one before.
+        keeps: Of KEEPS, what the script does.
 
     Attributes:
         applied: Parts of the script that each technique was applied to, such as {"fused": ["AdamW"]}; a technique that
@@ -56,9 +59,9 @@ class Techniques:
         self,
         wanted: list[str],
         mark: Callable[[str], None] = lambda kind: None,
-        accumulates: bool = True,
+        keeps: Collection[str] = KEEPS,
     ) -> None:
-        self._mark, self._accumulates = mark, accumulates
+        self._mark, self._keeps = mark, keeps
         self.applied: dict[str, list[str]] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -229,7 +232,8 @@ class Techniques:
             budget,
             to="cpu",
             optimizer=0 if optimizer is None else weakref.ref(optimizer),
-            accumulate=self._accumulates,
+            accumulate=GRADIENTS in self._keeps,
+            keeps_output=OUTPUT in self._keeps,
             or_least=True,  # with other techniques that may be enough
         )
         self._mark(PLANNING)

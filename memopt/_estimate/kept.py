@@ -1,0 +1,78 @@
+"""What a script keeps from one part of a step to the next, which a checkpoint's plan has to leave room for."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from memopt._run.plan import GRADIENTS, KEEPS, OUTPUT
+
+
+class Kept:
+    """Watches a script's backward passes: whether they find gradients of one before, and the output that a model has
+    returned, from which the loss was computed.
+
+    A weak reference to the output tells whether the script has let it go. Graphs hold no Python object.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, bool] = {}
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._outputs: list[weakref.ref[Tensor]] = []
+        self._depth = 0  # of calls, and of backward passes, which call modules too
+        engine: Any = torch.autograd
+        engine._engine_run_backward = self._around(engine._engine_run_backward, self._pass_begins)
+        call = self._around(nn.Module.__call__, then=self._returned)
+        nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
+
+    def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Note a step of an optimizer: what a backward pass finds is told from then on."""
+        if optimizer is not None:
+            self._optimizers.add(optimizer)
+
+    def names(self) -> list[str]:
+        """Return what is kept, or was not seen."""
+        return [name for name in KEEPS if self._seen.get(name, True)]
+
+    def _around(
+        self,
+        original: Callable[..., Any],
+        first: Callable[[], None] = lambda: None,
+        then: Callable[[Any], None] = lambda results: None,
+    ) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return original(*args, **kwargs)
+            first()
+            self._depth += 1
+            try:
+                results = original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            then(results)
+            return results
+
+        return run
+
+    def _returned(self, results: Any) -> None:
+        if torch.is_grad_enabled():
+            tensors = (one for one in pytree.tree_leaves(results) if isinstance(one, Tensor))
+            self._outputs += [weakref.ref(one) for one in tensors if one.requires_grad and one.dim()]
+
+    def _pass_begins(self) -> None:
+        if self._outputs:
+            self._see(OUTPUT, any(one() is not None for one in self._outputs))
+            self._outputs.clear()
+        if self._optimizers:
+            groups = (group for one in self._optimizers for group in one.param_groups)
+            self._see(GRADIENTS, any(p.grad is not None for group in groups for p in group["params"]))
+
+    def _see(self, name: str, kept: bool) -> None:
+        self._seen[name] = kept or self._seen.get(name, False)
