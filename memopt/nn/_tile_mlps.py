@@ -54,7 +54,7 @@ def tile_mlps(model: nn.Module, *, rows: int | None = None) -> TiledMLPs:
 
     An MLP takes each row (a token) by itself, so the wide results between its layers need not be there for all of a
     long sequence at once. They are made again, tile by tile, in the backward pass: a forward pass more of the MLPs.
-    Results are the same; so are gradients, up to the order of sums: those of parameters are added up in fp32.
+    Results and gradients are the same up to rounding; those of parameters are added up in fp32.
 
     An MLP is a module of two to four linear layers, of which one is at least twice as wide as the input, and of
     functions of single elements. At its first call that each row stands for itself is checked by what torch runs. A
@@ -71,13 +71,17 @@ def tile_mlps(model: nn.Module, *, rows: int | None = None) -> TiledMLPs:
         A handle: .remove() restores the plain model, .ran has the names of modules that have run in tiles.
 
     Raises:
-        ValueError: rows is not positive, or the model has no module that looks like an MLP.
+        ValueError: rows is not positive, the model has no module that looks like an MLP, or runs in tiles already.
 
     Example:
         >>> memopt.nn.tile_mlps(model)
     """
     if rows is not None and rows < 1:
         raise ValueError(f"tile_mlps: rows={rows}: expected a number of rows, 1 or more")
+    if any(isinstance(one.__dict__.get("forward"), TiledForward) for one in model.modules()):
+        raise ValueError(
+            f"tile_mlps: {type(model).__name__} runs in tiles already: .remove() its handle first"
+        )
     found = install(model, rows)
     if not found:
         raise ValueError(

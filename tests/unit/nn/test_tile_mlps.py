@@ -286,3 +286,11 @@ def test_wrong_calls(model: nn.Module, rows: int | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         memopt.nn.tile_mlps(model, rows=rows)
     assert not any("forward" in one.__dict__ for one in model.modules())
+
+
+def test_a_model_in_tiles_is_refused() -> None:
+    model = Gated()
+    handle = memopt.nn.tile_mlps(model)
+    with pytest.raises(ValueError, match="runs in tiles already"):
+        memopt.nn.tile_mlps(nn.Sequential(model))
+    memopt.nn.tile_mlps(handle.remove())
