@@ -25,6 +25,7 @@ from memopt._run.plan import (
     OFFLOAD_STATES,
     OPTIONS,
     STEP_IN_BACKWARD,
+    TILES,
 )
 
 PARTS = ("parameters", "gradients", "states", "temporaries", "activations", "other")
@@ -33,6 +34,7 @@ Moment = list[int]  # bytes by PARTS
 
 _SHARE = {EIGHT_BITS: 1 / 4, FOUR_BITS: 1 / 8, FACTORED: 1 / 2}  # of states of 32 bits
 WORKED_OUT = {FUSED, *_SHARE, OFFLOAD_STATES, OFFLOAD_GRADIENTS, "expandable", "pool"}
+_AGAIN = 0.02  # of a step: what MLPs take at least that run again in the backward pass
 _SPARE = 1.01  # of what is worked out: turns, codes' scales, and the allocator's blocks
 
 
@@ -98,8 +100,10 @@ class Forecast:
     def seconds(self, names: Iterable[str]) -> float:
         """Return the seconds of a step; of a technique that was not run yet, the least that it can take."""
         plain = seconds(self.step, self.rates)
+        names = {*names}
         runs = (known.seconds - plain for name in names if (known := self._known(name)) is not None)
-        return seconds(self._step_with({*names}), self.rates) + sum(runs)
+        again = _AGAIN * plain if TILES in names - self.alone.keys() else 0.0
+        return seconds(self._step_with(names), self.rates) + sum(runs) + again
 
     def _known(self, name: str) -> Known | None:
         """Return the run with a technique; of a checkpoint with a budget that was not run, with a larger one."""

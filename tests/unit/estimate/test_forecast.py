@@ -72,6 +72,9 @@ def test_a_steps_seconds_with_one_pass_in_the_place_of_the_optimizers_operators(
     ):
         assert forecast.seconds(names) == pytest.approx(0.2 + passes * GIB / 1e12 + copies, rel=1e-3), names
     assert forecast.seconds(["expandable"]) == seconds(forecast.step, RATES)
+    assert forecast.seconds(["tiles"]) > forecast.seconds(["offload activations"])
+    forecast.alone["tiles"] = Known(forecast.moments, 0.25)
+    assert forecast.seconds(["tiles"]) == pytest.approx(0.25)
 
 
 def script_of(chance):
