@@ -122,7 +122,7 @@ def command(python: str, *arguments: str, ok: tuple[int, ...] = (0,)) -> subproc
 
 
 def losses(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"loss (\S+?),?(?:\s|$)", text)]
+    return [float(found) for found in re.findall(r"(?:loss|perplexity) (\S+?),?(?:\s|$)", text)]
 
 
 def peak_of(python: str, call: list[str]) -> int:
@@ -176,6 +176,8 @@ def loss_row(python: str, script: str, folder: Path) -> dict[str, Any]:
         return {"fits": False, "seconds": took}
     ended = command(python, *run, "--fit", str(plan), "--sim", "16GiB", *call)
     pairs = [*zip(plain, losses(ended.stdout), strict=True)]
+    if not pairs:
+        raise SystemExit(f"{script} prints no loss")
     return {
         "fits": True,
         "seconds": took,
