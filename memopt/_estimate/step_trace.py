@@ -28,6 +28,7 @@ import memopt.sim
 from memopt import _C
 from memopt._estimate.step_time import HOST, WAIT, Segment
 from memopt.optim._one_pass import OnePass
+from memopt.sim._compute import ON_HOST
 
 _STEPS = 3  # the first ones, of which the last is counted: each that is observed takes time
 _MARK = "memopt: a segment ends"
@@ -241,6 +242,8 @@ def _operators(trace: dict[str, Any]) -> Iterator[list[tuple[str, float, float]]
     def visit(node: dict[str, Any]) -> None:
         if node["name"] == _MARK:
             met.append((node["id"], None))
+            return
+        if node["name"] == ON_HOST:
             return
         call = _Call(node)
         row = call.counted()

@@ -25,11 +25,14 @@ import torch._tensor_str as tensor_str
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from memopt.sim._activation import is_active
 from memopt.sim._host_kernels import HOST_KERNELS
+
+ON_HOST = "memopt: the values of an operation"  # a range for whoever observes operators
 
 _aten = torch.ops.aten
 
@@ -156,25 +159,28 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             return result
         if not all(map(is_plain, results)):
             return self._moved(func, args, kwargs) if inputs else result  # else it was copied, which is real
-        values = _on_host(func, args, kwargs, generators)
-        for generator, on_host in generators.items():
-            self._generators.drawn(generator, on_host)
-        if func in HOST_KERNELS:
-            _keep(result, values)
-            return result
-        # In place and out=: done by aliasing.
-        written = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-        for n, (tensor, value) in enumerate(zip(results, tree_leaves(values), strict=True)):
-            if not isinstance(tensor, torch.Tensor):
-                results[n] = value
-                continue
-            if value is None or not on_cuda(tensor) or not tensor.numel():
-                continue  # None: a gradient that was not asked for, and that the device's kernel makes all the same
-            if tensor.untyped_storage().data_ptr() in written:
-                continue
-            if tensor.shape != value.shape:
-                raise RuntimeError(f"{func}: {tuple(tensor.shape)} on cuda, {tuple(value.shape)} on the CPU")
-            alias(tensor).copy_(value)
+        with record_function(ON_HOST):
+            values = _on_host(func, args, kwargs, generators)
+            for generator, on_host in generators.items():
+                self._generators.drawn(generator, on_host)
+            if func in HOST_KERNELS:
+                _keep(result, values)
+                return result
+            # In place and out=: done by aliasing.
+            written = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+            for n, (tensor, value) in enumerate(zip(results, tree_leaves(values), strict=True)):
+                if not isinstance(tensor, torch.Tensor):
+                    results[n] = value
+                    continue
+                if value is None or not on_cuda(tensor) or not tensor.numel():
+                    continue  # None: a gradient that was not asked for, and that the device's kernel makes all the same
+                if tensor.untyped_storage().data_ptr() in written:
+                    continue
+                if tensor.shape != value.shape:
+                    raise RuntimeError(
+                        f"{func}: {tuple(tensor.shape)} on cuda, {tuple(value.shape)} on the CPU"
+                    )
+                alias(tensor).copy_(value)
         return tree_unflatten(results, spec)
 
     def _moved(
