@@ -1,4 +1,4 @@
-"""What a script keeps from one part of a step to the next, which a checkpoint's plan has to leave room for."""
+"""The gradients and outputs that a script keeps, for which a checkpoint's plan has to leave room."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from memopt._run.plan import GRADIENTS, KEEPS, OUTPUT
@@ -18,13 +19,13 @@ class Kept:
     """Watches a script's backward passes: whether they find gradients of one before, and the output that a model has
     returned, from which the loss was computed.
 
-    A weak reference to the output tells whether the script has let it go. Graphs hold no Python object.
+    The output's memory tells whether the script has let it go: a view of it, or a graph, keeps it as well.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, bool] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._outputs: list[weakref.ref[Tensor]] = []
+        self._outputs: list[StorageWeakRef] = []
         self._depth = 0  # of calls, and of backward passes, which call modules too
         engine: Any = torch.autograd
         engine._engine_run_backward = self._around(engine._engine_run_backward, self._pass_begins)
@@ -64,11 +65,13 @@ class Kept:
     def _returned(self, results: Any) -> None:
         if torch.is_grad_enabled():
             tensors = (one for one in pytree.tree_leaves(results) if isinstance(one, Tensor))
-            self._outputs += [weakref.ref(one) for one in tensors if one.requires_grad and one.dim()]
+            self._outputs += [
+                StorageWeakRef(one.untyped_storage()) for one in tensors if one.requires_grad and one.dim()
+            ]
 
     def _pass_begins(self) -> None:
         if self._outputs:
-            self._see(OUTPUT, any(one() is not None for one in self._outputs))
+            self._see(OUTPUT, any(not one.expired() for one in self._outputs))
             self._outputs.clear()
         if self._optimizers:
             groups = (group for one in self._optimizers for group in one.param_groups)

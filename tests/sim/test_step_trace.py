@@ -61,7 +61,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 classes = torch.zeros(16, dtype=torch.int64, device="cuda")
 for step in range(18):
     x = torch.ones(16, 8, device="cuda")
-    if "name" in words:
+    if "view" in words:
+        rows = model(x)["logits"][:8]
+        loss = F.cross_entropy(rows, classes[:8])
+    elif "name" in words:
         out = model(x)
         loss = F.cross_entropy(out["logits"], classes)
     else:
@@ -144,6 +147,7 @@ def test_a_step_on_the_host_counts_its_bytes(tmp_path):
         (("accumulate",), ["gradients"]),
         (("zeros",), ["gradients"]),
         (("name",), ["output"]),
+        (("view",), ["output"]),
         (("accumulate", "in a list"), ["gradients", "output"]),
     ],
 )
