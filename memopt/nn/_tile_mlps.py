@@ -58,8 +58,9 @@ def tile_mlps(model: nn.Module, *, rows: int | None = None) -> TiledMLPs:
 
     An MLP is a module of two to four linear layers, of which one is at least twice as wide as the input, and of
     functions of single elements. At its first call that each row stands for itself is checked by what torch runs. A
-    module runs as before where it does not hold, draws random numbers (a dropout in training), has hooks on its parts,
-    gets no more rows than a tile has or more than one argument, and under torch.compile.
+    module runs as before where that does not hold, where it has buffers, draws random numbers (a dropout in training),
+    has hooks on its parts, gets no more rows than a tile has or more than one argument, and under torch.compile. What
+    else its forward changes, it changes for each tile, and again in the backward pass.
 
     Source: sequence tiling of ALST (Bekman et al. 2025, arXiv 2506.13996), of which the size of a tile is too.
 
@@ -169,8 +170,8 @@ class TiledForward:
         return self._takes_rows
 
     def _is_watched(self) -> bool:
-        """Return whether parts have hooks, or draw random numbers as they are now."""
-        return any(
+        """Return whether there are buffers, or parts have hooks, or draw random numbers as they are now."""
+        return any(True for _ in self.module.buffers()) or any(
             one._forward_hooks
             or one._forward_pre_hooks
             or one._backward_hooks
@@ -273,7 +274,7 @@ _WIDTH = {
     "split": 2,
     "split_with_sizes": 2,
     "glu": 1,
-}  # where the dimension stands, of the last only
+}  # in the last dimension, which stands there
 _NORMS = {"native_layer_norm", "_fused_rms_norm"}
 
 

@@ -234,6 +234,13 @@ def test_a_dropout_in_training_hooks_on_parts_and_few_rows_leave_it_as_it_is() -
     assert handle.ran == [""]
 
 
+def test_buffers_are_changed_once_a_call() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, WIDTH))
+    handle = memopt.nn.tile_mlps(model, rows=8)
+    model(torch.randn(32, WIDTH)).sum().backward()
+    assert handle.ran == [] and model[1].num_batches_tracked == 1
+
+
 def test_hooks_of_the_mlp_itself_run_once() -> None:
     model = Gated()
     memopt.nn.tile_mlps(model, rows=8)
