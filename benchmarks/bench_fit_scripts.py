@@ -137,6 +137,8 @@ def planned(
     begun = time.perf_counter()
     arguments = ("-m", "memopt", "fit", "-f", "--json", "-o", str(plan), "--gpu", card, *options, *call)
     found: dict[str, Any] = json.loads(command(python, *arguments, ok=(0, 1)).stdout)
+    if found["plan"]:
+        found["plan"]["script"] = os.path.relpath(found["plan"]["script"], ROOT)
     return found, time.perf_counter() - begun
 
 

@@ -273,7 +273,7 @@ def checked_plan(
         except torch.OutOfMemoryError:
             if distributed:
                 raise  # the other ranks wait in this one's collectives
-            taken = TrialSteps(budget + budget // 32, 0)
+            taken = ran_out(budget)
         if found[0].peak_bytes <= budget and max(taken[:2]) <= budget:
             more = room_left(found[0], budget) if room == budget and not distributed else None
             return found if more is None else _faster(found, candidate(more), budget, tried)
@@ -322,6 +322,12 @@ def _faster(
     except torch.OutOfMemoryError:
         return found
     return other if max(taken[:2]) <= budget else found
+
+
+def ran_out(budget: int) -> TrialSteps:
+    """Return what steps count as that ran out of memory: a little more than the budget, so that a little less is tried
+    next."""
+    return TrialSteps(budget + budget // 32, 0)
 
 
 def note_trial(plan: Plan, budget: int, taken: TrialSteps) -> None:

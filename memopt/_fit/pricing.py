@@ -25,6 +25,7 @@ from memopt._checkpoint.checked_plan import (
     chain_costs,
     note_trial,
     plan_for,
+    ran_out,
     room_left,
 )
 from memopt._checkpoint.plan import SLOTS, keep_all
@@ -381,7 +382,7 @@ class Prices:
         try:
             steps = self._trial(found.names, found.candidate)
         except torch.OutOfMemoryError:
-            steps = TrialSteps(self.budget + self.budget // 16, 0)
+            steps = ran_out(self.budget)
         found.tested = max(steps.in_passes, steps.in_step)
         count = micro_batches_of(found.names) * self.step.batches
         found.tested_seconds = steps.seconds * count + self._beside_passes(found.names)
