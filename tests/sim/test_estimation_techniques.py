@@ -30,6 +30,7 @@ for step in range(3):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+print(torch.cuda.max_memory_allocated())
 """
 PLAIN = {
     "before": "",
@@ -40,15 +41,29 @@ PLAIN = {
     "dtype": "float32",
     "rows": 2048,
 }
-CHECKPOINT = """if not step: memopt.auto_checkpoint(
-        model, x, memory_budget=132 << 20, optimizer=optimizer, accumulate=True
-    )"""
+CHECKPOINT = """if not step:
+        memopt.auto_checkpoint(
+            model, x, memory_budget=132 << 20, optimizer=optimizer, accumulate=True, to="cpu"
+        )
+        torch.cuda.reset_peak_memory_stats()  # which leaves out the plan's trial steps"""
+
+
+def run(tmp_path, *techniques, **written):
+    script = SCRIPT.format(**PLAIN | written)
+    found = estimate(
+        tmp_path, script, techniques=list(techniques), rates_of="rtx3090"
+    )  # no clock of this machine
+    assert found["exit_status"] == 0 and found["oom"] is None, found["complained"]
+    return found
 
 
 def peak(tmp_path, *techniques, **written):
-    found = estimate(tmp_path, SCRIPT.format(**PLAIN | written), techniques=list(techniques))
-    assert found["exit_status"] == 0 and found["oom"] is None, found["complained"]
+    found = run(tmp_path, *techniques, **written)
     return found["peak_allocated"], found["techniques"]
+
+
+def printed_peak(tmp_path, **written):
+    return int(run(tmp_path, **written)["printed"].split()[-1])
 
 
 @pytest.mark.parametrize(
@@ -86,11 +101,8 @@ def peak(tmp_path, *techniques, **written):
 def test_a_technique_takes_what_it_takes_in_the_script(tmp_path, technique, met, rows, written):
     as_is, nothing = peak(tmp_path, rows=rows)
     tried, applied = peak(tmp_path, technique, rows=rows)
-    by_hand, _ = peak(tmp_path, rows=rows, **written)
+    by_hand = printed_peak(tmp_path, rows=rows, **written)
     assert applied == {technique.partition(":")[0]: [met]} and nothing == {}
-    if technique.startswith("checkpoint"):  # the script's own call counts with the trial steps of its plan
-        assert 0.9 * by_hand < tried <= by_hand < as_is
-        return
     # The loss stands within the block that is written by hand.
     assert tried == pytest.approx(by_hand, rel=0.03) and tried < as_is
 
