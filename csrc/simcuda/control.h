@@ -27,7 +27,8 @@ typedef struct simcuda_live {
     uint64_t pending;          /* operations queued and not run (lazy mode) */
     uint64_t reservations;     /* of the process, not of one device: cuMemAddressReserve ranges, */
     uint64_t reserved_bytes;   /* their bytes, */
-    uint64_t host_allocations; /* pinned host blocks and registrations */
+    uint64_t host_allocations; /* pinned host blocks and registrations, */
+    uint64_t host_bytes;       /* and the blocks' bytes */
 } simcuda_live;
 
 /* ... and what it has done so far. */
@@ -35,6 +36,7 @@ typedef struct simcuda_counts {
     simcuda_live live;
     uint64_t memory;                   /* bytes the device claims to have */
     uint64_t bytes_peak;               /* since activation or simcuda_reset_peak */
+    uint64_t host_bytes_peak;          /* since activation, of the process */
     uint64_t pool_reserved, pool_used; /* of the device's default pool; part of live.bytes */
     uint64_t launches, copies, copied_bytes, memsets, syncs;
     uint64_t ooms;                         /* requests refused for want of memory */

@@ -32,6 +32,7 @@ extern CUresult sim_fault;  /* sticky error; CUDA_SUCCESS while the device is he
 
 /* What belongs to the process rather than to one device. */
 extern uint64_t sim_reservations, sim_reserved_bytes, sim_host_allocations, sim_modules;
+extern uint64_t sim_host_bytes, sim_host_bytes_peak;
 
 bool sim_activated(void);
 

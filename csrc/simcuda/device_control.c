@@ -17,6 +17,7 @@ bool sim_initialised, sim_lazy, sim_blank, sim_stale_aliases, sim_dead_handles;
 int sim_cc, sim_sms;
 CUresult sim_fault;
 uint64_t sim_reservations, sim_reserved_bytes, sim_host_allocations, sim_modules;
+uint64_t sim_host_bytes, sim_host_bytes_peak;
 
 bool sim_activated(void)
 {
@@ -244,6 +245,8 @@ int simcuda_stats(int device, simcuda_counts *out)
         out->live.reservations = sim_reservations;
         out->live.reserved_bytes = sim_reserved_bytes;
         out->live.host_allocations = sim_host_allocations;
+        out->live.host_bytes = sim_host_bytes;
+        out->host_bytes_peak = sim_host_bytes_peak;
     }
     sim_unlock();
     return exists ? 0 : -1;

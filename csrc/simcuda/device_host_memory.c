@@ -16,6 +16,9 @@ CUresult sim_host_alloc(size_t size, void **out)
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     sim_host_allocations++;
+    sim_host_bytes += size;
+    if (sim_host_bytes > sim_host_bytes_peak)
+        sim_host_bytes_peak = sim_host_bytes;
     *out = range.host_block;
     return CUDA_SUCCESS;
 }
@@ -54,6 +57,8 @@ CUresult sim_host_free(void *block, sim_range_kind kind)
     range = host_at(block, kind);
     if (!range || range->id != id)
         return unknown;
+    if (kind == SIM_RANGE_HOST)
+        sim_host_bytes -= range->size;
     free(range->host_block);
     sim_range_remove(&sim_ranges, range);
     sim_host_allocations--;

@@ -11,11 +11,11 @@ from memopt import _C
 from memopt._estimate import advice, cards
 from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
-from memopt._estimate.forecast import PARTS, WORKED_OUT, share_of_states
+from memopt._estimate.forecast import WORKED_OUT
 from memopt._estimate.prediction import Estimate
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
-from memopt._estimate.survey import COPIES, NOT_MET, Survey, wanted_bytes
+from memopt._estimate.survey import NOT_MET, Survey, wanted_bytes
 from memopt._run.plan import (
     BACKENDS,
     BF16,
@@ -24,10 +24,6 @@ from memopt._run.plan import (
     FACTORED,
     FOUR_BITS,
     LEAST_BUDGET,
-    OFFLOAD_ACTIVATIONS,
-    OFFLOAD_GRADIENTS,
-    OFFLOAD_LAYERS,
-    OFFLOAD_STATES,
     Plan,
     described,
 )
@@ -68,7 +64,7 @@ class Fit:
     alone: dict[str, int] = field(default_factory=dict)
     worked_out: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    host_bytes: int = 0  # that the plan puts there, at most
+    host_bytes: int = 0  # of the host's memory: what was pinned there, and made of what is stepped there
     least: int = 0  # bytes of a card, with any of the runs
     runs: int = 0
 
@@ -172,7 +168,7 @@ class Fit:
                 ("left over", f"{size(self._margin(plan))} beside tensors and the context at the peak")
             )
             if self.host_bytes:
-                said.append(("host", f"at most {size(self.host_bytes)} of its memory is taken, worked out"))
+                said.append(("host", f"{size(self.host_bytes)} of its memory is taken"))
             said += several("to write", self.lines)
         said += several("covered", self.estimate.covered)
         said += several("guesses", (f"{one['what']} at {one['where']}" for one in self.estimate.guesses))
@@ -227,16 +223,17 @@ def find(
     tried: dict[Names, Tried] = {}
 
     def attempt(names: Names) -> Tried | None:
-        taken = host_bytes(estimate, names)
+        alone = len(names) == 1 and names <= {*search.techniques}
+        first = search.forecast is not None and not alone and search.could_fit(names)
+        result = survey.attempt(estimate, card, names, on_card_first=first)
+        if result is None:
+            return None
+        taken = _host_bytes(result)
         if host_memory is not None and taken > host_memory:
             size = f"{_C.format_size(taken)} of the host's memory, of which it may take {_C.format_size(host_memory)}"
             survey.failed[" + ".join(map(_plain, sorted(names)))] = f"it takes {size}"
             return None
-        alone = len(names) == 1 and names <= {*search.techniques}
-        first = search.forecast is not None and not alone and search.could_fit(names)
-        result = survey.attempt(estimate, card, names, on_card_first=first)
-        if result is not None:
-            tried[names] = result
+        tried[names] = result
         return result
 
     def wanted(name: str) -> bool:
@@ -258,7 +255,7 @@ def find(
             seconds(answer.step, card.rates),
         )
         fit.lines = advice.in_words(chosen, answer, estimate.keeps)
-        fit.host_bytes = host_bytes(estimate, chosen)
+        fit.host_bytes = _host_bytes(tried[chosen])
     elif survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
@@ -281,6 +278,13 @@ def find(
     return fit
 
 
+_ROWS, _REASON = 5, 160  # shown: runs, and characters of why one failed
+
+
+def _host_bytes(tried: Tried) -> int:
+    return 0 if tried.answer is None else tried.answer.more.get("host_bytes", 0)
+
+
 def _with_budgets(names: Names, answer: Answer) -> Names:
     """Return techniques with the budget of a checkpoint that was told to take the least."""
     least = answer.more["techniques"].get(LEAST_BUDGET)
@@ -289,30 +293,6 @@ def _with_budgets(names: Names, answer: Answer) -> Names:
         if least is None
         else Names(f"{CHECKPOINT}:{least[0]}" if name.startswith(CHECKPOINT) else name for name in names)
     )
-
-
-def host_bytes(found: Estimate, names: Names) -> int:
-    """Return the most bytes of the host's memory that techniques take: all that they could put there in a step."""
-    moments = found.moments or [[0] * len(PARTS)]
-    most: dict[str, int] = dict(zip(PARTS, map(max, zip(*moments, strict=True)), strict=True))
-    parameters, gradients, states, activations = (
-        max(most[part], found.by_category.get(category, 0))
-        for part, category in (
-            ("parameters", "parameters"),
-            ("gradients", "gradients"),
-            ("states", "optimizer"),
-            ("activations", "activations"),
-        )
-    )
-    offloads = any(name.startswith((OFFLOAD_ACTIVATIONS, CHECKPOINT)) for name in names)
-    taken = activations if offloads else 0
-    if OFFLOAD_LAYERS in names:
-        return taken + COPIES * parameters
-    taken += gradients if OFFLOAD_GRADIENTS in names else 0
-    return taken + (int(share_of_states(names) * states) if OFFLOAD_STATES in names else 0)
-
-
-_ROWS, _REASON = 5, 160  # shown: runs, and characters of why one failed
 
 
 def _row(names: Names, tried: Tried) -> Row:

@@ -61,6 +61,15 @@ class Guesses:
         """Answer a test of unknown values: as an assert statement asserts it, else `otherwise`."""
         return self.asserts.get(_users_line(), otherwise)
 
+    def item(self, tensor: torch.Tensor) -> Any:
+        """Answer for the unknown value of a tensor of one element: a number is not zero, by which a script might
+        divide."""
+        is_test = tensor.dtype == torch.bool
+        self.add("test" if is_test else "value", f"the value of {_form(tensor)}")
+        if is_test:
+            return self.holds(self.fraction < 0.5)
+        return 1.0 if tensor.is_floating_point() or tensor.is_complex() else 0
+
     def forget(self) -> None:
         """Drop the guesses of the process that this one was forked from."""
         self._counts.clear()
@@ -291,12 +300,11 @@ class HostReads:
         torch.cuda.current_stream(tensor.device).synchronize()  # as the read would wait
         if self._checks:
             return self._checks.pop(0)
+        if self._shadows.get(tensor) is None:
+            return self._guesses.item(tensor)
         values = self._known(tensor, "test" if tensor.dtype == torch.bool else "value", "the value")
-        if values is not None:
-            return values.item()
-        if tensor.dtype == torch.bool:
-            return self._guesses.holds(self._guesses.fraction < 0.5)
-        return 1.0 if tensor.is_floating_point() or tensor.is_complex() else 0
+        assert values is not None
+        return values.item()
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         values = self._known(mask, "shape", "the positions of the nonzero elements")

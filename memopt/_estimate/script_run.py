@@ -71,6 +71,7 @@ class Run:
         if request.backend == "pool":
             torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
         self._guesses = Guesses(request.fraction)
+        self._values: values.Values | None = None
         self._peaks, self._requests = Peaks(), Requests()
         self._loops = Loops(request.steps, request.shorten == "none", request.shorten == "all", self._stepped)
         self._step, self._trained_bytes, folder = None, 0, Path(request.answer).parent
@@ -136,9 +137,12 @@ class Run:
     def values(self) -> contextlib.AbstractContextManager[object]:
         if self.request.compute:
             return values.Computed()
-        mode = values.Values(self._guesses)
-        values.install(mode)
-        return mode
+        self._values = values.Values(self._guesses)
+        values.install(self._values)
+        return self._values
+
+    def _made_on_host(self) -> int:
+        return 0 if self._values is None else self._values.host.peak
 
     def leaving(self, leave: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
         """Replace os._exit, which ends the script; the end of a worker that it forks is not the script's."""
@@ -264,6 +268,7 @@ class Run:
             "unmodelled": [f"{name} ({count} calls)" for name, count in memopt.sim.missing_calls().items()],
             "files_not_kept": self._files.written(),
             "techniques": self._techniques.applied,
+            "host_bytes": memopt.sim.stats()["host_bytes_peak"] + self._made_on_host(),
             "trained_bytes": self._trained_bytes,
             "keeps": None if self._kept is None else self._kept.names(),
             "step": None if self._step is None else self._step.segments(),

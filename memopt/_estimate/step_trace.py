@@ -323,8 +323,8 @@ class _Call:
         tensors = [*self._inputs(), *self._outputs()]
         places = {one.identity[-1] for one in tensors}
         on_card = any(place.startswith("cuda") for place in places)
-        if not on_card and places != {"cpu"}:
-            return None
+        if not on_card and (places != {"cpu"} or all(one.bytes <= 8 for one in tensors)):
+            return None  # of the host, a number that an operator wraps in a tensor for itself
         across = on_card and any(one.identity[-1] == "cpu" and one.bytes > 8 for one in tensors)
         if on_card and (self.name in _READ or (self.name == "copy_" and across)):
             to_host = self.name in _READ or next(self._inputs()).identity[-1] == "cpu"

@@ -22,8 +22,7 @@ from memopt._estimate.protection import Protection
 from memopt._estimate.request import SHORTEN, BatchOption, Request
 from memopt._estimate.search import Tried
 from memopt._estimate.step_time import seconds
-from memopt._run.plan import BACKENDS, KEEPS, OFFLOAD_LAYERS
-from memopt._runtime.host_memory import available
+from memopt._run.plan import BACKENDS, KEEPS
 from memopt._runtime.process import ChildFailed
 
 # A convolution's plan may want this much and more; torch takes one with less where it does not fit.
@@ -34,7 +33,6 @@ _FEW = (0.0, 1 / 64)
 _RANKS = 8  # of which each is run
 # What a run with a technique may take: so many times what the script's own took.
 _TIMES, _LEAST_SECONDS = 20.0, 60.0
-COPIES = 4  # of parameters, that a step on the host takes
 NOT_MET = "nothing in the script takes"  # techniques
 
 Run = Callable[[Request], Answer]
@@ -211,8 +209,6 @@ class Survey:
         )
         what = f"with {' and '.join(sorted(names))}"
         try:
-            if OFFLOAD_LAYERS in names:
-                _check_host(found.by_category.get("parameters", 0))
             limited, there = self._on(card, request), f"{what} on {card}"
             free = answer = self._ask(limited, there) if on_card_first else self._ask(request, what)
             if why := _not_as_wanted(free, techniques, found, on_card_first):
@@ -221,7 +217,7 @@ class Survey:
             if not on_card_first and free.peak_allocated + card.context * free.contexts <= card.usable:
                 answer = self._ask(limited, there)
                 fits = self._is_sure(found, limited, answer, there)
-        except (ScriptFailed, ChildFailed, MemoryError) as error:
+        except (ScriptFailed, ChildFailed) as error:
             self.say(f"it does not run {what}: {error}")
             self.failed[" + ".join(name.partition(":")[0] for name in sorted(names))] = str(error)
             return None
@@ -366,16 +362,6 @@ class Survey:
         }
         found.runs = self.runs
         return best
-
-
-def _check_host(parameters: int) -> None:
-    """Raise MemoryError where this host has no room to step parameters, with gradients and two states, as it would."""
-    room = available()
-    if room is not None and COPIES * parameters > room:
-        size = _C.format_size
-        raise MemoryError(
-            f"it takes {size(COPIES * parameters)} of this host's memory, which has {size(room)} left"
-        )
 
 
 def wanted_bytes(answer: Answer) -> int:

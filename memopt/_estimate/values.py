@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memopt._estimate.host_reads import Guesses, HostReads, HostShadows, most_elements
+from memopt._estimate.host_tensors import HostTensors
 from memopt.sim._compute import SHAPE_FROM_VALUES, Compute, alias
 
 _aten = torch.ops.aten
@@ -97,6 +98,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         super().__init__()  # type: ignore[no-untyped-call]
         self.guesses = guesses
         self.shadows = HostShadows()
+        self.host = HostTensors()
         self._reads = HostReads(self.shadows, guesses)
         self._random_state = torch.Generator().manual_seed(0).get_state()
 
@@ -115,15 +117,20 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
             if result is not NotImplemented:
                 return result
         packet = func.overloadpacket
+        leaves = tree_leaves((args, kwargs))
+        if packet is _aten._local_scalar_dense and self.host.among(leaves):
+            return self.guesses.item(args[0])
         if func.is_view or packet in _AS_THEY_ARE:
             return func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
         inputs = [leaf for leaf in leaves if _on_cuda(leaf)]
+        written = _written(func, args, kwargs)
+        if not inputs and not any(map(_is_cuda, leaves)) and self.host.among(leaves):
+            return self.host.result(func, args, kwargs, written)
         with self._reads.checks(packet):
             result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if inputs or any(map(_on_cuda, outputs)):
-            self._follow(_Call(func, args, kwargs, inputs, outputs, _written(func, args, kwargs)))
+        if (inputs or any(map(_on_cuda, outputs))) and not self.host.among(written):
+            self._follow(_Call(func, args, kwargs, inputs, outputs, written))
         return result
 
     def _follow(self, call: _Call) -> None:
@@ -159,7 +166,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         def on_host(leaf: object) -> object:
             if _on_cuda(leaf):
                 return shadows[id(leaf)]
-            return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
+            return torch.device("cpu") if _is_cuda(leaf) else leaf
 
         host_args, host_kwargs = tree_map(on_host, (args, kwargs))
         if isinstance(host_kwargs.get("generator"), torch.Generator):
@@ -248,6 +255,10 @@ def _on_cuda(leaf: object) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.is_cuda
 
 
+def _is_cuda(leaf: object) -> bool:
+    return isinstance(leaf, torch.device) and leaf.type == "cuda"
+
+
 def _is_out(func: Any) -> bool:
     return any(argument.is_out for argument in func._schema.arguments)
 
@@ -279,7 +290,11 @@ def _of_finite_numbers(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 def install(values: Values) -> None:
-    """Keep the mode out of backward passes, and of recomputation in them, from now on for the life of the process."""
+    """Keep the mode out of backward passes, and of recomputation in them, from now on for the life of the process.
+
+    What is offloaded to the host has no contents from now on.
+    """
+    values.host.install()
     for name in ("backward", "grad"):
         setattr(torch.autograd, name, _without(values, getattr(torch.autograd, name)))
     hook = torch_checkpoint._recomputation_hook

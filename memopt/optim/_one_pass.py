@@ -223,21 +223,25 @@ class OnePass(torch.optim.Optimizer):
                 with torch.no_grad():
                     self._update_left(plan, left, scaling)
             for number in plan.devices():
-                if number >= 0:
-                    kernels.prepare()
-                device = torch.device("cpu") if number < 0 else torch.device("cuda", number)
-                factor, found_inf, store = None, None, False
-                if scaling is not None:
-                    factor, found_inf = scaling.factor(device), scaling.found_inf_on(device)
-                    store = scaling.store
-                needed = plan.scratch(number)
-                scratch = torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
-                plan.run(number, factor, found_inf, store, self._first_index, scratch)
+                self._run(number, plan, scaling)
         except BaseException:
             self._forget(first)
             raise
         finally:
             plan.drop()
+
+    def _run(self, number: int, plan: _C.UpdatePlan, scaling: ScaledStep | None) -> None:
+        """Step the parameters of a CUDA device, or of the host for -1."""
+        if number >= 0:
+            kernels.prepare()
+        device = torch.device("cpu") if number < 0 else torch.device("cuda", number)
+        factor, found_inf, store = None, None, False
+        if scaling is not None:
+            factor, found_inf = scaling.factor(device), scaling.found_inf_on(device)
+            store = scaling.store
+        needed = plan.scratch(number)
+        scratch = torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
+        plan.run(number, factor, found_inf, store, self._first_index, scratch)
 
     def _memopt_step(
         self, read: Callable[[_C.Gradients | None], ScaledStep | None], *args: Any, **kwargs: Any

@@ -13,10 +13,10 @@ _bodies: list[object] = []  # host bodies of kernels: the device keeps their add
 # The fields of simcuda_live and simcuda_counts in csrc/simcuda/control.h, in their order.
 _LIVE = (
     "bytes handles mappings allocations streams events graphs modules pending reservations reserved_bytes"
-    " host_allocations"
+    " host_allocations host_bytes"
 ).split()
 _COUNTS = (
-    "memory bytes_peak pool_reserved pool_used launches copies copied_bytes memsets syncs ooms faults"
+    "memory bytes_peak host_bytes_peak pool_reserved pool_used launches copies copied_bytes memsets syncs ooms faults"
     " to_device to_host side_to_device side_to_host"
 ).split()
 _NOT_IMPLEMENTED = 2**64 - 1

@@ -3,9 +3,9 @@
 Its script is a JSON file: bytes `fixed`, `each` (of one of a batch), `masks` (where all of them are selected); `kept`,
 the allocator's share beyond the tensors, by backend; `option`, the script's option for its batch, if it has one;
 `batch`, that of its own; `techniques`, what each saves that meets something in it; `slow`, those with which it takes no
-step in its time; `moved`, bytes that a step moves on the card, by technique, "" for those without any; `data`, the most
-that there are; `each_rank`, bytes more of each rank after the first; `loaders`, DataLoaders that it makes; `evaluates`:
-where it runs out; `ends`: how it ends by itself."""
+step in its time; `host`, bytes of the host's memory that they take; `moved`, bytes that a step moves on the card, by
+technique, "" for those without any; `data`, the most that there are; `each_rank`, bytes more of each rank after the
+first; `loaders`, DataLoaders that it makes; `evaluates`: where it runs out; `ends`: how it ends by itself."""
 
 from __future__ import annotations
 
@@ -99,6 +99,7 @@ def main() -> None:
         "by_module": [{"name": "", "bytes": 1, "blocks": 1, "category": "other"}],
         "cudnn": True,
         "techniques": met,
+        "host_bytes": sum(script.get("host", {}).get(name, 0) for name in met),
         "guesses": [{"kind": "shape", "what": "nonzero", "where": "train.py:9", "count": 2}]
         if script["masks"]
         else [],

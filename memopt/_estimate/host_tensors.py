@@ -1,0 +1,101 @@
+"""Host tensors without contents: what a model keeps on the host of a card that keeps none.
+
+offload_layers moves parameters and their gradients to the host, where the optimizer steps them, and has its states. An
+estimate needs none of these values, and a host that has not the memory for them can plan for one that has. So an
+operation of such tensors gives tensors whose pages nobody touches, and writes nothing; nothing else changes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+from torch.utils._pytree import tree_map
+
+from memopt._offload import host_parameters
+from memopt.optim._one_pass import OnePass
+from memopt.sim._compute import ON_HOST
+
+_NO_SUCH_SHAPE = (NotImplementedError, RuntimeError)  # of an operation that meta tensors do not have
+
+
+class HostTensors:
+    """The tensors without contents, by their storages.
+
+    Attributes:
+        peak: The most bytes that operations have made of them at once, such as an optimizer's states.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._made_bytes = self.peak = 0
+
+    def install(self) -> None:
+        """Add what offload_layers moves to the host from now on, and leave memopt's optimizers' work on it undone."""
+        cut, run = host_parameters.cut, OnePass._run
+
+        def cut_and_add(buffer: object, like: torch.Tensor, offset: int) -> torch.Tensor:
+            tensor = cut(buffer, like, offset)
+            self.add(tensor)
+            return tensor
+
+        def run_elsewhere(optimizer: OnePass, number: int, *args: Any) -> None:
+            stepped = (p for group in optimizer.param_groups for p in group["params"])
+            if number >= 0 or not self.among(stepped):
+                run(optimizer, number, *args)
+
+        host_parameters.cut = cut_and_add
+        OnePass._run = run_elsewhere  # type: ignore[assignment, method-assign]
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._add(tensor, 0)
+
+    def _add(self, tensor: torch.Tensor, size: int) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+
+        def drop(_: object) -> None:
+            del self._storages[key]
+            self._made_bytes -= size
+
+        self._storages[key] = weakref.ref(storage, drop)
+        self._made_bytes += size
+        self.peak = max(self.peak, self._made_bytes)
+
+    def among(self, leaves: Iterable[object]) -> bool:
+        """Return whether one of these is such a tensor."""
+        return bool(self._storages) and any(
+            isinstance(leaf, torch.Tensor)
+            and leaf.device.type == "cpu"
+            and leaf.layout is torch.strided
+            and leaf.untyped_storage()._cdata in self._storages
+            for leaf in leaves
+        )
+
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]) -> Any:
+        """Return what an operation of host tensors returns, with what it writes to as it was."""
+        returned = func._schema.returns
+        if all(one.alias_info is not None for one in returned):
+            return tuple(written) if len(returned) > 1 else written[0] if returned else None
+        try:
+            with record_function(ON_HOST):
+                results = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
+        except _NO_SUCH_SHAPE:
+            return func(*args, **kwargs)
+        return tree_map(self._made, results)
+
+    def _made(self, leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
+        self._add(made, made.untyped_storage().nbytes())
+        return made
+
+
+def _as_meta(leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
