@@ -106,9 +106,13 @@ class Fit:
     def __str__(self) -> str:
         size, found = _C.format_size, self.estimate
         needed = found.needed[1]
-        short = f", short by {size(needed - self.card.usable)}" if needed > self.card.usable else ""
-        headline = f"{found.title} on {self.card.name}: needs {size(needed)}{short}"
-        return str(Facts(headline, self._facts()))
+        if found.verdict == "fits":
+            said = "fits tightly as it is" if found.is_tight else "fits as it is"
+        else:
+            said = f"needs {size(needed)}" + (
+                f", short by {size(needed - self.card.usable)}" if needed > self.card.usable else ""
+            )
+        return str(Facts(f"{found.title} on {self.card.name}: {said}", self._facts()))
 
     def _step(self, row: Row) -> str:
         plain = self.step_seconds

@@ -129,6 +129,11 @@ class Estimate:
         """Bytes that the card must have for everything, the allocator's memory and the context, as (low, high)."""
         return self.reserved[0] + self.context, self.reserved[1] + self.context
 
+    @property
+    def is_tight(self) -> bool:
+        """Return whether it fits its card only because the allocator gives back what it caches."""
+        return self.verdict == "fits" and self.card is not None and self.needed[1] > self.card.usable
+
     def fits(self, card: str | int | Card) -> bool:
         """Return whether the run is sure to fit on a card.
 
@@ -229,6 +234,12 @@ def _headline(found: Estimate) -> str:
     if found.card is None:
         return f"{found.title}: {span(low, high)} of a card, all counted"
     verdict = found.verdict if found.verdict == "fits" else found.verdict.upper()
+    if found.is_tight:
+        low, high, verdict = (
+            found.allocated[0] + found.context,
+            found.allocated[1] + found.context,
+            "fits tightly",
+        )
     usable = _C.format_size(found.card.usable)
     return f"{found.title} on {found.card.name}: {span(low, high)} of {usable} usable: {verdict}"
 
@@ -259,7 +270,8 @@ def _rows(found: Estimate) -> list[tuple[str, str]]:
     said.append(
         (
             "peak",
-            f"{span(*found.allocated)} allocated, {span(*found.reserved)} reserved, "
+            f"{span(*found.allocated)} allocated, {span(*found.reserved)} reserved"
+            f"{' where there is room' if found.is_tight else ''}, "
             f"{_C.format_size(found.context)} context",
         )
     )
