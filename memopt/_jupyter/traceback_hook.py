@@ -1,5 +1,5 @@
-"""The hook where IPython shows an exception: it prints the report of an out-of-memory error before the traceback, and
-after an out-of-memory error or an interrupt releases what the traceback's frames hold.
+"""The hook where IPython shows an exception: it prints the report of an out-of-memory error after the traceback, and
+after that error or an interrupt releases what the traceback's frames hold.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ShownExceptions:
     def _show(self, exc_tuple: Any = None, *arguments: Any, **named: Any) -> Any:
         error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         try:
-            observer.show(error)
-        finally:
             shown = self._before(exc_tuple, *arguments, **named)
+        finally:
+            observer.show(error)
         if isinstance(error, KeyboardInterrupt) or is_out_of_memory(error):
             # The handler that calls this holds the exception, and the frame that runs it stays as it is.
             released = release(error)

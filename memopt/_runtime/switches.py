@@ -21,7 +21,7 @@ def enable(
 ) -> None:
     """Enable memopt for an unmodified training script, without changing its results.
 
-    It adds the report of an out-of-memory error, printed before the traceback of an uncaught exception; a warning when
+    It adds the report of an out-of-memory error, printed after the traceback of an uncaught exception; a warning when
     memory grows from step to step; and in a notebook the release of memory that a failed cell left on the device.
     Without a CUDA device the warnings of growth remain. It may be called again; memopt.disable() undoes it.
 

@@ -1,8 +1,8 @@
 """The observer of requests that are about to raise torch.OutOfMemoryError, under torch's allocator or memopt's, and the
 hook that prints its report if nobody catches the exception.
 
-The report is kept as text until then. It is printed before the traceback, and written to a page if one is asked for.
-The exception, its traceback and other hooks stay as they are.
+The report is kept as text until then. It is printed after the traceback, where a reader looks first, and written to a
+page if one is asked for. The exception, its traceback and other hooks stay as they are.
 """
 
 from __future__ import annotations
@@ -172,16 +172,17 @@ def _kept(text: str, path: str) -> str:
 
 def _main(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
     try:
-        show(error)
-    finally:
         _before["sys"](kind, error, traceback)
+    finally:
+        show(error)
 
 
 def _thread(arguments: threading.ExceptHookArgs) -> None:
+    error = arguments.exc_value  # the other hook may clear the arguments
     try:
-        show(arguments.exc_value)
-    finally:
         _before["threading"](arguments)
+    finally:
+        show(error)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
