@@ -96,4 +96,4 @@ for _step in range(args.steps):
     with torch.no_grad():
         for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
             ours.lerp_(theirs, 0.001)
-print("done")
+    print(f"loss {loss.item():.6f}")

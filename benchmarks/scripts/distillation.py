@@ -56,4 +56,4 @@ for _ in range(args.steps):
     loss.backward()
     optimizer.step()
     warm_up.step()
-print("done")
+    print(f"loss {loss.item():.6f}")

@@ -78,4 +78,5 @@ for _ in range(args.steps):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    print(f"loss {loss.item():.6f}")
 print("trained", sum(parameter.numel() for parameter in trained), "parameters")
