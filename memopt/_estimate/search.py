@@ -1,7 +1,8 @@
 """The search for techniques with which a script fits its card: the lowest tier of exactness, and in it the fastest.
 
 With a forecast (forecast.py) the fastest combinations that it lets fit are run, and alone only those techniques that
-nothing is worked out of, when such a combination has them. Tiers in which nothing can fit are passed over.
+nothing is worked out of, when such a combination has them. Tiers in which nothing can fit are passed over; where that
+is all of them, as of a script that runs out while it makes its model, the combinations that save most are run.
 
 Where that finds nothing, or without a forecast, each technique is run alone. What a combination takes is predicted by
 adding up what each saves; the fastest that are predicted to fit are run. Where that misleads, as one phase of a step
@@ -126,7 +127,10 @@ class Search:
 
     def found(self) -> Iterator[Names]:
         """Yield combinations that fit: one of each tier that has any, the lowest tier first."""
-        possible = {tier_of(names) for names in combinations(self.techniques) if self.could_fit(names)}
+        every = [*combinations(self.techniques)]
+        possible = {tier_of(names) for names in every if self.could_fit(names)}
+        if not possible and not self._may_fit(every):
+            return
         for tier in sorted(possible or range(len(TIERS))):
             fitting = next((names for names in self._candidates(tier) if self._fits(names)), None)
             if fitting is None:
@@ -176,6 +180,19 @@ class Search:
     def could_fit(self, names: Names) -> bool:
         """Return whether no forecast says that techniques cannot fit."""
         return self.forecast is None or _SURE * self.forecast.least(names) <= self._room
+
+    def _may_fit(self, every: list[Names]) -> bool:
+        """Return whether the forecast, by which nothing can fit, is wrong, or nobody knows: the combinations that save
+        most are run."""
+        assert self.forecast is not None
+        largest = [names for names in every if not any(names < others for others in every)]
+        ran = (
+            tried
+            for names in sorted(largest, key=self.forecast.least)
+            if (tried := self.run(names)) is not None
+        )
+        most = [*itertools.islice(ran, _LIKELY)]
+        return not most or any(tried.fits for tried in most)
 
     def _fits(self, names: Names) -> bool:
         tried = self.run(names)

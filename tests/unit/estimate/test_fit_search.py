@@ -8,8 +8,10 @@ import random
 
 import pytest
 
-from memopt._estimate import search
+from memopt._estimate import cards, search
+from memopt._estimate.forecast import Forecast
 from memopt._estimate.search import Names, Search, Tried, tier_of
+from memopt._estimate.step_time import Segment
 
 NAMES = [name if name != "checkpoint" else "checkpoint:9" for name in search._TIER if name != "pool"]
 PLAIN = 1000
@@ -133,3 +135,24 @@ def test_a_checkpoint_gets_the_budget_that_is_left(largest, seconds, room, budge
     plain = 1.0
     asked = Search(found, 2000 * mib, room * mib, attempt, plain).with_more_budget(found, room * mib)
     assert asked == Names([f"checkpoint:{budget * mib}", "fused"])
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_where_nothing_can_fit_by_the_forecast_few_runs_say_whether_it_is_right(wrong):
+    """As of a script that runs out of memory while it makes its model, which no technique changes."""
+    names = [name for name in NAMES if name != "checkpoint:9"]
+    asked = []
+
+    def attempt(chosen):
+        asked.append(chosen)
+        if chosen & {"step in backward"}:
+            return None
+        return Tried(wrong and "loss head" in chosen, PLAIN, 1.0)
+
+    moments = [[0, 0, 0, 0, 0, 2 * PLAIN]]
+    forecast = Forecast(moments, [Segment()], cards.card("8GiB").rates, 0, 1.0)
+    plans = [*Search(names, 2 * PLAIN, PLAIN, attempt, 1.0, forecast).found()]
+    if wrong:
+        assert plans[0] == {"loss head"}
+    else:
+        assert not plans and len([one for one in asked if "step in backward" not in one]) == 3
