@@ -302,7 +302,11 @@ def _on_fake_tensors(
         progress.say(f"{' '.join(argv)} on fake tensors")
         if not options.quiet:
             shown.enter_context(Followed(output.name, progress.script))
-        answer = fake_tensors.run(script, options.seconds, protected, output.fileno())
+        try:
+            answer = fake_tensors.run(script, options.seconds, protected, output.fileno())
+        except ChildFailed as error:
+            first, _, rest = str(error).partition("\n")
+            raise ChildFailed(f"{first}; a simulated card may run it, but {reason}", rest) from error
     found = fake_tensors.estimate_of(answer, " ".join(argv), card, reason)
     if options.steps is not None and answer.steps >= options.steps:
         found.covered = [f"{answer.steps} steps, then it was ended: what follows was not seen"]

@@ -198,7 +198,12 @@ def _tell(run: Callable[[], None], told: dict[str, Any]) -> None:
     try:
         run()
     except BaseException as error:
-        told |= {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        # What has no fake tensor is no error of the script's, and its traceback would say nothing of it.
+        fake = type(error).__module__.startswith("torch._subclasses")
+        told |= {
+            "failed": f"{type(error).__name__}: {error}",
+            "trace": "" if fake else traceback.format_exc(),
+        }
 
 
 def _answer(training: TrainingTask) -> dict[str, Any]:

@@ -158,6 +158,13 @@ def test_without_a_cuda_build_fake_tensors_answer_and_say_that_they_are_the_weak
         [*line, str(tmp_path / "train.py")], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 2 and "KeyError: 'no data'" in done.stderr
+    # What fake tensors cannot do is told in a line, with the remedy.
+    (tmp_path / "train.py").write_text("import torch\ntorch.ones(4, device='cuda').nonzero()\n")
+    done = subprocess.run(
+        [*line, str(tmp_path / "train.py")], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "pip install --no-deps 'torch===" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("way", ["simulated", "fake tensors"])
