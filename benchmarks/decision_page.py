@@ -1,7 +1,7 @@
-"""README's table of what to do when memory runs out: each technique on the demo task, beside the plain step.
+"""RESULTS.md's table of what to do when memory runs out: each technique on the demo task, beside the plain step.
 
-    python benchmarks/decision_page.py              measures, writes results/decision_page.json and README's table
-    python benchmarks/decision_page.py --render     README's table from the results that are kept
+    python benchmarks/decision_page.py              measures, writes results/decision_page.json and the table
+    python benchmarks/decision_page.py --render     the table from the results that are kept
     python benchmarks/decision_page.py --quick      fewer steps; nothing is kept
 
 The character GPT of memopt.demo, plain AdamW. What needs a CUDA device runs on a simulated one, with the numbers
@@ -25,7 +25,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 RESULT = ROOT / "benchmarks/results/decision_page.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "benchmarks/RESULTS.md"
 BEGIN = "<!-- decisions: begin -->"
 END = "<!-- decisions: end -->"
 
@@ -73,12 +73,12 @@ def cost(row: dict[str, Any]) -> str:
     return ", ".join(said) or "nothing measured"
 
 
-def rewritten(readme: str, table: str) -> str:
-    """README with the table between the marks. Raises ValueError where they are missing."""
-    before, begin, rest = readme.partition(BEGIN)
+def rewritten(page: str, table: str) -> str:
+    """The page with the table between the marks. Raises ValueError where they are missing."""
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README.md has no line {BEGIN!r} with {END!r} behind it")
+        raise ValueError(f"{PAGE.name} has no line {BEGIN!r} with {END!r} behind it")
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
@@ -418,7 +418,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps; nothing is kept")
-    parser.add_argument("--render", action="store_true", help="write README's table from the kept results")
+    parser.add_argument("--render", action="store_true", help="write the table from the kept results")
     parser.add_argument("--allocator", choices=["torch", "memopt"], help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=12, help="steps of each way that is timed (12)")
     options = parser.parse_args()
@@ -434,7 +434,7 @@ def main() -> int:
     print(table)
     if not options.quick:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        README.write_text(rewritten(README.read_text(), table))
+        PAGE.write_text(rewritten(PAGE.read_text(), table))
     return 0
 
 

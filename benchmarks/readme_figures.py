@@ -1,4 +1,4 @@
-"""The tables of figures in README.md and of scripts in benchmarks/README.md, written between markers.
+"""README's figures, picture and screens, the tables of benchmarks/RESULTS.md and benchmarks/README.md: all from JSON.
 
     python benchmarks/readme_figures.py            rewrites them (`make bench` ends with it)
     python benchmarks/readme_figures.py --check    exits with 1 if one says anything else than scripts and JSON
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
+PICTURE = RESULTS / "large_model.svg"
 
 
 @dataclass(frozen=True)
@@ -416,6 +417,85 @@ def table() -> str:
     return "\n".join(lines)
 
 
+# ---- a large model ---------------------------------------------------------------------------------------------------
+
+
+LARGE = "memory of the card, a Llama of 8b, 4096 tokens"
+LEVERS = {  # of the benchmark's: what is written, and what becomes of the results
+    "torch": ("`torch.optim.AdamW`, checkpointed blocks, bf16", ""),
+    "8-bit states": ("`memopt.optim.AdamW(…, state_bits=8)`", "other numbers, a like loss"),
+    "and a fused head": ("and `memopt.nn.linear_cross_entropy(…)`", "equal to rounding"),
+    "and gradients on the host": ("and `offload_gradients=True`", "the same"),
+    "and states on the host": ("and `offload_states=True`", "the same"),
+}
+
+
+def _large() -> dict[str, float]:
+    (found,) = (f for f in result("bench_large_models")["figures"] if f["case"] == LARGE)
+    values: dict[str, float] = found["values"]
+    return values
+
+
+def levers() -> str:
+    """What a large model takes of a card, each row with those above it."""
+    values = _large()
+    rows = [f"| {text} | {values[name]:.1f} GiB | {results} |" for name, (text, results) in LEVERS.items()]
+    return "\n".join(["| in the script | memory of the card | results |", "| --- | ---: | --- |", *rows])
+
+
+def picture() -> str:
+    """A bar of the large model as it is, one with memopt, and the line of a card of 24 GiB."""
+    values = _large()
+    bars = (("PyTorch", values["torch"], "#4a5568"), ("memopt", values["and states on the host"], "#276749"))
+    left, scale, card = 90, 8.0, 24  # pixels, pixels a GiB, GiB
+    line = left + card * scale
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" width="760" height="150" viewBox="0 0 760 150" role="img" '
+        'font-family="system-ui, sans-serif" font-size="15">',
+        f"<title>{picture_text()}</title>",
+        '<rect width="760" height="150" rx="8" fill="#ffffff"/>',
+    ]
+    for row, (name, size, color) in enumerate(bars):
+        top = 20 + 42 * row
+        parts += [
+            f'<text x="{left - 10}" y="{top + 20}" text-anchor="end" fill="#1a202c">{name}</text>',
+            f'<rect x="{left}" y="{top}" width="{size * scale:.0f}" height="30" fill="{color}"/>',
+            f'<text x="{left + size * scale - 8:.0f}" y="{top + 20}" text-anchor="end" fill="#ffffff">'
+            f"{size:.1f} GiB</text>",
+        ]
+    parts += [
+        f'<line x1="{line:.0f}" y1="10" x2="{line:.0f}" y2="108" stroke="#c53030" stroke-width="2" '
+        'stroke-dasharray="6 4"/>',
+        f'<text x="{line:.0f}" y="128" text-anchor="middle" fill="#9b2c2c">a card of {card} GiB</text>',
+        '<text x="696" y="82" text-anchor="end" fill="#4a5568">8B Llama in full, AdamW, 4096 tokens; simulated</text>',
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def picture_text() -> str:
+    values = _large()
+    return (
+        f"Full fine-tuning of a Llama of 8 billion parameters, 4096 tokens: {values['torch']:.1f} GiB with PyTorch, "
+        f"{values['and states on the host']:.1f} GiB with memopt (simulated)"
+    )
+
+
+# ---- what commands print ---------------------------------------------------------------------------------------------
+
+
+def screen(name: str, *left_out: str) -> str:
+    """What a command printed, without some of its facts, as a block of text."""
+    shown, keeps = [], True
+    for row in json.loads((RESULTS / "readme_screens.json").read_text())[name].rstrip().splitlines():
+        fact = row[2:13].strip() if row.startswith("  ") else row
+        if fact:
+            keeps = fact not in left_out
+        if keeps:
+            shown.append(row)
+    return "\n".join(["```", *shown, "```"])
+
+
 def demo() -> str:
     """The results of `make demo`, from the JSON that `make bench` has it write."""
     if not path("demo").exists():
@@ -472,7 +552,17 @@ def _listed(entries: object) -> list[dict[str, object]]:
     return entries if isinstance(entries, list) else []
 
 
-BLOCKS = {README: {"demo": demo, "figures": table}, BENCHMARKS / "README.md": {"scripts": scripts}}
+BLOCKS: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {
+        "picture": lambda: f"![{picture_text()}]({PICTURE.relative_to(ROOT)})",
+        "estimate": lambda: screen("estimate", "modules", "allocators", "source"),
+        "fit": lambda: screen("fit", "not enough", "fails", "assumed"),
+        "out of memory": lambda: screen("out of memory"),
+        "levers": levers,
+    },
+    BENCHMARKS / "RESULTS.md": {"demo": demo, "figures": table},
+    BENCHMARKS / "README.md": {"scripts": scripts},
+}
 
 
 def rewritten(file: Path, text: str) -> str:
@@ -487,7 +577,10 @@ def rewritten(file: Path, text: str) -> str:
 
 
 def main() -> int:
-    stale = False
+    stale = PICTURE.read_text() != picture() if PICTURE.exists() else True
+    if sys.argv[1:] != ["--check"]:
+        PICTURE.write_text(picture())
+        stale = False
     for file in BLOCKS:
         text = file.read_text()
         wanted = rewritten(file, text)

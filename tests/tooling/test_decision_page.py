@@ -1,4 +1,4 @@
-"""README's table of what to do when memory runs out is that of the kept results; its lines are memopt's own names."""
+"""RESULTS.md's table of what to do when memory runs out is that of the kept results; its lines are memopt's names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from benchmarks import decision_page
 RESULT = json.loads(decision_page.RESULT.read_text())
 
 
-def test_readme_has_the_table_of_the_results():
-    readme = decision_page.README.read_text()
-    assert decision_page.rewritten(readme, decision_page.render(RESULT)) == readme
+def test_the_page_has_the_table_of_the_results():
+    page = decision_page.PAGE.read_text()
+    assert decision_page.rewritten(page, decision_page.render(RESULT)) == page
 
 
 @pytest.mark.parametrize("row", RESULT["rows"], ids=lambda row: row["technique"][:30])

@@ -31,11 +31,15 @@ def test_a_figure_that_changed_changes_readme(monkeypatch):
     assert readme_figures.rewritten(readme_figures.README, readme) != readme
 
 
+def test_the_picture_says_what_json_says():
+    assert readme_figures.PICTURE.read_text() == readme_figures.picture()
+
+
 def test_what_was_not_run_is_said_to_be_so(monkeypatch, tmp_path):
     monkeypatch.setattr(readme_figures, "RESULTS", tmp_path)
     assert readme_figures.table().count("not run in full yet") == len(readme_figures.ROWS)
 
 
 def test_a_readme_without_the_markers_is_refused():
-    with pytest.raises(SystemExit, match="demo: begin"):
+    with pytest.raises(SystemExit, match="picture: begin"):
         readme_figures.rewritten(readme_figures.README, "# memopt\n")
