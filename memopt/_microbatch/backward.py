@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
@@ -16,7 +17,7 @@ from memopt._microbatch import ALONE, Agreement, exactness
 from memopt._microbatch.attempt import BufferHistory, EntryGradients, Failure, InitialScale, run_attempt
 from memopt._microbatch.size_cache import KnownSizes, StepMemory, available_bytes, memory_before, memory_since
 from memopt._microbatch.split_batch import Cutting, Lists, Reduction, SplitBatch, Weights
-from memopt._runtime.log import logger
+from memopt._runtime.log import logger, stacklevel
 from memopt._runtime.state_snapshot import ModuleTensors, RandomState, version
 
 Model: TypeAlias = nn.Module | Iterable[nn.Module]
@@ -145,6 +146,7 @@ class _History:
             Hashable, str
         ] = {}  # what does not run on a part of its batch, and the error for it
         self.told_of_randomness: set[Hashable] = set()
+        self.told_of_micro_batches: set[Hashable] = set()
 
 
 _histories: weakref.WeakKeyDictionary[nn.Module, _History] = weakref.WeakKeyDictionary()
@@ -437,6 +439,15 @@ class _Step:
         taken = None if before is None else memory_since(self.devices, before)
         record = self.history.sizes.record(self.what, self.split.shapes)
         record.has_fitted(size, self.room, taken, self.was_emptied)
+        is_news = self.exact is not False and self.what not in self.history.told_of_micro_batches
+        if self.was_emptied and size < self.split.samples and is_news:
+            self.history.told_of_micro_batches.add(self.what)
+            warnings.warn(
+                f"memopt.backward: a batch of {self.split.samples} samples ran out of memory; its step was done again "
+                f"in micro-batches of {size}, as later ones of such a batch will be",
+                RuntimeWarning,
+                stacklevel=stacklevel(),
+            )
 
     # ---- what is checked ---------------------------------------------------------------------------------------------
 

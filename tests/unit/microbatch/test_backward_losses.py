@@ -16,7 +16,14 @@ from torch.nn import functional as F
 import memopt
 from tests.unit.microbatch.test_backward import Failing, Net, batch, difference, grads, nothing_known, refused  # noqa: F401
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("error")]
+CUT = (
+    "memopt.backward: a batch of 8 samples ran out of memory; its step was done again in micro-batches of 4, "
+)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("error"),
+    pytest.mark.filterwarnings("ignore:memopt.backward. a batch of:RuntimeWarning"),
+]
 
 
 def network(inputs: int = 6) -> nn.Module:
@@ -232,7 +239,7 @@ def test_the_first_step_that_is_cut_warns_once_of_noise_inside(kind: str) -> Non
     words = r"Dropout 'layers.3'\) draws random" if kind == "module" else "and fn draws random"
     with Failing(8), pytest.warns(RuntimeWarning, match=f"{words}(.|\n)*draw the noise outside") as caught:
         memopt.backward(fn, *batch(), model=model)
-    assert [warning.filename for warning in caught] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__] * 2 and CUT in str(caught[-1].message)
     with Failing(8) as failing:
         memopt.backward(fn, *batch(), model=model)  # warnings are errors here
     assert failing.raised
@@ -252,6 +259,22 @@ def test_noise_that_is_passed_or_not_asked_about_is_none_to_warn_of() -> None:
         other = Net(dropout=0.5 * (not exact))
         with Failing(8), warnings.catch_warnings():
             memopt.backward(lambda a, b: F.cross_entropy(other(a), b), x, y, model=other, exact=exact)  # noqa: B023
+
+
+@pytest.mark.filterwarnings("error:memopt.backward. a batch of:RuntimeWarning")
+def test_the_first_step_that_is_cut_says_so_once_unless_nothing_is_asked() -> None:
+    model = Net()
+    fn = lambda x, y: F.cross_entropy(model(x), y)  # noqa: E731
+    with Failing(8), pytest.warns(RuntimeWarning, match=CUT) as caught:
+        memopt.backward(fn, *batch(), model=model)
+    assert [warning.filename for warning in caught] == [__file__]
+    with Failing(8) as failing:
+        memopt.backward(fn, *batch(), model=model)
+    assert failing.raised
+    other = Net()
+    with Failing(8) as failing:
+        memopt.backward(lambda x, y: F.cross_entropy(other(x), y), *batch(), model=other, exact=False)
+    assert failing.raised
 
 
 def test_a_warning_that_is_an_error_leaves_everything_as_at_entry() -> None:
