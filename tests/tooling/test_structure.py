@@ -78,16 +78,6 @@ def test_private_names_are_found(text, found):
     assert PRIVATE.findall(text) == found
 
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_a_page_lead_somewhere(page):
-    links = re.findall(r"\]\(([^)#\s]+)[)#]", page.read_text())
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert not missing
-
-
 def test_benchmarks_notebooks_and_readme_use_public_names():
     listed = ["git", "ls-files", "benchmarks/*.py", "notebooks/*.ipynb", "README.md"]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()

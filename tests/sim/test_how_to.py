@@ -1,0 +1,45 @@
+"""The how-to pages: their programs run, on a simulated card that computes, and their commands are memopt's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs/how_to").glob("*.md"))
+CARDS = {"long_batches": "760MiB"}  # on which the long batch does not fit
+SAID = {  # beside what it is about
+    "batch_size": r"\n4096\n",
+    "ci_gate": "",
+    "choose_a_card": r"fits \(\d+, \d+\)",
+    "fragmentation": "CUDA memory summary",
+    "host_memory": r"more private memory than at the first batch",
+    "leaks": r"held by `losses\[\*\]`",
+    "long_batches": r"8192 samples ran out of memory; its step was done again in micro-batches of \d+",
+    "notebooks": "fits",
+    "several_gpus": r"stages within 80\.0 MiB",
+}
+
+
+def program(page: Path) -> str:
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if program(page)], ids=lambda page: page.stem)
+def test_the_program_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text(program(page))
+    run = ["-m", "memopt", "run", "--no-record", "--sim", CARDS.get(page.stem, "4GiB")]
+    done = subprocess.run(
+        [sys.executable, *run, "page.py"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,  # a hang
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(SAID[page.stem], done.stdout + done.stderr), done.stdout + done.stderr
