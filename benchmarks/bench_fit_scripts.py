@@ -4,6 +4,7 @@ A card has 80, 60, 40 or 25 % of the tensors that the script has at its peak, an
 to the script in a process of its own, on such a card, whose kernels compute nothing: the peak there is beside the
 planned one. With --losses each script is made small, planned on 60 % of its peak, and run with each operation computed
 (`memopt run --fit --sim`): its losses are beside those of the plain script. With --headlines, large Llamas are planned.
+With --only the rows of the other cases stay as they were; each row has the commit that it was run at.
 
 The scripts need the packages named beside them: --python names a Python that has them and PyTorch's CUDA build."""
 
@@ -25,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from benchmarks import harness  # noqa: E402
+from benchmarks import environment, harness  # noqa: E402
 
 SCRIPTS = ROOT / "benchmarks" / "scripts"
 SHARES = (0.8, 0.6, 0.4, 0.25)
@@ -240,6 +241,7 @@ def plans(options: argparse.Namespace, report: harness.Report, folder: Path) -> 
             for number, (what, script) in enumerate(chosen.items())
         ]
         rows = [one for made in asked for one in made.result()]
+    rows = with_others(report.name, "plans", rows, options.only)
     report.note("load", os.getloadavg())
     report.note("plans", rows)
     fits = [one for one in rows if one["fits"]]
@@ -255,6 +257,16 @@ def plans(options: argparse.Namespace, report: harness.Report, folder: Path) -> 
     report.record("a fit", {"in the median": statistics.median(one["seconds"] for one in rows)}, unit="s")
 
 
+def with_others(name: str, part: str, rows: list[dict[str, Any]], only: str | None) -> list[dict[str, Any]]:
+    """Return the rows with this commit, and, of a single case, those of the other cases that were kept."""
+    path, now = harness.RESULTS / f"{name}.json", environment.commit()["hash"]
+    kept = json.loads(path.read_text()) if only and path.exists() else {"notes": {}, "environment": {}}
+    others = [one for one in kept["notes"].get(part, []) if one["what"] != only]
+    then = (kept["environment"].get("commit") or {}).get("hash")
+    ran = [{"commit": then} | one for one in others] + [{"commit": now} | one for one in rows]
+    return sorted(ran, key=lambda one: [*CASES].index(one["what"]))
+
+
 def all_losses(options: argparse.Namespace, report: harness.Report, folder: Path) -> None:
     rows: list[dict[str, Any]] = []
     for what, (script, small) in CASES.items():
@@ -268,6 +280,7 @@ def all_losses(options: argparse.Namespace, report: harness.Report, folder: Path
             else "nothing fits"
         )
         print(f"{what:24} {said} ({one['seconds']:.0f} s)", file=sys.stderr, flush=True)
+    rows = with_others(report.name, "losses", rows, options.only)
     report.note("losses", rows)
     wrong = sum(one["off"] > TOLERANCE[one["tier"]] for one in rows if one["fits"])
     report.record("plans whose losses are not as their tier says", {"memopt": wrong}, unit="plans")
