@@ -114,8 +114,9 @@ notebooks: build  ## executes the notebooks, in full, in place
 	@cd notebooks && for n in *.ipynb; do echo "executing $$n" >&2; \
 	    "$$(cat ../build/python-notebook)" ../tests/tooling/execute_notebook.py $$n || exit 1; done
 
-docs: build  ## the API's pages, from its docstrings: build/docs/memopt.html
-	@"$$($(ENVIRONMENT) docs)" tests/tooling/make_docs.py
+docs:  ## the documentation's site, a warning an error: build/docs/index.html
+	@python="$$($(ENVIRONMENT) docs)" && NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --quiet
+	@echo build/docs/index.html
 
 # ---- fuzzing ----------------------------------------------------------------------------------------------------------
 FUZZ_SECONDS ?= 60

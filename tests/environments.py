@@ -4,7 +4,7 @@
     python3 tests/environments.py cpu              PyTorch without a GPU, and what the tests import
     python3 tests/environments.py sim [--torch V]  PyTorch's CUDA build without NVIDIA's libraries, for memopt.sim
     python3 tests/environments.py lint             ruff and mypy
-    python3 tests/environments.py docs             pdoc, for the API's pages
+    python3 tests/environments.py docs             mkdocs, for the documentation's site
     python3 tests/environments.py notebook         what executes the notebooks
     python3 tests/environments.py estimate         transformers, for two of the scripts that bench_estimate.py runs
     python3 tests/environments.py extras           what memopt uses where it is there: TensorBoard, NVML, plotly
@@ -57,7 +57,7 @@ PURE = [
     "MarkupSafe==3.0.4",
     "fsspec==2026.9.0",
 ]
-DOCS = ["pdoc==16.0.0", "pygments==2.21.0", "markdown2==2.5.5"]
+DOCS = ["mkdocs==1.6.1", "mkdocs-material==9.8.2", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11"]
 LINT = ["ruff==0.17.5", "mypy==2.4.1"]
 REPORT = ["plotly==7.1.0"]
 NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
@@ -204,8 +204,7 @@ def fill_lint(python: Path, _: argparse.Namespace) -> None:
     pip(python, *LINT)
 
 
-def fill_docs(python: Path, options: argparse.Namespace) -> None:
-    beside_cpu(python, options)
+def fill_docs(python: Path, _: argparse.Namespace) -> None:
     pip(python, *DOCS)
 
 
@@ -278,7 +277,7 @@ RECIPE = {
     "cpu": [TORCH, *BUILD, *PURE, *TESTS, *RUNNER, *REPORT],
     "sim": [*BUILD, *PURE, *TESTS],
     "lint": LINT,
-    "docs": [TORCH, *BUILD, *PURE, *TESTS, *DOCS],
+    "docs": DOCS,
     "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK, *EXTRAS, *TECHNIQUES, *TECHNIQUES_ABOVE_TORCH],
     "estimate": [*BUILD, *PURE, *TESTS, *TRANSFORMERS],
     "extras": [*BUILD, *PURE, *TESTS, *EXTRAS],

@@ -31,7 +31,7 @@ class Accumulation:
     Raises:
         ValueError: A number is below 1, or a rank would have no sample.
 
-    Example:
+    Examples:
         >>> accumulation = Accumulation(effective=512, batch_size=found.batch_size)
         >>> for group in accumulation.groups(loader):  # the loader's batches are of batch_size
         ...     for (x, y), weight in group:

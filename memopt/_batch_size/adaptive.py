@@ -41,7 +41,7 @@ class BatchSize:
     Raises:
         ValueError: A number is out of range.
 
-    Example:
+    Examples:
         >>> size = memopt.BatchSize(64)
         >>> while training:  # again with fewer where it runs out of memory
         ...     loss = size.run(lambda n: step(buffer.sample(n)))

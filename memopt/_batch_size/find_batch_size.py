@@ -89,7 +89,7 @@ def find_batch_size(
         ValueError: An argument is out of range, or fn does not use its argument.
         Exception: Whatever fn raises, other than an out-of-memory error, after everything is restored.
 
-    Example:
+    Examples:
         >>> found = memopt.find_batch_size(step, model=model, optimizer=optimizer, headroom=0.1)
         >>> print(found.batch_size)
     """

@@ -115,7 +115,7 @@ def auto_checkpoint(
         RuntimeError: By a later training step: a stage changes a buffer that it did not change with the sample (in
             eval(), for instance); or, where strict, the step before took more than the budget.
 
-    Example:
+    Examples:
         >>> memopt.auto_checkpoint(model, batch, memory_budget="8GiB", optimizer=optimizer)
         >>> print(model.plan)
     """

@@ -315,7 +315,7 @@ class Plan:
         Returns:
             The budget, the prediction, and the most bytes measured.
 
-        Example:
+        Examples:
             >>> print(model.plan.check())
             predicted 5.81 GiB, 5.83 GiB in trial steps, 5.83 GiB in its steps: within the budget of 6 GiB
         """
@@ -348,7 +348,7 @@ class Plan:
         Returns:
             Seconds, to be compared with `schedule.seconds`.
 
-        Example:
+        Examples:
             >>> plan.schedule.seconds / plan.least_seconds() - 1
             0.021
         """

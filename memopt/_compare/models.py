@@ -73,7 +73,7 @@ def compare_models(
         TypeError: A model or an argument has the wrong type; no model was made.
         ValueError: An argument has an invalid value; no model was made.
 
-    Example:
+    Examples:
         >>> makers = {"ResNet": make_resnet, "ViT": make_vit}
         >>> print(memopt.compare_models(makers, images, optimizer=torch.optim.AdamW))
     """

@@ -61,7 +61,7 @@ def compare_steps(
         TypeError: A variant is not such a function.
         RuntimeError: The device is missing, or a variant cannot be sent to another process.
 
-    Example:
+    Examples:
         >>> def plain():
         ...     model, optimizer = build()
         ...     def step():

@@ -80,7 +80,7 @@ def estimate(
         RuntimeError: The run fails or takes longer than seconds; or, before anything runs, the kernel cannot protect
             your files and unprotected is False.
 
-    Example:
+    Examples:
         >>> print(memopt.estimate(model, batch, optimizer=torch.optim.AdamW, card="24GiB"))
     """
     from memopt._runtime.torch_version import require

@@ -108,7 +108,7 @@ def fit(
             is unknown; the model is planned, offloaded, compiled, on several devices, or in several processes.
         TypeError: An argument has the wrong type, such as a list of optimizers.
 
-    Example:
+    Examples:
         >>> fit = memopt.fit(model, optimizer, (inputs, targets), loss=F.cross_entropy, memory_budget="8GiB")
         >>> print(fit)
         >>> with fit.apply() as handle:

@@ -90,7 +90,7 @@ def backward(
         torch.OutOfMemoryError: A single sample does not fit. The error has the class of the last one and names the
             least capacity that is sufficient. Other exceptions of fn are passed on.
 
-    Example:
+    Examples:
         >>> def compute_loss(inputs, targets):
         ...     with torch.autocast("cuda", torch.float16):
         ...         return F.cross_entropy(model(inputs), targets)

@@ -74,7 +74,7 @@ class offload_activations(ContextDecorator):
         OSError: `to` is not a directory; or, at the next call, the disk is full or fails. The error names the
             directory.
 
-    Example:
+    Examples:
         >>> with memopt.offload_activations():
         ...     loss = loss_fn(model(x), y)
         >>> loss.backward()

@@ -235,7 +235,7 @@ def offload_layers(
         MemoryError: The host has too little memory for the parameters.
         OSError: The directory has no room for them.
 
-    Example:
+    Examples:
         >>> handle = memopt.offload_layers(model)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """

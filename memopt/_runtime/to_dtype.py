@@ -102,7 +102,7 @@ def to_dtype_(
             or is of a tensor subclass (DTensor); or finite values overflow, where the message names the tensor and its
             largest value. Nothing is changed.
 
-    Example:
+    Examples:
         >>> print(memopt.to_dtype_(model, torch.bfloat16))
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -59,7 +59,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: The norm is not finite, and error_if_nonfinite is set.
 
-    Example:
+    Examples:
         >>> norm = memopt.amp.clip_grad_norm_(model.parameters(), 1.0)
     """
     if isinstance(parameters, torch.Tensor):

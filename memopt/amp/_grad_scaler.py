@@ -102,7 +102,7 @@ class GradScaler(_Torchs):
     Raises:
         ValueError: An option is out of range.
 
-    Example:
+    Examples:
         >>> scaler = memopt.amp.GradScaler()
         >>> scaler.scale(loss).backward()
         >>> scaler.step(optimizer, max_norm=1.0)
@@ -272,7 +272,7 @@ class GradScaler(_Torchs):
         Raises:
             RuntimeError: The gradients are unscaled already, or the norm is not finite with error_if_nonfinite.
 
-        Example:
+        Examples:
             >>> norm = scaler.unscale_and_clip_(optimizer, 1.0)
             >>> scaler.step(optimizer)
         """
@@ -387,7 +387,7 @@ class GradScaler(_Torchs):
         Raises:
             RuntimeError: step() was already called since the last update(), or a closure is given, as with torch's.
 
-        Example:
+        Examples:
             >>> scaler.step(optimizer, max_norm=1.0)
         """
         if not self._enabled:

@@ -40,7 +40,7 @@ def foreach_unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tens
         ImportError: PyTorch is older than 2.10.
         memopt.Error: The kernels cannot be loaded.
 
-    Example:
+    Examples:
         >>> memopt.amp.foreach_unscale_([p.grad for p in model.parameters()], found_inf, inv_scale)
     """
     device = _device_of_scalars(found_inf, inv_scale)
@@ -150,7 +150,7 @@ def update_scale_(
     Raises:
         ValueError: hysteresis is below 1, or above 1 without a tracker.
 
-    Example:
+    Examples:
         >>> memopt.amp.update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2000, max_scale=2.0**24)
     """
     if hysteresis < 1:

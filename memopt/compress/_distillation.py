@@ -59,7 +59,7 @@ class DistillationLoss(nn.Module):
         ValueError: A model lacks a name, the teacher is the student or on the meta device, or offload_layers() refuses
             the offload.
 
-    Example:
+    Examples:
         >>> distil = DistillationLoss(teacher, temperature=4.0, hard_weight=0.1)
         >>> for inputs, target in loader:
         ...     loss = distil(student(inputs), target, inputs=inputs)

@@ -106,7 +106,7 @@ def pack_inputs(
         ValueError: A tensor requires a gradient, is sparse or on the meta device, or has values that are infinite, NaN
             or beyond float16's largest.
 
-    Example:
+    Examples:
         >>> packed = memopt.compress.pack_inputs(images, max_error=0.01)
         >>> images = packed.unpack("cuda")
     """

@@ -96,7 +96,7 @@ def prune_(
             parametrized, quantised, sparse, sharded or on the meta device; the message names the layer and the remedy.
         ImportError: Torch-Pruning is missing.
 
-    Example:
+    Examples:
         >>> print(memopt.compress.prune_(model, 0.5, "structured", sample=images))
     """
     if method not in METHODS:

@@ -75,7 +75,7 @@ def quantize_(
         ValueError: The method or a layer is unknown, no layer is suitable, or a weight is already quantised, masked,
             sparse, sharded or on the meta device; the message names the layer and the remedy.
 
-    Example:
+    Examples:
         >>> print(memopt.compress.quantize_(model, "int4", group_size=64))
     """
     function = f"quantize_ {method}" if isinstance(method, str) else f"quantize_ {type(method).__name__}"

@@ -93,7 +93,7 @@ def sparsify_(
         ValueError: The layout or a layer is unknown, or a tensor requires a gradient, is already sparse, quantised or
             on the meta device; the message names the tensor and the remedy.
 
-    Example:
+    Examples:
         >>> memopt.compress.prune_(model, 0.9)
         >>> print(memopt.compress.sparsify_(model))
     """

@@ -45,7 +45,7 @@ def tie_(
         ValueError: The model lacks a name; two parameters differ in shape, type, device or requires_grad; a parameter
             would be tied to itself or to two others; or there is nothing to tie.
 
-    Example:
+    Examples:
         >>> memopt.compress.tie_(model, [("embed.weight", "head.weight")])
     """
     check_model(model, _FUNCTION, replaces=True)
@@ -222,7 +222,7 @@ def duplicates(model: nn.Module) -> Duplicates:
     Returns:
         The names, as Duplicates.
 
-    Example:
+    Examples:
         >>> print(memopt.compress.duplicates(model))
     """
     if not isinstance(model, nn.Module):

@@ -72,7 +72,7 @@ def allocator(
         ImportError: PyTorch >= 2.10 is missing.
         memopt.Error: The driver lacks a required function; the message names it, and torch is unchanged.
 
-    Example:
+    Examples:
         >>> torch.cuda.memory.change_current_allocator(memopt.cuda.allocator())
     """
     global _allocator, _settings

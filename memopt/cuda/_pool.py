@@ -53,7 +53,7 @@ class CudaPool:
         RuntimeError: CUDA is not available, or torch's allocator is neither its native one nor memopt's.
         torch.OutOfMemoryError: The device cannot provide `size` bytes.
 
-    Example:
+    Examples:
         >>> pool = memopt.cuda.CudaPool("2GiB")  # held from now on, and never more than that
         >>> t = pool.allocate((1024, 1024), dtype=torch.float16)
         >>> with pool:  # any thread's allocations on that device, the backward pass included

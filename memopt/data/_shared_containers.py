@@ -181,7 +181,7 @@ class SharedList(SharedSequence[T]):
         ValueError: An item is nested too deeply, or contains itself.
         OSError: The memory is not available.
 
-    Example:
+    Examples:
         >>> dataset.samples = memopt.data.SharedList(dataset.samples)
     """
 
@@ -213,7 +213,7 @@ class SharedStrings(SharedSequence[str]):
         TypeError: An item is not a str. The error names it.
         OSError: The memory is not available.
 
-    Example:
+    Examples:
         >>> dataset.paths = memopt.data.SharedStrings(dataset.paths)
     """
 
@@ -253,7 +253,7 @@ class SharedDict(SharedContainer, _C.SharedMapping, Mapping[K, V]):
         KeyError: A key that is looked up is not there.
         OSError: The memory is not available.
 
-    Example:
+    Examples:
         >>> dataset.boxes = memopt.data.SharedDict(dataset.boxes)
     """
 

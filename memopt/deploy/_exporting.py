@@ -91,7 +91,7 @@ def export(
         OutputsDiffer: The file's outputs are not the model's (a RuntimeError).
         RuntimeError: The exporter failed; the message has its error.
 
-    Example:
+    Examples:
         >>> print(memopt.deploy.export(model, sample, "model.onnx", dynamic_batch=True))
     """
     require("memopt.deploy.export()")

@@ -65,7 +65,7 @@ def fuse_loss_head(model: nn.Module, *, chunk_bytes: int | str = "64MiB") -> Fus
             next.
         ValueError: The model is fused already, or chunk_bytes is no size.
 
-    Example:
+    Examples:
         >>> handle = memopt.nn.fuse_loss_head(model)
         >>> model(input_ids=tokens, labels=tokens).loss.backward()
     """

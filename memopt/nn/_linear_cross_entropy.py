@@ -69,7 +69,7 @@ def linear_cross_entropy(
         ValueError: Shapes or devices that do not fit, a target that is no class, an option out of its range.
         RuntimeError: A second derivative was asked for (`create_graph=True`).
 
-    Example:
+    Examples:
         >>> hidden = torch.randn(8, 16, requires_grad=True)
         >>> weight = torch.randn(100, 16, requires_grad=True)
         >>> target = torch.randint(100, (8,))

@@ -74,7 +74,7 @@ def tile_mlps(model: nn.Module, *, rows: int | None = None) -> TiledMLPs:
     Raises:
         ValueError: rows is not positive, the model has no module that looks like an MLP, or runs in tiles already.
 
-    Example:
+    Examples:
         >>> memopt.nn.tile_mlps(model)
     """
     if rows is not None and rows < 1:

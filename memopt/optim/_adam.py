@@ -228,7 +228,7 @@ class Adam(AdamStates, _TorchsAdam):
         ValueError: As memopt.optim.AdamW does.
         OSError: As memopt.optim.AdamW does.
 
-    Example:
+    Examples:
         >>> optimizer = memopt.optim.Adam(model.parameters(), lr=1e-3)
     """
 
@@ -378,7 +378,7 @@ class AdamW(AdamStates, _TorchsAdamW):
         MemoryError: The host can lock no memory for states (step(), before any parameter has changed; with
             step_in_backward=True backward(), at the first parameter for which there is none).
 
-    Example:
+    Examples:
         >>> optimizer = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=8)
         >>> on_disk = memopt.optim.AdamW(model.parameters(), lr=3e-4, offload_states="/scratch")
         >>> smallest = memopt.optim.AdamW(model.parameters(), lr=3e-4, state_bits=4, factored=True)

@@ -56,7 +56,7 @@ class Muon(CodedMomentum, _Torchs):
         OSError: As memopt.optim.AdamW does, of a directory for states.
         RuntimeError: Sparse gradients or complex parameters (step(), before any parameter has changed).
 
-    Example:
+    Examples:
         >>> hidden = [p for p in model.layers.parameters() if p.ndim == 2]
         >>> optimizer = memopt.optim.Muon(hidden, lr=0.02, state_bits=8)
     """

@@ -392,7 +392,7 @@ class OnePass(torch.optim.Optimizer):
             Bytes by device and kind. What offload_gradients and offload_states keep on the host is at "cpu", what
             offload_states keeps in a directory at "disk".
 
-        Example:
+        Examples:
             >>> optimizer.memory()
             {'cuda:0': {'parameters': 16060522496, 'states': 1164}, 'cpu': {'gradients': 16060522496, 'states': ...}}
         """

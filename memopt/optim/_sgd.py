@@ -52,7 +52,7 @@ class SGD(CodedMomentum, _Torchs):
             offload_gradients=True and step_in_backward=True as memopt.optim.AdamW.
         OSError: As memopt.optim.AdamW does, of a directory for states.
 
-    Example:
+    Examples:
         >>> optimizer = memopt.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     """
 

@@ -136,7 +136,7 @@ def active_settings() -> str:
     Raises:
         RuntimeError: The simulated device is not active in this process.
 
-    Example:
+    Examples:
         >>> memopt.sim.activate(memory="8GiB")
         >>> subprocess.run(command, env={**os.environ, VARIABLE: active_settings()})
     """

@@ -87,7 +87,7 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
     Raises:
         RuntimeError: The simulated device is not active.
 
-    Example:
+    Examples:
         >>> with memopt.sim.Compute():
         ...     train()
     """

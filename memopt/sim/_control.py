@@ -205,7 +205,7 @@ def clock(device: int = 0) -> dict[str, int]:
     Raises:
         ValueError: There is no such device.
 
-    Example:
+    Examples:
         >>> before = memopt.sim.clock()["host"]
         >>> step()
         >>> torch.cuda.synchronize()
@@ -232,7 +232,7 @@ def price(what: str, nanoseconds: int | None = None) -> int:
     Raises:
         ValueError: Nothing of that name has a price, or the new one is negative.
 
-    Example:
+    Examples:
         >>> memopt.sim.price("cuMemCreate", 50_000)
         29000
     """

@@ -98,7 +98,7 @@ def checkpoint(
         torch.utils.checkpoint.CheckpointError: In the backward pass, if the second run differs from the first.
         ValueError: The arguments contradict each other, or an argument is unknown.
 
-    Example:
+    Examples:
         >>> y = memopt.checkpoint(block, x, use_reentrant=False)
     """
     if function is None and not args:

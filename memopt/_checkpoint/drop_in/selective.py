@@ -71,7 +71,7 @@ def create_selective_checkpoint_contexts(
     Raises:
         TypeError: The argument is neither a function nor a list of operations.
 
-    Example:
+    Examples:
         >>> contexts = functools.partial(memopt.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
         >>> y = memopt.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
     """

@@ -95,7 +95,7 @@ def checkpoint_sequential(
             `to` is given without a budget, or an argument is unknown.
         OSError: The disk cannot be written to.
 
-    Example:
+    Examples:
         >>> y = memopt.checkpoint_sequential(layers, None, x, memory_budget="2GiB")
     """
     if memory_budget is not None:

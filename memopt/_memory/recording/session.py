@@ -40,7 +40,7 @@ def profile(
         RuntimeError: On entry: there is no such device.
         ValueError: On entry: the device cannot be recorded, or max_events is below 1.
 
-    Example:
+    Examples:
         >>> with memopt.profile() as prof:
         ...     train_one_epoch()
         >>> print(prof)  # the peak by category, line and module, and leaks
@@ -129,7 +129,7 @@ class Profile:
             RuntimeError: Called outside the `with` block.
             ImportError: TensorBoard is missing (pip install "memopt[tensorboard]").
 
-        Example:
+        Examples:
             >>> with memopt.profile() as memory, torch.profiler.profile(
             ...     schedule=torch.profiler.schedule(wait=0, warmup=1, active=10),
             ...     on_trace_ready=memory.tensorboard("runs/one"),

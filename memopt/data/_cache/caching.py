@@ -64,7 +64,7 @@ def cached(
     Warns:
         RuntimeWarning: The folder is full or cannot be written; once, and the run goes on uncached.
 
-    Example:
+    Examples:
         >>> load = memopt.data.cached(load, "cache", max_size="50GiB")
         >>> dataset = memopt.data.cached(ImageFolder(...), "cache")
         >>> @memopt.data.cached(dir="cache", version=2)

@@ -144,7 +144,7 @@ class MmapDataset:
         ValueError: A file is damaged or truncated, or fields differ in their number of rows. The error names the file.
         TypeError: A source or dtype is not supported.
 
-    Example:
+    Examples:
         >>> dataset = memopt.data.MmapDataset("train.safetensors")
         >>> dataset[7], dataset[10:20], dataset[[5, 3, 9]]  # {"image": ..., "label": ...} each
     """

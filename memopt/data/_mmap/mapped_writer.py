@@ -46,7 +46,7 @@ class MmapWriter:
         ValueError: A row's fields, dtypes or shapes differ from the first row's.
         OSError: The folder cannot be written; raised before the first row.
 
-    Example:
+    Examples:
         >>> with memopt.data.MmapWriter("train.safetensors") as out:
         ...     for image, label in samples:
         ...         out.append({"image": image, "label": label})

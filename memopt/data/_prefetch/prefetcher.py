@@ -48,7 +48,7 @@ class Prefetcher:
         TypeError: A tensor cannot be widened.
         torch.OutOfMemoryError: There is no memory for a batch when it is its turn. It is still the next one.
 
-    Example:
+    Examples:
         >>> for images, labels in memopt.data.Prefetcher(loader, "cuda", widen=0, scale=True, mean=MEAN, std=STD):
         ...     train(images, labels)
     """

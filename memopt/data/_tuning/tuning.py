@@ -74,7 +74,7 @@ def tune(
         TypeError: `loader` is not a DataLoader.
         ValueError: An argument is out of range.
 
-    Example:
+    Examples:
         >>> found = memopt.data.tune(loader, ram="8GiB")
         >>> loader = found.loader()
     """

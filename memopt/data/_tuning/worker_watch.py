@@ -132,7 +132,7 @@ def watch(loader: Iterable[Any], *, interval: float = 1.0) -> WorkerWatch:
     Raises:
         ValueError: `interval` is negative.
 
-    Example:
+    Examples:
         >>> for batch in (watched := memopt.data.watch(loader)):
         ...     train(batch)
         >>> print(watched)
