@@ -261,7 +261,7 @@ def with_others(name: str, part: str, rows: list[dict[str, Any]], only: str | No
     """Return the rows with this commit, and, of a single case, those of the other cases that were kept."""
     path, now = harness.RESULTS / f"{name}.json", environment.commit()["hash"]
     kept = json.loads(path.read_text()) if only and path.exists() else {"notes": {}, "environment": {}}
-    others = [one for one in kept["notes"].get(part, []) if one["what"] != only]
+    others = [one for one in kept["notes"].get(part, []) if one["what"] != only and one["what"] in CASES]
     then = (kept["environment"].get("commit") or {}).get("hash")
     ran = [{"commit": then} | one for one in others] + [{"commit": now} | one for one in rows]
     return sorted(ran, key=lambda one: [*CASES].index(one["what"]))

@@ -304,9 +304,8 @@ def _on_fake_tensors(
             shown.enter_context(Followed(output.name, progress.script))
         try:
             answer = fake_tensors.run(script, options.seconds, protected, output.fileno())
-        except ChildFailed as error:
-            first, _, rest = str(error).partition("\n")
-            raise ChildFailed(f"{first}; a simulated card may run it, but {reason}", rest) from error
+        except fake_tensors.NoFakeTensors as error:
+            raise ChildFailed(f"{error}; a simulated card may run it, but {reason}") from error
     found = fake_tensors.estimate_of(answer, " ".join(argv), card, reason)
     if options.steps is not None and answer.steps >= options.steps:
         found.covered = [f"{answer.steps} steps, then it was ended: what follows was not seen"]

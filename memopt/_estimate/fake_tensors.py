@@ -42,6 +42,7 @@ from memopt._estimate.prediction import FAKE, Estimate
 from memopt._estimate.protection import Protection, fork_watched
 from memopt._estimate.training import TrainingTask
 from memopt._memory.recording.cpu_recorders import OperationsRecorder, _Operations
+from memopt._memory.recording.user_code import is_user_file
 from memopt._runtime.process import ChildFailed, ended
 
 _BLOCK = 512  # an allocator's least unit
@@ -114,6 +115,10 @@ class _FakeRecorder(OperationsRecorder):
         self._next += size
 
 
+class NoFakeTensors(ChildFailed):
+    """The training does what fake tensors cannot."""
+
+
 def run(training: TrainingTask, seconds: float, protected: Protection, output: int = 2) -> Answer:
     """Run the training on fake tensors and return its answer.
 
@@ -143,6 +148,8 @@ def _run(training: TrainingTask, seconds: float, protected: Protection, folder: 
     if os.WIFSIGNALED(status):
         raise ChildFailed(f"the process that ran on fake tensors {ended(-os.WTERMSIG(status))}")
     answer = json.loads(told)
+    if answer.get("fake"):
+        raise NoFakeTensors(f"it does not run on fake tensors: {answer['failed']}{answer['line']}")
     if "failed" in answer:
         raise ChildFailed(f"it does not run on fake tensors: {answer['failed']}", answer["trace"])
     return Answer.from_json(answer)
@@ -198,11 +205,13 @@ def _tell(run: Callable[[], None], told: dict[str, Any]) -> None:
     try:
         run()
     except BaseException as error:
-        # What has no fake tensor is no error of the script's, and its traceback would say nothing of it.
-        fake = type(error).__module__.startswith("torch._subclasses")
+        users = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
         told |= {
             "failed": f"{type(error).__name__}: {error}",
-            "trace": "" if fake else traceback.format_exc(),
+            "trace": traceback.format_exc(),
+            # What has no fake tensor is no error of the script's.
+            "fake": type(error).__module__.startswith("torch._subclasses"),
+            "line": f" at {users[-1].filename}:{users[-1].lineno}" if users else "",
         }
 
 

@@ -64,7 +64,7 @@ class Fit:
     alone: dict[str, int] = field(default_factory=dict)
     worked_out: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    host_bytes: int = 0  # of the host's memory: what was pinned there, and made of what is stepped there
+    host_bytes: int = 0  # of the host's memory: pinned there, and made of what is stepped there
     least: int = 0  # bytes of a card, with any of the runs
     runs: int = 0
 
@@ -172,7 +172,8 @@ class Fit:
                 ("left over", f"{size(self._margin(plan))} beside tensors and the context at the peak")
             )
             if self.host_bytes:
-                said.append(("host", f"{size(self.host_bytes)} of its memory is taken"))
+                by = " by each rank" if self.estimate.ranks else ""
+                said.append(("host", f"at most {size(self.host_bytes)} of its memory is taken{by}"))
             said += several("to write", self.lines)
         said += several("covered", self.estimate.covered)
         said += several("guesses", (f"{one['what']} at {one['where']}" for one in self.estimate.guesses))
@@ -232,7 +233,7 @@ def find(
         result = survey.attempt(estimate, card, names, on_card_first=first)
         if result is None:
             return None
-        taken = _host_bytes(result)
+        taken = _host_bytes(estimate, result)
         if host_memory is not None and taken > host_memory:
             size = f"{_C.format_size(taken)} of the host's memory, of which it may take {_C.format_size(host_memory)}"
             survey.failed[" + ".join(map(_plain, sorted(names)))] = f"it takes {size}"
@@ -259,7 +260,7 @@ def find(
             seconds(answer.step, card.rates),
         )
         fit.lines = advice.in_words(chosen, answer, estimate.keeps)
-        fit.host_bytes = _host_bytes(tried[chosen])
+        fit.host_bytes = _host_bytes(estimate, tried[chosen])
     elif survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
@@ -285,8 +286,10 @@ def find(
 _ROWS, _REASON = 5, 160  # shown: runs, and characters of why one failed
 
 
-def _host_bytes(tried: Tried) -> int:
-    return 0 if tried.answer is None else tried.answer.more.get("host_bytes", 0)
+def _host_bytes(plain: Estimate, tried: Tried) -> int:
+    """Return the most bytes of the host's memory that techniques have taken in a run, beside what the script pins."""
+    taken = 0 if tried.answer is None else tried.answer.more.get("host_bytes", 0)
+    return max(0, taken - plain.host_bytes)
 
 
 def _with_budgets(names: Names, answer: Answer) -> Names:

@@ -2,7 +2,8 @@
 
 offload_layers moves parameters and their gradients to the host, where the optimizer steps them, and has its states. An
 estimate needs none of these values, and a host that has not the memory for them can plan for one that has. So an
-operation of such tensors gives tensors whose pages nobody touches, and writes nothing; nothing else changes.
+operation of such tensors gives tensors whose pages nobody touches, and writes nothing. What it would have
+written to has no known contents afterwards. In a backward pass, where no mode is on, gradients are added up for real.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from memopt._offload import host_parameters
@@ -33,9 +35,13 @@ class HostTensors:
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._made_bytes = self.peak = 0
 
-    def install(self) -> None:
-        """Add what offload_layers moves to the host from now on, and leave memopt's optimizers' work on it undone."""
-        cut, run = host_parameters.cut, OnePass._run
+    def install(self, mode: TorchDispatchMode) -> None:
+        """Add what offload_layers moves to the host from now on, and leave memopt's optimizers' work on it undone.
+
+        Args:
+            mode: Sees the operations, those of steps within a backward pass too.
+        """
+        cut, run, step_alone = host_parameters.cut, OnePass._run, OnePass.step_alone
 
         def cut_and_add(buffer: object, like: torch.Tensor, offset: int) -> torch.Tensor:
             tensor = cut(buffer, like, offset)
@@ -47,6 +53,12 @@ class HostTensors:
             if number >= 0 or not self.among(stepped):
                 run(optimizer, number, *args)
 
+        def step_under_mode(optimizer: OnePass, *args: Any) -> None:
+            with mode:
+                step_alone(optimizer, *args)
+
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would touch the pages
+        OnePass.step_alone = step_under_mode  # type: ignore[assignment, method-assign]
         host_parameters.cut = cut_and_add
         OnePass._run = run_elsewhere  # type: ignore[assignment, method-assign]
 
@@ -56,6 +68,8 @@ class HostTensors:
     def _add(self, tensor: torch.Tensor, size: int) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
+        if key in self._storages:
+            return
 
         def drop(_: object) -> None:
             del self._storages[key]
@@ -77,6 +91,8 @@ class HostTensors:
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]) -> Any:
         """Return what an operation of host tensors returns, with what it writes to as it was."""
+        for tensor in written:
+            self.add(tensor)
         returned = func._schema.returns
         if all(one.alias_info is not None for one in returned):
             return tuple(written) if len(returned) > 1 else written[0] if returned else None
@@ -90,7 +106,7 @@ class HostTensors:
     def _made(self, leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
+        made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="cpu")
         self._add(made, made.untyped_storage().nbytes())
         return made
 

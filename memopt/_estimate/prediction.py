@@ -57,6 +57,7 @@ _NOT_PLAIN = (
     "step",
     "moments",
     "trained_bytes",
+    "host_bytes",
     "keeps",
 )  # fields that as_dict() tells otherwise, or not
 
@@ -110,6 +111,7 @@ class Estimate:
     step: list[Segment] | None = None  # one whole step of the run without a limit, where it was timed
     moments: list[list[int]] | None = None  # of that run: moments.of()
     trained_bytes: int = 0  # of the parameters of the optimizer that steps first
+    host_bytes: int = 0  # of the host's memory that is pinned
     keeps: list[str] = field(default_factory=lambda: [*KEEPS])  # as a plan has it
     again: Callable[[Card], bool] | None = None  # runs it on a card
     largest: Callable[[Card], int] | None = None  # searches the largest batch on a card

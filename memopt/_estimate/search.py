@@ -2,7 +2,8 @@
 
 With a forecast (forecast.py) the fastest combinations that it lets fit are run, and alone only those techniques that
 nothing is worked out of, when such a combination has them. Tiers in which nothing can fit are passed over; where that
-is all of them, as of a script that runs out while it makes its model, the combinations that save most are run.
+is all of them, as of a script that runs out while it makes its model, each technique is run alone, and of those that
+save anything the combinations that save most.
 
 Where that finds nothing, or without a forecast, each technique is run alone. What a combination takes is predicted by
 adding up what each saves; the fastest that are predicted to fit are run. Where that misleads, as one phase of a step
@@ -127,9 +128,8 @@ class Search:
 
     def found(self) -> Iterator[Names]:
         """Yield combinations that fit: one of each tier that has any, the lowest tier first."""
-        every = [*combinations(self.techniques)]
-        possible = {tier_of(names) for names in every if self.could_fit(names)}
-        if not possible and not self._may_fit(every):
+        possible = {tier_of(names) for names in combinations(self.techniques) if self.could_fit(names)}
+        if not possible and not self._may_fit():
             return
         for tier in sorted(possible or range(len(TIERS))):
             fitting = next((names for names in self._candidates(tier) if self._fits(names)), None)
@@ -181,18 +181,16 @@ class Search:
         """Return whether no forecast says that techniques cannot fit."""
         return self.forecast is None or _SURE * self.forecast.least(names) <= self._room
 
-    def _may_fit(self, every: list[Names]) -> bool:
-        """Return whether the forecast, by which nothing can fit, is wrong, or nobody knows: the combinations that save
-        most are run."""
-        assert self.forecast is not None
-        largest = [names for names in every if not any(names < others for others in every)]
-        ran = (
-            tried
-            for names in sorted(largest, key=self.forecast.least)
-            if (tried := self.run(names)) is not None
-        )
-        most = [*itertools.islice(ran, _LIKELY)]
-        return not most or any(tried.fits for tried in most)
+    def _may_fit(self) -> bool:
+        """Return whether the forecast, by which nothing can fit, is wrong, or nobody knows: of the techniques that run
+        and save anything alone, the combinations that save most are run."""
+        for tier in range(len(TIERS)):
+            self.try_alone(tier)
+        saving = [name for name, tried in self.alone.items() if tried.fits or tried.needed < self._needed]
+        possible = [*combinations(saving)]
+        largest = [names for names in possible if not any(names < others for others in possible)]
+        most = [self.run(names) for names in sorted(largest, key=self._predicted)[:_LIKELY]]
+        return any(tried is None or tried.fits for tried in most)
 
     def _fits(self, names: Names) -> bool:
         tried = self.run(names)
@@ -214,7 +212,7 @@ class Search:
 
     def _forecast(self, tier: int, forecast: Forecast) -> Iterator[Names]:
         """Yield the fastest combinations that are forecast to fit, as far as known: what they have that nothing is
-        worked out of is run alone first. Layers on the host are in none: the host steps them, in a run too."""
+        worked out of is run alone first. Layers on the host are in none."""
 
         def unknown(names: Names) -> list[str]:
             return sorted(name for name in names if name not in WORKED_OUT and name not in forecast.alone)

@@ -165,6 +165,7 @@ class Survey:
             retries=limited.retries if limited is not None else 0,
             moments=free.more.get("moments"),
             trained_bytes=free.more.get("trained_bytes") or 0,
+            host_bytes=free.more.get("host_bytes") or 0,
             keeps=[*KEEPS] if (keeps := free.more.get("keeps")) is None else keeps,
             **free.told() | {"covered": said.covered, "simulated": said.simulated},
         )

@@ -118,18 +118,26 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
                 return result
         packet = func.overloadpacket
         leaves = tree_leaves((args, kwargs))
-        if packet is _aten._local_scalar_dense and self.host.among(leaves):
+        without_contents = self.host.among(leaves)
+        if without_contents and packet is _aten._local_scalar_dense:
             return self.guesses.item(args[0])
-        if func.is_view or packet in _AS_THEY_ARE:
+        if without_contents and packet is _aten._amp_foreach_non_finite_check_and_unscale_:
+            return None
+        if func.is_view or torch.Tag.inplace_view in func.tags or packet in _AS_THEY_ARE:
             return func(*args, **kwargs)
         inputs = [leaf for leaf in leaves if _on_cuda(leaf)]
         written = _written(func, args, kwargs)
-        if not inputs and not any(map(_is_cuda, leaves)) and self.host.among(leaves):
-            return self.host.result(func, args, kwargs, written)
+        on_host = not inputs and all(leaf.type == "cpu" for leaf in leaves if isinstance(leaf, torch.device))
+        if without_contents and on_host and not _is_out(func):
+            result = self.host.result(func, args, kwargs, written)
+            finite = _of_finite_numbers(func, args)
+            return result if finite is None else finite.expand(result.shape)
         with self._reads.checks(packet):
             result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if (inputs or any(map(_on_cuda, outputs))) and not self.host.among(written):
+        if without_contents:
+            self._forget(outputs, written)
+        elif inputs or any(map(_on_cuda, outputs)):
             self._follow(_Call(func, args, kwargs, inputs, outputs, written))
         return result
 
@@ -142,9 +150,12 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         elif call.outputs or call.written:
             if self._one_for_all(call) or self._computed(call) or self._assumed(call):
                 return
-            for tensor in (*call.outputs, *call.written):
-                if tensor.is_cuda:
-                    self.shadows.forget(tensor)
+            self._forget(call.outputs, call.written)
+
+    def _forget(self, outputs: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        for tensor in (*outputs, *written):
+            if tensor.is_cuda:
+                self.shadows.forget(tensor)
 
     def _computed(self, call: _Call) -> bool:
         """The operation once more, on the shadows, if all that it reads has one."""
@@ -294,7 +305,7 @@ def install(values: Values) -> None:
 
     What is offloaded to the host has no contents from now on.
     """
-    values.host.install()
+    values.host.install(values)
     for name in ("backward", "grad"):
         setattr(torch.autograd, name, _without(values, getattr(torch.autograd, name)))
     hook = torch_checkpoint._recomputation_hook

@@ -205,6 +205,7 @@ class _Step:
         self.room: int | None = None  # bytes at entry, as soon as somebody asks
         self.in_forward = True  # where the micro-batch is
         self.was_emptied = False  # the allocator's cache, in this step
+        self.done_again_in = 0  # samples, after it ran out of memory
         self.is_cut = False
         self.tried_again = False  # one sample
         self.failure: Failure | None = None  # of one sample, where there are other ranks
@@ -239,6 +240,7 @@ class _Step:
             self._run()
             self.agreement.reduce(self.parameters)
             self._check()
+            self._tell()
         except BaseException:
             self.gradients.restore()
             self.random.restore()
@@ -439,12 +441,21 @@ class _Step:
         taken = None if before is None else memory_since(self.devices, before)
         record = self.history.sizes.record(self.what, self.split.shapes)
         record.has_fitted(size, self.room, taken, self.was_emptied)
-        is_news = self.exact is not False and self.what not in self.history.told_of_micro_batches
-        if self.was_emptied and size < self.split.samples and is_news:
+        if self.was_emptied and size < self.split.samples:
+            self.done_again_in = size
+
+    def _tell(self) -> None:
+        """Warn, once for such a batch, of a step that was done again; with all gradients there, as a warning may be an
+        error."""
+        if (
+            self.done_again_in
+            and self.exact is not False
+            and self.what not in self.history.told_of_micro_batches
+        ):
             self.history.told_of_micro_batches.add(self.what)
             warnings.warn(
                 f"memopt.backward: a batch of {self.split.samples} samples ran out of memory; its step was done again "
-                f"in micro-batches of {size}, as later ones of such a batch will be",
+                f"in micro-batches of {self.done_again_in}, as later ones will be while no more memory is free",
                 RuntimeWarning,
                 stacklevel=stacklevel(),
             )

@@ -1,4 +1,4 @@
-"""The how-to pages: their programs run, on a simulated card that computes, and their commands are memopt's."""
+"""The how-to pages: their programs run, on a simulated card that computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGES = sorted((ROOT / "docs/how_to").glob("*.md"))
 CARDS = {"long_batches": "760MiB"}  # on which the long batch does not fit
 SAID = {  # beside what it is about
     "batch_size": r"\n4096\n",
-    "ci_gate": "",
+    "ci_gate": "ended with 0",
     "choose_a_card": r"fits \(\d+, \d+\)",
     "fragmentation": "CUDA memory summary",
     "host_memory": r"more private memory than at the first batch",

@@ -2,7 +2,8 @@
 hook that prints its report if nobody catches the exception.
 
 The report is kept as text until then. It is printed after the traceback, where a reader looks first, and written to a
-page if one is asked for. The exception, its traceback and other hooks stay as they are.
+page if one is asked for; where another hook ends the process or waits, it is not, or later. The exception, its
+traceback and other hooks stay as they are.
 """
 
 from __future__ import annotations

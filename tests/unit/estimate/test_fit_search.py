@@ -139,15 +139,16 @@ def test_a_checkpoint_gets_the_budget_that_is_left(largest, seconds, room, budge
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_where_nothing_can_fit_by_the_forecast_few_runs_say_whether_it_is_right(wrong):
-    """As of a script that runs out of memory while it makes its model, which no technique changes."""
+    """As of a script that runs out of memory while it makes its model, which no technique changes; some do not run."""
     names = [name for name in NAMES if name != "checkpoint:9"]
     asked = []
 
     def attempt(chosen):
         asked.append(chosen)
-        if chosen & {"step in backward"}:
+        if chosen & {"step in backward", "tiles", "fused"}:
             return None
-        return Tried(wrong and "loss head" in chosen, PLAIN, 1.0)
+        needed = 2 * PLAIN - 9 * ("offload states" in chosen)
+        return Tried(wrong and "loss head" in chosen, needed, 1.0)
 
     moments = [[0, 0, 0, 0, 0, 2 * PLAIN]]
     forecast = Forecast(moments, [Segment()], cards.card("8GiB").rates, 0, 1.0)
@@ -155,4 +156,4 @@ def test_where_nothing_can_fit_by_the_forecast_few_runs_say_whether_it_is_right(
     if wrong:
         assert plans[0] == {"loss head"}
     else:
-        assert not plans and len([one for one in asked if "step in backward" not in one]) == 3
+        assert not plans and len(asked) <= len(names) + 3

@@ -16,9 +16,7 @@ from torch.nn import functional as F
 import memopt
 from tests.unit.microbatch.test_backward import Failing, Net, batch, difference, grads, nothing_known, refused  # noqa: F401
 
-CUT = (
-    "memopt.backward: a batch of 8 samples ran out of memory; its step was done again in micro-batches of 4, "
-)
+CUT = "memopt.backward: a batch of 8 samples ran out of memory; its step was done again in micro-batches of 4, as"
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("error"),
