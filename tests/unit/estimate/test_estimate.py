@@ -321,6 +321,15 @@ def test_an_allocator_that_would_do_is_named(script, capfd):
     assert all(b["completes"] for b in found["backends"])
 
 
+def test_what_fits_because_the_allocator_gives_back_its_cache_fits_tightly(script, capfd, tmp_path):
+    card, path = str(allocated() + cards.CONTEXT), script()
+    assert main(["estimate", "--gpu", card, str(path)]) == 0
+    said = capfd.readouterr().out
+    assert said.splitlines()[0].endswith("usable: fits tightly") and "reserved where there is room" in said
+    assert main(["fit", "-o", str(tmp_path / "plan.json"), "--gpu", card, str(path)]) == 0
+    assert capfd.readouterr().out.splitlines()[0].endswith(": fits tightly as it is")
+
+
 def test_what_the_model_decides_is_a_range_and_may_be_unsure(script, capfd):
     path = script(masks=1000 * MIB)
     found = answer(capfd, path)
