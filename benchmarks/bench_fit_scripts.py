@@ -4,7 +4,7 @@ A card has 80, 60, 40 or 25 % of the tensors that the script has at its peak, an
 to the script in a process of its own, on such a card, whose kernels compute nothing: the peak there is beside the
 planned one. With --losses each script is made small, planned on 60 % of its peak, and run with each operation computed
 (`memopt run --fit --sim`): its losses are beside those of the plain script. With --headlines, large Llamas are planned.
-With --only the rows of the other cases stay as they were; each row has the commit that it was run at.
+Rows are kept case by case, those of other cases beside them; each row has the commit that it was run at.
 
 The scripts need the packages named beside them: --python names a Python that has them and PyTorch's CUDA build."""
 
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -235,15 +235,17 @@ def rows_of(python: str, what: str, script: str, folder: Path) -> list[dict[str,
 
 def plans(options: argparse.Namespace, report: harness.Report, folder: Path) -> None:
     chosen = {what: script for what, (script, _) in CASES.items() if options.only in (None, what)}
+    done: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
         asked = [
             pool.submit(rows_of, options.python, what, script, folder / str(number))
             for number, (what, script) in enumerate(chosen.items())
         ]
-        rows = [one for made in asked for one in made.result()]
-    rows = with_others(report.name, "plans", rows, options.only)
+        for made in as_completed(asked):
+            done += made.result()
+            rows = keep(report, "plans", done)
     report.note("load", os.getloadavg())
-    report.note("plans", rows)
     fits = [one for one in rows if one["fits"]]
     report.record("plans that fit, of all", {"all": len(rows), "memopt": len(fits)}, unit="plans")
     over = sum(one["measured"] > one["room"] for one in fits)
@@ -257,31 +259,35 @@ def plans(options: argparse.Namespace, report: harness.Report, folder: Path) -> 
     report.record("a fit", {"in the median": statistics.median(one["seconds"] for one in rows)}, unit="s")
 
 
-def with_others(name: str, part: str, rows: list[dict[str, Any]], only: str | None) -> list[dict[str, Any]]:
-    """Return the rows with this commit, and, of a single case, those of the other cases that were kept."""
-    path, now = harness.RESULTS / f"{name}.json", environment.commit()["hash"]
-    kept = json.loads(path.read_text()) if only and path.exists() else {"notes": {}, "environment": {}}
-    others = [one for one in kept["notes"].get(part, []) if one["what"] != only and one["what"] in CASES]
-    then = (kept["environment"].get("commit") or {}).get("hash")
-    ran = [{"commit": then} | one for one in others] + [{"commit": now} | one for one in rows]
-    return sorted(ran, key=lambda one: [*CASES].index(one["what"]))
+def keep(report: harness.Report, part: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write the rows at once, each with this commit, beside those that were kept of other cases. Return them all."""
+    path, now = harness.RESULTS / f"{report.name}.json", environment.commit()["hash"]
+    kept = json.loads(path.read_text())["notes"].get(part, []) if path.exists() else []
+    mine = {one["what"] for one in rows}
+    others = [one for one in kept if one["what"] not in mine and one["what"] in CASES]
+    every = sorted(
+        others + [{"commit": now} | one for one in rows], key=lambda one: [*CASES].index(one["what"])
+    )
+    report.note(part, every)
+    path.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    return every
 
 
 def all_losses(options: argparse.Namespace, report: harness.Report, folder: Path) -> None:
+    done: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for what, (script, small) in CASES.items():
         if options.only not in (None, what):
             continue
         one = {"what": what} | loss_row(options.python, f"{script} {small}", folder)
-        rows.append(one)
+        done.append(one)
+        rows = keep(report, "losses", done)
         said = (
             f"off by {one['off']:.1e}: {one['tier']}: {' + '.join(one['techniques'])}"
             if one["fits"]
             else "nothing fits"
         )
         print(f"{what:24} {said} ({one['seconds']:.0f} s)", file=sys.stderr, flush=True)
-    rows = with_others(report.name, "losses", rows, options.only)
-    report.note("losses", rows)
     wrong = sum(one["off"] > TOLERANCE[one["tier"]] for one in rows if one["fits"])
     report.record("plans whose losses are not as their tier says", {"memopt": wrong}, unit="plans")
 

@@ -190,7 +190,8 @@ class Search:
         possible = [*combinations(saving)]
         largest = [names for names in possible if not any(names < others for others in possible)]
         most = [self.run(names) for names in sorted(largest, key=self._predicted)[:_LIKELY]]
-        return any(tried is None or tried.fits for tried in most)
+        ran = [tried for tried in most if tried is not None]
+        return any(tried.fits for tried in (*ran, *self.alone.values())) or bool(most and not ran)
 
     def _fits(self, names: Names) -> bool:
         tried = self.run(names)
