@@ -134,6 +134,7 @@ def test_a_script_that_goes_on_for_ever_is_ended(tmp_path):
 def test_a_script_without_reads_is_estimated_as_it_computes(tmp_path):
     """Every operation computed, on the same device: the same peak, and in less memory the same line."""
     source = (ROOT / "benchmarks" / "scripts" / "distillation.py").read_text()
+    source = source.replace('    print(f"loss {loss.item():.6f}")', 'print("done")')
     arguments = "--batch-size 4 --image 16 --teacher 8 --student 4 --steps 2".split()
     small, computed = (
         estimate(tmp_path, source, *arguments, memory=1 << 30, compute=how) for how in (False, True)
