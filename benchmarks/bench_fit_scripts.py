@@ -269,7 +269,8 @@ def keep(report: harness.Report, part: str, rows: list[dict[str, Any]]) -> list[
         others + [{"commit": now} | one for one in rows], key=lambda one: [*CASES].index(one["what"])
     )
     report.note(part, every)
-    path.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    if not report.options.quick:
+        path.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     return every
 
 
@@ -303,9 +304,9 @@ def main() -> int:
     options: argparse.Namespace = parser.parse_args()
     part, name = plans, "bench_fit_scripts"
     if options.headlines:
-        part, name = headlines, "bench_fit_headlines"
+        part, name = headlines, "bench_fit_scripts.headlines"
     elif options.losses:
-        part, name = all_losses, "bench_fit_losses"
+        part, name = all_losses, "bench_fit_scripts.losses"
     report = harness.Report(name, options)
     with tempfile.TemporaryDirectory() as folder:
         part(options, report, Path(folder))

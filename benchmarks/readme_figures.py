@@ -423,7 +423,7 @@ def table() -> str:
 LARGE = "memory of the card, a Llama of 8b, 4096 tokens"
 LEVERS = {  # of the benchmark's: what is written, and what becomes of the results
     "torch": ("`torch.optim.AdamW`, checkpointed blocks, bf16", ""),
-    "8-bit states": ("`memopt.optim.AdamW(…, state_bits=8)`", "other numbers, a like loss"),
+    "8-bit states": ("`memopt.optim.AdamW(…, state_bits=8)`", "other numbers, a similar loss"),
     "and a fused head": ("and `memopt.nn.linear_cross_entropy(…)`", "equal to rounding"),
     "and gradients on the host": ("and `offload_gradients=True`", "the same"),
     "and states on the host": ("and `offload_states=True`", "the same"),
@@ -437,7 +437,7 @@ def _large() -> dict[str, float]:
 
 
 def levers() -> str:
-    """What a large model takes of a card, each row with those above it."""
+    """The card's memory for a large model, each row with the techniques of those above it."""
     values = _large()
     rows = [f"| {text} | {values[name]:.1f} GiB | {results} |" for name, (text, results) in LEVERS.items()]
     return "\n".join(["| in the script | memory of the card | results |", "| --- | ---: | --- |", *rows])
@@ -485,7 +485,7 @@ def picture_text() -> str:
 
 
 def screen(name: str, *left_out: str) -> str:
-    """What a command printed, without some of its facts, as a block of text."""
+    """The output of a command, without some of its facts, as a block of text."""
     shown, keeps = [], True
     for row in json.loads((RESULTS / "readme_screens.json").read_text())[name].rstrip().splitlines():
         fact = row[2:13].strip() if row.startswith("  ") else row

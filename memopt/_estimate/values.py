@@ -177,7 +177,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         def on_host(leaf: object) -> object:
             if _on_cuda(leaf):
                 return shadows[id(leaf)]
-            return torch.device("cpu") if _is_cuda(leaf) else leaf
+            return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
 
         host_args, host_kwargs = tree_map(on_host, (args, kwargs))
         if isinstance(host_kwargs.get("generator"), torch.Generator):
@@ -264,10 +264,6 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
 
 def _on_cuda(leaf: object) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.is_cuda
-
-
-def _is_cuda(leaf: object) -> bool:
-    return isinstance(leaf, torch.device) and leaf.type == "cuda"
 
 
 def _is_out(func: Any) -> bool:

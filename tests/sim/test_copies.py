@@ -243,17 +243,19 @@ def test_memory_of_any_type_is_described_alike_without_dlpacks_table() -> None:
 
 
 def test_pinned_memory_is_exact_and_goes_when_its_tensor_does() -> None:
-    before = sim.stats()["host_allocations"]
+    before, taken = sim.stats()["host_allocations"], sim.stats()["host_bytes"]
     host = pinned_tensor(CUDA, 1000001)
     assert host.numel() == 1000001
     assert host.is_pinned()
     assert sim.stats()["host_allocations"] == before + 1
+    assert sim.stats()["host_bytes"] == taken + 1000001 <= sim.stats()["host_bytes_peak"]
     half = host[:10]
     del host
     assert sim.stats()["host_allocations"] == before + 1
     half.fill_(3)
     del half
-    assert sim.stats()["host_allocations"] == before
+    assert sim.stats()["host_allocations"] == before and sim.stats()["host_bytes"] == taken
+    assert sim.stats()["host_bytes_peak"] >= taken + 1000001
 
 
 def test_a_stream_that_is_captured_is_refused() -> None:

@@ -42,10 +42,8 @@ print(first - before, resident() - before, float(norm), norm.device, next(model.
     ("optimizer", "states"),
     [
         ("torch.optim.AdamW(model.parameters())", 2.0),
-        (
-            "torch.optim.AdamW(model.parameters(), foreach=True, amsgrad=True)",
-            4.0,
-        ),  # and a root for all at once
+        # Three, and a root of one for all parameters at once.
+        ("torch.optim.AdamW(model.parameters(), foreach=True, amsgrad=True)", 4.0),
         ("torch.optim.AdamW(model.parameters(), fused=True)", 2.0),
         ("torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)", 1.0),
         ("memopt.optim.AdamW(model.parameters())", 2.0),

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/how_to").glob("*.md"))
 CARDS = {"long_batches": "760MiB"}  # on which the long batch does not fit
-SAID = {  # beside what it is about
+SAID = {  # by each, a regular expression
     "batch_size": r"\n4096\n",
     "ci_gate": "ended with 0",
     "choose_a_card": r"fits \(\d+, \d+\)",
@@ -20,7 +20,7 @@ SAID = {  # beside what it is about
     "host_memory": r"more private memory than at the first batch",
     "leaks": r"held by `losses\[\*\]`",
     "long_batches": r"8192 samples ran out of memory; its step was done again in micro-batches of \d+",
-    "notebooks": "fits",
+    "notebooks": r"(\d\.\d{4}\n){3}",
     "several_gpus": r"stages within 80\.0 MiB",
 }
 
