@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from memopt import _C
 from memopt._memory.html import report_page
 from memopt._memory.recording import recording_file
-from memopt._runtime.table import ResultTable
+from memopt._runtime.table import ResultTable, folded_lines
 
 LOSS_SHARE = 0.03
 """Of what plain training gained: how far from its final loss the other one may end. Among four seeds of plain training
@@ -201,13 +200,7 @@ def _words(result: DemoResult) -> list[str]:
             f"this machine is busy (a load of {result.load:.1f} on {result.cores} cores): times are unreliable"
         )
     told += result.notes
-    return [
-        line
-        for words in told
-        for line in textwrap.wrap(
-            words, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False
-        )
-    ]
+    return [line for words in told for line in folded_lines(words, _WIDTH, "  ", "    ")]
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

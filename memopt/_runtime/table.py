@@ -43,7 +43,7 @@ class ResultTable:
                 named = [zip(names, row, strict=True) for row in self.rows]
                 return [indent + "; ".join(f"{name} {cell}".strip() for name, cell in row) for row in named]
             empty = [""] * len(others)
-            folded = [(row, textwrap.wrap(row[-1], room) or [""]) for row in rows]
+            folded = [(row, folded_lines(row[-1], room) or [""]) for row in rows]
             rows = [
                 [*(empty if n else row[:-1]), part] for row, parts in folded for n, part in enumerate(parts)
             ]
@@ -83,9 +83,7 @@ class Facts:
             if isinstance(value, Code):  # cut, not folded
                 lines.append(f"{begin}{value}"[:width])
             else:
-                lines += textwrap.wrap(
-                    value, width, initial_indent=begin, subsequent_indent=further, break_long_words=False
-                )
+                lines += folded_lines(value, width, begin, further)
         return "\n".join(lines)
 
     def html(self) -> str:
@@ -95,6 +93,18 @@ class Facts:
             for name, value in self.rows
         )
         return f"<table><caption>{escape(self.headline)}</caption>{cells}</table>"
+
+
+def folded_lines(text: str, width: int, begin: str = "", further: str = "") -> list[str]:
+    """Return text in lines of `width`, divided at spaces alone: a path or an option stays whole, however long."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=begin,
+        subsequent_indent=further,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _line_width() -> int:

@@ -38,3 +38,10 @@ def test_a_wide_last_column_is_folded_and_rows_are_sentences_where_it_has_no_roo
     assert table.lines("", width=30) == ["fits; peak 1 MiB; plan one two three four five six seven"]
     short = ResultTable([("fits", "1 MiB", "one")], ("is", "peak", "plan"), (0, 2))
     assert short.lines("", width=20) == short.lines("")
+
+
+def test_text_is_folded_at_spaces_alone_so_that_paths_can_be_pasted(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    path = "/home/someone/pytest-of-root/a-folder-with-hyphens/train.py:7"
+    assert path in str(Facts("found", [("ends", f"out of memory at {path} (loss.backward())")]))
+    assert path in "".join(ResultTable([("at", path)]).lines("", width=40))
