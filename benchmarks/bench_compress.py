@@ -184,7 +184,7 @@ def main() -> int:
         "prune_ l1_unstructured",
         model,
         masked,
-        lambda m: compress.prune_(m, 0.5),
+        lambda m: compress.prune_(m, 0.5, "l1_unstructured"),
         "torch.nn.utils.prune",
     )
     compare(
@@ -210,7 +210,7 @@ def main() -> int:
             "torchao",
         )
     sparse = copy.deepcopy(model)
-    compress.prune_(sparse, 0.9)
+    compress.prune_(sparse, 0.9, "l1_unstructured")
     compare(
         report, "sparsify_ csr, 10 % dense", sparse, to_csr,
         lambda m: compress.sparsify_(m, "csr", index_dtype=torch.int64), "to_sparse_csr()",
@@ -219,7 +219,10 @@ def main() -> int:
     said = compress.sparsify_(small, "csr")
     report.record(
         "bytes of memory a parameter: csr with int32 indices, 10 % dense",
-        {"before": said.before.memory / elements(model), "after": said.after.memory / elements(model)},
+        {
+            "before": said.before.memory_bytes / elements(model),
+            "after": said.after.memory_bytes / elements(model),
+        },
         unit="bytes",
     )
     net = Convolutions(*((16, 2) if options.quick else (128, 6)))
@@ -280,8 +283,8 @@ def inputs(report: harness.Report, quick: bool) -> None:
     report.record(
         "bytes of memory an element: pack_inputs uint8",
         {
-            "before": packed.report.before.memory / batch.numel(),
-            "after": packed.report.after.memory / batch.numel(),
+            "before": packed.report.before.memory_bytes / batch.numel(),
+            "after": packed.report.after.memory_bytes / batch.numel(),
         },
         unit="bytes",
     )

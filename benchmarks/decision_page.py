@@ -176,7 +176,7 @@ def on_the_cpu(steps: int) -> list[dict[str, Any]]:
 
     ways = Steps(steps)
     first = memopt.compare_steps({"plain": ways.way()}, steps=3, device="cpu")["plain"]
-    half = first.peak // 2
+    half = first.peak_bytes // 2
     found = memopt.compare_steps(
         {
             "plain": ways.way(),
@@ -232,7 +232,7 @@ def on_the_simulated_device() -> list[dict[str, Any]]:
             steps=steps,
             device="cuda",
         )
-        memopt.sim.set_memory(int(found["plain"].peak * 0.6))
+        memopt.sim.set_memory(int(found["plain"].peak_bytes * 0.6))
         torch.cuda.empty_cache()
         survived = memopt.compare_steps({"pieces": ways.way("cuda", pieces=True)}, steps=steps, device="cuda")
         memopt.sim.set_memory("1GiB")
@@ -331,7 +331,7 @@ def workers(quick: bool) -> list[dict[str, Any]]:
         )
         for _ in watched:
             pass
-        copied[name] = watched.copied
+        copied[name] = watched.copied_bytes
     return [
         {
             "problem": "the host's memory, with workers",
@@ -389,8 +389,8 @@ def compressed(steps: int) -> list[dict[str, Any]]:
         ),
         (
             "half of the weights zero",
-            "memopt.compress.prune_(model, 0.5)",
-            memopt.compress.prune_(model, 0.5, evaluate=held_out_loss),
+            'memopt.compress.prune_(model, 0.5, "l1_unstructured")',
+            memopt.compress.prune_(model, 0.5, "l1_unstructured", evaluate=held_out_loss),
         ),
     ]
     return [
@@ -399,8 +399,8 @@ def compressed(steps: int) -> list[dict[str, Any]]:
             "technique": technique,
             "line": line,
             "what": "the weights",
-            "before": report.before.memory,
-            "after": report.after.memory,
+            "before": report.before.memory_bytes,
+            "after": report.after.memory_bytes,
             "timed": None,
             "time_ratio": None,
             "loss_difference": report.accuracy_change,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -57,7 +58,7 @@ class TwoOfFour(prune.BasePruningMethod):
 def prune_(
     model: nn.Module,
     amount: float = 0.5,
-    method: str = "l1_unstructured",
+    method: str | None = None,
     *,
     layers: Layers = None,
     sample: Any = None,
@@ -79,7 +80,8 @@ def prune_(
             sparsify_(model, "2:4") on a device that has the kernels. "structured": Torch-Pruning removes whole output
             channels, the `amount` of each layer's, together with everything that depends on them in other layers:
             layers become smaller, in training and on disk. The layers that produce the model's output keep their size.
-            The smaller parameters are new objects: create the optimizer afterwards.
+            The smaller parameters are new objects: create the optimizer afterwards. Without a method it is
+            "l1_unstructured", with a DeprecationWarning.
         layers: Names or modules of the model, with all their submodules, or a function of name and module; by default
             all linear and convolution layers and attention's projections (for "2:4" linear layers and projections).
         sample: One argument of the model, a tuple of arguments or a mapping of keyword arguments: "structured" runs the
@@ -99,6 +101,14 @@ def prune_(
     Examples:
         >>> print(memopt.compress.prune_(model, 0.5, "structured", sample=images))
     """
+    if method is None:
+        method = "l1_unstructured"
+        warnings.warn(
+            "prune_ without a method: name 'structured', which saves memory, or 'l1_unstructured' or '2:4', which "
+            "do not",
+            DeprecationWarning,
+            stacklevel=2,
+        )
     if method not in METHODS:
         raise ValueError(f"method={method!r}: expected one of {', '.join(map(repr, METHODS))}")
     share = fraction(amount)

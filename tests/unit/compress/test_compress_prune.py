@@ -45,19 +45,19 @@ def test_values_are_the_librarys_for_any_small_model(widths, amount, seed):
     torch.manual_seed(seed)
     model = perceptron(*widths)
     expected = by_library(model, amount)
-    report = prune_(model, amount)
+    report = prune_(model, amount, "l1_unstructured")
     assert equal(model, expected)
-    assert report.saved == 0 and report.saved_on_disk == 0
+    assert report.saved_bytes == 0 and report.saved_on_disk_bytes == 0
 
 
 def test_convolutions_attention_and_channels_last_too():
     model = Residual().to(memory_format=torch.channels_last)
     expected = by_library(copy.deepcopy(model).to(memory_format=torch.contiguous_format), 0.3)
-    prune_(model, 0.3)
+    prune_(model, 0.3, "l1_unstructured")
     assert equal(model, expected)
     assert model.first.weight.is_contiguous(memory_format=torch.channels_last)
     attention = nn.MultiheadAttention(8, 2)
-    report = prune_(attention, 0.5)
+    report = prune_(attention, 0.5, "l1_unstructured")
     assert sorted(report.changed) == ["in_proj_weight", "out_proj.weight"]
     assert int((attention.in_proj_weight == 0).sum()) == attention.in_proj_weight.numel() // 2
 
@@ -66,13 +66,18 @@ def test_it_is_in_place_and_says_that_nothing_is_saved():
     model = perceptron(16, 32, 4)
     model[0].weight.grad = torch.ones_like(model[0].weight)
     before = [(p, p.data_ptr(), p.grad) for p in model.parameters()]
-    report = prune_(model, 0.5, evaluate=lambda m: float((m[0].weight == 0).sum()))
+    report = prune_(model, 0.5, "l1_unstructured", evaluate=lambda m: float((m[0].weight == 0).sum()))
     assert all(
         p is q and p.data_ptr() == address and p.grad is grad
         for (p, address, grad), q in zip(before, model.parameters(), strict=True)
     )
     assert not prune.is_pruned(model) and all("mask" not in name for name in model.state_dict())
-    assert (report.saved, report.saved_on_disk, report.accuracy_before, report.accuracy_after) == (
+    assert (
+        report.saved_bytes,
+        report.saved_on_disk_bytes,
+        report.accuracy_before,
+        report.accuracy_after,
+    ) == (
         0,
         0,
         0,
@@ -97,7 +102,7 @@ def test_two_of_each_four_are_the_smallest_as_torch_ao_finds_them():
         model[2].weight, expected[2].weight
     )
     assert bool(((model[0].weight.reshape(-1, 4) != 0).sum(1) == 2).all())
-    assert report.saved == 0
+    assert report.saved_bytes == 0
 
 
 def test_rows_that_are_no_multiple_of_four_are_named():
@@ -118,9 +123,13 @@ def test_bytes_are_storages_and_not_elements():
     model[0].weight = nn.Parameter(flat[:64].view(8, 8))
     model[2].weight = nn.Parameter(flat[64:128].view(8, 8))
     by_elements = sum(p.numel() * p.element_size() for p in model.parameters())
-    report = prune_(model, 0.5)
+    report = prune_(model, 0.5, "l1_unstructured")
     assert (
-        report.before.memory == report.after.memory == flat.untyped_storage().nbytes() == 4000 != by_elements
+        report.before.memory_bytes
+        == report.after.memory_bytes
+        == flat.untyped_storage().nbytes()
+        == 4000
+        != by_elements
     )
     assert model[0].weight.data_ptr() == flat.data_ptr() and int((flat[:128] == 0).sum()) == 64
 
@@ -128,22 +137,22 @@ def test_bytes_are_storages_and_not_elements():
 def test_tied_weights_are_pruned_once_and_counted_once():
     model = perceptron(8, 8, 8, bias=False)
     model[2].weight = model[0].weight
-    report = prune_(model, 0.25)
-    assert report.changed == ("0.weight",) and report.before.memory == 256
+    report = prune_(model, 0.25, "l1_unstructured")
+    assert report.changed == ("0.weight",) and report.before.memory_bytes == 256
     assert int((model[2].weight == 0).sum()) == 16
 
 
 def test_disk_is_the_length_of_the_file():
     model = Residual()
-    report = prune_(model, 0.5)
+    report = prune_(model, 0.5, "l1_unstructured")
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
-    assert report.after.disk == len(file.getvalue())
+    assert report.after.disk_bytes == len(file.getvalue())
 
 
 def test_it_is_saved_pickled_copied_and_loaded():
     model = perceptron(16, 8, 4)
-    prune_(model, 0.5)
+    prune_(model, 0.5, "l1_unstructured")
     fresh = perceptron(16, 8, 4)
     fresh.load_state_dict(model.state_dict())
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), fresh):
@@ -156,8 +165,10 @@ def test_a_model_that_cannot_be_saved_is_pruned_and_said_so():
             return lambda: None
 
     model = Unsaved(8, 4)
-    report = prune_(model, 0.5)
-    assert report.before.disk is None and report.saved_on_disk is None and "on disk" in str(report)
+    report = prune_(model, 0.5, "l1_unstructured")
+    assert (
+        report.before.disk_bytes is None and report.saved_on_disk_bytes is None and "on disk" in str(report)
+    )
 
 
 # ---- all or nothing
@@ -201,7 +212,7 @@ def test_an_evaluation_that_fails_afterwards_brings_the_values_back(error):
         return 0.0
 
     with pytest.raises(error, match="stop"):
-        prune_(model, 0.7, evaluate=evaluate)
+        prune_(model, 0.7, "l1_unstructured", evaluate=evaluate)
     assert calls == [False, False] and not differences(before, model)
 
 
@@ -210,7 +221,7 @@ def test_an_evaluation_that_returns_no_number_is_refused(value):
     model = perceptron(8, 8)
     before = kept(model)
     with pytest.raises(TypeError, match="not a number"):
-        prune_(model, 0.5, evaluate=lambda m: value)
+        prune_(model, 0.5, "l1_unstructured", evaluate=lambda m: value)
     assert not differences(before, model)
 
 
@@ -220,13 +231,13 @@ def test_an_evaluation_that_returns_no_number_is_refused(value):
 @pytest.mark.parametrize("amount", [-0.1, 1.0001, math.nan, math.inf, -math.inf, 7.0])
 def test_an_amount_outside_of_0_to_1_is_a_value_error(amount):
     with pytest.raises(ValueError, match="amount"):
-        prune_(perceptron(4, 4), amount)
+        prune_(perceptron(4, 4), amount, "l1_unstructured")
 
 
 @pytest.mark.parametrize("amount", [True, False, 0, 1, 5, "0.5", None, torch.tensor(0.5), 0.5j])
 def test_an_amount_of_another_type_is_a_type_error(amount):
     with pytest.raises(TypeError, match="amount"):
-        prune_(perceptron(4, 4), amount)
+        prune_(perceptron(4, 4), amount, "l1_unstructured")
 
 
 @pytest.mark.parametrize(
@@ -236,12 +247,12 @@ def test_an_amount_of_another_type_is_a_type_error(amount):
 )
 def test_the_share_that_a_refusal_proposes_is_taken(amount):
     with pytest.raises((TypeError, ValueError), match="amount=") as raised:
-        prune_(perceptron(4, 4), amount)
+        prune_(perceptron(4, 4), amount, "l1_unstructured")
     proposed = re.findall(r"\(amount=(.*)\)", str(raised.value))
     assert len(proposed) == (amount in (50, 2, 100, 0, 1, 7))
     for share in map(float, proposed):
         assert share == (amount if amount <= 1 else amount / 100)
-        prune_(perceptron(4, 4), share)
+        prune_(perceptron(4, 4), share, "l1_unstructured")
 
 
 def masked() -> nn.Module:
@@ -313,28 +324,31 @@ def test_unknown_layers_and_empty_choices_are_named(layers, words):
     model = perceptron(8, 8, 8)
     before = kept(model)
     with pytest.raises(ValueError, match=words):
-        prune_(model, 0.5, layers=layers)
+        prune_(model, 0.5, "l1_unstructured", layers=layers)
     assert not differences(before, model)
 
 
 @pytest.mark.parametrize("layers", [3, [3], [None]])
 def test_layers_of_another_type_are_a_type_error(layers):
     with pytest.raises(TypeError, match="layers"):
-        prune_(perceptron(8, 8), 0.5, layers=layers)
+        prune_(perceptron(8, 8), 0.5, "l1_unstructured", layers=layers)
 
 
 def test_a_near_name_is_suggested():
     with pytest.raises(ValueError, match="is it 'second'"):
-        prune_(Residual(), 0.5, layers="secnd")
+        prune_(Residual(), 0.5, "l1_unstructured", layers="secnd")
 
 
 @pytest.mark.parametrize("layers", ["2", ["2"], lambda name, module: name == "2"])
 def test_layers_are_names_modules_or_a_function(layers):
     model = perceptron(8, 8, 8)
-    assert prune_(model, 0.5, layers=layers).changed == ("2.weight",)
+    assert prune_(model, 0.5, "l1_unstructured", layers=layers).changed == ("2.weight",)
     assert int((model[0].weight == 0).sum()) == 0
-    assert prune_(model, 0.5, layers=model[0]).changed == ("0.weight",)
-    assert prune_(Residual(), 0.5, layers=["head", "third"]).changed == ("third.weight", "head.weight")
+    assert prune_(model, 0.5, "l1_unstructured", layers=model[0]).changed == ("0.weight",)
+    assert prune_(Residual(), 0.5, "l1_unstructured", layers=["head", "third"]).changed == (
+        "third.weight",
+        "head.weight",
+    )
 
 
 def test_what_does_not_belong_together_is_refused():
@@ -344,15 +358,15 @@ def test_what_does_not_belong_together_is_refused():
     with pytest.raises(ValueError, match=r"2:4 prunes two of each four"):
         prune_(model, 0.25, "2:4")
     with pytest.raises(ValueError, match="sample= is for"):
-        prune_(model, 0.5, sample=torch.ones(1, 8))
+        prune_(model, 0.5, "l1_unstructured", sample=torch.ones(1, 8))
     with pytest.raises(ValueError, match="give it a sample"):
         prune_(model, 0.5, "structured")
     with pytest.raises(ValueError, match="at least one channel"):
         prune_(model, 1.0, "structured", sample=torch.ones(1, 8))
     with pytest.raises(TypeError, match="evaluate"):
-        prune_(model, 0.5, evaluate=3)
+        prune_(model, 0.5, "l1_unstructured", evaluate=3)
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        prune_(torch.ones(3), 0.5)
+        prune_(torch.ones(3), 0.5, "l1_unstructured")
 
 
 def test_without_torch_pruning_it_says_how_to_get_it():
@@ -375,7 +389,7 @@ def test_offloaded_and_checkpointed_models_are_pruned_where_they_are(tmp_path):
     model = perceptron(16, 16, 16, 16)
     expected = by_library(model, 0.5)
     handle = memopt.offload_layers(model, to=str(tmp_path))
-    prune_(model, 0.5)
+    prune_(model, 0.5, "l1_unstructured")
     x = torch.randn(4, 16)
     assert torch.equal(model(x), expected(x))
     handle.remove()
@@ -384,6 +398,17 @@ def test_offloaded_and_checkpointed_models_are_pruned_where_they_are(tmp_path):
     model = perceptron(64, 64, 64, 64, 64)
     expected = by_library(model, 0.5)
     memopt.auto_checkpoint(model, torch.randn(256, 64), memory_budget="1GiB")
-    prune_(model, 0.5)
+    prune_(model, 0.5, "l1_unstructured")
     x = torch.randn(256, 64, requires_grad=True)
     assert torch.equal(model(x), expected(x))
+
+
+def test_a_call_without_a_method_is_the_earlier_default_and_says_so():
+    model, other = (perceptron(4, 4) for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    prune_(other, 0.5, "l1_unstructured")
+    with pytest.warns(DeprecationWarning, match="name 'structured', which saves memory"):
+        prune_(model, 0.5)
+    assert all(
+        torch.equal(mine, others) for mine, others in zip(model.parameters(), other.parameters(), strict=True)
+    )
