@@ -128,7 +128,7 @@ def losses(text: str) -> list[float]:
 
 def peak_of(python: str, call: list[str]) -> int:
     told = command(python, "-m", "memopt", "estimate", "--quick", "--json", "--gpu", "64GiB", *call)
-    peak: int = json.loads(told.stdout)["peak_allocated"]
+    peak: int = json.loads(told.stdout)["allocated_bytes"][0]
     return peak
 
 

@@ -51,8 +51,8 @@ def estimated(options: str, card: int = 200) -> dict[str, float]:
         raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}")
     answer = json.loads(ended.stdout)
     return {
-        "live": answer["peak_allocated"] / GIB,
-        "card": (answer["peak_reserved"] + answer["context"]) / GIB,
+        "live": answer["allocated_bytes"][0] / GIB,
+        "card": (answer["reserved_bytes"][0] + answer["context_bytes"]) / GIB,
     }
 
 

@@ -61,7 +61,7 @@ def peak(run: Callable[[], object]) -> int:
         pass
     with memopt.profile("cpu") as profile:
         run()
-    return profile.peak - empty.peak
+    return profile.peak_bytes - empty.peak_bytes
 
 
 def allowed(hidden: Tensor, weight: Tensor, chunk: int) -> float:

@@ -61,7 +61,7 @@ def trained(work: Work) -> dict[str, Any]:
             seconds.append(time.perf_counter() - start)
             optimizer.step()
         before = int(recorded.recording.live_bytes()[0])
-        peaks.append(work.standing_bytes() + there + recorded.peak - before)
+        peaks.append(work.standing_bytes() + there + recorded.peak_bytes - before)
     work.model.zero_grad(set_to_none=True)
     state = [tensor.detach().clone() for tensor in (*work.model.parameters(), *work.model.buffers())]
     return {
@@ -84,7 +84,7 @@ def activation_bytes(work: Work) -> int:
     with memopt.profile("cpu", modules=False) as recorded:
         work.step(keep_gradients=True)
     work.model.zero_grad(set_to_none=True)
-    return recorded.peak - int(recorded.recording.live_bytes()[0])
+    return recorded.peak_bytes - int(recorded.recording.live_bytes()[0])
 
 
 def planned(name: str, budget: int, plain: dict[str, Any]) -> dict[str, Any]:

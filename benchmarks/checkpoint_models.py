@@ -58,7 +58,7 @@ class Work:
             self.step()
         self.model.zero_grad(set_to_none=True)
         before = int(recorded.recording.live_bytes()[0])
-        return self.standing_bytes() + recorded.peak - before
+        return self.standing_bytes() + recorded.peak_bytes - before
 
 
 class Blocks(nn.Module):

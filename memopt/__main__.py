@@ -11,8 +11,7 @@ from typing import Any
 
 import memopt
 from memopt._cli import check_writable, demo, diff, doctor, estimate, fit, gpu_check, replay, report, run
-from memopt._runtime import log
-from memopt._runtime.torch_version import missing
+from memopt._runtime import log, torch_version
 
 COMMANDS = [demo, run, estimate, fit, report, diff, replay, doctor, gpu_check]
 
@@ -67,10 +66,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"memopt {options.command}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except ImportError as error:
-        if error.name != "torch":
+        if error.name != "torch" and not torch_version.is_of_torch(error):
             raise
-        lacks = missing(f"memopt {options.command}") if isinstance(error, ModuleNotFoundError) else error
-        print(lacks, file=sys.stderr)
+        feature = f"memopt {options.command}"
+        if isinstance(error, ModuleNotFoundError):
+            print(torch_version.missing(feature), file=sys.stderr)
+        elif error.name == "torch":
+            print(error, file=sys.stderr)
+        else:
+            print(f"{feature} needs PyTorch, which cannot be loaded: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader (head, less) has seen enough. Python would complain once more when it closes standard output.

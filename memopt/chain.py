@@ -27,9 +27,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from memopt import _C
+from memopt._runtime import arguments
 from memopt._runtime.lazy_names import lazy_names
+from memopt._runtime.results import Result
 
 __all__ = [
     "LEVELS",
@@ -51,13 +54,6 @@ Op = tuple[str, int] | tuple[str, int, str]
 
 LEVELS = ("persistent", "default", "full")
 _WITH_OPTION = ("fall", "bwd")
-
-
-def _size(value: int | str, what: str) -> int:
-    try:
-        return _C.parse_size(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{what}: {error}") from None
 
 
 class InfeasibleBudget(ValueError):
@@ -98,9 +94,9 @@ class Option:
     def _native(self) -> tuple[int, int, int, float, float, float]:
         remake = self.forward_seconds if self.remake_seconds is None else self.remake_seconds
         return (
-            _size(self.saved_bytes, "saved_bytes"),
-            _size(self.forward_overhead_bytes, "forward_overhead_bytes"),
-            _size(self.backward_overhead_bytes, "backward_overhead_bytes"),
+            arguments.size(self.saved_bytes, "saved_bytes"),
+            arguments.size(self.forward_overhead_bytes, "forward_overhead_bytes"),
+            arguments.size(self.backward_overhead_bytes, "backward_overhead_bytes"),
             float(self.forward_seconds),
             float(self.backward_seconds),
             float(remake),
@@ -203,7 +199,7 @@ class Stage:
         )
 
     def _part(self, nbytes: int | str) -> int:
-        size = _size(nbytes, "nbytes")
+        size = arguments.size(nbytes, "nbytes")
         if size > self.saved_bytes - self.output_bytes:
             raise ValueError(
                 f"nbytes={size}: at most saved_bytes - output_bytes = {self.saved_bytes - self.output_bytes} can be "
@@ -252,15 +248,15 @@ class Chain:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
-        given = _size(self.input_bytes, "input_bytes")
+        given = arguments.size(self.input_bytes, "input_bytes")
         native: list[_C._ChainStage] = []
         for i, stage in enumerate(self.stages):
             try:
-                output = _size(stage.output_bytes, "output_bytes")
+                output = arguments.size(stage.output_bytes, "output_bytes")
                 grad = (
                     given
                     if stage.input_grad_bytes is None
-                    else _size(stage.input_grad_bytes, "input_grad_bytes")
+                    else arguments.size(stage.input_grad_bytes, "input_grad_bytes")
                 )
                 options = tuple(option._native() for option in (stage._own(), *stage.options))
             except (TypeError, ValueError) as error:
@@ -268,7 +264,7 @@ class Chain:
             native.append((output, grad, options))
             given = output
         if self.output_grad_bytes is not None:
-            given = _size(self.output_grad_bytes, "output_grad_bytes")
+            given = arguments.size(self.output_grad_bytes, "output_grad_bytes")
         object.__setattr__(self, "_native", (tuple(native), self.input_bytes, given))
         _C.chain_check(*self._native)
 
@@ -298,7 +294,7 @@ class Moment:
     after_bytes: int
 
 
-class Schedule:
+class Schedule(Result):
     """The operations of a training step over a chain, in order.
 
     solve() and Table make schedules. A schedule is replayed when it is made.
@@ -357,7 +353,9 @@ class Schedule:
         Raises:
             ValueError: An operation cannot be done, or the peak is above the budget.
         """
-        budget = self.memory_budget if memory_budget is None else _size(memory_budget, "memory_budget")
+        budget = (
+            self.memory_budget if memory_budget is None else arguments.size(memory_budget, "memory_budget")
+        )
         _, peak, at, _ = self._replay()
         if budget is not None and peak > budget:
             op, stage, *_ = self.ops[at]
@@ -437,6 +435,16 @@ class Schedule:
         budget = "" if self.memory_budget is None else f" of {_C.format_size(self.memory_budget)}"
         return f"{self.seconds:.6f} s{more}, peak {_C.format_size(self.peak_bytes)}{budget}, {len(self.ops)} operations"
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON-able values: seconds, bytes, and the operations."""
+        return {
+            "seconds": self.seconds,
+            "plain_seconds": self.chain.plain_seconds,
+            "peak_bytes": self.peak_bytes,
+            "memory_budget": self.memory_budget,
+            "operations": [list(op) for op in self.ops],
+        }
+
     def __str__(self) -> str:
         return self.table()
 
@@ -460,8 +468,10 @@ class Table:
     ) -> None:
         if level not in LEVELS:
             raise ValueError(f"level={level!r} is not one of {', '.join(LEVELS)}")
+        if not isinstance(chain, Chain):
+            raise TypeError(f"chain is {arguments.shown(chain)}: give a memopt.chain.Chain of Stages")
         self.chain = chain
-        self.memory_budget = _size(memory_budget, "memory_budget")
+        self.memory_budget = arguments.size(memory_budget, "memory_budget")
         self._table = _C.ChainTable(*chain._native, self.memory_budget, slots, LEVELS.index(level))
         self.least_budget = self._table.least_budget
 
@@ -482,7 +492,9 @@ class Table:
             InfeasibleBudget: No schedule fits.
             ValueError: The budget is above the table's own.
         """
-        budget = self.memory_budget if memory_budget is None else _size(memory_budget, "memory_budget")
+        budget = (
+            self.memory_budget if memory_budget is None else arguments.size(memory_budget, "memory_budget")
+        )
         if budget > self.memory_budget:
             raise ValueError(
                 f"memory_budget={budget} exceeds the table's, {self.memory_budget}: make another table"

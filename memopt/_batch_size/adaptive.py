@@ -13,6 +13,7 @@ import torch
 
 from memopt._memory.oom import exceptions
 from memopt._memory.oom.exceptions import is_out_of_memory
+from memopt._runtime import arguments
 from memopt._runtime.log import logger
 
 Result = TypeVar("Result")
@@ -62,6 +63,9 @@ class BatchSize:
         forget_after: int = 2000,
     ) -> None:
         maximum = size if maximum is None else maximum
+        for name, value in (("size", size), ("minimum", minimum), ("maximum", maximum)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is {arguments.shown(value)}: give a number of samples")
         if not 1 <= minimum <= size <= maximum:
             raise ValueError(
                 f"minimum={minimum}, size={size}, maximum={maximum} must satisfy 1 <= minimum <= size <= maximum"

@@ -16,6 +16,7 @@ from memopt import _C
 from memopt._batch_size.device_memory import BudgetExceeded, DeviceMemory, TrialMemory, device_memory
 from memopt._batch_size.result import FoundBatchSize, NoBatchSizeFits, Trial
 from memopt._memory.oom.exceptions import bytes_asked, is_out_of_memory
+from memopt._runtime import arguments
 from memopt._runtime.log import logger
 from memopt._runtime.state_snapshot import TrainingState
 
@@ -31,7 +32,7 @@ def find_batch_size(
     multiple_of: int = 1,
     headroom: float = 0.05,
     within: float | None = None,
-    memory_budget: int | str | None = None,
+    memory_budget: int | float | str | None = None,
     model: Many = None,
     optimizer: Many = None,
     scaler: Many = None,
@@ -103,9 +104,9 @@ def find_batch_size(
     if sample is not None:
         raise ValueError("sample= is used with card= only: a step that runs here makes its own batch")
     _refuse_ranks(_several(model))
-    budget = None if memory_budget is None else _C.parse_size(memory_budget)
     models, optimizers, scalers = _several(model), _several(optimizer), _several(scaler)
     where = _device(device, models)
+    budget = None if memory_budget is None else arguments.budget(memory_budget, where)
     begun, compiled = time.perf_counter(), _compilations()
     gc.collect()
     kept = TrainingState(models, optimizers, scalers, stateful)
@@ -129,8 +130,8 @@ def find_batch_size(
     return FoundBatchSize(
         batch_size=bracket.best * unit,
         device=memory.name,
-        room=memory.room,
-        total=memory.total,
+        room_bytes=memory.room,
+        total_bytes=memory.total,
         headroom=headroom,
         stopped=_why_stopped(tries.tried, bracket.high * unit),
         tried=tries.tried,
@@ -265,13 +266,15 @@ def _check(
     steps: int,
 ) -> None:
     if not callable(fn):
-        raise TypeError(f"fn is called with a batch size, and {type(fn).__name__} cannot be called")
+        raise TypeError(f"fn is {arguments.shown(fn)}: give a function of a batch size, which runs a step")
     numbers = {
         "start": start, "maximum": maximum, "minimum": minimum, "multiple_of": multiple_of, "steps": steps
     }  # fmt: skip
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} is not a number of samples or steps: write 1 or more")
+            raise ValueError(
+                f"{name} is {arguments.shown(value)}: give a number of samples or steps, 1 or more"
+            )
     if maximum // multiple_of < -(-minimum // multiple_of):
         raise ValueError(f"no multiple of {multiple_of} lies between minimum={minimum} and maximum={maximum}")
     if not 0 <= headroom < 1:
@@ -330,8 +333,10 @@ def _on_card(
     from memopt._estimate import cards, model
 
     whole = cards.card(card)
-    room = int((1 - headroom) * whole.usable)
-    limited = cards.Card(whole.name, room, whole.compute_capability, whole.multiprocessors, whole.context)
+    room = int((1 - headroom) * whole.usable_bytes)
+    limited = cards.Card(
+        whole.name, room, whole.compute_capability, whole.multiprocessors, whole.context_bytes
+    )
     size = model.batch_of(sample)
     if size is None:
         raise ValueError(
@@ -348,8 +353,8 @@ def _on_card(
             subject, batch, optimizer=optimizer, steps=steps, quick=True, unprotected=unprotected
         )
         fits = told.fits(limited)
-        why = "" if fits else f"{_C.format_size(told.needed[1])} needed"
-        peak, held = told.peak[1], told.needed[1]
+        why = "" if fits else f"{_C.format_size(told.needed_bytes[1])} needed"
+        peak, held = told.peak_bytes[1], told.needed_bytes[1]
         tried.append(Trial(count, fits, told.steps, peak, held, time.perf_counter() - since, why=why))
         notes[f"by memopt.estimate, on {told.method}"] = None
         if fits:
@@ -359,16 +364,16 @@ def _on_card(
     if bracket.best is None:
         smallest = min(tried, key=lambda trial: trial.batch_size)
         raise NoBatchSizeFits(
-            f"no batch size fits on {whole}: a step with {smallest.batch_size} takes {smallest.held} bytes, but only "
-            f"{_C.format_size(room)} may be used",
-            smallest.held,
+            f"no batch size fits on {whole}: a step with {smallest.batch_size} takes {smallest.held_bytes} bytes, but "
+            f"only {_C.format_size(room)} may be used",
+            smallest.held_bytes,
             tried,
         )
     return FoundBatchSize(
         batch_size=bracket.best * unit,
         device=whole.name,
-        room=room,
-        total=whole.usable,
+        room_bytes=room,
+        total_bytes=whole.usable_bytes,
         headroom=headroom,
         stopped=_why_stopped(tried, bracket.high * unit),
         tried=tried,

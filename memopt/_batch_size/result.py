@@ -6,42 +6,43 @@ from dataclasses import dataclass, field
 
 from memopt import _C
 from memopt._C import Error
+from memopt._runtime.results import Result
 from memopt._runtime.table import ResultTable, paragraphs
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Result):
     """The run of one size.
 
-    `peak`: the most bytes of tensors that lived at once; `held`: the device memory needed for it, the memory of other
-    processes included (on the CPU, the same as peak). If it ran out of memory, both count what it had allocated until
-    then. `retries`: requests that the allocator could meet only after emptying its cache, the sign of a size that
-    barely fits. `why`: the reason why it does not fit, "" if it does.
+    `peak_bytes`: the most bytes of tensors that lived at once; `held_bytes`: the device memory needed for it, the
+    memory of other processes included (on the CPU, the same as peak). If it ran out of memory, both count what it had
+    allocated until then. `retries`: requests that the allocator could meet only after emptying its cache, the sign of a
+    size that barely fits. `why`: the reason why it does not fit, "" if it does.
     """
 
     batch_size: int
     fits: bool
     steps: int
-    peak: int
-    held: int
+    peak_bytes: int
+    held_bytes: int
     seconds: float
     retries: int = 0
     why: str = ""
 
 
-@dataclass(frozen=True)
-class FoundBatchSize:
+@dataclass(frozen=True, repr=False)
+class FoundBatchSize(Result):
     """A batch size that has been run, for `steps` steps in a row, and fits.
 
     Print it, or show it in a notebook: a table of all trials. int() gives the size. `stopped`: why no larger size was
-    taken; `room`: the bytes that a step may take, with `headroom` of the device kept free; `notes`: other facts, such
-    as recompilations.
+    taken; `room_bytes`: the bytes that a step may take, with `headroom` of the device kept free; `notes`: other facts,
+    such as recompilations.
     """
 
     batch_size: int
     device: str
-    room: int
-    total: int
+    room_bytes: int
+    total_bytes: int
     headroom: float
     stopped: str
     tried: list[Trial]
@@ -54,10 +55,12 @@ class FoundBatchSize:
     __index__ = __int__
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes of tensors that live at once with this size."""
         return next(
-            trial.peak for trial in reversed(self.tried) if trial.fits and trial.batch_size == self.batch_size
+            trial.peak_bytes
+            for trial in reversed(self.tried)
+            if trial.fits and trial.batch_size == self.batch_size
         )
 
     @property
@@ -70,12 +73,10 @@ class FoundBatchSize:
             [self._headline(), *table(self.tried).lines(), *(f"  note: {note}" for note in self.notes)]
         )
 
-    __repr__ = __str__
-
     def _headline(self) -> str:
         kept = f", {self.headroom:.0%} kept free" if self.headroom else ""
         return (
-            f"batch size {self.batch_size} on {self.device} ({_C.format_size(self.room)} may be used{kept}): "
+            f"batch size {self.batch_size} on {self.device} ({_C.format_size(self.room_bytes)} may be used{kept}): "
             f"{self.stopped}; {len(self.tried)} trials, {self.seconds:.1f} s"
         )
 
@@ -100,8 +101,8 @@ def _cells(trial: Trial) -> tuple[str, ...]:
     return (
         str(trial.batch_size),
         "fits" if trial.fits else "does not fit",
-        _C.format_size(trial.peak),
-        _C.format_size(trial.held),
+        _C.format_size(trial.peak_bytes),
+        _C.format_size(trial.held_bytes),
         f"{trial.seconds:.2f}",
         ", ".join(filter(None, said)),
     )

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from memopt import _C
-from memopt._checkpoint.checked_plan import budget_bytes
 from memopt._checkpoint.plan import SLOTS, Plan
 from memopt._checkpoint.shape_plans import PlannedForward, PlanRequest, ShapePlan, StageForward
 from memopt._checkpoint.stages.costs import device_of, tensors_in
@@ -19,6 +17,7 @@ from memopt._checkpoint.stages.measure import Loss, default_loss
 from memopt._checkpoint.stages.module_forwards import own_forward, restore_forward
 from memopt._offload.schedule_sets import destination
 from memopt._offload.visits import NAME, residency_of
+from memopt._runtime import arguments
 
 
 def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -124,13 +123,13 @@ def auto_checkpoint(
             "the argument offload= of auto_checkpoint() is now named to=", DeprecationWarning, stacklevel=2
         )
         to = offload if to is None else to
+    arguments.check_module(model, "auto_checkpoint: model", ", followed by a sample of its input")
+    arguments.check_function(loss, "auto_checkpoint: loss", "the model's output that returns one number")
     device = planned_device(model, sample)
     request = PlanRequest(
-        budget_bytes(memory_budget, device),
+        arguments.budget(memory_budget, device),
         to=destination(to, device),
-        optimizer=weakref.ref(optimizer)
-        if isinstance(optimizer, torch.optim.Optimizer)
-        else _C.parse_size(optimizer or 0),
+        optimizer=_reference(optimizer),
         loss=loss,
         slots=slots,
         accumulate=accumulate,
@@ -139,6 +138,17 @@ def auto_checkpoint(
     )
     plan_model(model, sample, request)
     return model
+
+
+def _reference(
+    optimizer: torch.optim.Optimizer | int | str | None,
+) -> weakref.ref[torch.optim.Optimizer] | int:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return weakref.ref(optimizer)
+    if not isinstance(optimizer, int | str | None):
+        said = f"optimizer is {arguments.shown(optimizer)}"
+        raise TypeError(f"auto_checkpoint: {said}: give the optimizer itself, or the bytes of its states")
+    return arguments.size(optimizer or 0, "optimizer")
 
 
 def planned_device(model: torch.nn.Module, sample: Any) -> torch.device:

@@ -7,7 +7,6 @@ allocator's blocks, and the memory that autograd and the caller hold between the
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memopt import _C
 from memopt._checkpoint.plan import REST, SAVING, Plan, StepOverhead, fastest, leanest
 from memopt._checkpoint.stages import ranks
 from memopt._checkpoint.stages.costs import (
@@ -43,22 +41,6 @@ SPARE_OF_RANKS = 2048  # bytes at least: what collectives' threads hold differs 
 
 Candidate = tuple[Plan, list[Op], set[int]]
 Forward = Callable[[], tuple[Any, torch.Tensor]]  # returns the result and the loss, by a plan
-
-
-def budget_bytes(memory_budget: int | float | str, device: torch.device) -> int:
-    """Return a budget in bytes, from a fraction of the device's memory (for a CPU the machine's) or from bytes."""
-    if isinstance(memory_budget, float):
-        if not 0 < memory_budget <= 1:
-            raise ValueError(
-                f"memory_budget is {memory_budget}: a float is a fraction of the device's memory, above 0 and at most "
-                '1; give bytes as an int, or a size like "8GiB"'
-            )
-        if device.type == "cpu":
-            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        else:
-            total = torch.get_device_module(device.type).get_device_properties(device).total_memory
-        return int(total * memory_budget)
-    return _C.parse_size(memory_budget)
 
 
 def chain_stage(name: str, size: StageBytes, time: StageSeconds, speed: Bandwidth | None) -> Stage:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
 from memopt._offload.schedule_sets import OPTION
+from memopt._runtime.results import Result
+from memopt._runtime.table import ResultTable, paragraphs
 from memopt.chain import Chain, Op, Option, Schedule, Stage, Table
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ SLOTS = 500  # of a budget, for the solver
 SAVING = "save"  # the option of a stage to save everything
 RUNS = {"fall": "all", "fck": "its input", "fnone": "nothing"}
 _AWAY = "all, offloaded"
+_HEADS = ("stage", "saves", "output", "forward", "backward", "runs", "at first keeps")
 
 
 class StepOverhead(NamedTuple):
@@ -209,8 +212,8 @@ def with_copies(
     return out, max(there)
 
 
-@dataclass(frozen=True)
-class PlanCheck:
+@dataclass(frozen=True, repr=False)
+class PlanCheck(Result):
     """The peak of a planned model's steps beside its budget; str() says it in a line.
 
     Attributes:
@@ -240,7 +243,7 @@ class PlanCheck:
         )
 
 
-class Plan:
+class Plan(Result):
     """The plan of a checkpointed model, `model.plan`; str() explains it.
 
     Attributes:
@@ -408,10 +411,14 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        runs, size, first = self._runs(), _C.format_size, self._first_keeps()
-        names = [*self.stages, REST]
-        width = max(map(len, [*names, "stage"]))
-        lines = [
+        return "\n".join([*self._summary(), *self._table().lines(indent="")])
+
+    def _repr_html_(self) -> str:
+        return paragraphs(self._summary()) + self._table().html()
+
+    def _summary(self) -> list[str]:
+        size = _C.format_size
+        return [
             f"{len(self.stages)} stages within {size(self.memory_budget)}: {size(self.peak_bytes)} and "
             f"{self.seconds * 1e3:.1f} ms a step; with everything kept {size(self.plain_bytes)} and "
             f"{self.plain_seconds * 1e3:.1f} ms",
@@ -419,17 +426,24 @@ class Plan:
             f"{size(sum(self.gradient_bytes))} of gradients",
             *self._of_crossing(),
             *self._of_offload(),
-            f"{'stage':<{width}}  {'saves':>10}  {'output':>10}  {'forward':>10}  {'backward':>10}  "
-            "runs  at first keeps",
         ]
-        for k, (name, sizes, time) in enumerate(
-            zip(names, self.measured_bytes, self.measured_seconds, strict=True)
-        ):
-            lines.append(
-                f"{name:<{width}}  {size(sizes.saved):>10}  {size(sizes.output):>10}  "
-                f"{time.full_forward * 1e3:>7.2f} ms  {time.backward * 1e3:>7.2f} ms  {runs[k]:>4}  {first[k]}"
+
+    def _table(self) -> ResultTable:
+        runs, size, first = self._runs(), _C.format_size, self._first_keeps()
+        measured = zip([*self.stages, REST], self.measured_bytes, self.measured_seconds, strict=True)
+        rows = [
+            (
+                name,
+                size(sizes.saved),
+                size(sizes.output),
+                f"{time.full_forward * 1e3:.2f} ms",
+                f"{time.backward * 1e3:.2f} ms",
+                str(runs[k]),
+                first[k],
             )
-        return "\n".join(lines)
+            for k, (name, sizes, time) in enumerate(measured)
+        ]
+        return ResultTable(rows, _HEADS, left=(0, 6))
 
     def _of_crossing(self) -> list[str]:
         if not self.crossing_bytes:

@@ -69,6 +69,8 @@ def add_script_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     add("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script, and its own arguments")
     add(
         "--gpu",
+        "--card",
+        dest="gpu",
         metavar="CARD",
         help=f"a size, such as 24GiB, or one of {', '.join(c.name for c in cards.CARDS)}",
     )
@@ -196,7 +198,7 @@ def _tell_of_options_behind(options: argparse.Namespace) -> None:
     words = [word.partition("=")[0] for word in options.script[1:]]
     behind = [word for word in words if word.startswith("--") and word in own._option_string_actions]
     if behind:
-        said = f"{', '.join(behind)} were passed to the script: options of memopt come before SCRIPT"
+        said = f"the script was given {', '.join(behind)}: options of memopt come before SCRIPT"
         print(f"memopt {options.command}: {said}", file=sys.stderr)
 
 

@@ -119,7 +119,7 @@ def _plan(options: argparse.Namespace, argv: list[str], simulated: str | None) -
         place = Place.of(os.environ)
         found.check_ranks(1 if place is None else place.count)
         if simulated is not None:
-            found.check_card(cards.card(options.sim).usable)
+            found.check_card(cards.card(options.sim).usable_bytes)
     except ValueError as error:
         raise OSError(f"--fit: {error}") from None
     return found
@@ -129,9 +129,9 @@ def _card(text: str) -> str:
     """Return the settings of the simulated device; in a job, the node has as many devices as ranks."""
     found, place = cards.card(text), Place.of(os.environ)
     return _activation.settings_of(
-        memory=found.usable,
+        memory=found.usable_bytes,
         devices=1 if place is None else place.local_count,
         compute_capability=found.compute_capability,
         multiprocessors=found.multiprocessors,
-        context=found.context,
+        context=found.context_bytes,
     )

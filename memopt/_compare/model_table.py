@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memopt import _C
 from memopt._estimate.prediction import span
+from memopt._runtime.results import Result
 from memopt._runtime.table import Html, ResultTable, paragraphs, seconds_text
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ KEYS = ("peak", "time", "flops", "parameters", "bytes", "score", "name")
 
 
 @dataclass
-class ModelFigures:
+class ModelFigures(Result):
     """The figures of one model.
 
     parameters: their number; bytes: of parameters and buffers, each storage counted once. peak, needed: (low, high) in
@@ -31,8 +32,8 @@ class ModelFigures:
     name: str
     parameters: int | None = None
     bytes: int | None = None
-    peak: tuple[int, int] | None = None
-    needed: tuple[int, int] | None = None
+    peak_bytes: tuple[int, int] | None = None
+    needed_bytes: tuple[int, int] | None = None
     method: str = ""
     flops_forward: int | None = None
     flops: int | None = None
@@ -48,14 +49,14 @@ class ModelFigures:
     def value(self, key: str) -> float | None:
         """Return the value to minimise, the negative of a score."""
         if key == "peak":
-            return None if self.peak is None else self.peak[1]
+            return None if self.peak_bytes is None else self.peak_bytes[1]
         if key == "score":
             return None if self.score is None else -self.score
         return getattr(self, "seconds" if key == "time" else key)  # type: ignore[no-any-return]
 
 
-@dataclass
-class ModelComparison:
+@dataclass(repr=False)
+class ModelComparison(Result):
     """Result of compare_models(). Print it; in a notebook it is a table.
 
     `rows` has the rows by model name, in the order given; iteration yields them sorted."""
@@ -123,7 +124,7 @@ class ModelComparison:
         return [
             row.name
             for row in self
-            if row.needed is not None and row.needed[1] <= there.usable
+            if row.needed_bytes is not None and row.needed_bytes[1] <= there.usable_bytes
         ]  # fmt: skip
 
     def _axes(self) -> tuple[str, ...]:
@@ -169,8 +170,6 @@ class ModelComparison:
         lines = ResultTable(rows, titles).lines(gap="   ")
         return "\n".join([self._title(), *lines, *(f"  {note}" for note in self._notes())])
 
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
         titles, rows = self._cells()
         front = set(self.pareto())
@@ -202,7 +201,7 @@ class ModelComparison:
                 f"{row.name} *" if row.name in front else row.name,
                 _text(row.parameters, _count),
                 _text(row.bytes, _C.format_size),
-                "-" if row.peak is None else span(*row.peak),
+                "-" if row.peak_bytes is None else span(*row.peak_bytes),
                 _text(row.flops, _count),
             ]
             cells += [_text(row.seconds, seconds_text)] if self.time is not None else []

@@ -176,7 +176,7 @@ def _estimate(
     except Exception as error:
         row.fails("the peak", error)
     else:  # not all of it: it can run the model again, and holds it for that
-        row.peak, row.needed, row.method = found.peak, found.needed, found.method
+        row.peak_bytes, row.needed_bytes, row.method = found.peak_bytes, found.needed_bytes, found.method
 
 
 def _count(
@@ -209,9 +209,9 @@ def _measure(
         row = rows[one.name]
         if "the model" in row.errors:
             continue
-        if row.peak is not None and room is not None and row.peak[0] > room:
+        if row.peak_bytes is not None and room is not None and row.peak_bytes[0] > room:
             row.errors["time"] = (
-                f"not run: it takes {_C.format_size(row.peak[0])}, but only {_C.format_size(room)} are free"
+                f"not run: it takes {_C.format_size(row.peak_bytes[0])}, but only {_C.format_size(room)} are free"
             )
         else:
             fit.append(one)

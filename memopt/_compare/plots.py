@@ -94,7 +94,7 @@ def _peaks(axes: Axes, comparison: StepComparison) -> None:
     rows = list(comparison.measured.values())
     left = [0.0] * len(rows)
     # A legend of what can be seen.
-    least = max(one.peak for one in rows) / 100
+    least = max(one.peak_bytes for one in rows) / 100
     for category, colour in COLOURS.items():
         sizes = [0.0 if one.failed else one.by_category[category] / _MIB for one in rows]
         if any(sizes):

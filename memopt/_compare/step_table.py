@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from memopt import _C
+from memopt._runtime.results import Result
 from memopt._runtime.table import Html, ResultTable, paragraphs, seconds_text
 
 if TYPE_CHECKING:
@@ -29,23 +30,23 @@ RECORDED = 2
 
 
 @dataclass(frozen=True)
-class MeasuredStep:
+class MeasuredStep(Result):
     """The measurements of one variant.
 
-    `peak`: the most bytes allocated by the variant that lived at once during the steps; `by_category` divides them by
-    category and adds up to `peak`. `building`: the same while the variant was built. `held`: the most device memory
-    that the CUDA allocator held, None on the CPU. `resident`: the largest growth of the process in bytes, if the
-    variant had a process of its own.
+    `peak_bytes`: the most bytes allocated by the variant that lived at once during the steps; `by_category` divides
+    them by category and adds up to `peak_bytes`. `building_bytes`: the same while the variant was built. `held_bytes`:
+    the most device memory that the CUDA allocator held, None on the CPU. `resident_bytes`: the largest growth of the
+    process in bytes, if the variant had a process of its own.
 
     `seconds`: the time of each timed step; none on a simulated device, where they mean nothing. `losses`: the loss of
     every step; none if steps return none. `failed`: the beginning of the out-of-memory error that ended it, "" if there
     was none."""
 
-    peak: int
+    peak_bytes: int
     by_category: dict[str, int]
-    building: int
-    held: int | None
-    resident: int | None
+    building_bytes: int
+    held_bytes: int | None
+    resident_bytes: int | None
     seconds: list[float]
     losses: list[float]
     failed: str = ""
@@ -75,8 +76,8 @@ class MeasuredStep:
         return {**asdict(self), "step_seconds": self.step_seconds, "loss": self.loss}
 
 
-@dataclass(frozen=True)
-class StepComparison:
+@dataclass(frozen=True, repr=False)
+class StepComparison(Result):
     """Result of compare_steps(). `measured` has the results by variant name; the others are compared with the first."""
 
     measured: dict[str, MeasuredStep]
@@ -100,9 +101,9 @@ class StepComparison:
             A share, negative if it needs more; None if one of the two ran out of memory.
         """
         mine, other = self.measured[name], self.measured[self.base]
-        if mine.failed or other.failed or not other.peak:
+        if mine.failed or other.failed or not other.peak_bytes:
             return None
-        return 1 - mine.peak / other.peak
+        return 1 - mine.peak_bytes / other.peak_bytes
 
     def time_ratio(self, name: str) -> float | None:
         """Return the median seconds of a step over the first variant's.
@@ -135,12 +136,10 @@ class StepComparison:
         lines = ResultTable([*zip(*columns.values(), strict=True)], [*columns]).lines(gap="   ")
         return "\n".join([self._title(), *lines, *(f"  {note}" for note in self._notes())])
 
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
         """Return static HTML: no script, and no style except that of its cells."""
         columns = self._columns()
-        most = max(one.peak for one in self.measured.values()) or 1
+        most = max(one.peak_bytes for one in self.measured.values()) or 1
         columns["what the peak is made of"] = [_bar(one, most) for one in self.measured.values()]
         table = ResultTable([*zip(*columns.values(), strict=True)], [*columns])
         legend = Html(_legend(self.measured))
@@ -175,14 +174,16 @@ class StepComparison:
         rows: Mapping[str, MeasuredStep] = self.measured
         columns = {
             "": list(rows),
-            "peak": ["out of memory" if one.failed else size(one.peak) for one in rows.values()],
+            "peak": ["out of memory" if one.failed else size(one.peak_bytes) for one in rows.values()],
             "saved": [self._saved(name) for name in rows],
         }
-        if any(one.held is not None for one in rows.values()):
-            held = [size(one.held) if one.held is not None else "" for one in rows.values()]
+        if any(one.held_bytes is not None for one in rows.values()):
+            held = [size(one.held_bytes) if one.held_bytes is not None else "" for one in rows.values()]
             columns["allocator held"] = held
-        if any(one.resident is not None for one in rows.values()):
-            grown = [size(one.resident) if one.resident is not None else "" for one in rows.values()]
+        if any(one.resident_bytes is not None for one in rows.values()):
+            grown = [
+                size(one.resident_bytes) if one.resident_bytes is not None else "" for one in rows.values()
+            ]
             columns["process grew by"] = grown
         if not self._untimed():
             columns["a step"] = [
@@ -206,9 +207,9 @@ class StepComparison:
 
     def _notes(self) -> list[str]:
         return [f"{name}: {one.failed}" for name, one in self.measured.items() if one.failed] + [
-            f"{name}: building it took {_C.format_size(one.building)} temporarily, more than its steps"
+            f"{name}: building it took {_C.format_size(one.building_bytes)} temporarily, more than its steps"
             for name, one in self.measured.items()
-            if one.building > one.peak and not one.failed
+            if one.building_bytes > one.peak_bytes and not one.failed
         ]
 
 

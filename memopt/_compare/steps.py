@@ -128,11 +128,11 @@ def measure(build: Build, steps: int, device: str) -> MeasuredStep:
     if _simulated(device):
         seconds = []
     return MeasuredStep(
-        peak=watched.peak,
+        peak_bytes=watched.peak,
         by_category=watched.by_category,
-        building=watched.building,
-        held=watched.held,
-        resident=None,
+        building_bytes=watched.building,
+        held_bytes=watched.held,
+        resident_bytes=None,
         seconds=seconds,
         losses=losses,
         failed=failed,
@@ -274,7 +274,7 @@ def _answer(pipe: Connection, build: Build, steps: int, device: str) -> None:
         before = resident_bytes()
         found: object = measure(build, steps, device)
         assert isinstance(found, MeasuredStep)
-        found = replace(found, resident=max(peak_resident_bytes() - before, 0) if counts else None)
+        found = replace(found, resident_bytes=max(peak_resident_bytes() - before, 0) if counts else None)
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))

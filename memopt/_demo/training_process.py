@@ -108,7 +108,7 @@ def _train_on_simulated_gpu(asked: Asked) -> None:
 
     with memopt.profile("cpu") as memory:
         ordinary("cpu", FIRST)
-        budget = memory.peak // 2
+        budget = memory.peak_bytes // 2
     on_cpu = within_budget("cpu", "the CPU, to compare with")
     # Memory comes in granules of 2 MiB, and the smaller the budget, the more of them are half used.
     capacity = budget * 5 // 4 + (4 << 20)

@@ -134,7 +134,7 @@ def measure(
             seconds.append(time.perf_counter() - begun)
             tell("step", step=len(losses), of=steps, loss=losses[-1])
             if len(losses) == FIRST:
-                tell("peak", bytes=memory.peak)
+                tell("peak", bytes=memory.peak_bytes)
         recording = memory.recording
     recording_file.save(_last_steps(recording, facts), path)
     return {

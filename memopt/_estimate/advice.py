@@ -67,7 +67,7 @@ def find(found: Estimate, card: Card, backend: str, attempt: Callable[[Names], T
             combination that a fit would plan.
     """
     listed = [
-        Advice(_SWITCH[one.name], one.allocated)
+        Advice(_SWITCH[one.name], one.allocated_bytes)
         for one in found.backends
         if one.name != backend and one.completes
     ]
@@ -83,10 +83,10 @@ def find(found: Estimate, card: Card, backend: str, attempt: Callable[[Names], T
     if not listed:
         listed += [_advice(search, names) for names in itertools.islice(search.found(), 1)]
     listed.sort(key=lambda one: bool(one.changes))
-    larger = cards.smallest_with(found.needed[1])
-    if larger is not None and larger.usable > card.usable:
-        what = f"a card of {_C.format_size(larger.usable)}, as {larger.name}"
-        listed.append(Advice(what, found.allocated[1]))
+    larger = cards.smallest_with(found.needed_bytes[1])
+    if larger is not None and larger.usable_bytes > card.usable_bytes:
+        what = f"a card of {_C.format_size(larger.usable_bytes)}, as {larger.name}"
+        listed.append(Advice(what, found.allocated_bytes[1]))
     return listed
 
 
@@ -101,23 +101,25 @@ def search_of(
     techniques = filter(wanted, _worth_trying(found, card, backend))
     forecast = None
     if found.step and found.moments and found.processes is None:
-        held = found.reserved[0] / found.allocated[0]
-        forecast = Forecast(found.moments, found.step, card.rates, found.context, held)
+        held = found.reserved_bytes[0] / found.allocated_bytes[0]
+        forecast = Forecast(found.moments, found.step, card.rates, found.context_bytes, held)
     plain = seconds(found.step, card.rates)
-    return Search(techniques, found.needed[0], card.usable, attempt, plain, forecast)
+    return Search(techniques, found.needed_bytes[0], card.usable_bytes, attempt, plain, forecast)
 
 
 def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
     # Of the allocators the one that holds the least: others take what it takes, and more.
-    others = [one for one in found.backends if one.name != backend and one.reserved < found.reserved[0]]
+    others = [
+        one for one in found.backends if one.name != backend and one.reserved_bytes < found.reserved_bytes[0]
+    ]
     if not found.backends and backend == "native":
         yield "expandable"
     if others:
-        yield min(others, key=lambda one: (not one.completes, one.reserved)).name
+        yield min(others, key=lambda one: (not one.completes, one.reserved_bytes)).name
     if found.steps:
         yield from (FUSED, EIGHT_BITS, FOUR_BITS, FACTORED)
         yield from (OFFLOAD_STATES, OFFLOAD_GRADIENTS, STEP_IN_BACKWARD)
-        room = card.usable - found.context
+        room = card.usable_bytes - found.context_bytes
         budget = max(1, int(_BUDGET * room) >> 20)  # its least is taken where that is more
         yield from (f"{CHECKPOINT}:{budget << 20}", LEAST)
         yield from (OFFLOAD_ACTIVATIONS, LOSS_HEAD, TILES, BF16)

@@ -19,7 +19,7 @@ from memopt._estimate.step_time import Segment
 
 # The fields that an Estimate has too.
 _TOLD = (
-    "by_category by_line by_module guesses unmodelled steps covered error versions simulated seconds host_peak"
+    "by_category by_line by_module guesses unmodelled steps covered error versions simulated seconds"
     " processes step"
 ).split()
 
@@ -64,7 +64,7 @@ class Answer:
 
     def told(self) -> dict[str, Any]:
         """Return what an Estimate tells as the run did, by name."""
-        return {name: getattr(self, name) for name in _TOLD}
+        return {name: getattr(self, name) for name in _TOLD} | {"host_peak_bytes": self.host_peak}
 
     @property
     def completed(self) -> bool:

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from memopt._C import format_size, parse_size
+from memopt._runtime.results import Result
 
 GIB = 1 << 30
 CONTEXT = 450 << 20
@@ -19,31 +20,31 @@ CONTEXT_RANGE = (3 * GIB // 10, 6 * GIB // 10)
 NO_LIMIT = 1 << 44  # a card that nothing fills; addresses of a process end at 2^47
 
 
-@dataclass(frozen=True)
-class Card:
+@dataclass(frozen=True, repr=False)
+class Card(Result):
     """A GPU, real or hypothetical.
 
     Attributes:
         name: Name, or the size for a hypothetical one.
-        usable: Bytes that CUDA can use.
+        usable_bytes: Bytes that CUDA can use.
         compute_capability: Like "8.0".
         multiprocessors: Number of multiprocessors.
-        context: Bytes of a process's CUDA context and kernels.
+        context_bytes: Bytes of a process's CUDA context and kernels.
     """
 
     name: str
-    usable: int
+    usable_bytes: int
     compute_capability: str = "8.0"
     multiprocessors: int = 108
-    context: int = CONTEXT
+    context_bytes: int = CONTEXT
 
     def __str__(self) -> str:
-        return f"{self.name} ({format_size(self.usable)} usable)"
+        return f"{self.name} ({format_size(self.usable_bytes)} usable)"
 
     @property
     def rates(self) -> Rates:
         """The rates of its data sheet; of a card that the table lacks, those of the nearest by memory."""
-        of = min(CARDS, key=lambda one: (one.name != self.name, abs(one.usable - self.usable)))
+        of = min(CARDS, key=lambda one: (one.name != self.name, abs(one.usable_bytes - self.usable_bytes)))
         return RATES[of.name]
 
 
@@ -120,7 +121,7 @@ CARDS = [
     _card("h200", 139.80, "9.0", 132, (989, 494, 67), (4800, _PCIE5)),
     _card("b200", 178.35, "10.0", 148, (2250, 1125, 75), (8000, _PCIE5)),
 ]
-CARDS.sort(key=lambda card: card.usable)
+CARDS.sort(key=lambda card: card.usable_bytes)
 _BY_NAME = {card.name: card for card in CARDS}
 _BY_NAME |= {card.name.removeprefix("rtx"): card for card in CARDS}
 _BY_NAME |= {"a100": _BY_NAME["a100-40"], "a10": _BY_NAME["a10g"]}
@@ -150,15 +151,18 @@ def card(text: str | int, compute_capability: str | None = None, context: int | 
     capability = found.compute_capability if compute_capability is None else compute_capability
     if not re.fullmatch(r"\d+\.\d", capability):
         raise ValueError(f'a compute capability is a string such as "8.0", not {capability!r}')
-    taken = found.context if context is None else context
-    if taken >= found.usable:
-        raise ValueError(f"{found} is too small: a CUDA context alone takes {format_size(taken)}")
-    return Card(found.name, found.usable, capability, found.multiprocessors, taken)
+    taken = found.context_bytes if context is None else context
+    if taken >= found.usable_bytes:
+        raise ValueError(
+            f"{found} is too small: a CUDA context alone takes {format_size(taken)}; give bytes, or a size such as "
+            "'24GiB'"
+        )
+    return Card(found.name, found.usable_bytes, capability, found.multiprocessors, taken)
 
 
 def smallest_with(needed: int) -> Card | None:
     """Return the smallest card in the table that can hold so many bytes, the context among them."""
-    return next((one for one in CARDS if one.usable >= needed), None)
+    return next((one for one in CARDS if one.usable_bytes >= needed), None)
 
 
 def _plain(text: str) -> str:

@@ -486,9 +486,9 @@ def estimate_of(answer: Answer, title: str, card: Card | None, reason: str) -> E
     found = Estimate(
         title=title,
         method=FAKE,
-        allocated=(int(answer.peak_allocated * (1 - _OFF)), _at_most(answer, card)),
-        reserved=(int(answer.peak_allocated * (1 - _OFF)), held_at_most(answer, card)),
-        context=card.context if card else cards.CONTEXT,
+        allocated_bytes=(int(answer.peak_allocated * (1 - _OFF)), _at_most(answer, card)),
+        reserved_bytes=(int(answer.peak_allocated * (1 - _OFF)), held_at_most(answer, card)),
+        context_bytes=card.context_bytes if card else cards.CONTEXT,
         card=card,
         unknowns=[
             f"memory kept by CUDA kernels: {_OFF:.0%} more or less; memory held by the allocator: {_HELD - 1:.0%} "
@@ -498,7 +498,7 @@ def estimate_of(answer: Answer, title: str, card: Card | None, reason: str) -> E
         **answer.told() | {"unmodelled": [f"not run on the simulated device: {reason}"] if reason else []},
     )
     if card is not None:
-        fits = [needed <= card.usable for needed in found.needed]
+        fits = [needed <= card.usable_bytes for needed in found.needed_bytes]
         found.verdict = "fits" if all(fits) else "unsure" if any(fits) else "does not fit"
     return found
 

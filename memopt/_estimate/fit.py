@@ -80,8 +80,8 @@ class Fit:
         return {
             "fits": self.plan is not None,
             "measured": False,
-            "card": asdict(self.card),
-            "needed_range": list(self.estimate.needed),
+            "card": self.card.as_dict(),
+            "needed_bytes": list(self.estimate.needed_bytes),
             "plan": plan,
             "tier": self.plan and self.rows[0].result,
             "margin": self.plan and self._margin(self.plan),
@@ -101,16 +101,18 @@ class Fit:
         }
 
     def _margin(self, plan: Plan) -> int:
-        return self.card.usable - self.estimate.context - plan.peak
+        return self.card.usable_bytes - self.estimate.context_bytes - plan.peak
 
     def __str__(self) -> str:
         size, found = _C.format_size, self.estimate
-        needed = found.needed[1]
+        needed = found.needed_bytes[1]
         if found.verdict == "fits":
             said = "fits tightly as it is" if found.is_tight else "fits as it is"
         else:
             said = f"needs {size(needed)}" + (
-                f", short by {size(needed - self.card.usable)}" if needed > self.card.usable else ""
+                f", short by {size(needed - self.card.usable_bytes)}"
+                if needed > self.card.usable_bytes
+                else ""
             )
         return str(Facts(f"{found.title} on {self.card.name}: {said}", self._facts()))
 
@@ -214,10 +216,12 @@ def find(
     survey.request = replace(survey.request, timed=True)
     estimate = survey.estimate(fixes=False, advise=False, lean=True)
     survey.request = replace(survey.request, keeps=estimate.keeps)
-    fit = Fit(estimate, card, least=estimate.needed[1])
+    fit = Fit(estimate, card, least=estimate.needed_bytes[1])
     if estimate.verdict == "fits":
-        fit.rows = [Row([], estimate.allocated[1], estimate.needed[1], fit.step_seconds, TIERS[0], True)]
-        fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated[1], fit.step_seconds)
+        fit.rows = [
+            Row([], estimate.allocated_bytes[1], estimate.needed_bytes[1], fit.step_seconds, TIERS[0], True)
+        ]
+        fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated_bytes[1], fit.step_seconds)
         fit.runs = survey.runs
         return fit
     if estimate.processes is not None and not estimate.trained_bytes:
@@ -248,7 +252,7 @@ def find(
     search: Search = advice.search_of(estimate, card, survey.request.backend, attempt, wanted)
     chosen = next(search.found(), None)
     if chosen is not None:
-        chosen = search.with_more_budget(chosen, card.usable - estimate.context)
+        chosen = search.with_more_budget(chosen, card.usable_bytes - estimate.context_bytes)
         answer = tried[chosen].answer
         assert answer is not None
         fit.plan = _plan(
@@ -269,13 +273,13 @@ def find(
     for name in dict.fromkeys(map(_plain, search.alone)):
         runs = [one for other, one in search.alone.items() if _plain(other) == name]  # by its budgets
         if not any(one.fits for one in runs):
-            fit.alone[name] = estimate.needed[0] - min(one.needed for one in runs)
+            fit.alone[name] = estimate.needed_bytes[0] - min(one.needed for one in runs)
     if (forecast := search.forecast) is not None:
         plain, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *survey.failed}
         fit.worked_out = {
             name: plain - needed
             for name in sorted(names)
-            if wanted(name) and (needed := forecast.needed([name])) > card.usable
+            if wanted(name) and (needed := forecast.needed([name])) > card.usable_bytes
         }
     fit.failed = survey.failed
     fit.least = min([fit.least, *(one.needed for one in tried.values() if not _ran_out(one))])
@@ -326,7 +330,7 @@ def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int, 
         sha256=text,
         arguments=survey.request.argv[1:],
         torch=str(found.versions["torch"]),
-        card=card.usable,
+        card=card.usable_bytes,
         peak=peak,
         backend=next((name for name in BACKENDS if name in names), survey.request.backend),
         techniques=sorted(names - {*BACKENDS}),

@@ -21,6 +21,7 @@ from memopt._estimate.protection import Protection
 from memopt._estimate.request import BatchOption, Request
 from memopt._estimate.survey import NoEffect, ScriptFailed, Survey, largest
 from memopt._run.plan import BACKENDS
+from memopt._runtime import arguments
 from memopt._runtime.log import logger
 
 _MODULE = "memopt._estimate.serialization"
@@ -86,6 +87,8 @@ def estimate(
     from memopt._runtime.torch_version import require
 
     require("memopt.estimate()")
+    import torch
+
     from memopt._estimate import fake_tensors
     from memopt._estimate.training import AMP, TrainingTask
 
@@ -98,6 +101,10 @@ def estimate(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r} must be a number of steps, 1 or more")
     _check(fn_or_model, sample)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        arguments.check_function(optimizer, "estimate: optimizer", "parameters, such as torch.optim.AdamW")
+    if loss is not None:
+        arguments.check_function(loss, "estimate: loss", "the model's output that returns one number")
     on = None if card is None else card if isinstance(card, Card) else cards.card(card)
     training = TrainingTask(fn_or_model, sample, optimizer, loss, amp, steps, train)
     asked = Request(
@@ -199,6 +206,7 @@ def _sent(training: Any) -> bytes:
 
 
 def _faked(training: Any, card: Card | None, reason: str, run: Callable[[Any], Answer]) -> Estimate:
+
     from memopt._estimate import fake_tensors
 
     answer = run(training)
@@ -210,9 +218,10 @@ def _faked(training: Any, card: Card | None, reason: str, run: Callable[[Any], A
 
 
 def _largest(training: Any, size: int, first: Answer, card: Card, run: Callable[[Any], Answer]) -> int:
+
     from memopt._estimate import fake_tensors
 
-    room, seen = card.usable - card.context, fake_tensors.held_at_most(first, card)
+    room, seen = card.usable_bytes - card.context_bytes, fake_tensors.held_at_most(first, card)
     start = max(1, size * room // (2 * seen))
 
     def measure(count: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from memopt import _C
@@ -14,6 +14,7 @@ from memopt._estimate.cards import Card
 from memopt._estimate.step_time import Segment
 from memopt._memory.recording.category_split import in_words
 from memopt._run.plan import KEEPS
+from memopt._runtime.results import Result
 from memopt._runtime.table import Code, Facts, several
 
 SIMULATED = "simulated device"
@@ -21,49 +22,35 @@ FAKE = "fake tensors"
 
 
 @dataclass
-class Backend:
+class Backend(Result):
     """The need of one allocator for the same run.
 
     completes: on the requested card.
     """
 
     name: str
-    reserved: int
+    reserved_bytes: int
     completes: bool | None = None
-    allocated: int = 0
+    allocated_bytes: int = 0
 
 
 @dataclass
-class Advice:
+class Advice(Result):
     """A change with which a run has fitted.
 
     Attributes:
         what: The change.
-        peak: Most bytes of tensors that lived at once in that run.
+        peak_bytes: Most bytes of tensors that lived at once in that run.
         changes: Effect on the results, "" for none.
     """
 
     what: str
-    peak: int
+    peak_bytes: int
     changes: str = ""
 
 
-_NOT_PLAIN = (
-    "allocated",
-    "reserved",
-    "advice",
-    "again",
-    "largest",
-    "step",
-    "moments",
-    "trained_bytes",
-    "host_bytes",
-    "keeps",
-)  # fields that as_dict() tells otherwise, or not
-
-
-@dataclass
-class Estimate:
+@dataclass(repr=False)
+class Estimate(Result):
     """A prediction of a training's memory. Print it; in a notebook it is a table.
 
     Figures that depend on unknown values are ranges: (low, high) in bytes, equal where the figure is certain.
@@ -71,18 +58,30 @@ class Estimate:
     Attributes:
         title: The script or model.
         method: "simulated device" or "fake tensors".
-        allocated: Bytes of live tensors in torch's allocator at the peak, without a limit.
-        reserved: Bytes that torch's allocator holds at the peak, without a limit.
-        context: Bytes that the process takes besides, for CUDA's context and kernels.
+        allocated_bytes: Bytes of live tensors in torch's allocator at the peak, without a limit.
+        reserved_bytes: Bytes that torch's allocator holds at the peak, without a limit.
+        context_bytes: Bytes that the process takes besides, for CUDA's context and kernels.
         card: The card that was asked for.
         verdict: "fits", "does not fit", "unsure" if it depends on unknown values, "" without a card.
     """
 
+    # Told otherwise, or a part of the search for techniques.
+    _not_plain = (
+        "advice",
+        "again",
+        "largest",
+        "step",
+        "moments",
+        "trained_bytes",
+        "host_bytes",
+        "keeps",
+    )
+
     title: str
     method: str
-    allocated: tuple[int, int]
-    reserved: tuple[int, int]
-    context: int
+    allocated_bytes: tuple[int, int]
+    reserved_bytes: tuple[int, int]
+    context_bytes: int
     card: Card | None = None
     verdict: str = ""
     oom: dict[str, Any] | None = None
@@ -107,7 +106,7 @@ class Estimate:
     recording: str | None = None
     runs: int = 0
     seconds: float = 0.0
-    host_peak: int = 0
+    host_peak_bytes: int = 0
     step: list[Segment] | None = None  # one whole step of the run without a limit, where it was timed
     moments: list[list[int]] | None = None  # of that run: moments.of()
     trained_bytes: int = 0  # of the parameters of the optimizer that steps first
@@ -117,24 +116,26 @@ class Estimate:
     largest: Callable[[Card], int] | None = None  # searches the largest batch on a card
 
     @property
-    def peak(self) -> tuple[int, int]:
+    def peak_bytes(self) -> tuple[int, int]:
         """Most bytes of tensors that live at once, as (low, high)."""
-        return self.allocated
+        return self.allocated_bytes
 
     @property
     def contexts(self) -> int:
-        """Number of CUDA contexts in `context`, one for each process."""
+        """Number of CUDA contexts in `context_bytes`, one for each process."""
         return max(1, len(self.processes["held"])) if self.processes else 1
 
     @property
-    def needed(self) -> tuple[int, int]:
+    def needed_bytes(self) -> tuple[int, int]:
         """Bytes that the card must have for everything, the allocator's memory and the context, as (low, high)."""
-        return self.reserved[0] + self.context, self.reserved[1] + self.context
+        return self.reserved_bytes[0] + self.context_bytes, self.reserved_bytes[1] + self.context_bytes
 
     @property
     def is_tight(self) -> bool:
         """Return whether it fits its card only because the allocator gives back what it caches."""
-        return self.verdict == "fits" and self.card is not None and self.needed[1] > self.card.usable
+        return (
+            self.verdict == "fits" and self.card is not None and self.needed_bytes[1] > self.card.usable_bytes
+        )
 
     def fits(self, card: str | int | Card) -> bool:
         """Return whether the run is sure to fit on a card.
@@ -146,10 +147,10 @@ class Estimate:
             card: "24GiB", "a100-40", bytes or a Card.
         """
         there = card if isinstance(card, Card) else cards.card(card)
-        contexts = there.context * self.contexts
-        if self.needed[1] - self.context + contexts <= there.usable:
+        contexts = there.context_bytes * self.contexts
+        if self.needed_bytes[1] - self.context_bytes + contexts <= there.usable_bytes:
             return True
-        if self.allocated[0] + contexts > there.usable or self.again is None:
+        if self.allocated_bytes[0] + contexts > there.usable_bytes or self.again is None:
             return False
         return self.again(there)
 
@@ -171,22 +172,12 @@ class Estimate:
         return self.largest(card if isinstance(card, Card) else cards.card(card))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures as JSON-able values.
-
-        peak_allocated and peak_reserved are the low ends; their ranges are beside them.
-        """
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_PLAIN}
-        return plain | {
+        """Return the figures as JSON-able values; ranges are [low, high]."""
+        return super().as_dict() | {
             "measured": False,
             "verdict": self.verdict or None,
-            "card": asdict(self.card) if self.card else None,
-            "peak_allocated": self.allocated[0],
-            "peak_reserved": self.reserved[0],
-            "peak_allocated_range": list(self.allocated),
-            "peak_reserved_range": list(self.reserved),
-            "needed_range": list(self.needed),
-            "backends": [asdict(backend) for backend in self.backends],
-            "would_fit": [asdict(one) for one in self.advice],
+            "needed_bytes": list(self.needed_bytes),
+            "would_fit": [one.as_dict() for one in self.advice],
             "sources": self.sources(),
         }
 
@@ -199,18 +190,16 @@ class Estimate:
             allocated = "torch's allocator, on a simulated device that computes nothing"
             reserved = allocated
         return {
-            "peak_allocated": allocated,
-            "peak_reserved": reserved,
-            "context": "a table of cards, or as given: not simulated",
+            "allocated_bytes": allocated,
+            "reserved_bytes": reserved,
+            "context_bytes": "a table of cards, or as given: not simulated",
             "card": "a table of cards, from what CUDA reports" if self.card else "no card was given",
             "by_category": "a walk over modules and optimizers at the peak; the rest is activations and other",
-            "would_fit": "one run for each, with the change applied; 'peak' is the peak of that run",
+            "would_fit": "one run for each, with the change applied; peak_bytes is the peak of that run",
         }
 
     def __str__(self) -> str:
         return str(Facts(_headline(self), _rows(self)))
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return Facts(_headline(self), _rows(self)).html()
@@ -232,17 +221,17 @@ def span(low: int, high: int) -> str:
 
 
 def _headline(found: Estimate) -> str:
-    low, high = found.needed
+    low, high = found.needed_bytes
     if found.card is None:
         return f"{found.title}: {span(low, high)} of a card, all counted"
     verdict = found.verdict if found.verdict == "fits" else found.verdict.upper()
     if found.is_tight:
         low, high, verdict = (
-            found.allocated[0] + found.context,
-            found.allocated[1] + found.context,
+            found.allocated_bytes[0] + found.context_bytes,
+            found.allocated_bytes[1] + found.context_bytes,
             "fits tightly",
         )
-    usable = _C.format_size(found.card.usable)
+    usable = _C.format_size(found.card.usable_bytes)
     return f"{found.title} on {found.card.name}: {span(low, high)} of {usable} usable: {verdict}"
 
 
@@ -272,9 +261,9 @@ def _rows(found: Estimate) -> list[tuple[str, str]]:
     said.append(
         (
             "peak",
-            f"{span(*found.allocated)} allocated, {span(*found.reserved)} reserved"
+            f"{span(*found.allocated_bytes)} allocated, {span(*found.reserved_bytes)} reserved"
             f"{' where there is room' if found.is_tight else ''}, "
-            f"{_C.format_size(found.context)} context",
+            f"{_C.format_size(found.context_bytes)} context",
         )
     )
     if found.ranks:
@@ -340,7 +329,7 @@ def _attribution_row(row: dict[str, Any]) -> str:
 
 def _backend_row(backend: Backend) -> str:
     verdict = {True: ", fits", False: ", does not fit", None: ""}[backend.completes]
-    return f"{_SHOWN[backend.name]} {_C.format_size(backend.reserved)}{verdict}"
+    return f"{_SHOWN[backend.name]} {_C.format_size(backend.reserved_bytes)}{verdict}"
 
 
 def _batch_row(found: dict[str, Any]) -> str:
@@ -365,7 +354,7 @@ def _smallest(found: dict[str, Any]) -> str:
 
 def _advice_row(one: Advice) -> str:
     changes = f"; {one.changes}" if one.changes else ""
-    return f"{one.what}: peak {_C.format_size(one.peak)}{changes}"
+    return f"{one.what}: peak {_C.format_size(one.peak_bytes)}{changes}"
 
 
 def _guess(one: dict[str, Any]) -> str:

@@ -62,7 +62,7 @@ class Request:
         """Return it with the properties of a card, but for its memory."""
         return replace(
             self,
-            context=card.context,
+            context=card.context_bytes,
             compute_capability=card.compute_capability,
             multiprocessors=card.multiprocessors,
             rates_of=card.rates.of,

@@ -92,14 +92,14 @@ class Survey:
         return answer
 
     def _on(self, card: Card, request: Request) -> Request:
-        return replace(request.like(card), memory=card.usable)
+        return replace(request.like(card), memory=card.usable_bytes)
 
     def _completes(self, request: Request, card: Card, free: Answer | None, what: str) -> bool:
         """Return whether a request runs on a card; `free`, its run without a limit, often decides that already."""
-        contexts = card.context * (1 if free is None else free.contexts)
-        if free is not None and free.held + contexts <= card.usable:
+        contexts = card.context_bytes * (1 if free is None else free.contexts)
+        if free is not None and free.held + contexts <= card.usable_bytes:
             return True
-        if free is not None and free.peak_allocated + contexts > card.usable:
+        if free is not None and free.peak_allocated + contexts > card.usable_bytes:
             return False
         return self._ask(self._on(card, request), what).completed
 
@@ -157,9 +157,9 @@ class Survey:
         found = Estimate(
             title=self.title,
             method=SIMULATED,
-            allocated=(free.peak_allocated,) * 2,
-            reserved=(free.held,) * 2,
-            context=(self.card.context if self.card else cards.CONTEXT) * free.contexts,
+            allocated_bytes=(free.peak_allocated,) * 2,
+            reserved_bytes=(free.held,) * 2,
+            context_bytes=(self.card.context_bytes if self.card else cards.CONTEXT) * free.contexts,
             card=self.card,
             oom=limited.oom if limited is not None else None,
             retries=limited.retries if limited is not None else 0,
@@ -172,7 +172,7 @@ class Survey:
         outcomes = [] if limited is None else [limited.completed]
         if lean and self.card is not None:
             outcomes.append(self._completes(told, self.card, free, f"{self.title} on {self.card}"))
-            compare = compare and free.peak_allocated + found.context <= self.card.usable
+            compare = compare and free.peak_allocated + found.context_bytes <= self.card.usable_bytes
         if ranges:
             outcomes += self._widen(found, free)
         if outcomes:
@@ -215,19 +215,22 @@ class Survey:
             if why := _not_as_wanted(free, techniques, found, on_card_first):
                 raise NothingToTell(free, why)
             fits = on_card_first and self._is_sure(found, limited, answer, there)
-            if not on_card_first and free.peak_allocated + card.context * free.contexts <= card.usable:
+            if (
+                not on_card_first
+                and free.peak_allocated + card.context_bytes * free.contexts <= card.usable_bytes
+            ):
                 answer = self._ask(limited, there)
                 fits = self._is_sure(found, limited, answer, there)
         except (ScriptFailed, ChildFailed) as error:
             self.say(f"it does not run {what}: {error}")
             self.failed[" + ".join(name.partition(":")[0] for name in sorted(names))] = str(error)
             return None
-        needed = max(free.held, wanted_bytes(free)) + card.context * free.contexts
+        needed = max(free.held, wanted_bytes(free)) + card.context_bytes * free.contexts
         return Tried(fits, needed, seconds(free.step, card.rates), answer if fits else free)
 
     def _is_sure(self, found: Estimate, request: Request, answer: Answer, what: str) -> bool:
         """Return whether a run on a card completes, also with workspaces if they make a difference."""
-        if answer.completed and found.reserved[0] != found.reserved[1] and found.unknowns:
+        if answer.completed and found.reserved_bytes[0] != found.reserved_bytes[1] and found.unknowns:
             answer = self._ask(replace(request, cudnn_workspace=CUDNN_WORKSPACE), f"{what}, with workspaces")
         return answer.completed
 
@@ -252,8 +255,8 @@ class Survey:
             asked.append(few[:2])
             answers.append(few[2])
         peaks = [(a.peak_allocated, a.held) for a in (free, *answers)]
-        found.allocated = min(p[0] for p in peaks), max(p[0] for p in peaks)
-        found.reserved = min(p[1] for p in peaks), max(p[1] for p in peaks)
+        found.allocated_bytes = min(p[0] for p in peaks), max(p[0] for p in peaks)
+        found.reserved_bytes = min(p[1] for p in peaks), max(p[1] for p in peaks)
         outcomes = []
         for (request, what), answer in zip(asked, answers, strict=True):
             more, held = answer.peak_allocated - free.peak_allocated, answer.held - free.held
@@ -291,8 +294,8 @@ class Survey:
 
     def smallest_card(self, found: Estimate) -> None:
         """Fill in the least memory that a card needs for this, to within 1 % or 16 MiB, and the card that has it."""
-        context = found.context // found.contexts
-        low, high = found.allocated[0] + found.context, found.needed[1]
+        context = found.context_bytes // found.contexts
+        low, high = found.allocated_bytes[0] + found.context_bytes, found.needed_bytes[1]
         step = max(16 << 20, high // 100)
 
         def suffices(memory: int) -> bool:
@@ -341,11 +344,17 @@ class Survey:
             peaks[size] = answer.peak_allocated
             return answer.peak_allocated
 
-        room, start, known = card.usable - card.context * found.contexts, min(batch.size or 1, most), {}
+        room, start, known = (
+            card.usable_bytes - card.context_bytes * found.contexts,
+            min(batch.size or 1, most),
+            {},
+        )
         if batch.size:
-            known[batch.size] = found.allocated[1]
-            if found.allocated[1] > room:  # all that does not grow with the batch makes this too much by far
-                start = max(1, batch.size * room // found.allocated[1] // 2)
+            known[batch.size] = found.allocated_bytes[1]
+            if (
+                found.allocated_bytes[1] > room
+            ):  # all that does not grow with the batch makes this too much by far
+                start = max(1, batch.size * room // found.allocated_bytes[1] // 2)
         try:
             best, bounded = largest(measure, room, start, most, known=known, close=close)
         except NoEffect:

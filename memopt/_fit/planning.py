@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt import _C
-from memopt._checkpoint.checked_plan import SPARE, budget_bytes
+from memopt._checkpoint.checked_plan import SPARE
 from memopt._checkpoint.stages.costs import bytes_of
 from memopt._estimate.fit import ALLOWED
 from memopt._estimate.search import BIT_EQUAL, FREE, OTHER, TIERS, Names, combinations, tier_of
@@ -38,6 +38,7 @@ from memopt._run.plan import (
     OPTIONS,
     STEP_IN_BACKWARD,
 )
+from memopt._runtime import arguments
 from memopt.nn._fuse_loss_head import fuse_loss_head
 from memopt.optim._one_pass import OnePass
 
@@ -123,9 +124,11 @@ def fit(
             f"memopt.fit: allow={allow!r}: expected a collection of {', '.join(map(repr, ALLOW))}"
             + (f", not {unknown[0]!r}" if unknown and not isinstance(allow, str) else "")
         )
+    if exact and allow:
+        raise ValueError(f"memopt.fit: exact=True rules out allow={sorted(allow)}: leave one of the two out")
     step = TrainingStep(model, optimizer, sample, loss, reduction, effective_batch)
     try:
-        budget = budget_bytes(memory_budget, step.device)
+        budget = arguments.budget(memory_budget, step.device)
     except ValueError as error:
         raise ValueError(f"memopt.fit: {error}") from None
     planner = Planner(step, budget, exact, {ALLOW[word] for word in allow}, reads_gradients)

@@ -18,6 +18,7 @@ from memopt._run.plan import (
     OFFLOAD_LAYERS,
     OPTIONS,
 )
+from memopt._runtime.results import Result
 from memopt._runtime.table import Facts, Html, ResultTable, paragraphs, seconds_text, several
 from memopt.chain import InfeasibleBudget
 from memopt.optim._one_pass import OnePass
@@ -83,7 +84,7 @@ class Lever:
 
 
 @dataclass(frozen=True, repr=False)
-class Fit:
+class Fit(Result):
     """The plan that memopt.fit() found for a training step; print it.
 
     It holds the model, the optimizer and the sample.
@@ -282,8 +283,6 @@ class Fit:
 
     def __str__(self) -> str:
         return str(Facts(self._headline(), self._facts()))
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """Return static HTML: no script, and no style except that of its cells."""

@@ -15,6 +15,7 @@ from memopt._checkpoint.stages import ranks
 from memopt._microbatch import exactness
 from memopt._microbatch.split_batch import Cutting, Reduction, SplitBatch, Weights
 from memopt._offload.layers import offloaded
+from memopt._runtime import arguments
 from memopt._runtime.state_snapshot import BufferValues, ModuleTensors, RandomState
 
 CHECKED = 8  # samples on which the loss of a batch is compared with those of its parts
@@ -49,6 +50,8 @@ class TrainingStep:
         self.loss_of_output = ".loss"  # how it is written, where the model computes it
         _check_model(model)
         _check_optimizer(model, optimizer)
+        if loss is not None:
+            arguments.check_function(loss, "memopt.fit: loss", "the model's output and the targets")
         self.device = _device(model)
         self.batch = self._parts(sample)
         self.not_split = ""  # why the batch cannot be cut
@@ -224,7 +227,10 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             "param groups have options of their own where these differ"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"memopt.fit: optimizer is {type(optimizer).__name__}: give a torch.optim.Optimizer")
+        raise TypeError(
+            f"memopt.fit: optimizer is {arguments.shown(optimizer)}: give the torch.optim.Optimizer that steps the "
+            "model"
+        )
     mine = {id(p) for p in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):

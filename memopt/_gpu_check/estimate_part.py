@@ -41,13 +41,13 @@ def estimate(request: PartRequest) -> PartOutcome:
     here = steps(request)
     after = _used_bytes()
     figures: Figures = {
-        "predicted, bytes": predicted.allocated[1],
+        "predicted, bytes": predicted.allocated_bytes[1],
         "measured, bytes": here["peak"],
         "predicted by": predicted.method,
     }
 
     def peak(request: PartRequest, figures: Figures) -> str:
-        off = _beyond(predicted.allocated, here["peak"])
+        off = _beyond(predicted.allocated_bytes, here["peak"])
         return f"off by {off:.1%} of the measured one" if off > ERROR else ""
 
     def simulated_device(request: PartRequest, figures: Figures) -> str:
@@ -56,7 +56,7 @@ def estimate(request: PartRequest) -> PartOutcome:
 
     def context(request: PartRequest, figures: Figures) -> str:
         if isinstance(before, int) and isinstance(after, int):
-            figures["needed, predicted, bytes"] = predicted.needed[1]
+            figures["needed, predicted, bytes"] = predicted.needed_bytes[1]
             figures["needed, measured, bytes"] = after - before
             return context_bytes(after - before - here["held"][-1], figures)
         figures["context and libraries"] = f"not here: {before if isinstance(before, str) else after}"

@@ -15,76 +15,76 @@ from memopt import _C
 from memopt._memory.oom import exceptions
 from memopt._offload import pinned_memory
 from memopt._runtime.host_memory import resident_bytes
+from memopt._runtime.results import Result
 
 if TYPE_CHECKING:
     from memopt._memory.live.live_tensors import LiveTensors
 
 
 @dataclass(frozen=True)
-class AllocatorUse:
+class AllocatorUse(Result):
     """Bytes of one device: in live tensors, and held by torch's allocator (0 on the CPU, which has no cache)."""
 
-    allocated: int
-    reserved: int
+    allocated_bytes: int
+    reserved_bytes: int
 
 
-@dataclass(frozen=True)
-class Released:
+@dataclass(frozen=True, repr=False)
+class Released(Result):
     """The result of memopt.release(). Print it, or show it in a notebook.
 
     Attributes:
         before: Bytes by device before the call.
         after: Bytes by device after it.
-        resident_before: Resident host memory of the process before the call, in bytes.
-        resident_after: Resident host memory after it.
+        resident_before_bytes: Resident host memory of the process before the call, in bytes.
+        resident_after_bytes: Resident host memory after it.
         frames: Number of ended functions' frames that were cleared.
         live: The holders of the memory that is left.
     """
 
     before: dict[str, AllocatorUse]
     after: dict[str, AllocatorUse]
-    resident_before: int
-    resident_after: int
+    resident_before_bytes: int
+    resident_after_bytes: int
     frames: int
     live: LiveTensors = field(repr=False)
 
     @property
-    def freed(self) -> dict[str, int]:
+    def freed_bytes(self) -> dict[str, int]:
         """Bytes of tensors that were freed, by device."""
         return {
-            device: max(0, there.allocated - self.after.get(device, _NOTHING).allocated)
+            device: max(0, there.allocated_bytes - self.after.get(device, _NOTHING).allocated_bytes)
             for device, there in self.before.items()
         }
 
     @property
-    def returned(self) -> dict[str, int]:
+    def returned_bytes(self) -> dict[str, int]:
         """Bytes that were given back to devices, and to the host ("host")."""
         devices = {
-            device: max(0, there.reserved - self.after.get(device, _NOTHING).reserved)
+            device: max(0, there.reserved_bytes - self.after.get(device, _NOTHING).reserved_bytes)
             for device, there in self.before.items()
-            if there.reserved
+            if there.reserved_bytes
         }
-        return {**devices, "host": max(0, self.resident_before - self.resident_after)}
+        return {**devices, "host": max(0, self.resident_before_bytes - self.resident_after_bytes)}
 
     def __str__(self) -> str:
         return "\n".join([*self._lines(), str(self.live)])
 
-    __repr__ = __str__
-
     def _lines(self) -> list[str]:
         lines = [
-            f"released: {_sizes(self.freed) or 'no tensor'}; given back: {_sizes(self.returned) or 'nothing'}"
+            f"released: {_sizes(self.freed_bytes) or 'no tensor'}; given back: "
+            f"{_sizes(self.returned_bytes) or 'nothing'}"
         ]
         if self.frames:
             lines[0] += f" ({self.frames} frames of functions that had returned were cleared)"
         for device, now in self.after.items():
-            if now.reserved:
-                rest = now.reserved - now.allocated
+            if now.reserved_bytes:
+                rest = now.reserved_bytes - now.allocated_bytes
                 lines.append(
-                    f"  {device}: {_C.format_size(now.allocated)} in tensors, {_C.format_size(rest)} more held in "
-                    "fragments between them"
+                    f"  {device}: {_C.format_size(now.allocated_bytes)} in tensors, {_C.format_size(rest)} more held "
+                    "in fragments between them"
                 )
-        lines.append(f"  host: {_C.format_size(self.resident_after)} resident")
+        lines.append(f"  host: {_C.format_size(self.resident_after_bytes)} resident")
         return lines
 
     def _repr_html_(self) -> str:

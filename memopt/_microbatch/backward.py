@@ -17,6 +17,7 @@ from memopt._microbatch import ALONE, Agreement, exactness
 from memopt._microbatch.attempt import BufferHistory, EntryGradients, Failure, InitialScale, run_attempt
 from memopt._microbatch.size_cache import KnownSizes, StepMemory, available_bytes, memory_before, memory_since
 from memopt._microbatch.split_batch import Cutting, Lists, Reduction, SplitBatch, Weights
+from memopt._runtime import arguments
 from memopt._runtime.log import logger, stacklevel
 from memopt._runtime.state_snapshot import ModuleTensors, RandomState, version
 
@@ -105,7 +106,14 @@ def backward(
             "memopt.backward: fn calls memopt.backward itself, but memopt.backward may have to run fn again at any "
             "point: have fn return only the loss, and call memopt.backward once around it"
         )
-    modules = (model,) if isinstance(model, nn.Module) else tuple(model)
+    arguments.check_function(
+        fn, "memopt.backward: fn", "the batch that returns its loss; the batch comes after it"
+    )
+    modules = (
+        tuple(model) if isinstance(model, Iterable) and not isinstance(model, nn.Module | str) else (model,)
+    )
+    for module in modules:
+        arguments.check_module(module, "memopt.backward: model", ", or several")
     if not modules:
         raise ValueError("memopt.backward: model= names no module whose gradients the step computes")
     if micro_batch_size is not None and micro_batch_size < 1:

@@ -43,6 +43,7 @@ from memopt._offload.transfers import (
     disk_space,
     give_up,
 )
+from memopt._runtime import arguments
 
 ASKED_AGAIN = 4  # storages that live on elsewhere are asked again, so many each time that a tensor is saved
 
@@ -88,10 +89,10 @@ class offload_activations(ContextDecorator):
         in_flight: int | str | None = None,
         host_memory: int | str | None = None,
     ) -> None:
-        self.min_size = _bytes(min_size)
+        self.min_size = arguments.size(min_size, "min_size")
         self.to = os.fspath(to)
-        self.in_flight = None if in_flight is None else _bytes(in_flight)
-        self.host_memory = None if host_memory is None else _bytes(host_memory)
+        self.in_flight = None if in_flight is None else arguments.size(in_flight, "in_flight")
+        self.host_memory = None if host_memory is None else arguments.size(host_memory, "host_memory")
         self._passes: list[
             tuple[SavedStorages, torch.autograd.graph.saved_tensors_hooks, DiskSpace | None]
         ] = []
@@ -189,13 +190,6 @@ def _is_a_parameters(tensor: torch.Tensor) -> bool:
     """Return whether the memory is a parameter's, which lives on."""
     base = tensor if tensor._base is None else tensor._base
     return bool(base.is_leaf and base.requires_grad)
-
-
-def _bytes(size: int | str) -> int:
-    nbytes = _C.parse_size(size) if isinstance(size, str) else int(size)
-    if nbytes < 0:
-        raise ValueError(f"{size} bytes: a size cannot be negative")
-    return nbytes
 
 
 # ---- the graph's entries ---------------------------------------------------------------------------------------------

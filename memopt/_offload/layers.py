@@ -27,12 +27,14 @@ from memopt._offload.model_layers import (
     nbytes,
 )
 from memopt._offload.visits import NAME
+from memopt._runtime import arguments
+from memopt._runtime.results import Result
 
 _EARLIER = {"bytes_at_home": "bytes_offloaded", "bytes_visiting": "bytes_at_once"}
 
 
-@dataclass(frozen=True)
-class LayerPlan:
+@dataclass(frozen=True, repr=False)
+class LayerPlan(Result):
     """The places of a model's bytes. bytes_offloaded: of parameters, off the device; bytes_on_device: of buffers, and
     of what stays there; bytes_at_once: of parameters that are on the device at once, at the most, without a budget."""
 
@@ -70,7 +72,7 @@ class LayerPlan:
         return "\n".join(lines)
 
 
-class OffloadedLayers:
+class OffloadedLayers(Result):
     """The handle that offload_layers() returns.
 
     Attributes:
@@ -94,6 +96,10 @@ class OffloadedLayers:
     def bytes_out(self) -> int:
         carrier = None if self._residency is None else self._residency.carrier
         return carrier.to_host.copied if isinstance(carrier, DeviceCarrier) else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON-able values: the plan's, and the bytes copied so far."""
+        return self.plan.as_dict() | {"bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
 
     def release(self) -> None:
         """Free all device copies of parameters.
@@ -252,7 +258,7 @@ def offload_layers(
         raise ValueError(f"offload_layers: {type(model).__name__} has no parameters")
     sizes = tuple((layer.name, nbytes(layer.parameters())) for layer in found)
     buffers = nbytes({id(b): b for b in model.buffers()}.values())
-    budget = None if memory_budget is None else _budget(memory_budget, on)
+    budget = None if memory_budget is None else arguments.budget(memory_budget, on)
     largest = max(size for _, size in sizes)
     typical = typical_layer([size for _, size in sizes])
     if budget is not None and budget < largest + buffers:
@@ -327,18 +333,6 @@ def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
-
-
-def _budget(memory_budget: int | float | str, device: torch.device) -> int:
-    if not isinstance(memory_budget, float):
-        return _C.parse_size(memory_budget)
-    if not 0 < memory_budget <= 1:
-        raise ValueError(
-            f"memory_budget={memory_budget}: give a fraction between 0 and 1, or bytes as an int"
-        )
-    if device.type != "cuda":
-        raise ValueError(f"memory_budget={memory_budget}: a fraction needs a CUDA device; give bytes")
-    return int(memory_budget * torch.cuda.get_device_properties(device).total_memory)
 
 
 def typical_layer(sizes: Sequence[int]) -> int:

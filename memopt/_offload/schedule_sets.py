@@ -318,6 +318,10 @@ def destination(to: str | os.PathLike[str] | None, device: torch.device) -> str 
         raise ValueError(
             f"to={where!r}: tensors on {device.type} cannot be offloaded, only those on a CUDA device or the CPU"
         )
+    if not os.path.isdir(where):
+        raise FileNotFoundError(
+            f'to={where!r}: there is no such directory: give "cpu", or a directory on a disk'
+        )
     with disk_errors(where):
         DiskSpace(where)  # that it can be written to is better known now
     return os.path.abspath(where)

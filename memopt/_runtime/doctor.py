@@ -11,6 +11,7 @@ from typing import Literal
 from memopt import _C
 from memopt._runtime import torch_version
 from memopt._runtime.log import LEVELS, logger
+from memopt._runtime.results import Result
 
 State = Literal["ok", "absent", "broken"]
 
@@ -41,8 +42,8 @@ VARIABLES = {
 }
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Result):
     """The result of memopt.doctor(). str() has one line for each finding, with its remedy.
 
     Attributes:
@@ -69,8 +70,6 @@ class Diagnosis:
             if finding.mend:
                 lines.append(f"{'':8}{'':{width}}  -> {finding.mend}")
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def doctor() -> Diagnosis:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memopt import _C
+from memopt._runtime import arguments
+from memopt._runtime.results import Result
 from memopt._runtime.state_snapshot import is_offloaded
 from memopt._runtime.storages import storage_bytes
 
@@ -23,13 +24,13 @@ Keep: TypeAlias = str | Iterable[Any] | Callable[[str, torch.Tensor], bool] | No
 _NORMS = (torch.nn.modules.batchnorm._NormBase,)
 
 
-@dataclass(frozen=True)
-class Converted:
+@dataclass(frozen=True, repr=False)
+class Converted(Result):
     """The result of memopt.to_dtype_(). Print it.
 
     Attributes:
-        before: Bytes of all the given storages before the conversion, each counted once.
-        after: Bytes after it.
+        before_bytes: Bytes of all the given storages before the conversion, each counted once.
+        after_bytes: Bytes after it.
         dtype: The new dtype.
         converted: Names of the tensors that were converted.
         kept: Names of those left out by `keep`.
@@ -37,8 +38,8 @@ class Converted:
         not_finite: Number of values that overflowed, by tensor name.
     """
 
-    before: int
-    after: int
+    before_bytes: int
+    after_bytes: int
     dtype: torch.dtype
     converted: list[str]
     kept: list[str]
@@ -46,14 +47,14 @@ class Converted:
     not_finite: dict[str, int]
 
     @property
-    def freed(self) -> int:
+    def freed_bytes(self) -> int:
         """Bytes freed by the conversion."""
-        return self.before - self.after
+        return self.before_bytes - self.after_bytes
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.converted)} tensors to {_short(self.dtype)}: {_C.format_size(self.before)} before, "
-            f"{_C.format_size(self.after)} after"
+            f"{len(self.converted)} tensors to {_short(self.dtype)}: {_C.format_size(self.before_bytes)} before, "
+            f"{_C.format_size(self.after_bytes)} after"
         ]
         for word, names in (("kept", self.kept), ("untouched", self.untouched)):
             if names:
@@ -62,11 +63,6 @@ class Converted:
         for name, count in self.not_finite.items():
             lines.append(f"  overflowed: {count} values of {name}")
         return "\n".join(lines)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def to_dtype_(
@@ -124,8 +120,8 @@ def to_dtype_(
     for members in shared.values():
         _convert(members, dtype)
     return Converted(
-        before=before,
-        after=storage_bytes([*tensors.values(), *_gradients(tensors.values())]),
+        before_bytes=before,
+        after_bytes=storage_bytes([*tensors.values(), *_gradients(tensors.values())]),
         dtype=dtype,
         converted=list(chosen),
         kept=[name for name in tensors if name in stay],
@@ -168,6 +164,8 @@ def _kept(given: Any, tensors: dict[str, torch.Tensor], keep: Keep) -> set[str]:
         return set()
     if callable(keep):
         return {name for name, tensor in tensors.items() if keep(name, tensor)}
+    if not isinstance(keep, Iterable):
+        raise TypeError(f"keep is {arguments.shown(keep)}: give names, modules, tensors, a function or None")
     wanted = [keep] if isinstance(keep, str) else list(keep)
     kept: set[str] = set()
     for one in wanted:

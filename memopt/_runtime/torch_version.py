@@ -61,6 +61,14 @@ def missing(feature: str) -> ModuleNotFoundError:
     )
 
 
+def is_of_torch(error: ImportError) -> bool:
+    """Return whether the error was raised while torch loaded its libraries."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_globals.get("__name__") == "torch"
+
+
 def require(feature: str) -> None:
     """Raise ImportError, naming the feature and the remedy, if torch is missing or too old."""
     version = installed()

@@ -71,6 +71,8 @@ def clip_grad_norm_(
             warnings.warn(
                 "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2
             )
+    if isinstance(max_norm, str) or isinstance(norm_type, str):
+        raise TypeError(f"clip_grad_norm_: max_norm={max_norm!r}, norm_type={norm_type!r}: give numbers")
     norm_type = float(norm_type)
     if process_group is not None or _lie_apart(parameters):
         return _clip_apart(parameters, max_norm, norm_type, error_if_nonfinite, foreach, process_group)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from memopt._runtime.results import Result
 from memopt.compress._saved_report import Report, bytes_of
 
 _INTEGERS = {torch.uint8: 255, torch.int16: 65535}
@@ -46,16 +47,21 @@ class PackedTensor:
         return _restored(self.values.to(device or self.values.device), self.dtype, self.low, self.high)
 
 
-@dataclass(frozen=True)
-class PackedInputs:
+@dataclass(frozen=True, repr=False)
+class PackedInputs(Result):
     """A batch of the structure of the original, with PackedTensors in the place of packed tensors.
 
     `report`: bytes before and after. `max_error`: the largest error of all its tensors. The object can be pickled,
     saved and sent to workers like any batch.
     """
 
+    _not_plain = ("batch",)
+
     batch: Any
     report: Report = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.report}\n  largest error {self.max_error:.3g}"
 
     @property
     def max_error(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from memopt import _C
+from memopt._runtime.results import Result
 from memopt._runtime.state_snapshot import Modes
 from memopt._runtime.storages import storage_bytes
 
@@ -21,19 +21,19 @@ Evaluate: TypeAlias = Callable[[Any], float] | None
 
 
 @dataclass(frozen=True)
-class Bytes:
+class Bytes(Result):
     """The bytes of a model.
 
-    `memory`: bytes of the storages of parameters and buffers, each counted once. `disk`: bytes of the file that
-    torch.save(model.state_dict(), file) writes, None if the model cannot be saved.
+    `memory_bytes`: bytes of the storages of parameters and buffers, each counted once. `disk_bytes`: bytes of the file
+    that torch.save(model.state_dict(), file) writes, None if the model cannot be saved.
     """
 
-    memory: int
-    disk: int | None
+    memory_bytes: int
+    disk_bytes: int | None
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Result):
     """The changes made, and the bytes that they saved. Print it.
 
     Attributes:
@@ -57,16 +57,16 @@ class Report:
     accuracy_after: float | None = None
 
     @property
-    def saved(self) -> int:
+    def saved_bytes(self) -> int:
         """Bytes of memory saved; negative if the model takes more than before."""
-        return self.before.memory - self.after.memory
+        return self.before.memory_bytes - self.after.memory_bytes
 
     @property
-    def saved_on_disk(self) -> int | None:
+    def saved_on_disk_bytes(self) -> int | None:
         """Bytes saved on disk; negative if the file takes more than before."""
-        if self.before.disk is None or self.after.disk is None:
+        if self.before.disk_bytes is None or self.after.disk_bytes is None:
             return None
-        return self.before.disk - self.after.disk
+        return self.before.disk_bytes - self.after.disk_bytes
 
     @property
     def accuracy_change(self) -> float | None:
@@ -77,9 +77,9 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.technique}: {shortened(self.changed) or 'nothing changed'}"]
-        lines.append(_line("memory", self.before.memory, self.after.memory))
-        if self.before.disk is not None and self.after.disk is not None:
-            lines.append(_line("on disk", self.before.disk, self.after.disk))
+        lines.append(_line("memory", self.before.memory_bytes, self.after.memory_bytes))
+        if self.before.disk_bytes is not None and self.after.disk_bytes is not None:
+            lines.append(_line("on disk", self.before.disk_bytes, self.after.disk_bytes))
         if self.accuracy_change is not None:
             lines.append(
                 f"  accuracy {self.accuracy_before:.6g} -> {self.accuracy_after:.6g} ({self.accuracy_change:+.3g})"
@@ -90,11 +90,6 @@ class Report:
             lines.append(f"  {names} unchanged: {why}")
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def shortened(names: Iterable[str]) -> str:

@@ -94,7 +94,7 @@ def sparsify_(
             on the meta device; the message names the tensor and the remedy.
 
     Examples:
-        >>> memopt.compress.prune_(model, 0.9)
+        >>> memopt.compress.prune_(model, 0.9, "l1_unstructured")
         >>> print(memopt.compress.sparsify_(model))
     """
     if layout not in LAYOUTS:

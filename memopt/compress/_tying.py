@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memopt import _C
+from memopt._runtime.results import Result
 from memopt._runtime.storages import memory_of, storage_bytes
 from memopt.compress._model_changes import Outcome, carry_out, check_model, unusable
 from memopt.compress._saved_report import Evaluate, Report, shortened
@@ -187,26 +188,24 @@ def _places(model: nn.Module, parameter: torch.Tensor) -> list[tuple[nn.Module, 
 # ---- duplicates ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Duplicates:
+@dataclass(frozen=True, repr=False)
+class Duplicates(Result):
     """Names of parameters and buffers that share a storage, or are equal.
 
     `tied`: groups that share one storage, as one parameter under several names or as views. `equal`: groups of equal
     shape, type and bytes, each in its own memory. tie_() ties the matrices among them, and others if they are named.
-    `could_save`: bytes of memory that would be freed if each group of `equal` were tied.
+    `could_save_bytes`: bytes of memory that would be freed if each group of `equal` were tied.
     """
 
     tied: tuple[tuple[str, ...], ...]
     equal: tuple[tuple[str, ...], ...]
-    could_save: int
+    could_save_bytes: int
 
     def __str__(self) -> str:
         lines = [f"tied: {', '.join(group)}" for group in self.tied]
         lines += [f"equal, and could be tied: {', '.join(group)}" for group in self.equal]
-        lines.append(f"tying the equal ones would save {_C.format_size(self.could_save)}")
+        lines.append(f"tying the equal ones would save {_C.format_size(self.could_save_bytes)}")
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def duplicates(model: nn.Module) -> Duplicates:

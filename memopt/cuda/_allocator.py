@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memopt import _C
-from memopt._runtime import kernels, torch_version
+from memopt._runtime import arguments, kernels, torch_version
 from memopt._runtime.doctor import Finding
 from memopt._runtime.log import logger, stacklevel
 from memopt.cuda import _statistics, _torch_patches
@@ -77,11 +77,11 @@ def allocator(
     """
     global _allocator, _settings
     asked: dict[str, Any] = {
-        "memory_budget": None if memory_budget is None else _C.parse_size(memory_budget),
+        "memory_budget": None if memory_budget is None else arguments.size(memory_budget, "memory_budget"),
         "slack": slack,
         "double_map": double_map,
         "recall": recall,
-        "preallocate": None if preallocate is None else _C.parse_size(preallocate),
+        "preallocate": None if preallocate is None else arguments.size(preallocate, "preallocate"),
     }
     if _allocator is not None and _settings is not None:
         _refuse_other_settings(asked, _settings)
@@ -193,7 +193,7 @@ def trim(device: torch.device | str | int | None = None, keep: int | str = 0) ->
         ValueError: device is not a CUDA device, or keep is not a size.
         memopt.Error: The driver failed.
     """
-    size = _C.parse_size(keep)
+    size = arguments.size(keep, "keep")
     _statistics.warn_of_misuse()
     return 0 if _allocator is None and device is None else _C.allocator_trim(device_index(device), size)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memopt import _C
-from memopt._runtime import torch_version
+from memopt._runtime import arguments, torch_version
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ class CudaPool:
         from torch.utils.weak import WeakTensorKeyDictionary
 
         self._closed = True  # until there is something to close
-        self._size = None if size is None else _C.parse_size(size)
+        self._size = None if size is None else arguments.size(size, "size")
         if self._size == 0:
             raise ValueError(
                 "CudaPool(0) can hold nothing: give the maximum number of bytes, or None for no limit"
@@ -162,7 +162,7 @@ class CudaPool:
                     f"allocate({size!r}, dtype={dtype}) may mean bytes or elements: allocate(({size},), dtype=…) gives"
                     f" so many elements, allocate({size!r}) so many bytes"
                 )
-            shape: tuple[int, ...] = (_C.parse_size(size),)
+            shape: tuple[int, ...] = (arguments.size(size, "size"),)
             kind = torch.uint8
         else:
             shape, kind = tuple(int(extent) for extent in size), dtype or torch.get_default_dtype()

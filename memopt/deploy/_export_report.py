@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from memopt import _C
+from memopt._runtime.results import Result
 from memopt._runtime.table import Facts, several
 from memopt.deploy._inference_memory import InferenceMemory
 from memopt.deploy._output_check import Check
 
 
-@dataclass
-class Export:
+@dataclass(repr=False)
+class Export(Result):
     """An exported model. Print it; in a notebook it is a table.
 
-    `files`: the files written, with bytes on disk, the model first; none if no path was given. `size`: their total
-    size, measured. `parameters`, `buffers`: bytes of the model's storages, each counted once. `checks`: the comparisons
-    with the live model's outputs, one for each sample. `memory`: the memory of inference, in a separate process; None
-    if it was not measured, and `not_measured` says why. `taken_off`: the wrappers and hooks that the live model has and
-    the file lacks. `warnings`: the exporter's warnings. `program`: the exporter's result, if no file was requested.
+    `files`: the files written, with bytes on disk, the model first; none if no path was given. `size_bytes`: their
+    total size, measured. `parameters_bytes`, `buffers_bytes`: bytes of the model's storages, each counted once.
+    `checks`: the comparisons with the live model's outputs, one for each sample. `memory`: the memory of inference, in
+    a separate process; None if it was not measured, and `not_measured` says why. `taken_off`: the wrappers and hooks
+    that the live model has and the file lacks. `warnings`: the exporter's warnings. `program`: the exporter's result,
+    if no file was requested.
     """
+
+    _not_plain = ("program",)
 
     model: str
     format: str
     files: list[tuple[Path, int]]
-    size: int
-    parameters: int
-    buffers: int
+    size_bytes: int
+    parameters_bytes: int
+    buffers_bytes: int
     checks: list[Check] = field(default_factory=list)
     memory: InferenceMemory | None = None
     not_measured: str = ""
@@ -45,24 +49,13 @@ class Export:
         return self.files[0][0] if self.files else None
 
     @property
-    def peak(self) -> int | None:
+    def peak_bytes(self) -> int | None:
         """Peak bytes of inference; None if not measured. Bytes of live tensors or, where these are not counted,
         resident bytes.
         """
         if self.memory is None:
             return None
-        return self.memory.resident if self.memory.live is None else self.memory.live
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return JSON-able values."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "program"}
-        return plain | {
-            "files": [[str(path), size] for path, size in self.files],
-            "checks": [asdict(one) | {"dtype": one.dtype and str(one.dtype)} for one in self.checks],
-            "memory": self.memory and self.memory.as_dict(),
-            "not_measured": self.not_measured or None,
-            "dynamic": self.dynamic or None,
-        }
+        return self.memory.resident_bytes if self.memory.live_bytes is None else self.memory.live_bytes
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the table's rows, each with a name and a text."""
@@ -71,8 +64,8 @@ class Export:
         said = [
             (
                 "file",
-                f"{_C.format_size(self.size)}{apart}{where}; the model's parameters take "
-                f"{_C.format_size(self.parameters)}, its buffers {_C.format_size(self.buffers)}",
+                f"{_C.format_size(self.size_bytes)}{apart}{where}; the model's parameters take "
+                f"{_C.format_size(self.parameters_bytes)}, its buffers {_C.format_size(self.buffers_bytes)}",
             )
         ]
         if self.dynamic:
@@ -93,8 +86,6 @@ class Export:
 
     def __str__(self) -> str:
         return str(Facts(self._headline(), self.rows()))
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return Facts(self._headline(), self.rows()).html()
@@ -118,11 +109,11 @@ def _check(one: Check) -> str:
 def _inference(memory: InferenceMemory) -> str:
     live = (
         "this runtime does not report live tensors"
-        if memory.live is None
-        else f"{_C.format_size(memory.live)} of live tensors at the peak"
+        if memory.live_bytes is None
+        else f"{_C.format_size(memory.live_bytes)} of live tensors at the peak"
     )
     return (
-        f"{live}; its own process grows by {_C.format_size(memory.loaded)} when it loads the file and by "
-        f"{_C.format_size(memory.resident)} at the peak, besides {_C.format_size(memory.imports)} for its imports; "
-        f"{memory.seconds * 1e3:.3g} ms a run, on {memory.where}"
+        f"{live}; its own process grows by {_C.format_size(memory.loaded_bytes)} when it loads the file and by "
+        f"{_C.format_size(memory.resident_bytes)} at the peak, besides {_C.format_size(memory.imports_bytes)} for its "
+        f"imports; {memory.seconds * 1e3:.3g} ms a run, on {memory.where}"
     )

@@ -12,12 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memopt._runtime import process
 from memopt._runtime.host_memory import peak_resident_bytes, reset_peak_resident, resident_bytes
+from memopt._runtime.results import Result
 
 if TYPE_CHECKING:
     from memopt.deploy._formats import Call
@@ -28,24 +29,21 @@ _SAID = 6  # lines of a child's output that tell why it gave no figures
 
 
 @dataclass(frozen=True)
-class InferenceMemory:
+class InferenceMemory(Result):
     """The bytes and seconds that running a file takes.
 
-    `live`: bytes of tensors at the peak, weights, inputs and outputs among them, counted at torch's allocator; None
-    where another runtime keeps its own (ONNX). `loaded`, `resident`: what the process has grown by in resident memory,
-    what it imports not counted, once the file is loaded and at the peak of inference. `seconds`: of the fastest run.
-    `where`: the device, and by what it is run.
+    `live_bytes`: bytes of tensors at the peak, weights, inputs and outputs among them, counted at torch's allocator;
+    None where another runtime keeps its own (ONNX). `loaded_bytes`, `resident_bytes`: what the process has grown by in
+    resident memory, what it imports not counted, once the file is loaded and at the peak of inference. `seconds`: of
+    the fastest run. `where`: the device, and by what it is run.
     """
 
-    live: int | None
-    loaded: int
-    resident: int
-    imports: int
+    live_bytes: int | None
+    loaded_bytes: int
+    resident_bytes: int
+    imports_bytes: int
     seconds: float
     where: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class NotMeasured(RuntimeError):

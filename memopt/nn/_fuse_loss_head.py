@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from memopt import _C
+from memopt._runtime import arguments
 from memopt.nn._deferred_logits import LossHead
 
 
@@ -69,7 +69,7 @@ def fuse_loss_head(model: nn.Module, *, chunk_bytes: int | str = "64MiB") -> Fus
         >>> handle = memopt.nn.fuse_loss_head(model)
         >>> model(input_ids=tokens, labels=tokens).loss.backward()
     """
-    size = _C.parse_size(chunk_bytes)
+    size = arguments.size(chunk_bytes, "chunk_bytes")
     if size < 1:
         raise ValueError(f"chunk_bytes {chunk_bytes!r}: expected at least 1 byte")
     return FusedLossHead(model, *install(model, size))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memopt import _C
+from memopt._runtime import arguments
 from memopt.nn._head_chunks import Head
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -183,7 +183,7 @@ def _check(
         raise ValueError(f"label_smoothing {label_smoothing}: expected a number from 0 to 1")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"softcap {softcap}: expected a positive number, or None for no cap")
-    size = _C.parse_size(chunk_bytes)
+    size = arguments.size(chunk_bytes, "chunk_bytes")
     if size < 1:
         raise ValueError(f"chunk_bytes {chunk_bytes!r}: expected at least 1 byte")
     return size

@@ -22,8 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from memopt._C import parse_size
-from memopt._runtime import torch_version
+from memopt._runtime import arguments, torch_version
 from memopt.sim import _control
 from memopt.sim._coverage import OURS_AGAIN, coverage, library_set
 
@@ -221,14 +220,14 @@ def settings_of(
     if capability is None:
         raise ValueError(f'compute_capability must be a string such as "8.0", not {compute_capability!r}')
     values = {
-        "memory": parse_size(memory),
+        "memory": arguments.size(memory, "memory"),
         "devices": devices,
         "cc": capability[1] + capability[2],
         "sms": multiprocessors,
         "lazy": int(lazy),
         "blank": int(blank),
-        "context": parse_size(context),
-        "cudnn_workspace": parse_size(cudnn_workspace),
+        "context": arguments.size(context, "context"),
+        "cudnn_workspace": arguments.size(cudnn_workspace, "cudnn_workspace"),
         "stale_aliases": int(stale_aliases),
         "dead_handles": int(dead_handles),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 
-from memopt._C import parse_size
+from memopt._runtime import arguments
 
 _library: ctypes.CDLL | None = None
 _bodies: list[object] = []  # host bodies of kernels: the device keeps their addresses for ever
@@ -60,9 +60,9 @@ def declare(library: ctypes.CDLL) -> None:
         "simcuda_setting_reads": (ctypes.c_uint64, [ctypes.c_char_p]),
         "simcuda_missing": (ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t]),
     }
-    for name, (result, arguments) in functions.items():
+    for name, (result, takes) in functions.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes = result, takes
 
 
 def attach(library: ctypes.CDLL) -> None:
@@ -120,7 +120,7 @@ def set_memory(memory: int | str, device: int = 0) -> None:
     Raises:
         ValueError: There is no such device, or it was activated with less memory.
     """
-    if device_library().simcuda_set_memory(device, parse_size(memory)) != 0:
+    if device_library().simcuda_set_memory(device, arguments.size(memory, "memory")) != 0:
         raise ValueError(
             f"device {device} cannot have {memory!r} of memory: the device does not exist, or was activated with less"
         )

@@ -56,8 +56,8 @@ def test_a_quantised_model_is_the_librarys(method, dtype):
     x = torch.randn(4, 128, dtype=dtype)
     assert torch.equal(model(x), expected(x))
     assert type(model[0].weight) is type(expected[0].weight)
-    assert list(report.changed) == ["0", "2"] and report.saved > 0
-    assert report.after.disk == len(file_of(model.state_dict())) == len(file_of(expected.state_dict()))
+    assert list(report.changed) == ["0", "2"] and report.saved_bytes > 0
+    assert report.after.disk_bytes == len(file_of(model.state_dict())) == len(file_of(expected.state_dict()))
 
 
 def inner_bytes(model: nn.Module) -> int:
@@ -75,8 +75,8 @@ def test_bytes_of_quantised_weights_are_those_of_the_tensors_within(method):
     model = perceptron(128, 256, 32)
     by_elements = sum(p.numel() * p.element_size() for p in model.parameters())
     report = quantize_(model, method)
-    assert report.before.memory == by_elements
-    assert report.after.memory == inner_bytes(model) < by_elements
+    assert report.before.memory_bytes == by_elements
+    assert report.after.memory_bytes == inner_bytes(model) < by_elements
     assert sum(p.numel() * p.element_size() for p in model.parameters()) == by_elements
 
 
@@ -84,7 +84,7 @@ def test_a_small_layer_may_grow_and_the_report_says_so():
     model = perceptron(2, 64, bias=False, dtype=torch.bfloat16)
     report = quantize_(model, "int8_weight_only")
     assert (
-        report.saved == 64 * (2 * 2 - 2 - 4 - 1) and report.saved_on_disk < 0
+        report.saved_bytes == 64 * (2 * 2 - 2 - 4 - 1) and report.saved_on_disk_bytes < 0
     )  # values, scales, zero points
     assert "saved -192 B" in str(report)
 
@@ -131,7 +131,7 @@ def test_any_small_perceptron_is_quantised_as_the_library_does(widths, method, b
         assert type(ours) is type(theirs), name
         for part in ours.__tensor_flatten__()[0] if hasattr(ours, "__tensor_flatten__") else []:
             assert torch.equal(getattr(ours, part), getattr(theirs, part))
-    assert report.after.memory == inner_bytes(model) == report.before.memory - report.saved
+    assert report.after.memory_bytes == inner_bytes(model) == report.before.memory_bytes - report.saved_bytes
 
 
 @pytest.mark.parametrize("method", CONFIGS)
@@ -160,7 +160,7 @@ def test_tied_layers_stay_tied_and_what_stays_beside_is_named():
     model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64, bias=False))
     model[1].weight = model[0].weight
     report = quantize_(model, "int8_weight_only")
-    assert report.saved < 0 and any("0.weight was tied to" in note for note in report.notes)
+    assert report.saved_bytes < 0 and any("0.weight was tied to" in note for note in report.notes)
 
 
 def test_int4_asks_what_the_devices_of_the_weights_can(monkeypatch):
@@ -329,7 +329,7 @@ memopt.compress.quantize_(small, "int8_weight_only")  # what is loaded at first 
 model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])
 before = resident()
 report = memopt.compress.quantize_(model, "int8_weight_only")
-print(before - resident(), report.saved)
+print(before - resident(), report.saved_bytes)
 """
 
 
@@ -383,8 +383,8 @@ def test_structured_pruning_shrinks_as_the_library_does():
     assert torch.equal(model.eval()(x), expected.eval()(x))
     assert sorted(report.changed) == ["first", "head", "norm", "second", "third"]
     by_hand = sum(t.untyped_storage().nbytes() for t in [*model.parameters(), *model.buffers()])
-    assert report.after.memory == by_hand and report.saved > 0
-    assert report.after.disk == len(file_of(model.state_dict()))
+    assert report.after.memory_bytes == by_hand and report.saved_bytes > 0
+    assert report.after.disk_bytes == len(file_of(model.state_dict()))
 
 
 def test_bytes_of_structured_pruning_are_storages_and_not_elements():
@@ -395,8 +395,8 @@ def test_bytes_of_structured_pruning_are_storages_and_not_elements():
     model[2].weight = nn.Parameter(flat[64:128].view(8, 8))
     model.register_buffer("rest", flat[128:])
     report = prune_(model, 0.5, "structured", sample=torch.ones(1, 8))
-    assert report.before.memory == 40_000
-    assert report.after.memory == 40_000 + 2 * 4 * 8 * 4 and report.saved == -256
+    assert report.before.memory_bytes == 40_000
+    assert report.after.memory_bytes == 40_000 + 2 * 4 * 8 * 4 and report.saved_bytes == -256
 
 
 @settings(max_examples=12, deadline=None)
@@ -418,7 +418,7 @@ def test_any_perceptron_keeps_its_inputs_and_outputs_or_is_left_alone(widths, am
         return
     assert model[0].in_features == widths[0] and model[-1].out_features == widths[-1]
     assert model(x).shape == (3, widths[-1])
-    assert report.saved > 0 and model.training
+    assert report.saved_bytes > 0 and model.training
     for module in model:
         if isinstance(module, nn.Linear):
             assert tuple(module.weight.shape) == (module.out_features, module.in_features)
@@ -494,7 +494,7 @@ def test_transformers_keep_their_heads():
         nn.Linear(32, 5),
     )
     report = prune_(model, 0.5, "structured", sample=torch.ones(2, 7, 8))
-    assert model[1].layers[0].linear1.out_features == 32 and report.saved > 0
+    assert model[1].layers[0].linear1.out_features == 32 and report.saved_bytes > 0
     assert model(torch.ones(2, 7, 8)).shape == (2, 7, 5)
 
 

@@ -31,7 +31,7 @@ def test_two_of_each_four_are_the_same_as_on_the_host_and_bytes_are_the_devices(
     model = copy.deepcopy(host).cuda()
     prune_(host, method="2:4")
     report = prune_(model, method="2:4")
-    assert report.before.memory == sum(p.nbytes for p in model.parameters()) and report.saved == 0
+    assert report.before.memory_bytes == sum(p.nbytes for p in model.parameters()) and report.saved_bytes == 0
     for ours, theirs in zip(model.parameters(), host.parameters(), strict=True):
         assert ours.is_cuda and torch.equal(ours.cpu(), theirs)
 
@@ -53,7 +53,7 @@ def test_offloaded_layers_are_pruned_at_home_and_visit_with_the_new_values():
 
 def test_layers_are_tied_on_the_device():
     model = perceptron(8, 8, 8).cuda()
-    assert tie_(model, [("0", "2")]).saved == 8 * 8 * 4 + 8 * 4 and model[0].weight is model[2].weight
+    assert tie_(model, [("0", "2")]).saved_bytes == 8 * 8 * 4 + 8 * 4 and model[0].weight is model[2].weight
     assert duplicates(model).tied == (("0.weight", "2.weight"), ("0.bias", "2.bias"))
 
 

@@ -62,7 +62,7 @@ def test_what_a_file_takes_of_the_device_is_counted_by_its_allocator(tmp_path: P
     made = export(model, torch.ones(2, 1024, device="cuda"), tmp_path / "model.pt", verify=False)
     assert made.memory is not None, made.not_measured
     # The weight, and what cuBLAS works in besides the sample and two outputs.
-    assert 4 << 20 <= made.memory.live < (4 << 20) + (16 << 20)
+    assert 4 << 20 <= made.memory.live_bytes < (4 << 20) + (16 << 20)
     assert "cuda" in made.memory.where and json.dumps(made.as_dict())
 
 

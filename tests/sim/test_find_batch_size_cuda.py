@@ -83,7 +83,7 @@ def test_it_is_the_true_maximum():
         training.step, model=training.model, optimizer=training.optimizer, headroom=0
     )
     assert found.batch_size in training.sizes
-    assert found.device == "cuda:0" and found.total == 128 * MIB
+    assert found.device == "cuda:0" and found.total_bytes == 128 * MIB
     tried = {trial.batch_size: trial for trial in found.tried}
     assert tried[found.batch_size].fits and not tried[found.batch_size + 1].fits
     assert "when it requested" in tried[found.batch_size + 1].why
@@ -120,7 +120,7 @@ def test_headroom_is_free_at_the_peak(headroom: float):
     )
     limit = int((1 - headroom) * 128 * MIB)
     best = [trial for trial in found.tried if trial.batch_size == found.batch_size]
-    assert best[0].held <= limit == found.room
+    assert best[0].held_bytes <= limit == found.room_bytes
     memopt.sim.reset_peak()
     torch.cuda.empty_cache()
     runs(training, found.batch_size)
@@ -134,7 +134,7 @@ def test_memory_of_others_is_taken():
     alone = memopt.find_batch_size(training.step, model=training.model, optimizer=training.optimizer)
     memopt.sim.set_memory("96MiB")
     less = memopt.find_batch_size(training.step, model=training.model, optimizer=training.optimizer)
-    assert 0 < less.batch_size < alone.batch_size and less.total == 96 * MIB
+    assert 0 < less.batch_size < alone.batch_size and less.total_bytes == 96 * MIB
 
 
 def test_a_budget_is_of_what_lives():
@@ -142,9 +142,9 @@ def test_a_budget_is_of_what_lives():
     found = memopt.find_batch_size(
         training.step, model=training.model, optimizer=training.optimizer, headroom=0, memory_budget="64MiB"
     )
-    assert found.peak <= 64 * MIB
+    assert found.peak_bytes <= 64 * MIB
     above = [trial for trial in found.tried if trial.batch_size == found.batch_size + 1]
-    assert above[0].peak > 64 * MIB and "of a budget of 64.0 MiB" in above[0].why
+    assert above[0].peak_bytes > 64 * MIB and "of a budget of 64.0 MiB" in above[0].why
 
 
 def test_the_least_bytes_are_told_where_none_fits():

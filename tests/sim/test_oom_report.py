@@ -46,7 +46,7 @@ def out_of_memory(size: int = 1 << 30) -> tuple[torch.OutOfMemoryError, OomRepor
 
 def check(report: OomReport) -> None:
     """Assertions on every report."""
-    assert sum(report.bytes.parts.values()) == report.bytes.total == torch.cuda.mem_get_info()[1]
+    assert sum(report.bytes.parts.values()) == report.bytes.total_bytes == torch.cuda.mem_get_info()[1]
     assert all(size >= 0 for size in report.bytes.parts.values())
     assert len(str(report).splitlines()) <= LINES
     number, _, parts = shares(report.bytes).partition(" ")
@@ -410,7 +410,7 @@ def test_the_bar_names_other_processes_where_nvml_does(others, parts, monkeypatc
     monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda device: device, raising=False)
     held = torch.ones(MIB, device="cuda")
     bar = memopt.device_bar()
-    assert sum(bar.parts.values()) == bar.total == torch.cuda.mem_get_info()[1]
+    assert sum(bar.parts.values()) == bar.total_bytes == torch.cuda.mem_get_info()[1]
     assert {name: size for name, size in bar.parts.items() if "context" in name or "process" in name} == parts
     assert bar.parts["inputs"] == held.nbytes
     assert str(bar).startswith("cuda:0: 256 MiB = 4.00 MiB inputs + ") and "width:" in bar._repr_html_()

@@ -183,9 +183,9 @@ def test_steps_are_compared_by_what_each_takes_of_the_device():
 
     there_before = torch.zeros(8 << 20, dtype=torch.uint8, device="cuda")
     found = memopt.compare_steps({"32": holding(32), "16": holding(16), "200": holding(200)}, steps=3)
-    assert [one.peak >> 20 for one in found.measured.values()] == [64, 32, 200]
+    assert [one.peak_bytes >> 20 for one in found.measured.values()] == [64, 32, 200]
     assert [bool(one.failed) for one in found.measured.values()] == [False, False, True]
-    assert found["32"].held - found["16"].held == 32 << 20 and found["16"].held >= 40 << 20
+    assert found["32"].held_bytes - found["16"].held_bytes == 32 << 20 and found["16"].held_bytes >= 40 << 20
     assert found.saved("16") == 0.5 and not found["16"].seconds
     assert recorder.active() is None
     del there_before

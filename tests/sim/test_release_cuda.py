@@ -29,8 +29,8 @@ def test_what_a_kept_exception_held_is_the_devices_again():
     assert memopt.sim.stats()["bytes"] - start > 128 * MIB
     found = memopt.release()
     assert caught.value.args and memopt.sim.stats()["bytes"] - start < 24 * MIB
-    assert found.freed["cuda:0"] == 128 * MIB == found.returned["cuda:0"]
-    assert found.after["cuda:0"].allocated == stays.nbytes
+    assert found.freed_bytes["cuda:0"] == 128 * MIB == found.returned_bytes["cuda:0"]
+    assert found.after["cuda:0"].allocated_bytes == stays.nbytes
     assert "3.00 MiB in tensors" in str(found) and "stays" in str(found)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def tuned():
     loader = DataLoader(TensorDataset(torch.arange(400.0)), batch_size=8)
-    found = memopt.data.tune(loader, ram="2GiB", seconds=100, batches=20, startup=600, workers=[0])
+    found = memopt.data.tune(loader, memory_budget="2GiB", seconds=100, batches=20, startup=600, workers=[0])
     return found, [trial for trial in found.trials if trial.note == "copied to cuda"]
 
 # Trials leave the process fit for more of them.

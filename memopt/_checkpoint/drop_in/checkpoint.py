@@ -20,6 +20,7 @@ from torch.utils._device import DeviceContext
 
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.drop_in.engine import ENGINE, InternalHook, devices_of
+from memopt._runtime import arguments
 from memopt._runtime.originals import original
 
 torchs_checkpoint = original(torchs, "checkpoint")
@@ -133,6 +134,7 @@ def checkpoint(
             **options,
             **kwargs,
         )
+    arguments.check_function(function, "checkpoint: function", "the arguments that follow it")
     assert function is not None
     if use_reentrant is None:
         warnings.warn(_NOT_PASSED, stacklevel=2)

@@ -22,7 +22,7 @@ import torch.utils.checkpoint as torchs
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memopt._checkpoint.checked_plan import Candidate, Forward, budget_bytes, checked_plan
+from memopt._checkpoint.checked_plan import Candidate, Forward, checked_plan
 from memopt._checkpoint.drop_in import batch_norm
 from memopt._checkpoint.drop_in.checkpoint import IS_CURRIED, checkpoint, is_tracing
 from memopt._checkpoint.plan import SLOTS
@@ -33,6 +33,7 @@ from memopt._checkpoint.stages.model_chain import without_graph
 from memopt._checkpoint.stages.module_state import Changes, WeakChanges, changes_within, joined, watched
 from memopt._checkpoint.stages.trace_forward import autocast_kinds, autocast_of
 from memopt._offload.schedule_sets import ScheduleOffload, bandwidth, destination
+from memopt._runtime import arguments
 from memopt._runtime.originals import original
 from memopt._runtime.state_snapshot import preserve_state
 from memopt.chain import Op
@@ -108,6 +109,8 @@ def checkpoint_sequential(
         raise ValueError("to= is where a schedule may offload to: give memory_budget as well")
     if segments is None:
         raise ValueError("segments is None: give the number of segments, or memory_budget")
+    if not 1 <= segments <= max(1, len(functions)):
+        raise ValueError(f"segments={segments}: expected 1 to {len(functions)}, the number of functions")
     if use_reentrant is None:
         warnings.warn(_NOT_PASSED, stacklevel=2)
         use_reentrant = True
@@ -149,7 +152,7 @@ def run_within(
     modules = modules_of(functions)
     tensors += [parameter for module in modules for parameter in module.parameters()] if not tensors else []
     device = next((t.device for t in tensors), torch.device("cpu"))
-    budget, place = budget_bytes(memory_budget, device), destination(to, device)
+    budget, place = arguments.budget(memory_budget, device), destination(to, device)
     if not functions or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_tracing():
         return _Segment(functions)(input)
     plans, use = plans_of(functions), use_of(functions, input, budget, place)

@@ -36,7 +36,7 @@ from memopt._checkpoint.stages.costs import (
 )
 from memopt._checkpoint.stages.model_chain import repeatedly, without_graph
 from memopt._checkpoint.stages.module_state import Changes, cut
-from memopt._runtime import device_clock
+from memopt._runtime import arguments, device_clock
 from memopt.chain import Op
 
 Loss = Callable[[Any], torch.Tensor]
@@ -52,6 +52,15 @@ def default_loss(out: Any) -> torch.Tensor:
     if not ends:
         raise ValueError("no output of the model needs a gradient: there is nothing to checkpoint for")
     return torch.stack([t.sum() for t in ends]).sum()
+
+
+def check_loss(value: Any) -> None:
+    """Raise ValueError if loss= returned something else than a tensor of one number."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        raise ValueError(
+            f"loss= returned {arguments.shown(value)}{shape}: have it return one number, as lambda out: out.mean()"
+        )
 
 
 def untaken(size: StageBytes) -> StageBytes:
@@ -334,6 +343,7 @@ class ChainMeasurement:
             with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.detach):
                 out = self.forward(stage, ended)
                 value = self.loss(out)
+                check_loss(value)
                 # The loss is its caller's as well, and so is the gradient that the backward pass begins with.
                 result = [*(tensors_in(out) if self.keeps_output else ()), value]
                 beside = bytes_of(result, [*self.standing, *self.last_outputs])

@@ -16,6 +16,7 @@ from memopt import _C
 from memopt._memory.live.heap_snapshot import HeapSnapshot, take
 from memopt._memory.recording import snapshot_file
 from memopt._memory.recording.recording import CATEGORIES, OTHER
+from memopt._runtime.results import Result
 from memopt.cuda._statistics import device_index
 
 FREE, CACHE, CONTEXT, UNKNOWN = "free", "cache", "context", "context and other processes"
@@ -47,28 +48,26 @@ class AllocatorBlocks:
         return torch.where(inside, found, -1)
 
 
-@dataclass(frozen=True)
-class DeviceBytes:
+@dataclass(frozen=True, repr=False)
+class DeviceBytes(Result):
     """The division of a device's bytes. Print it, or show it as a bar in a notebook.
 
     Attributes:
         device: "cuda:0".
-        total: Bytes of the device, as the driver gives them.
+        total_bytes: Bytes of the device, as the driver gives them.
         parts: Bytes by name, in the order in which they are shown; they add up to total. Other processes are "process
             3312".
         source: The source of the figures of other processes.
     """
 
     device: str
-    total: int
+    total_bytes: int
     parts: dict[str, int]
     source: str
 
     def __str__(self) -> str:
         bar = " + ".join(f"{size} {name}" for name, size in self._shown())
-        return f"{self.device}: {_C.format_size(self.total)} = {bar}"
-
-    __repr__ = __str__
+        return f"{self.device}: {_C.format_size(self.total_bytes)} = {bar}"
 
     def _shown(self) -> list[tuple[str, str]]:
         return [(name, _C.format_size(size)) for name, size in self.parts.items() if size]
@@ -78,7 +77,7 @@ class DeviceBytes:
         shown = [(name, size) for name, size in self.parts.items() if size]
         cells = "".join(
             f'<div title="{name}: {_C.format_size(size)}" style="background:{_COLOURS[i % len(_COLOURS)]};'
-            f'width:{100 * size / self.total:.3f}%"></div>'
+            f'width:{100 * size / self.total_bytes:.3f}%"></div>'
             for i, (name, size) in enumerate(shown)
         )
         said = ", ".join(
@@ -86,7 +85,7 @@ class DeviceBytes:
             for i, (name, size) in enumerate(shown)
         )
         return (
-            f"<div>{self.device}: {_C.format_size(self.total)}"
+            f"<div>{self.device}: {_C.format_size(self.total_bytes)}"
             f'<div style="display:flex;height:1.2em;max-width:60em">{cells}</div>{said}</div>'
         )
 

@@ -22,6 +22,7 @@ from memopt._memory.live.variables import Anchor, Path
 from memopt._memory.recording import snapshot_file
 from memopt._memory.recording.recording import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS
 from memopt._memory.recording.user_code import NOTEBOOK, cells, is_users, place
+from memopt._runtime.results import Result
 from memopt._runtime.table import ResultTable
 
 
@@ -83,8 +84,8 @@ class LiveGroup:
     library: bool
 
 
-@dataclass(frozen=True)
-class LiveTensors:
+@dataclass(frozen=True, repr=False)
+class LiveTensors(Result):
     """The result of memopt.live_tensors(); printed, its largest groups.
 
     Attributes:
@@ -112,8 +113,6 @@ class LiveTensors:
         if not self.complete:
             lines.append("  the search for names ran out of time: tensors without a name may have one")
         return "\n".join(lines)
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return replace(self._table, heads=("bytes", "category", "held by", "")).html()

@@ -63,7 +63,7 @@ class OomReport:
         who = f"memopt [{self.rank}]" if self.rank else "memopt"
         lines = [
             f"{who}: CUDA out of memory{where}{text}{phase}, GPU {self.device}, requested {_C.format_size(self.asked)}",
-            *_wrapped(f"{_C.format_size(self.bytes.total)} = {shares(self.bytes)}", "  ", " + "),
+            *_wrapped(f"{_C.format_size(self.bytes.total_bytes)} = {shares(self.bytes)}", "  ", " + "),
         ]
         if self.limit is not None:
             lines.append(
@@ -112,7 +112,7 @@ class OomReport:
             lines += _wrapped(f"changes on the recording: {self.tried.why}", "  Not tried   ", ", ")
         if untried:
             if not now.evaluating:
-                card = _C.format_size(self.bytes.total).replace(" ", "")
+                card = _C.format_size(self.bytes.total_bytes).replace(" ", "")
                 untried[-1] += f": `memopt estimate --gpu {card} {_script() or 'SCRIPT'}` tries them"
             begin = " " * 14 if self.tried.why else "  Not tried   "
             lines += _wrapped(" | ".join(untried), begin, " | ")
@@ -121,7 +121,7 @@ class OomReport:
 
 def shares(device: DeviceBytes) -> str:
     """Return the parts in the total's unit, rounded so that they add up to the total as shown."""
-    number, unit = _C.format_size(device.total).split()
+    number, unit = _C.format_size(device.total_bytes).split()
     digits = len(number.partition(".")[2])
     scale = 10**digits / 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB").index(unit)
     exact = {name: size * scale for name, size in device.parts.items()}
@@ -181,7 +181,7 @@ def _gathered(
     blocks = blocks_of(device)
     parts = split(device, taken, blocks)
     live = described(taken)
-    limit = _limit(device, parts.total)
+    limit = _limit(device, parts.total_bytes)
     allowed = (
         parts.parts["free"] if limit is None else max(0, min(parts.parts["free"], limit - blocks.reserved))
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -15,6 +16,7 @@ from memopt._memory.recording.cpu_recorders import unrecorded
 from memopt._memory.recording.leaks import Leak
 from memopt._memory.recording.recorder import MAX_EVENTS, Recorder
 from memopt._memory.recording.recording import Line, Recording
+from memopt._runtime.results import Result
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -60,7 +62,7 @@ def _unseen(read: Callable[_P, _R]) -> Callable[_P, _R]:
     return reading
 
 
-class Profile:
+class Profile(Result):
     """The result of memopt.profile(). Figures can be read within its context, then those so far, and after it."""
 
     def __init__(self, device: torch.device | str | int | None, modules: bool, max_events: int) -> None:
@@ -172,7 +174,7 @@ class Profile:
 
     @property
     @_unseen
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Return the most bytes that were alive at once."""
         return self.recording.peak()[0]
 
@@ -245,9 +247,14 @@ class Profile:
         return exports.as_torch_snapshot(self.recordings)
 
     @_unseen
-    def to_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return everything that print() shows, complete, as JSON-able values."""
         return summary.as_dict(self.recording, self.leaks())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return as_dict(), under its earlier name."""
+        warnings.warn("Profile.to_dict() is now named as_dict()", DeprecationWarning, stacklevel=2)
+        return self.as_dict()
 
     @_unseen
     def save(self, path: str | Path) -> None:
@@ -255,7 +262,7 @@ class Profile:
 
         Args:
             path: A name that ends in .html (a self-contained page), .mopt (for `python -m memopt report` and `diff`),
-                .pickle (torch's snapshot format), .trace.json (Perfetto), or .json (to_dict()).
+                .pickle (torch's snapshot format), .trace.json (Perfetto), or .json (as_dict()).
 
         Raises:
             ValueError: The extension is unknown, or no device was used.

@@ -11,6 +11,7 @@ from os import PathLike
 from typing import Any
 
 from memopt import _C
+from memopt._runtime import arguments
 from memopt.data._cache import cache_folder, function_key, function_names
 from memopt.data._cache.cache_counters import CacheStatistics
 from memopt.data._cache.cache_folder import CacheFolder
@@ -76,7 +77,7 @@ def cached(
         )
     if dir is None:
         raise TypeError("memopt.data.cached needs dir=, the folder for its entries")
-    limit = None if max_size is None else _C.parse_size(max_size)
+    limit = None if max_size is None else arguments.size(max_size, "max_size")
     if limit == 0:
         raise ValueError("memopt.data.cached: max_size=0 would cache nothing; leave it out for no limit")
     names = (ignore,) if isinstance(ignore, str) else tuple(ignore)

@@ -73,6 +73,11 @@ class MmapWriter:
         self._main = self._file()
 
     def _file(self) -> IO[bytes]:
+        folder = os.path.dirname(self.path)
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(
+                f"memopt.data.MmapWriter: there is no folder {folder} to write {self.path} to"
+            )
         name = f"{self.path}.{uuid.uuid4().hex}.part"
         file = open(name, "x+b", buffering=BUFFER)  # noqa: SIM115
         self._parts.append(name)

@@ -12,6 +12,7 @@ import torch
 
 from memopt import _C
 from memopt._offload.pinned_memory import index_of
+from memopt._runtime import arguments
 from memopt.data._prefetch.batch_transport import Sent, ToCpu, ToCuda, Transport, batch_memory
 from memopt.data._prefetch.dequantize import Key, Numbers, Widening
 
@@ -66,6 +67,8 @@ class Prefetcher:
         dtype: torch.dtype = torch.float32,
         channel_dim: int = -3,
     ) -> None:
+        if not hasattr(loader, "__iter__"):
+            raise TypeError(f"Prefetcher: loader is {arguments.shown(loader)}: give a DataLoader, or batches")
         self.loader = loader
         self.device = torch.device(device)
         if self.device.type not in ("cuda", "cpu"):

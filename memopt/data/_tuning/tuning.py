@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memopt import _C
+from memopt._runtime import arguments
 from memopt._runtime.host_memory import available
 from memopt._runtime.log import logger
+from memopt._runtime.results import Result
 from memopt._runtime.table import ResultTable, paragraphs
 from memopt._runtime.torch_version import require
 from memopt.data._tuning import tuning_trial
@@ -27,13 +30,14 @@ _TURN_SECONDS = 0.05  # that persistent workers have to save an epoch
 
 def tune(
     loader: Any,
-    ram: int | str | None = None,
+    memory_budget: int | float | str | None = None,
     *,
     seconds: float = 5.0,
     batches: int = 200,
     startup: float = 60.0,
     workers: Iterable[int] | None = None,
     step_seconds: float | None = None,
+    ram: int | str | None = None,
 ) -> Tuning:
     """Find a DataLoader's settings by measurement, within a budget of the host's memory.
 
@@ -56,9 +60,9 @@ def tune(
 
     Args:
         loader: A torch DataLoader.
-        ram: The most memory that loading may take beyond what this process already has, in bytes or as "8GiB". None:
-            nine tenths of the memory that the host, or the tightest cgroup around this process, has free, divided by
-            LOCAL_WORLD_SIZE; a larger value is reduced to that.
+        memory_budget: The most memory that loading may take beyond what this process already has: bytes, "8GiB", or a
+            fraction (a float) of the free memory. None: nine tenths of the memory that the host, or the tightest cgroup
+            around this process, has free, divided by LOCAL_WORLD_SIZE; a larger value is reduced to that.
         seconds: Duration of a trial, from the first batch on.
         batches: The most batches in a trial (plus three times those that workers have in progress).
         startup: Seconds to wait for the first batch.
@@ -75,10 +79,15 @@ def tune(
         ValueError: An argument is out of range.
 
     Examples:
-        >>> found = memopt.data.tune(loader, ram="8GiB")
+        >>> found = memopt.data.tune(loader, memory_budget="8GiB")
         >>> loader = found.loader()
     """
     require("memopt.data.tune()")
+    if ram is not None:
+        warnings.warn(
+            "the argument ram= of tune() is now named memory_budget=", DeprecationWarning, stacklevel=2
+        )
+        memory_budget = ram if memory_budget is None else memory_budget
     from torch.utils.data import DataLoader
 
     if not isinstance(loader, DataLoader):
@@ -94,7 +103,7 @@ def tune(
     counts = _ladder(loader.num_workers) if workers is None else sorted(set(workers))
     if not counts or any(not isinstance(one, int) or one < 0 for one in counts):
         raise ValueError(f"memopt.data.tune: workers={counts}: expected numbers of workers, 0 or more")
-    budget, budget_is = _budget(ram)
+    budget, budget_is = _budget(memory_budget)
     search = _Search(loader, Bounds(seconds, batches, startup, budget), step_seconds)
     search.workers(counts)
     search.prefetch()
@@ -112,24 +121,27 @@ def _ranks_here() -> int:
     return max(1, int(said)) if said.isdecimal() else 1
 
 
-def _budget(ram: int | str | None) -> tuple[int, str]:
+def _budget(memory_budget: int | float | str | None) -> tuple[int, str]:
     ranks = _ranks_here()
     free = available(swap=False)
     part = None if free is None else int(_USED_AT_MOST * free) // ranks
     among = f", {ranks} ranks share it" if ranks > 1 else ""
-    if ram is None:
-        if part is None:
-            raise ValueError("memopt.data.tune: the amount of free memory is not known here; give ram=")
-        return part, f"nine tenths of the {_C.format_size(free or 0)} that are free{among}"
-    asked = _C.parse_size(ram)
+    if part is None and (memory_budget is None or isinstance(memory_budget, float)):
+        raise ValueError(
+            "memopt.data.tune: the amount of free memory is not known here; give memory_budget= in bytes"
+        )
+    if memory_budget is None:
+        return part or 0, f"nine tenths of the {_C.format_size(free or 0)} that are free{among}"
+    asked = arguments.share_or_size(memory_budget, "memory_budget", lambda: (free or 0) // ranks)
     if asked == 0:
-        raise ValueError("memopt.data.tune: ram=0 is too little for any loader")
+        raise ValueError("memopt.data.tune: memory_budget=0 is too little for any loader")
     if part is not None and asked > part:
         return (
             part,
-            f"ram={ram} is more than nine tenths of the {_C.format_size(free or 0)} that are free{among}",
+            f"memory_budget={memory_budget} is more than nine tenths of the {_C.format_size(free or 0)} that are free"
+            + among,
         )
-    return asked, f"ram={ram}"
+    return asked, f"memory_budget={memory_budget}"
 
 
 def _ladder(current: int) -> list[int]:
@@ -178,8 +190,8 @@ class _Search:
                 continue
             settings = best.settings._replace(prefetch_factor=ahead)
             more = best.batch_bytes * (settings.outstanding - best.settings.outstanding)
-            if best.own + more > self.bounds.budget:
-                size = _C.format_size(best.own + more)
+            if best.own_bytes + more > self.bounds.budget:
+                size = _C.format_size(best.own_bytes + more)
                 self.trials.append(LoaderTrial(settings, problem=f"not tried: would take about {size}"))
             else:
                 self._try(settings)
@@ -252,7 +264,7 @@ class _Search:
             why = f"{enough} with a step of {self.step_seconds:g} s"
         else:
             why = "the least memory among those as fast as the fastest"
-        return settings, f"{why}: {best.rate:.4g} batches/s in {_C.format_size(best.own)}{beside}"
+        return settings, f"{why}: {best.rate:.4g} batches/s in {_C.format_size(best.own_bytes)}{beside}"
 
     def _try(self, settings: Settings, *, epochs: bool = False, device: str | None = None) -> LoaderTrial:
         trial = tuning_trial.measure(self.loader, settings, self.bounds, epochs=epochs, device=device)
@@ -273,8 +285,8 @@ class _Search:
         if len(known) < 2:
             return None
         one, other = known[-2:]
-        each = (other.own - one.own) / (other.settings.num_workers - one.settings.num_workers)
-        return int(other.own + each * (count - other.settings.num_workers))
+        each = (other.own_bytes - one.own_bytes) / (other.settings.num_workers - one.settings.num_workers)
+        return int(other.own_bytes + each * (count - other.settings.num_workers))
 
     def _enough(self, trial: LoaderTrial) -> bool:
         return (
@@ -292,7 +304,7 @@ class _Search:
         if not enough:
             fastest = max(one.rate or 0.0 for one in rated)
             enough = [one for one in rated if (one.rate or 0.0) >= _AS_FAST * fastest]
-        return min(enough, key=lambda one: (one.own, one.settings.num_workers))
+        return min(enough, key=lambda one: (one.own_bytes, one.settings.num_workers))
 
 
 # ---- the result ------------------------------------------------------------------------------------------------------
@@ -313,7 +325,7 @@ _HEADS = [
 
 
 @dataclass(repr=False)
-class Tuning:
+class Tuning(Result):
     """The result of `memopt.data.tune`: a row for each trial, and the proposed settings. It prints as a table."""
 
     proposal: Settings
@@ -321,7 +333,7 @@ class Tuning:
     current: Settings
     """The loader's own."""
     trials: list[LoaderTrial]
-    budget: int
+    budget_bytes: int
     """Bytes that the loader could take beyond what the process had."""
     budget_is: str
     """Source of the budget, in words."""
@@ -355,11 +367,10 @@ class Tuning:
     @property
     def _memory_line(self) -> str:
         return (
-            f"budget {_C.format_size(self.budget)} ({self.budget_is}); memory: of all processes, beyond the initial "
-            "memory of this one, batches in flight included; files: page cache, which the kernel reclaims when needed"
+            f"budget {_C.format_size(self.budget_bytes)} ({self.budget_is}); memory: of all processes, beyond the "
+            "initial memory of this one, batches in flight included; files: page cache, which the kernel reclaims when "
+            "needed"
         )
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         said = [f"proposed: {self.proposal} ({self.reason})", self._memory_line, *self.notes]
@@ -368,7 +379,7 @@ class Tuning:
 
 def _row(trial: LoaderTrial) -> list[str]:
     settings, show = trial.settings, _C.format_size
-    measured = trial.batches > 0 or trial.own > 0
+    measured = trial.batches > 0 or trial.own_bytes > 0
     return [
         str(settings.num_workers),
         "-" if settings.prefetch_factor is None else str(settings.prefetch_factor),
@@ -377,7 +388,7 @@ def _row(trial: LoaderTrial) -> list[str]:
         "-" if trial.rate is None else f"{trial.rate:.4g}",
         "-" if trial.start is None else f"{trial.start:.3g} s",
         "-" if trial.again is None else f"{trial.again:.3g} s",
-        show(trial.own) if measured else "-",
-        show(trial.file) if measured else "-",
+        show(trial.own_bytes) if measured else "-",
+        show(trial.file_bytes) if measured else "-",
         trial.problem or trial.note,
     ]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from memopt import _C
 from memopt._runtime.host_memory import descendants
 from memopt._runtime.process import ended
+from memopt._runtime.results import Result
 from memopt.data._tuning.worker_watch import FamilyMemory, Taken, is_running
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ UNFIT, SILENT = "unfit", "silent"
 
 
 @dataclass
-class LoaderTrial:
+class LoaderTrial(Result):
     """Measurements of one setting."""
 
     settings: Settings
@@ -101,9 +102,9 @@ class LoaderTrial:
     """Seconds to the first batch, the workers' start included."""
     again: float | None = None
     """Seconds to the first batch of the next epoch; of trials of persistent_workers only."""
-    own: int = 0
+    own_bytes: int = 0
     """Bytes at most, beyond what this process had: all processes' own and shared memory, batches under way included."""
-    file: int = 0
+    file_bytes: int = 0
     """Bytes at most of mapped files: page cache, no part of the budget."""
     batch_bytes: int = 0
     """Of one batch's tensors."""
@@ -204,7 +205,7 @@ def _watch(trial: LoaderTrial, child: Any, ours: Connection, memory: FamilyMemor
         now = memory.look(child.pid, stands_for_parent=stands)
         done = time.monotonic()
         pause = max(_LOOK_SECONDS, _LOOK_SHARE * (done - looking))
-        trial.own, trial.file = max(trial.own, now.own), max(trial.file, now.file)
+        trial.own_bytes, trial.file_bytes = max(trial.own_bytes, now.own), max(trial.file_bytes, now.file)
         steps.append(now.own - last.own)
         if now.own + max(steps) > bounds.budget:  # what the next look would find
             trial.problem = f"stopped at {_C.format_size(now.own)}: it would exceed the budget"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from memopt import _C
 from memopt._runtime.host_memory import descendants
 from memopt._runtime.log import logger
+from memopt._runtime.results import Result, plain
 
 _SHOWN = 3  # containers of a report
 _LEAST_BYTES = 4 << 20  # of growth that is worth a warning
@@ -30,7 +31,7 @@ class WorkerGrowth(NamedTuple):
     last: WorkerMemory
 
 
-class WorkerWatch:
+class WorkerWatch(Result):
     """The report of `watch`: iterate it in the loader's place, then print it."""
 
     def __init__(self, loader: Iterable[Any], interval: float) -> None:
@@ -62,7 +63,7 @@ class WorkerWatch:
             self._look(pids)
             if self._first:
                 self.containers = containers_of(getattr(self._loader, "dataset", None))
-            if self.copied >= _LEAST_BYTES and self.suspects:
+            if self.copied_bytes >= _LEAST_BYTES and self.suspects:
                 logger.warning("%s", self)
 
     def _look(self, pids: list[int]) -> None:
@@ -77,22 +78,30 @@ class WorkerWatch:
         return [WorkerGrowth(pid, first, self._last[pid]) for pid, first in self._first.items()]
 
     @property
-    def copied(self) -> int:
+    def copied_bytes(self) -> int:
         """The growth, in bytes, of all workers' private written pages."""
         return sum(max(0, one.last.dirty - one.first.dirty) for one in self.workers)
 
     @property
     def suspects(self) -> list[Container]:
         """The containers that are large enough to contribute to that, the largest first."""
-        each = self.copied / max(1, len(self._first))
+        each = self.copied_bytes / max(1, len(self._first))
         return [one for one in self.containers if one.nbytes >= _LEAST_SHARE * each][:_SHOWN]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON-able values: of each worker, and the containers that may be copied."""
+        return {
+            "copied_bytes": self.copied_bytes,
+            "workers": [plain(one) for one in self.workers],
+            "suspects": [plain(one) for one in self.suspects],
+        }
 
     def __str__(self) -> str:
         if not self._first:
             return "no worker processes were seen: num_workers is 0, or the loader has not been iterated yet"
         show = _C.format_size
         lines = [
-            f"{len(self._first)} workers have {show(self.copied)} more private memory than at the first batch"
+            f"{len(self._first)} workers have {show(self.copied_bytes)} more private memory than at the first batch"
         ]
         for one in self.workers:
             grown = max(0, one.last.dirty - one.first.dirty)
@@ -101,7 +110,7 @@ class WorkerWatch:
                 f"{show(one.first.resident)} -> {show(one.last.resident)}, of which files {show(one.last.file)} (page "
                 f"cache, no leak), shared memory {show(one.last.shared)}"
             )
-        if self.copied >= _LEAST_BYTES:
+        if self.copied_bytes >= _LEAST_BYTES:
             for held in self.suspects:
                 lines.append(
                     f"  {held.path}: {held.kind} of {held.length} {held.items}, {show(held.nbytes)}, is copied when "

@@ -77,7 +77,7 @@ def test_figures_are_those_of_the_plain_calls(found):
     assert (row.flops_forward, row.flops) == (forward, counter.get_total_flops())
     assert row.flops_forward == 4 * 2 * 16 * 64 * 64
     plain = memopt.estimate(model, X, optimizer=torch.optim.AdamW, quick=True)
-    assert (row.peak, row.needed, row.method) == (plain.peak, plain.needed, plain.method)
+    assert (row.peak, row.needed, row.method) == (plain.peak_bytes, plain.needed_bytes, plain.method)
     assert row.seconds > 0 and row.spread[0] <= row.seconds <= row.spread[1] and row.errors == {}
 
 
@@ -226,7 +226,7 @@ def test_more_than_the_machine_has_is_not_run(monkeypatch):
     from memopt._compare import models as comparing
 
     monkeypatch.setattr(comparing, "available", lambda **_: 1 << 20)
-    rows = {"large": ModelFigures("large", peak=(1 << 30, 1 << 30))}
+    rows = {"large": ModelFigures("large", peak_bytes=(1 << 30, 1 << 30))}
     comparing._measure(
         [candidates.Candidate("large", not_made, X)], rows, step_costs.Step(torch.device("cpu")), 1
     )

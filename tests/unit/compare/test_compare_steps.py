@@ -43,9 +43,9 @@ def holding(standing: int, passing: int):
 def test_the_peak_is_what_the_variant_made():
     there_before = mebibytes(8)
     found = memopt.compare_steps({"more": holding(2, 3), "less": holding(1, 1)}, steps=3, device="cpu")
-    assert 5 * MIB <= found["more"].peak <= 5 * MIB + LITTLE
-    assert 2 * MIB <= found["less"].peak <= 2 * MIB + LITTLE
-    assert sum(found["more"].by_category.values()) == found["more"].peak
+    assert 5 * MIB <= found["more"].peak_bytes <= 5 * MIB + LITTLE
+    assert 2 * MIB <= found["less"].peak_bytes <= 2 * MIB + LITTLE
+    assert sum(found["more"].by_category.values()) == found["more"].peak_bytes
     assert found.saved("less") == pytest.approx(0.6, abs=0.01)
     assert found["less"].losses == [2.0] * 3 and found["less"].failed == ""
     del there_before
@@ -57,8 +57,8 @@ def test_what_building_took_for_a_moment_is_said_and_not_counted():
         return holding(1, 1)()
 
     found = memopt.compare_steps({"built": build}, steps=3, device="cpu")
-    assert found["built"].peak <= 2 * MIB + LITTLE
-    assert 6 * MIB <= found["built"].building <= 6 * MIB + LITTLE
+    assert found["built"].peak_bytes <= 2 * MIB + LITTLE
+    assert 6 * MIB <= found["built"].building_bytes <= 6 * MIB + LITTLE
     assert "built: building it took 6.0" in str(found)
 
 
@@ -83,7 +83,7 @@ def test_a_training_steps_peak_is_the_one_counted_by_operations():
     found = memopt.compare_steps({"plain": plain}, steps=3, device="cpu")["plain"]
     model, optimizer, x, loss_of = parts()
     counted = measure_step(model, optimizer, loss_of, [x])
-    assert abs(found.peak - counted.peak) <= LITTLE
+    assert abs(found.peak_bytes - counted.peak) <= LITTLE
     assert found.by_category["parameters"] == counted.parameters
     assert abs(found.by_category["optimizer"] - counted.optimizer_state) <= LITTLE
     assert len(found.losses) == 3 and found.losses[2] < found.losses[0] and len(found.seconds) == 1
@@ -143,21 +143,21 @@ def test_other_errors_are_the_callers_and_the_recorder_stops():
         memopt.compare_steps({"one": build}, device="cpu")
     with memopt.profile("cpu") as prof:
         mebibytes(1)
-    assert prof.peak >= MIB
+    assert prof.peak_bytes >= MIB
 
 
 def test_within_a_profile_its_recorder_is_used_and_goes_on():
     with memopt.profile("cpu") as prof:
         found = memopt.compare_steps({"one": holding(1, 2)}, steps=3, device="cpu")
         mebibytes(9)
-    assert 3 * MIB <= found["one"].peak <= 3 * MIB + LITTLE
-    assert prof.peak >= 9 * MIB
+    assert 3 * MIB <= found["one"].peak_bytes <= 3 * MIB + LITTLE
+    assert prof.peak_bytes >= 9 * MIB
 
 
 def measured(peak: int, seconds: list[float], **more) -> MeasuredStep:
     parts = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "inputs", "other"), 0)
-    given = {"building": 0, "held": None, "resident": None, "losses": [1.0, 0.5]} | more
-    return MeasuredStep(peak=peak, by_category=parts | {"activations": peak}, seconds=seconds, **given)
+    given = {"building_bytes": 0, "held_bytes": None, "resident_bytes": None, "losses": [1.0, 0.5]} | more
+    return MeasuredStep(peak_bytes=peak, by_category=parts | {"activations": peak}, seconds=seconds, **given)
 
 
 MADE = StepComparison(
@@ -194,7 +194,9 @@ def test_the_text_the_table_and_the_numbers_say_the_same():
 
 
 def test_without_times_and_losses_there_are_no_such_columns():
-    found = StepComparison({"one": measured(MIB, [], losses=[], held=2 * MIB, resident=3 * MIB)}, 3, "cuda")
+    found = StepComparison(
+        {"one": measured(MIB, [], losses=[], held_bytes=2 * MIB, resident_bytes=3 * MIB)}, 3, "cuda"
+    )
     assert "a step" not in str(found) and "last loss" not in str(found)
     assert "simulated" in str(found) and "allocator held" in str(found) and "process grew by" in str(found)
 
@@ -217,8 +219,8 @@ def test_what_is_not_a_comparison_is_refused():
 
 def test_a_fresh_process_tells_by_how_much_it_grew():
     found = memopt.compare_steps({"one": grows_by_32_mib}, steps=3, device="cpu", fresh_process=True)["one"]
-    assert 32 * MIB <= found.peak <= 32 * MIB + LITTLE
-    assert 32 * MIB <= found.resident < 160 * MIB  # and what torch loads meanwhile
+    assert 32 * MIB <= found.peak_bytes <= 32 * MIB + LITTLE
+    assert 32 * MIB <= found.resident_bytes < 160 * MIB  # and what torch loads meanwhile
 
 
 def test_an_error_in_a_fresh_process_comes_back(monkeypatch):

@@ -107,8 +107,8 @@ def test_the_teacher_is_halved_frozen_in_eval_mode_and_no_part_of_the_loss():
     assert list(distil.parameters()) == [] and distil.state_dict() == {}
     assert teacher[0].weight.dtype == torch.bfloat16 and teacher[1].weight.dtype == torch.float32
     by_hand = sum(t.untyped_storage().nbytes() for t in [*teacher.parameters(), *teacher.buffers()])
-    assert distil.report.after.memory == by_hand < distil.report.before.memory
-    assert distil.report.saved == (64 * 64 + 64 + 5 * 64 + 5) * 2 and "teacher Sequential" in str(
+    assert distil.report.after.memory_bytes == by_hand < distil.report.before.memory_bytes
+    assert distil.report.saved_bytes == (64 * 64 + 64 + 5 * 64 + 5) * 2 and "teacher Sequential" in str(
         distil.report
     )
     x = torch.randn(8, 64)
@@ -128,9 +128,9 @@ def test_bytes_of_the_teacher_are_storages_and_not_elements():
     teacher[0].weight = nn.Parameter(flat[:64].view(8, 8))
     teacher[2].weight = nn.Parameter(flat[64:128].view(8, 8))
     distil = DistillationLoss(teacher)
-    assert (distil.report.before.memory, distil.report.after.memory) == (4000, 2000)
+    assert (distil.report.before.memory_bytes, distil.report.after.memory_bytes) == (4000, 2000)
     kept_whole = DistillationLoss(perceptron(8, 8), teacher_dtype=None)
-    assert kept_whole.report.saved == 0 and kept_whole.teacher[0].weight.dtype == torch.float32
+    assert kept_whole.report.saved_bytes == 0 and kept_whole.teacher[0].weight.dtype == torch.float32
 
 
 def test_inputs_are_an_argument_a_tuple_or_keywords_and_outputs_may_have_logits():

@@ -117,10 +117,10 @@ def test_bytes_are_storages_and_not_elements():
     """A tensor that is used twice, and one that is a row of many, expanded."""
     image, row = torch.rand(100), torch.rand(1, 50).expand(10, 50)
     report = pack_inputs([image, image, row]).report
-    assert report.before.memory == 400 + 200 and report.after.memory == 100 + 500
+    assert report.before.memory_bytes == 400 + 200 and report.after.memory_bytes == 100 + 500
     file = io.BytesIO()
     torch.save([image, image, row], file)
-    assert report.before.disk == len(file.getvalue())
+    assert report.before.disk_bytes == len(file.getvalue())
     assert sum(t.numel() * 4 for t in (image, image, row)) == 2800
 
 
@@ -139,7 +139,7 @@ def test_what_would_change_too_much_stays():
     packed = pack_inputs(batch, max_error=0.01)
     assert packed.report.changed == ("['fine']",) and "max_error=0.01" in packed.report.skipped["['coarse']"]
     assert packed.unpack()["coarse"] is batch["coarse"] and packed.max_error <= 0.01
-    assert pack_inputs(batch, max_error=0.0).report.saved == 0
+    assert pack_inputs(batch, max_error=0.0).report.saved_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def case(name, make, change):
     model = make(1500)
     before = resident()
     report = change(model)
-    found[name] = (before - resident(), report.saved, report.before.memory)
+    found[name] = (before - resident(), report.saved_bytes, report.before.memory_bytes)
 
 case("sparsify_", lambda n: zeroed(n, 8), lambda m: compress.sparsify_(m, "csr"))
 case("prune_", lambda n: layers(n, 4), lambda m: compress.prune_(m, method="2:4"))

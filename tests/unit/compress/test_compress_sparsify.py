@@ -34,7 +34,7 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def pruned(*widths: int, amount: float = 0.9, bias: bool = True) -> nn.Sequential:
     model = perceptron(*widths, bias=bias)
-    prune_(model, amount)
+    prune_(model, amount, "l1_unstructured")
     return model
 
 
@@ -56,7 +56,7 @@ def test_values_and_results_are_the_librarys(layout, index):
     for shape in ((4, 64), (2, 3, 64), (64,)):
         x = torch.randn(shape)
         assert torch.allclose(model(x), dense(x), atol=1e-5)
-    assert report.changed == ("0.weight", "2.weight") and report.saved > 0
+    assert report.changed == ("0.weight", "2.weight") and report.saved_bytes > 0
     assert isinstance(model[0], nn.Linear) and (type(model[0]) is SparseLinear) is (layout == "coo")
 
 
@@ -66,12 +66,12 @@ def test_bytes_are_those_of_indices_and_values_and_not_of_elements(layout, index
     by_elements = model[0].weight.numel() * 4
     report = sparsify_(model, layout, index_dtype=index)
     by_hand = sum(part.untyped_storage().nbytes() for part in parts(model[0].weight))
-    assert report.before.memory == by_elements
-    assert report.after.memory == by_hand == report.choices[0].sparse_bytes < by_elements
+    assert report.before.memory_bytes == by_elements
+    assert report.after.memory_bytes == by_hand == report.choices[0].sparse_bytes < by_elements
     assert model[0].weight.numel() * 4 == by_elements
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
-    assert report.after.disk == len(file.getvalue())
+    assert report.after.disk_bytes == len(file.getvalue())
 
 
 @settings(max_examples=40, deadline=None)
@@ -102,7 +102,7 @@ def test_it_converts_just_where_that_takes_less_and_below_the_break_even(
     assert (choice.sparse_bytes, choice.dense_bytes) == (by_hand, dense)
     assert choice.converted is (by_hand < dense) is (report.tensor is not tensor)
     assert torch.equal(report.tensor.to_dense() if choice.converted else report.tensor, tensor)
-    assert report.saved == (dense - by_hand if choice.converted else 0)
+    assert report.saved_bytes == (dense - by_hand if choice.converted else 0)
     if choice.density < choice.break_even * (1 - 1e-9):
         assert choice.converted
     if choice.density > choice.break_even * (1 + 1e-9):
@@ -125,7 +125,7 @@ def test_a_dense_model_stays_and_the_report_says_why():
     model = perceptron(32, 32)
     before = kept(model)
     report = sparsify_(model, "csr")
-    assert not differences(before, model) and report.changed == () and report.saved == 0
+    assert not differences(before, model) and report.changed == () and report.saved_bytes == 0
     assert "breaks even at 0.48" in report.skipped["0.weight"] and "saving -" in report.skipped["0.weight"]
     assert not report.choices[0].converted and "nothing changed" in str(report)
 
@@ -140,11 +140,11 @@ def test_a_storage_that_others_hold_is_not_given_up():
     assert report.changed == ("2.weight",) and "other tensors" in report.skipped["0.weight"]
     model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32, bias=False))
     model[1].weight = model[0].weight
-    prune_(model, 0.9)
+    prune_(model, 0.9, "l1_unstructured")
     assert "0.weight" in sparsify_(model).skipped["1.weight"] and model[1].weight is model[0].weight
     flat = torch.zeros(5000)
     flat[:1024] = 1.0  # its dense bytes are the storage's, whole
-    assert sparsify_(flat[:1024].view(32, 32), "csr").saved == 20_000 - 33 * 4 - 1024 * 8
+    assert sparsify_(flat[:1024].view(32, 32), "csr").saved_bytes == 20_000 - 33 * 4 - 1024 * 8
 
 
 def test_a_tensor_that_only_looks_sparse_is_not_converted():
@@ -152,7 +152,11 @@ def test_a_tensor_that_only_looks_sparse_is_not_converted():
     tensor = torch.ones(1280, 16)
     tensor[::20] = 0.0
     report = sparsify_(tensor, "csr")
-    assert report.tensor is tensor and report.saved == 0 and report.choices[0].density == pytest.approx(0.95)
+    assert (
+        report.tensor is tensor
+        and report.saved_bytes == 0
+        and report.choices[0].density == pytest.approx(0.95)
+    )
 
 
 def test_tied_layers_stay_tied():
@@ -254,7 +258,7 @@ def test_two_of_four_without_kernels_is_refused_before_anything_changes():
 
 def test_a_type_without_kernels_is_refused_before_anything_changes():
     model = perceptron(32, 32, dtype=torch.float16)
-    prune_(model, 0.95)
+    prune_(model, 0.95, "l1_unstructured")
     with torch.no_grad():
         model[0].weight[:2] = 0  # what would be tried, if it were these rows
     before = kept(model)
@@ -308,5 +312,5 @@ def test_tensors_that_cannot_be_sparse_are_refused():
         with pytest.raises(ValueError, match=words):
             sparsify_(tensor, **arguments)
     report = sparsify_(torch.zeros(4, 5, 6), "coo")
-    assert report.tensor.layout is torch.sparse_coo and report.saved == 480
+    assert report.tensor.layout is torch.sparse_coo and report.saved_bytes == 480
     assert sparsify_(torch.zeros(0, 5), "csr").changed == ()

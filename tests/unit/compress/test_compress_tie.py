@@ -42,8 +42,8 @@ def test_a_head_becomes_the_embedding_and_its_memory_goes():
     assert model.head.weight is model.embed.weight and model.layers[0].bias is bias
     x = torch.tensor([[1, 2, 3]])
     assert torch.equal(model(x), expected(x))
-    assert report.saved == 50 * 32 * 4 and report.changed == ("head.weight",)
-    assert report.saved_on_disk > 0 and "other values" in str(report)
+    assert report.saved_bytes == 50 * 32 * 4 and report.changed == ("head.weight",)
+    assert report.saved_on_disk_bytes > 0 and "other values" in str(report)
     assert duplicates(model).tied == (("embed.weight", "head.weight"),)
     model(x).sum().backward()
     assert len(list(model.parameters())) == 7
@@ -55,11 +55,11 @@ def test_bytes_are_storages_and_not_elements():
     storage = torch.randn(10_000)
     model.head.weight = nn.Parameter(storage[:1600].view(50, 32))
     report = tie_(model, [("embed.weight", "head.weight")])
-    assert report.saved == 40_000
+    assert report.saved_bytes == 40_000
     model = Language()
     model.head.weight = nn.Parameter(storage[:1600].view(50, 32))
     model.register_buffer("rest", storage[5000:])
-    assert tie_(model, [("embed.weight", "head.weight")]).saved == 0
+    assert tie_(model, [("embed.weight", "head.weight")]).saved_bytes == 0
 
 
 def test_whole_layers_are_tied_parameter_by_parameter():
@@ -67,7 +67,7 @@ def test_whole_layers_are_tied_parameter_by_parameter():
     report = tie_(model, [("layers.0", "layers.1"), ("layers.0", "layers.2")])
     assert all(model.layers[i].weight is model.layers[0].weight for i in (1, 2))
     assert all(model.layers[i].bias is model.layers[0].bias for i in (1, 2))
-    assert report.saved == 2 * (32 * 32 + 32) * 4
+    assert report.saved_bytes == 2 * (32 * 32 + 32) * 4
 
 
 def test_a_parameter_with_several_names_is_replaced_under_all_of_them():
@@ -101,9 +101,9 @@ def test_without_pairs_what_is_equal_is_tied():
     model.layers[2].load_state_dict(model.layers[0].state_dict())
     found = duplicates(model)
     assert found.equal == (("layers.0.weight", "layers.2.weight"), ("layers.0.bias", "layers.2.bias"))
-    assert found.could_save == (32 * 32 + 32) * 4
+    assert found.could_save_bytes == (32 * 32 + 32) * 4
     report = tie_(model)
-    assert report.saved == 32 * 32 * 4 and "other values" not in str(report)
+    assert report.saved_bytes == 32 * 32 * 4 and "other values" not in str(report)
     with pytest.raises(ValueError, match=r"no two matrices .* left out: layers.0.bias, layers.2.bias \(2\)"):
         tie_(model)
 
@@ -155,7 +155,7 @@ def test_what_shares_a_storage_and_what_is_equal_are_told_apart():
     found = duplicates(model)
     assert ("layers.0.weight", "view") in found.tied
     assert ("layers.0.bias", "layers.1.bias") in found.tied
-    assert found.equal == (("layers.0.weight", "copy"),) and found.could_save == 32 * 32 * 4
+    assert found.equal == (("layers.0.weight", "copy"),) and found.could_save_bytes == 32 * 32 * 4
     assert "would save 4.00 KiB" in str(found)
 
 
@@ -191,7 +191,9 @@ def test_on_meta_ties_are_found_and_values_are_not_compared():
     model = Language().to("meta")
     model.head.weight = model.embed.weight
     found = duplicates(model)
-    assert found.tied == (("embed.weight", "head.weight"),) and found.equal == () and found.could_save == 0
+    assert (
+        found.tied == (("embed.weight", "head.weight"),) and found.equal == () and found.could_save_bytes == 0
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -206,7 +208,7 @@ def test_groups_are_those_of_a_comparison_of_all_pairs(tensors):
         groups.setdefault(kind, []).append(f"b{number}")
     found = duplicates(model)
     assert sorted(found.equal) == sorted(tuple(group) for group in groups.values() if len(group) > 1)
-    assert found.could_save == sum(4 * kind[1] * (len(group) - 1) for kind, group in groups.items())
+    assert found.could_save_bytes == sum(4 * kind[1] * (len(group) - 1) for kind, group in groups.items())
 
 
 def test_what_is_no_model_has_no_duplicates():

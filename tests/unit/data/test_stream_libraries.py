@@ -69,7 +69,7 @@ def loader(workers):
 plain = [batch["n"].tolist() for batch in loader(0)]
 twice = [batch["n"].tolist() for batch in watch(loader(0))]
 split = sorted(n for batch in watch(loader(2)) for n in batch["n"].tolist())
-tuned = tune(loader(0), ram="4GiB", workers=[0], seconds=1, batches=10)
+tuned = tune(loader(0), memory_budget="4GiB", workers=[0], seconds=1, batches=10)
 kept = tuned.loader()
 tuned_gives = [batch["n"].tolist() for batch in kept]
 first = loader(0)

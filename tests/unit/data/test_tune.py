@@ -43,13 +43,13 @@ def test_everything_stays_as_it_was_and_the_tuned_loader_gives_the_same_batches(
         dataset, batch_size=8, sampler=RandomSampler(dataset, generator=generator), generator=generator
     )
     before = states(), generator.get_state().tolist(), dict(loader.__dict__)
-    found = tune(loader, ram="4GiB", workers=[0, 1], **SHORT)
+    found = tune(loader, memory_budget="4GiB", workers=[0, 1], **SHORT)
     assert (states(), generator.get_state().tolist(), dict(loader.__dict__)) == before
     assert dataset.seen == 0
     measured = [one for one in found.trials if one.complete]
     assert {one.settings.num_workers for one in measured} == {0, 1} and len(measured) >= 2
     for one in measured:
-        assert 0 <= one.own < 4 << 30 and one.batches > 0 and one.start > 0
+        assert 0 <= one.own_bytes < 4 << 30 and one.batches > 0 and one.start > 0
     assert found.trials[0].batch_bytes == 8 * 3 * 4
     assert found.proposal.num_workers in (0, 1) and not found.proposal.pin_memory
     state = generator.get_state()
@@ -60,10 +60,10 @@ def test_everything_stays_as_it_was_and_the_tuned_loader_gives_the_same_batches(
 
 
 def test_the_table_and_the_notebooks_say_what_was_measured():
-    found = tune(DataLoader(Numbers(), batch_size=8), ram="2GiB", workers=[0], **SHORT)
+    found = tune(DataLoader(Numbers(), batch_size=8), memory_budget="2GiB", workers=[0], **SHORT)
     text, page = str(found), found._repr_html_()
     assert text.splitlines()[0].split()[:4] == ["workers", "prefetch", "pinned", "persistent"]
-    assert f"{found.trials[0].rate:.4g}" in text and "budget 2.00 GiB (ram=2GiB)" in text
+    assert f"{found.trials[0].rate:.4g}" in text and "budget 2.00 GiB (memory_budget=2GiB)" in text
     assert "proposed: num_workers=0, pin_memory=False" in text and "page cache" in text
     assert page.count("<tr>") == 1 + len(found.trials) and f"<td>{found.trials[0].rate:.4g}</td>" in page
 
@@ -131,7 +131,7 @@ def test_a_trial_that_would_go_over_the_budget_is_stopped_with_its_workers(
     monkeypatch.setattr(worker_watch.FamilyMemory, "look", looks)
     found = tune(
         DataLoader(Hoards(read, file)),
-        ram=f"{budget}MiB",
+        memory_budget=f"{budget}MiB",
         workers=[1, 2],
         seconds=600,
         startup=600,
@@ -140,7 +140,7 @@ def test_a_trial_that_would_go_over_the_budget_is_stopped_with_its_workers(
     os.close(read)
     os.close(write)
     (stopped,) = found.trials
-    assert "exceed the budget" in stopped.problem and stopped.own <= (budget + 1) << 20
+    assert "exceed the budget" in stopped.problem and stopped.own_bytes <= (budget + 1) << 20
     said = [line.split() for line in file.read_text().splitlines()]
     # It is not stopped for nothing.
     assert budget / 3 < max(int(size) for _, size in said) <= budget
@@ -154,10 +154,10 @@ def test_more_workers_than_would_fit_are_not_tried(monkeypatch):
     def measure(loader, settings, bounds, **_):
         tried.append(settings.num_workers)
         rate = 1.0 + settings.num_workers
-        return LoaderTrial(settings, 50, rate, 0.1, own=(100 + 200 * settings.num_workers) << 20)
+        return LoaderTrial(settings, 50, rate, 0.1, own_bytes=(100 + 200 * settings.num_workers) << 20)
 
     monkeypatch.setattr(tuning_trial, "measure", measure)
-    found = tune(DataLoader(Numbers()), ram="1GiB", workers=[0, 1, 2, 4, 8, 16])
+    found = tune(DataLoader(Numbers()), memory_budget="1GiB", workers=[0, 1, 2, 4, 8, 16])
     assert tried[:4] == [0, 1, 2, 4] and 8 not in tried
     (left_out,) = (one for one in found.trials if one.settings.num_workers == 8)
     assert left_out.problem == "not tried: would take about 1.66 GiB" and found.proposal.num_workers == 4
@@ -168,10 +168,10 @@ def chosen(monkeypatch, rows, **arguments):
 
     def measure(loader, settings, bounds, **_):
         rate, own = rows.get((settings.num_workers, settings.prefetch_factor), (1.0, 10))
-        return LoaderTrial(settings, 50, rate, 0.1, again=0.1, own=own << 20)
+        return LoaderTrial(settings, 50, rate, 0.1, again=0.1, own_bytes=own << 20)
 
     monkeypatch.setattr(tuning_trial, "measure", measure)
-    return tune(DataLoader(Numbers()), ram="1GiB", workers=[0, 1, 2, 4], **arguments).proposal
+    return tune(DataLoader(Numbers()), memory_budget="1GiB", workers=[0, 1, 2, 4], **arguments).proposal
 
 
 def test_the_least_memory_that_is_as_fast_is_proposed(monkeypatch):
@@ -188,19 +188,19 @@ def test_a_data_set_whose_copy_in_the_workers_would_grow_old_keeps_no_workers(mo
     def measure(loader, settings, bounds, *, epochs=False, device=None):
         again = 0.1 if settings.persistent_workers else 3.0
         return LoaderTrial(
-            settings, 50, 1.0 + settings.num_workers, 0.1, again=again if epochs else None, own=1
+            settings, 50, 1.0 + settings.num_workers, 0.1, again=again if epochs else None, own_bytes=1
         )
 
     monkeypatch.setattr(tuning_trial, "measure", measure)
     loader = DataLoader(Numbers())
-    assert tune(loader, ram="1GiB", workers=[0, 1]).proposal.persistent_workers
+    assert tune(loader, memory_budget="1GiB", workers=[0, 1]).proposal.persistent_workers
     loader.dataset.set_epoch = lambda epoch: None
-    found = tune(loader, ram="1GiB", workers=[0, 1])
+    found = tune(loader, memory_budget="1GiB", workers=[0, 1])
     assert not found.proposal.persistent_workers and "do not see the dataset's set_epoch()" in str(found)
 
 
 def test_a_worker_that_dies_is_a_row():
-    found = tune(DataLoader(Dies(), batch_size=4), ram="4GiB", workers=[0, 1, 2], **SHORT)
+    found = tune(DataLoader(Dies(), batch_size=4), memory_budget="4GiB", workers=[0, 1, 2], **SHORT)
     none, one = found.trials
     assert none.complete and one.problem.startswith("failed: ") and "worker" in one.problem
     assert found.proposal.num_workers == 0 and one.problem in str(found)
@@ -208,7 +208,9 @@ def test_a_worker_that_dies_is_a_row():
 
 def test_a_worker_that_gives_nothing_is_a_row(monkeypatch):
     began = time.monotonic()
-    found = tune(DataLoader(Waits(), batch_size=4), ram="4GiB", workers=[0, 1], **{**SHORT, "startup": 0.5})
+    found = tune(
+        DataLoader(Waits(), batch_size=4), memory_budget="4GiB", workers=[0, 1], **{**SHORT, "startup": 0.5}
+    )
     assert found.trials[1].problem == "stopped: no batch came within 0.5 s (startup= waits longer)"
     assert found.proposal.num_workers == 0 and time.monotonic() - began < 300
 
@@ -218,7 +220,7 @@ def test_a_data_set_that_spawned_workers_cannot_have_is_a_row(method):
     dataset = Numbers()
     dataset.unpicklable = lambda: None
     loader = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context=method)
-    found = tune(loader, ram="4GiB", workers=[0, 1], **SHORT)
+    found = tune(loader, memory_budget="4GiB", workers=[0, 1], **SHORT)
     none, one = found.trials
     # CPython 3.11 cannot "pickle" it, 3.13 cannot "get" it.
     assert none.complete and "local object" in one.problem and found.proposal.num_workers == 0
@@ -226,7 +228,7 @@ def test_a_data_set_that_spawned_workers_cannot_have_is_a_row(method):
 
 def test_a_data_set_that_fails_everywhere_leaves_the_loader_as_it_is():
     loader = DataLoader([1, None], batch_size=2, num_workers=1)
-    found = tune(loader, ram="4GiB", workers=[0, 1], **SHORT)
+    found = tune(loader, memory_budget="4GiB", workers=[0, 1], **SHORT)
     assert (
         all("Could not infer dtype" in one.problem for one in found.trials)
         and found.proposal == found.current
@@ -234,15 +236,15 @@ def test_a_data_set_that_fails_everywhere_leaves_the_loader_as_it_is():
 
 
 def test_a_stream_is_tuned_and_one_that_is_not_split_is_told(tmp_path):
-    found = tune(DataLoader(Stream(), batch_size=5), ram="4GiB", workers=[0, 2], **SHORT)
+    found = tune(DataLoader(Stream(), batch_size=5), memory_budget="4GiB", workers=[0, 2], **SHORT)
     assert [one.complete for one in found.trials[:2]] == [True, True] and not found.trials[1].note
     assert sum(len(batch) for batch in found.loader()) == 3000
-    same = tune(DataLoader(Stream(split=False), batch_size=5), ram="4GiB", workers=[2], **SHORT)
+    same = tune(DataLoader(Stream(split=False), batch_size=5), memory_budget="4GiB", workers=[2], **SHORT)
     assert "the workers return the same batches" in same.trials[0].note and same.trials[0].note in str(same)
 
 
 def test_an_epoch_of_one_batch_is_too_short_and_says_so():
-    found = tune(DataLoader(Numbers(3), batch_size=4), ram="4GiB", workers=[0], **SHORT)
+    found = tune(DataLoader(Numbers(3), batch_size=4), memory_budget="4GiB", workers=[0], **SHORT)
     assert (
         found.trials[0].problem == "too short to measure: 1 batches came" and found.proposal == found.current
     )
@@ -270,20 +272,20 @@ def test_batches_on_their_way_count_and_what_was_there_before_does_not(uncollect
 def test_the_budget_is_never_more_than_the_host_or_its_cgroup_has_free(monkeypatch):
     monkeypatch.setattr(tuning, "available", lambda **_: 10 << 30)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert tuning._budget("8GiB") == (8 << 30, "ram=8GiB")
+    assert tuning._budget("8GiB") == (8 << 30, "memory_budget=8GiB")
     assert tuning._budget(None) == (9 << 30, "nine tenths of the 10.0 GiB that are free")
     assert tuning._budget("20GiB")[0] == 9 << 30 and "more than nine tenths" in tuning._budget("20GiB")[1]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert tuning._budget(None) == (3 << 30, "nine tenths of the 10.0 GiB that are free, 3 ranks share it")
     monkeypatch.setattr(tuning, "available", lambda **_: None)
-    with pytest.raises(ValueError, match="give ram="):
+    with pytest.raises(ValueError, match="give memory_budget="):
         tuning._budget(None)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ram": 0}, "ram=0"),
+        ({"memory_budget": 0}, "memory_budget=0"),
         ({"ram": "some"}, "some"),
         ({"seconds": 0}, "seconds=0"),
         ({"batches": -1}, "batches=-1"),

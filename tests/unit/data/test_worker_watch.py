@@ -117,4 +117,4 @@ def test_a_short_epoch_is_looked_at_before_its_workers_are_gone():
     found = watch(loader)  # by itself a look a second, and the epoch takes less
     for _ in found:
         pass
-    assert found.copied > 1 << 20
+    assert found.copied_bytes > 1 << 20

@@ -346,13 +346,13 @@ def test_inferences_memory_is_measured_in_a_process_of_its_own(ending, tmp_path)
     weights, memory = 2 * 2048 * 2048 * 4, made.memory
     assert memory is not None, made.not_measured
     # Beside the weights there are a sample, two outputs, and what a kernel of this processor works in.
-    assert weights <= memory.live < 2 * weights and made.peak == memory.live
-    assert memory.resident < weights + (256 << 20) and memory.imports > 0 and memory.seconds > 0
+    assert weights <= memory.live_bytes < 2 * weights and made.peak_bytes == memory.live_bytes
+    assert memory.resident_bytes < weights + (256 << 20) and memory.imports_bytes > 0 and memory.seconds > 0
     if (
         SOAK
     ):  # each weight has been read, so its page is resident, unless the kernel takes others' away meanwhile
-        assert weights <= memory.resident and memory.live <= memory.resident
-    assert weights <= made.size < weights + (1 << 20)
+        assert weights <= memory.resident_bytes and memory.live_bytes <= memory.resident_bytes
+    assert weights <= made.size_bytes < weights + (1 << 20)
 
 
 def test_a_file_that_runs_in_no_other_process_says_so(tmp_path, monkeypatch):
@@ -360,7 +360,7 @@ def test_a_file_that_runs_in_no_other_process_says_so(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = export(nn.Linear(2, 2), torch.ones(1, 2), tmp_path / "model.pt")
-    assert made.memory is None and made.peak is None and "ended with status 1" in made.not_measured
+    assert made.memory is None and made.peak_bytes is None and "ended with status 1" in made.not_measured
     assert "not measured" in str(made) and made.path.exists()
 
 

@@ -129,8 +129,8 @@ def told(tmp_path_factory):
 def test_onnx_files_run_in_onnxruntime(told):
     for name in ("apart", "again", *(["inline"] if SOAK else [])):
         found = told[name]
-        assert found["size"] == found["on disk"] == sum(size for _, size in found["files"])
-        assert found["parameters"] + found["buffers"] == found["counted"]
+        assert found["size_bytes"] == found["on disk"] == sum(size for _, size in found["files"])
+        assert found["parameters_bytes"] + found["buffers_bytes"] == found["counted"]
         assert all(one["difference"] <= 1e-4 for one in found["checks"])
     assert [one["sample"] for one in told["again"]["checks"]] == ["the sample, [4, 9]", "[5, 9]", "[1, 9]"]
     assert len(told["apart"]["files"]) == 2
@@ -141,22 +141,25 @@ def test_onnx_files_run_in_onnxruntime(told):
     if SOAK:
         memory = told["inline"]["memory"]
         assert len(told["inline"]["files"]) == 1
-        assert memory["live"] is None and memory["resident"] > 0 and "onnxruntime" in memory["where"]
+        assert (
+            memory["live_bytes"] is None and memory["resident_bytes"] > 0 and "onnxruntime" in memory["where"]
+        )
 
 
 def test_quantized_and_pruned_models(told):
     for name in ("weights", *(["dynamic", "weights onnx", "cut"] if SOAK else [])):
         found = told[name]
         assert (
-            found["size"] == found["on disk"] and found["parameters"] + found["buffers"] == found["counted"]
+            found["size_bytes"] == found["on disk"]
+            and found["parameters_bytes"] + found["buffers_bytes"] == found["counted"]
         )
         assert all(one["difference"] <= one["tolerance"] for one in found["checks"])
     # A quantised tensor looks like float32: by its elements it would take four times as much.
     for name in ("weights", *(["dynamic"] if SOAK else [])):
         assert told[name]["counted"] < 0.3 * told[name]["elements"] and len(told[name]["checks"]) == 3
-        assert told[name]["size"] < 0.4 * told[name]["elements"]
+        assert told[name]["size_bytes"] < 0.4 * told[name]["elements"]
     if SOAK:
-        assert told["weights"]["counted"] <= told["weights"]["memory"]["live"]
+        assert told["weights"]["counted"] <= told["weights"]["memory"]["live_bytes"]
         text, unchanged = told["refused"]
         assert unchanged and "onnx cannot be made from a Sequential" in text and "'pt2'" in text
         assert told["cut"]["counted"] < 4 * 0.8 * (2 * 256 * 512)
@@ -189,7 +192,8 @@ def test_models_of_timm(name, tmp_path):
     assert len(told) == 2
     for found in told.values():
         assert (
-            found["size"] == found["on disk"] and found["parameters"] + found["buffers"] == found["counted"]
+            found["size_bytes"] == found["on disk"]
+            and found["parameters_bytes"] + found["buffers_bytes"] == found["counted"]
         )
         assert len(found["checks"]) == 3 and all(one["difference"] <= 1e-4 for one in found["checks"])
-        assert found["counted"] <= (found["memory"]["live"] or found["memory"]["resident"])
+        assert found["counted"] <= (found["memory"]["live_bytes"] or found["memory"]["resident_bytes"])

@@ -131,7 +131,7 @@ def test_what_does_not_grow_is_said():
 )
 def test_cards_are_found_by_name_and_by_size(name, usable, capability):
     found = cards.card(name)
-    assert (found.usable, found.compute_capability) == (int(usable * GIB), capability)
+    assert (found.usable_bytes, found.compute_capability) == (int(usable * GIB), capability)
 
 
 def test_a_card_that_does_not_exist_is_refused_with_those_that_do():
@@ -150,10 +150,13 @@ def test_a_card_that_does_not_exist_is_refused_with_those_that_do():
 
 
 def test_the_table_is_sorted_and_each_name_finds_its_card():
-    assert [c.usable for c in cards.CARDS] == sorted(c.usable for c in cards.CARDS)
+    assert [c.usable_bytes for c in cards.CARDS] == sorted(c.usable_bytes for c in cards.CARDS)
     for card in cards.CARDS:
-        assert cards.card(card.name) == card and cards.smallest_with(card.usable).usable == card.usable
-    assert cards.smallest_with(cards.CARDS[-1].usable + 1) is None
+        assert (
+            cards.card(card.name) == card
+            and cards.smallest_with(card.usable_bytes).usable_bytes == card.usable_bytes
+        )
+    assert cards.smallest_with(cards.CARDS[-1].usable_bytes + 1) is None
 
 
 @pytest.mark.parametrize(
@@ -192,11 +195,11 @@ def test_without_an_option_it_is_every_dataloaders(arguments):
 def test_what_fits_exits_with_0_and_the_json_has_the_documented_keys(script, capfd):
     found = answer(capfd, "--gpu", "24GiB", script())
     assert found["verdict"] == "fits" and found["oom"] is None
-    assert found["peak_allocated"] == allocated()
-    assert found["peak_reserved"] == int(allocated() * 1.25)
-    assert sum(found["by_category"].values()) == found["peak_allocated"]
+    assert found["allocated_bytes"][0] == allocated()
+    assert found["reserved_bytes"][0] == int(allocated() * 1.25)
+    assert sum(found["by_category"].values()) == found["allocated_bytes"][0]
     assert found["measured"] is False and found["method"] == "simulated device"
-    assert set(found["sources"]) >= {"peak_allocated", "peak_reserved", "context"}
+    assert set(found["sources"]) >= {"allocated_bytes", "reserved_bytes", "context_bytes"}
     assert found["would_fit"] == []
 
 
@@ -228,7 +231,7 @@ def test_what_does_not_fit_says_where_it_ends_and_what_would(script, capfd):
     card = allocated(5) + cards.CONTEXT
     found = answer(capfd, "--gpu", card, path, "--batch-size", 8, status=1)
     assert found["verdict"] == "does not fit" and found["oom"]["line"] == 7
-    assert found["peak_allocated"] == allocated(8)
+    assert found["allocated_bytes"][0] == allocated(8)
     assert found["largest_batch"] == {
         "size": 5,
         "peak": allocated(5),
@@ -239,8 +242,10 @@ def test_what_does_not_fit_says_where_it_ends_and_what_would(script, capfd):
         "now": 8,
     }
     batch, larger = found["would_fit"]
-    assert batch["what"] == "batch 5 instead of 8" and batch["peak"] == allocated(5) and batch["changes"]
-    assert larger["what"] == "a card of 7.63 GiB, as rtx4060" and larger["peak"] == allocated(8)
+    assert (
+        batch["what"] == "batch 5 instead of 8" and batch["peak_bytes"] == allocated(5) and batch["changes"]
+    )
+    assert larger["what"] == "a card of 7.63 GiB, as rtx4060" and larger["peak_bytes"] == allocated(8)
     assert main(["estimate", "--gpu", str(card), path, "--batch-size", "8"]) == 1
     said = " ".join(capfd.readouterr().out.split())
     assert f"CUDA out of memory at {path}:7 (loss.backward()), requested 4.00 MiB" in said
@@ -255,7 +260,7 @@ def advised(script, capfd, lacking, **saves):
     card = allocated() - lacking + cards.CONTEXT
     found = answer(capfd, "--gpu", card, path, status=1)
     assert all(
-        one["peak"] + cards.CONTEXT <= card or one["what"].startswith("a card of")
+        one["peak_bytes"] + cards.CONTEXT <= card or one["what"].startswith("a card of")
         for one in found["would_fit"]
     )
     return {one["what"].partition("(")[0]: one for one in found["would_fit"]}, requests(path)
@@ -272,7 +277,7 @@ def test_only_what_fits_when_it_is_tried_is_advised(script, capfd):
         offload_layers=10 * MIB,
     )
     assert set(said) == {"memopt.optim.AdamW", "memopt.auto_checkpoint", "a card of 7.63 GiB, as rtx4060"}
-    assert said["memopt.optim.AdamW"]["peak"] == allocated() - 60 * MIB
+    assert said["memopt.optim.AdamW"]["peak_bytes"] == allocated() - 60 * MIB
     assert said["memopt.optim.AdamW"]["changes"] and not said["memopt.auto_checkpoint"]["changes"]
     tried = [name for one in asked for name in one["techniques"]]
     assert any(name.startswith("checkpoint:") for name in tried) and {"fused", "offload activations"} <= {
@@ -306,7 +311,7 @@ def test_where_none_is_enough_alone_two_are_tried_together(script, capfd):
     said, asked = advised(script, capfd, 50 * MIB, eight_bits=30 * MIB, fused=20 * MIB, checkpoint=30 * MIB)
     (first,) = [one for what, one in said.items() if not what.startswith("a card")]
     assert first["what"].startswith("torch.optim.AdamW(..., fused=True) + memopt.auto_checkpoint(")
-    assert first["peak"] == allocated() - 50 * MIB and "rounding" in first["changes"]
+    assert first["peak_bytes"] == allocated() - 50 * MIB and "rounding" in first["changes"]
     assert all("offload activations" not in one["techniques"] for one in asked if len(one["techniques"]) > 1)
 
 
@@ -333,7 +338,7 @@ def test_what_fits_because_the_allocator_gives_back_its_cache_fits_tightly(scrip
 def test_what_the_model_decides_is_a_range_and_may_be_unsure(script, capfd):
     path = script(masks=1000 * MIB)
     found = answer(capfd, path)
-    assert found["peak_allocated_range"] == [allocated(), allocated(masks=1000 * MIB)]
+    assert found["allocated_bytes"] == [allocated(), allocated(masks=1000 * MIB)]
     assert found["guesses"][0]["where"] == "train.py:9"
     assert any("select 0%" in text for text in found["unknowns"])
     assert found["verdict"] is None
@@ -343,13 +348,13 @@ def test_what_the_model_decides_is_a_range_and_may_be_unsure(script, capfd):
 
 def test_a_script_that_fails_where_none_is_selected_is_asked_with_few(script, capfd):
     found = answer(capfd, script(masks=640 * MIB, ends="raise where none is selected"))
-    assert found["peak_allocated_range"][0] == allocated() + 10 * MIB
+    assert found["allocated_bytes"][0] == allocated() + 10 * MIB
 
 
 def test_workspaces_of_cudnn_are_a_range(script, capfd):
     found = answer(capfd, script())
-    assert found["peak_reserved_range"] == [int(allocated() * 1.25), int(allocated() * 1.25) + 256 * MIB]
-    assert found["peak_allocated_range"] == [allocated()] * 2
+    assert found["reserved_bytes"] == [int(allocated() * 1.25), int(allocated() * 1.25) + 256 * MIB]
+    assert found["allocated_bytes"] == [allocated()] * 2
 
 
 def test_quick_is_one_run(script, capfd):
@@ -394,7 +399,7 @@ def test_settings_reach_the_child(script, capfd):
         "--seconds", "9", path,
     )  # fmt: skip
     (one,) = requests(path)
-    assert (one["steps"], one["context"], one["backend"], one["protection"], one["seconds"]) == (
+    assert (one["steps"], one["context_bytes"], one["backend"], one["protection"], one["seconds"]) == (
         7,
         GIB,
         "pool",

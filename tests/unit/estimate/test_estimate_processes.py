@@ -71,9 +71,9 @@ def alone(estimate):
 def test_spawned_processes_on_one_card_are_added(estimate, alone):
     status, found, said = estimate(MAIN + "    mp.spawn(train, nprocs=2)")
     assert status == 0, said
-    assert found["peak_allocated"] == 2 * alone["peak_allocated"]
-    assert found["peak_reserved"] == 2 * alone["peak_reserved"]
-    assert found["context"] == 2 * CONTEXT and len(found["processes"]["held"]) == 2
+    assert found["allocated_bytes"][0] == 2 * alone["allocated_bytes"][0]
+    assert found["reserved_bytes"][0] == 2 * alone["reserved_bytes"][0]
+    assert found["context_bytes"] == 2 * CONTEXT and len(found["processes"]["held"]) == 2
     assert found["steps"] == alone["steps"] == 4
     assert found["by_category"] == alone["by_category"]
     assert any("2 processes" in line and "shortened loops" in line for line in found["covered"])
@@ -81,7 +81,7 @@ def test_spawned_processes_on_one_card_are_added(estimate, alone):
 
 def test_the_verdict_is_about_all_of_them(estimate, alone):
     """Each would fit alone."""
-    room = CONTEXT + alone["peak_reserved"] + 100 * MIB
+    room = CONTEXT + alone["reserved_bytes"][0] + 100 * MIB
     status, found, said = estimate(MAIN + "    mp.spawn(train, nprocs=2)", "--gpu", str(room))
     assert status == 1 and found["verdict"] == "does not fit", said
     status, found, said = estimate(MAIN + "    mp.spawn(train, nprocs=2)", "--gpu", str(2 * room))
@@ -101,8 +101,8 @@ if __name__ == "__main__":
 """
     status, found, said = estimate(ranks, "--devices", "2")
     assert status == 0, said
-    assert len(found["processes"]["held"]) == 1 and found["context"] == CONTEXT
-    assert found["peak_allocated"] == alone["peak_allocated"] + WEIGHT  # DDP's bucket
+    assert len(found["processes"]["held"]) == 1 and found["context_bytes"] == CONTEXT
+    assert found["allocated_bytes"][0] == alone["allocated_bytes"][0] + WEIGHT  # DDP's bucket
     assert any("2 processes" in line for line in found["covered"])
 
 
@@ -132,7 +132,7 @@ if __name__ == "__main__":
 """
     status, found, said = estimate(source)
     assert status == 0, said
-    assert found["peak_allocated"] == alone["peak_allocated"] + 64 * MIB
+    assert found["allocated_bytes"][0] == alone["allocated_bytes"][0] + 64 * MIB
     assert len(found["processes"]["held"]) == 2 and found["steps"] == 4
 
 
@@ -144,7 +144,7 @@ def test_scripts_that_are_started_count_each_in_its_time(estimate, alone):
     )
     status, found, said = estimate(source)
     assert status == 0, said
-    assert found["peak_allocated"] == alone["peak_allocated"] and found["context"] == CONTEXT
+    assert found["allocated_bytes"][0] == alone["allocated_bytes"][0] and found["context_bytes"] == CONTEXT
     assert any("2 processes" in line for line in found["covered"])
 
 
@@ -155,7 +155,7 @@ def test_a_model_that_processes_share_counts_once(estimate, alone):
     )
     status, found, said = estimate("def shared(rank, model): fit(model, 'cuda')\n" + source)
     assert status == 0, said
-    assert found["peak_allocated"] == WEIGHT + 2 * (alone["peak_allocated"] - WEIGHT)
+    assert found["allocated_bytes"][0] == WEIGHT + 2 * (alone["allocated_bytes"][0] - WEIGHT)
     assert len(found["processes"]["held"]) == 3
 
 
@@ -204,5 +204,7 @@ if __name__ == "__main__":
     for workers in ("num_workers=0", f"num_workers=2, multiprocessing_context={method!r}"):
         status, found, said = estimate(source.replace("WORKERS", workers))
         assert status == 0 and found["processes"] is None, said
-        figures.append([found[name] for name in ("peak_allocated", "peak_reserved", "by_category", "steps")])
+        figures.append(
+            [found[name] for name in ("allocated_bytes", "reserved_bytes", "by_category", "steps")]
+        )
     assert figures[0] == figures[1]

@@ -58,20 +58,20 @@ def test_a_script_is_estimated_and_where_it_does_not_fit_the_line_is_named(estim
     assert status == 0 and found["verdict"] == "fits" and found["steps"] == 4
     weight, layer = 4 * MIB, 16 * MIB
     # The first of a backward pass: parameters, all that is saved, gradients on the way, cuBLAS's workspaces.
-    assert 8 * weight + 9 * layer <= found["peak_allocated"] <= 16 * weight + 12 * layer + 17 * MIB
+    assert 8 * weight + 9 * layer <= found["allocated_bytes"][0] <= 16 * weight + 12 * layer + 17 * MIB
     assert found["by_category"]["parameters"] == 8 * weight
     # Categories are of what was asked for, the peak is of blocks.
-    assert sum(found["by_category"].values()) == pytest.approx(found["peak_allocated"], rel=1e-4)
+    assert sum(found["by_category"].values()) == pytest.approx(found["allocated_bytes"][0], rel=1e-4)
     assert any(line["name"].endswith("train.py:14") for line in found["by_line"])
     assert [guess["where"].rsplit(":", 1)[1] for guess in found["guesses"]] == ["19"]
     assert said.count("loss") == 4  # of a hundred steps, the last one among them
     assert said.count("a child of its own ends with 7") == 1
 
-    card = found["peak_allocated"] * 9 // 10
+    card = found["allocated_bytes"][0] * 9 // 10
     status, tight, _ = estimate(TRAIN, "--quick", "--gpu", str(card), "--context", "0")
     assert status == 1 and tight["verdict"] == "does not fit"
     assert tight["oom"]["line"] in (14, 15, 16) and tight["oom"]["asked"] > 0
-    assert tight["peak_allocated"] == found["peak_allocated"]
+    assert tight["allocated_bytes"][0] == found["allocated_bytes"][0]
 
 
 def test_a_script_that_fails_is_no_answer_but_what_was_seen_is_told(estimate):
@@ -118,7 +118,7 @@ torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
 
 def test_a_script_that_needs_its_whole_evaluation_is_run_again_with_it(estimate):
     status, found, said = estimate(EVALUATES, "--quick", "--gpu", "8GiB")
-    assert status == 0 and found["steps"] == 4 and found["peak_allocated"] > 64 * MIB
+    assert status == 0 and found["steps"] == 4 and found["allocated_bytes"][0] > 64 * MIB
     assert said.count("begins") == 2 and "not all of them" in said
     assert "the script ran to its end" in found["covered"][0]
 
@@ -128,7 +128,7 @@ def test_of_a_script_that_needs_all_of_its_steps_the_rest_is_not_seen(estimate):
     whole = whole.replace("optimizer.step()", "optimizer.step(); taken = step and taken + 1 or 1")
     status, found, said = estimate(whole, "--quick", "--gpu", "8GiB")
     assert (status, found["verdict"]) == (1, "unsure") and said.count("begins") == 3
-    assert found["peak_allocated"] < 64 * MIB
+    assert found["allocated_bytes"][0] < 64 * MIB
     assert "what follows was not seen" in found["covered"][0] and "AssertionError" in found["covered"][1]
 
 
@@ -150,7 +150,7 @@ def test_without_a_cuda_build_fake_tensors_answer_and_say_that_they_are_the_weak
     assert found["method"] == "fake tensors" and found["verdict"] == "fits" and found["steps"] == 3
     assert found["covered"] == ["3 steps, then it was ended: what follows was not seen"]
     assert found["by_category"]["parameters"] == 8 * 4 * MIB
-    low, high = found["peak_allocated_range"]
+    low, high = found["allocated_bytes"]
     assert low < 8 * 4 * MIB + 10 * 16 * MIB < high
     assert any("CPU build of torch" in text for text in found["unmodelled"])
     (tmp_path / "train.py").write_text("raise KeyError('no data')\n")
@@ -180,5 +180,5 @@ def test_options_behind_the_script_are_told_of_where_it_refuses_them(way, tmp_pa
         text=True,
         timeout=600,
     )
-    said = "memopt estimate: --gpu were passed to the script: options of memopt come before SCRIPT"
+    said = "memopt estimate: the script was given --gpu: options of memopt come before SCRIPT"
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == said

@@ -358,7 +358,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         "reduce it",
     ),
     "budget": (lambda one: {"memory_budget": "eight"}, ValueError, "eight"),
-    "share": (lambda one: {"memory_budget": 1.5}, ValueError, "memory_budget is 1.5"),
+    "share": (lambda one: {"memory_budget": 1.5}, ValueError, "memory_budget=1.5"),
     "small": (lambda one: {"memory_budget": 1000}, ValueError, "the parameters alone"),
     "allow": (lambda one: {"allow": ("16bit",)}, ValueError, "'16bit'"),
     "allow text": (lambda one: {"allow": "8bit"}, ValueError, "collection"),

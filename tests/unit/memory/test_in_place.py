@@ -65,10 +65,10 @@ def test_a_line_that_had_two_where_one_would_do_is_named_with_what_it_would_save
     (found,) = in_place.find(prof.recording)
     assert found.saves == MIB and found.text == "x = x * 2" and found.instead == "x *= 2"
     assert str(found) == f"-1.00 MiB at the peak from {found.line} in place: `x *= 2`"
-    assert str(found) in str(prof) and prof.to_dict()["in_place"] == [vars(found)]
+    assert str(found) in str(prof) and prof.as_dict()["in_place"] == [vars(found)]
     assert "x *= 2" in prof._repr_html_()
     mended = doubled(in_place=True)
-    assert mended.peak == pytest.approx(prof.peak - found.saves, abs=NOISE), "it is what it says"
+    assert mended.peak_bytes == pytest.approx(prof.peak_bytes - found.saves, abs=NOISE), "it is what it says"
     assert in_place.find(mended.recording) == []
 
 
@@ -86,7 +86,7 @@ def test_where_the_peak_is_elsewhere_nothing_is_said():
         del high
         x = torch.ones(N)
         x = x * 2
-    assert in_place.find(prof.recording) == [] and prof.peak >= 3 * MIB and x.numel() == N
+    assert in_place.find(prof.recording) == [] and prof.peak_bytes >= 3 * MIB and x.numel() == N
 
 
 def test_what_another_variable_has_is_not_written_to():

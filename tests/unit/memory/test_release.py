@@ -58,15 +58,15 @@ def test_a_kept_exception_keeps_its_lines_and_no_tensor():
     assert not gone()
     found = memopt.release()
     assert gone() and "".join(traceback.format_exception(kept[0])) == text and "deeper" in text
-    assert found.freed["cpu"] == 16 * MIB and found.frames >= 2
-    assert found.before["cpu"].allocated - found.after["cpu"].allocated == 16 * MIB
+    assert found.freed_bytes["cpu"] == 16 * MIB and found.frames >= 2
+    assert found.before["cpu"].allocated_bytes - found.after["cpu"].allocated_bytes == 16 * MIB
     assert (
         "released: 16.0 MiB on cpu" in str(found)
         and "resident" in str(found)
         and "<pre>" in found._repr_html_()
     )
     again = memopt.release()
-    assert again.freed["cpu"] == 0
+    assert again.freed_bytes["cpu"] == 0
 
 
 def test_gc_and_an_emptied_cache_are_not_enough():

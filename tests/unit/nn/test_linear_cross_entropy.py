@@ -119,7 +119,7 @@ def peak(run) -> int:
         pass
     with memopt.profile("cpu") as profile:
         run()
-    return profile.peak - before.peak
+    return profile.peak_bytes - before.peak_bytes
 
 
 def workspace(hidden, weight, rows, classes) -> int:
@@ -311,7 +311,7 @@ def test_an_estimate_on_fake_tensors_runs_it(ignored):
     tokens, target = batch()
     target = target if ignored else tokens
     estimate = memopt.estimate(Model(), (tokens, target), method="fake tensors", quick=True)
-    assert estimate.peak and not estimate.error, estimate
+    assert estimate.peak_bytes and not estimate.error, estimate
 
 
 def test_a_second_derivative_is_refused():

@@ -50,8 +50,8 @@ def test_a_module_is_converted_in_place_and_stays_whole():
             assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, expected[name].bfloat16())
     assert model.last.bias.grad.dtype == torch.bfloat16 and float(model.last.bias.grad[0]) == 3.0
     # Halved: embed and head 320, last 256 + 32 and its gradient 32, table 24, norm 64. The rest is as it was.
-    assert report.freed == (320 + 256 + 32 + 32 + 24 + 64) // 2
-    assert report.before == 664 + 2 * 32 + 4 * 32 + 8 + 4
+    assert report.freed_bytes == (320 + 256 + 32 + 32 + 24 + 64) // 2
+    assert report.before_bytes == 664 + 2 * 32 + 4 * 32 + 8 + 4
     assert sorted(report.converted) == [
         "embed.weight", "last.bias", "last.weight", "norm.bias", "norm.weight", "part", "table",
     ]  # fmt: skip
@@ -60,7 +60,7 @@ def test_a_module_is_converted_in_place_and_stays_whole():
     model.last(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     again = memopt.to_dtype_(model, torch.bfloat16)
-    assert again.freed == 0 and not again.converted
+    assert again.freed_bytes == 0 and not again.converted
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_lists_and_dicts_views_and_expanded_shapes():
     assert views["turned"].stride() == (1, 4) and views["rows"].storage_offset() == 4
     base[2, 1] = 77
     assert views["turned"][1, 2] == views["rows"][1, 1] == 77
-    assert report.before == 48 + 16 and report.after == 96 + 16
+    assert report.before_bytes == 48 + 16 and report.after_bytes == 96 + 16
     one = torch.ones(3)
     memopt.to_dtype_(one, torch.bfloat16)
     assert one.dtype == torch.bfloat16
