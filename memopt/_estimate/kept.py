@@ -16,8 +16,8 @@ from memopt._run.plan import GRADIENTS, KEEPS, OUTPUT
 
 
 class Kept:
-    """Watches a script's backward passes: whether they find gradients of one before, and the output that a model has
-    returned, from which the loss was computed.
+    """Watches a script's passes: whether a forward or a backward pass finds gradients of the step before, and whether
+    a backward pass finds the output that a model has returned, from which the loss was computed.
 
     The output's memory tells whether the script has let it go: a view of it, or a graph, keeps it as well.
     """
@@ -29,7 +29,7 @@ class Kept:
         self._depth = 0  # of calls, and of backward passes, which call modules too
         engine: Any = torch.autograd
         engine._engine_run_backward = self._around(engine._engine_run_backward, self._pass_begins)
-        call = self._around(nn.Module.__call__, then=self._returned)
+        call = self._around(nn.Module.__call__, self._find_gradients, self._returned)
         nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
 
     def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -73,7 +73,10 @@ class Kept:
         if self._outputs:
             self._see(OUTPUT, any(not one.expired() for one in self._outputs))
             self._outputs.clear()
-        if self._optimizers:
+        self._find_gradients()
+
+    def _find_gradients(self) -> None:
+        if self._optimizers and torch.is_grad_enabled():
             groups = (group for one in self._optimizers for group in one.param_groups)
             self._see(GRADIENTS, any(p.grad is not None for group in groups for p in group["params"]))
 

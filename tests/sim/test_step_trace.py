@@ -72,11 +72,14 @@ for step in range(18):
     if "in a list" in words and step == 2:
         outputs.append(model(x)["logits"])
         loss = loss + outputs[0].sum()
+    if "late" in words:
+        optimizer.zero_grad()
     loss.backward()
     if "accumulate" in words and step % 2 == 0:
         continue
     optimizer.step()
-    optimizer.zero_grad(set_to_none="zeros" not in words)
+    if "late" not in words:
+        optimizer.zero_grad(set_to_none="zeros" not in words)
 """
 PRODUCT = 2 * ROWS * WIDTH * WIDTH
 X, W = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH  # bytes
@@ -146,6 +149,7 @@ def test_a_step_on_the_host_counts_its_bytes(tmp_path):
         ((), []),
         (("accumulate",), ["gradients"]),
         (("zeros",), ["gradients"]),
+        (("late",), ["gradients"]),  # dropped between the forward pass and the backward pass
         (("name",), ["output"]),
         (("view",), ["output"]),
         (("accumulate", "in a list"), ["gradients", "output"]),
