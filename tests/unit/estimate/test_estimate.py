@@ -320,7 +320,7 @@ def test_an_allocator_that_would_do_is_named(script, capfd):
     found = answer(capfd, "--gpu", allocated() + cards.CONTEXT, script())
     assert found["verdict"] == "fits" and found["retries"] == 1
     assert [b["name"] for b in found["backends"]] == ["native", "expandable", "pool"]
-    assert [b["reserved"] for b in found["backends"]] == [
+    assert [b["reserved_bytes"] for b in found["backends"]] == [
         int(allocated() * kept) for kept in SCRIPT["kept"].values()
     ]
     assert all(b["completes"] for b in found["backends"])
@@ -399,7 +399,7 @@ def test_settings_reach_the_child(script, capfd):
         "--seconds", "9", path,
     )  # fmt: skip
     (one,) = requests(path)
-    assert (one["steps"], one["context_bytes"], one["backend"], one["protection"], one["seconds"]) == (
+    assert (one["steps"], one["context"], one["backend"], one["protection"], one["seconds"]) == (
         7,
         GIB,
         "pool",
