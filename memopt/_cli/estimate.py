@@ -67,6 +67,7 @@ def add_script_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     add = parser.add_argument
     parser.usage = f"memopt {command} [options] SCRIPT [its arguments]"
     add("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script, and its own arguments")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
     add(
         "--gpu",
         "--card",
@@ -106,7 +107,6 @@ def add_script_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_script_arguments(parser, NAME)
     add = parser.add_argument
-    add("-m", "--module", action="store_true", help="SCRIPT is a module's name, as for python -m")
     add(
         "--backend",
         choices=BACKENDS,
@@ -204,7 +204,7 @@ def _tell_of_options_behind(options: argparse.Namespace) -> None:
 
 def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
     """Return the estimate, the exit status, and a complaint about what could not be answered."""
-    argv, module = script_of(options, options.module)
+    argv, module = script_of(options), options.module
     card = None
     if options.gpu is not None:
         card = cards.card(options.gpu, options.compute_capability, options.context)
@@ -218,7 +218,6 @@ def _answer(options: argparse.Namespace) -> tuple[Estimate, int, str]:
         raise ValueError("--nproc estimates one rank, which has one card: leave --devices out")
     request = replace(
         request_of(options, argv, card),
-        module=module,
         backend=options.backend,
         devices=options.devices,
         spread=options.spread,
@@ -254,6 +253,7 @@ def request_of(options: argparse.Namespace, argv: list[str], card: cards.Card | 
         memory=cards.NO_LIMIT,
         steps=options.steps,
         seconds=options.seconds,
+        module=options.module,
         ranks=options.nproc or 0,
     ).like(card or cards.card(cards.NO_LIMIT, options.compute_capability, options.context))
 
@@ -314,22 +314,23 @@ def _on_fake_tensors(
     return found, 0 if found.verdict in ("", "fits") else 1, ""
 
 
-def script_of(options: argparse.Namespace, module: bool) -> tuple[list[str], bool]:
-    """Return the script and its arguments, and whether it is a module. Raises ValueError if there is none."""
-    said, command = options.script, options.command
+def script_of(options: argparse.Namespace) -> list[str]:
+    """Return the script, or the module's name, and its arguments. Raises ValueError if there is none."""
+    said: list[str] = options.script
+    command = options.command
     if said[:1] == ["--"]:
         said = said[1:]
     if not said:
         raise ValueError(f"SCRIPT is missing: memopt {command} [options] SCRIPT [its arguments]")
     script = said[0]
-    if module:
+    if options.module:
         if not re.fullmatch(r"\w+(\.\w+)*", script):
             raise ValueError(f"{script!r} is not a module's name")
-        return said, True
+        return said
     if script.startswith("-"):
         raise ValueError(f"{script} is not an option of memopt {command}; its options come before SCRIPT")
     if not Path(script).exists():
         raise ValueError(f"there is no script {script!r}")
     if Path(script).is_dir():
         raise ValueError(f"{script!r} is a folder, not a script")
-    return said, False
+    return said

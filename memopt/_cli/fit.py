@@ -74,7 +74,7 @@ def _with_batch(argv: list[str], name: str | None, size: int) -> list[str]:
 
 
 def _tell(options: argparse.Namespace) -> int:
-    argv, _ = script_of(options, module=False)
+    argv = script_of(options)
     if options.batch is not None:
         argv = _with_batch(argv, options.batch_option, options.batch)
     if options.gpu is None:
@@ -82,7 +82,8 @@ def _tell(options: argparse.Namespace) -> int:
     if options.steps == 0:
         raise ValueError("--steps 0: a script that takes no step has nothing to plan; see `memopt estimate`")
     card = cards.card(options.gpu, options.compute_capability, options.context)
-    output = options.output or f"{Path(argv[0]).stem}.fit.json"
+    name = argv[0].rpartition(".")[2] if options.module else Path(argv[0]).stem
+    output = options.output or f"{name}.fit.json"
     check_writable(output, options.force)
     python = interpreters.find(options.python)
     with surveyed(options, request_of(options, argv, card), python, card) as survey:
@@ -95,5 +96,6 @@ def _tell(options: argparse.Namespace) -> int:
     found.plan.write(output)
     if not options.json:
         start = f"torchrun --nproc-per-node {options.nproc}" if options.nproc else "python"
-        print(f"  planned in {output}: {start} -m memopt run --fit {output} {' '.join(argv)}")
+        words = ["-m", *argv] if options.module else argv
+        print(f"  planned in {output}: {start} -m memopt run --fit {output} {' '.join(words)}")
     return 0

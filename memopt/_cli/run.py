@@ -109,13 +109,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace, argv: list[str], simulated: str | None) -> Plan:
-    if options.module is not None:
-        raise OSError("--fit: a plan is for a script's file: leave -m out")
     if options.backend is not None or options.budget is not None:
         raise OSError("--fit: the plan decides on the allocator: leave --backend and --budget out")
     try:
         found = plans.read(options.fit)
-        found.check_call(argv)
+        found.check_call(argv, module=options.module is not None)
         place = Place.of(os.environ)
         found.check_ranks(1 if place is None else place.count)
         if simulated is not None:

@@ -324,7 +324,7 @@ def _ran_out(tried: Tried) -> bool:
 
 
 def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int, step_seconds: float) -> Plan:
-    script, text = described(survey.request.argv[0])
+    script, text = described(survey.request.argv[0], survey.request.module)
     return Plan(
         script=script,
         sha256=text,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -61,9 +64,11 @@ class Plan:
     def write(self, path: str) -> None:
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
-    def check_call(self, argv: Sequence[str]) -> None:
-        """Raise ValueError, which names the difference, if the plan was made for another call or another memopt."""
-        script, text = described(argv[0])
+    def check_call(self, argv: Sequence[str], module: bool = False) -> None:
+        """Raise ValueError, which names the difference, if the plan was made for another call or another memopt.
+
+        module: argv[0] is a module's name, as for python -m."""
+        script, text = described(argv[0], module)
         for what, planned, given in (
             ("the script", self.script, script),
             ("the text of the script, by its sha256", self.sha256, text),
@@ -142,10 +147,24 @@ def allocator_environment(backend: str, before: Mapping[str, str]) -> dict[str, 
     return {**before, name: ",".join(["expandable_segments:True", *filter(None, options.split(","))])}
 
 
-def described(script: str) -> tuple[str, str]:
-    """Return a script's path, without links, and the SHA-256 of its text."""
-    path = Path(script).resolve()
+def described(script: str, module: bool = False) -> tuple[str, str]:
+    """Return the path of a script, or of a module by its name, without links, and the SHA-256 of its text."""
+    path = (_file_of(script) if module else Path(script)).resolve()
     return str(path), hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _file_of(module: str) -> Path:
+    """Return the file that `python -m` would run, found without importing a package that it is in."""
+    places, parts, found = [os.getcwd(), *sys.path], module.split("."), None
+    for count in range(1, len(parts) + 1):
+        found = PathFinder.find_spec(".".join(parts[:count]), places)
+        if found is None:
+            raise ValueError(f"no file of the module {module!r} is found from this folder")
+        places = list(found.submodule_search_locations or [])
+    if places:  # a package
+        return _file_of(f"{module}.__main__")
+    assert found is not None and found.origin is not None
+    return Path(found.origin)
 
 
 def _same(what: str, planned: str, given: str) -> None:

@@ -331,8 +331,26 @@ def test_the_end_compares_a_step_with_the_plan(planned, capfd, monkeypatch):
     )
 
 
+def test_a_plan_is_of_the_file_that_a_module_is_in(planned, capfd, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
+    assert main(["run", "--no-record", "--fit", "a.fit.json", "-m", "train", "3"]) == 0
+    assert "it runs" in capfd.readouterr().out
+    Path("kit/inner").mkdir(parents=True)
+    Path("kit/__init__.py").write_text("raise RuntimeError('a plan imports no package')\n")
+    for name in ("__init__", "__main__", "train"):
+        Path("kit", "inner", f"{name}.py").write_text("")
+    described = {name: plans.described(name, module=True)[0] for name in ("kit.inner", "kit.inner.train")}
+    assert described == {
+        "kit.inner": str(Path("kit/inner/__main__.py").resolve()),
+        "kit.inner.train": str(Path("kit/inner/train.py").resolve()),
+    }
+    for name in ("kit.train", "kit.inner.train.more", "train.more"):
+        with pytest.raises(ValueError, match=f"no file of the module '{name}'"):
+            plans.described(name, module=True)
+
+
 def test_the_plan_decides_alone(planned, capfd):
     assert "leave --backend" in refused(capfd, "--backend", "pool", "train.py", "3")
-    assert "leave -m out" in refused(capfd, "-m", "train", "3")
+    assert "no file of the module 'tran'" in refused(capfd, "-m", "tran", "3")
     assert main(["run", "--fit", "none.json", "train.py", "3"]) == 2
     assert "none.json" in capfd.readouterr().err
