@@ -39,7 +39,7 @@ from memopt.nn._tile_mlps import install as install_tiles
 
 PLANNING, PLANNED = "planning", "planned"  # marks of a recording
 _OF_MOMENTS = {EIGHT_BITS, FOUR_BITS, FACTORED}  # Adam's
-_HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 class Techniques:
@@ -118,7 +118,7 @@ class Techniques:
         return WithOptions
 
     def _fused(self) -> None:
-        for name in _HAVE_FUSED:
+        for name in HAVE_FUSED:
             kind = getattr(torch.optim, name)
             kind.__init__ = self._given_fused(kind.__init__)
 
