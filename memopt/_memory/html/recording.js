@@ -107,7 +107,9 @@ class Colouring {
     if (by === "category") {
       this.series = STACKED.map((c) => ({ name: CATEGORIES[c], colour: CATEGORIES[c] }));
       const rank = CATEGORIES.map((_, c) => STACKED.indexOf(c));
-      this.partOf = (recording) => recording.category.map((c) => rank[c]);
+      for (const recording of recordings) {
+        this.known.set(recording, { parts: recording.category.map((c) => rank[c]), live: STACKED.map((c) => recording.live[c]) });
+      }
       return;
     }
     const labels = new Map(recordings.map((r) => [r, r.names(by).map(by === "module" ? moduleGroup : (name) => name)]));

@@ -15,22 +15,16 @@ from typing import Any
 import torch
 
 from memopt import _C
-from memopt._estimate import advice, cards, moments
-from memopt._estimate.forecast import PARTS, Forecast
-from memopt._memory.oom.known_run import NEVER, BlockTable
-from memopt._memory.oom.trials import ZERO_GRAD, gradients_of_earlier_steps
 from memopt._memory.recording import inplace_advice
 from memopt._memory.recording.leaks import Leak
 from memopt._memory.recording.recording import Recording
-from memopt._run.plan import EIGHT_BITS, FUSED, OFFLOAD_GRADIENTS, OFFLOAD_STATES
-from memopt._run.techniques import HAVE_FUSED
+from memopt._run.plan import EIGHT_BITS, FUSED, HAVE_FUSED, OFFLOAD_GRADIENTS, OFFLOAD_STATES
 
 WORKED_OUT = "Each change alone, worked out from this recording."
 TRIED = "Each was tried on the recorded requests, which fit then."
 _LEAST = 0.01  # of the peak: a change that saves less is not worth a line
 _MOST = 8  # changes that are told
 _LARGE = 1 / 3  # of the peak: activations that are worth a word
-_STATES = PARTS.index("states")
 
 
 @dataclass(frozen=True)
@@ -92,6 +86,9 @@ def _of_lines(recording: Recording, leaks: Sequence[Leak], peak: int) -> Iterato
 
 
 def _of_gradients(recording: Recording, peak: int) -> Iterator[Suggestion]:
+    from memopt._memory.oom.known_run import NEVER, BlockTable
+    from memopt._memory.oom.trials import ZERO_GRAD, gradients_of_earlier_steps
+
     born, died, size, stream, category = (
         recording.columns[name] for name in ("born", "died", "size", "stream", "category")
     )
@@ -111,8 +108,12 @@ def _of_optimizers(recording: Recording, peak: int) -> Iterator[Suggestion]:
     kinds = _kinds(recording)
     if not kinds:
         return
+    from memopt._estimate import advice, cards, moments
+    from memopt._estimate.forecast import PARTS, Forecast
+
     forecast = Forecast(moments.of(recording), [], cards.card("24GiB").rates, beside=0, held=1.0)
-    states = max((moment[_STATES] for moment in forecast.moments), default=0)
+    states_part = PARTS.index("states")
+    states = max((moment[states_part] for moment in forecast.moments), default=0)
     size = _C.format_size(states)
     changes = {
         FUSED: ("the optimizer's step without temporaries", ""),
