@@ -1,7 +1,7 @@
 """The report page of a million events is drawn in less than 3 s after it is opened from a file.
 
 In headless Chromium, a new tab each time, from the navigation to the last chart; beside it the page of a thousand
-events, which is what the drawing library takes to load, and little else. Processor time is that of the page's process,
+events, which is what a page takes to open, and little else. Processor time is that of the page's process,
 all its threads. Then what a zoom to a hundredth of the million takes until it is drawn, what writing the file
 takes by `memopt report`, its start included, and its size.
 """
@@ -95,7 +95,7 @@ def main() -> int:
         size = paths["1,000,000"].stat().st_size
         report.record("its size", {"memopt": size / 1e6}, unit="MB")
         library = paths["1,000"].stat().st_size
-        report.record("of a thousand events, which is the library", {"memopt": library / 1e6}, unit="MB")
+        report.record("of a thousand events, which is the page itself", {"memopt": library / 1e6}, unit="MB")
     return report.finish()
 
 

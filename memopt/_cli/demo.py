@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         check_writable(options.page, options.force)
     require("memopt demo")
     try:
-        from memopt._demo import results, trainings
+        from memopt._demo import page, results, trainings
     except ImportError as error:
         raise OSError(error) from error
     signal.signal(signal.SIGTERM, _terminated)
@@ -52,11 +52,8 @@ def run(options: argparse.Namespace) -> int:
                 result = trainings.run(size, Path(folder), bars, options.sim_python)
             shown: str | None = None
             if not options.no_page and result.tasks:
-                try:
-                    results.write_page(result, Path(folder), path)
-                    shown = str(path)
-                except ImportError as error:
-                    result.notes.append(f"no page was written: {error}")
+                page.write_page(result, Path(folder), path)
+                shown = str(path)
     except trainings.DemoFailed as error:
         raise OSError(error) from error
     except KeyboardInterrupt:

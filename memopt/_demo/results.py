@@ -1,4 +1,4 @@
-"""Results of the demo, the promises that they break, and how they are shown: on the screen, and as a page."""
+"""Results of the demo, the promises that they break, and how they are shown on the screen."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from memopt import _C
-from memopt._memory.html import report_page
-from memopt._memory.recording import recording_file
 from memopt._runtime.table import ResultTable, folded_lines
 
 LOSS_SHARE = 0.03
@@ -112,7 +110,7 @@ class DemoResult:
 
 
 _WIDTH = 100
-_HEADS = ("", "peak memory", "predicted", "budget kept", "a step", "final loss")
+HEADS = ("", "peak memory", "predicted", "budget kept", "a step", "final loss")
 _NEXT = """\
 next:  python -m memopt estimate --gpu 24GiB train.py    will your script fit a card? (no GPU needed)
        python -m memopt fit --gpu 24GiB train.py         with which changes it does
@@ -123,13 +121,13 @@ next:  python -m memopt estimate --gpu 24GiB train.py    will your script fit a 
 
 
 def text(result: DemoResult, page: str | None) -> str:
-    rows = [_rows(task) for task in result.tasks]
-    heads, *cells = ResultTable([row for of_task in rows for row in of_task], _HEADS).lines()
+    table = [rows(task) for task in result.tasks]
+    heads, *cells = ResultTable([row for of_task in table for row in of_task], HEADS).lines()
     lines = [f"memopt demo: trained on {result.device} (torch {result.torch}), in half the memory", "", heads]
-    for task, of_task in zip(result.tasks, rows, strict=True):
+    for task, of_task in zip(result.tasks, table, strict=True):
         lines += [f"  {task.about}", *cells[: len(of_task)]]
         del cells[: len(of_task)]
-    lines += ["", *_words(result), ""]
+    lines += ["", *words(result), ""]
     wrong = result.wrong()
     if wrong:
         lines += ["FAILED CHECKS:", *(f"  {line}" for line in wrong)]
@@ -144,7 +142,7 @@ def text(result: DemoResult, page: str | None) -> str:
     return "\n".join([*lines, "", _NEXT])
 
 
-def _rows(task: TaskResult) -> list[tuple[str, ...]]:
+def rows(task: TaskResult) -> list[tuple[str, ...]]:
     size, plain, within = _C.format_size, task.plain, task.within
     first = ("  plain", size(plain["peak"]), "", "", _time(plain["seconds"]), f"{plain['loss']:.4f}")
     label = f"  within {size(task.budget)}"
@@ -164,7 +162,7 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
 
 
-def _words(result: DemoResult) -> list[str]:
+def words(result: DemoResult) -> list[str]:
     """Return further results as text to fold away."""
     size = _C.format_size
     told = []
@@ -203,28 +201,6 @@ def _words(result: DemoResult) -> list[str]:
     return [line for words in told for line in folded_lines(words, _WIDTH, "  ", "    ")]
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-
 def recording_of(folder: Path, kind: str, which: str) -> Path:
     """Return the file of a training's recording. which: "plain" or "within"."""
     return folder / f"{kind}.{which}.mopt"
-
-
-def write_page(result: DemoResult, folder: Path, path: Path) -> None:
-    """Write the report page of the GPT's last steps, plain and within the budget, side by side.
-
-    Raises ImportError where plotly is missing.
-    """
-    task = result.tasks[0]
-    names = [which for which in ("plain", "within") if recording_of(folder, task.name, which).exists()]
-    recordings = [recording_file.load(recording_of(folder, task.name, which)) for which in names]
-    for recording in recordings:
-        recording.facts["command"] = ["memopt", "demo"]
-    page = report_page.html(
-        recordings,
-        title=f"memopt demo: {task.about}",
-        names=["plain", "within the budget"][: len(recordings)],
-        note=text(result, None),
-    )
-    path.write_text(page, encoding="utf-8")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from memopt import _C
 from memopt._estimate import cards
-from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
 from memopt._estimate.forecast import Forecast
 from memopt._estimate.prediction import Advice, Estimate
@@ -40,7 +39,7 @@ _SWITCH = {
     "pool": 'memopt.enable(backend="pool")',
 }
 _ROUNDED = "the same up to rounding"
-_CHANGES = {
+CHANGES = {
     EIGHT_BITS: "other results: states of 8 bits",
     FOUR_BITS: "other results: states of 4 bits",
     FACTORED: "other results: second moments of rows and columns",
@@ -130,13 +129,18 @@ def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
 def _advice(search: Search, names: Names) -> Advice:
     tried = search.run(names)
     assert tried is not None and tried.answer is not None
-    changes = dict.fromkeys(_CHANGES[name] for name in sorted(names) if name in _CHANGES)
-    return Advice(" + ".join(in_words(names, tried.answer)), tried.answer.peak_allocated, ", ".join(changes))
+    changes = dict.fromkeys(CHANGES[name] for name in sorted(names) if name in CHANGES)
+    return Advice(
+        " + ".join(in_words(names, tried.answer.more["techniques"])),
+        tried.answer.peak_allocated,
+        ", ".join(changes),
+    )
 
 
-def in_words(names: Collection[str], answer: Answer, keeps: Collection[str] = KEEPS) -> list[str]:
-    """Return what a user would write for techniques, of which `answer` is the run. keeps: as a plan has it."""
-    met: dict[str, list[str]] = answer.more["techniques"]
+def in_words(
+    names: Collection[str], met: Mapping[str, list[str]], keeps: Collection[str] = KEEPS
+) -> list[str]:
+    """Return what a user would write for techniques. met: by technique, what it applies to; keeps: as a plan has it."""
     options = [name for name in OPTIONS if name in names]
     ordered = sorted(names, key=lambda name: (-tier_of([name]), name))
     what = [_in_words(name, met, keeps) for name in ordered if name not in OPTIONS and name not in _SWITCH]
@@ -149,7 +153,7 @@ def in_words(names: Collection[str], answer: Answer, keeps: Collection[str] = KE
     return what + [_SWITCH[name] for name in ordered if name in _SWITCH]
 
 
-def _in_words(name: str, met: dict[str, list[str]], keeps: Collection[str]) -> str:
+def _in_words(name: str, met: Mapping[str, list[str]], keeps: Collection[str]) -> str:
     technique, _, budget = name.partition(":")
     of = ", ".join(met[technique])
     budget = met.get(LEAST_BUDGET, [budget])[0]

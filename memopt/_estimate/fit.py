@@ -263,7 +263,7 @@ def find(
             answer.peak_allocated,
             seconds(answer.step, card.rates),
         )
-        fit.lines = advice.in_words(chosen, answer, estimate.keeps)
+        fit.lines = advice.in_words(chosen, answer.more["techniques"], estimate.keeps)
         fit.host_bytes = _host_bytes(estimate, tried[chosen])
     elif survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)

@@ -8,7 +8,7 @@ import torch
 
 from memopt._estimate.forecast import PARTS
 from memopt._memory.recording.recording import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, Recording
-from memopt._run.techniques import PLANNED, PLANNING
+from memopt._run.plan import PLANNED, PLANNING
 
 
 def of(recording: Recording) -> list[list[int]]:
@@ -33,7 +33,13 @@ def of(recording: Recording) -> list[list[int]]:
     for (begun, kind), (ended, _) in itertools.pairwise([*marks, (recording.events, "")]):
         if kind == PLANNING:
             live[:, begun + 1 : ended + 1] = 0
-    kinds = range(len(PARTS))
-    left = (parts for count in range(1, len(PARTS) + 1) for parts in itertools.combinations(kinds, count))
-    moments = {int(live[list(parts)].sum(0).argmax()) for parts in left}
+    moments: set[int] = set()
+
+    def with_further(first: int, total: torch.Tensor) -> None:
+        for part in range(first, len(PARTS)):
+            more = total + live[part]
+            moments.add(int(more.argmax()))
+            with_further(part + 1, more)
+
+    with_further(0, torch.zeros_like(live[0]))
     return [live[:, moment].tolist() for moment in sorted(moments)]

@@ -40,7 +40,8 @@ from memopt._memory.recording import recorder, recording_file
 from memopt._memory.recording.recording import Line, Recording
 from memopt._memory.recording.user_code import is_user_file
 from memopt._run.peaks import Peaks
-from memopt._run.techniques import PLANNING, Techniques, trained_bytes
+from memopt._run.plan import PLANNING
+from memopt._run.techniques import Techniques, trained_bytes
 from memopt._runtime import device_clock
 from memopt._runtime.host_memory import peak_resident_bytes
 from memopt.sim import _activation

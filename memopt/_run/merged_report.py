@@ -30,8 +30,14 @@ def text(folder: str | Path, ranks: list[Rank] | None = None) -> str:
     program = next((rank["program"] for rank in ranks if "program" in rank), "")
     seconds = max((rank.get("seconds", 0.0) for rank in ranks), default=0.0)
     lines = [f"memopt run: {program} in {count} ranks{on}, {seconds:.1f} s: {_ended(ranks)}"]
-    lines += _table(ranks, several_hosts=len(hosts) > 1)
-    missing = sorted(set(range(count)) - {rank["rank"] for rank in ranks})
+    lines += _table(ranks, several_hosts=len(hosts) > 1).lines()
+    return "\n".join([*lines, *_words(folder, ranks)])
+
+
+def _words(folder: str | Path, ranks: list[Rank]) -> list[str]:
+    """Return what is said below the table."""
+    lines = []
+    missing = sorted(set(range(ranks[0]["ranks"])) - {rank["rank"] for rank in ranks})
     if missing:
         lines.append(
             f"  {_names(missing)} left no recording in {folder}: they ran on another node, or never started"
@@ -42,7 +48,7 @@ def text(folder: str | Path, ranks: list[Rank] | None = None) -> str:
     if any((Path(folder) / f"rank{rank['rank']}.mopt").exists() for rank in ranks):
         where = _near(folder)
         lines.append(f"  recorded in {where}: python -m memopt report {where}")
-    return "\n".join(lines)
+    return lines
 
 
 def first_words(outcome: Rank, place: Place) -> str:
@@ -82,7 +88,13 @@ def write_page(folder: str | Path, path: str | Path) -> None:
     recordings = [recording_file.load(Path(folder) / f"rank{rank}.mopt") for rank in shown]
     names = [f"rank {rank}" for rank in shown]
     title = next((rank["program"] for rank in ranks if "program" in rank), "ranks")
-    page = report_page.html(recordings, title=title, names=names, note=text(folder, ranks))
+    table = _table(ranks, several_hosts=len({rank["host"] for rank in ranks}) > 1)
+    first = report_page.section(
+        "Ranks",
+        report_page.folding_table(table.heads, table.rows, table.left)
+        + report_page.folding_lines("\n".join([_ended(ranks), *_words(folder, ranks)])),
+    )
+    page = report_page.html(recordings, title=title, names=names, first=first)
     Path(path).write_text(page, encoding="utf-8")
 
 
@@ -145,7 +157,7 @@ def _names(numbers: list[int]) -> str:
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {joined}"
 
 
-def _table(ranks: list[Rank], *, several_hosts: bool) -> list[str]:
+def _table(ranks: list[Rank], *, several_hosts: bool) -> ResultTable:
     size = _C.format_size
     heads = [
         "rank",
@@ -175,7 +187,7 @@ def _table(ranks: list[Rank], *, several_hosts: bool) -> list[str]:
                 mostly,
             ]
         )
-    return ResultTable(rows, heads, left=range(len(heads))).lines()
+    return ResultTable(rows, heads, left=range(len(heads)))
 
 
 def _planned(ranks: list[Rank]) -> list[str]:

@@ -28,6 +28,8 @@ KEEPS = GRADIENTS, OUTPUT = "gradients", "output"
 BF16 = "bf16"  # autocast of the model's calls
 MICRO_BATCHES = "micro-batches"  # followed by ":" and their number; of memopt.fit() alone
 LEAST_BUDGET = "least budget"  # where techniques were applied: CHECKPOINT's, if its own was too small
+HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")  # optimizers of torch's that FUSED is for
+PLANNING, PLANNED = "planning", "planned"  # marks of a recording
 OPTIONS: dict[str, dict[str, Any]] = {  # of memopt.optim's optimizers, by technique
     EIGHT_BITS: {"state_bits": 8},
     FOUR_BITS: {"state_bits": 4},

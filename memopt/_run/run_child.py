@@ -212,7 +212,8 @@ class _Run:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         from memopt._run.peaks import Peaks
-        from memopt._run.techniques import PLANNING, Techniques, trained_bytes
+        from memopt._run.plan import PLANNING
+        from memopt._run.techniques import Techniques, trained_bytes
 
         def check(what: Callable[[], None]) -> None:
             try:

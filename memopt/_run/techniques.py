@@ -23,6 +23,7 @@ from memopt._run.plan import (
     FOUR_BITS,
     FUSED,
     GRADIENTS,
+    HAVE_FUSED,
     KEEPS,
     LEAST_BUDGET,
     LOSS_HEAD,
@@ -31,15 +32,15 @@ from memopt._run.plan import (
     OFFLOAD_LAYERS,
     OPTIONS,
     OUTPUT,
+    PLANNED,
+    PLANNING,
     TILES,
 )
 from memopt.nn._deferred_logits import DeferredLogits
 from memopt.nn._tile_mlps import TiledForward
 from memopt.nn._tile_mlps import install as install_tiles
 
-PLANNING, PLANNED = "planning", "planned"  # marks of a recording
 _OF_MOMENTS = {EIGHT_BITS, FOUR_BITS, FACTORED}  # Adam's
-_HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 class Techniques:
@@ -118,7 +119,7 @@ class Techniques:
         return WithOptions
 
     def _fused(self) -> None:
-        for name in _HAVE_FUSED:
+        for name in HAVE_FUSED:
             kind = getattr(torch.optim, name)
             kind.__init__ = self._given_fused(kind.__init__)
 

@@ -65,7 +65,7 @@ class ResultTable:
 
     def _cells(self, row: Sequence[str]) -> str:
         tags = ["<td style='text-align:left'>" if n in self.left else "<td>" for n in range(len(row))]
-        return "".join(f"{tag}{_markup(cell)}</td>" for tag, cell in zip(tags, row, strict=True))
+        return "".join(f"{tag}{markup(cell)}</td>" for tag, cell in zip(tags, row, strict=True))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Facts:
     def html(self) -> str:
         cells = "".join(
             f"<tr><th style='text-align:left'>{escape(name)}</th>"
-            f"<td style='text-align:left'>{_markup(value)}</td></tr>"
+            f"<td style='text-align:left'>{markup(value)}</td></tr>"
             for name, value in self.rows
         )
         return f"<table><caption>{escape(self.headline)}</caption>{cells}</table>"
@@ -126,10 +126,11 @@ def several(name: str, values: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def paragraphs(texts: Iterable[str]) -> str:
-    return "".join(f"<p>{_markup(text)}</p>" for text in texts)
+    return "".join(f"<p>{markup(text)}</p>" for text in texts)
 
 
-def _markup(cell: str) -> str:
+def markup(cell: str) -> str:
+    """Return a cell as HTML."""
     if isinstance(cell, Html):
         return cell
     return f"<code>{escape(cell)}</code>" if isinstance(cell, Code) else escape(cell)

@@ -222,6 +222,15 @@ class Tab:
             )
         self.mouse("mouseReleased", x1, y1, "left")
 
+    def key(self, name: str, text: str = "") -> None:
+        """Press a key, by its name in the events of a page ("Tab", "ArrowLeft", "p")."""
+        text = text or (name if len(name) == 1 else {"Enter": "\r"}.get(name, ""))
+        code = {"Tab": 9, "Enter": 13, "PageUp": 33, "PageDown": 34, "End": 35, "Home": 36, "ArrowLeft": 37}
+        code |= {"ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Escape": 27}
+        number = code.get(name) or ord(name.upper())
+        for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=name, text=text, windowsVirtualKeyCode=number)
+
     def screenshot(self, *, whole: bool = True) -> bytes:
         """A PNG of the page, or of what the window shows of it."""
         return base64.b64decode(
@@ -243,9 +252,8 @@ class Tab:
         crop = "[0, 0, image.width, image.height]" if box is None else json.dumps([round(n) for n in box])
         return self.evaluate(
             f"""(async () => {{
-                const image = new Image();
-                image.src = "data:image/png;base64,{picture}";
-                await image.decode();
+                const bytes = Uint8Array.from(atob("{picture}"), (letter) => letter.charCodeAt(0));
+                const image = await createImageBitmap(new Blob([bytes], {{ type: "image/png" }}));
                 const canvas = document.createElement("canvas");
                 canvas.width = image.width; canvas.height = image.height;
                 const context = canvas.getContext("2d");

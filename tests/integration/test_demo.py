@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the demo trains torch models")
 
+from memopt import _C  # noqa: E402
 from memopt.__main__ import main  # noqa: E402
 from memopt._demo import results, tasks, trainings  # noqa: E402
 from memopt._demo.results import DemoResult  # noqa: E402
@@ -119,7 +122,6 @@ def test_the_command_writes_the_page_and_its_status_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pytest.importorskip("plotly", reason="the page draws with plotly")
     found = result
 
     def run(size: object, into: Path, *_: object) -> DemoResult:
@@ -133,11 +135,19 @@ def test_the_command_writes_the_page_and_its_status_is_the_answer(
     try:
         assert main(["demo", "--quick"]) == 0
         page = (tmp_path / "memopt-demo.html").read_text()
-        assert "within the budget" in page and "every budget kept" in page
+        assert "within the budget" in page and "Failed checks" not in page
+        shown = unescape(re.sub(r"<[^>]+>", "\n", page)).replace("\u00a0", " ")
+        task = result.tasks[0]
+        share = f"{task.within['peak'] / task.plain['peak']:.0%}".replace("%", " %")
+        assert f"The same training in {share} of the memory" in shown
+        for figure in (task.plain["peak"], task.within["peak"]):
+            assert _C.format_size(figure) in shown
+        labels = re.findall(r'role="img"[^>]* aria-label="([^"]*)"', page)
+        assert sum(label.startswith("Peak memory of") for label in labels) == 2
+        assert sum(label.startswith("Loss over 8 steps: plain from") for label in labels) == 1
         capsys.readouterr()
         assert main(["demo", "--json", "--no-page"]) == 0
         assert json.loads(capsys.readouterr().out)["tasks"][0]["kept"] is True
-        task = result.tasks[0]
         found = DemoResult([replace(task, within={**task.within, "peak": task.budget + 1})])
         assert main(["demo", "--no-page"]) == 1
         assert main(["demo", "--page", "memopt-demo.html"]) == 2  # a named file is not written over

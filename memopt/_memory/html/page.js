@@ -18,8 +18,8 @@ class Page {
     this.lines = new Map();
     for (const recording of recordings) for (const line of recording.lines) this.lines.set(line.name, line);
     this.chosen = new Map();
+    this.followed = null;  // {group, name} of a line or module
     this.range = null;  // what of the x axis is shown; null: all
-    this.busy = 0;  // drawings that are asked for and not ready
     const most = (of) => Math.max(1, ...recordings.map(of));
     const highest = most((r) => Math.max(r.total[r.peak], r.reserved.reduce((a, b) => Math.max(a, b), 0)));
     // The capacity is shown where it is near enough not to press the rest flat.
@@ -30,6 +30,7 @@ class Page {
     this.longest = most((r) => r.times[r.events]);
     this.readColours();
     this.setAxes(recordings.every((recording) => this.isSpread(recording)));
+    this.setColouring("category");
     this.charts = recordings.flatMap((recording, i) => [Timeline, AllocationMap].map((Kind) =>
       new Kind(this, recording, document.getElementById(`${Kind === Timeline ? "timeline" : "map"}-${i}`))));
     this.tables = ["line", "module"].map((group) =>
@@ -50,7 +51,7 @@ class Page {
 
   readColours() {
     const style = getComputedStyle(document.documentElement);
-    const names = [...CATEGORIES, "ink", "quiet", "grid", "panel", "step", "alarm", "cut"];
+    const names = [...CATEGORIES, "rest", "panel"];
     this.colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue("--" + name).trim()]));
   }
 
@@ -63,7 +64,14 @@ class Page {
     this.range = null;
   }
 
+  setColouring(by) {
+    this.colouredBy = by;
+    this.colouring = new Colouring(this.recordings, by);
+  }
+
   moment(recording) { return this.chosen.get(recording) ?? recording.peak; }
+
+  showsCapacity({ capacity }) { return Boolean(capacity) && capacity <= this.mostBytes; }
 
   // ---- what one may do -----------------------------------------------------------------------------------------------
 
@@ -79,21 +87,42 @@ class Page {
     this.redraw();
   }
 
-  zoomBy(factor) {
-    const [from, to] = this.range ?? this.full, middle = (from + to) / 2, half = (to - from) / 2 * factor;
-    this.zoom([middle - half, middle + half]);
+  // About the middle, or about the moment that is chosen in a chart.
+  zoomBy(factor, chart = null) {
+    const [from, to] = this.range ?? this.full, half = (to - from) / 2 * factor;
+    const middle = chart ? chart.axis.positions[this.moment(chart.recording)] : (from + to) / 2;
+    const begin = Math.min(Math.max(middle - half, this.full[0]), Math.max(this.full[0], this.full[1] - 2 * half));
+    this.zoom([begin, begin + 2 * half]);
+  }
+
+  bringIntoView(x) {
+    if (!this.range || (x >= this.range[0] && x <= this.range[1])) return;
+    const half = (this.range[1] - this.range[0]) / 2;
+    this.zoom([x - half, x + half]);
   }
 
   choose(recording, moment) {
     this.chosen.set(recording, moment);
     this.drawContents();
-    this.redraw();
   }
 
   chooseAll(of) {
     for (const recording of this.recordings) this.chosen.set(recording, of(recording));
     this.drawContents();
-    this.redraw();
+  }
+
+  follows(group, name) { return this.followed?.group === group && this.followed.name === name; }
+
+  // Shows a line's or module's own memory over time; asked for again, no more.
+  follow(group, name) {
+    this.followed = this.follows(group, name) ? null : { group, name };
+    for (const table of this.tables) {
+      for (const button of table.rowButtons()) {
+        button.setAttribute("aria-pressed", String(this.follows(table.group, button.dataset.row)));
+      }
+    }
+    this.drawLegend();
+    for (const chart of this.charts) if (chart instanceof Timeline) chart.draw();
   }
 
   listen() {
@@ -108,7 +137,9 @@ class Page {
     for (const [name, byTime] of [["time", true], ["events", false]]) {
       on(name, () => { this.setAxes(byTime); this.zoom(null); });
     }
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { this.readColours(); this.redraw(); });
+    for (const by of ["category", "module", "line"]) on("by-" + by, () => { this.setColouring(by); this.redraw(); });
+    const again = () => { this.readColours(); this.draw(); };
+    for (const media of ["(prefers-color-scheme: dark)", "print"]) matchMedia(media).addEventListener("change", again);
     let width = document.body.clientWidth;
     new ResizeObserver(() => {
       if (document.body.clientWidth === width) return;
@@ -121,6 +152,7 @@ class Page {
 
   drawContents() {
     for (const table of this.tables) table.draw();
+    for (const chart of this.charts) if (chart.width) chart.mark();
     this.recordings.forEach((recording, i) => {
       const moment = this.moment(recording), which = moment === recording.peak ? "at the peak, " : "";
       document.getElementById("moment-" + i).textContent =
@@ -128,20 +160,31 @@ class Page {
     });
   }
 
-  // Once a frame at most, and one after the other: pictures take a while to load.
-  redraw() {
-    if (!window.Plotly) return null;
-    document.querySelectorAll("[data-do=time], [data-do=events]").forEach((button) =>
-      button.setAttribute("aria-pressed", String((button.dataset.do === "time") === this.byTime)));
-    if (!this.waiting) {
-      this.busy++;
-      const frame = new Promise((resolve) => requestAnimationFrame(resolve));
-      this.waiting = Promise.all([this.last, frame]).then(async () => {
-        this.waiting = null;
-        for (const chart of this.charts) await chart.draw();
-      }).finally(() => { this.busy--; });
-      this.last = this.waiting.catch(() => {});
+  drawLegend() {
+    const key = (mark, text) => element("li", {}, element("span", { class: mark }), text);
+    document.getElementById("legend").replaceChildren(
+      ...this.colouring.series.map(({ name, colour }) => element("li", {}, swatch(colour), name)),
+      ...(this.recordings.some((r) => r.reserved.length) ? [key("line", "reserved by the allocator")] : []),
+      ...(this.recordings.some((r) => this.showsCapacity(r)) ? [key("line dashed", "capacity")] : []),
+      ...(this.followed ? [key("line own", (this.followed.name || UNKNOWN[this.followed.group]) + " alone")] : []));
+  }
+
+  draw() {
+    const pressed = { time: this.byTime, events: !this.byTime };
+    for (const by of ["category", "module", "line"]) pressed["by-" + by] = this.colouredBy === by;
+    for (const [name, is] of Object.entries(pressed)) {
+      document.querySelector(`[data-do="${name}"]`).setAttribute("aria-pressed", String(is));
     }
+    this.drawLegend();
+    for (const chart of this.charts) chart.draw();
+  }
+
+  // Once a frame at most. What is awaited is null where everything is drawn.
+  redraw() {
+    this.waiting ??= new Promise((resolve) => requestAnimationFrame(resolve)).then(() => {
+      this.waiting = null;
+      this.draw();
+    });
     return this.waiting;
   }
 }
@@ -157,13 +200,7 @@ async function begin() {
   const page = window.memopt = new Page(described, recordings);
   page.drawContents();
   performance.mark("contents");
-  // What there is so far is shown: what comes now, the library above all, takes longer than the data.
-  await new Promise((resolve) => setTimeout(resolve));
-  // It is compressed too, and runs as a script of this page, so that nothing has to be fetched.
-  const library = new TextDecoder().decode(await inflate(document.getElementById("plotly").textContent));
-  document.head.append(element("script", {}, library));
-  performance.mark("library");
-  await page.redraw();
+  page.draw();
   performance.mark("drawn");
   document.documentElement.dataset.drawn = "yes";
 }

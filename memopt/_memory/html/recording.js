@@ -3,6 +3,9 @@
 
 const CATEGORIES = ["parameters", "gradients", "optimizer", "activations", "inputs", "other"];
 const STACKED = [0, 2, 1, 3, 4, 5];  // from the bottom: what stays longest first
+const ACTIVATIONS = 3;
+const GROUP_COLOURS = ["activations", "gradients", "optimizer", "inputs", "parameters"];  // of the largest groups
+const UNKNOWN = { line: "line not known", module: "outside of modules" };
 
 class Recording {
   constructor(described, columns) {
@@ -25,20 +28,29 @@ class Recording {
 
   // this.live[category][moment], this.total[moment]: bytes.
   sumUp() {
-    const moments = this.events + 1;
-    this.live = CATEGORIES.map(() => new Float64Array(moments + 1));
+    this.live = this.liveParts(this.category, CATEGORIES.length);
+    this.total = new Float64Array(this.events + 1);
+    for (const bytes of this.live) for (let m = 0; m <= this.events; m++) this.total[m] += bytes[m];
+  }
+
+  // Live bytes by part and moment, where each block is of one of `count` parts; of a negative one it is left out.
+  liveParts(parts, count) {
+    const live = Array.from({ length: count }, () => new Float64Array(this.events + 2));
     for (let i = 0; i < this.blocks; i++) {
-      const change = this.live[this.category[i]];
-      change[this.since[i]] += this.size[i];
-      change[this.until[i]] -= this.size[i];
+      if (parts[i] < 0) continue;
+      live[parts[i]][this.since[i]] += this.size[i];
+      live[parts[i]][this.until[i]] -= this.size[i];
     }
-    this.total = new Float64Array(moments);
-    for (const bytes of this.live) {
-      for (let m = 0, sum = 0; m < moments; m++) {
-        bytes[m] = sum += bytes[m];
-        this.total[m] += sum;
-      }
-    }
+    for (const bytes of live) for (let m = 0, sum = 0; m <= this.events; m++) bytes[m] = sum += bytes[m];
+    return live;
+  }
+
+  names(group) { return group === "line" ? this.lines.map((line) => line.name) : this.modules; }
+
+  // Live bytes of one line or module, null where it has none.
+  liveOf(group, name) {
+    const names = this.names(group), parts = this[group].map((key) => (names[key] === name ? 0 : -1));
+    return parts.includes(0) ? this.liveParts(parts, 1)[0] : null;
   }
 
   reservedAt(moment) {
@@ -54,7 +66,7 @@ class Recording {
 
   // What lives at a moment, by line or by module: of each name bytes by category, their sum and the number of blocks.
   contents(moment, group) {
-    const names = group === "line" ? this.lines.map((line) => line.name) : this.modules;
+    const names = this.names(group);
     const keys = this[group];
     const parts = new Float64Array(names.length * CATEGORIES.length);
     const counts = new Int32Array(names.length);
@@ -86,6 +98,56 @@ class Recording {
     return "0x" + (BigInt(this.ranges.starts[range]) + BigInt(place - this.ranges.at[range])).toString(16);
   }
 }
+
+// How blocks are coloured: by category, or activations by the module or the line that made them, the rest as one. `series`
+// has the parts from the bottom up, the same for all recordings, each with the name of its colour.
+class Colouring {
+  constructor(recordings, by) {
+    this.known = new Map();
+    if (by === "category") {
+      this.series = STACKED.map((c) => ({ name: CATEGORIES[c], colour: CATEGORIES[c] }));
+      const rank = CATEGORIES.map((_, c) => STACKED.indexOf(c));
+      for (const recording of recordings) {
+        this.known.set(recording, { parts: recording.category.map((c) => rank[c]), live: STACKED.map((c) => recording.live[c]) });
+      }
+      return;
+    }
+    const labels = new Map(recordings.map((r) => [r, r.names(by).map(by === "module" ? moduleGroup : (name) => name)]));
+    const most = new Map();  // of each label, the bytes of activations at the peak that has the most of them
+    for (const recording of recordings) {
+      const sums = new Map();
+      for (let i = 0; i < recording.blocks; i++) {
+        if (recording.category[i] !== ACTIVATIONS) continue;
+        const label = labels.get(recording)[recording[by][i]];
+        const alive = recording.since[i] <= recording.peak && recording.peak < recording.until[i];
+        sums.set(label, (sums.get(label) ?? 0) + (alive ? recording.size[i] : 0));
+      }
+      for (const [label, bytes] of sums) most.set(label, Math.max(bytes, most.get(label) ?? 0));
+    }
+    const largest = [...most].sort((a, b) => b[1] - a[1]).slice(0, GROUP_COLOURS.length).map(([label]) => label);
+    this.series = [{ name: "not activations", colour: "rest" },
+      ...largest.map((label, k) => ({ name: label || UNKNOWN[by], colour: GROUP_COLOURS[k] })),
+      ...(most.size > largest.length ? [{ name: `other ${by}s`, colour: "other" }] : [])];
+    const part = new Map(largest.map((label, k) => [label, k + 1]));
+    this.partOf = (recording) => recording[by].map((key, i) => (recording.category[i] !== ACTIVATIONS ? 0
+      : part.get(labels.get(recording)[key]) ?? largest.length + 1));
+  }
+
+  of(recording) {
+    if (!this.known.has(recording)) {
+      const parts = this.partOf(recording);
+      this.known.set(recording, { parts, live: recording.liveParts(parts, this.series.length) });
+    }
+    return this.known.get(recording);
+  }
+
+  parts(recording) { return this.of(recording).parts; }  // of each block, the index of its part
+
+  live(recording) { return this.of(recording).live; }  // bytes by part and moment
+}
+
+// Layers that differ by their number only are one group: "blocks.*.attn".
+const moduleGroup = (name) => name.replace(/(^|\.)\d+(?=\.|$)/g, "$1*");
 
 // The index of the last entry that is not above a value; -1 where all are.
 function lastNotAbove(ascending, value) {
@@ -136,5 +198,13 @@ function element(name, attributes = {}, ...children) {
     else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value);
   }
   made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+// The same of SVG.
+function shape(name, attributes = {}, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
   return made;
 }

@@ -45,7 +45,8 @@ class ContentsTable {
   }
 
   bar(parts, most) {
-    const bar = element("div", { class: "bar" });
+    const told = STACKED.filter((c) => parts[c]).map((c) => `${CATEGORIES[c]} ${formatSize(parts[c])}`);
+    const bar = element("div", { class: "bar", role: "img", "aria-label": told.join(", ") || "nothing" });
     for (const c of STACKED) {
       if (!parts[c]) continue;
       const part = element("span", { class: CATEGORIES[c], title: `${CATEGORIES[c]} ${formatSize(parts[c])}` });
@@ -55,23 +56,48 @@ class ContentsTable {
     return bar;
   }
 
+  // A button that follows the row's line or module in the timeline. Of all of a table one can be reached by Tab, the others
+  // from there by arrow keys.
   named(row) {
-    if (this.group === "module") return element("td", { class: "name code" }, row.name || "(outside of modules)");
-    const line = this.page.lines.get(row.name);
-    return element("td", { class: "name", title: line.file ? `${line.file}:${line.line} in ${line.function}` : null },
-      element("span", { class: "code" }, row.name || "(line not known)"),
-      line.text ? element("span", { class: "code source" }, line.text) : null);
+    const module = this.group === "module", line = module ? null : this.page.lines.get(row.name);
+    const name = row.name || `(${UNKNOWN[this.group]})`;
+    const where = line?.file ? `${line.file}:${line.line} in ${line.function}${line.text && "\n"}${line.text}` : name;
+    const follow = element("button", { type: "button", class: "row code", title: where, tabindex: -1, "data-row": row.name,
+      "aria-pressed": String(this.page.follows(this.group, row.name)),
+      onclick: () => { this.at = row.name; this.page.follow(this.group, row.name); } },
+    element("span", {}, name), line?.text ? element("span", { class: "source" }, line.text) : null);
+    return element("th", { scope: "row", class: "name" }, follow);
+  }
+
+  rowButtons() { return Array.from(this.place.querySelectorAll("button.row")); }
+
+  // The row that Tab reaches: the last one that was, else the first.
+  reachable(focus) {
+    const buttons = this.rowButtons(), at = buttons.find((button) => button.dataset.row === this.at) ?? buttons[0];
+    for (const button of buttons) button.tabIndex = button === at ? 0 : -1;
+    if (focus) at?.focus();
+  }
+
+  key(event) {
+    const buttons = this.rowButtons(), now = buttons.indexOf(document.activeElement);
+    if (now < 0 || event.ctrlKey || event.altKey || event.metaKey) return;
+    const to = { ArrowDown: now + 1, ArrowUp: now - 1, Home: 0, End: buttons.length - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    this.at = buttons[Math.min(Math.max(to, 0), buttons.length - 1)].dataset.row;
+    this.reachable(true);
   }
 
   draw() {
     const { recordings, names } = this.page, rows = this.sorted(this.rows());
     const wholes = recordings.map((recording) => recording.total[this.page.moment(recording)]);
     const most = Math.max(1, ...rows.flatMap((row) => row.each.map((one) => one.bytes)));
-    const shown = this.all ? rows : rows.slice(0, SHOWN);
+    const shown = this.all ? rows : rows.slice(0, SHOWN), focused = this.rowButtons().includes(document.activeElement);
     const head = element("tr", {}, this.header("name", this.group === "line" ? "Line" : "Module"),
       ...recordings.map((_, i) => this.header(i, this.several ? names[i] : "Bytes", true)),
-      this.two ? this.header("difference", "Difference", true) : element("th", { class: "number share" }, "Share"),
-      this.header("blocks", "Blocks", true), element("th", { class: "bars" }, "By category"));
+      this.two ? this.header("difference", "Difference", true)
+        : element("th", { scope: "col", class: "number share" }, "Share"),
+      this.header("blocks", "Blocks", true), element("th", { scope: "col", class: "bars" }, "By category"));
     const body = shown.map((row) => element("tr", { "data-name": row.name },
       this.named(row),
       ...row.each.map((one) => element("td", { class: "number", "data-bytes": one.bytes }, formatSize(one.bytes))),
@@ -81,16 +107,20 @@ class ContentsTable {
         : element("td", { class: "number share" }, formatShare(row.each[0].bytes, wholes[0])),
       element("td", { class: "number quiet" }, formatCount(row.blocks)),
       element("td", { class: "bars" }, ...row.each.map((one) => this.bar(one.parts, most)))));
-    const sums = element("tr", { class: "sum" }, element("td", { class: "name" }, `All ${formatCount(rows.length)}`),
+    const sums = element("tr", { class: "sum" },
+      element("th", { scope: "row", class: "name" }, `All ${formatCount(rows.length)}`),
       ...wholes.map((bytes) => element("td", { class: "number", "data-bytes": bytes }, formatSize(bytes))),
       this.two ? element("td", { class: "number" }, formatSize(wholes[1] - wholes[0]))
         : element("td", { class: "number share" }, wholes[0] ? "100\u00a0%" : ""),
       element("td", { class: "number quiet" }, formatCount(rows.reduce((sum, row) => sum + row.blocks, 0))),
       element("td", { class: "bars" }));
     const more = rows.length > SHOWN ? element("button", { type: "button", class: "more",
-      onclick: () => { this.all = !this.all; this.draw(); } },
+      onclick: () => { this.all = !this.all; this.draw(); this.place.querySelector("button.more").focus(); } },
     this.all ? `Show the largest ${SHOWN}` : `Show all ${formatCount(rows.length)}`) : null;
-    this.place.replaceChildren(element("table", { class: "contents" }, element("thead", {}, head),
-      element("tbody", {}, ...body), element("tfoot", {}, sums)), ...(more ? [more] : []));
+    const table = element("table", { class: "contents", "aria-label": `Live memory by ${this.group}`,
+      onkeydown: (event) => this.key(event) },
+    element("thead", {}, head), element("tbody", {}, ...body), element("tfoot", {}, sums));
+    this.place.replaceChildren(table, ...(more ? [more] : []));
+    this.reachable(focused);
   }
 }

@@ -1,10 +1,10 @@
-// Memory over time, by category. What is drawn is chosen anew from all events whenever the view changes: two of each
-// pixel column, the moments of most and of least, each with the categories as they truly were at that moment.
+// Memory over time, in coloured parts. What is drawn is chosen anew from all events whenever the view changes: two of each
+// pixel column, the moments of most and of least, each with the parts as they truly were at that moment.
 
-function chosenMoments(recording, axis, from, to, columns) {
+function chosenMoments(recording, axis, from, to, columns, total = recording.total) {
   const first = Math.max(0, lastNotAbove(axis.positions, from)), last = Math.max(0, lastNotAbove(axis.positions, to));
   if (last - first < 2 * columns) return Array.from({ length: last - first + 1 }, (_, i) => first + i);
-  const chosen = [first], { total } = recording, { positions } = axis, width = (to - from) / columns;
+  const chosen = [first], { positions } = axis, width = (to - from) / columns;
   let column = -1, least = first, most = first;
   const close = () => {
     for (const m of least < most ? [least, most] : [most, least]) if (m > chosen[chosen.length - 1]) chosen.push(m);
@@ -45,63 +45,83 @@ function chosenReserved(recording, axis, from, to, columns) {
 class Timeline extends Chart {
   height() { return 300; }
 
-  draw() {
-    const { recording, axis, view } = this, [from, to] = this.range(), unit = this.page.bytesUnit.factor;
-    const columns = Math.max(100, Math.round(this.plotWidth()));
-    const moments = chosenMoments(recording, axis, from, to, columns);
+  values() { return this.view.values ?? [0, this.page.mostBytes]; }
+
+  valueUnit() { return this.page.bytesUnit; }
+
+  valueAt(moment) { return this.recording.total[moment]; }
+
+  columns() { return Math.max(100, Math.round(this.plotWidth())); }
+
+  // x of moments, and of the end of the last of them.
+  places(moments) {
+    const { axis } = this, [from, to] = this.range();
     const x = moments.map((m) => Math.min(Math.max(axis.positions[m], from), to));
-    x.push(Math.max(Math.min(to, axis.end), x[x.length - 1]));
-    moments.push(moments[moments.length - 1]);
-    const top = new Float64Array(moments.length), traces = [];
-    for (const c of STACKED) {
-      const bytes = recording.live[c];
-      moments.forEach((m, i) => { top[i] += bytes[m] / unit; });
-      const colour = this.page.colours[CATEGORIES[c]];
-      traces.push({
-        x, y: Array.from(top), name: CATEGORIES[c], type: "scatter", mode: "lines", hoverinfo: "skip",
-        line: { shape: "hv", width: 0 }, fill: traces.length ? "tonexty" : "tozeroy", fillcolor: colour,
-      });
-    }
-    const held = chosenReserved(recording, axis, from, to, columns);
-    if (held.x.length) {
-      traces.push({
-        x: held.x, y: held.y.map((bytes) => bytes / unit), name: "reserved", type: "scatter", mode: "lines",
-        hoverinfo: "skip", line: { shape: "hv", width: 1.6, color: this.page.colours.ink },
-      });
-    }
-    this.drawn = moments.length;
-    const layout = this.layout();
-    layout.yaxis.range = view.bytes ? [...view.bytes] : [0, this.page.mostBytes / unit];
-    layout.yaxis.ticksuffix = " " + this.page.bytesUnit.name;
-    layout.shapes = [...this.markLines(), this.chosenLine()];
-    if (recording.capacity && recording.capacity / unit <= layout.yaxis.range[1]) {
-      layout.shapes.push({
-        type: "line", xref: "paper", x0: 0, x1: 1, y0: recording.capacity / unit, y1: recording.capacity / unit,
-        line: { color: this.page.colours.alarm, width: 1.6, dash: "dash" },
-      });
-    }
-    layout.annotations = this.markTexts();
-    const peak = axis.positions[recording.peak];
-    if (peak >= from && peak <= to && recording.blocks) {
-      const right = (peak - from) / (to - from) > 0.75;
-      layout.annotations.push({
-        x: peak, y: recording.total[recording.peak] / unit, text: "peak " + formatSize(recording.total[recording.peak]),
-        xanchor: right ? "right" : "left", ax: right ? -14 : 14, ay: -16, arrowhead: 0, arrowwidth: 1,
-        arrowcolor: this.page.colours.ink, font: { color: this.page.colours.ink, size: 12 },
-        bgcolor: this.page.colours.panel, borderpad: 2, opacity: 0.92,
-      });
-    }
-    return this.show(traces, layout);
+    return [...x, Math.max(Math.min(to, axis.end), x[x.length - 1])];
   }
 
-  zoomUp(range) { this.view.bytes = range; }
+  // A value holds until the next. Along it, or along another one back to the beginning.
+  along(x, y) {
+    const at = (i) => this.x(x[i]).toFixed(1);
+    return `${at(0)},${this.y(y[0]).toFixed(1)}`
+      + y.slice(1).map((value, i) => `H${at(i + 1)}V${this.y(value).toFixed(1)}`).join("");
+  }
 
-  tip(x) {
-    const { recording, axis } = this, moment = axis.momentAt(x);
-    const rows = STACKED.slice().reverse().filter((c) => recording.live[c][moment]).map((c) =>
-      element("tr", {}, element("th", {}, swatch(CATEGORIES[c]), CATEGORIES[c]),
-        element("td", {}, formatSize(recording.live[c][moment]))));
-    const sum = (name, bytes) => element("tr", { class: "sum" }, element("th", {}, name),
+  back(x, y) {
+    let path = "";
+    for (let i = y.length - 1; i > 0; i--) path += `V${this.y(y[i - 1]).toFixed(1)}H${this.x(x[i - 1]).toFixed(1)}`;
+    return `V${this.y(y[y.length - 1]).toFixed(1)}${path}Z`;
+  }
+
+  contents() {
+    const { recording, axis, page } = this, [from, to] = this.range();
+    const moments = chosenMoments(recording, axis, from, to, this.columns()), x = this.places(moments);
+    moments.push(moments[moments.length - 1]);
+    const live = page.colouring.live(recording);
+    let before = moments.map(() => 0);
+    this.areas = page.colouring.series.map(({ name, colour }, k) => {
+      const y = moments.map((m, i) => before[i] + live[k][m]), floor = before;
+      before = y;
+      return { name, colour, x, y, floor };
+    });
+    const drawn = this.areas.map(({ colour, y, floor }) =>
+      shape("path", { class: "part " + colour, d: "M" + this.along(x, y) + this.back(x, floor) }));
+    const held = chosenReserved(recording, axis, from, to, this.columns());
+    if (held.x.length) drawn.push(shape("path", { class: "held", d: "M" + this.along(held.x, held.y) }));
+    if (page.showsCapacity(recording)) drawn.push(this.level("capacity", recording.capacity));
+    return [...drawn, ...this.followed()];
+  }
+
+  // The line or module that is followed: its own bytes.
+  followed() {
+    const { recording, axis, page } = this;
+    const live = page.followed && recording.liveOf(page.followed.group, page.followed.name);
+    if (!live) return [];
+    const moments = chosenMoments(recording, axis, ...this.range(), this.columns(), live), x = this.places(moments);
+    moments.push(moments[moments.length - 1]);
+    const d = "M" + this.along(x, moments.map((m) => live[m]));
+    return [shape("path", { class: "followed halo", d }), shape("path", { class: "followed", d })];
+  }
+
+  texts() {
+    const { recording, axis } = this, peak = axis.positions[recording.peak], [from, to] = this.range();
+    if (peak < from || peak > to || !recording.blocks) return this.markTexts();
+    const x = this.x(peak), y = this.y(recording.total[recording.peak]), right = x > MARGIN.l + 0.75 * this.plotWidth();
+    const side = right ? -1 : 1, level = Math.max(y - 16, MARGIN.t + 12);
+    if (y < MARGIN.t - 1 || y > MARGIN.t + this.plotHeight()) return this.markTexts();
+    const words = "peak " + formatSize(recording.total[recording.peak]), wide = 7 * words.length + 8;
+    return [...this.markTexts(),
+      shape("line", { class: "leader", x1: x, y1: y, x2: x + 14 * side, y2: level }),
+      shape("rect", { class: "behind", x: right ? x - 14 - wide : x + 14, y: level - 9, width: wide, height: 18 }),
+      shape("text", { class: "peak", x: x + (14 + wide / 2) * side, y: level, dy: "0.35em", "text-anchor": "middle" }, words)];
+  }
+
+  tip(moment) {
+    const { recording, page } = this, live = page.colouring.live(recording);
+    const rows = page.colouring.series.map(({ name, colour }, k) => ({ name, colour, bytes: live[k][moment] }))
+      .reverse().filter(({ bytes }) => bytes).map(({ name, colour, bytes }) =>
+        element("tr", {}, element("th", { scope: "row" }, swatch(colour), name), element("td", {}, formatSize(bytes))));
+    const sum = (name, bytes) => element("tr", { class: "sum" }, element("th", { scope: "row" }, name),
       element("td", {}, formatSize(bytes)));
     rows.push(sum("allocated", recording.total[moment]));
     const held = recording.reservedAt(moment);

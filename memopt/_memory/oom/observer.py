@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from memopt._memory.recording import recorder
 from memopt._runtime.log import logger
 
 if TYPE_CHECKING:
+    from memopt._memory.oom.fixes import Fix
     from memopt._memory.oom.report import OomReport
     from memopt._memory.recording.recording import Recording
 
@@ -213,8 +215,18 @@ def write_page(report: OomReport, path: Path) -> str:
         part = path.with_name(f".{path.name}.part")
         try:
             from memopt._memory.html import report_page
+            from memopt._memory.recording.lower_peak import Suggestion
 
-            text = report_page.html(_recordings(report), title="CUDA out of memory", note=str(report))
+            text = report_page.html(
+                _recordings(report),
+                title="CUDA out of memory",
+                first=report_page.section(
+                    "What happened", report_page.folding_lines(str(replace(report, tried=None)))
+                ),
+                suggestions=[
+                    Suggestion(fix.text, fix.peak, cost=fix.changes or "none") for fix in _fixes(report)
+                ],
+            )
             part.write_text(text, encoding="utf-8")
             part.replace(path)
             failure[0] = ""
@@ -227,6 +239,10 @@ def write_page(report: OomReport, path: Path) -> str:
     thread.start()
     thread.join(_PAGE_SECONDS)
     return failure[0]
+
+
+def _fixes(report: OomReport) -> list[Fix]:
+    return [] if report.tried is None else report.tried.fixes
 
 
 def _recordings(report: OomReport) -> list[Recording]:

@@ -36,6 +36,7 @@ _TOGETHER = 2  # combinations that are told of
 _SMALLEST = 512  # bytes of an allocator's block
 _EXPANDABLE = "expandable_segments:True"
 _POOL = "pool"
+ZERO_GRAD = "optimizer.zero_grad() right after optimizer.step()"
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,9 @@ def _changes(run: KnownRun, now: Situation, first_step: bool) -> Iterator[RunCha
         yield RunChange('memopt.enable(backend="pool")', allocator=_POOL)
     if not first_step:
         yield from _let_go(run, now)
-        gradients = _gradients_of_earlier_steps(run)
+        gradients = gradients_of_earlier_steps(run.blocks, run.steps)
         if _worth(run, now, gradients):
-            yield RunChange(
-                "optimizer.zero_grad() right after optimizer.step()", apply=_freed_at_the_step(gradients)
-            )
+            yield RunChange(ZERO_GRAD, apply=_freed_at_the_step(gradients))
     passing = _passing(run)
     if (
         now.optimizers
@@ -263,17 +262,16 @@ def _gone_an_iteration_later(which: torch.Tensor) -> Callable[[KnownRun, BlockTa
     return apply
 
 
-def _gradients_of_earlier_steps(run: KnownRun) -> torch.Tensor:
-    """Return a mask of gradients that outlive the step that made them.
+def gradients_of_earlier_steps(blocks: BlockTable, steps: torch.Tensor) -> torch.Tensor:
+    """Return a mask of gradients that outlive the step that made them. steps: the times at which steps ended.
 
     They die in a later step, or are of the step before: until then only zero_grad() would free them. Older ones stay
     for ever, and are not made again.
     """
-    blocks = run.blocks
-    made = torch.searchsorted(run.steps, blocks.born)
-    gone = torch.searchsorted(run.steps, blocks.died)
-    before = (blocks.died < NEVER) | (made == len(run.steps) - 1)
-    return (blocks.category == GRADIENTS) & (gone > made) & (made < len(run.steps)) & before
+    made = torch.searchsorted(steps, blocks.born)
+    gone = torch.searchsorted(steps, blocks.died)
+    before = (blocks.died < NEVER) | (made == len(steps) - 1)
+    return (blocks.category == GRADIENTS) & (gone > made) & (made < len(steps)) & before
 
 
 def _freed_at_the_step(which: torch.Tensor) -> Callable[[KnownRun, BlockTable], BlockTable]:

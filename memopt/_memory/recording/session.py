@@ -288,7 +288,7 @@ def write(
     if name.endswith((".html", ".htm")):
         from memopt._memory.html import report_page
 
-        report_page.write(recordings, path, title=title or _title(recordings[0]))
+        report_page.write(recordings, path, title=title or _title(recordings[0]), leaks=leaks or ())
     elif name.endswith(".mopt"):
         recording_file.save(recordings, path)
     elif name.endswith((".pickle", ".pkl")):

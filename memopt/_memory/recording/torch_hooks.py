@@ -142,7 +142,12 @@ class ProgramHooks:
         self._recorder.attribute(self._gradients(), GRADIENTS)
 
     def facts(self) -> dict[str, Any]:
-        """Return facts about the models that ran: the auto_checkpoint plan of the first that has one."""
+        """Return facts about what ran: its optimizers, and the auto_checkpoint plan of the first model with one."""
+        stepped = {_described(optimizer) for optimizer in self._optimizers}
+        told = {"optimizers": [{"kind": kind, "options": [*options]} for kind, options in sorted(stepped)]}
+        return told | self._plan()
+
+    def _plan(self) -> dict[str, Any]:
         planning = sys.modules.get("memopt._checkpoint.plan")
         if planning is None:
             return {}
@@ -159,6 +164,14 @@ class ProgramHooks:
     def _gradients(self) -> list[torch.Tensor]:
         of_modules = [parameter for root in self._roots for parameter in root.parameters()]
         return _gradients_of({*of_modules, *_parameters_of(self._optimizers)})
+
+
+def _described(optimizer: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the name of an optimizer of torch's, "" of another, and those of its switches that are on."""
+    kind = type(optimizer)
+    name = kind.__name__ if kind is getattr(torch.optim, kind.__name__, None) else ""
+    switches = ("amsgrad", "differentiable", "foreach", "fused")
+    return name, tuple(one for one in switches if any(group.get(one) for group in optimizer.param_groups))
 
 
 def _state_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

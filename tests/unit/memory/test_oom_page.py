@@ -1,4 +1,4 @@
-"""MEMOPT_REPORT=….html: the page of an out-of-memory error, of a script that has plotly."""
+"""MEMOPT_REPORT=….html: the page of an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_page_has_the_report_and_what_lived_or_what_was_recorded(tmp_path):
     for record in ("", "recorder.start()"):
         (tmp_path / "grows.py").write_text(SCRIPT.replace("RECORD", record))
         done = subprocess.run(
-            [python_of("extras"), "grows.py"],
+            [python_of("sim"), "grows.py"],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
@@ -49,6 +49,7 @@ def test_the_page_has_the_report_and_what_lived_or_what_was_recorded(tmp_path):
         assert text.rstrip().endswith("</html>")
         assert "memopt [rank 1 of 2]: CUDA out of memory at grows.py:" in text
         assert "here it grows" in text
+        assert text.index("What happened") < text.index("The peak")
         if record:
             assert "history of torch&#x27;s allocator" in text and ">Out of memory</button>" in text
         else:

@@ -16,7 +16,8 @@ import torch
 
 from memopt import _C
 from memopt._memory.html import report_page
-from memopt._memory.html.report_page import shorten_addresses, source_lines
+from memopt._memory.html.columns import shorten_addresses
+from memopt._memory.html.report_page import source_lines
 from memopt._memory.recording.recording import CATEGORIES
 
 SEEDS = range(60 if os.environ.get("MEMOPT_SOAK") == "1" else 5)
@@ -70,17 +71,15 @@ def _as_opened(request):
 def settle(tab):
     """Until what was asked for is drawn, in the window and the colours as they are."""
     tab.wait(
-        "memopt.busy === 0 && memopt.charts.every((chart) => chart.plot.layout.width === chart.place.clientWidth) && "
+        "!memopt.waiting && memopt.charts.every((chart) => chart.width === chart.place.clientWidth) && "
         "memopt.colours.panel === getComputedStyle(document.documentElement).getPropertyValue('--panel').trim()"
     )
 
 
 def drawn(tab, chart):
-    """x and y of each line of a timeline, by name."""
-    traces = tab.evaluate(
-        f"memopt.charts[{chart}].plot.data.map((t) => [t.name, Array.from(t.x), Array.from(t.y)])"
-    )
-    return {name: (x, y) for name, x, y in traces}
+    """x and y of the upper edge of each part of a timeline, by name, from the bottom up."""
+    areas = tab.evaluate(f"memopt.charts[{chart}].areas.map((area) => [area.name, area.x, area.y])")
+    return {name: (x, y) for name, x, y in areas}
 
 
 def table(tab, group):
@@ -102,7 +101,7 @@ def test_it_opens_without_a_network_and_without_a_complaint(page):
     assert page.evaluate("document.title") == "A <run>"
     assert page.evaluate("document.getElementById('trouble').hidden") is True
     assert page.said() == []
-    assert {url.split(":")[0] for url in page.requested()} <= {"file", "data"}
+    assert {url.split(":")[0] for url in page.requested()} == {"file"}
 
 
 def test_pages_have_no_network_here(browser, tmp_path):
@@ -165,8 +164,7 @@ def test_a_click_on_a_column_sorts_by_it_and_another_one_turns_it(page):
 def test_the_timeline_has_the_peak_and_every_moment_as_it_was(page, run):
     lines = drawn(page, 0)
     peak, _ = run.peak()
-    unit = page.evaluate("memopt.bytesUnit.factor")
-    tops = [y * unit for y in lines["other"][1]]  # the last that is stacked: all together
+    tops = lines["other"][1]  # the last that is stacked: all together
     assert max(tops) == peak
     assert len(tops) < run.events, "it is a choice of the events"
     # Each moment that is drawn is a true one: total and parts are those after one event.
@@ -179,21 +177,15 @@ def test_the_timeline_has_the_peak_and_every_moment_as_it_was(page, run):
     order = list(lines)
     for i in range(0, len(tops) - 1, 37):
         moments = where[lines["other"][0][i]]
-        parts = [
-            round((lines[name][1][i] - (lines[order[n - 1]][1][i] if n else 0)) * unit)
-            for n, name in enumerate(order)
-            if name in CATEGORIES
-        ]
+        parts = [lines[name][1][i] - (lines[order[n - 1]][1][i] if n else 0) for n, name in enumerate(order)]
         assert any(
-            int(total[m]) == sum(parts)
-            and [int(live[name][m]) for name in order if name in CATEGORIES] == parts
-            for m in moments
+            int(total[m]) == sum(parts) and [int(live[name][m]) for name in order] == parts for m in moments
         )
 
 
 def test_dragging_over_a_part_brings_out_detail_that_was_not_drawn(page, run):
     before = drawn(page, 0)["other"]
-    left, top, width, height = page.box("#timeline-0 .nsewdrag")
+    left, top, width, height = page.box("#timeline-0 .area")
     page.drag(left + width * 0.40, top + height / 2, left + width * 0.44, top + height / 2)
     page.wait("memopt.range !== null")
     settle(page)
@@ -208,24 +200,24 @@ def test_dragging_over_a_part_brings_out_detail_that_was_not_drawn(page, run):
         f"Array.from(memopt.axes.get(memopt.recordings[0]).positions).filter((x) => x > {shown[0]} && x < {shown[1]})"
     )
     assert finer == everything, "near enough, every event is drawn"
-    assert page.evaluate("memopt.charts[1].plot.layout.xaxis.range") == shown, "the map goes along"
+    assert page.evaluate("memopt.charts[1].range()") == shown, "the map goes along"
     page.evaluate("document.querySelector('[data-do=all]').click()")
     settle(page)
     assert page.evaluate("memopt.range") is None and drawn(page, 0)["other"] == before
 
 
 def test_dragging_upwards_on_the_map_shows_fewer_addresses(page):
-    left, top, width, height = page.box("#map-0 .nsewdrag")
+    left, top, width, height = page.box("#map-0 .area")
     page.drag(left + width * 0.2, top + height * 0.3, left + width * 0.6, top + height * 0.8)
-    page.wait("memopt.range !== null && memopt.charts[1].view.places !== undefined")
+    page.wait("memopt.range !== null && memopt.charts[1].view.values !== undefined")
     settle(page)
-    low, high = page.evaluate("memopt.charts[1].places()")
+    low, high = page.evaluate("memopt.charts[1].values()")
     most = page.evaluate("memopt.mostPlaces")
     assert 0.15 < low / most < 0.25 and 0.65 < high / most < 0.75
 
 
 def test_a_click_on_a_moment_shows_what_lived_then(page, run):
-    left, top, width, height = page.box("#timeline-0 .nsewdrag")
+    left, top, width, height = page.box("#timeline-0 .area")
     page.click(left + width * 0.613, top + height / 2)
     settle(page)
     moment = page.evaluate("memopt.moment(memopt.recordings[0])")
@@ -244,7 +236,7 @@ def test_a_click_on_a_moment_shows_what_lived_then(page, run):
 
 
 def test_the_tip_tells_the_block_under_the_pointer(page, run):
-    left, top, width, height = page.box("#map-0 .nsewdrag")
+    left, top, width, height = page.box("#map-0 .area")
     block = int(((run.columns["born"] < 0) * run.columns["size"]).argmax())  # there all the time
     place = int(shorten_addresses(run.columns["address"], run.columns["size"]).offsets[block])
     size = int(run.columns["size"][block])
@@ -283,7 +275,7 @@ def test_the_picture_has_the_categories_in_their_colours(page, run, dark):
     times = torch.tensor(page.evaluate("Array.from(memopt.axes.get(memopt.recordings[0]).positions)"))
     stays = times.clamp(max=shown[1]).diff(append=torch.tensor([shown[1]])).clamp(min=0).double()
     for chart in ("timeline", "map"):
-        box = page.box(f"#{chart}-0 .nsewdrag")
+        box = page.box(f"#{chart}-0 .area")
         counted = page.colours(page.screenshot(whole=False), box)
         area = sum(counted.values())
         assert area > 100_000
@@ -303,7 +295,7 @@ def test_it_fits_the_window(page, width):
     page.resize(width, 900)
     settle(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert abs(page.box("#timeline-0 .main-svg")[2] - page.box("#timeline-0")[2]) < 2
+    assert abs(page.box("#timeline-0 .plot")[2] - page.box("#timeline-0")[2]) < 2
     if width < 500:
         assert page.box("#timeline-0")[2] > 300
     page.resize(1200, 900)
@@ -320,9 +312,9 @@ def test_two_recordings_have_the_same_scales_and_their_differences(browser, tmp_
     tab = browser.tab(dark=True)
     tab.open(tmp_path / "two.html")
     assert tab.said() == []
-    for axis in ("xaxis", "yaxis"):
+    for axis in ("range", "values"):
         for kind in (0, 1):
-            ranges = tab.evaluate(f"[0, 2].map((i) => memopt.charts[i + {kind}].plot.layout.{axis}.range)")
+            ranges = tab.evaluate(f"[0, 2].map((i) => memopt.charts[i + {kind}].{axis}())")
             assert ranges[0] == ranges[1]
     boxes = [tab.box(f"#timeline-{i}") for i in (0, 1, 0)][1:]
     assert boxes[0][1] == boxes[1][1] and boxes[1][0] + boxes[1][2] <= boxes[0][0]
@@ -337,7 +329,7 @@ def test_two_recordings_have_the_same_scales_and_their_differences(browser, tmp_
     more = two.peak()[0] - one.peak()[0]
     said = tab.evaluate("document.getElementById('summary').innerText").replace("\u00a0", " ")
     assert f"after peaks {_C.format_size(more)} higher" in said and "Out of memory" in said
-    assert tab.evaluate("document.querySelector('#plan pre').textContent") == "the plan's text"
+    assert tab.evaluate("document.querySelector('#plan p').textContent") == "the plan's text"
     tab.evaluate("document.querySelector('[data-do=oom]').click()")
     settle(tab)
     assert table(tab, "line")[-1][2] == int(two.live_bytes()[-1])
