@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -18,11 +19,13 @@ from typing import Any
 
 from memopt import _C
 from memopt._run import merged_report
+from memopt._run.live_view import LiveView
 from memopt._run.plan import allocator_environment
 from memopt._run.ranks_folder import Place, RanksFolder
 from memopt._run.run_child import RunRequest
 from memopt._runtime.host_memory import Limit, descendants, limit_of, resident_bytes
 from memopt._runtime.process import quiet_environment
+from memopt._runtime.terminal_line import is_terminal
 
 _WATCHED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
 _FROM_THE_TERMINAL = 0x80  # si_code SI_KERNEL: the child, in the same group, has had it too
@@ -40,7 +43,10 @@ def run(request: RunRequest, quiet: bool, python: str = sys.executable, noise: b
     if place is not None:
         ranks = RanksFolder(request.output or f"memopt-{request.name}.{place.job}", place)
         ranks.begin()
-        request = replace(request, output=ranks.recording)
+        request = replace(request, output=ranks.recording, live=request.live and place.rank == 0)
+    if request.live and not is_terminal():
+        _say("memopt run: --live needs a terminal on standard error: the script runs without it")
+        request = replace(request, live=False)
     with tempfile.TemporaryDirectory(prefix="memopt-run-") as folder:
         request = replace(request, folder=folder)
         before = limit_of()
@@ -49,10 +55,16 @@ def run(request: RunRequest, quiet: bool, python: str = sys.executable, noise: b
         try:
             begun = time.monotonic()
             progress = _Progress(request, quiet or (place is not None and place.rank > 0))
-            child = subprocess.Popen(_command(request, python), env=_environment(request, noise))
-            curve = MemoryCurve(child.pid)
             patience = None if ranks is None else _PATIENCE
-            ended_from_outside = _watch(child, curve, patience, progress)
+            with LiveView(folder) if request.live else contextlib.nullcontext() as view:
+                streams = view.streams if view else {}
+                child = subprocess.Popen(
+                    _command(request, python), env=_environment(request, noise), **streams
+                )
+                curve = MemoryCurve(child.pid)
+                if view:
+                    view.begin(curve)
+                ended_from_outside = _watch(child, curve, patience, progress)
             seconds = time.monotonic() - begun
             end = _End(request, child.pid, child.returncode, seconds, curve, before, ended_from_outside)
             if ranks is not None:
@@ -120,6 +132,8 @@ class _Progress:
             _say(
                 f"memopt run: {request.argv[0]} on a simulated card of {card}, computed by this machine's processors"
             )
+        if request.live:  # its line tells more
+            self._next = math.inf
 
     def look(self) -> None:
         seconds = time.monotonic() - self._begun

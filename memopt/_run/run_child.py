@@ -31,6 +31,7 @@ from memopt._run.user_program import call_after_torch, run_as_main
 if TYPE_CHECKING:
     import torch
 
+    from memopt._memory.live.figures import FiguresThread
     from memopt._memory.recording.recorder import Recorder
     from memopt._memory.recording.recording import Recording
     from memopt._run.peaks import Peaks
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 class RunRequest:
     """folder: the run's own, for summary.txt, failure.txt and progress.json. output: of the recording, None for the
     default name. simulated: settings of a simulated card on which it runs, None for what the machine has. plan: what
-    is done to the script."""
+    is done to the script. live: whether the figures for a live view are written."""
 
     argv: list[str]
     module: bool
@@ -55,6 +56,7 @@ class RunRequest:
     on_oom: str | None = None
     simulated: str | None = None
     plan: Plan | None = None
+    live: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -156,6 +158,7 @@ class _Run:
         self._folder = Path(request.folder)
         self._pid = os.getpid()
         self._recorder: Recorder | None = None
+        self._figures: FiguresThread | None = None
         self._planned: tuple[Techniques, Peaks] | None = None
         self._finished = False
         self._begun = time.monotonic()
@@ -206,6 +209,12 @@ class _Run:
             except (RuntimeError, ValueError) as error:
                 self._failed(f"nothing is recorded: {error}")
         register_optimizer_step_post_hook(self._progress)
+        if asked.live:
+            from memopt._memory.live.figures import FiguresThread
+
+            self._figures = FiguresThread(
+                lambda now: self._tell("live", now.as_dict() | {"steps": self._steps})
+            )
 
     def _apply(self, plan: Plan) -> None:
         import torch
@@ -280,9 +289,13 @@ class _Run:
             if torch.cuda.is_initialized():
                 told["allocated"] = torch.cuda.memory_allocated()
                 told["peak_allocated"] = torch.cuda.max_memory_allocated()
-            part = self._folder / "progress.part"
-            part.write_text(json.dumps(told))
-            part.replace(self._folder / "progress.json")
+            self._tell("progress", told)
+
+    def _tell(self, name: str, what: dict[str, Any]) -> None:
+        """Write a file that the parent reads, whole at any time."""
+        part = self._folder / f"{name}.part"
+        part.write_text(json.dumps(what))
+        part.replace(self._folder / f"{name}.json")
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -293,6 +306,8 @@ class _Run:
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
+        if self._figures is not None:
+            self._figures.end()
         if self._planned is not None and self._request.plan is not None:
             self._compare(self._request.plan, *self._planned)
         if self._recorder is None:
