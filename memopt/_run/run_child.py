@@ -12,6 +12,7 @@ import faulthandler
 import itertools
 import json
 import os
+import shlex
 import signal
 import statistics
 import sys
@@ -27,6 +28,7 @@ from memopt import _C
 from memopt._run.plan import Plan
 from memopt._run.ranks_folder import Place
 from memopt._run.user_program import call_after_torch, run_as_main
+from memopt._runtime.table import line_width, with_command
 
 if TYPE_CHECKING:
     import torch
@@ -331,8 +333,10 @@ class _Run:
         recording_file.save(recordings, path)
         recordings.sort(key=lambda recording: -recording.peak()[0])
         found = leaks.with_holders(recordings[0], leaks.find(recordings[0]))
-        texts = [summary.text(recordings[0], found), *map(summary.text, recordings[1:])]
-        texts.append(f"  recorded in {path}: python -m memopt report {path}")
+        width = line_width(sys.__stderr__)
+        texts = [summary.text(recordings[0], found, width=width)]
+        texts += [summary.text(recording, width=width) for recording in recordings[1:]]
+        texts += with_command(f"recorded in {path}", f"python -m memopt report {shlex.quote(path)}", width)
         (self._folder / "summary.txt").write_text("\n".join(texts) + "\n")
         (self._folder / "figures.json").write_text(json.dumps(_figures(recordings[0])))
 

@@ -11,6 +11,7 @@ from typing import Literal
 from memopt import _C
 from memopt._runtime import torch_version
 from memopt._runtime.log import LEVELS, logger
+from memopt._runtime.table import folded_lines, line_width
 
 State = Literal["ok", "absent", "broken"]
 
@@ -62,12 +63,15 @@ class Diagnosis:
 
     def __str__(self) -> str:
         mark = {"ok": "ok    ", "absent": "-     ", "broken": "BROKEN"}
-        width = max(len(finding.topic) for finding in self.findings)
+        column, width = max(len(finding.topic) for finding in self.findings) + 10, line_width()
         lines = []
         for finding in self.findings:
-            lines.append(f"{mark[finding.state]}  {finding.topic:<{width}}  {finding.text}")
+            begin = f"{mark[finding.state]}  {finding.topic}".ljust(column)
+            lines += folded_lines(finding.text, width, begin, " " * column)
             if finding.mend:
-                lines.append(f"{'':8}{'':{width}}  -> {finding.mend}")
+                longest = max(map(len, folded_lines(finding.mend, 1)))  # of what is not divided
+                indent = " " * (column if column + 3 + longest <= width else 8)
+                lines += folded_lines(finding.mend, width, f"{indent}-> ", f"{indent}   ")
         return "\n".join(lines)
 
     __repr__ = __str__
