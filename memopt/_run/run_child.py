@@ -75,6 +75,13 @@ class RunRequest:
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+# Files by whose frames operations of a simulated device are computed, and those through which torch calls them.
+_COMPUTES = tuple(
+    os.path.join("memopt", *names) for names in (("_estimate", "values.py"), ("sim", "_compute.py"))
+)
+_DISPATCHES = tuple(
+    os.path.join("torch", *names) for names in (("_compile.py",), ("_dynamo", "eval_frame.py"))
+)
 _PROGRESS_SECONDS = 0.5
 _MOST_ROWS = 100  # of lines, and of modules
 
@@ -119,9 +126,23 @@ def _show_only_the_programs_frames(interrupts: bool) -> None:
             trace = trace.tb_next
         if issubclass(kind, KeyboardInterrupt) and not interrupts:
             return None
+        _leave_out_the_simulation(trace)
         return hook(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = shown
+
+
+def _leave_out_the_simulation(trace: TracebackType | None) -> None:
+    """End a traceback where torch gives an operation to the simulated device, below which nothing is the program's."""
+    last = trace
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file.endswith(_COMPUTES) and last is not None:
+            last.tb_next = None
+            return
+        if not file.endswith(_DISPATCHES):
+            last = trace
+        trace = trace.tb_next
 
 
 def _is_ours(file: str) -> bool:
