@@ -142,8 +142,8 @@ def _cut(line: str, width: int, least: int) -> str:
     """Return the beginning of a line, at least so many characters, with "…" unless it ends where a cell does."""
     if len(line) <= width:
         return line
-    begin = line[: max(width - 1, least)]
-    return begin.rstrip() if begin.endswith("  ") or len(begin) == least else f"{begin.rstrip()}…"
+    end = max(width - 1, least)
+    return line[:end].rstrip() + ("" if "  " in line[max(0, end - 2) : end + 2] else "…")
 
 
 def room_of_a_fact() -> int:
