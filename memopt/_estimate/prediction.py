@@ -284,7 +284,7 @@ def _rows(found: Estimate) -> list[tuple[str, str]]:
     named = [row for row in found.by_module if row.get("name")]
     for name, rows in (("lines", found.by_line), ("modules", named)):
         table = ResultTable([*map(_attribution_row, rows[:_ROWS])], left=(1, 2))
-        said += several(name, map(Code, table.lines(" ", width=room_of_a_fact(), whole=2)))
+        said += several(name, map(Code, table.lines("  ", width=room_of_a_fact(), whole=2)))
     if found.processes:
         said.append(("processes", processes_in_words(found.processes)))
     said += several("covered", found.covered)
