@@ -44,7 +44,7 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of memopt.doctor(). str() has one line for each finding, with its remedy.
+    """The result of memopt.doctor(). str() has each finding, with its remedy.
 
     Attributes:
         findings: The findings, each with topic, state ("ok", "absent" or "broken") and text.

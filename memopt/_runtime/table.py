@@ -86,7 +86,7 @@ class Facts:
 
     def __str__(self) -> str:
         width = line_width()
-        lines = folded_lines(self.headline, width, "", "  ")
+        lines = folded_headline(self.headline, width)
         for name, value in self.rows:
             begin, further = f"  {name:<{_NAME}} ", " " * (_NAME + 3)
             if isinstance(value, Code):  # as it is: folded, it would not be what can be read
@@ -117,6 +117,11 @@ def folded_lines(text: str, width: int, begin: str = "", further: str = "") -> l
         break_on_hyphens=False,
     )
     return [line.replace(_NO_SPACE, " ") for line in lines]
+
+
+def folded_headline(text: str, width: int) -> list[str]:
+    """Return a first line, which is folded on a narrow terminal alone: else programs look for it, too."""
+    return folded_lines(text, width, further="  ") if width < WIDTH else [text]
 
 
 def with_command(text: str, command: str, width: int) -> list[str]:

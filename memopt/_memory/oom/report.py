@@ -23,7 +23,7 @@ from memopt._memory.recording import recorder, snapshot_file
 from memopt._memory.recording.recorder import facts
 from memopt._memory.recording.recording import CATEGORIES, COLUMNS, Frame, Recording, Stack
 from memopt._memory.recording.user_code import cells
-from memopt._runtime.table import WIDTH, folded_lines, line_width
+from memopt._runtime.table import WIDTH, folded_headline, folded_lines, line_width
 from memopt.cuda import _torch_patches
 
 LINES = 20  # at most, on a wide terminal
@@ -63,7 +63,7 @@ class OomReport:
         who = f"memopt [{self.rank}]" if self.rank else "memopt"
         first = f"{who}: CUDA out of memory{where}{text}{phase}, GPU {self.device}"
         lines = [
-            *folded_lines(f"{first}, requested {_C.format_size(self.asked)}", _width(), "", "  "),
+            *folded_headline(f"{first}, requested {_C.format_size(self.asked)}", _width()),
             *_wrapped(f"{_C.format_size(self.bytes.total)} = {shares(self.bytes)}", "  ", " + "),
         ]
         if self.limit is not None:
