@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """python -m memopt COMMAND: one file a command, in memopt/_cli."""
 
 from __future__ import annotations
@@ -50,7 +51,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(in_words(sys.argv[1:] if argv is None else argv))
+    top = parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next
+        import argcomplete  # type: ignore[import-not-found]
+
+        argcomplete.autocomplete(top)
+    options = top.parse_args(in_words(sys.argv[1:] if argv is None else argv))
     if options.quiet:
         log.show(logging.ERROR)
     elif options.verbose:

@@ -49,6 +49,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--report-to", metavar="FILE", help="write each test's outcome to FILE, a JSON line a phase"
     )
+    parser.addoption(
+        "--record-screens",
+        action="store_true",
+        help="write tests/screens/*.txt anew (tests/unit/cli/test_screens.py)",
+    )
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from memopt._cli import check_writable, count_argument, size_argument
 from memopt._cli.estimate import add_script_arguments, request_of, script_of, surveyed, told
 from memopt._estimate import cards, fit, interpreters
 from memopt._estimate.request import find_batch_option
+from memopt._runtime.table import line_width, with_command
 
 NAME = "fit"
 HELP = "find changes with which a script fits a card, and plan them"
@@ -95,7 +97,8 @@ def _tell(options: argparse.Namespace) -> int:
         return 1
     found.plan.write(output)
     if not options.json:
-        start = f"torchrun --nproc-per-node {options.nproc}" if options.nproc else "python"
-        words = ["-m", *argv] if options.module else argv
-        print(f"  planned in {output}: {start} -m memopt run --fit {output} {' '.join(words)}")
+        start = ["torchrun", "--nproc-per-node", str(options.nproc)] if options.nproc else ["python"]
+        module = ["-m"] if options.module else []
+        command = shlex.join([*start, "-m", "memopt", "run", "--fit", output, *module, *argv])
+        print("\n".join(with_command(f"planned in {output}", command, line_width())))
     return 0

@@ -6,7 +6,9 @@ them see), and the rank that ends last reports on all of them, with a page. With
 card of that size, which needs PyTorch's CUDA build and no GPU: PyTorch's own CUDA allocator decides what fits, and the
 host computes each operation, in as much host memory as the script takes on the card. With --fit the script runs with
 the changes of a plan that `memopt fit` made for it, and with no other script, arguments, torch or memopt, no
-smaller card, no model of another size, and in as many ranks."""
+smaller card, no model of another size, and in as many ranks. With --live one line on the terminal shows live tensors,
+their peak, what the allocator reserves, and what the device has in use, or the host where there is no device. The line
+stays below the script's output and goes with it."""
 
 from __future__ import annotations
 
@@ -54,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fit", metavar="PLAN", help="apply the plan of this file, which `memopt fit` has written")
     add("--python", metavar="PATH", help="with --sim: the Python that has PyTorch's CUDA build (this one)")
     add("--device", choices=("cuda", "cpu"), help="device to record (CUDA if there is one, else the CPU)")
+    add(
+        "--live",
+        action="store_true",
+        help="show the memory on the terminal while the script runs, in one line",
+    )
     add("--no-record", action="store_true", help="do not record")
     add(
         "--max-events",
@@ -104,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
         on_oom=options.on_oom,
         simulated=simulated,
         plan=plan,
+        live=options.live,
     )
     return parent.run(request, options.quiet, python, noise=bool(options.verbose))
 

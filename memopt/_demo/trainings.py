@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +20,7 @@ from memopt._estimate import interpreters
 from memopt._memory.recording import recording_file
 from memopt._memory.recording.recording import Recording
 from memopt._runtime.process import Child, Children, Message, ended, hear
+from memopt._runtime.terminal_line import TerminalLine, is_terminal
 
 _CNN = Task("cnn", "demo", 256, 2e-3, (("scale", 1), ("width", 16), ("blocks", 5)))
 _ABOUT = {
@@ -245,7 +244,7 @@ class ProgressBars:
     """set(name, text) and set(name, text, done, of) draw; done(name) takes one off; the block's end clears the line."""
 
     def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
+        self._line = TerminalLine() if is_terminal() else None
         self._bars: dict[str, str] = {}
         self._drawn = 0.0
 
@@ -253,8 +252,8 @@ class ProgressBars:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        if self._line is not None:
+            self._line.draw("")
 
     def set(self, name: str, text: str, done: int = 0, of: int = 0) -> None:
         new = name not in self._bars
@@ -269,9 +268,7 @@ class ProgressBars:
         self._draw(True)
 
     def _draw(self, now: bool) -> None:
-        if not self._shown or not (now or time.monotonic() - self._drawn >= _REDRAWN):
+        if self._line is None or not (now or time.monotonic() - self._drawn >= _REDRAWN):
             return
         self._drawn = time.monotonic()
-        line = "   ".join(f"{name} {bar}" for name, bar in self._bars.items())
-        width = shutil.get_terminal_size().columns - 1
-        print(f"\r\033[K{line[:width]}", end="", file=sys.stderr, flush=True)
+        self._line.draw("   ".join(f"{name} {bar}" for name, bar in self._bars.items()))

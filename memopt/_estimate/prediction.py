@@ -15,7 +15,7 @@ from memopt._estimate.step_time import Segment
 from memopt._memory.recording.category_split import in_words
 from memopt._run.plan import KEEPS
 from memopt._runtime.results import Result
-from memopt._runtime.table import Code, Facts, several
+from memopt._runtime.table import Code, Facts, ResultTable, counted, room_of_a_fact, several
 
 SIMULATED = "simulated device"
 FAKE = "fake tensors"
@@ -270,9 +270,10 @@ def _rows(found: Estimate) -> list[tuple[str, str]]:
         said.append(("ranks", _ranks(found.ranks)))
     if found.by_category:
         said.append(("", f"= {in_one_unit(found.by_category)}"))
-    said += several("lines", map(_attribution_row, found.by_line[:_ROWS]))
     named = [row for row in found.by_module if row.get("name")]
-    said += several("modules", map(_attribution_row, named[:_ROWS]))
+    for name, rows in (("lines", found.by_line), ("modules", named)):
+        table = ResultTable([*map(_attribution_row, rows[:_ROWS])], left=(1, 2))
+        said += several(name, map(Code, table.lines("  ", width=room_of_a_fact(), whole=2)))
     if found.processes:
         said.append(("processes", processes_in_words(found.processes)))
     said += several("covered", found.covered)
@@ -320,11 +321,11 @@ def _near(path: str) -> str:
     return path if relative.startswith("..") or len(relative) > len(path) else relative
 
 
-def _attribution_row(row: dict[str, Any]) -> str:
+def _attribution_row(row: dict[str, Any]) -> tuple[str, str, str]:
     source = f"  {row['text'].strip()}" if row.get("text") else ""
     name = row.get("name") or "(no line of your script)"
     purpose = in_words(row["by_category"]) if row.get("by_category") else row.get("category", "")
-    return Code(f" {_C.format_size(row['bytes']):>9}  {name}  {purpose}{source}")
+    return _C.format_size(row["bytes"]), name, f"{purpose}{source}"
 
 
 def _backend_row(backend: Backend) -> str:
@@ -364,7 +365,7 @@ def _guess(one: dict[str, Any]) -> str:
 
 def _source(found: Estimate) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in found.versions.items() if value)
-    steps = f"{found.steps} steps of the optimizer" if found.steps != 1 else "1 step of the optimizer"
+    steps = f"{counted(found.steps, 'step')} of the optimizer"
     if found.method == FAKE:
         return (
             "fake tensors, not measured; the less accurate method: neither an allocator nor CUDA code "

@@ -6,7 +6,6 @@ are wanted.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -16,9 +15,9 @@ from types import TracebackType
 from typing import Any
 
 from memopt._runtime.log import logger
+from memopt._runtime.terminal_line import TerminalLine, is_terminal
 
 _LABEL = "script| "
-_ERASE = "\r\x1b[K"
 
 
 class Progress:
@@ -32,11 +31,10 @@ class Progress:
         self._command = command
         self._lock = threading.Lock()
         self._begun = time.monotonic()
-        terminal = enabled and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        terminal = enabled and is_terminal()
         self._lines = enabled and lines and not terminal
         self._rich = _rich_status() if terminal else None
-        self._plain = terminal and self._rich is None
-        self._now = ""  # the plain line
+        self._line = TerminalLine() if terminal and self._rich is None else None
 
     def __enter__(self) -> Progress:
         if self._rich is not None:
@@ -49,7 +47,8 @@ class Progress:
         with self._lock:
             if self._rich is not None:
                 self._rich.stop()
-            self._draw("")
+            if self._line is not None:
+                self._line.draw("")
 
     def say(self, text: str) -> None:
         """A phase has begun."""
@@ -63,7 +62,8 @@ class Progress:
                 from rich.text import Text
 
                 self._rich.update(Text(line))
-            self._draw(line)
+            if self._line is not None:
+                self._line.draw(line)
 
     def script(self, line: str) -> None:
         """Print a line that the script has written, above the progress."""
@@ -73,17 +73,10 @@ class Progress:
 
                 self._rich.console.print(Text(_LABEL + line))
                 return
-            now = self._now
-            self._draw("")
+            if self._line is not None:
+                self._line.write(f"{_LABEL}{line}\n".encode())
+                return
             print(_LABEL + line, file=sys.stderr, flush=True)
-            self._draw(now)
-
-    def _draw(self, line: str) -> None:
-        if self._plain and line != self._now:
-            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            sys.stderr.write(_ERASE + line[: width - 1])
-            sys.stderr.flush()
-            self._now = line
 
 
 def _rich_status() -> Any:

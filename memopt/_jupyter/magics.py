@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
 from memopt import _C
+from memopt._jupyter import live_view
 from memopt._jupyter.traceback_hook import ReleasedFrames, release
 from memopt._memory.live import heap_snapshot
 from memopt._memory.live.device_bytes import DeviceBytes, blocks_of, split
@@ -56,17 +58,27 @@ def status(top: int = 10) -> Status:
 @magics_class
 class MemoptMagics(Magics):  # type: ignore[misc]
     @magic_arguments()  # type: ignore[untyped-decorator]
-    @argument("what", nargs="?", choices=["status", "release"], default="status", help="(status)")  # type: ignore[untyped-decorator]
+    @argument("what", nargs="?", choices=["status", "release", "live"], default="status", help="(status)")  # type: ignore[untyped-decorator]
+    @argument("state", nargs="?", choices=["off"], help="of live")  # type: ignore[untyped-decorator]
     @argument("--top", type=int, default=10, metavar="N", help="groups of tensors shown (10)")  # type: ignore[untyped-decorator]
     @line_cell_magic  # type: ignore[untyped-decorator]
     def memopt(self, line: str, cell: str | None = None) -> Status | ReleasedFrames | None:
         """%memopt shows each device's memory and the holders of live tensors; %memopt release drops what the last
-        exception's frames hold. %%memopt runs the cell and shows its peak, the lines that allocated it, and what has
-        grown."""
+        exception's frames hold. %memopt live shows the memory while cells run, until %memopt live off. %%memopt runs
+        the cell and shows its peak, the lines that allocated it, and what has grown."""
         options = parse_argstring(self.memopt, line)
+        shell: Any = self.shell
+        if options.state and options.what != "live":
+            raise UsageError(f"%memopt {options.what} takes no {options.state!r}")
+        if cell is None and options.what == "live":
+            if getattr(shell, "kernel", None) is None:
+                raise UsageError(
+                    "%memopt live needs a notebook: in a terminal, `python -m memopt run --live` shows it"
+                )
+            live_view.off() if options.state else live_view.on(shell)
+            return None
         if cell is None:
             return release() if options.what == "release" else status(options.top)
-        shell: Any = self.shell
         # The magic's own line stays one, so that lines are numbered as they are seen.
         report = watch(lambda: shell.run_cell(f"# %%memopt\n{cell}", store_history=False))
         display(report)  # type: ignore[no-untyped-call]
@@ -168,6 +180,7 @@ def load(ipython: Any) -> None:
 
 
 def unload(ipython: Any) -> None:
+    live_view.off()
     disable()
     for kind in ("line", "cell"):
         ipython.magics_manager.magics[kind].pop("memopt", None)

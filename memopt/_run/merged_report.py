@@ -4,6 +4,8 @@ has more of than the rest, and which of them did not end well."""
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median_low
@@ -12,7 +14,7 @@ from typing import Any
 from memopt import _C
 from memopt._run import ranks_folder
 from memopt._run.ranks_folder import Place
-from memopt._runtime.table import ResultTable
+from memopt._runtime.table import ResultTable, line_width, with_command
 
 _ALIKE = 1.05  # times the median that the highest peak may be
 _TOP = 5
@@ -47,7 +49,8 @@ def _words(folder: str | Path, ranks: list[Rank]) -> list[str]:
     lines += _troubles(ranks)
     if any((Path(folder) / f"rank{rank['rank']}.mopt").exists() for rank in ranks):
         where = _near(folder)
-        lines.append(f"  recorded in {where}: python -m memopt report {where}")
+        command = f"python -m memopt report {shlex.quote(where)}"
+        lines += with_command(f"recorded in {where}", command, line_width(sys.__stderr__))
     return lines
 
 

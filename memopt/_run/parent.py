@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -18,11 +19,14 @@ from typing import Any
 
 from memopt import _C
 from memopt._run import merged_report
+from memopt._run.live_view import LiveView
 from memopt._run.plan import allocator_environment
 from memopt._run.ranks_folder import Place, RanksFolder
 from memopt._run.run_child import RunRequest
 from memopt._runtime.host_memory import Limit, descendants, limit_of, resident_bytes
 from memopt._runtime.process import quiet_environment
+from memopt._runtime.table import counted, folded_lines, line_width
+from memopt._runtime.terminal_line import is_terminal
 
 _WATCHED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
 _FROM_THE_TERMINAL = 0x80  # si_code SI_KERNEL: the child, in the same group, has had it too
@@ -40,7 +44,10 @@ def run(request: RunRequest, quiet: bool, python: str = sys.executable, noise: b
     if place is not None:
         ranks = RanksFolder(request.output or f"memopt-{request.name}.{place.job}", place)
         ranks.begin()
-        request = replace(request, output=ranks.recording)
+        request = replace(request, output=ranks.recording, live=request.live and place.rank == 0)
+    if request.live and not is_terminal():
+        _say("memopt run: --live needs a terminal on standard error: the script runs without it")
+        request = replace(request, live=False)
     with tempfile.TemporaryDirectory(prefix="memopt-run-") as folder:
         request = replace(request, folder=folder)
         before = limit_of()
@@ -49,10 +56,16 @@ def run(request: RunRequest, quiet: bool, python: str = sys.executable, noise: b
         try:
             begun = time.monotonic()
             progress = _Progress(request, quiet or (place is not None and place.rank > 0))
-            child = subprocess.Popen(_command(request, python), env=_environment(request, noise))
-            curve = MemoryCurve(child.pid)
             patience = None if ranks is None else _PATIENCE
-            ended_from_outside = _watch(child, curve, patience, progress)
+            with LiveView(folder) if request.live else contextlib.nullcontext() as view:
+                streams = view.streams if view else {}
+                child = subprocess.Popen(
+                    _command(request, python), env=_environment(request, noise), **streams
+                )
+                curve = MemoryCurve(child.pid)
+                if view:
+                    view.begin(curve)
+                ended_from_outside = _watch(child, curve, patience, progress)
             seconds = time.monotonic() - begun
             end = _End(request, child.pid, child.returncode, seconds, curve, before, ended_from_outside)
             if ranks is not None:
@@ -117,9 +130,11 @@ class _Progress:
         if self._next == 0.0:
             settings = dict(part.split("=") for part in (request.simulated or "").split())
             card = _C.format_size(int(settings["memory"]))
-            _say(
-                f"memopt run: {request.argv[0]} on a simulated card of {card}, computed by this machine's processors"
+            self._say(
+                f"{request.argv[0]} on a simulated card of {card}, computed by this machine's processors"
             )
+        if request.live:  # its line tells more
+            self._next = math.inf
 
     def look(self) -> None:
         seconds = time.monotonic() - self._begun
@@ -128,8 +143,11 @@ class _Progress:
         told = json.loads(self._file.read_text())
         steps, peak = told["steps"], told.get("peak_allocated", 0)
         done = "its first optimizer step is" if steps == 1 else f"{steps} optimizer steps are"
-        _say(f"memopt run: {done} done after {seconds:.1f} s, at most {_C.format_size(peak)} allocated")
+        self._say(f"{done} done after {seconds:.1f} s, at most {_C.format_size(peak)} allocated")
         self._next = max(_SECOND_LINE, 2 * seconds) if sys.stderr.isatty() else math.inf
+
+    def _say(self, text: str) -> None:
+        _say("\n".join(_folded([f"memopt run: {text}"], line_width(sys.__stderr__))))
 
 
 def _watch(
@@ -158,16 +176,20 @@ def _said(end: _End, quiet: bool) -> str:
     name = f"memopt run: {' '.join(end.request.argv[:1])} (pid {end.pid})"
     after = f"after {end.seconds:.1f} s"
     if end.request.simulated is not None and end.status == -signal.SIGINT:
-        recorded = end.left("summary.txt").rstrip("\n").rpartition("\n")[2].strip()
-        return f"{name} was interrupted {after}{recorded and f'; {recorded}'}"
-    lines = [f"{name} {_ended(end.status)} {after}"]
+        _, recorded, where = end.left("summary.txt").rpartition("recorded in ")
+        return f"{name} was interrupted {after}" + (
+            f"; {recorded}{' '.join(where.split())}" if recorded else ""
+        )
+    lines, width = [f"{name} {_ended(end.status)} {after}"], line_width(sys.__stderr__)
     curve = end.curve
     if curve.samples:
-        lines.append(
-            f"  host memory, at most {size(curve.peak)}: {curve.bars()} {size(curve.samples[-1].total)} at the end"
-        )
+        begin = f"  host memory, at most {size(curve.peak)}: "
+        last = f" {size(curve.samples[-1].total)} at the end"
+        room = width - len(begin) - len(last)
+        lines.append(f"{begin}{curve.bars(max(1, min(_BAR_COUNT, room)))}{last}")
     if end.status < 0:
         lines += _of_a_signal(end)
+    lines = _folded(lines, width)
     if not quiet:
         lines += [
             line
@@ -175,6 +197,10 @@ def _said(end: _End, quiet: bool) -> str:
             for line in end.left(file).rstrip("\n").splitlines()
         ]
     return "\n".join(lines)
+
+
+def _folded(lines: list[str], width: int) -> list[str]:
+    return [part for line in lines for part in folded_lines(line, width, further="    ")]
 
 
 def _say(text: str) -> None:
@@ -248,7 +274,8 @@ def _of_a_signal(end: _End) -> list[str]:
     if text:
         told = json.loads(text)
         device = f", {size(told['allocated'])} allocated on the device" if "allocated" in told else ""
-        lines.append(f"  last seen after {told['steps']} optimizer steps, {told['seconds']:.1f} s{device}")
+        stepped = counted(told["steps"], "optimizer step")
+        lines.append(f"  last seen after {stepped}, {told['seconds']:.1f} s{device}")
     if number == signal.SIGKILL:
         lines.append("  no recording: it was in the memory of the process that was killed")
     return lines
@@ -258,6 +285,7 @@ def _of_a_signal(end: _End) -> list[str]:
 
 
 _BARS = "▁▂▃▄▅▆▇█"
+_BAR_COUNT = 32
 _MOST = 512  # samples; then every second one goes, and they are taken half as often
 
 
@@ -297,7 +325,7 @@ class MemoryCurve:
             del self.samples[::2]
             self.interval *= 2
 
-    def bars(self, width: int = 32) -> str:
+    def bars(self, width: int = _BAR_COUNT) -> str:
         """Return the curve as text, one character for the maximum of each interval."""
         totals = [sample.total for sample in self.samples]
         if not totals:

@@ -12,6 +12,7 @@ import faulthandler
 import itertools
 import json
 import os
+import shlex
 import signal
 import statistics
 import sys
@@ -27,10 +28,12 @@ from memopt import _C
 from memopt._run.plan import Plan
 from memopt._run.ranks_folder import Place
 from memopt._run.user_program import call_after_torch, run_as_main
+from memopt._runtime.table import line_width, with_command
 
 if TYPE_CHECKING:
     import torch
 
+    from memopt._memory.live.figures import FiguresThread
     from memopt._memory.recording.recorder import Recorder
     from memopt._memory.recording.recording import Recording
     from memopt._run.peaks import Peaks
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 class RunRequest:
     """folder: the run's own, for summary.txt, failure.txt and progress.json. output: of the recording, None for the
     default name. simulated: settings of a simulated card on which it runs, None for what the machine has. plan: what
-    is done to the script."""
+    is done to the script. live: whether the figures for a live view are written."""
 
     argv: list[str]
     module: bool
@@ -55,6 +58,7 @@ class RunRequest:
     on_oom: str | None = None
     simulated: str | None = None
     plan: Plan | None = None
+    live: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -71,6 +75,13 @@ class RunRequest:
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+# Files by whose frames operations of a simulated device are computed, and those through which torch calls them.
+_COMPUTES = tuple(
+    os.path.join("memopt", *names) for names in (("_estimate", "values.py"), ("sim", "_compute.py"))
+)
+_DISPATCHES = tuple(
+    os.path.join("torch", *names) for names in (("_compile.py",), ("_dynamo", "eval_frame.py"))
+)
 _PROGRESS_SECONDS = 0.5
 _MOST_ROWS = 100  # of lines, and of modules
 
@@ -115,9 +126,23 @@ def _show_only_the_programs_frames(interrupts: bool) -> None:
             trace = trace.tb_next
         if issubclass(kind, KeyboardInterrupt) and not interrupts:
             return None
+        _leave_out_the_simulation(trace)
         return hook(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = shown
+
+
+def _leave_out_the_simulation(trace: TracebackType | None) -> None:
+    """End a traceback where torch gives an operation to the simulated device, below which nothing is the program's."""
+    last = trace
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file.endswith(_COMPUTES) and last is not None:
+            last.tb_next = None
+            return
+        if not file.endswith(_DISPATCHES):
+            last = trace
+        trace = trace.tb_next
 
 
 def _is_ours(file: str) -> bool:
@@ -156,6 +181,7 @@ class _Run:
         self._folder = Path(request.folder)
         self._pid = os.getpid()
         self._recorder: Recorder | None = None
+        self._figures: FiguresThread | None = None
         self._planned: tuple[Techniques, Peaks] | None = None
         self._finished = False
         self._begun = time.monotonic()
@@ -206,6 +232,12 @@ class _Run:
             except (RuntimeError, ValueError) as error:
                 self._failed(f"nothing is recorded: {error}")
         register_optimizer_step_post_hook(self._progress)
+        if asked.live:
+            from memopt._memory.live.figures import FiguresThread
+
+            self._figures = FiguresThread(
+                lambda now: self._tell("live", now.as_dict() | {"steps": self._steps})
+            )
 
     def _apply(self, plan: Plan) -> None:
         import torch
@@ -281,9 +313,13 @@ class _Run:
             if torch.cuda.is_initialized():
                 told["allocated"] = torch.cuda.memory_allocated()
                 told["peak_allocated"] = torch.cuda.max_memory_allocated()
-            part = self._folder / "progress.part"
-            part.write_text(json.dumps(told))
-            part.replace(self._folder / "progress.json")
+            self._tell("progress", told)
+
+    def _tell(self, name: str, what: dict[str, Any]) -> None:
+        """Write a file that the parent reads, whole at any time."""
+        part = self._folder / f"{name}.part"
+        part.write_text(json.dumps(what))
+        part.replace(self._folder / f"{name}.json")
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -294,6 +330,8 @@ class _Run:
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
+        if self._figures is not None:
+            self._figures.end()
         if self._planned is not None and self._request.plan is not None:
             self._compare(self._request.plan, *self._planned)
         if self._recorder is None:
@@ -317,8 +355,10 @@ class _Run:
         recording_file.save(recordings, path)
         recordings.sort(key=lambda recording: -recording.peak()[0])
         found = leaks.with_holders(recordings[0], leaks.find(recordings[0]))
-        texts = [summary.text(recordings[0], found), *map(summary.text, recordings[1:])]
-        texts.append(f"  recorded in {path}: python -m memopt report {path}")
+        width = line_width(sys.__stderr__)
+        texts = [summary.text(recordings[0], found, width=width)]
+        texts += [summary.text(recording, width=width) for recording in recordings[1:]]
+        texts += with_command(f"recorded in {path}", f"python -m memopt report {shlex.quote(path)}", width)
         (self._folder / "summary.txt").write_text("\n".join(texts) + "\n")
         (self._folder / "figures.json").write_text(json.dumps(_figures(recordings[0])))
 

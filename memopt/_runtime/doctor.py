@@ -12,6 +12,7 @@ from memopt import _C
 from memopt._runtime import torch_version
 from memopt._runtime.log import LEVELS, logger
 from memopt._runtime.results import Result
+from memopt._runtime.table import folded_lines, line_width
 
 State = Literal["ok", "absent", "broken"]
 
@@ -44,7 +45,7 @@ VARIABLES = {
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Result):
-    """The result of memopt.doctor(). str() has one line for each finding, with its remedy.
+    """The result of memopt.doctor(). str() has each finding, with its remedy.
 
     Attributes:
         findings: The findings, each with topic, state ("ok", "absent" or "broken") and text.
@@ -63,12 +64,15 @@ class Diagnosis(Result):
 
     def __str__(self) -> str:
         mark = {"ok": "ok    ", "absent": "-     ", "broken": "BROKEN"}
-        width = max(len(finding.topic) for finding in self.findings)
+        column, width = max(len(finding.topic) for finding in self.findings) + 10, line_width()
         lines = []
         for finding in self.findings:
-            lines.append(f"{mark[finding.state]}  {finding.topic:<{width}}  {finding.text}")
+            begin = f"{mark[finding.state]}  {finding.topic}".ljust(column)
+            lines += folded_lines(finding.text, width, begin, " " * column)
             if finding.mend:
-                lines.append(f"{'':8}{'':{width}}  -> {finding.mend}")
+                longest = max(map(len, folded_lines(finding.mend, 1)))  # of what is not divided
+                indent = " " * (column if column + 3 + longest <= width else 8)
+                lines += folded_lines(finding.mend, width, f"{indent}-> ", f"{indent}   ")
         return "\n".join(lines)
 
 

@@ -294,12 +294,13 @@ def silence_libraries() -> None:
 
 
 def quiet_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with settings that silence libraries; its own settings for warnings and TensorFlow's log
-    are kept."""
+    """Return the environment with settings that silence libraries; its own settings for warnings and logs are
+    kept."""
     ours = [f"ignore:{begin}:{category.__name__}" for begin, category in _WARNINGS]
     own = environment.get("PYTHONWARNINGS")
     return {
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         **environment,
         "PYTHONWARNINGS": ",".join([*ours, *filter(None, [own])]),
     }

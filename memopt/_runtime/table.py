@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+import re
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TextIO
 
-_WIDTH = 118  # characters of a line, at most
+WIDTH = 118  # characters of a line, at most
 _NAME = 10  # characters of a fact's name
+_NO_SPACE = "\0"  # in the place of a space at which no line ends
 _LEAST = 24  # characters of a table's last column that is folded
 
 
@@ -29,13 +33,14 @@ class ResultTable:
     heads: Sequence[str] = ()
     left: Sequence[int] = (0,)
 
-    def lines(self, indent: str = "  ", gap: str = "  ", width: int = 0) -> list[str]:
+    def lines(self, indent: str = "  ", gap: str = "  ", width: int = 0, whole: int = 0) -> list[str]:
         """Return the heads, if there are any, and the rows as lines of text.
 
         With a width the last column is folded so that lines have at most that, and if it has too little room for
-        that, each row is a sentence of its cells, each but the first behind its head."""
+        that, each row is a sentence of its cells, each but the first behind its head. With `whole`, lines are cut at
+        the width instead, but not in their first columns, of that number."""
         rows = [*([self.heads] if self.heads else []), *self.rows]
-        if width and rows:
+        if width and rows and not whole:
             others = list(zip(*rows, strict=True))[:-1]
             room = width - len(indent) - sum(max(map(len, column)) + len(gap) for column in others)
             if room < min(_LEAST, max(len(row[-1]) for row in rows)):
@@ -48,7 +53,7 @@ class ResultTable:
                 [*(empty if n else row[:-1]), part] for row, parts in folded for n, part in enumerate(parts)
             ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return [
+        lines = [
             indent
             + gap.join(
                 cell.ljust(width) if n in self.left else cell.rjust(width)
@@ -56,6 +61,10 @@ class ResultTable:
             ).rstrip()
             for row in rows
         ]
+        if not (width and whole):
+            return lines
+        least = len(indent) + sum(widths[:whole]) + len(gap) * (whole - 1)
+        return [_cut(line, width, least) for line in lines]
 
     def html(self) -> str:
         """Return static HTML: no script, and no style except that of its cells."""
@@ -76,12 +85,12 @@ class Facts:
     rows: Sequence[tuple[str, str]]
 
     def __str__(self) -> str:
-        width = _line_width()
-        lines = [self.headline]
+        width = line_width()
+        lines = folded_headline(self.headline, width)
         for name, value in self.rows:
             begin, further = f"  {name:<{_NAME}} ", " " * (_NAME + 3)
-            if isinstance(value, Code):  # cut, not folded
-                lines.append(f"{begin}{value}"[:width])
+            if isinstance(value, Code):  # as it is: folded, it would not be what can be read
+                lines.append(f"{begin}{value}")
             else:
                 lines += folded_lines(value, width, begin, further)
         return "\n".join(lines)
@@ -96,24 +105,60 @@ class Facts:
 
 
 def folded_lines(text: str, width: int, begin: str = "", further: str = "") -> list[str]:
-    """Return text in lines of `width`, divided at spaces alone: a path or an option stays whole, however long."""
-    return textwrap.wrap(
-        text,
+    """Return text in lines of `width`, divided at spaces alone, and not within `a command`.
+
+    A path, an option or a command stays whole, however long."""
+    lines = textwrap.wrap(
+        re.sub("`[^`]*`", lambda command: command[0].replace(" ", _NO_SPACE), text),
         width,
         initial_indent=begin,
         subsequent_indent=further,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace(_NO_SPACE, " ") for line in lines]
 
 
-def _line_width() -> int:
-    return min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns)
+def folded_headline(text: str, width: int) -> list[str]:
+    """Return a first line, which is folded on a narrow terminal alone: else programs look for it, too."""
+    return folded_lines(text, width, further="  ") if width < WIDTH else [text]
+
+
+def with_command(text: str, command: str, width: int) -> list[str]:
+    """Return "  text: command"; where that has no room, the command has a line of its own, however long."""
+    line = f"  {text}: {command}"
+    return (
+        [line] if len(line) <= width else [*folded_lines(f"{text}:", width, "  ", "    "), f"    {command}"]
+    )
+
+
+def line_width(stream: TextIO | None = None) -> int:
+    """Return the characters that a line has on the terminal of a stream, standard output by default."""
+    columns = os.environ.get("COLUMNS", "")
+    if not columns.isdecimal():
+        try:
+            columns = str(os.get_terminal_size((stream or sys.__stdout__).fileno()).columns)  # type: ignore[union-attr]
+        except (OSError, ValueError, AttributeError):  # no terminal, closed, or none at all
+            columns = ""
+    return min(WIDTH, int(columns or 0) or WIDTH)
+
+
+def _cut(line: str, width: int, least: int) -> str:
+    """Return the beginning of a line, at least so many characters, with "…" unless it ends where a cell does."""
+    if len(line) <= width:
+        return line
+    end = max(width - 1, least)
+    return line[:end].rstrip() + ("" if "  " in line[max(0, end - 2) : end + 2] else "…")
 
 
 def room_of_a_fact() -> int:
     """Return the characters that a line of Facts has beside the name."""
-    return _line_width() - _NAME - 3
+    return line_width() - _NAME - 3
+
+
+def counted(number: int, name: str) -> str:
+    """Return "1 step", "2 steps"."""
+    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -27,7 +27,7 @@ from memopt.sim import _control
 from memopt.sim._coverage import OURS_AGAIN, coverage, library_set
 
 VARIABLE = "MEMOPT_SIM"  # in the environment: what active_settings() gives
-_INSTALL = "pip install --no-deps 'torch===2.13.0'"
+_INSTALL = "`pip install --no-deps 'torch===2.13.0'`"
 
 
 def activate(

@@ -32,7 +32,7 @@ def library_set(torch_lib_dir: str | Path) -> Path:
     if not c10_cuda.exists():
         raise RuntimeError(
             f"{torch_lib_dir} is a CPU build of torch (it has no libc10_cuda.so): "
-            "install torch's CUDA build: pip install --no-deps 'torch===2.13.0'"
+            "install torch's CUDA build: `pip install --no-deps 'torch===2.13.0'`"
         )
     needed = _read(c10_cuda, _TORCH_AGAIN, exports=False).needed
     runtimes = [name for name in needed if name.startswith("libcudart.so.")]

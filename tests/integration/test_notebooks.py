@@ -52,6 +52,20 @@ def waits():
     raise KeyboardInterrupt
 waits()
 """,
+    "live": "%memopt live",
+    "works": """
+import threading, time
+held = torch.zeros(30 << 20, dtype=torch.uint8, device="cuda")
+while "memopt live" not in (names := [thread.name for thread in threading.enumerate()]):
+    time.sleep(0.01)
+names.count("memopt live")
+""",
+    "not live": """
+%memopt live off
+[thread.name for thread in threading.enumerate() if "memopt" in thread.name]
+""",
+    "later": "more = torch.zeros(20 << 20, dtype=torch.uint8, device='cuda')",
+    "wrong": "%memopt release off",
     "end": """
 %unload_ext memopt
 get_ipython().showtraceback.__func__.__qualname__.partition(".")[0], get_ipython().find_cell_magic("memopt")
@@ -139,6 +153,17 @@ def test_an_out_of_memory_is_reported_shown_and_released(said):
 def test_an_interrupt_frees_too(said):
     shown = text(said["interrupt"])
     assert "KeyboardInterrupt" in shown and "memopt: freed 50.0 MiB on cuda:0" in shown
+
+
+def test_a_live_view_follows_the_cells_until_it_is_off(said):
+    assert (text(said["works"]), text(said["not live"])) == ("1", "[]")
+    (shown,) = said["live"]
+    # Of the cell that turned it off: with what the cell before has taken, without what came later.
+    live = re.search(r"= ([\d.]+) MiB live \+ .* free$", shown["data"]["text/plain"])
+    assert live and 30 <= float(live[1]) < 50, shown["data"]["text/plain"]
+    html = shown["data"]["text/html"]
+    assert "<svg" in html and "<script" not in html and f"{live[1]} MiB" in html and "peak" in html
+    assert said["later"] == [] and "takes no 'off'" in text(said["wrong"])
 
 
 def test_unloaded_nothing_is_left(said):

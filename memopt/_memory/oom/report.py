@@ -23,10 +23,10 @@ from memopt._memory.recording import recorder, snapshot_file
 from memopt._memory.recording.recorder import facts
 from memopt._memory.recording.recording import CATEGORIES, COLUMNS, Frame, Recording, Stack
 from memopt._memory.recording.user_code import cells
+from memopt._runtime.table import WIDTH, folded_headline, folded_lines, line_width
 from memopt.cuda import _torch_patches
 
-LINES = 20  # at most
-_WIDTH = 118
+LINES = 20  # at most, on a wide terminal
 _SEARCH = 0.3  # seconds that names are searched for, and that graphs are followed
 
 
@@ -61,8 +61,9 @@ class OomReport:
         text = f" ({self.location.text})" if self.location.text else ""
         phase = f" in the {self.location.phase}" if self.location.phase and not text else ""
         who = f"memopt [{self.rank}]" if self.rank else "memopt"
+        first = f"{who}: CUDA out of memory{where}{text}{phase}, GPU {self.device}"
         lines = [
-            f"{who}: CUDA out of memory{where}{text}{phase}, GPU {self.device}, requested {_C.format_size(self.asked)}",
+            *folded_headline(f"{first}, requested {_C.format_size(self.asked)}", _width()),
             *_wrapped(f"{_C.format_size(self.bytes.total_bytes)} = {shares(self.bytes)}", "  ", " + "),
         ]
         if self.limit is not None:
@@ -83,7 +84,8 @@ class OomReport:
         for name, value in self.facts.items():
             lines.append(f"  {name:<11} {value}")
         said = [] if self.tried is None else self.advice()
-        return "\n".join([*lines[: LINES - len(said)], *said])
+        most = LINES * WIDTH // _width()
+        return "\n".join([*lines[: most - len(said)], *said])
 
     def tried_out(self) -> OomReport:
         """Return the report with the fixes that were tested on the recording, which takes seconds."""
@@ -146,14 +148,20 @@ def _listed(title: str, items: list[str]) -> list[str]:
 
 
 def _wrapped(text: str, begin: str, between: str) -> list[str]:
+    """Return items in lines; one that is longer than a line is folded."""
+    width, further = _width(), " " * len(begin)
     lines, line = [], begin
     for i, item in enumerate(text.split(between)):
         joined = f"{line}{between}{item}" if i else f"{line}{item}"
-        if len(joined) > _WIDTH and i:
+        if len(joined) + len(between.rstrip()) > width and i:
             lines.append(line + between.rstrip())
-            joined = " " * len(begin) + item
+            joined = further + item
         line = joined
-    return [*lines, line]
+    return [part for one in [*lines, line] for part in folded_lines(one, width, further=further + "  ")]
+
+
+def _width() -> int:
+    return line_width(sys.__stderr__)
 
 
 # ---- gathering -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from memopt._memory.recording import leaks as leaking
 from memopt._memory.recording.category_split import in_words
 from memopt._memory.recording.leaks import Leak
 from memopt._memory.recording.recording import Line, Recording
-from memopt._runtime.table import Code, ResultTable
+from memopt._runtime.table import Code, ResultTable, counted, folded_lines, line_width
 
 _TOP = 5
 
@@ -24,43 +24,46 @@ def steps(recording: Recording) -> int:
     return sum(mark.kind == "step" for mark in recording.marks)
 
 
-def text(recording: Recording, leaks: Sequence[Leak] = (), top: int = _TOP) -> str:
-    size = _C.format_size
+def text(recording: Recording, leaks: Sequence[Leak] = (), top: int = _TOP, width: int | None = None) -> str:
+    """width: of a line; by default standard output's."""
+    size, width = _C.format_size, width or line_width()
     peak, _ = recording.peak()
-    lines = [_title(recording), f"  peak {size(peak)} = {_split(recording)}"]
+    told = [_title(recording), f"  peak {size(peak)} = {_split(recording)}"]
     held = recording.facts.get("peak_reserved")
     if held:
         of = f" of {size(recording.capacity)}" if recording.capacity else ""
-        lines.append(
+        told.append(
             f"  the allocator held at most {size(held)}{of} and retried {recording.facts['retries']} times"
         )
     whole = recording.facts.get("peak_allocated", 0)
     if recording.facts.get("events_lost") and whole > peak:
-        lines.append(f"  before the recording, the peak was higher: {size(whole)} (allocated, in all)")
+        told.append(f"  before the recording, the peak was higher: {size(whole)} (allocated, in all)")
+    lines = _folded(told, width)
     for title, rows in (("by line", recording.by_line()), ("by module", recording.by_module())):
         named = [row for row in rows if row.name]
         if named:
             lines.append(f"  at the peak, {title}:")
-            lines += _table(named[:top], cut=60).lines("    ")
+            lines += _table(named[:top], cut=60).lines("    ", width=width, whole=2)
             rest = sum(row.bytes for row in rows) - sum(row.bytes for row in named[:top])
             if rest:
                 lines.append(f"    and {size(rest)} elsewhere")
-    for mark in recording.marks:
-        if mark.kind == "oom":
-            lines.append(f"  out of memory after {mark.event + 1} events: {mark.text}")
-    lines += [f"  {one}" for one in leaking.in_words(leaks, peak)]
-    lines += [f"  {one}" for one in inplace_advice.find(recording)[:top]]
-    return "\n".join(lines)
+    ends = (mark for mark in recording.marks if mark.kind == "oom")
+    told = [f"  out of memory after {mark.event + 1} events: {mark.text}" for mark in ends]
+    told += [f"  {one}" for one in leaking.in_words(leaks, peak)]
+    told += [f"  {one}" for one in inplace_advice.find(recording)[:top]]
+    return "\n".join([*lines, *_folded(told, width)])
+
+
+def _folded(told: Sequence[str], width: int) -> list[str]:
+    return [line for words in told for line in folded_lines(words, width, further="    ")]
 
 
 def _title(recording: Recording) -> str:
     seconds = 0.0
     if recording.events:
         seconds = int(recording.times_us[-1] - recording.times_us[0]) / 1e6
-    return (
-        f"{recording.device}: {recording.blocks} blocks in {seconds:.1f} s, {steps(recording)} optimizer steps "
-        f"({recording.source})"
-    )
+    stepped = counted(steps(recording), "optimizer step")
+    return f"{recording.device}: {recording.blocks} blocks in {seconds:.1f} s, {stepped} ({recording.source})"
 
 
 def _split(recording: Recording) -> str:
@@ -71,7 +74,7 @@ def _split(recording: Recording) -> str:
 def _table(rows: Sequence[Line], heads: Sequence[str] = (), cut: int | None = None) -> ResultTable:
     """cut: characters of a line of source."""
     cells = [
-        (_C.format_size(row.bytes), in_words(row.by_category), row.name, Code(row.text[:cut])) for row in rows
+        (_C.format_size(row.bytes), row.name, in_words(row.by_category), Code(row.text[:cut])) for row in rows
     ]
     return ResultTable(cells, heads, left=(1, 2, 3))
 
@@ -83,7 +86,7 @@ def as_html(recording: Recording, leaks: Sequence[Leak] = (), top: int = 2 * _TO
     for title, rows in (("line", recording.by_line()), ("module", recording.by_module())):
         named = [row for row in rows if row.name][:top]
         if named:
-            parts.append(_table(named, ("at the peak", "category", title, "")).html())
+            parts.append(_table(named, ("at the peak", title, "category", "")).html())
     advice = [*leaking.in_words(leaks, recording.peak()[0]), *map(str, inplace_advice.find(recording)[:top])]
     if advice:
         parts.append("<ul>" + "".join(f"<li>{escape(one)}</li>" for one in advice) + "</ul>")

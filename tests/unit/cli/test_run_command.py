@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from terminals import run_in_terminal
 
 from memopt._memory.recording import recording_file
 from memopt._run.parent import MemoryCurve, Sample
@@ -75,6 +76,24 @@ def test_a_script_that_fails_shows_its_own_traceback_and_keeps_the_data(tmp_path
     assert status == 1 and "KeyError: 'as planned'" in err
     assert "as_main" not in err and "run_child.py" not in err and err.startswith("Traceback")
     assert len(list(tmp_path.glob("*.mopt"))) == 1
+
+
+def test_the_report_is_folded_at_the_terminals_width_where_there_is_one(tmp_path):
+    name = script(tmp_path, TRAINING, "a-script-with-a-long-name-that-has-no-room.py")
+    command = [sys.executable, "-m", "memopt", "run", name, "pass"]
+    status, output = run_in_terminal(command, columns=60, cwd=tmp_path)
+    _, _, report = output.decode().replace("\r", "").partition("\nmemopt run: ")
+    assert (
+        status == 0
+        and "at the peak, by line:" in report
+        and "\n    python -m memopt report memopt-a-" in report
+    )
+    wide = [line for line in report.splitlines() if len(line) > 60]
+    assert all(name in line or ".mopt" in line for line in wide), wide
+    with open(tmp_path / "errors", "w") as file:  # of a terminal's width, and not to it
+        run_in_terminal(command, columns=60, cwd=tmp_path, stderr=file)
+    lines = (tmp_path / "errors").read_text().splitlines()
+    assert any(60 < len(line) <= 118 and line.startswith("  recorded in") for line in lines)
 
 
 def test_os__exit_and_forked_children_keep_the_data_once(tmp_path):

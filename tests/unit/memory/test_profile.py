@@ -73,7 +73,7 @@ def test_a_kept_loss_is_named_with_its_line_and_holder():
     assert (leak.kind, leak.line, leak.per_step) == ("grows", named(trained.loss_line), 4)
     assert leak.text == "loss = (model(x) ** 2).mean()"
     assert leak.holder == "losses[*]" and leak.bound == named(line) and leak.graph > 5
-    assert "use .item() or .detach()" in str(prof) and losses
+    assert "use .item() or .detach()" in " ".join(str(prof).split()) and losses
 
 
 def test_a_sum_of_losses_is_named_by_the_graph_it_holds():
@@ -149,7 +149,7 @@ def test_what_it_prints_names_the_peak_by_category_line_and_module():
     prof = trained(lambda *_: None, rows=4096)
     text = str(prof)
     assert "memopt profile of cpu:" in text and "6 optimizer steps" in text
-    for words in ("parameters +", "by line:", "by module:", "loss.backward()", "activations  Net"):
+    for words in ("parameters +", "by line:", "by module:", "loss.backward()", "Net  activations"):
         assert words in text, text
     assert max(map(len, text.splitlines())) < 160
     shown = prof._repr_html_()
