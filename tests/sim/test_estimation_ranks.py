@@ -39,6 +39,9 @@ mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))
 for block in model:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
+for layer in model.modules():
+    if hasattr(layer, "reset_parameters"):
+        layer.reset_parameters()  # each rank its part
 dist.barrier()
 """
 REPLICATED = """
