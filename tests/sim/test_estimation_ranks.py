@@ -96,6 +96,15 @@ def test_a_replica_is_recomputed_within_its_parallel_module(tmp_path):
     assert found["peak_allocated"] < 0.8 * plain["peak_allocated"]
 
 
+def test_shards_are_recomputed_by_a_plan_that_takes_the_other_ranks_to_be_alike(tmp_path):
+    source = MODEL + SHARDED.replace("SAMPLES = 64 *", "SAMPLES = 2048 *") + TRAINING
+    plain = estimate(tmp_path, source, ranks=2, rank=0)
+    found = estimate(tmp_path, source, ranks=2, rank=0, techniques=[f"checkpoint:{1 << 20}"])
+    assert found["error"] is None and found["steps"] == plain["steps"] == 2
+    assert found["techniques"]["checkpoint"] == ["FSDPSequential"]
+    assert found["peak_allocated"] < 0.8 * plain["peak_allocated"]
+
+
 @pytest.mark.parametrize("spread", ["ddp", "fsdp", "tp"] if SOAK else ["tp"])
 def test_a_script_for_one_device_is_spread(tmp_path, spread):
     source = MODEL + "SAMPLES = 64" + TRAINING
