@@ -403,5 +403,7 @@ class Computed(Compute):
             return func(*args, **(kwargs or {}))
         if func is _INDEX:
             return self.computed(func, args, kwargs or {})
+        if isinstance(func, HigherOrderOperator):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         with self._reads.checks(func.overloadpacket):  # the CPU checks the values
             return super().__torch_dispatch__(func, types, args, kwargs)
