@@ -497,13 +497,16 @@ class PlannedForward:
         there = any(parameter.grad is not None for parameter in self.parameters())
         request = replace(request, loss=AnyLoss(request.loss), accumulate=request.accumulate or there)
         self.take_off()
+        around = self.model.__dict__.get(
+            "forward", self
+        )  # this one, or what calls it, such as accelerate's autocast
         restore_forward(self.model, self.own)
         residency = residency_of(self.model)
         try:
             with nullcontext() if residency is None else residency.between_calls():
                 found = request.plan(self.model, args, kwargs)
         finally:
-            self.model.__dict__["forward"] = self
+            self.model.__dict__["forward"] = around
             self.put_on()
         if len(self.plans) > MOST_PLANS:
             del self.plans[1]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import (
@@ -31,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memopt._estimate.host_reads import Guesses, HostReads, HostShadows, most_elements
 from memopt._estimate.host_tensors import HostTensors
+from memopt._runtime.higher_order import run_under
 from memopt.sim._compute import SHAPE_FROM_VALUES, Compute, alias
 
 _aten = torch.ops.aten
@@ -90,6 +92,8 @@ class _Call(NamedTuple):
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no stub for it
     """The mode. install() first: it is what keeps it out of backward passes."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True  # else torch.compile falls back to eager, which needs other memory
@@ -110,6 +114,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
             if any(issubclass(one, _TRACED) for one in types):
                 return func(*args, **kwargs)
             return NotImplemented  # a tensor made of tensors: its own operations come here, on its parts
+        if isinstance(func, HigherOrderOperator):
+            return run_under(self, func, args, kwargs)
         if torch.is_inference_mode_enabled():
             # Nothing before has taken apart what is made of other operations.
             with self:
@@ -397,5 +403,7 @@ class Computed(Compute):
             return func(*args, **(kwargs or {}))
         if func is _INDEX:
             return self.computed(func, args, kwargs or {})
+        if isinstance(func, HigherOrderOperator):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         with self._reads.checks(func.overloadpacket):  # the CPU checks the values
             return super().__torch_dispatch__(func, types, args, kwargs)

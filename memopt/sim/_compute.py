@@ -22,13 +22,13 @@ from typing import Any, TypeGuard
 
 import torch
 import torch._tensor_str as tensor_str
-from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from memopt._runtime.higher_order import run_under
 from memopt.sim._activation import is_active
 from memopt.sim._host_kernels import HOST_KERNELS
 
@@ -120,8 +120,7 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
                 return func(*args, **kwargs)
             return NotImplemented  # what it does with the tensors within comes here again
         if isinstance(func, HigherOrderOperator):
-            with self:  # the operations that it is made of
-                return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
+            return run_under(self, func, args, kwargs)
         if func in _AS_THEY_ARE or func.is_view or func.namespace in _COLLECTIVES:
             return func(*args, **kwargs)
         if func in SHAPE_FROM_VALUES and any(map(on_cuda, tree_leaves((args, kwargs)))):

@@ -9,6 +9,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import notebook_pages
 import pytest
 from environment_python import python_of
 
@@ -69,3 +70,15 @@ def test_it_says_what_it_saved_in_a_table_of_the_reporter(notebook):
         if "text/html" in output.get("data", {})
     ]
     assert any("<th>saved</th>" in table for table in tables)
+
+
+def test_its_page_of_the_site_has_each_cell_and_output_and_loads_nothing(notebook):
+    page = notebook_pages.page(notebook)
+    cells = json.loads(notebook.read_text())["cells"]
+    for cell in cells[1:]:
+        assert "".join(cell["source"]).rstrip() in page
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    plots = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert page.count("data:image/png;base64,") == len(plots)
+    assert "<script" not in page and "src='http" not in page and 'src="http' not in page
+    assert f"notebooks/{notebook.stem}.md" in (ROOT / "mkdocs.yml").read_text()

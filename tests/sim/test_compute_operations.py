@@ -238,6 +238,22 @@ def test_a_generator_of_the_devices_draws_what_one_of_its_seed_draws():
             device.manual_seed(5)
 
 
+def test_an_operator_that_runs_another_is_computed_and_counted_by_that_one():
+    from torch._prims import rng_prims
+
+    from memopt._checkpoint.stages.costs import Meter
+
+    if not hasattr(rng_prims, "run_dtensor_rng_op"):
+        pytest.skip("this torch draws the random numbers of DTensors in another way")
+    x, like = torch.zeros(64, device="cuda"), torch.ops.aten.rand_like.default
+    with memopt.sim.Compute():
+        drawn = rng_prims.run_dtensor_rng_op(0, 64, like, x)
+        assert 0 < drawn.mean().item() < 1
+    with Meter(torch.device("cuda")) as meter:
+        kept = rng_prims.run_dtensor_rng_op(0, 64, like, x)
+        assert meter.live >= kept.nbytes
+
+
 def test_an_operation_without_values_is_named_with_the_remedy():
     x, mask = torch.ones(4, device="cuda"), torch.ones(4, dtype=torch.uint8, device="cuda")
     with memopt.sim.Compute(), pytest.raises(RuntimeError) as caught:

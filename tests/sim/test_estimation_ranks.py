@@ -39,6 +39,9 @@ mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))
 for block in model:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
+for layer in model.modules():
+    if hasattr(layer, "reset_parameters"):
+        layer.reset_parameters()  # each rank its part
 dist.barrier()
 """
 REPLICATED = """
@@ -90,6 +93,15 @@ def test_a_replica_is_recomputed_within_its_parallel_module(tmp_path):
     found = estimate(tmp_path, source, ranks=2, rank=1, techniques=[f"checkpoint:{1 << 20}"])
     assert found["error"] is None and found["steps"] == plain["steps"] == 2
     assert found["techniques"]["checkpoint"] == ["Sequential"]
+    assert found["peak_allocated"] < 0.8 * plain["peak_allocated"]
+
+
+def test_shards_are_recomputed_by_a_plan_that_takes_the_other_ranks_to_be_alike(tmp_path):
+    source = MODEL + SHARDED.replace("SAMPLES = 64 *", "SAMPLES = 2048 *") + TRAINING
+    plain = estimate(tmp_path, source, ranks=2, rank=0)
+    found = estimate(tmp_path, source, ranks=2, rank=0, techniques=[f"checkpoint:{1 << 20}"])
+    assert found["error"] is None and found["steps"] == plain["steps"] == 2
+    assert found["techniques"]["checkpoint"] == ["FSDPSequential"]
     assert found["peak_allocated"] < 0.8 * plain["peak_allocated"]
 
 

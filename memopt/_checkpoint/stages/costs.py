@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +21,7 @@ from memopt import _C
 from memopt._offload.pinned_memory import aligned
 from memopt._offload.transfers import can_go
 from memopt._runtime import device_clock
+from memopt._runtime.higher_order import run_under
 
 # ---- the allocator's figures -----------------------------------------------------------------------------------------
 
@@ -156,6 +158,8 @@ class Meter(TorchDispatchMode):
     none.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
         self.allocator = allocator_bytes(device)
@@ -227,6 +231,8 @@ class Meter(TorchDispatchMode):
         return max(0, now - self.given_before - seen)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return run_under(self, func, args, kwargs or {})
         made = self.made
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device == self.device:

@@ -315,6 +315,22 @@ def test_the_forward_has_the_models_signature() -> None:
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
 
 
+def test_what_another_library_put_around_the_forward_stays_there_when_a_batch_is_planned() -> None:
+    model, _, _ = planned(8, 32)
+    inner, dtypes = model.forward, []
+
+    def forward(*args: object) -> torch.Tensor:  # as accelerate does
+        with torch.autocast("cpu", torch.bfloat16):
+            out = inner(*args)
+        dtypes.append(out.dtype)
+        return out.float()
+
+    model.forward = forward
+    for rows in (8, 4):
+        step(model, tokens(rows, 32))  # the first is planned for: under autocast it is another call
+    assert dtypes == 2 * [torch.bfloat16] and model.forward is forward
+
+
 def test_a_batch_planned_between_others_adds_its_gradients_to_theirs() -> None:
     model, plain, _ = planned(8, 32, room=1.5)
     batches = [tokens(4, 16), tokens(8, 32), tokens(6, 20)]
