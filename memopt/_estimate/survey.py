@@ -22,7 +22,7 @@ from memopt._estimate.protection import Protection
 from memopt._estimate.request import SHORTEN, BatchOption, Request
 from memopt._estimate.search import Tried
 from memopt._estimate.step_time import seconds
-from memopt._run.plan import BACKENDS, KEEPS
+from memopt._run.plan import BACKENDS, KEEPS, named
 from memopt._runtime.process import ChildFailed
 
 # A convolution's plan may want this much and more; torch takes one with less where it does not fit.
@@ -33,7 +33,7 @@ _FEW = (0.0, 1 / 64)
 _RANKS = 8  # of which each is run
 # What a run with a technique may take: so many times what the script's own took.
 _TIMES, _LEAST_SECONDS = 20.0, 60.0
-NOT_MET = "nothing in the script takes"  # techniques
+NOT_MET, NO_RESULT = "nothing in the script takes", "no result: "
 
 Run = Callable[[Request], Answer]
 
@@ -54,7 +54,7 @@ class NothingToTell(ScriptFailed):
     """The script has not come to what an estimate is about; the message says to what."""
 
     def __init__(self, answer: Answer, why: str) -> None:
-        RuntimeError.__init__(self, f"no result: {why}")
+        RuntimeError.__init__(self, f"{NO_RESULT}{why}")
         self.answer = answer
 
 
@@ -208,7 +208,7 @@ class Survey:
             timed=True,
             record=self.request.timed and len(names) == 1,
         )
-        what = f"with {' and '.join(sorted(names))}"
+        what = f"with {' and '.join(map(named, sorted(names)))}"
         try:
             limited, there = self._on(card, request), f"{what} on {card}"
             free = answer = self._ask(limited, there) if on_card_first else self._ask(request, what)
@@ -222,7 +222,8 @@ class Survey:
                 answer = self._ask(limited, there)
                 fits = self._is_sure(found, limited, answer, there)
         except (ScriptFailed, ChildFailed) as error:
-            self.say(f"it does not run {what}: {error}")
+            why = str(error).removeprefix(NO_RESULT)
+            self.say(why if why.startswith(NOT_MET) else f"it does not run {what}: {why}")
             self.failed[" + ".join(name.partition(":")[0] for name in sorted(names))] = str(error)
             return None
         needed = max(free.held, wanted_bytes(free)) + card.context_bytes * free.contexts

@@ -139,6 +139,14 @@ def _is_of(value: Any, kind: Any) -> bool:
     return type(value) in ((float, int) if kind is float else (kind,))
 
 
+def named(technique: str) -> str:
+    """Return a technique's name as a user reads it, with its budget as a size."""
+    name, _, budget = technique.partition(":")
+    if not budget:
+        return name
+    return f"{name} within {_C.format_size(int(budget))}" if int(budget) > 1 else f"{name} to the least"
+
+
 def allocator_environment(backend: str, before: Mapping[str, str]) -> dict[str, str]:
     """Return `before` with torch's setting of expandable segments, where these are the allocator."""
     if backend != "expandable":

@@ -13,6 +13,7 @@ import formula_child
 import pytest
 
 from memopt.__main__ import main
+from memopt._C import format_size
 from memopt._estimate import cards, interpreters, prediction, protection
 from memopt._estimate import fit as fits
 from memopt._run import plan as plans
@@ -162,6 +163,17 @@ def test_the_words(fit, capfd, monkeypatch):
     assert "memopt.nn.linear_cross_entropy(" in said and "GB/s" not in said
     assert "planned in train.fit.json: python -m memopt run --fit train.fit.json train.py" in said
     assert main(["fit", "--gpu", card, "train.py"]) == 2 and "-f to write over it" in capfd.readouterr().err
+
+
+def test_progress_has_budgets_as_sizes_and_says_shortly_what_is_no_use(fit, capfd):
+    assert fit(-1)[0] == 0
+    Path("train.py").write_text(json.dumps(SCRIPT | {"techniques": {"checkpoint": 51 * MIB}}))
+    assert main(["fit", "-f", "--gpu", str(PEAK - 50 * MIB + cards.CONTEXT), "train.py"]) == 0
+    said = capfd.readouterr().err.splitlines()
+    budget = int(json.loads(Path("train.fit.json").read_text())["techniques"][0].partition(":")[2])
+    assert any(f"with checkpoint within {format_size(budget)} on " in line for line in said)
+    assert "memopt fit: nothing in the script takes offload activations" in said
+    assert str(budget) not in "".join(said)
 
 
 @pytest.mark.parametrize(
