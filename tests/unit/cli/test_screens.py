@@ -178,9 +178,9 @@ def _estimate() -> prediction.Estimate:
     return prediction.Estimate(
         "train.py --batch 64",
         prediction.SIMULATED,
-        allocated=(300 * MIB, 300 * MIB),
-        reserved=(350 * MIB, 350 * MIB),
-        context=450 * MIB,
+        allocated_bytes=(300 * MIB, 300 * MIB),
+        reserved_bytes=(350 * MIB, 350 * MIB),
+        context_bytes=450 * MIB,
         card=cards.card("700MiB"),
         verdict="does not fit",
         oom={
@@ -236,7 +236,7 @@ def planned(folder: Path) -> str:
         "0" * 64,
         ["--batch", "64"],
         "2.13.0",
-        card.usable,
+        card.usable_bytes,
         216 * MIB,
         techniques=["checkpoint:214958080"],
     )
