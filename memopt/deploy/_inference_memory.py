@@ -117,10 +117,10 @@ def _measured(asked: dict[str, Any]) -> dict[str, Any]:
     if counted is not None and hasattr(counted, "peak"):
         live = counted.peak
     return {
-        "live": live,
-        "loaded": loaded - imports,
-        "resident": peak - imports,
-        "imports": imports,
+        "live_bytes": live,
+        "loaded_bytes": loaded - imports,
+        "resident_bytes": peak - imports,
+        "imports_bytes": imports,
         "seconds": seconds,
         "where": f"{'cpu' if onnx else device}, by {_runtime(asked['format'])}",
     }

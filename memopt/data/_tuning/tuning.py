@@ -70,6 +70,7 @@ def tune(
             loader's own; more are tried as long as they help.
         step_seconds: Duration of a training step: the smallest settings are proposed that deliver batches 1.1 times as
             fast.
+        ram: The earlier name of memory_budget.
 
     Returns:
         A table of all measurements, and the proposal. `.loader()` makes the loader.

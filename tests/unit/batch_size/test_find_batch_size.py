@@ -311,7 +311,7 @@ def test_a_step_that_ignores_its_size_is_refused():
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ({"start": 0}, "start=0"),
+        ({"start": 0}, "start is 0"),
         ({"headroom": 1.0}, "headroom"),
         ({"within": -0.1}, "within"),
         ({"maximum": 7, "multiple_of": 8}, "no multiple of 8"),
