@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import tomllib
@@ -32,8 +33,8 @@ sys.path.insert(0, str(ROOT / "kernels"))
 import build_kernels  # noqa: E402
 
 OURS = "libcuda.so.1"
-"""The one library that auditwheel does not know. It is in the wheel: the simulated device has this soname and another file
-name. memopt.sim loads it before the other simulated libraries, which need it."""
+"""The one library that auditwheel does not know. It is in the wheel: the simulated device has this soname and another
+file name. memopt.sim loads it before the other simulated libraries, which need it."""
 
 SCHEMAS = {
     "github-workflows": ".github/workflows/*.yml",
@@ -270,7 +271,7 @@ def release(platform: str, work: Path) -> None:
     commit = run("git", "rev-parse", "HEAD", cwd=ROOT).strip()
     epoch = int(run("git", "log", "-1", "--format=%ct", cwd=ROOT))
     say(f"version     {version} of {commit[:12]}, {datetime.fromtimestamp(epoch, UTC):%Y-%m-%d %H:%M:%S} UTC")
-    # check_forms()
+    check_forms()
 
     one, other = work / "one", work / "other" / "elsewhere"
     first = {"PYTHONHASHSEED": "1", "TZ": "UTC", "TMPDIR": str(work)}
@@ -283,7 +284,7 @@ def release(platform: str, work: Path) -> None:
     again = build(unpack(sdist, other / "unpacked"), "wheel", other / "wheel", epoch, **second)
     compare(wheel, again, "built again elsewhere, from the sdist")
 
-    folders = [work, ROOT, Path.home(), Path(sys.prefix), Path(sys.base_prefix)]
+    folders = [work, ROOT, Path(sys.prefix), Path(sysconfig.get_path("include"))]
     if traces := builders_traces(wheel, folders):
         raise ReleaseError("the wheel tells of the machine it was built on:\n" + "\n".join(traces))
     say("clean       no RPATH or RUNPATH, and no folder of this machine in any file")
