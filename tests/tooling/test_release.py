@@ -6,14 +6,17 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import subprocess
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 import release
 
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = {"name": "memopt", "version": "1.2.0", "description": "A package", "license": "BSD-3-Clause"}
 EPOCH = 1_700_000_000
 
@@ -111,6 +114,15 @@ def test_the_bill_of_materials_names_each_file_by_its_hash_and_is_the_same_again
     assert package["purl"] == "pkg:pypi/memopt@1.2.0" and part["name"] == "m.whl"
     assert part["hashes"] == [{"alg": "SHA-256", "content": hashlib.sha256(file.read_bytes()).hexdigest()}]
     assert bill == release.materials(PROJECT, [file], "c0ffee", EPOCH, [])
+
+
+def test_every_extra_that_a_message_names_can_be_installed_alone_or_with_all_others() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = [path.read_text() for path in (ROOT / "memopt").rglob("*.py")]
+    named = {extra for source in sources for extra in re.findall(r"memopt\[([a-z]+)\]", source)}
+    (everything,) = extras["all"]
+    assert len(named) > 5 and named <= extras.keys()
+    assert set(re.findall(r"[a-z]+", everything)) - {"memopt"} == extras.keys() - {"all", "test", "lint"}
 
 
 def test_a_command_that_fails_says_what_it_said(tmp_path: Path) -> None:
