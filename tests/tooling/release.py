@@ -86,9 +86,9 @@ def checked_version(project: dict, changelog: str, tags: list[str]) -> str:
     return version
 
 
-def export(folder: Path) -> Path:
-    """The files of the last commit, and nothing else."""
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+def export(commit: str, folder: Path) -> Path:
+    """The files of a commit, and nothing else."""
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(folder, filter="data")
     return folder
@@ -276,9 +276,9 @@ def release(platform: str, work: Path) -> None:
     one, other = work / "one", work / "other" / "elsewhere"
     first = {"PYTHONHASHSEED": "1", "TZ": "UTC", "TMPDIR": str(work)}
     second = {"PYTHONHASHSEED": "2", "TZ": "Asia/Tokyo", "TMPDIR": str(work / "other")}
-    tree = export(one / "tree")
+    tree = export(commit, one / "tree")
     sdist = build(tree, "sdist", one / "sdist", epoch, **first)
-    again = build(export(other / "tree"), "sdist", other / "sdist", epoch, **second)
+    again = build(export(commit, other / "tree"), "sdist", other / "sdist", epoch, **second)
     compare(sdist, again, "built again from another export")
     wheel = build(tree, "wheel", one / "wheel", epoch, **first)
     again = build(unpack(sdist, other / "unpacked"), "wheel", other / "wheel", epoch, **second)
