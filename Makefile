@@ -24,6 +24,11 @@ wheel:  ## dist/memopt-*.whl: one for every Python >= 3.11 and every torch >= 2.
 	@python="$$($(ENVIRONMENT) build)" && "$$python" setup.py --quiet bdist_wheel
 	@ls -l dist/*.whl
 
+PLATFORM ?= auto
+
+release:  ## the last commit's sdist and wheel in dist/, each built twice, and checked; nothing is uploaded
+	@python="$$($(ENVIRONMENT) release)" && "$$python" tests/tooling/release.py --platform $(PLATFORM)
+
 clean:  ## removes what was built; the environments in .venv stay
 	rm -rf build dist memopt.egg-info memopt/_C*.so memopt/sim/cu12 memopt/sim/cu13
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
@@ -193,5 +198,5 @@ format: build  ## rewrites Python and C in the project's style
 	@"$$(cat build/python-lint)" -m ruff check --fix --quiet . ; "$$(cat build/python-lint)" -m ruff format --quiet .
 	@clang-format -i $(C_FILES)
 
-.PHONY: help build wheel clean demo test environments test-c test-sim test-asan test-ubsan test-tsan valgrind soak bench \
+.PHONY: help build wheel release clean demo test environments test-c test-sim test-asan test-ubsan test-tsan valgrind soak bench \
 	notebooks docs fuzz lint format

@@ -47,6 +47,10 @@ if sysconfig.get_config_var("Py_GIL_DISABLED"):
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
+# The same tree gives the same bytes, whichever folder it is in and wherever Python is.
+PATHS = [f"-ffile-prefix-map={folder}={name}" for folder, name in
+         ((ROOT, "."), (sysconfig.get_path("include"), "python"))]  # fmt: skip
+
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes"]
 FLAGS = [
     "-std=c11",
@@ -55,6 +59,7 @@ FLAGS = [
     "-fvisibility=hidden",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
+    *PATHS,
     *WARNINGS,
 ]
 
@@ -76,7 +81,7 @@ ARITHMETIC = ("_generic", "_avx2", "_avx512")
 
 def noted(command: list[str]) -> str:
     """The same in every copy of the tree, with the limited API of whichever Python."""
-    kept = (argument for argument in command if not argument.startswith("-I/"))
+    kept = (argument for argument in command if not argument.startswith(("-I/", PATHS[1])))
     return " ".join(kept).replace(str(ROOT), ".")
 
 
@@ -158,10 +163,15 @@ class BuildExtension(build_ext):
         kernel_macros = build_kernels.define_macros(Path(self.build_temp).resolve().parent / "kernels")
         kernel_files = [value.strip('"') for name, value in kernel_macros if name.endswith("_PATH")]
         extension.define_macros += kernel_macros
+        # Nothing of Python's is linked, so the folder of its libraries, which distributors note, has no use here.
+        linker = [
+            word for word in self.compiler.linker_so if not word.startswith(("-Wl,-rpath", "-Wl,-R", "-L"))
+        ]
+        self.compiler.set_executable("linker_so", linker)
         compile_one = self.compiler._compile
         link = self.compiler.link_shared_object
         as_one = [LINKED_AS_ONE] if self.links_as_one() else []
-        extension.extra_link_args += ["-O2", *as_one]
+        extension.extra_link_args += ["-O2", *as_one, *PATHS]
 
         def with_own_flags(obj, src, ext, cc_args, extra, pp_opts):
             own = FLAGS_OF.get(Path(src).name, [])
@@ -224,7 +234,8 @@ setup(
                 ("MO_LEVEL", os.environ.get("MEMOPT_LEVEL", "0")),
             ],
             depends=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*/*.h"))
-            + sorted(str(p.relative_to(ROOT)) for p in (ROOT / "kernels").glob("*.cu*")),
+            + sorted(str(p.relative_to(ROOT)) for p in (ROOT / "kernels").glob("*.cu*"))
+            + ["setup.py"],
             extra_link_args=["-pthread"],
             libraries=["dl"],
             py_limited_api=True,

