@@ -26,21 +26,21 @@ def size(value: Any, name: str) -> int:
 _AS_SIZE = "give an int (bytes) or text such as '8GiB'"
 
 
-def share_or_size(value: Any, name: str, total: Callable[[], int]) -> int:
-    """Return an argument's bytes, given as a float, the share of a total, or as a size."""
+def fraction_or_size(value: Any, name: str, total: Callable[[], int]) -> int:
+    """Return an argument's bytes, given as a float, the fraction of a total, or as a size."""
     if not isinstance(value, float):
         return size(value, name)
     if not 0 < value <= 1:
         raise ValueError(
-            f"{name}={value}: a float is a share of the memory, above 0 and at most 1; give bytes as an int, or a size "
-            "such as '8GiB'"
+            f"{name}={value}: a float is a fraction of the memory, above 0 and at most 1; give bytes as an int, or a "
+            "size such as '8GiB'"
         )
     return int(total() * value)
 
 
 def budget(memory_budget: Any, device: torch.device) -> int:
-    """Return a budget in bytes, given as a share of the device's memory (for a CPU the machine's) or as a size."""
-    return share_or_size(memory_budget, "memory_budget", lambda: _memory_of(device))
+    """Return a budget in bytes, given as a fraction of the device's memory (for a CPU the machine's) or as a size."""
+    return fraction_or_size(memory_budget, "memory_budget", lambda: _memory_of(device))
 
 
 def _memory_of(device: torch.device) -> int:

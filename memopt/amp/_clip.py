@@ -71,9 +71,13 @@ def clip_grad_norm_(
             warnings.warn(
                 "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2
             )
-    if isinstance(max_norm, str) or isinstance(norm_type, str):
-        raise TypeError(f"clip_grad_norm_: max_norm={max_norm!r}, norm_type={norm_type!r}: give numbers")
-    norm_type = float(norm_type)
+    try:
+        norm_type = float(norm_type)
+        max_norm = float(max_norm) if isinstance(max_norm, str) else max_norm
+    except ValueError:
+        raise ValueError(
+            f"clip_grad_norm_: max_norm={max_norm!r}, norm_type={norm_type!r}: give numbers"
+        ) from None
     if process_group is not None or _lie_apart(parameters):
         return _clip_apart(parameters, max_norm, norm_type, error_if_nonfinite, foreach, process_group)
     gradients = _C.Gradients(parameters, of_parameters=True)

@@ -109,7 +109,7 @@ def checkpoint_sequential(
         raise ValueError("to= is where a schedule may offload to: give memory_budget as well")
     if segments is None:
         raise ValueError("segments is None: give the number of segments, or memory_budget")
-    if not 1 <= segments <= max(1, len(functions)):
+    if segments > max(1, len(functions)):
         raise ValueError(f"segments={segments}: expected 1 to {len(functions)}, the number of functions")
     if use_reentrant is None:
         warnings.warn(_NOT_PASSED, stacklevel=2)

@@ -133,7 +133,7 @@ def _budget(memory_budget: int | float | str | None) -> tuple[int, str]:
         )
     if memory_budget is None:
         return part or 0, f"nine tenths of the {_C.format_size(free or 0)} that are free{among}"
-    asked = arguments.share_or_size(memory_budget, "memory_budget", lambda: (free or 0) // ranks)
+    asked = arguments.fraction_or_size(memory_budget, "memory_budget", lambda: (free or 0) // ranks)
     if asked == 0:
         raise ValueError("memopt.data.tune: memory_budget=0 is too little for any loader")
     if part is not None and asked > part:
