@@ -17,6 +17,7 @@ before a schedule is made (destination, bandwidth)."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import weakref
@@ -319,9 +320,8 @@ def destination(to: str | os.PathLike[str] | None, device: torch.device) -> str 
             f"to={where!r}: tensors on {device.type} cannot be offloaded, only those on a CUDA device or the CPU"
         )
     if not os.path.isdir(where):
-        raise FileNotFoundError(
-            f'to={where!r}: there is no such directory: give "cpu", or a directory on a disk'
-        )
+        said = f'to={where!r}: there is no such directory: give "cpu", or a directory on a disk'
+        raise FileNotFoundError(errno.ENOENT, said, where)
     with disk_errors(where):
         DiskSpace(where)  # that it can be written to is better known now
     return os.path.abspath(where)

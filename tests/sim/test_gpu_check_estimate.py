@@ -24,7 +24,7 @@ def steps():
 
 
 def test_a_peak_that_is_not_as_predicted_is_wrong(monkeypatch, steps):
-    stated = SimpleNamespace(allocated=(1 << 20, 2 << 20), needed=(1, 2), method="planted")
+    stated = SimpleNamespace(allocated_bytes=(1 << 20, 2 << 20), needed_bytes=(1, 2), method="planted")
     monkeypatch.setattr(memopt, "estimate", lambda *_, **__: stated)
     monkeypatch.setattr(estimate_part, "ask_child", lambda *_: (steps, ""))
     found = estimate_part.estimate(ASKED)
@@ -69,7 +69,7 @@ def test_another_request_and_other_bytes_held_are_wrong_and_another_place_is_a_f
 
 
 def test_a_simulated_device_that_fails_is_wrong(monkeypatch, steps):
-    stated = SimpleNamespace(allocated=(steps["peak"],) * 2, needed=(1, 2), method="planted")
+    stated = SimpleNamespace(allocated_bytes=(steps["peak"],) * 2, needed_bytes=(1, 2), method="planted")
     monkeypatch.setattr(memopt, "estimate", lambda *_, **__: stated)
     monkeypatch.setattr(estimate_part, "_like_this_card", lambda: "memory=1")
     found = estimate_part.estimate(ASKED)
@@ -86,7 +86,7 @@ import memopt
 from types import SimpleNamespace
 from memopt._gpu_check import estimate_part
 from memopt._gpu_check.part_outcome import PartRequest
-stated = SimpleNamespace(allocated=(0, 1 << 40), needed=(0, 1 << 40), method="planted")
+stated = SimpleNamespace(allocated_bytes=(0, 1 << 40), needed_bytes=(0, 1 << 40), method="planted")
 memopt.estimate = lambda *_, **__: stated
 estimate_part.ask_child = lambda *_: ({{}}, "planted")
 found = estimate_part.estimate(PartRequest("estimate", True, True))
