@@ -16,6 +16,7 @@ import shlex
 import signal
 import statistics
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -149,6 +150,26 @@ def _is_ours(file: str) -> bool:
     return file.startswith((_PACKAGE, "<string>", "<frozen"))
 
 
+def _end_forked_children(handler: Callable[..., None]) -> None:
+    """Let SIGTERM end a forked child, from its first instant on, unless the program has set a handler of its own.
+
+    Python forgets signals that its handlers have seen before the child has become an interpreter of its own."""
+    before = threading.local()
+
+    def hold() -> None:
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
+    def release_in_child() -> None:
+        if signal.getsignal(signal.SIGTERM) == handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release_in_child)
+
+
 class StepClock:
     """The time from one step of an optimizer to its next, of the first optimizer that steps and its first steps.
 
@@ -199,6 +220,7 @@ class _Run:
         os._exit = finish_and_leave
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
+            _end_forked_children(self._terminated)
             if Place.of(os.environ) is not None:
                 # Of a rank that waits for another one in a collective: no handler of Python's runs there.
                 self._stack = open(self._folder / "stack.txt", "w")  # noqa: SIM115

@@ -125,6 +125,24 @@ if __name__ == "__main__":
     assert (status, out) == (0, "fork [0, 1, 4, 9]\nspawn [0, 1, 4, 9]\n"), err
 
 
+def test_a_child_that_is_terminated_as_it_is_forked_ends(tmp_path):
+    """A signal that a handler of Python's gets before the child is Python's again is forgotten."""
+    text = """
+import os, signal, time
+ends = set()
+for _ in range(5):
+    child = os.fork()
+    if not child:
+        time.sleep(20)
+        os._exit(3)
+    os.kill(child, signal.SIGTERM)
+    ends.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(*ends, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+    status, out, err = done("run", script(tmp_path, text), cwd=tmp_path)
+    assert (status, out) == (0, f"{-signal.SIGTERM} set()\n"), err
+
+
 WAITING = """
 import sys, time
 try:
