@@ -48,7 +48,7 @@ def live(folder: Path, end: str, text: str = TRAINING, **options):
         if not shown and (found := LINE.search(output, max(output.rfind(b"bar"), 0))) and b"bar" in output:
             shown.append(found[0])
             (folder / "seen").touch()
-        if b"waits" in output and len(shown) == 1:
+        if b"waits\r\n" in output and len(shown) == 1:
             shown.append(b"")
             press(b"\x03")
 
