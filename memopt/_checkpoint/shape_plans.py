@@ -497,9 +497,8 @@ class PlannedForward:
         there = any(parameter.grad is not None for parameter in self.parameters())
         request = replace(request, loss=AnyLoss(request.loss), accumulate=request.accumulate or there)
         self.take_off()
-        around = self.model.__dict__.get(
-            "forward", self
-        )  # this one, or what calls it, such as accelerate's autocast
+        # This one, or what calls it, such as accelerate's autocast.
+        around = self.model.__dict__.get("forward", self)
         restore_forward(self.model, self.own)
         residency = residency_of(self.model)
         try:

@@ -25,9 +25,10 @@ KEYS = ("peak", "time", "flops", "parameters", "bytes", "score", "name")
 class ModelFigures(Result):
     """The figures of one model.
 
-    parameters: their number; bytes: of parameters and buffers, each storage counted once. peak, needed: (low, high) in
-    bytes, of tensors, and of a card with the context. flops_forward, flops: of the forward and of a step. seconds: of a
-    step; spread: (least, most) over the rounds. errors: by figure, why there is none. None: not known."""
+    parameters: their number; bytes: of parameters and buffers, each storage counted once. peak_bytes, needed_bytes:
+    (low, high), of tensors, and of a card with the context. flops_forward, flops: of the forward and of a step.
+    seconds: of a step; spread: (least, most) over the rounds. errors: by figure, why there is none. None: not
+    known."""
 
     name: str
     parameters: int | None = None

@@ -213,8 +213,7 @@ class Search:
 
     def _forecast(self, tier: int, forecast: Forecast) -> Iterator[Names]:
         """Yield the fastest combinations that are forecast to fit, as far as known: what they have that nothing is
-        worked out of is run alone first. Layers on the host are in
-        none, and run where nothing else fits."""
+        worked out of is run alone first. Layers on the host are in none, and run where nothing else fits."""
 
         def unknown(names: Names) -> list[str]:
             return sorted(name for name in names if name not in WORKED_OUT and name not in forecast.alone)

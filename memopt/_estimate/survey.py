@@ -345,17 +345,12 @@ class Survey:
             peaks[size] = answer.peak_allocated
             return answer.peak_allocated
 
-        room, start, known = (
-            card.usable_bytes - card.context_bytes * found.contexts,
-            min(batch.size or 1, most),
-            {},
-        )
+        room = card.usable_bytes - card.context_bytes * found.contexts
+        start, known, allocated = min(batch.size or 1, most), {}, found.allocated_bytes[1]
         if batch.size:
-            known[batch.size] = found.allocated_bytes[1]
-            if (
-                found.allocated_bytes[1] > room
-            ):  # all that does not grow with the batch makes this too much by far
-                start = max(1, batch.size * room // found.allocated_bytes[1] // 2)
+            known[batch.size] = allocated
+            if allocated > room:  # all that does not grow with the batch makes this too much by far
+                start = max(1, batch.size * room // allocated // 2)
         try:
             best, bounded = largest(measure, room, start, most, known=known, close=close)
         except NoEffect:

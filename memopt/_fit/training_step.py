@@ -201,10 +201,7 @@ class TrainingStep:
 
 
 def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"memopt.fit: model is {type(model).__name__}: give the torch.nn.Module that is trained"
-        )
+    arguments.check_module(model, "memopt.fit: model")
     refuse_compiled(model)
     if installed(model):
         raise ValueError(

@@ -78,7 +78,7 @@ def _svg(curve: list[Figures]) -> str:
         "" if on_host else f" reserved, peak {_C.format_size(curve[-1].peak)}"
     )
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" aria-label="Memory: {said}" '
         f'style="width:100%;max-width:60em;height:4em">{drawn}</svg>'
         f"<div>the last {len(curve) * _INTERVAL:g} s of cells: {said}</div>"
     )

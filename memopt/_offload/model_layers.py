@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from memopt._runtime import arguments
+
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -138,8 +140,7 @@ def _chosen(
 
 def check_model(model: nn.Module) -> None:
     """Raise TypeError or ValueError, with the reason and the remedy, if the model cannot be offloaded."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"offload_layers: model is a {type(model).__name__}, expected a torch.nn.Module")
+    arguments.check_module(model, "offload_layers: model")
     for name, module in model.named_modules():
         if why := _refusal(module):
             raise ValueError(f"offload_layers: {_where(name, module)} {why}")

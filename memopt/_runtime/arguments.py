@@ -63,7 +63,7 @@ def check_module(value: Any, name: str, after: str = "") -> None:
     import torch
 
     if not isinstance(value, torch.nn.Module):
-        raise TypeError(f"{name} is {shown(value)}: give a torch.nn.Module{after}")
+        raise TypeError(f"{name} is {shown(value)}, expected a torch.nn.Module{after}")
 
 
 def shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What public functions return: text on a terminal, HTML in a notebook, plain values for a program."""
+"""Base of the results of public functions: text on a terminal, HTML in a notebook, plain values for a program."""
 
 from __future__ import annotations
 

@@ -65,16 +65,13 @@ def _choice(name: str, given: str | None, variable: str, choices: tuple[str, ...
 
 
 def _budget(given: int | str | None) -> int | None:
-    from memopt import _C
+    from memopt._runtime import arguments
 
     value = given if given is not None else os.environ.get("MEMOPT_BUDGET") or None
     source = "memory_budget" if given is not None else "MEMOPT_BUDGET"
     if value is None:
         return None
-    try:
-        size = _C.parse_size(value)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
+    size = arguments.size(value, source)
     if size == 0:
         raise ValueError(f"{source}=0 leaves nothing to allocate: leave it out for no budget")
     return size

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from memopt._offload.layers import OffloadedLayers, offload_layers
+from memopt._runtime import arguments
 from memopt._runtime.state_snapshot import Modes
 from memopt._runtime.to_dtype import to_dtype_
 from memopt.compress._model_changes import fraction
@@ -309,8 +310,8 @@ def _positive(value: Any, what: str) -> float:
 
 def _check_teacher(teacher: Any, student: Any, offload: Any) -> None:
     for model, who in ((teacher, "teacher"), (student, "student")):
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"{who}: expected a torch.nn.Module, got a {type(model).__name__}")
+        if model is not None:
+            arguments.check_module(model, who)
     if teacher is None:
         if offload is not None:
             raise ValueError("offload= applies to a teacher, but there is none")
@@ -330,10 +331,7 @@ def _projections(projections: Mapping[str, nn.Module], pairs: Mapping[str, str])
     for name, module in projections.items():
         if name not in pairs:
             raise ValueError(f"projections: {name!r} is not among the student's features {sorted(pairs)}")
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"projections[{name!r}]: expected a torch.nn.Module, got a {type(module).__name__}"
-            )
+        arguments.check_module(module, f"projections[{name!r}]")
     return list(projections.values())
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize, prune
 
+from memopt._runtime import arguments
 from memopt._runtime.state_snapshot import CONTAINERS, GradientTensors, refill
 from memopt.compress._saved_report import Evaluate, Report, check_evaluate, measure, score
 
@@ -26,8 +27,7 @@ def check_model(model: Any, function: str, *, replaces: bool) -> None:
 
     replaces: whether parameters become other objects, or of another shape. Raises TypeError and ValueError.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{function}: expected a torch.nn.Module, got a {type(model).__name__}")
+    arguments.check_module(model, f"{function}: model")
     for name, module in model.named_modules():
         if why := _refusal(module, replaces):
             raise ValueError(f"{function}: {_where(name, module)} {why}")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memopt import _C
+from memopt._runtime import arguments
 from memopt._runtime.results import Result
 from memopt._runtime.storages import memory_of, storage_bytes
 from memopt.compress._model_changes import Outcome, carry_out, check_model, unusable
@@ -224,8 +225,7 @@ def duplicates(model: nn.Module) -> Duplicates:
     Examples:
         >>> print(memopt.compress.duplicates(model))
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"duplicates: expected a torch.nn.Module, got a {type(model).__name__}")
+    arguments.check_module(model, "duplicates: model")
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),

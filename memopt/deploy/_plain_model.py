@@ -23,6 +23,7 @@ from memopt._checkpoint.shape_plans import PlannedForward, StageForward
 from memopt._checkpoint.stages.module_forwards import ClassForward
 from memopt._offload.layers import LayerCall
 from memopt._offload.visits import NAME
+from memopt._runtime import arguments
 
 
 @dataclass
@@ -52,8 +53,7 @@ def plain_model(model: nn.Module) -> PlainModel:
         TypeError: It is no module.
         ValueError: It cannot be copied; the message says why.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"deploy.export: model is a {type(model).__name__}; expected a torch.nn.Module")
+    arguments.check_module(model, "deploy.export: model")
     inside, taken_off = model, []
     while (held := _wrapped(inside)) is not None:
         taken_off.append(type(inside).__name__)

@@ -1,5 +1,5 @@
-"""What a page must be for all who read it, asked of the browser that has drawn it: names of charts and controls,
-contrast, headings, tables, and that no text is cut or lies on another."""
+"""Checks of what a page must be for all who read it, asked of the browser that has drawn it: names of charts and
+controls, contrast, headings, tables, and that no text is cut or lies on another."""
 
 from __future__ import annotations
 

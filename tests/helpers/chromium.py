@@ -280,3 +280,18 @@ def running() -> Iterator[Chromium]:
             yield browser
         finally:
             browser.close()
+
+
+def for_tests() -> Iterator[Chromium]:
+    """Yield a running browser; where none is or none starts, the tests are skipped, which says so."""
+    import pytest  # the benchmarks use this file without it
+
+    if find() is None:
+        pytest.skip("there is no Chromium (apt-get install chromium, or name one in MEMOPT_CHROMIUM)")
+    with contextlib.ExitStack() as open_:
+        try:
+            browser = open_.enter_context(running())
+            browser.call("Browser.getVersion")
+        except (OSError, EOFError) as error:
+            pytest.skip(f"Chromium does not start here: {error}")
+        yield browser

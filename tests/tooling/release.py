@@ -194,7 +194,7 @@ def tagged(wheel: Path, out: Path, platform: str, epoch: int) -> Path:
 
 
 def compilers() -> list[dict[str, str]]:
-    """What the wheel was made with, as components of the bill of materials."""
+    """Return what the wheel was made with, as components of the bill of materials."""
     compiler = os.environ.get("CC", "gcc").split()[0]
     used = [
         {"name": "cpython", "version": sys.version.split()[0]},

@@ -32,7 +32,7 @@ def section(page: str, title: str = "") -> str:
 
 
 def named(text: str) -> set[str]:
-    """What the first columns of a text's tables name."""
+    """Return the names in the first columns of a text's tables."""
     cells = re.findall(r"^\| ([^|]*) \|", text, re.MULTILINE)
     return {name for cell in cells for name in re.findall(r"`(\w[\w.]*)`", cell)}
 

@@ -1,4 +1,4 @@
-"""What a page carries of a recording's columns: addresses without the gaps between them, and integers in few bytes."""
+"""Columns of a recording, as a page has them: addresses without the gaps between them, integers in few bytes."""
 
 from __future__ import annotations
 

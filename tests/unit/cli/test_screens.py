@@ -1,4 +1,4 @@
-"""What the commands say on a terminal of 60, 80 and 120 columns, and where there is none: tests/screens/*.txt.
+"""Screens of the commands on a terminal of 60, 80 and 120 columns, and where there is none: tests/screens/*.txt.
 
 `pytest --record-screens tests/unit/cli/test_screens.py` writes the files anew: read what has changed."""
 

@@ -52,7 +52,7 @@ def test_training_mode(old):
 
 
 def test_what_is_no_model(old):
-    refused(old, TypeError, "is a function; expected", lambda x: x, X, old)
+    refused(old, TypeError, "is a function, expected", lambda x: x, X, old)
     scripted = torch.jit.trace(nn.Linear(4, 4), X)
     refused(old, ValueError, "is already TorchScript", scripted, X, old)
     refused(old, ValueError, "has no shape yet", nn.LazyLinear(3), X, old)

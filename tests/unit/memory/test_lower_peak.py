@@ -1,4 +1,4 @@
-"""What would lower the peak of a recording: changes with their bytes, cost and line; nothing where nothing is known."""
+"""Advice on the peak of a recording: changes with their bytes, cost and line; nothing where nothing is known."""
 
 from __future__ import annotations
 

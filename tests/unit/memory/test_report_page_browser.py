@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.server
 import json
 import os
@@ -25,15 +24,7 @@ SEEDS = range(60 if os.environ.get("MEMOPT_SOAK") == "1" else 5)
 
 @pytest.fixture(scope="module")
 def browser():
-    if chromium.find() is None:
-        pytest.skip("there is no Chromium (apt-get install chromium, or name one in MEMOPT_CHROMIUM)")
-    with contextlib.ExitStack() as open_:
-        try:
-            running = open_.enter_context(chromium.running())
-            running.call("Browser.getVersion")
-        except (OSError, EOFError) as error:
-            pytest.skip(f"Chromium does not start here: {error}")
-        yield running
+    yield from chromium.for_tests()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What public functions return: text, HTML, plain values, the names that attributes had, and old pickles."""
+"""Results of public functions: text, HTML, plain values, the names that attributes had, and old pickles."""
 
 import copy
 import json

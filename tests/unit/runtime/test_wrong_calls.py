@@ -50,7 +50,7 @@ def given(tmp_path):
 
 # A call; what its error names of it; what it says to write instead.
 CALLS = """
-auto(x, model, memory_budget="1GiB")                         | model is a Tensor         | give a torch.nn.Module
+auto(x, model, memory_budget="1GiB")                         | model is a Tensor         | expected a torch.nn.Module
 auto(model, x)                                               | memory_budget             | missing 1 required
 auto(model, x, memory_budget="much")                         | memory_budget: 'much'     | such as '8GiB'
 auto(model, x, memory_budget=-1)                             | memory_budget: -1         | 0 or more bytes
@@ -86,7 +86,7 @@ estimate(model, x, steps=0)                                  | steps=0          
 estimate(model, x, amp="fp8")                                | amp='fp8'                 | 'bf16', 'bfloat16', 'fp16'
 estimate(model, x, optimizer="AdamW")                        | optimizer is 'AdamW'      | torch.optim.AdamW
 estimate(model, x, loss="mean")                              | loss is 'mean'            | give a function
-fit(x, adam, model, memory_budget="1GiB")                    | model is Tensor           | give the torch.nn.Module
+fit(x, adam, model, memory_budget="1GiB")                    | model is a Tensor         | expected a torch.nn.Module
 fit(stack(), adam, x, memory_budget="1GiB")                  | not one of Sequential's   | give the model that this
 fit(model, torch.optim.SGD, x, memory_budget="1GiB") | the class SGD | give the torch.optim.Optimizer
 fit(model, [adam], x, memory_budget="1GiB")                  | a list of 1               | give one optimizer
@@ -100,7 +100,7 @@ fit(model, adam, x, memory_budget="1GiB", loss=loss, effective_batch=3) | effect
 backward(step, x)                                            | 'model'                   | missing 1 required
 backward(x, step, model=model)                               | fn is a Tensor            | the batch comes after it
 backward(step, model=model)                                  | no tensor                 | pass the batch after fn
-backward(step, x, model="model")                             | model is 'model'          | give a torch.nn.Module
+backward(step, x, model="model")                             | model is 'model'          | expected a torch.nn.Module
 backward(step, x, model=[])                                  | model=                    | names no module
 backward(step, x, model=model, reduction="median")           | reduction='median'        | expected 'mean', 'sum'
 backward(step, x, model=model, micro_batch_size=0)           | micro_batch_size=0        | at least 1 sample
@@ -158,7 +158,7 @@ compress.prune_(model, 0.5, layers=["nope"], method="2:4")                 | 'no
 compress.prune_(model, 0.5, "structured")                    | structured                | give it a sample=
 compress.prune_(model, 0.5, "2:4", evaluate=3)                      | evaluate=3                | expected a function
 compress.quantize_(model, "int3")                            | method='int3'             | 'int8_weight_only', 'int4'
-compress.quantize_(x)                                        | got a Tensor              | expected a torch.nn.Module
+compress.quantize_(x)                                        | model is a Tensor         | expected a torch.nn.Module
 compress.sparsify_(model, "csc")                             | layout='csc'              | 'coo', 'csr', '2:4'
 compress.sparsify_(model, index_dtype=torch.int16)           | torch.int16               | torch.int32 or torch.int64
 compress.tie_(model, [("0.weight", "nope")])                 | 'nope'                    | no parameter or module
