@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,12 +74,10 @@ def compare(before: LiveTensors, after: LiveTensors, steps: int) -> list[Growth]
 
     Groups of a model and of an optimizer are left out: their sizes are fixed.
     """
-    known = {_key(group): group for group in before.groups}
+    known = _by_key(before)
     found = []
-    for group in after.groups:
-        if group.category in ("parameters", "gradients", "optimizer"):
-            continue
-        old = known.get(_key(group))
+    for key, group in _by_key(after).items():
+        old = known.get(key)
         nbytes, count, nodes = (old.nbytes, old.count, old.nodes) if old else (0, 0, 0)
         growth = Growth(
             (group.nbytes - nbytes) / steps,
@@ -90,6 +88,23 @@ def compare(before: LiveTensors, after: LiveTensors, steps: int) -> list[Growth]
         if max(growth.tensors, growth.nodes) >= 0.5 and growth.nbytes >= 0:
             found.append(growth)
     return sorted(found, key=lambda growth: (-growth.nbytes, -growth.nodes))
+
+
+def _by_key(look: LiveTensors) -> dict[tuple[str, ...], LiveGroup]:
+    """Return the groups that may grow, those of one key (inputs and activations of one name) as one."""
+    found: dict[tuple[str, ...], LiveGroup] = {}
+    for group in look.groups:
+        if group.category in ("parameters", "gradients", "optimizer"):
+            continue
+        if other := found.get(key := _key(group)):
+            group = replace(
+                other,
+                nbytes=other.nbytes + group.nbytes,
+                count=other.count + group.count,
+                nodes=max(other.nodes, group.nodes),
+            )
+        found[key] = group
+    return found
 
 
 def _culprits(grown: list[Growth], known: set[tuple[str, str]]) -> list[Growth]:

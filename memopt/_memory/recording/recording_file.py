@@ -35,6 +35,9 @@ _MOST_BYTES, _MOST_RATIO = 256 << 20, 100
 _MOST_JSON = 1 << 30
 _MOST_DEVICES = 1 << 16
 _MOST_SIZE = 1 << 56  # bytes of a block: sums of 64 of them still are int64, and devices have less
+_MOST_ADDRESS = (
+    1 << 62
+)  # with a block's size it still is int64; addresses of processes and devices have 57 bits
 
 
 def save(recordings: Recording | Sequence[Recording], path: str | Path) -> None:
@@ -90,6 +93,9 @@ def _checked(recording: Recording) -> Recording:
     size = recording.columns["size"]
     if len(size) and not (int(size.min()) >= 0 and float(size.double().sum()) < _MOST_SIZE):
         raise ValueError("it has blocks of impossible sizes")
+    address = recording.columns["address"]
+    if len(address) and not (int(address.min()) >= 0 and int(address.max()) < _MOST_ADDRESS):
+        raise ValueError("it has blocks at impossible addresses")
     return replace(
         recording,
         device=_text(recording.device),

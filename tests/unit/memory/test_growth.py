@@ -16,6 +16,7 @@ import memopt
 from memopt._memory.live import growth
 from memopt._memory.live.growth import GrowthWarning, GrowthWatch, compare
 from memopt._memory.live.heap_snapshot import HeapSnapshot
+from memopt._memory.live.live_tensors import LiveGroup, LiveTensors
 from memopt._memory.live.variables import Variables
 
 STEPS = 8 * (1 + growth.RISES + 1 + 1) + 1
@@ -229,6 +230,22 @@ def test_two_looks_at_the_same_differ_in_nothing():
     held = [torch.ones(8) for _ in range(5)]
     look = memopt.live_tensors()
     assert compare(look, look, 1) == [] and len(held) == 5
+
+
+def test_inputs_and_activations_of_one_name_are_one():
+    def group(category, count, nodes):
+        return LiveGroup(
+            64 * count, count, "cpu", category, "held", "", "a.py:1", "", nodes, False, True, False
+        )
+
+    def look(*groups):
+        return LiveTensors(tensors=[], groups=list(groups), top=8, complete=True, devices={})
+
+    before = look(group("activations", 1, 3), group("inputs", 4, 0))
+    assert compare(before, before, 1) == []
+    assert compare(before, look(group("inputs", 5, 0)), 1) == []  # one is of another category now
+    (grown,) = compare(before, look(group("inputs", 5, 0), group("activations", 3, 3)), 1)
+    assert (grown.tensors, grown.nbytes, grown.group.count) == (3, 3 * 64, 8)
 
 
 def test_enable_watches_and_disable_ends_it():

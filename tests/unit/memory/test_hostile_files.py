@@ -129,6 +129,16 @@ def told_by_every_command(path, capsys):
     told(["diff", str(path), str(path), *page], capsys)
 
 
+def test_impossible_addresses_are_refused(tmp_path):
+    path = tmp_path / "forged.mopt"
+    recording = made(3)
+    for address in (-1, -(2**63), 2**62, 2**63 - 1):
+        recording.columns["address"][0] = address
+        recording_file.save(recording, path)
+        with pytest.raises(ValueError, match="impossible addresses"):
+            recording_file.load_all(path)
+
+
 @pytest.mark.parametrize("forged", [forged_snapshot, forged_recording])
 def test_forged_recordings_are_refused_in_one_line_or_shown(tmp_path, capsys, forged):
     chance = random.Random(SEED)
