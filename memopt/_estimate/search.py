@@ -143,19 +143,23 @@ class Search:
 
     def with_more_budget(self, names: Names, room: int) -> Names:
         """Return techniques that fit with the largest budget for CHECKPOINT that was found with which they still do, if
-        they are faster then; with expandable segments if these make room for more.
+        they are faster then; with expandable segments, if they fit with these.
+
+        A plan is made anew where the script runs, by the times measured there: its blocks may be others, and fixed
+        segments may have no place for them.
 
         Args:
             names: The techniques.
             room: Bytes of the card for tensors.
         """
         first, own = self.run(names), next((name for name in names if name.startswith(CHECKPOINT)), None)
-        if own is None or first is None or 0 < first.seconds <= self._plain_seconds:
+        if own is None or first is None:
             return names
-        others = names - {own}
-        if "expandable" in self.techniques and not others & _ALLOCATORS:
-            others |= {"expandable"}
-        best, fastest, low, high = names, first.seconds, _budget_of(own, first), room
+        others = self._with_expandable(names - {own})
+        best = others | {own} if self._fits(others | {own}) else names
+        if 0 < first.seconds <= self._plain_seconds:
+            return best
+        fastest, low, high = first.seconds, _budget_of(own, first), room
         budgets = [int(share * room) for share in _BUDGETS]
         for _ in range(_TRIES):
             if high - low < _CLOSE * room:
@@ -171,11 +175,11 @@ class Search:
             if budgets or budget >= _BUDGETS[-1] * room:
                 break
             low = budget
-        without = best - ({"expandable"} - names)
-        if without in (names, best) or not self._fits(without):
-            return best
-        tried = self.run(without)
-        return without if tried is not None and tried.seconds <= fastest else best
+        return best
+
+    def _with_expandable(self, names: Names) -> Names:
+        possible = "expandable" in self.techniques and not names & _ALLOCATORS
+        return names | {"expandable"} if possible else names
 
     def could_fit(self, names: Names) -> bool:
         """Return whether no forecast says that techniques cannot fit."""

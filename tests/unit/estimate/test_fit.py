@@ -171,7 +171,7 @@ def test_progress_has_budgets_as_sizes_and_says_shortly_what_is_no_use(fit, capf
     assert main(["fit", "-f", "--gpu", str(PEAK - 50 * MIB + cards.CONTEXT), "train.py"]) == 0
     said = capfd.readouterr().err.splitlines()
     budget = int(json.loads(Path("train.fit.json").read_text())["techniques"][0].partition(":")[2])
-    assert any(f"with checkpoint within {format_size(budget)} on " in line for line in said)
+    assert any(f"with checkpoint within {format_size(budget)} and expandable on " in line for line in said)
     assert "memopt fit: nothing in the script takes offload activations" in said
     assert str(budget) not in "".join(said)
 

@@ -98,20 +98,21 @@ def test_two_that_do_not_run_together_are_tried_without_one_another():
     assert [*Search(names, PLAIN, PLAIN - 400, attempt).found()] == [{"offload states", "loss head"}]
 
 
-@pytest.mark.parametrize(("native", "slower"), [(920, 0.0), (1000, 0.0), (1000, 0.01)])
-def test_a_checkpoint_gets_more_where_expandable_segments_make_room(native, slower):
-    """The native allocator has room for `native` of 1000 MiB, or its schedules are slower."""
+@pytest.mark.parametrize(("growing", "plan"), [(1000, 990), (920, 915), (800, None)])
+def test_a_checkpoint_gets_expandable_segments_if_it_fits_with_them(growing, plan):
+    """These have room for `growing` of 1000 MiB, fixed ones for 920."""
     mib = 1 << 20
 
     def attempt(names):
         given = next(int(name.partition(":")[2]) for name in names if name.startswith("checkpoint"))
-        fits = given <= (1000 if "expandable" in names else native) * mib
-        return Tried(fits, given, 2.0 - given / (1000 * mib) / 10 + ("expandable" not in names) * slower)
+        return Tried(
+            given <= (growing if "expandable" in names else 920) * mib, given, 2.0 - given / (10000 * mib)
+        )
 
     found = Names([f"checkpoint:{900 * mib}"])
     search = Search([*found, "expandable"], 2000 * mib, 1000 * mib, attempt, 1.0)
-    allocator = {"expandable"} if native < 990 or slower else set()
-    assert search.with_more_budget(found, 1000 * mib) == {f"checkpoint:{990 * mib}", *allocator}
+    expected = found if plan is None else {f"checkpoint:{plan * mib}", "expandable"}
+    assert search.with_more_budget(found, 1000 * mib) == expected
 
 
 @pytest.mark.parametrize(
