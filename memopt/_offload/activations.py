@@ -106,7 +106,7 @@ class offload_activations(ContextDecorator):
 
     def __enter__(self) -> offload_activations:
         space = None if self.to == "cpu" else disk_space(self.to)
-        saved = SavedStorages(partial(self._begin, space), self.in_flight)
+        saved = self._new_pass(space)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._packer(saved), methodcaller("unpack"))
         hooks.__enter__()
         self._passes.append((saved, hooks, space))
@@ -122,6 +122,9 @@ class offload_activations(ContextDecorator):
                 give_up(space)
             if raised[0] is None:
                 raise
+
+    def _new_pass(self, space: DiskSpace | None) -> SavedStorages:
+        return SavedStorages(partial(self._begin, space), self.in_flight)
 
     def _packer(self, storages: SavedStorages) -> Callable[[torch.Tensor], SavedTensor | SavedWrapper]:
         def pack(tensor: torch.Tensor) -> SavedTensor | SavedWrapper:
@@ -184,6 +187,42 @@ class offload_activations(ContextDecorator):
                 "available (host_memory=, or the machine's); tensors that do not fit stay on the device",
                 stacklevel=2,
             )
+
+
+class OffloadedCalls(offload_activations):
+    """A context for each of several calls whose outputs have one backward pass, such as an actor's and its critics'.
+
+    What one call saved last may leave while the next one runs. The forward pass ends with the first tensor that the
+    backward pass wants, or before a module is called again: what no backward pass follows is not held for longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shared: SavedStorages | None = None
+        self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def of(self, module: torch.nn.Module) -> OffloadedCalls:
+        if self._shared is not None and (self._shared.over or module in self._called):
+            self._end()
+        self._called.add(module)
+        return self
+
+    def _new_pass(self, space: DiskSpace | None) -> SavedStorages:
+        if self._shared is None:
+            self._shared = super()._new_pass(space)
+            self._shared.ends_when_wanted = True
+        return self._shared
+
+    def _end(self) -> None:
+        if self._shared is not None:
+            self._shared.ended()
+        self._shared = None
+        self._called.clear()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.last, hooks, _ = self._passes.pop()
+        hooks.__exit__(*raised)
+        if raised[0] is not None:
+            self._end()
 
 
 def _is_a_parameters(tensor: torch.Tensor) -> bool:
@@ -400,6 +439,7 @@ class SavedStorages:
         self._next = -1  # what is fetched next
         self._lock = threading.RLock()  # backward passes run on threads of their own, one a device
         self.bytes_out = self.bytes_in = 0
+        self.over, self.ends_when_wanted = False, False
 
     @property
     def in_flight(self) -> int:
@@ -460,7 +500,7 @@ class SavedStorages:
         """End the forward pass: storages that have not begun to leave stay.
 
         Raises the first error, once everything is settled."""
-        failure = None
+        failure, self.over = None, True
         with self._lock:
             self._known.clear()
             self._here.clear()
@@ -478,6 +518,8 @@ class SavedStorages:
 
     def back(self, saved: SavedStorage, wanted_in: int) -> tuple[torch.UntypedStorage, int]:
         with self._lock:
+            if self.ends_when_wanted and not self.over:
+                self.ended()
             if saved.away:
                 if not saved.coming:
                     self.bytes_in += saved.nbytes

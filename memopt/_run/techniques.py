@@ -169,9 +169,9 @@ class Techniques:
         A part of such a model that is called by itself runs again in a backward pass. Under bf16 results leave the
         call as fp32, as accelerate has them: the loss is computed outside of it.
         """
-        import memopt
+        from memopt._offload.activations import OffloadedCalls
 
-        original = nn.Module.__call__
+        original, offloaded = nn.Module.__call__, OffloadedCalls()
         models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         tiled: weakref.WeakSet[TiledForward] = weakref.WeakSet()
         parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -196,7 +196,7 @@ class Techniques:
                         self._checkpoint(module, args, kwargs, budget)
                 if OFFLOAD_ACTIVATIONS in names:
                     self._met(OFFLOAD_ACTIVATIONS, module)
-                    around.enter_context(memopt.offload_activations())
+                    around.enter_context(offloaded.of(module))
                 results = original(module, *args, **kwargs)
             if TILES not in self.applied and any(one.ran for one in tiled):
                 self._met(TILES, module)

@@ -242,3 +242,35 @@ def test_logits_that_are_used_otherwise_are_made(tmp_path):
         ]
         assert peaks[1]["techniques"] == {} and peaks[1]["exit_status"] == 0, peaks[1]["complained"]
         assert peaks[1]["peak_allocated"] == peaks[0]["peak_allocated"]
+
+
+THREE = """\
+import torch
+from torch import nn
+
+def mlp(inputs):
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    return nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), *hidden, nn.Linear(256, 8)).cuda()
+
+actor, critics = mlp(8), [mlp(8), mlp(8)]
+optimizer = torch.optim.Adam(actor.parameters())
+for step in range(3):
+    acts = actor(torch.ones(16384, 8, device="cuda"))
+    loss = torch.min(*[critic(acts) for critic in critics]).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    for critic in critics:  # no backward pass follows
+        held = critic(torch.ones(16384, 8, device="cuda")).sum()
+        del held
+"""
+
+
+def test_what_one_model_saved_leaves_while_the_next_one_runs(tmp_path):
+    def peak_with(*techniques):
+        found = estimate(tmp_path, THREE, techniques=list(techniques), rates_of="rtx3090")
+        assert found["exit_status"] == 0 and found["oom"] is None, found["complained"]
+        return found["peak_allocated"]
+
+    layer = 16384 * 256 * 4  # bytes that one ReLU saves, of twelve: of each model four
+    assert peak_with("offload activations") <= peak_with() - 2 * layer
