@@ -252,7 +252,8 @@ def find(
     search: Search = advice.search_of(estimate, card, survey.request.backend, attempt, wanted)
     chosen = next(search.found(), None)
     if chosen is not None:
-        chosen = search.with_more_budget(chosen, card.usable_bytes - estimate.context_bytes)
+        room = card.usable_bytes - estimate.context_bytes
+        chosen = search.with_more_budget(chosen, room, native=survey.request.backend == "native")
         answer = tried[chosen].answer
         assert answer is not None
         fit.plan = _plan(

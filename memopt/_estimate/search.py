@@ -141,7 +141,7 @@ class Search:
                     fitting = rest
             yield fitting
 
-    def with_more_budget(self, names: Names, room: int) -> Names:
+    def with_more_budget(self, names: Names, room: int, *, native: bool) -> Names:
         """Return techniques that fit with the largest budget for CHECKPOINT that was found with which they still do, if
         they are faster then; with expandable segments, if they fit with these.
 
@@ -151,11 +151,14 @@ class Search:
         Args:
             names: The techniques.
             room: Bytes of the card for tensors.
+            native: Whether the allocator is torch's own, if none is among the names.
         """
         first, own = self.run(names), next((name for name in names if name.startswith(CHECKPOINT)), None)
         if own is None or first is None:
             return names
-        others = self._with_expandable(names - {own})
+        others = names - {own}
+        if native and not others & _ALLOCATORS:
+            others |= {"expandable"}
         best = others | {own} if self._fits(others | {own}) else names
         if 0 < first.seconds <= self._plain_seconds:
             return best
@@ -176,10 +179,6 @@ class Search:
                 break
             low = budget
         return best
-
-    def _with_expandable(self, names: Names) -> Names:
-        possible = "expandable" in self.techniques and not names & _ALLOCATORS
-        return names | {"expandable"} if possible else names
 
     def could_fit(self, names: Names) -> bool:
         """Return whether no forecast says that techniques cannot fit."""

@@ -110,9 +110,9 @@ def test_a_checkpoint_gets_expandable_segments_if_it_fits_with_them(growing, pla
         )
 
     found = Names([f"checkpoint:{900 * mib}"])
-    search = Search([*found, "expandable"], 2000 * mib, 1000 * mib, attempt, 1.0)
+    search = Search(found, 2000 * mib, 1000 * mib, attempt, 1.0)
     expected = found if plan is None else {f"checkpoint:{plan * mib}", "expandable"}
-    assert search.with_more_budget(found, 1000 * mib) == expected
+    assert search.with_more_budget(found, 1000 * mib, native=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,9 @@ def test_a_checkpoint_gets_the_budget_that_is_left(largest, seconds, room, budge
 
     found = Names([f"checkpoint:{900 * mib}", "fused"])
     plain = 1.0
-    asked = Search(found, 2000 * mib, room * mib, attempt, plain).with_more_budget(found, room * mib)
+    asked = Search(found, 2000 * mib, room * mib, attempt, plain).with_more_budget(
+        found, room * mib, native=False
+    )
     assert asked == Names([f"checkpoint:{budget * mib}", "fused"])
 
 
