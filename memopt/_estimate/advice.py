@@ -10,7 +10,7 @@ from memopt._estimate import cards
 from memopt._estimate.cards import Card
 from memopt._estimate.forecast import Forecast
 from memopt._estimate.prediction import Advice, Estimate
-from memopt._estimate.search import TIERS, Names, Search, Tried, tier_of
+from memopt._estimate.search import PAGES, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import seconds
 from memopt._run.plan import (
     BF16,
@@ -119,7 +119,7 @@ def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
         yield from (FUSED, EIGHT_BITS, FOUR_BITS, FACTORED)
         yield from (OFFLOAD_STATES, OFFLOAD_GRADIENTS, STEP_IN_BACKWARD)
         room = card.usable_bytes - found.context_bytes
-        budget = max(1, int(_BUDGET * room) >> 20)  # its least is taken where that is more
+        budget = max(1, min(int(_BUDGET * room), room - PAGES) >> 20)  # its least is taken where that is more
         yield from (f"{CHECKPOINT}:{budget << 20}", LEAST)
         yield from (OFFLOAD_ACTIVATIONS, LOSS_HEAD, TILES, BF16)
     if found.by_category.get("parameters"):

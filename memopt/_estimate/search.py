@@ -71,6 +71,7 @@ _ALLOCATORS = {"expandable", "pool"}
 _SURE = 0.98  # of what is worked out: some blocks are taken for another category's
 _BUDGETS = (0.99, 0.96)  # of the room, before it is halved what lies below
 _TRIES, _CLOSE = 4, 0.03
+PAGES = 2 * (20 << 20)  # bytes: by 20 MiB torch's segments grow, so that what is left of a few is in pieces
 _LIKELY = 3  # combinations of a tier that are run because they are predicted to fit
 
 Names = frozenset[str]
@@ -162,6 +163,7 @@ class Search:
         best = others | {own} if self._fits(others | {own}) else names
         if 0 < first.seconds <= self._plain_seconds:
             return best
+        room -= PAGES
         fastest, low, high = first.seconds, _budget_of(own, first), room
         budgets = [int(share * room) for share in _BUDGETS]
         for _ in range(_TRIES):

@@ -10,7 +10,7 @@ import pytest
 
 from memopt._estimate import cards, search
 from memopt._estimate.forecast import Forecast
-from memopt._estimate.search import Names, Search, Tried, tier_of
+from memopt._estimate.search import PAGES, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import Segment
 
 NAMES = [name if name != "checkpoint" else "checkpoint:9" for name in search._TIER if name != "pool"]
@@ -112,7 +112,7 @@ def test_a_checkpoint_gets_expandable_segments_if_it_fits_with_them(growing, pla
     found = Names([f"checkpoint:{900 * mib}"])
     search = Search(found, 2000 * mib, 1000 * mib, attempt, 1.0)
     expected = found if plan is None else {f"checkpoint:{plan * mib}", "expandable"}
-    assert search.with_more_budget(found, 1000 * mib, native=True) == expected
+    assert search.with_more_budget(found, 1000 * mib + PAGES, native=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_checkpoint_gets_the_budget_that_is_left(largest, seconds, room, budge
     found = Names([f"checkpoint:{900 * mib}", "fused"])
     plain = 1.0
     asked = Search(found, 2000 * mib, room * mib, attempt, plain).with_more_budget(
-        found, room * mib, native=False
+        found, room * mib + PAGES, native=False
     )
     assert asked == Names([f"checkpoint:{budget * mib}", "fused"])
 
