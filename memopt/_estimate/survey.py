@@ -201,9 +201,8 @@ class Survey:
         # What hangs with a technique must not keep the answer back.
         limit = min(self.request.seconds or math.inf, max(_LEAST_SECONDS, _TIMES * found.seconds))
         request = replace(
-            self.request,
+            self._with_backend(backend, found.reserved_bytes[1]),
             techniques=techniques,
-            backend=backend,
             seconds=limit,
             timed=True,
             record=self.request.timed and len(names) == 1,
@@ -234,6 +233,14 @@ class Survey:
         if answer.completed and found.reserved_bytes[0] != found.reserved_bytes[1] and found.unknowns:
             answer = self._ask(replace(request, cudnn_workspace=CUDNN_WORKSPACE), f"{what}, with workspaces")
         return answer.completed
+
+    def _with_backend(self, name: str, held: int) -> Request:
+        """Return the request with an allocator. The granules of memopt's pool are a share of the device, which must not
+        be one without limit: it has twice what another allocator held, or what the card has."""
+        if name == self.request.backend or name != "pool":
+            return replace(self.request, backend=name)
+        there = 0 if self.card is None else self.card.usable_bytes
+        return replace(self.request, backend=name, memory=min(self.request.memory, max(2 * held, there)))
 
     def _several(self, asked: list[tuple[Request, str]]) -> list[Answer]:
         pool = ThreadPoolExecutor(max(1, self.jobs))
@@ -280,7 +287,7 @@ class Survey:
 
     def _compare(self, found: Estimate, free: Answer, limited: Answer | None) -> None:
         others = [name for name in BACKENDS if name != self.request.backend]
-        requests = [replace(self.request, backend=name) for name in others]
+        requests = [self._with_backend(name, free.held) for name in others]
         answers = self._several([(r, f"with the allocator '{r.backend}'") for r in requests])
         own = None if limited is None else limited.completed
         found.backends = [Backend(self.request.backend, free.held, own, free.peak_allocated)]

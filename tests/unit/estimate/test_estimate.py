@@ -326,6 +326,14 @@ def test_an_allocator_that_would_do_is_named(script, capfd):
     assert all(b["completes"] for b in found["backends"])
 
 
+def test_the_pool_is_not_run_on_a_device_without_limit(script, capfd):
+    """Its granules are a share of the device: of 16 TiB a gigabyte each."""
+    path = script()
+    held = answer(capfd, path)["reserved_bytes"][1]
+    memory = {one["backend"]: one["memory"] for one in requests(path)}
+    assert memory["expandable"] == cards.NO_LIMIT and held < memory["pool"] <= 2 * held
+
+
 def test_what_fits_because_the_allocator_gives_back_its_cache_fits_tightly(script, capfd, tmp_path):
     card, path = str(allocated() + cards.CONTEXT), script()
     assert main(["estimate", "--gpu", card, str(path)]) == 0
