@@ -556,8 +556,8 @@ BLOCKS: dict[Path, dict[str, Callable[[], str]]] = {
     README: {
         "picture": lambda: f"![{picture_text()}]({PICTURE.relative_to(ROOT)})",
         "estimate": lambda: screen("estimate", "modules", "allocators", "source"),
-        "fit": lambda: screen("fit", "not enough", "fails", "assumed"),
-        "out of memory": lambda: screen("out of memory"),
+        "fit": lambda: screen("fit", "not enough", "fails", "assumed", "covered"),
+        "out of memory": lambda: screen("out of memory", "Top lines"),
         "levers": levers,
     },
     BENCHMARKS / "RESULTS.md": {"demo": demo, "figures": table},

@@ -151,6 +151,9 @@ class Survey:
         else:
             shown = self.shown if limited is None else None
             free = self._ask(told, f"{self.title} on a card without limit", shown)
+        if told.backend == "pool" and free.oom is None and free is not limited:
+            told = self._with_backend("pool", free.peak_allocated, told)
+            free = self._ask(told, f"{self.title} on {_C.format_size(told.memory)}")
         if free.oom is not None:
             raise ChildFailed(f"it requests more than {_C.format_size(cards.NO_LIMIT)}: {free.oom}")
         said = limited if limited is not None and limited.oom else free
@@ -234,13 +237,12 @@ class Survey:
             answer = self._ask(replace(request, cudnn_workspace=CUDNN_WORKSPACE), f"{what}, with workspaces")
         return answer.completed
 
-    def _with_backend(self, name: str, held: int) -> Request:
+    def _with_backend(self, name: str, held: int, request: Request | None = None) -> Request:
         """Return the request with an allocator. The granules of memopt's pool are a share of the device, which must not
-        be one without limit: it has twice what another allocator held, or what the card has."""
-        if name == self.request.backend or name != "pool":
-            return replace(self.request, backend=name)
+        be one without limit: it has twice what is held, or what the card has."""
+        request = replace(request or self.request, backend=name)
         there = 0 if self.card is None else self.card.usable_bytes
-        return replace(self.request, backend=name, memory=min(self.request.memory, max(2 * held, there)))
+        return replace(request, memory=max(2 * held, there)) if name == "pool" else request
 
     def _several(self, asked: list[tuple[Request, str]]) -> list[Answer]:
         pool = ThreadPoolExecutor(max(1, self.jobs))

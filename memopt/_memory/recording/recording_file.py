@@ -35,9 +35,7 @@ _MOST_BYTES, _MOST_RATIO = 256 << 20, 100
 _MOST_JSON = 1 << 30
 _MOST_DEVICES = 1 << 16
 _MOST_SIZE = 1 << 56  # bytes of a block: sums of 64 of them still are int64, and devices have less
-_MOST_ADDRESS = (
-    1 << 62
-)  # with a block's size it still is int64; addresses of processes and devices have 57 bits
+_MOST_ADDRESS = 1 << 62  # with a block's size it still is int64; processes and devices have 57 bits
 
 
 def save(recordings: Recording | Sequence[Recording], path: str | Path) -> None:
