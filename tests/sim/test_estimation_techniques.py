@@ -244,19 +244,18 @@ def test_logits_that_are_used_otherwise_are_made(tmp_path):
         assert peaks[1]["peak_allocated"] == peaks[0]["peak_allocated"]
 
 
-THREE = """\
+ACTOR_AND_CRITICS = """\
 import torch
 from torch import nn
 
-def mlp(inputs):
-    hidden = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    return nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), *hidden, nn.Linear(256, 8)).cuda()
+def mlp():
+    return nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8)).cuda()
 
-actor, critics = mlp(8), [mlp(8), mlp(8)]
+actor, critics = mlp(), [mlp() for _ in range(5)]
 optimizer = torch.optim.Adam(actor.parameters())
 for step in range(3):
     acts = actor(torch.ones(16384, 8, device="cuda"))
-    loss = torch.min(*[critic(acts) for critic in critics]).mean()
+    loss = sum(critic(acts).mean() for critic in critics)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -268,9 +267,9 @@ for step in range(3):
 
 def test_what_one_model_saved_leaves_while_the_next_one_runs(tmp_path):
     def peak_with(*techniques):
-        found = estimate(tmp_path, THREE, techniques=list(techniques), rates_of="rtx3090")
+        found = estimate(tmp_path, ACTOR_AND_CRITICS, techniques=list(techniques), rates_of="rtx3090")
         assert found["exit_status"] == 0 and found["oom"] is None, found["complained"]
         return found["peak_allocated"]
 
-    layer = 16384 * 256 * 4  # bytes that one ReLU saves, of twelve: of each model four
-    assert peak_with("offload activations") <= peak_with() - 2 * layer
+    layer = 16384 * 256 * 4  # bytes that one ReLU saves: of each model two, as many as stay of one pass
+    assert peak_with("offload activations") <= peak_with() - 3 * layer
