@@ -12,10 +12,10 @@ from memopt._estimate import advice, cards
 from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
 from memopt._estimate.forecast import WORKED_OUT
-from memopt._estimate.prediction import Estimate
+from memopt._estimate.prediction import Estimate, attributed
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
-from memopt._estimate.survey import NOT_MET, Survey, wanted_bytes
+from memopt._estimate.survey import CUDNN_WORKSPACE, NOT_MET, Survey, wanted_bytes
 from memopt._run.plan import (
     BACKENDS,
     BF16,
@@ -36,7 +36,8 @@ ALLOWED = {"8bit": EIGHT_BITS, "4bit": FOUR_BITS, "factored": FACTORED, "bf16": 
 @dataclass
 class Row:
     """A run: the techniques that it was with, its peak, the predicted seconds of a step, and what it says. 0 seconds:
-    no whole step was seen. at_least: it ran out of the card's memory, and its bytes are what it asked for by then."""
+    no whole step was seen. at_least: it ran out of the card's memory, and its bytes are what it asked for by then;
+    unsure: it fits where cuDNN takes no large workspaces."""
 
     techniques: list[str]
     peak: int
@@ -45,6 +46,7 @@ class Row:
     result: str
     fits: bool
     at_least: bool = False
+    unsure: bool = False
 
 
 @dataclass
@@ -53,7 +55,8 @@ class Fit:
 
     estimate: of the script as it is. plan: None if nothing fits. rows: runs, the plan's first. lines: to paste.
     alone: techniques that are not enough alone, with the bytes that each saves; worked_out: those that did not run
-    for it. failed: why the script does not run, by the techniques.
+    for it. failed: why the script does not run, by the techniques. early: what lives before training begins, if that
+    is more than the card has. lines_of_least: where nothing fits, of the peak with the first of the rows.
     """
 
     estimate: Estimate
@@ -64,6 +67,8 @@ class Fit:
     alone: dict[str, int] = field(default_factory=dict)
     worked_out: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    early: dict[str, Any] | None = None
+    lines_of_least: list[dict[str, Any]] = field(default_factory=list)
     host_bytes: int = 0  # of the host's memory: pinned there, and made of what is stepped there
     least: int = 0  # bytes of a card, with any of the runs
     runs: int = 0
@@ -91,6 +96,8 @@ class Fit:
             "not_enough_alone": self.alone,
             "worked_out_alone": self.worked_out,
             "does_not_run": self.failed,
+            "before_training": self.early,
+            "peak_lines_of_the_least": self.lines_of_least,
             "smallest_card": None if self.plan else {"bytes": self.least, "card": smallest and smallest.name},
             "largest_batch": self.estimate.largest_batch,
             "ranks": self.estimate.ranks,
@@ -130,7 +137,7 @@ class Fit:
         table = ResultTable(
             [
                 (
-                    "fits" if row.fits else "does not fit",
+                    "fits" if row.fits else "unsure" if row.unsure else "does not fit",
                     ("> " if row.at_least else "") + size(row.peak),
                     self._step(row),
                     row.result,
@@ -142,6 +149,9 @@ class Fit:
             (0, 3, 4),
         )
         said += several("runs", table.lines(indent="", width=room_of_a_fact()))
+        if any(row.unsure for row in self.rows):
+            workspace = size(CUDNN_WORKSPACE)
+            said.append(("unsure", f"is what fits, but not where cuDNN takes workspaces of {workspace}"))
         alone = [f"{name} ({_saving(saved)})" for name, saved in self.alone.items()]
         alone += [f"{name} ({_saving(saved)}, worked out)" for name, saved in self.worked_out.items()]
         if alone:
@@ -162,10 +172,13 @@ class Fit:
         )
         if plan is None:
             card = cards.smallest_with(self.least)
-            named = f", as {card.name}" if card else ""
-            said.append(
-                ("nothing", f"fits; the least that a run needed is a card of {size(self.least)}{named}")
-            )
+            needs = f"a card of {size(self.least)}{f', as {card.name}' if card else ''}"
+            if self.early is not None:
+                said.append(("nothing", f"fits: {_early(self.early)}. As it is, it needs {needs}"))
+                said += attributed("lines", self.early["lines"])
+            else:
+                said.append(("nothing", f"fits; the least that a run needed is {needs}"))
+                said += attributed("lines", self.lines_of_least)
             batch = self.estimate.largest_batch
             if batch and batch["size"]:
                 said.append(("batch", f"{batch['size']} instead of {batch['now']} fits ({batch['option']})"))
@@ -183,6 +196,14 @@ class Fit:
         if any(row.seconds for row in self.rows):
             said.append(("assumed", _assumed(self.card)))
         return said
+
+
+def _early(early: dict[str, Any]) -> str:
+    """Return why no plan fits, and what to do."""
+    return (
+        f"{_C.format_size(early['bytes'])} live before a module runs or an optimizer is made, which no plan changes: "
+        "make the model on the CPU or in the dtype that it trains in, and keep data in the host's memory"
+    )
 
 
 def _assumed(card: Card) -> str:
@@ -217,10 +238,9 @@ def find(
     estimate = survey.estimate(fixes=False, advise=False, lean=True)
     survey.request = replace(survey.request, keeps=estimate.keeps)
     fit = Fit(estimate, card, least=estimate.needed_bytes[1])
+    plain = Row([], estimate.allocated_bytes[1], estimate.needed_bytes[1], fit.step_seconds, TIERS[0], False)
     if estimate.verdict == "fits":
-        fit.rows = [
-            Row([], estimate.allocated_bytes[1], estimate.needed_bytes[1], fit.step_seconds, TIERS[0], True)
-        ]
+        fit.rows = [replace(plain, fits=True)]
         fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated_bytes[1], fit.step_seconds)
         fit.runs = survey.runs
         return fit
@@ -250,9 +270,11 @@ def find(
         return name in allowed if tier == OTHER else not exact or tier <= BIT_EQUAL
 
     search: Search = advice.search_of(estimate, card, survey.request.backend, attempt, wanted)
-    chosen = next(search.found(), None)
+    early, room = estimate.before_training, card.usable_bytes - estimate.context_bytes
+    if early is not None and early["bytes"] > room:
+        fit.early = early
+    chosen = None if fit.early else next(search.found(), None)
     if chosen is not None:
-        room = card.usable_bytes - estimate.context_bytes
         chosen = search.with_more_budget(chosen, room, native=survey.request.backend == "native")
         answer = tried[chosen].answer
         assert answer is not None
@@ -266,24 +288,30 @@ def find(
         )
         fit.lines = advice.in_words(chosen, answer.more["techniques"], estimate.keeps)
         fit.host_bytes = _host_bytes(estimate, tried[chosen])
-    elif survey.batch is not None and (survey.batch.size or 0) > 1:
+    elif not fit.early and survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
     shown = {frozenset(map(_plain, names)): names for names in reversed(order)}  # of several budgets the best
-    fit.rows = [_row(names, tried[names]) for names in order if names in shown.values()][:_ROWS]
+    fit.rows = [_row(names, tried[names]) for names in order if names in shown.values()][:_ROWS] or [plain]
     for name in dict.fromkeys(map(_plain, search.alone)):
         runs = [one for other, one in search.alone.items() if _plain(other) == name]  # by its budgets
         if not any(one.fits for one in runs):
             fit.alone[name] = estimate.needed_bytes[0] - min(one.needed for one in runs)
-    if (forecast := search.forecast) is not None:
-        plain, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *survey.failed}
+    if (forecast := search.forecast) is not None and not fit.early:
+        without, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *survey.failed}
         fit.worked_out = {
-            name: plain - needed
+            name: without - needed
             for name in sorted(names)
             if wanted(name) and (needed := forecast.needed([name])) > card.usable_bytes
         }
     fit.failed = survey.failed
-    fit.least = min([fit.least, *(one.needed for one in tried.values() if not _ran_out(one))])
+    whole = [one.needed for one in tried.values() if not _ran_out(one)]
+    if fit.plan is None and order:  # without a limit, of which it may have run out
+        seen = survey.attempt(estimate, card, order[0], record=True)
+        if seen is not None and seen.answer is not None:
+            whole.append(seen.needed)
+            fit.lines_of_least = seen.answer.by_line
+    fit.least = min([fit.least, *whole])
     fit.runs = survey.runs
     return fit
 
@@ -317,6 +345,7 @@ def _row(names: Names, tried: Tried) -> Row:
         TIERS[tier_of(names)],
         tried.fits,
         _ran_out(tried),
+        tried.unsure,
     )
 
 

@@ -1,4 +1,4 @@
-"""The gradients and outputs that a script keeps, for which a checkpoint's plan has to leave room."""
+"""What a script keeps for itself, whatever is planned: gradients and outputs, and where its training begins."""
 
 from __future__ import annotations
 
@@ -20,17 +20,24 @@ class Kept:
     a backward pass finds the output that a model has returned, from which the loss was computed.
 
     The output's memory tells whether the script has let it go: a view of it, or a graph, keeps it as well.
+
+    Args:
+        begins: Is called once, before a module or a backward pass runs or an optimizer is made: techniques change
+            nothing before that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begins: Callable[[], None]) -> None:
+        self._begins: Callable[[], None] | None = begins
         self._seen: dict[str, bool] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._outputs: list[StorageWeakRef] = []
         self._depth = 0  # of calls, and of backward passes, which call modules too
         engine: Any = torch.autograd
         engine._engine_run_backward = self._around(engine._engine_run_backward, self._pass_begins)
-        call = self._around(nn.Module.__call__, self._find_gradients, self._returned)
+        call = self._around(nn.Module.__call__, self._call_begins, self._returned)
         nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
+        made = self._around(torch.optim.Optimizer.__init__, self._begin)
+        torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign, assignment]
 
     def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Note a step of an optimizer: what a backward pass finds is told from then on."""
@@ -69,7 +76,17 @@ class Kept:
                 StorageWeakRef(one.untyped_storage()) for one in tensors if one.requires_grad and one.dim()
             ]
 
+    def _begin(self) -> None:
+        if self._begins is not None:
+            self._begins()
+            self._begins = None
+
+    def _call_begins(self) -> None:
+        self._begin()
+        self._find_gradients()
+
     def _pass_begins(self) -> None:
+        self._begin()
         if self._outputs:
             self._see(OUTPUT, any(not one.expired() for one in self._outputs))
             self._outputs.clear()

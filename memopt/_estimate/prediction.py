@@ -72,6 +72,7 @@ class Estimate(Result):
         "largest",
         "step",
         "moments",
+        "before_training",
         "trained_bytes",
         "host_bytes",
         "keeps",
@@ -109,6 +110,7 @@ class Estimate(Result):
     host_peak_bytes: int = 0
     step: list[Segment] | None = None  # one whole step of the run without a limit, where it was timed
     moments: list[list[int]] | None = None  # of that run: moments.of()
+    before_training: dict[str, Any] | None = None  # what lives then at most, and the lines that hold most
     trained_bytes: int = 0  # of the parameters of the optimizer that steps first
     host_bytes: int = 0  # of the host's memory that is pinned
     keeps: list[str] = field(default_factory=lambda: [*KEEPS])  # as a plan has it
@@ -271,9 +273,7 @@ def _rows(found: Estimate) -> list[tuple[str, str]]:
     if found.by_category:
         said.append(("", f"= {in_one_unit(found.by_category)}"))
     named = [row for row in found.by_module if row.get("name")]
-    for name, rows in (("lines", found.by_line), ("modules", named)):
-        table = ResultTable([*map(_attribution_row, rows[:_ROWS])], left=(1, 2))
-        said += several(name, map(Code, table.lines("  ", width=room_of_a_fact(), whole=2)))
+    said += attributed("lines", found.by_line) + attributed("modules", named)
     if found.processes:
         said.append(("processes", processes_in_words(found.processes)))
     said += several("covered", found.covered)
@@ -291,6 +291,12 @@ def _rows(found: Estimate) -> list[tuple[str, str]]:
         said.append(("error", found.error))
     said.append(("source", _source(found)))
     return said
+
+
+def attributed(name: str, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return facts about the first rows of an answer's lines or modules."""
+    table = ResultTable([*map(_attribution_row, rows[:_ROWS])], left=(1, 2))
+    return several(name, map(Code, table.lines("  ", width=room_of_a_fact(), whole=2)))
 
 
 def in_one_unit(by_category: dict[str, int]) -> str:

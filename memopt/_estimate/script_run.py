@@ -47,6 +47,8 @@ from memopt._runtime.host_memory import peak_resident_bytes
 from memopt.sim import _activation
 
 _MOST_OF = 0.9  # of the peak, that a recording which has it shows; the allocator rounds up
+_LINES = 3  # that hold most before training begins
+_BEGINS = "begins"  # a mark: training does
 _TELLS = 0.25  # seconds between what a process that the script has started says of itself
 # Of torch: what trains without gradients being recorded.
 _TRAINING = tuple(
@@ -78,7 +80,7 @@ class Run:
         self._step, self._trained_bytes, folder = None, 0, Path(request.answer).parent
         if request.timed:
             self._step = StepTrace(folder, lambda: bool(self._loops.last))
-        self._kept = Kept() if request.timed and not request.techniques else None
+        self._kept = Kept(self._begins) if request.timed and not request.techniques else None
         if request.rates_of and not request.compute:
             interrupt = self._step.interrupt if self._step is not None else lambda: None
             device_clock.use(RooflineClock(folder, RATES[request.rates_of], interrupt, files.plainly))
@@ -107,6 +109,10 @@ class Run:
         self._peaks.leave_out_planning(kind == PLANNING)
         if self._recorder is not None:
             self._recorder.mark(kind)
+
+    def _begins(self) -> None:
+        if self._recorder is not None:
+            self._recorder.mark(_BEGINS)
 
     def _stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None and not self._trained_bytes:
@@ -269,6 +275,7 @@ class Run:
             "unmodelled": [f"{name} ({count} calls)" for name, count in memopt.sim.missing_calls().items()],
             "files_not_kept": self._files.written(),
             "techniques": self._techniques.applied,
+            "refused": self._techniques.refused,
             "host_bytes": memopt.sim.stats()["host_bytes_peak"] + self._made_on_host(),
             "trained_bytes": self._trained_bytes,
             "keeps": None if self._kept is None else self._kept.names(),
@@ -312,6 +319,7 @@ class Run:
                 "by_line": None,
                 "by_module": None,
                 "moments": None,
+                "before_training": None,
                 "unrecorded": [],
             }
         recording = self._recorder.recording()
@@ -325,6 +333,7 @@ class Run:
             "by_module": _rows(recording.by_module()),
             "recorded_peak": recording.peak()[0],
             "moments": None if unrecorded else moments.of(recording),
+            "before_training": _before_training(recording),
             "unrecorded": unrecorded,
         }
 
@@ -352,6 +361,16 @@ class Run:
         names = "compute_capability multiprocessors memory context cudnn_workspace fraction backend".split()
         values = "computed" if self.request.compute else "known where the script reads them, or guessed"
         return {name: getattr(self.request, name) for name in names} | {"values": values}
+
+
+def _before_training(recording: Recording) -> dict[str, Any] | None:
+    """Return the most bytes that live before training begins, and the lines that most of them are of."""
+    begins = next((mark.event for mark in recording.marks if mark.kind == _BEGINS), None)
+    if begins is None:
+        return None
+    live = recording.live_bytes()[: begins + 2]
+    at = int(live.argmax())
+    return {"bytes": int(live[at]), "lines": _rows(recording.by_line(at - 1)[:_LINES])}
 
 
 def _rows(lines: list[Line]) -> list[dict[str, Any]]:

@@ -79,12 +79,13 @@ Names = frozenset[str]
 
 class Tried(NamedTuple):
     """A run with techniques. needed: bytes of a card for all of it, without a limit; seconds: of a step, as predicted,
-    0 where that is not known."""
+    0 where that is not known; unsure: it fits but with workspaces for cuDNN."""
 
     fits: bool
     needed: int
     seconds: float = 0.0
     answer: Answer | None = None
+    unsure: bool = False
 
 
 def tier_of(names: Iterable[str]) -> int:

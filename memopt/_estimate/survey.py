@@ -167,6 +167,7 @@ class Survey:
             oom=limited.oom if limited is not None else None,
             retries=limited.retries if limited is not None else 0,
             moments=free.more.get("moments"),
+            before_training=free.more.get("before_training") if free.processes is None else None,
             trained_bytes=free.more.get("trained_bytes") or 0,
             host_bytes=free.more.get("host_bytes") or 0,
             keeps=[*KEEPS] if (keeps := free.more.get("keeps")) is None else keeps,
@@ -194,11 +195,16 @@ class Survey:
         return found
 
     def attempt(
-        self, found: Estimate, card: Card, names: Collection[str], on_card_first: bool = False
+        self,
+        found: Estimate,
+        card: Card,
+        names: Collection[str],
+        on_card_first: bool = False,
+        record: bool = False,
     ) -> Tried | None:
         """Run the request with techniques, and an allocator among them, without a limit, and on the card unless that
-        shows that it does not fit; with `on_card_first` on the card alone. None if the script does not run with all
-        of them."""
+        shows that it does not fit; with `on_card_first` on the card alone; with `record` its lines are known. None
+        if the script does not run with all of them."""
         backend = next((name for name in BACKENDS if name in names), self.request.backend)
         techniques = sorted(set(names) - {backend})
         # What hangs with a technique must not keep the answer back.
@@ -208,7 +214,7 @@ class Survey:
             techniques=techniques,
             seconds=limit,
             timed=True,
-            record=self.request.timed and len(names) == 1,
+            record=record or (self.request.timed and len(names) == 1),
         )
         what = f"with {' and '.join(map(named, sorted(names)))}"
         try:
@@ -217,19 +223,21 @@ class Survey:
             if why := _not_as_wanted(free, techniques, found, on_card_first):
                 raise NothingToTell(free, why)
             fits = on_card_first and self._is_sure(found, limited, answer, there)
+            completed = on_card_first and answer.completed
             if (
                 not on_card_first
                 and free.peak_allocated + card.context_bytes * free.contexts <= card.usable_bytes
             ):
                 answer = self._ask(limited, there)
-                fits = self._is_sure(found, limited, answer, there)
+                fits, completed = self._is_sure(found, limited, answer, there), answer.completed
         except (ScriptFailed, ChildFailed) as error:
             why = str(error).removeprefix(NO_RESULT)
             self.say(why if why.startswith(NOT_MET) else f"it does not run {what}: {why}")
             self.failed[" + ".join(name.partition(":")[0] for name in sorted(names))] = str(error)
             return None
         needed = max(free.held, wanted_bytes(free)) + card.context_bytes * free.contexts
-        return Tried(fits, needed, seconds(free.step, card.rates), answer if fits else free)
+        time, unsure = seconds(free.step, card.rates), completed and not fits
+        return Tried(fits, needed, time, answer if fits else free, unsure)
 
     def _is_sure(self, found: Estimate, request: Request, answer: Answer, what: str) -> bool:
         """Return whether a run on a card completes, also with workspaces if they make a difference."""
@@ -396,6 +404,9 @@ def _not_as_wanted(answer: Answer, techniques: list[str], found: Estimate, limit
         return "" if limited else f"it requests more than {_C.format_size(cards.NO_LIMIT)}"
     if answer.steps < found.steps:
         return f"only {answer.steps} steps were done in its time"
+    refused = answer.more.get("refused") or {}
+    if why := "; ".join(refused[name] for name in without if name in refused):
+        return why
     return f"{NOT_MET} {' and '.join(without)}" if without else ""
 
 

@@ -54,6 +54,7 @@ class Techniques:
     Attributes:
         applied: Parts of the script that each technique was applied to, such as {"fused": ["AdamW"]}; a technique that
             was applied to nothing has no entry.
+        refused: Why a technique was applied to none of the script's models, by the technique.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Techniques:
     ) -> None:
         self._mark, self._keeps = mark, keeps
         self.applied: dict[str, list[str]] = {}
+        self.refused: dict[str, str] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._depth = 0
@@ -212,6 +214,7 @@ class Techniques:
     ) -> None:
         from memopt._checkpoint.auto import plan_model, planned_device
         from memopt._checkpoint.shape_plans import PlanRequest
+        from memopt._checkpoint.stages.model_chain import NoStages
 
         if args and kwargs:
             raise ValueError(
@@ -240,6 +243,9 @@ class Techniques:
         self._mark(PLANNING)
         try:
             plan_model(model, sample, request)
+        except NoStages as error:
+            self.refused[CHECKPOINT] = str(error)
+            return
         finally:
             self._mark(PLANNED)
         if (takes := model.plan.peak_bytes) > budget:

@@ -5,7 +5,8 @@ the allocator's share beyond the tensors, by backend; `option`, the script's opt
 `batch`, that of its own; `techniques`, what each saves that meets something in it; `slow`, those with which it takes no
 step in its time; `host`, bytes of the host's memory that they take; `moved`, bytes that a step moves on the card, by
 technique, "" for those without any; `data`, the most that there are; `each_rank`, bytes more of each rank after the
-first; `loaders`, DataLoaders that it makes; `evaluates`: where it runs out; `ends`: how it ends by itself."""
+first; `loaders`, DataLoaders that it makes; `evaluates`: where it runs out;
+`ends`: how it ends by itself; `early`: what lives before it trains."""
 
 from __future__ import annotations
 
@@ -99,6 +100,7 @@ def main() -> None:
         "by_module": [{"name": "", "bytes": 1, "blocks": 1, "category": "other"}],
         "cudnn": True,
         "techniques": met,
+        "before_training": script.get("early"),
         "host_bytes": sum(script.get("host", {}).get(name, 0) for name in met),
         "guesses": [{"kind": "shape", "what": "nonzero", "where": "train.py:9", "count": 2}]
         if script["masks"]

@@ -142,6 +142,28 @@ def test_a_script_under_autocast_is_left_its_own_dtype(tmp_path):
     assert peak(tmp_path, "bf16", around="with torch.autocast('cuda', torch.float16):")[1] == {}
 
 
+def test_a_model_without_a_chain_is_left_as_it_is(tmp_path):
+    """A student's plan stands beside a hint of one layer, which was the end of it."""
+    hint = "hint = nn.Linear(256, 256).cuda()"
+    around = "if (hinted := hint(x)) is not None:"
+    budget = f"checkpoint:{132 * MIB}"
+    found = run(tmp_path, budget, rows=2048, before=hint, around=around)
+    assert found["techniques"] == {"checkpoint": ["Sequential"]}
+    assert found["peak_allocated"] < 0.8 * peak(tmp_path, rows=2048, before=hint, around=around)[0]
+    alone = run(tmp_path, budget, before="model = nn.Linear(256, 256).cuda()")
+    assert alone["techniques"] == {} and "Linear calls none of its modules" in alone["refused"]["checkpoint"]
+
+
+def test_what_lives_before_training_is_told_with_its_line(tmp_path):
+    """80 MiB of a dataset, of which half is dropped before the optimizer is made."""
+    before = "data = torch.ones(20 << 20, device='cuda')\ndata = data[: 10 << 20].clone()"
+    early = estimate(tmp_path, SCRIPT.format(**PLAIN | {"before": before}), timed=True, record=True)[
+        "before_training"
+    ]
+    assert early["lines"][0]["name"].endswith("train.py:13") and early["lines"][0]["bytes"] == 80 * MIB
+    assert early["bytes"] == pytest.approx((80 + 40 + 16) * MIB, rel=0.01)
+
+
 def test_what_meets_nothing_is_told(tmp_path):
     assert peak(tmp_path, "eight bits", "fused", optimizer="torch.optim.Adadelta")[1] == {}
 

@@ -211,7 +211,7 @@ def call_output(call: Call) -> int:
 def find_chain(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
     """Return the stages of the model's chain, in the order of their calls.
 
-    Raises ValueError if there is nothing to checkpoint: no module of it is called by another.
+    Raises NoStages if there is nothing to checkpoint: no module of it is called by another.
     """
     root, _ = watch(model, args, kwargs)
     return chain_of(root)
@@ -234,8 +234,12 @@ def is_tangled(root: Call, stages: list[Call], blocks: Sequence[SplitBlock | Non
     )
 
 
+class NoStages(ValueError):
+    """Raised of a model that has no chain of stages."""
+
+
 def chain_of(root: Call, most: float = math.inf) -> list[Call]:
-    """Return the stages of a model's call. Raises ValueError if there are none."""
+    """Return the stages of a model's call. Raises NoStages if there are none."""
     times: Counter[torch.nn.Module] = Counter()
 
     def count(call: Call) -> None:
@@ -249,7 +253,7 @@ def chain_of(root: Call, most: float = math.inf) -> list[Call]:
         if not stage.changes or (stages and stage.changes_stream and stage.follows(stages[-1])):
             stages.append(stage)
     if not stages:
-        raise ValueError(
+        raise NoStages(
             f"{type(root.module).__name__} calls none of its modules exactly once in a forward pass, so it has no "
             "chain of stages to checkpoint. Checkpoint parts of its forward with memopt.checkpoint()"
         )

@@ -72,6 +72,28 @@ def test_the_lowest_tier_comes_first_whatever_saves_more(fit):
     assert found["lines"] == ["memopt.offload_activations() around the forward pass"]
 
 
+def test_what_no_plan_reaches_is_answered_at_once(fit, capfd):
+    saves = {"offload_activations": 900}
+    row = {"name": "train.py:5", "bytes": 600 * MIB, "category": "parameters", "text": "model.cuda()"}
+    status, found = fit(50, saves=saves, script={"early": {"bytes": PEAK - 49 * MIB, "lines": [row]}})
+    assert status == 1 and found["simulations"] == 2 and not found["not_enough_alone"]
+    assert (
+        found["before_training"]["lines"] == [row]
+        and found["smallest_card"]["bytes"] == found["needed_bytes"][1]
+    )
+    assert main(["fit", "-f", "--gpu", str(PEAK - 50 * MIB + cards.CONTEXT), "train.py"]) == 1
+    said = capfd.readouterr().out
+    assert "before a module runs or an optimizer is made" in said and "model.cuda()" in said
+    assert fit(50, saves=saves, script={"early": {"bytes": PEAK - 51 * MIB, "lines": [row]}})[0] == 0
+
+
+def test_where_nothing_fits_the_lines_of_the_least_run_are_told(fit, capfd):
+    status, found = fit(50, saves={"offload_activations": 20, "loss_head": 10})
+    assert status == 1 and found["peak_lines_of_the_least"][0]["bytes"] == PEAK - 30 * MIB
+    assert main(["fit", "-f", "--gpu", str(PEAK - 50 * MIB + cards.CONTEXT), "train.py"]) == 1
+    assert "train.py:5" in capfd.readouterr().out
+
+
 def test_what_is_allowed_and_what_is_exact_decides(fit):
     saves = {"eight_bits": 60, "four_bits": 70}
     assert fit(50, saves=saves)[0] == 1
