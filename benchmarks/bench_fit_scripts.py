@@ -96,7 +96,7 @@ from memopt._run.techniques import PLANNING, Techniques
 from memopt._runtime import device_clock
 
 with tempfile.TemporaryDirectory() as folder:
-    device_clock.use(RooflineClock(Path(folder), Card("", plan.card).rates))
+    device_clock.use(RooflineClock(Path(folder), Card("", plan.card_bytes).rates))
     peaks = Peaks()
     planning = lambda kind: peaks.leave_out_planning(kind == PLANNING)
     applied = Techniques(plan.techniques, planning, plan.keeps)
@@ -162,7 +162,7 @@ def row(python: str, script: str, share: float, peak: int, folder: Path) -> dict
     return told | {
         "tier": found["tier"],
         "techniques": found["runs"][0]["techniques"],
-        "planned": found["plan"]["peak"],
+        "planned": found["plan"]["peak_bytes"],
         "measured": int(ended.stdout.split()[-1]),
         "slowdown": found["plan"]["step_seconds"] / found["step_seconds"] if found["step_seconds"] else 0.0,
     }

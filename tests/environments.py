@@ -8,7 +8,7 @@
     python3 tests/environments.py docs             mkdocs, for the documentation's site
     python3 tests/environments.py notebook         what executes the notebooks
     python3 tests/environments.py estimate         transformers, for two of the scripts that bench_estimate.py runs
-    python3 tests/environments.py extras           what memopt uses where it is there: TensorBoard, NVML, plotly
+    python3 tests/environments.py extras           what memopt uses where it is there: TensorBoard, NVML
     python3 tests/environments.py data             safetensors, Arrow, datasets; transformers, for memopt.nn
     python3 tests/environments.py techniques       torchao, Torch-Pruning, ONNX, timm: what memopt.compress calls
     python3 tests/environments.py libraries        Triton, accelerate, Lightning: for long forms of the tests
@@ -68,11 +68,10 @@ RELEASE = [
     "check-jsonschema==0.39.0",
 ]
 LINT = ["ruff==0.17.5", "mypy==2.4.1"]
-REPORT = ["plotly==7.1.0"]
 NOTEBOOK = ["nbclient==0.11.0", "ipykernel==7.4.0", "matplotlib==3.11.2"]
 
 TRANSFORMERS = ["transformers==5.23.0"]
-EXTRAS = ["tensorboard==2.21.0", "nvidia-ml-py==13.615.71", *REPORT]
+EXTRAS = ["tensorboard==2.21.0", "nvidia-ml-py==13.615.71"]
 DATA = ["safetensors==0.8.0", "zstandard==0.25.0", "pyarrow==26.0.1", "pillow==13.0.0", "datasets==5.2.0"]
 DATA_ABOVE_TORCH = ["torchdata==0.11.0"]
 TECHNIQUES = [
@@ -182,9 +181,9 @@ def fill_build(python: Path, _: argparse.Namespace) -> None:
 def fill_cpu(python: Path, _: argparse.Namespace) -> None:
     if torch_of(str(python)):
         say("  using the PyTorch of the Python at hand")
-        pip(python, *BUILD, *TESTS, *RUNNER, *REPORT)
+        pip(python, *BUILD, *TESTS, *RUNNER)
         return
-    pip(python, *BUILD, *PURE, *TESTS, *RUNNER, *REPORT)
+    pip(python, *BUILD, *PURE, *TESTS, *RUNNER)
     if cpu_build_is_offered(python):
         say(f"  PyTorch {TORCH}, CPU build: about 200 MB")
         pip(python, f"torch=={TORCH}+cpu")
@@ -288,7 +287,7 @@ FILL = {
 }
 RECIPE = {
     "build": BUILD,
-    "cpu": [TORCH, *BUILD, *PURE, *TESTS, *RUNNER, *REPORT],
+    "cpu": [TORCH, *BUILD, *PURE, *TESTS, *RUNNER],
     "sim": [*BUILD, *PURE, *TESTS],
     "lint": LINT,
     "release": [*BUILD, *RELEASE],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def auto_checkpoint(
     sample: Any,
     *,
     memory_budget: int | float | str,
-    optimizer: torch.optim.Optimizer | int | str | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | int | str | None = None,
     loss: Loss = default_loss,
     accumulate: bool = False,
     slots: int = SLOTS,
@@ -86,7 +86,8 @@ def auto_checkpoint(
         memory_budget: Most bytes that may be allocated at once in a training step, as the device's allocator counts
             them: parameters, gradients, buffers, the sample, the loss's inputs, activations, the optimizer's state and
             its step's temporaries. An int, "8GiB", or a fraction (a float) of the device's memory.
-        optimizer: The optimizer, before or after its first step; or the bytes of its state; None for none.
+        optimizer: The optimizer, before or after its first step; a function of parameters that returns one, such as
+            torch.optim.AdamW; or the bytes of its state; None for none.
         loss: A function from the model's output to a scalar; by default the output's `loss`, or the sum of its tensors
             that need a gradient. It is called with other batches' outputs when these are planned for.
         accumulate: Whether gradients exist when a step begins, from other batches or as zeros. If not, each parameter's
@@ -129,7 +130,7 @@ def auto_checkpoint(
     request = PlanRequest(
         arguments.budget(memory_budget, device),
         to=destination(to, device),
-        optimizer=_reference(optimizer),
+        optimizer=_reference(optimizer, model),
         loss=loss,
         slots=slots,
         accumulate=accumulate,
@@ -140,14 +141,17 @@ def auto_checkpoint(
     return model
 
 
-def _reference(
-    optimizer: torch.optim.Optimizer | int | str | None,
-) -> weakref.ref[torch.optim.Optimizer] | int:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return weakref.ref(optimizer)
+def _reference(optimizer: Any, model: torch.nn.Module) -> Callable[[], torch.optim.Optimizer | None] | int:
+    made = optimizer(model.parameters()) if callable(optimizer) else optimizer
+    if isinstance(made, torch.optim.Optimizer):
+        return weakref.ref(made) if made is optimizer else lambda: made  # which nobody else keeps
     if not isinstance(optimizer, int | str | None):
-        said = f"optimizer is {arguments.shown(optimizer)}"
-        raise TypeError(f"auto_checkpoint: {said}: give the optimizer itself, or the bytes of its states")
+        what = "optimizer" if made is optimizer else "optimizer's result"
+        said = f"{what} is {arguments.shown(made)}"
+        raise TypeError(
+            f"auto_checkpoint: {said}: give the optimizer, a function of parameters that returns one, such as "
+            "torch.optim.AdamW, or the bytes of its states"
+        )
     return arguments.size(optimizer or 0, "optimizer")
 
 

@@ -13,7 +13,6 @@ import math
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -164,14 +163,14 @@ class ShapePlan:
 class PlanRequest:
     """The arguments of auto_checkpoint(), but for the sample.
 
-    optimizer: a weak reference, or its state's bytes. or_least: a budget that is too small is taken for the least that
-    would do. state_bytes: those of the optimizer when it was last seen. besides: bytes that live throughout, and that
-    neither the model nor the optimizer has.
+    optimizer: what returns it while it lives, or its state's bytes. or_least: a budget that is too small is taken for
+    the least that would do. state_bytes: those of the optimizer when it was last seen. besides: bytes that live
+    throughout, and that neither the model nor the optimizer has.
     """
 
     budget: int
     to: str | None = None
-    optimizer: weakref.ref[torch.optim.Optimizer] | int = 0
+    optimizer: Callable[[], torch.optim.Optimizer | None] | int = 0
     loss: Loss = default_loss
     slots: int = SLOTS
     accumulate: bool = False

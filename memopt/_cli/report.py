@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         write(json.dumps(summary.as_dict(recordings[0], found), indent=2), options.output)
         return 0
     if options.text:
-        texts = [summary.text(recordings[0], found), *map(summary.text, recordings[1:])]
+        texts = [summary.text(recordings[0], found, advice=True), *map(summary.text, recordings[1:])]
         write("\n".join(texts), options.output)
         return 0
     path = Path(options.output or Path(options.file).with_suffix(".html").name)

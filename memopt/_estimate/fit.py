@@ -40,8 +40,8 @@ class Row:
     unsure: it fits where cuDNN takes no large workspaces."""
 
     techniques: list[str]
-    peak: int
-    needed: int
+    peak_bytes: int
+    needed_bytes: int
     seconds: float
     result: str
     fits: bool
@@ -89,7 +89,7 @@ class Fit:
             "needed_bytes": list(self.estimate.needed_bytes),
             "plan": plan,
             "tier": self.plan and self.rows[0].result,
-            "margin": self.plan and self._margin(self.plan),
+            "margin_bytes": self.plan and self._margin(self.plan),
             "host_bytes": self.plan and self.host_bytes,
             "runs": [asdict(row) | {"evidence": "simulated"} for row in self.rows],
             "lines": self.lines,
@@ -108,7 +108,7 @@ class Fit:
         }
 
     def _margin(self, plan: Plan) -> int:
-        return self.card.usable_bytes - self.estimate.context_bytes - plan.peak
+        return self.card.usable_bytes - self.estimate.context_bytes - plan.peak_bytes
 
     def __str__(self) -> str:
         size, found = _C.format_size, self.estimate
@@ -138,7 +138,7 @@ class Fit:
             [
                 (
                     "fits" if row.fits else "unsure" if row.unsure else "does not fit",
-                    ("> " if row.at_least else "") + size(row.peak),
+                    ("> " if row.at_least else "") + size(row.peak_bytes),
                     self._step(row),
                     row.result,
                     " + ".join(map(_plain, row.techniques)) or "as it is",
@@ -360,8 +360,8 @@ def _plan(survey: Survey, card: Card, found: Estimate, names: Names, peak: int, 
         sha256=text,
         arguments=survey.request.argv[1:],
         torch=str(found.versions["torch"]),
-        card=card.usable_bytes,
-        peak=peak,
+        card_bytes=card.usable_bytes,
+        peak_bytes=peak,
         backend=next((name for name in BACKENDS if name in names), survey.request.backend),
         techniques=sorted(names - {*BACKENDS}),
         step_seconds=step_seconds,

@@ -77,7 +77,7 @@ def as_dict(folder: str | Path) -> dict[str, Any]:
 
 def write_page(folder: str | Path, path: str | Path) -> None:
     """Write a page with the ranks' recordings side by side (of many ranks, those with the highest and lowest peaks),
-    below the text. Raises ImportError without plotly or torch, ValueError if there is no recording."""
+    below the text. Raises ImportError without torch, ValueError if there is no recording."""
     ranks = _loaded(folder)
     peaks = _peaks(ranks)
     there = [rank for rank in peaks if (Path(folder) / f"rank{rank}.mopt").exists()]
@@ -130,7 +130,7 @@ def _near(path: str | Path) -> str:
 
 
 def _peaks(ranks: list[Rank]) -> dict[int, int]:
-    return {rank["rank"]: rank["figures"]["peak"] for rank in ranks if rank.get("figures")}
+    return {rank["rank"]: rank["figures"]["peak_bytes"] for rank in ranks if rank.get("figures")}
 
 
 def _is_bad(rank: Rank) -> bool:
@@ -183,7 +183,7 @@ def _table(ranks: list[Rank], *, several_hosts: bool) -> ResultTable:
                 str(rank["rank"]),
                 *([rank["host"]] if several_hosts else []),
                 found.get("device", "-"),
-                size(found["peak"]) if found else "not recorded",
+                size(found["peak_bytes"]) if found else "not recorded",
                 size(held) if held else "-",
                 size(rank["host_peak"]) if rank.get("host_peak") else "-",
                 str(found.get("steps", (rank.get("progress") or {}).get("steps", "-"))),

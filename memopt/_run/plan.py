@@ -42,8 +42,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of memopt.optim's optimizers, by techn
 
 @dataclass(frozen=True)
 class Plan:
-    """script: its path, without links, and sha256: of its text. card: bytes that the plan needs the card to have.
-    techniques, backend: as a request of an estimate has them. peak: bytes of tensors in the run that confirmed it.
+    """script: its path, without links, and sha256: of its text. card_bytes: that the plan needs the card to have.
+    techniques, backend: as a request of an estimate has them. peak_bytes: of tensors in the run that confirmed it.
     step_seconds: of a step, by a roofline of the card's data sheet; 0 where no whole step was seen.
     trained_bytes: of the parameters of the optimizer that steps first; 0 where none steps.
     keeps: of KEEPS, what the script does.
@@ -53,8 +53,8 @@ class Plan:
     sha256: str
     arguments: list[str]
     torch: str
-    card: int
-    peak: int
+    card_bytes: int
+    peak_bytes: int
     backend: str = "native"
     techniques: list[str] = field(default_factory=list)
     step_seconds: float = 0.0
@@ -97,11 +97,11 @@ class Plan:
 
     def check_card(self, usable: int) -> None:
         """Raise ValueError if the card is smaller than the one planned for."""
-        if usable < self.card:
+        if usable < self.card_bytes:
             size = _C.format_size
-            planned, given = size(self.card), size(usable)
+            planned, given = size(self.card_bytes), size(usable)
             if planned == given:
-                planned, given = f"{self.card} bytes", f"{usable} bytes"
+                planned, given = f"{self.card_bytes} bytes", f"{usable} bytes"
             raise ValueError(_differs("a smaller card", f"at least {planned}", given))
 
 

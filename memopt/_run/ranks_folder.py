@@ -127,7 +127,7 @@ class RanksFolder:
 _MOST_RANKS = 1 << 20
 _ROW = {"name": (str,), "text": (str,), "bytes": (int,)}
 _FIGURES = {
-    "peak": (int,),
+    "peak_bytes": (int,),
     "peak_step": (int,),
     "steps": (int,),
     "by_category": dict,

@@ -292,7 +292,7 @@ class _Run:
             from memopt._estimate.roofline_clock import RooflineClock
             from memopt._runtime import device_clock
 
-            device_clock.use(RooflineClock(self._folder, Card("", plan.card).rates))
+            device_clock.use(RooflineClock(self._folder, Card("", plan.card_bytes).rates))
         peaks = Peaks()
         techniques = Techniques(
             plan.techniques, lambda kind: peaks.leave_out_planning(kind == PLANNING), plan.keeps
@@ -304,7 +304,7 @@ class _Run:
         size = _C.format_size
         peaks.note()
         missed = [name for name in plan.techniques if name.partition(":")[0] not in techniques.applied]
-        lines = [f"  peak {size(peaks.allocated)} allocated, planned {size(plan.peak)}"]
+        lines = [f"  peak {size(peaks.allocated)} allocated, planned {size(plan.peak_bytes)}"]
         lines += self._compare_step(plan)
         if missed:
             lines.append(f"  of the plan, nothing in the script took: {', '.join(missed)}")
@@ -395,7 +395,7 @@ def _figures(recording: Recording) -> dict[str, Any]:
     told = summary.as_dict(recording)
     event = told["peak_event"]
     steps = [mark.event for mark in recording.marks if mark.kind == "step"]
-    names = ("device", "peak", "peak_reserved", "oom", "steps", "by_category")
+    names = ("device", "peak_bytes", "peak_reserved", "oom", "steps", "by_category")
     return {
         **{name: told[name] for name in names},
         "peak_step": 1 + sum(step < event for step in steps),

@@ -225,7 +225,7 @@ def save(recording: Recording, path: Path) -> None:
 def figures(peak: int, line: str = "a.py:3", **more) -> dict:
     rows = [{"name": line, "bytes": peak, "blocks": 1, "category": "activations", "text": "x = f(y)"}]
     return {
-        "device": "cuda:0", "peak": peak, "peak_reserved": 2 * peak, "oom": None, "steps": 3, "peak_step": 2,
+        "device": "cuda:0", "peak_bytes": peak, "peak_reserved": 2 * peak, "oom": None, "steps": 3, "peak_step": 2,
         "by_category": {"activations": peak}, "by_line": rows, "by_module": [],
     } | more  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_the_plan_trains_with_the_bits_of_the_script(tmp_path, kind):
     card = f"{PEAK * 6 // 10 + CONTEXT}MiB"
     call = ("train.py", kind)
     found = json.loads(memopt(tmp_path, "fit", "--json", "--exact", "--gpu", card, *call).stdout)
-    assert found["tier"] == "bit-equal" and found["margin"] > 0
+    assert found["tier"] == "bit-equal" and found["margin_bytes"] > 0
     assert found["needed_bytes"][0] > (PEAK + CONTEXT) << 20
     plain = memopt(tmp_path, "run", "-q", "--no-record", "--sim", "24GiB", *call)
     run = ("run", "--no-record", "--fit", "train.fit.json", "--sim")

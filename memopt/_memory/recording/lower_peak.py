@@ -39,6 +39,16 @@ class Suggestion:
     where: str = ""
     paste: str = ""
 
+    def as_dict(self) -> dict[str, Any]:
+        told = {"change": self.change, "peak_bytes": self.peak, "saves_bytes": self.saves}
+        return told | {"cost": self.cost, "where": self.where, "paste": self.paste}
+
+    def __str__(self) -> str:
+        place = f" at {self.where}" if self.where else ""
+        line = f": {self.paste}" if self.paste else ""
+        cost = "" if self.cost == "none" else f"; {self.cost}"
+        return f"{self.change}{place} saves {_C.format_size(self.saves)}{cost}{line}"
+
 
 def find(recording: Recording, leaks: Sequence[Leak] = ()) -> list[Suggestion]:
     """Return changes that would lower a recording's peak, largest savings first. leaks: of leaks.find()."""

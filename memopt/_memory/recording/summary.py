@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from memopt import _C
-from memopt._memory.recording import inplace_advice
+from memopt._memory.recording import inplace_advice, lower_peak
 from memopt._memory.recording import leaks as leaking
 from memopt._memory.recording.category_split import in_words
 from memopt._memory.recording.leaks import Leak
@@ -24,8 +24,15 @@ def steps(recording: Recording) -> int:
     return sum(mark.kind == "step" for mark in recording.marks)
 
 
-def text(recording: Recording, leaks: Sequence[Leak] = (), top: int = _TOP, width: int | None = None) -> str:
-    """width: of a line; by default standard output's."""
+def text(
+    recording: Recording,
+    leaks: Sequence[Leak] = (),
+    top: int = _TOP,
+    width: int | None = None,
+    *,
+    advice: bool = False,
+) -> str:
+    """width: of a line; by default standard output's. advice: all that would lower the peak, as the page has it."""
     size, width = _C.format_size, width or line_width()
     peak, _ = recording.peak()
     told = [_title(recording), f"  peak {size(peak)} = {_split(recording)}"]
@@ -50,8 +57,11 @@ def text(recording: Recording, leaks: Sequence[Leak] = (), top: int = _TOP, widt
     ends = (mark for mark in recording.marks if mark.kind == "oom")
     told = [f"  out of memory after {mark.event + 1} events: {mark.text}" for mark in ends]
     told += [f"  {one}" for one in leaking.in_words(leaks, peak)]
-    told += [f"  {one}" for one in inplace_advice.find(recording)[:top]]
-    return "\n".join([*lines, *_folded(told, width)])
+    told += [] if advice else [f"  {one}" for one in inplace_advice.find(recording)[:top]]
+    lines += _folded(told, width)
+    if advice and (found := lower_peak.find(recording, leaks)):
+        lines += ["  what would lower the peak:", *_folded([f"    {one}" for one in found], width)]
+    return "\n".join(lines)
 
 
 def _folded(told: Sequence[str], width: int) -> list[str]:
@@ -96,15 +106,15 @@ def as_html(recording: Recording, leaks: Sequence[Leak] = (), top: int = 2 * _TO
 def as_dict(recording: Recording, leaks: Sequence[Leak] = ()) -> dict[str, Any]:
     """Return JSON-able values.
 
-    `peak_allocated` and `peak_reserved` are the allocator's own figures if it gave them, else the recording's; `peak`
-    is the recording's, of requested bytes.
+    `peak_allocated` and `peak_reserved` are the allocator's own figures if it gave them, else the recording's;
+    `peak_bytes` is the recording's, of requested bytes.
     """
     peak, event = recording.peak()
     reserved = int(recording.reserved_bytes.max()) if len(recording.reserved_bytes) else None
     return {
         "device": recording.device,
         "source": recording.source,
-        "peak": peak,
+        "peak_bytes": peak,
         "peak_event": event,
         "peak_allocated": recording.facts.get("peak_allocated", peak),
         "peak_reserved": recording.facts.get("peak_reserved", reserved),
@@ -118,6 +128,7 @@ def as_dict(recording: Recording, leaks: Sequence[Leak] = ()) -> dict[str, Any]:
         "by_module": [row._asdict() for row in recording.by_module()],
         "leaks": [vars(leak) for leak in leaks],
         "in_place": [vars(one) for one in inplace_advice.find(recording)],
+        "would_lower_the_peak": [one.as_dict() for one in lower_peak.find(recording, leaks)],
         "marks": [mark._asdict() for mark in recording.marks],
         "facts": recording.facts,
     }

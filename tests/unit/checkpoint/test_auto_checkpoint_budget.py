@@ -65,6 +65,20 @@ def test_an_optimizers_step_that_takes_more_than_the_passes_is_named_with_the_re
     assert "plan" not in model.__dict__
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_function_that_makes_the_optimizer_counts_as_the_optimizer(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    peaks = []
+    for made in (False, True):
+        model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
+        optimizer = kind(model.parameters()) if made else kind
+        memopt.auto_checkpoint(model, torch.ones(2, 128), memory_budget="1GiB", optimizer=optimizer)
+        model(torch.ones(4, 128)).sum().backward()  # for which it is planned anew
+        peaks.append(model.plan.peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
 def test_an_output_that_neither_stage_nor_loss_saves_is_gone_before_its_backward() -> None:
     sizes = {"body": (10, 4, 9.0), "head": (30, 8, 0.1), "loss": (20, 0, 0.1)}  # saved, output; seconds
     stages = (Stage(saved, output, time, 1.0, name=name) for name, (saved, output, time) in sizes.items())

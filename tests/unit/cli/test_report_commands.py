@@ -10,6 +10,7 @@ import torch
 
 import memopt
 from memopt.__main__ import main
+from memopt._C import format_size
 from memopt._memory.recording import recording_file, summary
 
 
@@ -35,8 +36,25 @@ def test_a_recording_is_told_as_text_and_json(recordings, capsys):
     assert text.startswith("cpu: ") and "kept = [torch.ones(size)]" in text
     assert main(["report", str(recordings / "a.mopt"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["peak"] == recording_file.load(recordings / "a.mopt").peak()[0]
+    assert told["peak_bytes"] == recording_file.load(recordings / "a.mopt").peak()[0]
     assert {"peak_allocated", "peak_reserved", "oom", "by_category", "by_line"} <= set(told)
+
+
+def test_what_would_lower_the_peak_is_told_with_the_line_to_write(tmp_path, capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1))
+    with memopt.profile("cpu") as prof:
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(512, 256)).sum().backward()
+            optimizer.step()
+    prof.save(tmp_path / "a.mopt")
+    assert main(["report", str(tmp_path / "a.mopt"), "--text"]) == 0
+    advice = " ".join(capsys.readouterr().out.partition("what would lower the peak:")[2].split())
+    assert main(["report", str(tmp_path / "a.mopt"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["would_lower_the_peak"]
+    assert "memopt.optim.AdamW(..., state_bits=8)" in {one["paste"] for one in found}
+    for one in found:
+        assert one["paste"] in advice and format_size(one["saves_bytes"]) in advice, advice
 
 
 def test_a_recording_is_written_in_the_form_that_the_name_asks_for(recordings, capsys):

@@ -53,7 +53,7 @@ def test_ranks_of_torchrun_are_told_together(tmp_path, capsys):
     assert {"rank0.mopt", "rank1.mopt", "report.html"} <= {path.name for path in folder.iterdir()}
     assert main(["report", str(folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    peaks = [rank["figures"]["peak"] for rank in told["ranks"]]
+    peaks = [rank["figures"]["peak_bytes"] for rank in told["ranks"]]
     # x, what the model makes of it, and its gradient: 4096 rows more of each.
     assert told["highest_peak"] == 1 and peaks[1] - peaks[0] > 3 * (4096 - 64) * 256 * 4
     assert main(["report", str(folder), "--text"]) == 0

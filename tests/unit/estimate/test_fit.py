@@ -61,14 +61,14 @@ def techniques(found):
 def test_a_script_that_fits_has_an_empty_plan(fit):
     status, found = fit(-1)
     assert status == 0 and found["fits"] and found["plan"]["techniques"] == [] and found["lines"] == []
-    assert found["margin"] == MIB and plans.read("train.fit.json").peak == PEAK
+    assert found["margin_bytes"] == MIB and plans.read("train.fit.json").peak_bytes == PEAK
 
 
 def test_the_lowest_tier_comes_first_whatever_saves_more(fit):
     saves = {"eight_bits": 90, "loss_head": 70, "offload_activations": 51}
     status, found = fit(50, "--allow", "8bit", saves=saves)
     assert status == 0 and techniques(found) == ["offload activations"] and found["tier"] == "bit-equal"
-    assert found["margin"] == MIB and found["plan"]["peak"] == PEAK - 51 * MIB
+    assert found["margin_bytes"] == MIB and found["plan"]["peak_bytes"] == PEAK - 51 * MIB
     assert found["lines"] == ["memopt.offload_activations() around the forward pass"]
 
 
@@ -109,7 +109,7 @@ def test_what_is_allowed_and_what_is_exact_decides(fit):
 def test_a_batch_in_the_place_of_the_scripts_own_is_planned_for(fit):
     status, found = fit(0, "--batch", "6", arguments=("--batch-size", "8"))
     assert status == 0 and found["plan"]["arguments"] == ["--batch-size", "6"]
-    assert found["plan"]["peak"] == formula_child.allocated(SCRIPT, 6, 1.0)
+    assert found["plan"]["peak_bytes"] == formula_child.allocated(SCRIPT, 6, 1.0)
     status, said = fit(0, "--batch", "6", script={"option": None})
     assert status == 2 and "--batch 6: name the script's option" in said
 
@@ -299,7 +299,7 @@ def test_a_plan_is_for_its_number_of_ranks(fit, capfd, monkeypatch):
     """Of which the one with the highest peak is planned for."""
     status, found = fit(50, "--nproc", "3", saves={"offload_activations": 70}, script={"each_rank": 8 * MIB})
     assert status == 0 and found["plan"]["ranks"] == 3 and techniques(found) == ["offload activations"]
-    assert found["ranks"]["rank"] == 2 and found["plan"]["peak"] == PEAK + (16 - 70) * MIB
+    assert found["ranks"]["rank"] == 2 and found["plan"]["peak_bytes"] == PEAK + (16 - 70) * MIB
     run = ["run", "--fit", "train.fit.json", "train.py"]
     assert main(run) == 2 and "ranks: planned for 3, and this is 1" in capfd.readouterr().err
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -316,8 +316,8 @@ def test_arguments_that_only_look_alike_are_others(planned):
 @pytest.mark.parametrize(
     "entry",
     [
-        {"card": "8GiB"},
-        {"peak": True},
+        {"card_bytes": "8GiB"},
+        {"peak_bytes": True},
         {"step_seconds": None},
         {"arguments": [3]},
         {"techniques": "fused"},

@@ -57,7 +57,7 @@ auto(model, x, memory_budget=-1)                             | memory_budget: -1
 auto(model, x, memory_budget=[1])                            | memory_budget: a list     | give an int (bytes)
 auto(model, x, memory_budget=1024)                           | memory_budget is 1024     | raise memory_budget to
 auto(model, x, memory_budget=1.5)                            | memory_budget=1.5         | at most 1; give bytes
-auto(model, x, memory_budget="1GiB", optimizer=torch.optim.SGD) | the class SGD          | give the optimizer itself
+auto(model, x, memory_budget="1GiB", optimizer=list)         | result is a list          | a function of parameters
 auto(model, x, memory_budget="1GiB", optimizer="Adam")       | optimizer: 'Adam'         | write bytes
 auto(model, x, memory_budget="1GiB", loss="mean")            | loss is 'mean'            | give a function
 auto(model, x, memory_budget="1GiB", loss=lambda out: out)   | shape (8, 16)             | have it return one number
