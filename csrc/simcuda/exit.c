@@ -14,6 +14,7 @@
 #include <dlfcn.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 typedef void (*terminate_handler)(void);
@@ -27,7 +28,7 @@ int simcuda_threads_held(void);
 
 static void hold_thread(void)
 {
-    if (gettid() != getpid() && current_exception_type() == NULL) {
+    if (syscall(SYS_gettid) != getpid() && current_exception_type() == NULL) {
         held++;
         for (;;)
             pause();

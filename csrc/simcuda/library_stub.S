@@ -9,19 +9,49 @@
  * address) is what identifies it, looked up in the dynamic symbol table when it is called. No table of names, no
  * relocations. All arguments are ignored, so any C signature fits, variadic ones too.
  */
-#ifndef __x86_64__
-#error "the simulated CUDA libraries are built for x86-64 only so far: library_stub.S needs this machine's call sequence"
-#endif
-
         .section .note.GNU-stack, "", @progbits
         .text
 
+#if defined(__x86_64__)
 stub_tail:                      /* entered by call: the return address lies just behind the stub */
         pop     %rdi
         sub     $8, %rsp        /* calls want the stack at 16 bytes; the caller's return address is at its top */
         call    sim_stub_called
         add     $8, %rsp
         ret
+
+        .macro  call_tail
+        call    stub_tail
+        .endm
+        .macro  answer_success
+        xor     %eax, %eax
+        .endm
+        .macro  answer_text
+        lea     stub_text(%rip), %rax
+        .endm
+#elif defined(__aarch64__)
+stub_tail:                      /* x9: the caller's return address; x30: just behind the stub */
+        stp     x29, x9, [sp, #-16]!
+        mov     x29, sp
+        mov     x0, x30
+        bl      sim_stub_called
+        ldp     x29, x30, [sp], #16
+        ret
+
+        .macro  call_tail
+        mov     x9, x30
+        bl      stub_tail
+        .endm
+        .macro  answer_success
+        mov     w0, #0
+        .endm
+        .macro  answer_text
+        adrp    x0, stub_text
+        add     x0, x0, :lo12:stub_text
+        .endm
+#else
+#error "library_stub.S has no call sequence for this machine"
+#endif
 
         .macro  stub_begin name
         .globl  \name
@@ -31,20 +61,20 @@ stub_tail:                      /* entered by call: the return address lies just
 
         .macro  not_supported name
         stub_begin \name
-        call    stub_tail
+        call_tail
         .size   \name, . - \name
         .endm
 
         .macro  does_nothing name
         stub_begin \name
-        xor     %eax, %eax
+        answer_success
         ret
         .size   \name, . - \name
         .endm
 
         .macro  says name
         stub_begin \name
-        lea     stub_text(%rip), %rax
+        answer_text
         ret
         .size   \name, . - \name
         .endm

@@ -40,6 +40,18 @@ def build_failures(session: pytest.Session) -> dict[str, str | None]:
     return found
 
 
+# What runs a variant's binaries.
+_UNDER = {
+    "valgrind": ["valgrind", "-q", "--error-exitcode=99", "--leak-check=full", "--fair-sched=yes"],
+    "aarch64": ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"],
+}
+# The compiler of libraries that tests make, and the simulated device, for another machine.
+_ENVIRONMENT = {
+    "aarch64": {
+        "CC": "aarch64-linux-gnu-gcc",
+        "MEMOPT_TEST_LIBCUDA": "build/c/aarch64/libraries/cu13/sim_cuda.so",
+    }
+}
 _FAILURES: pytest.StashKey[dict[str, str | None]] = pytest.StashKey()
 
 
@@ -85,9 +97,11 @@ class CFile(pytest.File):
         names = [item.name for item in self.session.items if item.parent is self]
         if failure := build_failures(self.session)[binary]:
             return dict.fromkeys(names, failure)
-        memcheck = ["valgrind", "-q", "--error-exitcode=99", "--leak-check=full", "--fair-sched=yes"]
-        command = [*(memcheck if variant == "valgrind" else []), str(ROOT / binary), *names]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+        command = [*_UNDER.get(variant, ()), str(ROOT / binary), *names]
+        environment = os.environ | _ENVIRONMENT.get(variant, {})
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
+        )
         result: dict[str, str | Skip | None] = {}
         for line in done.stdout.splitlines():
             if said := re.match(r"(ok|not ok|skip) (\w+)(?:: )?(.*)", line):

@@ -1,11 +1,11 @@
 """`make release`: what is published, in dist/, and the checks it has to pass. Nothing is uploaded.
 
-    python tests/tooling/release.py [--platform manylinux_2_28_x86_64]     the Python of the environment 'release'
+    python tests/tooling/release.py        the Python of the environment 'release'
 
-The last commit is exported and built: the sdist, and the wheel. The sdist is made a second time from another export,
-and the wheel a second time from the sdist, in folders, with a time zone and with a hash seed of their own. Both must be
-equal bit for bit. The wheel gets the platform tag that auditwheel finds by the versions of the C library's symbols;
---platform demands one. dist/ has the sdist, the wheel, a CycloneDX bill of materials, and SHA256SUMS."""
+The last commit is exported and built: the sdist, and a wheel for each architecture. The sdist is made a second time
+from another export, and each wheel a second time from the sdist, in folders, with a time zone and with a hash seed of
+their own. All must be equal bit for bit. zig compiles the wheels, for any machine and an old C library, and auditwheel
+confirms the platform tag. dist/ has the sdist, the wheels, a CycloneDX bill of materials, and SHA256SUMS."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "kernels"))
 import build_kernels  # noqa: E402
+
+ARCHITECTURES = {"x86_64": "X86-64", "aarch64": "AArch64"}  # as readelf names them
+GLIBC = (2, 28)  # of Debian 10, RHEL 8, Ubuntu 20.04, and later
 
 OURS = "libcuda.so.1"
 """The one library that auditwheel does not know. It is in the wheel: the simulated device has this soname and another
@@ -117,6 +120,17 @@ def build(tree: Path, kind: str, out: Path, epoch: int, **other: str) -> Path:
     return built
 
 
+def compiler(architecture: str, work: Path) -> dict[str, str]:
+    """The environment in which setuptools builds for an architecture."""
+    zig = f"{sys.executable} -m ziglang cc -target {architecture}-linux-gnu.{'.'.join(map(str, GLIBC))}"
+    return {
+        "CC": zig,
+        "LDSHARED": f"{zig} -shared",
+        "ZIG_GLOBAL_CACHE_DIR": str(work / "zig"),
+        "_PYTHON_HOST_PLATFORM": f"linux-{architecture}",
+    }
+
+
 def normalize(sdist: Path, epoch: int) -> None:
     """Write an sdist anew without what setuptools notes of the machine: order, times, owners, modes."""
     with tarfile.open(sdist) as old:
@@ -159,22 +173,24 @@ def compare(first: Path, second: Path, how: str) -> None:
 # ---- checking ----------------------------------------------------------------------------------------------
 
 
-def builders_traces(wheel: Path, folders: list[Path]) -> list[str]:
-    """A line for each library of a wheel that looks for others in a fixed folder, and for each file that names one of
-    these folders."""
+def builders_traces(wheel: Path, folders: list[Path], machine: str) -> list[str]:
+    """A line for each library of a wheel that looks for others in a fixed folder or is for another machine, and for
+    each file that names one of these folders."""
     traces = []
     with zipfile.ZipFile(wheel) as files, tempfile.TemporaryDirectory() as folder:
         for name in files.namelist():
             content = files.read(name)
             traces += [f"{name} names {path}" for path in folders if str(path).encode() in content]
             if name.endswith(".so"):
-                table = run("readelf", "-d", files.extract(name, folder))
+                table = run("readelf", "-hd", files.extract(name, folder))
                 traces += [f"{name} has {found}" for found in re.findall(r"\((R(?:UN)?PATH)\)", table)]
+                if not re.search(rf"Machine:.*{machine}\s", table):
+                    traces.append(f"{name} is not for {machine}")
     return traces
 
 
 def tagged(wheel: Path, out: Path, platform: str, epoch: int) -> Path:
-    """The wheel under the oldest manylinux tag that its symbols allow, or the one demanded."""
+    """The wheel under a manylinux tag, which its symbols must allow."""
     audit = json.loads(run(tool("auditwheel"), "show", "--json", wheel))
     unknown = set(audit["external_libs"]) - {OURS}
     if unknown:
@@ -195,14 +211,13 @@ def tagged(wheel: Path, out: Path, platform: str, epoch: int) -> Path:
 
 def compilers() -> list[dict[str, str]]:
     """Return what the wheel was made with, as components of the bill of materials."""
-    compiler = os.environ.get("CC", "gcc").split()[0]
     used = [
         {"name": "cpython", "version": sys.version.split()[0]},
         {
             "name": "setuptools",
             "version": run(sys.executable, "-c", "import setuptools as s; print(s.__version__)").strip(),
         },
-        {"name": compiler, "version": run(compiler, "-dumpfullversion").strip()},
+        {"name": "zig", "version": run(sys.executable, "-m", "ziglang", "version").strip()},
     ]
     nvcc = build_kernels.find_nvcc() if os.environ.get("MEMOPT_CUDA") != "0" else None
     if nvcc:
@@ -260,7 +275,28 @@ def check_forms() -> None:
     say("valid       the workflows, issue forms and CITATION.cff, by their schemas")
 
 
-def release(platform: str, work: Path) -> None:
+def checked_wheel(
+    architecture: str, tree: Path, unpacked: Path, epoch: int, environments: tuple[dict, dict], work: Path
+) -> Path:
+    """The wheel for an architecture, built twice and tagged."""
+    made = []
+    for number, (source, environment) in enumerate(zip((tree, unpacked), environments, strict=True)):
+        shutil.rmtree(source / "build", ignore_errors=True)  # of another architecture
+        out = work / f"wheel-{architecture}-{number}"
+        made.append(build(source, "wheel", out, epoch, **environment, **compiler(architecture, work)))
+    compare(*made, "built again elsewhere, from the sdist")
+    folders = [work, ROOT, Path(sys.prefix), Path(sysconfig.get_path("include"))]
+    if traces := builders_traces(made[0], folders, ARCHITECTURES[architecture]):
+        raise ReleaseError("the wheel tells of the machine it was built on:\n" + "\n".join(traces))
+    say("clean       no RPATH or RUNPATH, and no folder of this machine in any file")
+    platform = f"manylinux_{'_'.join(map(str, GLIBC))}_{architecture}"
+    wheel = tagged(made[0], work / f"tagged-{architecture}", platform, epoch)
+    run(tool("abi3audit"), "--strict", wheel)
+    say("abi3        abi3audit --strict: no symbol outside the stable ABI of CPython 3.11")
+    return wheel
+
+
+def release(work: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     tags = run("git", "tag", "--points-at", "HEAD", cwd=ROOT).split()
     version = checked_version(project, (ROOT / "CHANGELOG.md").read_text(), tags)
@@ -280,17 +316,10 @@ def release(platform: str, work: Path) -> None:
     sdist = build(tree, "sdist", one / "sdist", epoch, **first)
     again = build(export(commit, other / "tree"), "sdist", other / "sdist", epoch, **second)
     compare(sdist, again, "built again from another export")
-    wheel = build(tree, "wheel", one / "wheel", epoch, **first)
-    again = build(unpack(sdist, other / "unpacked"), "wheel", other / "wheel", epoch, **second)
-    compare(wheel, again, "built again elsewhere, from the sdist")
-
-    folders = [work, ROOT, Path(sys.prefix), Path(sysconfig.get_path("include"))]
-    if traces := builders_traces(wheel, folders):
-        raise ReleaseError("the wheel tells of the machine it was built on:\n" + "\n".join(traces))
-    say("clean       no RPATH or RUNPATH, and no folder of this machine in any file")
-    published = [sdist, tagged(wheel, work / "tagged", platform, epoch)]
-    run(tool("abi3audit"), "--strict", published[1])
-    say("abi3        abi3audit --strict: no symbol outside the stable ABI of CPython 3.11")
+    published = [sdist]
+    unpacked = unpack(sdist, other / "unpacked")
+    for name in ARCHITECTURES:
+        published.append(checked_wheel(name, tree, unpacked, epoch, (first, second), work))
     run(tool("twine"), "check", "--strict", *published)
     say("metadata    twine check --strict: passed")
 
@@ -309,17 +338,10 @@ def release(platform: str, work: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="build what is published, and check it")
-    parser.add_argument(
-        "--platform",
-        default="auto",
-        metavar="TAG",
-        help="the tag that the wheel must get (default: its symbols')",
-    )
-    options = parser.parse_args()
+    argparse.ArgumentParser(description="build what is published, and check it").parse_args()
     try:
         with tempfile.TemporaryDirectory(prefix="memopt-release") as work:
-            release(options.platform, Path(work))
+            release(Path(work))
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1

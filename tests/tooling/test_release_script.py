@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import os
+import platform
 import re
 import subprocess
 import tarfile
@@ -101,9 +102,14 @@ def test_a_builders_folder_in_a_library_is_seen(tmp_path: Path) -> None:
         "rpath.so": library(tmp_path, f"-ffile-prefix-map={tmp_path}=.", "-Wl,-rpath,/opt/lib"),
         "notes.txt": f"built in {tmp_path}".encode(),
     }
-    traces = release.builders_traces(wheel(tmp_path / "w" / "m.whl", **files), [tmp_path])
+    packed = wheel(tmp_path / "w" / "m.whl", **files)
+    machine = release.ARCHITECTURES[platform.machine()]
+    traces = release.builders_traces(packed, [tmp_path], machine)
     assert sorted(trace.split()[0] for trace in traces) == ["debug.so", "notes.txt", "rpath.so"]
     assert "rpath.so has RUNPATH" in traces or "rpath.so has RPATH" in traces
+    (other,) = release.ARCHITECTURES.keys() - {platform.machine()}
+    foreign = release.builders_traces(packed, [tmp_path], release.ARCHITECTURES[other])
+    assert f"clean.so is not for {release.ARCHITECTURES[other]}" in foreign
 
 
 def test_the_bill_of_materials_names_each_file_by_its_hash_and_is_the_same_again(tmp_path: Path) -> None:
