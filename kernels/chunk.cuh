@@ -7,7 +7,8 @@
 #define MO_CHUNK_CUH
 
 #ifdef __CUDACC__ /* nvcc and NVRTC, which has no standard headers: none is used below */
-#define MO_BODY           static __device__ __forceinline__
+/* Not static: nvcc puts a hash of its source's path into the names of what is. */
+#define MO_BODY           __device__ __forceinline__
 #define MO_ALIGNED(bytes) __align__(bytes)
 #define MO_ENTRY          extern "C"
 #define MO_UNROLL         _Pragma("unroll")
