@@ -247,10 +247,10 @@ class Survey:
 
     def _with_backend(self, name: str, held: int, request: Request | None = None) -> Request:
         """Return the request with an allocator. The granules of memopt's pool are a share of the device, which must not
-        be one without limit: it has twice what is held, or what the card has."""
+        be one without limit: it has twice what is held, and the context, or what the card has."""
         request = replace(request or self.request, backend=name)
         there = 0 if self.card is None else self.card.usable_bytes
-        return replace(request, memory=max(2 * held, there)) if name == "pool" else request
+        return replace(request, memory=max(2 * held + request.context, there)) if name == "pool" else request
 
     def _several(self, asked: list[tuple[Request, str]]) -> list[Answer]:
         pool = ThreadPoolExecutor(max(1, self.jobs))

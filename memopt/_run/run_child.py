@@ -89,6 +89,8 @@ _MOST_ROWS = 100  # of lines, and of modules
 
 def main() -> None:
     """Run `python -c "from memopt._run.run_child import main; main()" REQUEST`."""
+    if "linecache" in sys.modules:  # CPython 3.13 shows that command's text where a program executes a string
+        sys.modules["linecache"].cache.pop("<string>", None)
     request = RunRequest.from_json(sys.argv[1])
     # The parent has blocked what it waits for, and a mask is inherited.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -125,7 +125,7 @@ def compiler(architecture: str, work: Path) -> dict[str, str]:
     zig = f"{sys.executable} -m ziglang cc -target {architecture}-linux-gnu.{'.'.join(map(str, GLIBC))}"
     return {
         "CC": zig,
-        "LDSHARED": f"{zig} -shared",
+        "LDSHARED": f"{zig} -shared -s",  # zig's own parts name folders in their debug information
         "ZIG_GLOBAL_CACHE_DIR": str(work / "zig"),
         "_PYTHON_HOST_PLATFORM": f"linux-{architecture}",
     }

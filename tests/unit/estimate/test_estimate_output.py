@@ -130,7 +130,7 @@ def test_what_the_environment_says_of_warnings_holds():
     assert (
         told["PYTHONWARNINGS"].endswith(",error") and told["TF_CPP_MIN_LOG_LEVEL"] == "0" and told["A"] == "b"
     )
-    code = "import warnings; warnings.warn('Failed to initialize NumPy: none'); warnings.warn('another')"
+    code = "import warnings\nwarnings.warn('Failed to initialize NumPy: none')\nwarnings.warn('another')"
     ran = subprocess.run(
         [sys.executable, "-c", code],
         env=process.quiet_environment(os.environ),
