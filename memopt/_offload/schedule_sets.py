@@ -21,7 +21,7 @@ import errno
 import itertools
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -113,15 +113,12 @@ class ScheduleOffload:
             self._space = DiskSpace(self.to)
         return self._space
 
-    @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
+    def errors(self) -> DiskErrors:
         """Name the remedies in errors of the disk; after one, the next step uses another file."""
-        try:
-            with disk_errors(self.to):
-                yield
-        except OSError:
-            self._space = None
-            raise
+        return DiskErrors(self.to, self._leave_file)
+
+    def _leave_file(self) -> None:
+        self._space = None
 
 
 class OffloadedStorage:
@@ -275,17 +272,31 @@ class OffloadedSet:
 # ---- places and their speed ------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def disk_errors(path: str) -> Iterator[None]:
-    """Errors of the disk, with the remedies that auto_checkpoint() has."""
-    try:
-        yield
-    except OSError as error:
+class DiskErrors:
+    """A context in which errors of the disk get the remedies that auto_checkpoint() has.
+
+    A generator's context would keep a failed step's tensors under CPython 3.13, in a cycle with its frames.
+
+    Args:
+        path: The directory on the disk.
+        failed: Is called at an error.
+    """
+
+    def __init__(self, path: str, failed: Callable[[], None] = lambda: None) -> None:
+        self._path, self._failed = path, failed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, OSError):
+            return
+        self._failed()
         raise type(error)(
             error.errno,
-            f"{(error.strerror or str(error)).removeprefix(path + ': ')}; stages offload their saved tensors there: "
-            "give auto_checkpoint's to= a writable directory with enough space, or a larger memory_budget",
-            path,
+            f"{(error.strerror or str(error)).removeprefix(self._path + ': ')}; stages offload their saved tensors "
+            "there: give auto_checkpoint's to= a writable directory with enough space, or a larger memory_budget",
+            self._path,
         ) from error
 
 
@@ -322,7 +333,7 @@ def destination(to: str | os.PathLike[str] | None, device: torch.device) -> str 
     if not os.path.isdir(where):
         said = f'to={where!r}: there is no such directory: give "cpu", or a directory on a disk'
         raise FileNotFoundError(errno.ENOENT, said, where)
-    with disk_errors(where):
+    with DiskErrors(where):
         DiskSpace(where)  # that it can be written to is better known now
     return os.path.abspath(where)
 
