@@ -81,3 +81,4 @@ stub_tail:                      /* x9: the caller's return address; x30: just be
 
 stub_text:
         .asciz  "simulated library: not supported"
+        .balign 4
