@@ -45,7 +45,7 @@ COMPILE = ["-std=c11", "-D_GNU_SOURCE", "-Os", "-g0", "-fPIC", "-fno-asynchronou
 COMPILE += [f"-I{ROOT}", f"-I{ROOT}/csrc"]
 COMPILE += ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-pthread"]
 LINK = ["-shared", "-s", "-pthread", "-Wl,--hash-style=gnu", "-Wl,--no-undefined", "-Wl,--build-id=none"]
-# One read-execute segment and 4 KiB pages, which x86-64 has: the default layout pads each of these small files by 12 KiB.
+# One read-execute segment and the 4 KiB pages of x86-64: the default layout pads each of these small files by 12 KiB.
 DENSE = ["-Wl,-z,noseparate-code", "-Wl,-z,max-page-size=4096"]
 TEXT = re.compile(r"\w+(ErrorString|StatusString|ErrorName|StatusName|LastError)")
 PUBLIC = re.compile(r"(cu|nccl|nvrtc|nvshmem|nvml|__cuda)\w+")
