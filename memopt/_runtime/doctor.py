@@ -103,7 +103,8 @@ def doctor() -> Diagnosis:
 
 
 def _memopt() -> Finding:
-    text = f"{_C.__version__}, built with {_C.build['compiler']}, assertions: level {_C.build['level']}"
+    compiler = str(_C.build["compiler"]).strip()  # clang's version ends in a space
+    text = f"{_C.__version__}, built with {compiler}, assertions: level {_C.build['level']}"
     return Finding("memopt", "ok", text)
 
 
