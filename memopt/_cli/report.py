@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     recordings.sort(key=lambda recording: -recording.peak()[0])
     found = [leak for leak, _ in leaks.find(recordings[0])]
     if options.json:
-        write(json.dumps(summary.as_dict(recordings[0], found), indent=2), options.output)
+        write(json.dumps(summary.as_dict(recordings[0], found, advice=True), indent=2), options.output)
         return 0
     if options.text:
         texts = [summary.text(recordings[0], found, advice=True), *map(summary.text, recordings[1:])]

@@ -1,4 +1,4 @@
-"""What a script keeps for itself, whatever is planned: gradients and outputs, and where its training begins."""
+"""Gradients and outputs that a script keeps, and the begin of its training: a plan changes neither."""
 
 from __future__ import annotations
 

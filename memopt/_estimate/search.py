@@ -79,7 +79,7 @@ Names = frozenset[str]
 
 class Tried(NamedTuple):
     """A run with techniques. needed: bytes of a card for all of it, without a limit; seconds: of a step, as predicted,
-    0 where that is not known; unsure: it fits but with workspaces for cuDNN."""
+    0 where that is not known; unsure: it fits, but not with workspaces for cuDNN."""
 
     fits: bool
     needed: int

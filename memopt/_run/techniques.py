@@ -54,7 +54,7 @@ class Techniques:
     Attributes:
         applied: Parts of the script that each technique was applied to, such as {"fused": ["AdamW"]}; a technique that
             was applied to nothing has no entry.
-        refused: Why a technique was applied to none of the script's models, by the technique.
+        refused: Why a technique was not applied to one of the script's models, by the technique.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ the allocator's share beyond the tensors, by backend; `option`, the script's opt
 step in its time; `host`, bytes of the host's memory that they take; `moved`, bytes that a step moves on the card, by
 technique, "" for those without any; `data`, the most that there are; `each_rank`, bytes more of each rank after the
 first; `loaders`, DataLoaders that it makes; `evaluates`: where it runs out;
-`ends`: how it ends by itself; `early`: what lives before it trains."""
+`ends`: how it ends by itself; `early`: what lives before it trains; `workspace`: bytes of a workspace, if asked for."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def main() -> None:
         met["stuck"] = []
     saved -= script.get("each_rank", 0) * request["rank"]
     peak = allocated(script, batch, request["fraction"]) - saved
+    peak += script.get("workspace", 0) if request["cudnn_workspace"] else 0
     reserved = (
         held(script, batch, request["fraction"], request["cudnn_workspace"], request["backend"]) - saved
     )

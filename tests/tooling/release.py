@@ -64,6 +64,10 @@ def run(*command: str | Path, **options) -> str:
     return done.stdout
 
 
+def dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
 def tool(name: str) -> Path:
     """A program of the environment that this Python is of."""
     return Path(sys.executable).with_name(name)
@@ -122,7 +126,7 @@ def build(tree: Path, kind: str, out: Path, epoch: int, **other: str) -> Path:
 
 def compiler(architecture: str, work: Path) -> dict[str, str]:
     """The environment in which setuptools builds for an architecture."""
-    zig = f"{sys.executable} -m ziglang cc -target {architecture}-linux-gnu.{'.'.join(map(str, GLIBC))}"
+    zig = f"{sys.executable} -m ziglang cc -target {architecture}-linux-gnu.{dotted(GLIBC)}"
     return {
         "CC": zig,
         "LDSHARED": f"{zig} -shared -s",  # zig's own parts name folders in their debug information
@@ -196,10 +200,12 @@ def tagged(wheel: Path, out: Path, epoch: int) -> Path:
     if unknown:
         raise ReleaseError(f"the wheel needs {', '.join(sorted(unknown))}, which it does not hold")
     versions = {version for of in audit["versioned_symbols"].values() for version in of}
-    newest = max(tuple(map(int, re.findall(r"\d+", version))) for version in versions)
+    newest = max((tuple(map(int, re.findall(r"\d+", version))) for version in versions), default=())
     if newest > GLIBC:
-        raise ReleaseError(f"{wheel.name} needs glibc {'.'.join(map(str, newest))}, later than {GLIBC}")
-    say(f"symbols     of glibc {'.'.join(map(str, newest))} at most: {audit['sym_tag']}")
+        raise ReleaseError(
+            f"{wheel.name} needs glibc {dotted(newest)}: no later one than {dotted(GLIBC)} is allowed"
+        )
+    say(f"symbols     of glibc {dotted(newest)} at most: {audit['sym_tag']}")
     environment = os.environ | {"SOURCE_DATE_EPOCH": str(epoch)}
     environment["PATH"] = f"{tool('patchelf').parent}:{environment['PATH']}"
     options = ["--exclude", OURS, "--wheel-dir", out]

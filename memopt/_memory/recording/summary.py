@@ -103,14 +103,15 @@ def as_html(recording: Recording, leaks: Sequence[Leak] = (), top: int = 2 * _TO
     return "".join(parts)
 
 
-def as_dict(recording: Recording, leaks: Sequence[Leak] = ()) -> dict[str, Any]:
-    """Return JSON-able values.
+def as_dict(recording: Recording, leaks: Sequence[Leak] = (), *, advice: bool = False) -> dict[str, Any]:
+    """Return JSON-able values. advice: as for text().
 
     `peak_allocated` and `peak_reserved` are the allocator's own figures if it gave them, else the recording's;
     `peak_bytes` is the recording's, of requested bytes.
     """
     peak, event = recording.peak()
     reserved = int(recording.reserved_bytes.max()) if len(recording.reserved_bytes) else None
+    found = [one.as_dict() for one in lower_peak.find(recording, leaks)] if advice else []
     return {
         "device": recording.device,
         "source": recording.source,
@@ -128,10 +129,9 @@ def as_dict(recording: Recording, leaks: Sequence[Leak] = ()) -> dict[str, Any]:
         "by_module": [row._asdict() for row in recording.by_module()],
         "leaks": [vars(leak) for leak in leaks],
         "in_place": [vars(one) for one in inplace_advice.find(recording)],
-        "would_lower_the_peak": [one.as_dict() for one in lower_peak.find(recording, leaks)],
         "marks": [mark._asdict() for mark in recording.marks],
         "facts": recording.facts,
-    }
+    } | ({"would_lower_the_peak": found} if advice else {})
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------

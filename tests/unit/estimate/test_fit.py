@@ -87,6 +87,18 @@ def test_what_no_plan_reaches_is_answered_at_once(fit, capfd):
     assert fit(50, saves=saves, script={"early": {"bytes": PEAK - 51 * MIB, "lines": [row]}})[0] == 0
 
 
+def test_a_run_that_fits_without_workspaces_alone_is_unsure(fit, capfd):
+    saves = {"offload_activations": 51, "loss_head": 10}
+    status, found = fit(50, saves=saves, script={"workspace": 5 * MIB})
+    unsure = [row for row in found["runs"] if row["unsure"]]
+    assert ["offload activations"] in [row["techniques"] for row in unsure]
+    assert not any(row["fits"] or "loss head" in row["techniques"] for row in unsure)
+    assert status == 0 and techniques(found) == ["loss head", "offload activations"]
+    assert main(["fit", "-f", "--gpu", str(PEAK - 50 * MIB + cards.CONTEXT), "train.py"]) == 0
+    assert "not where cuDNN takes workspaces of 256 MiB" in capfd.readouterr().out
+    assert not any(row["unsure"] for row in fit(50, saves=saves)[1]["runs"])
+
+
 def test_where_nothing_fits_the_lines_of_the_least_run_are_told(fit, capfd):
     status, found = fit(50, saves={"offload_activations": 20, "loss_head": 10})
     assert status == 1 and found["peak_lines_of_the_least"][0]["bytes"] == PEAK - 30 * MIB
