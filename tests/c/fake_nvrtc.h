@@ -1,5 +1,5 @@
 /* An NVRTC for tests: the functions are this test program's own, and the path "" is what dlopen takes for the
- * program itself. It "compiles" any text to "image:OPTION" (or to what the test set) and keeps count. */
+ * program itself. It "compiles" any text to "image:made" (or to what the test set) and keeps count. */
 #ifndef MEMOPT_FAKE_NVRTC_H
 #define MEMOPT_FAKE_NVRTC_H
 
@@ -16,8 +16,8 @@
 static struct fake_nvrtc {
     int programs, compiled, major;
     int architectures[4], architecture_count;
-    const char *image; /* NULL: as above */
-    char made[128], options[128];
+    const char *image; /* what it makes of a text */
+    char options[128];
     long countdown; /* fail the call after so many more; negative: never */
 } nvrtc;
 
@@ -79,7 +79,6 @@ int nvrtcCompileProgram(mo_nvrtc_handle program, int count, const char *const *o
     for (int i = 0; i < count; i++)
         snprintf(nvrtc.options + strlen(nvrtc.options), sizeof nvrtc.options - strlen(nvrtc.options), "%s%s",
                  i ? " " : "", options[i]);
-    snprintf(nvrtc.made, sizeof nvrtc.made, "%s", nvrtc.image ? nvrtc.image : "image:made");
     nvrtc.compiled++;
     return nvrtc_fails();
 }
@@ -113,14 +112,14 @@ int nvrtcGetPTX(mo_nvrtc_handle program, char *out)
 int nvrtcGetCUBINSize(mo_nvrtc_handle program, size_t *out)
 {
     (void)program;
-    *out = strlen(nvrtc.made) + 1;
+    *out = strlen(nvrtc.image) + 1;
     return nvrtc_fails();
 }
 
 int nvrtcGetCUBIN(mo_nvrtc_handle program, char *out)
 {
     (void)program;
-    strcpy(out, nvrtc.made);
+    strcpy(out, nvrtc.image);
     return nvrtc_fails();
 }
 
@@ -128,8 +127,11 @@ int nvrtcGetCUBIN(mo_nvrtc_handle program, char *out)
 static void nvrtc_reset(void)
 {
     CHECK_EQ(nvrtc.programs, 0);
-    nvrtc = (struct fake_nvrtc){
-        .major = 13, .architectures = {75, 80, 90, 120}, .architecture_count = 4, .countdown = -1};
+    nvrtc = (struct fake_nvrtc){.major = 13,
+                                .image = "image:made",
+                                .architectures = {75, 80, 90, 120},
+                                .architecture_count = 4,
+                                .countdown = -1};
 }
 
 #endif

@@ -1,5 +1,5 @@
-/* The simulated device as one that kernels are launched on: the embedded ones, or where this build has none, what the made-up NVRTC
- * makes. */
+/* The simulated device as one that kernels are launched on: those that the made-up NVRTC makes, whether this build has
+ * compiled ones or not. */
 #ifndef MEMOPT_SIMULATED_KERNELS_H
 #define MEMOPT_SIMULATED_KERNELS_H
 
@@ -12,7 +12,8 @@ static CUstream stream;
 /* Finishes what is queued. Returns whether it is the first call, which opens the device. */
 static bool start_kernels(void)
 {
-    static const mo_kernel_settings settings = {.nvrtc_paths = {FAKE_NVRTC_PATH}, .nvrtc_path_count = 1};
+    static const mo_kernel_settings settings = {
+        .no_image = true, .nvrtc_paths = {FAKE_NVRTC_PATH}, .nvrtc_path_count = 1};
     const bool first_call = !stream;
 
     if (first_call) {

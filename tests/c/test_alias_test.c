@@ -11,7 +11,8 @@ static mo_detail detail;
 
 static void configure(const char *image)
 {
-    static const mo_kernel_settings settings = {.nvrtc_paths = {FAKE_NVRTC_PATH}, .nvrtc_path_count = 1};
+    static const mo_kernel_settings settings = {
+        .no_image = true, .nvrtc_paths = {FAKE_NVRTC_PATH}, .nvrtc_path_count = 1};
 
     nvrtc_reset();
     nvrtc.image = image;

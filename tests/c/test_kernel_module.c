@@ -294,7 +294,7 @@ TEST(a_cached_image_of_which_a_kernel_does_nothing_is_rebuilt_and_said_so)
         start();
         nvrtc.image = "image:planted";
         loads(&none, MO_KERNELS_COMPILED, 1);
-        nvrtc.image = NULL;
+        nvrtc.image = "image:made";
         dead = "image:planted";
         dead_kernel = i;
         loads(&none, MO_KERNELS_COMPILED, 2);
@@ -316,7 +316,7 @@ TEST(a_compiler_that_makes_kernels_that_do_nothing_is_an_error_and_nothing_is_ca
     CHECK_EQ(load(&none), MO_CORRUPT);
     CHECK(strstr(detail.text, "NVRTC 13.5") && strstr(detail.text, "MEMOPT_NVRTC"));
     CHECK_EQ(fake.modules, 0);
-    nvrtc.image = NULL;
+    nvrtc.image = "image:made";
     loads(&none, MO_KERNELS_COMPILED, 2);
     CHECK_EQ(module.cache, MO_CACHE_MISSING);
     finish();
