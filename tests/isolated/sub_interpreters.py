@@ -36,7 +36,7 @@ def interpreters():
     if sys.version_info < (3, 13):
         import _xxsubinterpreters as module
 
-        return module.create, module.run_string, module.destroy
+        return lambda: module.create(isolated=False), module.run_string, module.destroy
     import _interpreters as module
 
     def run(which: int, code: str) -> None:
