@@ -63,14 +63,15 @@ def find(found: Estimate, card: Card, backend: str, attempt: Callable[[Names], T
 
     Returns:
         The advice; changes that do not affect results come first. If no technique is enough alone, it is the
-            combination that a fit would plan.
+            combination that a fit would plan; if none can be, a larger card alone.
     """
     listed = [
         Advice(_SWITCH[one.name], one.allocated_bytes)
         for one in found.backends
         if one.name != backend and one.completes
     ]
-    search = search_of(found, card, backend, attempt, lambda name: name not in (LEAST, FACTORED, BF16))
+    not_tried = (LEAST, FACTORED, BF16)
+    search = search_of(found, card, backend, attempt, lambda name: not (found.early or name in not_tried))
     for tier in range(len(TIERS)):
         search.try_alone(tier)
     fitting = [name for name, tried in search.alone.items() if tried.fits and name not in _SWITCH]

@@ -12,7 +12,7 @@ from memopt._estimate import advice, cards
 from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
 from memopt._estimate.forecast import WORKED_OUT
-from memopt._estimate.prediction import Estimate, attributed
+from memopt._estimate.prediction import Estimate, attributed, early_in_words
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
 from memopt._estimate.survey import CUDNN_WORKSPACE, NOT_MET, Survey, wanted_bytes
@@ -55,8 +55,8 @@ class Fit:
 
     estimate: of the script as it is. plan: None if nothing fits. rows: runs, the plan's first. lines: to paste.
     alone: techniques that are not enough alone, with the bytes that each saves; worked_out: those that did not run
-    for it. failed: why the script does not run, by the techniques. early: what lives before training begins, if that
-    is more than the card has. lines_of_least: where nothing fits, of the peak with the first of the rows.
+    for it. failed: why the script does not run, by the techniques. lines_of_least: where nothing fits, of the peak with
+    the first of the rows.
     """
 
     estimate: Estimate
@@ -67,7 +67,6 @@ class Fit:
     alone: dict[str, int] = field(default_factory=dict)
     worked_out: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    early: dict[str, Any] | None = None
     lines_of_least: list[dict[str, Any]] = field(default_factory=list)
     host_bytes: int = 0  # of the host's memory: pinned there, and made of what is stepped there
     least: int = 0  # bytes of a card, with any of the runs
@@ -96,7 +95,7 @@ class Fit:
             "not_enough_alone": self.alone,
             "worked_out_alone": self.worked_out,
             "does_not_run": self.failed,
-            "before_training": self.early,
+            "before_training": self.estimate.early,
             "peak_lines_of_the_least": self.lines_of_least,
             "smallest_card": None if self.plan else {"bytes": self.least, "card": smallest and smallest.name},
             "largest_batch": self.estimate.largest_batch,
@@ -173,9 +172,11 @@ class Fit:
         if plan is None:
             card = cards.smallest_with(self.least)
             needs = f"a card of {size(self.least)}{f', as {card.name}' if card else ''}"
-            if self.early is not None:
-                said.append(("nothing", f"fits: {_early(self.early)}. As it is, it needs {needs}"))
-                said += attributed("lines", self.early["lines"])
+            if self.estimate.early is not None:
+                said.append(
+                    ("nothing", f"fits: {early_in_words(self.estimate.early)}. As it is, it needs {needs}")
+                )
+                said += attributed("lines", self.estimate.early["lines"])
             else:
                 said.append(("nothing", f"fits; the least that a run needed is {needs}"))
                 said += attributed("lines", self.lines_of_least)
@@ -196,14 +197,6 @@ class Fit:
         if any(row.seconds for row in self.rows):
             said.append(("assumed", _assumed(self.card)))
         return said
-
-
-def _early(early: dict[str, Any]) -> str:
-    """Return why no plan fits, and what to do."""
-    return (
-        f"{_C.format_size(early['bytes'])} live before a module runs or an optimizer is made, which no plan changes: "
-        "make the model on the CPU or in the dtype that it trains in, and keep data in the host's memory"
-    )
 
 
 def _assumed(card: Card) -> str:
@@ -270,10 +263,8 @@ def find(
         return name in allowed if tier == OTHER else not exact or tier <= BIT_EQUAL
 
     search: Search = advice.search_of(estimate, card, survey.request.backend, attempt, wanted)
-    early, room = estimate.before_training, card.usable_bytes - estimate.context_bytes
-    if early is not None and early["bytes"] > room:
-        fit.early = early
-    chosen = None if fit.early else next(search.found(), None)
+    room = card.usable_bytes - estimate.context_bytes
+    chosen = None if estimate.early else next(search.found(), None)
     if chosen is not None:
         chosen = search.with_more_budget(chosen, room, native=survey.request.backend == "native")
         answer = tried[chosen].answer
@@ -288,7 +279,7 @@ def find(
         )
         fit.lines = advice.in_words(chosen, answer.more["techniques"], estimate.keeps)
         fit.host_bytes = _host_bytes(estimate, tried[chosen])
-    elif not fit.early and survey.batch is not None and (survey.batch.size or 0) > 1:
+    elif not estimate.early and survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
     shown = {frozenset(map(_plain, names)): names for names in reversed(order)}  # of several budgets the best
@@ -297,7 +288,7 @@ def find(
         runs = [one for other, one in search.alone.items() if _plain(other) == name]  # by its budgets
         if not any(one.fits for one in runs):
             fit.alone[name] = estimate.needed_bytes[0] - min(one.needed for one in runs)
-    if (forecast := search.forecast) is not None and not fit.early:
+    if (forecast := search.forecast) is not None and not estimate.early:
         without, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *survey.failed}
         fit.worked_out = {
             name: without - needed

@@ -133,6 +133,17 @@ class Estimate(Result):
         return self.reserved_bytes[0] + self.context_bytes, self.reserved_bytes[1] + self.context_bytes
 
     @property
+    def early(self) -> dict[str, Any] | None:
+        """What lives before training begins, and its lines, where that is more than the card has.
+
+        Then no change of the training makes it fit.
+        """
+        if self.card is None or self.before_training is None:
+            return None
+        room = self.card.usable_bytes - self.context_bytes
+        return self.before_training if self.before_training["bytes"] > room else None
+
+    @property
     def is_tight(self) -> bool:
         """Return whether it fits its card only because the allocator gives back what it caches."""
         return (
@@ -179,6 +190,7 @@ class Estimate(Result):
             "measured": False,
             "verdict": self.verdict or None,
             "needed_bytes": list(self.needed_bytes),
+            "before_training": self.early,
             "would_fit": [one.as_dict() for one in self.advice],
             "sources": self.sources(),
         }
@@ -284,6 +296,9 @@ def _rows(found: Estimate) -> list[tuple[str, str]]:
     if found.smallest_card:
         said.append(("smallest", _smallest(found.smallest_card)))
     said += several("would fit", map(_advice_row, found.advice))
+    if found.early is not None:
+        said.append(("no change", f"is enough: {early_in_words(found.early)}"))
+        said += attributed("", found.early["lines"])
     said += several("range", found.unknowns)
     said += several("guesses", map(_guess, found.guesses))
     said += several("not in it", map(str, found.unmodelled))
@@ -357,6 +372,14 @@ def _smallest(found: dict[str, Any]) -> str:
     card = f", as {found['card']}" if found["card"] else ": larger than any card in the table"
     within = _C.format_size(found["within"])
     return f"{_C.format_size(found['bytes'])} of usable memory suffices (to within {within}){card}"
+
+
+def early_in_words(early: dict[str, Any]) -> str:
+    """Return why no plan fits, and what to do."""
+    return (
+        f"{_C.format_size(early['bytes'])} live before a module runs or an optimizer is made, which no plan changes: "
+        "make the model on the CPU or in the dtype that it trains in, and keep data in the host's memory"
+    )
 
 
 def _advice_row(one: Advice) -> str:

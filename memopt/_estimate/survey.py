@@ -186,7 +186,13 @@ class Survey:
         if compare:
             self._compare(found, free, limited)
         if found.verdict not in ("", "fits"):
-            if fixes and self.card is not None and self.batch is not None and (self.batch.size or 0) > 1:
+            if (
+                fixes
+                and found.early is None
+                and self.card is not None
+                and self.batch is not None
+                and (self.batch.size or 0) > 1
+            ):
                 self.try_batches(found, self.card, self.batch)
             if compare and advise and self.card is not None:
                 attempt = functools.partial(self.attempt, found, self.card)

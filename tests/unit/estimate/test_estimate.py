@@ -285,6 +285,27 @@ def test_only_what_fits_when_it_is_tried_is_advised(script, capfd):
     }
 
 
+def test_where_no_change_can_be_enough_none_is_tried(script, capfd):
+    row = {"name": "train.py:5", "bytes": 600 * MIB, "category": "parameters", "text": "model.cuda()"}
+    early = {"bytes": allocated() - 49 * MIB, "lines": [row]}
+    path = script(techniques={"eight bits": 900 * MIB}, early=early)
+    card = allocated() - 50 * MIB + cards.CONTEXT
+    found = answer(capfd, "--gpu", card, path, status=1)
+    assert found["before_training"] == early and not any(one["techniques"] for one in requests(path))
+    assert [one["what"] for one in found["would_fit"]] == ["a card of 7.63 GiB, as rtx4060"]
+    assert main(["estimate", "--gpu", str(card), path]) == 1
+    said = capfd.readouterr().out
+    assert (
+        "no change" in said
+        and "before a module runs or an optimizer is made" in said
+        and "model.cuda()" in said
+    )
+    found = answer(capfd, "--gpu", card + 2 * MIB, path, status=1)
+    assert found["before_training"] is None and found["would_fit"][0]["what"].startswith(
+        "memopt.optim.AdamW("
+    )
+
+
 @pytest.mark.parametrize(("eight", "four", "chosen"), [(40, 60, 4), (60, 70, 8)])
 def test_four_bits_are_tried_where_eight_are_not_enough(script, capfd, eight, four, chosen):
     said, asked = advised(script, capfd, 50 * MIB, eight_bits=eight * MIB, four_bits=four * MIB)
