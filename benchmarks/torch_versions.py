@@ -1,8 +1,11 @@
-"""One binary for every torch: the wheel as `make wheel` builds it, under the oldest supported torch, those between and
-the newest that pip offers, each in an environment of its own (about 1.4 GB on disk and 530 MB to download each).
+"""One binary for every Python and every torch: a wheel under each Python that is named, with the oldest supported
+torch, those between and the newest that pip offers, each in an environment of its own, which is removed again (about
+1.4 GB on disk and 530 MB to download each).
 
-Writes benchmarks/results/torch_versions.json after each version. A version that is there already for this very binary
-is not run again, so an interrupted run goes on where it was. Exits with 1 if a version failed."""
+    python benchmarks/torch_versions.py --wheel dist/memopt-*x86_64.whl --python python3.11 --python python3.14
+
+Writes benchmarks/results/torch_versions.json after each. What has passed there with this very binary is not run again:
+an interrupted run goes on where it was, and Pythons of another machine can be added. Exits with 1 if one failed."""
 
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ from pathlib import Path
 import environment
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from environments import PURE  # noqa: E402
+
 RESULT = ROOT / "benchmarks/results/torch_versions.json"
 VERSIONS = ["2.10.0", "2.11.0", "2.13.0", "newest"]
 
@@ -32,66 +38,74 @@ def newest() -> str:
     return found[1]
 
 
-def wheel() -> Path:
+def made_now() -> Path:
     subprocess.run(["make", "--silent", "wheel"], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
     return max((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
 
 
-def digest(home: Path) -> str:
-    return hashlib.sha256((home / "memopt/_C.abi3.so").read_bytes()).hexdigest()
+def install(python: str | Path, *arguments: str | Path) -> None:
+    pip = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-warn-script-location",
+    ]
+    subprocess.run([str(word) for word in (*pip, *arguments)], check=True)
 
 
-def smoke(version: str, home: Path) -> dict[str, object]:
-    """home: the folder into which the wheel was installed, and nothing else."""
-    make = [sys.executable, str(ROOT / "tests/environments.py"), "sim", "--torch", version]
-    python = subprocess.run(make, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1]
-    command = [python, str(ROOT / "tests/isolated/one_binary.py")]
-    environ = os.environ | {"PYTHONPATH": str(home)}
-    done = subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True)
+def smoke(python: str, version: str, wheel: Path) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        mine = Path(folder, "bin/python")
+        install(mine, *PURE)
+        install(mine, "--no-deps", f"torch==={version}")
+        install(mine, "--no-deps", "--no-index", wheel)
+        command = [mine, ROOT / "tests/isolated/one_binary.py"]
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     if done.returncode != 0:
         return {"passed": False, "error": (done.stdout + done.stderr)[-2000:]}
     return {"passed": True, **json.loads(done.stdout.splitlines()[-1])}
 
 
+def of_python(python: str) -> str:
+    """ "3.11", say."""
+    code = "import sys; print('{}.{}'.format(*sys.version_info))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="one binary under several versions of torch")
+    parser = argparse.ArgumentParser(description="one binary under several versions of Python and torch")
     parser.add_argument("versions", nargs="*", default=VERSIONS, help=f"default: {' '.join(VERSIONS)}")
-    wanted = [newest() if v == "newest" else v for v in parser.parse_args().versions]
-    made = wheel()
-    with tempfile.TemporaryDirectory() as folder:
-        install = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-            "--target",
-            folder,
-        ]
-        subprocess.run([*install, str(made)], check=True)
-        return run(wanted, Path(folder), made)
-
-
-def run(wanted: list[str], home: Path, made: Path) -> int:
-    binary = digest(home)
+    parser.add_argument(
+        "--python", action="append", help="a Python to run it under; may be repeated (this one)"
+    )
+    parser.add_argument("--wheel", type=Path, help="the binary (made by `make wheel` now)")
+    options = parser.parse_args()
+    wheel = (options.wheel or made_now()).resolve()
+    binary = hashlib.sha256(wheel.read_bytes()).hexdigest()
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     if known.get("sha256") != binary:
-        size = {"wheel": made.name, "wheel_bytes": made.stat().st_size}
-        known = {"sha256": binary, **size, "environment": environment.describe(), "versions": {}}
-    for version in wanted:
-        if not known["versions"].get(version, {}).get("passed"):
-            known["versions"][version] = smoke(version, home)
-            RESULT.parent.mkdir(exist_ok=True)
-            RESULT.write_text(json.dumps(known, indent=2) + "\n")
-        outcome = known["versions"][version]
-        print(
-            f"torch {version:8} {'ok' if outcome['passed'] else 'FAILED'}",
-            outcome.get("error", ""),
-            flush=True,
-        )
-    return 0 if all(known["versions"][v]["passed"] for v in wanted) else 1
+        size = {"wheel": wheel.name, "wheel_bytes": wheel.stat().st_size}
+        known = {"sha256": binary, **size, "environment": environment.describe(), "pythons": {}}
+    failed = 0
+    for python in options.python or [sys.executable]:
+        outcomes = known["pythons"].setdefault(of_python(python), {})
+        for version in [newest() if name == "newest" else name for name in options.versions]:
+            if not outcomes.get(version, {}).get("passed"):
+                outcomes[version] = smoke(python, version, wheel)
+                RESULT.write_text(json.dumps(known, indent=2) + "\n")
+            outcome = outcomes[version]
+            print(
+                f"Python {of_python(python):5} torch {version:8} {'ok' if outcome['passed'] else 'FAILED'}",
+                outcome.get("error", ""),
+                flush=True,
+            )
+            failed += not outcome["passed"]
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
