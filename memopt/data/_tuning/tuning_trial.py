@@ -292,12 +292,18 @@ def _run_trial(
     # The parent's server of forks, if there is one, is not this process's child, and multiprocessing asks it as if.
     forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
     try:
-        tried = with_settings(loader, settings)
-        told = _turn(tried, tell) if epochs else _rate(tried, settings, bounds, device, tell)
+        try:
+            tried = with_settings(loader, settings)
+            told = _turn(tried, tell) if epochs else _rate(tried, settings, bounds, device, tell)
+        except (ConnectionError, EOFError) as error:
+            told = {"problem": f"failed: a worker process ended ({_said(error)})"}
+        except BaseException as error:
+            told = {"problem": f"failed: {_said(error)}"}
         tell.send((True, told))
-    except (ConnectionError, EOFError) as error:
-        tell.send((True, {"problem": f"failed: a worker process ended ({_said(error)})"}))
-    except BaseException as error:
+    except (
+        RuntimeError
+    ) as error:  # of DataLoader's handler of SIGCHLD, which raises while another error is told, too
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         tell.send((True, {"problem": f"failed: {_said(error)}"}))
     finally:
         tell.close()

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -204,6 +205,15 @@ def test_a_worker_that_dies_is_a_row():
     none, one = found.trials
     assert none.complete and one.problem.startswith("failed: ") and "worker" in one.problem
     assert found.proposal.num_workers == 0 and one.problem in str(found)
+
+
+def test_a_worker_whose_end_is_noticed_while_an_error_is_told_is_a_row(monkeypatch):
+    """DataLoader's handler of SIGCHLD raises wherever the process is that iterates."""
+    words, noticed = tuning_trial._said, RuntimeError("DataLoader worker (pid 1) is killed")
+    interrupted = Mock(side_effect=[noticed, words(noticed)])
+    monkeypatch.setattr(tuning_trial, "_said", interrupted)  # the processes of trials are forks
+    found = tune(DataLoader([1, None], batch_size=2), memory_budget="4GiB", workers=[0], **SHORT)
+    assert [one.problem for one in found.trials] == [f"failed: {words(noticed)}"]
 
 
 def test_a_worker_that_gives_nothing_is_a_row(monkeypatch):
