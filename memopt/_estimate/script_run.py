@@ -80,7 +80,8 @@ class Run:
         self._step, self._trained_bytes, folder = None, 0, Path(request.answer).parent
         if request.timed:
             self._step = StepTrace(folder, lambda: bool(self._loops.last))
-        self._kept = Kept(self._begins) if request.record and not request.techniques else None
+        watched = (request.timed or request.record) and not request.techniques
+        self._kept = Kept(self._begins) if watched else None
         if request.rates_of and not request.compute:
             interrupt = self._step.interrupt if self._step is not None else lambda: None
             device_clock.use(RooflineClock(folder, RATES[request.rates_of], interrupt, files.plainly))
