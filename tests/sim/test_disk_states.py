@@ -54,7 +54,7 @@ def on_disk(optimizer: torch.optim.Optimizer) -> bool:
     return bool(found) and all(type(value) is DiskState for value in found)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("way", ["accumulated", "scaled", "twice"])
 @pytest.mark.parametrize("kind", [*KINDS, *MORE])

@@ -93,6 +93,7 @@ def peak_of_step(model: nn.Module, sample: torch.Tensor) -> int:
     return most_in(run)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", LARGE)
 def test_blocks_train_as_in_the_plain_model_within_budgets_down_to_far_below_each_lever_alone(
     kind: str,
@@ -125,7 +126,7 @@ def test_blocks_train_as_in_the_plain_model_within_budgets_down_to_far_below_eac
     assert_same(steps(model, batches, 2), expected)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("kind", visiting_models.KINDS)
 def test_any_model_budget_and_order_of_calls(kind: str, number: int) -> None:
