@@ -66,8 +66,9 @@ test-asan:  ## the C tests under AddressSanitizer and LeakSanitizer
 test-ubsan:  ## the C tests under UndefinedBehaviorSanitizer
 test-tsan:  ## the C tests under ThreadSanitizer
 
-# Of qemu 7.2 five fail: it ignores MADV_DONTFORK (sim/test_fork.c), refuses PR_SET_CHILD_SUBREAPER (test_orphans.c), and
-# ends a child that was forked beside threads (test_disk.c).
+# Of qemu-user 10 three fail, in sim/test_fork.c: it ignores MADV_DONTFORK. Of 7.2 two more: it refuses
+# PR_SET_CHILD_SUBREAPER (test_orphans.c), and ends a child that was forked beside threads (test_disk.c). All five pass under
+# a kernel of their own (qemu-system-aarch64, Linux 6.12).
 test-aarch64: environments  ## the C tests as aarch64 code under qemu (needs gcc-aarch64-linux-gnu, qemu-user)
 	@for tool in $(aarch64_CC) qemu-aarch64; do command -v $$tool >/dev/null || { echo "test-aarch64: there is no $$tool \
 	(Debian: apt-get install gcc-aarch64-linux-gnu qemu-user)" >&2; exit 1; }; done

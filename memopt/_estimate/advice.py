@@ -71,7 +71,9 @@ def find(found: Estimate, card: Card, backend: str, attempt: Callable[[Names], T
         if one.name != backend and one.completes
     ]
     not_tried = (LEAST, FACTORED, BF16)
-    search = search_of(found, card, backend, attempt, lambda name: not (found.early or name in not_tried))
+    search = search_of(
+        found, card, backend, attempt, lambda name: not (found.too_large_before_training or name in not_tried)
+    )
     for tier in range(len(TIERS)):
         search.try_alone(tier)
     fitting = [name for name, tried in search.alone.items() if tried.fits and name not in _SWITCH]

@@ -95,7 +95,7 @@ class Fit:
             "not_enough_alone": self.alone,
             "worked_out_alone": self.worked_out,
             "does_not_run": self.failed,
-            "before_training": self.estimate.early,
+            "before_training": self.estimate.too_large_before_training,
             "peak_lines_of_the_least": self.lines_of_least,
             "smallest_card": None if self.plan else {"bytes": self.least, "card": smallest and smallest.name},
             "largest_batch": self.estimate.largest_batch,
@@ -172,11 +172,9 @@ class Fit:
         if plan is None:
             card = cards.smallest_with(self.least)
             needs = f"a card of {size(self.least)}{f', as {card.name}' if card else ''}"
-            if self.estimate.early is not None:
-                said.append(
-                    ("nothing", f"fits: {early_in_words(self.estimate.early)}. As it is, it needs {needs}")
-                )
-                said += attributed("lines", self.estimate.early["lines"])
+            if (early := self.estimate.too_large_before_training) is not None:
+                said.append(("nothing", f"fits: {early_in_words(early)}. As it is, it needs {needs}"))
+                said += attributed("lines", early["lines"])
             else:
                 said.append(("nothing", f"fits; the least that a run needed is {needs}"))
                 said += attributed("lines", self.lines_of_least)
@@ -264,7 +262,7 @@ def find(
 
     search: Search = advice.search_of(estimate, card, survey.request.backend, attempt, wanted)
     room = card.usable_bytes - estimate.context_bytes
-    chosen = None if estimate.early else next(search.found(), None)
+    chosen = None if estimate.too_large_before_training else next(search.found(), None)
     if chosen is not None:
         chosen = search.with_more_budget(chosen, room, native=survey.request.backend == "native")
         answer = tried[chosen].answer
@@ -279,7 +277,7 @@ def find(
         )
         fit.lines = advice.in_words(chosen, answer.more["techniques"], estimate.keeps)
         fit.host_bytes = _host_bytes(estimate, tried[chosen])
-    elif not estimate.early and survey.batch is not None and (survey.batch.size or 0) > 1:
+    elif not estimate.too_large_before_training and survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
     shown = {frozenset(map(_plain, names)): names for names in reversed(order)}  # of several budgets the best
@@ -288,7 +286,7 @@ def find(
         runs = [one for other, one in search.alone.items() if _plain(other) == name]  # by its budgets
         if not any(one.fits for one in runs):
             fit.alone[name] = estimate.needed_bytes[0] - min(one.needed for one in runs)
-    if (forecast := search.forecast) is not None and not estimate.early:
+    if (forecast := search.forecast) is not None and not estimate.too_large_before_training:
         without, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *survey.failed}
         fit.worked_out = {
             name: without - needed

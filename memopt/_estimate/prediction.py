@@ -133,7 +133,7 @@ class Estimate(Result):
         return self.reserved_bytes[0] + self.context_bytes, self.reserved_bytes[1] + self.context_bytes
 
     @property
-    def early(self) -> dict[str, Any] | None:
+    def too_large_before_training(self) -> dict[str, Any] | None:
         """What lives before training begins, and its lines, where that is more than the card has.
 
         Then no change of the training makes it fit.
@@ -190,7 +190,7 @@ class Estimate(Result):
             "measured": False,
             "verdict": self.verdict or None,
             "needed_bytes": list(self.needed_bytes),
-            "before_training": self.early,
+            "before_training": self.too_large_before_training,
             "would_fit": [one.as_dict() for one in self.advice],
             "sources": self.sources(),
         }
@@ -296,9 +296,9 @@ def _rows(found: Estimate) -> list[tuple[str, str]]:
     if found.smallest_card:
         said.append(("smallest", _smallest(found.smallest_card)))
     said += several("would fit", map(_advice_row, found.advice))
-    if found.early is not None:
-        said.append(("no change", f"is enough: {early_in_words(found.early)}"))
-        said += attributed("", found.early["lines"])
+    if (early := found.too_large_before_training) is not None:
+        said.append(("no change", f"is enough: {early_in_words(early)}"))
+        said += attributed("", early["lines"])
     said += several("range", found.unknowns)
     said += several("guesses", map(_guess, found.guesses))
     said += several("not in it", map(str, found.unmodelled))

@@ -188,7 +188,7 @@ class Survey:
         if found.verdict not in ("", "fits"):
             if (
                 fixes
-                and found.early is None
+                and found.too_large_before_training is None
                 and self.card is not None
                 and self.batch is not None
                 and (self.batch.size or 0) > 1

@@ -300,9 +300,8 @@ def _run_trial(
         except BaseException as error:
             told = {"problem": f"failed: {_said(error)}"}
         tell.send((True, told))
-    except (
-        RuntimeError
-    ) as error:  # of DataLoader's handler of SIGCHLD, which raises while another error is told, too
+    except RuntimeError as error:
+        # Of DataLoader's handler of SIGCHLD, which raises while another error is told, too.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         tell.send((True, {"problem": f"failed: {_said(error)}"}))
     finally:
