@@ -214,7 +214,7 @@ diff train.py                                     | required: B             | A 
 diff nosuch.mopt train.py                         | nosuch.mopt             | No such file
 replay nosuch.mopt                                | nosuch.mopt             | No such file
 doctor --frob                                     | --frob                  | usage: memopt
-frobnicate                                        | 'frobnicate'            | 'estimate', 'fit'
+frobnicate                                        | 'frobnicate'            | gpu-check
 """
 
 
