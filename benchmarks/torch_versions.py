@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 import environment
@@ -43,26 +44,27 @@ def made_now() -> Path:
     return max((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
 
 
-def install(python: str | Path, *arguments: str | Path) -> None:
-    pip = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-warn-script-location",
-    ]
-    subprocess.run([str(word) for word in (*pip, *arguments)], check=True)
+def digest(wheel: Path) -> str:
+    """Of the extension in it: the archive has other times whenever it is made."""
+    with zipfile.ZipFile(wheel) as files:
+        return hashlib.sha256(files.read("memopt/_C.abi3.so")).hexdigest()
+
+
+def install(python: Path, *arguments: str | Path) -> None:
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *arguments], check=True)
 
 
 def smoke(python: str, version: str, wheel: Path) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([python, "-m", "venv", folder], check=True)
         mine = Path(folder, "bin/python")
-        install(mine, *PURE)
-        install(mine, "--no-deps", f"torch==={version}")
-        install(mine, "--no-deps", "--no-index", wheel)
+        try:
+            install(mine, *PURE)
+            install(mine, "--no-deps", f"torch==={version}")
+            install(mine, "--no-deps", "--no-index", wheel)
+        except subprocess.CalledProcessError as error:
+            return {"passed": False, "error": str(error)}
         command = [mine, ROOT / "tests/isolated/one_binary.py"]
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
@@ -72,7 +74,7 @@ def smoke(python: str, version: str, wheel: Path) -> dict[str, object]:
 
 
 def of_python(python: str) -> str:
-    """ "3.11", say."""
+    """Its version, such as 3.11."""
     code = "import sys; print('{}.{}'.format(*sys.version_info))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -86,24 +88,23 @@ def main() -> int:
     parser.add_argument("--wheel", type=Path, help="the binary (made by `make wheel` now)")
     options = parser.parse_args()
     wheel = (options.wheel or made_now()).resolve()
-    binary = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    binary = digest(wheel)
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     if known.get("sha256") != binary:
         size = {"wheel": wheel.name, "wheel_bytes": wheel.stat().st_size}
         known = {"sha256": binary, **size, "environment": environment.describe(), "pythons": {}}
+    wanted = [newest() if name == "newest" else name for name in options.versions]
     failed = 0
     for python in options.python or [sys.executable]:
-        outcomes = known["pythons"].setdefault(of_python(python), {})
-        for version in [newest() if name == "newest" else name for name in options.versions]:
+        name = of_python(python)
+        outcomes = known["pythons"].setdefault(name, {})
+        for version in wanted:
             if not outcomes.get(version, {}).get("passed"):
                 outcomes[version] = smoke(python, version, wheel)
                 RESULT.write_text(json.dumps(known, indent=2) + "\n")
             outcome = outcomes[version]
-            print(
-                f"Python {of_python(python):5} torch {version:8} {'ok' if outcome['passed'] else 'FAILED'}",
-                outcome.get("error", ""),
-                flush=True,
-            )
+            said = "ok" if outcome["passed"] else f"FAILED {outcome['error']}"
+            print(f"Python {name:5} torch {version:8} {said}", flush=True)
             failed += not outcome["passed"]
     return 1 if failed else 0
 

@@ -134,10 +134,7 @@ class Estimate(Result):
 
     @property
     def too_large_before_training(self) -> dict[str, Any] | None:
-        """What lives before training begins, and its lines, where that is more than the card has.
-
-        Then no change of the training makes it fit.
-        """
+        """`before_training`, where it is more than the card has: then no change of the training makes it fit."""
         if self.card is None or self.before_training is None:
             return None
         room = self.card.usable_bytes - self.context_bytes

@@ -93,7 +93,6 @@ def peak_of_step(model: nn.Module, sample: torch.Tensor) -> int:
     return most_in(run)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", LARGE)
 def test_blocks_train_as_in_the_plain_model_within_budgets_down_to_far_below_each_lever_alone(
     kind: str,

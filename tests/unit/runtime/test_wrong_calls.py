@@ -214,7 +214,7 @@ diff train.py                                     | required: B             | A 
 diff nosuch.mopt train.py                         | nosuch.mopt             | No such file
 replay nosuch.mopt                                | nosuch.mopt             | No such file
 doctor --frob                                     | --frob                  | usage: memopt
-frobnicate                                        | 'frobnicate'            | gpu-check
+frobnicate                                        | 'frobnicate'            | 'estimate', 'fit'
 """
 
 
@@ -250,6 +250,7 @@ def test_a_wrong_command_is_told_what_to_write_instead(line, names, remedy, tmp_
     out, err = capfd.readouterr()
     assert status == 2 and out == ""
     usage, _, said = err.rpartition("error: ") if "error: " in err else ("", "", err)
-    assert names in said and remedy in usage + said and "Traceback" not in err, err
+    assert names in said and "Traceback" not in err, err
+    assert remedy.replace("'", "") in (usage + said).replace("'", ""), err  # CPython 3.13.5 quotes no choices
     assert len(said) < 420 and re.fullmatch(r"[^\n]+\n", said), err
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
