@@ -91,6 +91,7 @@ def main() -> None:
     """Run `python -c "from memopt._run.run_child import main; main()" REQUEST`."""
     if "linecache" in sys.modules:  # CPython 3.13 shows that command's text where a program executes a string
         sys.modules["linecache"].cache.pop("<string>", None)
+        getattr(sys.modules["linecache"], "_interactive_cache", {}).clear()  # since 3.13.4
     request = RunRequest.from_json(sys.argv[1])
     # The parent has blocked what it waits for, and a mask is inherited.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
