@@ -145,8 +145,10 @@ class HostShadows:
         shadow = self._shadow(tensor)
         return shadow is not None and shadow.drawn
 
-    def put(self, tensor: torch.Tensor, values: torch.Tensor, *, made: bool, drawn: bool = False) -> None:
-        """Set the tensor's known values. `made`: the tensor was created just now.
+    def put(
+        self, tensor: torch.Tensor, values: torch.Tensor | None, *, made: bool, drawn: bool = False
+    ) -> None:
+        """Set the tensor's known values; None: zeros. `made`: the tensor was created just now.
 
         Unknown parts of a storage stay unknown, and so do values beyond the size that may be kept.
         """
@@ -171,9 +173,11 @@ class HostShadows:
             made_now = torch.zeros(size, dtype=torch.uint8).untyped_storage()
             shadow = _HostShadow(made_now, may_be_gradient=may_be_gradient)
             self._add(storage, shadow, size)
+            if values is None:
+                return  # zeros whose pages nobody has touched
         shadow.drawn = shadow.drawn or drawn
         assert isinstance(shadow.values, torch.UntypedStorage)
-        _over(shadow.values, tensor).copy_(values)
+        _over(shadow.values, tensor).copy_(torch.zeros(()) if values is None else values)
 
     def put_one(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Set all elements of the tensor, which fills its storage, to this one."""
