@@ -231,10 +231,16 @@ class _EndAsked(BaseException):
 
 
 def fork_watched() -> None:
-    """Continue in a forked child, which this process watches.
+    """Continue in a forked child; this process watches it (fork_and_watch) and ends with its status."""
+    if (status := fork_and_watch()) is not None:
+        _end_as(status)
 
-    This process waits for the child, ends the processes that it has left behind, and ends with its status. Told to end
-    (SIGTERM), or left by its own parent, it ends all of them.
+
+def fork_and_watch() -> int | None:
+    """Fork. Return None in the child; in this process its wait status, once it and all that it has left behind have
+    ended.
+
+    Told to end (SIGTERM), or left by its own parent, this process ends all of them and itself.
     """
     parent = os.getppid()
     _C.adopt_orphans()
@@ -246,7 +252,8 @@ def fork_watched() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        return
+        return None
+    asked = False
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -254,8 +261,13 @@ def fork_watched() -> None:
             time.sleep(0.02)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     except _EndAsked:
-        pass
-    _end_as(_end_all(pid))
+        asked = True
+    status = _end_all(pid)
+    if asked or os.getppid() != parent:
+        _end_as(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    return status
 
 
 def _end_asked(*_: object) -> None:

@@ -1,9 +1,11 @@
-"""The process of an estimate: an unmodified script on the simulated device, and the memory that it needed.
+"""The processes of estimates: an unmodified script on the simulated device, and the memory that it needed.
 
     python -m memopt._estimate.script_process REQUEST.json
 
 The answer is written as JSON to the file that the request names. The script's own output goes where this process's
-goes, and the exit status is the script's.
+goes, and the exit status is the script's. Without a request in its arguments the process gets them one by one from its
+parent (_runtime/process.py), each with a file for the script's output: torch is imported once, and every script runs in
+a fork.
 
 Python finds the simulated device in the processes that the script starts, their writes are redirected like the
 script's, and their memory on a card counts. A script that replaces itself (exec) is still estimated, with its new
@@ -27,6 +29,7 @@ from memopt._estimate.request import Request, read
 from memopt._run import simulated
 from memopt._run.plan import allocator_environment
 from memopt._run.user_program import call_after_torch, call_before_torch
+from memopt._runtime import process
 from memopt.sim import _activation
 
 if TYPE_CHECKING:
@@ -34,18 +37,46 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        raise SystemExit("usage: python -m memopt._estimate.script_process REQUEST.json")
-    request = read(arguments[0])
-    protection.fork_watched()
+    if arguments:
+        protection.fork_watched()
+        return run(arguments[0])
+    for path, output in process.requests():
+        _write_to(output)
+        if "torch" not in sys.modules:
+            prepare()
+        status = protection.fork_and_watch()
+        if status is None:
+            return run(path)
+        process.tell("ended", status=os.waitstatus_to_exitcode(status))
+    return 0
+
+
+def prepare() -> None:
+    """Import torch, with the simulated libraries but no device yet."""
+    _environment_of_torch()
+    _activation.load()
+    from memopt._estimate import script_run  # noqa: F401
+
+
+def _write_to(output: str) -> None:
+    """Let the file take the place of standard output and standard error."""
+    file = os.open(output, os.O_WRONLY)
+    for standard in (1, 2):
+        os.dup2(file, standard)
+    os.close(file)
+
+
+def run(path: str) -> int:
+    """Run a request in this process, which is confined to what it may write. Must have one thread."""
+    request = read(path)
     protection.confine(request.protection_of(), _folder(request))
-    return estimate(request, arguments[0])
+    return estimate(request, path)
 
 
 def estimate(request: Request, path: str) -> int:
-    """Run the request in a confined process with one thread, before torch is imported. path: the request for its
-    children."""
+    """Run the request in a confined process. path: the request for its children."""
     started_at = time.monotonic()
+    _environment_of_torch()
     _environment(request)
     _activation.activate(
         memory=request.memory,
@@ -60,7 +91,7 @@ def estimate(request: Request, path: str) -> int:
     os.environ.update(compiler_environment(driver, Path(_folder(request))))
     announce(path)
     files = protection.redirected(request.protection_of(), _folder(request))
-    from memopt._estimate.script_run import Run  # imports torch, which links the simulated libraries now
+    from memopt._estimate.script_run import Run  # imports torch, which links the simulated libraries
 
     protection.saved(files)
     return Run(request, started_at, files).execute()
@@ -70,13 +101,19 @@ def _folder(request: Request) -> str:
     return str(Path(request.answer).resolve().parent)
 
 
+def _environment_of_torch() -> None:
+    """Set the environment variables that torch reads when it is imported."""
+    # torch warns of each failed request, which the answer tells, and of each observed step.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # A worker of the compiler would be a process of its own, which has no simulated device.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+
 def _environment(request: Request) -> None:
-    """Set the environment variables that torch reads when it is imported or first used."""
+    """Set the environment variables that torch reads when it first uses a card, or other ranks."""
     if request.ranks:
         os.environ.update(_rank_environment(request.rank, request.ranks))
     os.environ.update(allocator_environment(request.backend, os.environ))
-    # torch warns of each failed request, which the answer tells, and of each observed step.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 _ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -105,8 +142,6 @@ def compiler_environment(driver: Path, folder: Path) -> dict[str, str]:
     link.symlink_to(driver)
     compiled = protection.kept_kernels() or folder / "compiled"
     return {
-        # A worker of the compiler would be a process of its own, which has no simulated device.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TRITON_LIBCUDA_PATH": str(link.parent),
         "TRITON_CACHE_DIR": str(compiled / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),

@@ -1,8 +1,8 @@
 """Child processes: a module of memopt in a fresh interpreter, in a session of its own, so that Ctrl-C is the parent's
 alone, and ended with whatever it has started.
 
-A child that is heard gets requests on its standard input and answers on its standard output, each a line of JSON;
-what it prints itself goes to its output, as standard error does. This module imports no torch: a child may have to
+A child gets requests on its standard input and answers on its standard output, each a line of JSON; what it prints
+itself goes to its output, as standard error does. This module imports no torch: a child may have to
 prepare the process before that.
 """
 
@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
@@ -101,36 +101,32 @@ class Children:
         request: Any = None,
         python: str | None = None,
         environment: Mapping[str, str] | None = None,
-        output: Path | None = None,
     ) -> Child:
-        """Start a module of memopt. request: its first. output: a file for all that it writes; then it is not heard,
-        and has no standard input. environment: all of it; None: this process's."""
+        """Start a module of memopt. request: its first. environment: all of it; None: this process's."""
         line = command(python, module, *arguments)
         with self._lock, interrupted_later():  # between its start and the next line nobody would end it
             if self._closed:
                 raise ChildFailed("the child process was not started: its parent is exiting")
-            child = Child(line, environment, output)
+            child = Child(line, environment)
             self._running.append(child)
-        if output is None:
-            child.send(request)
+        child.send(request)
         return child
 
 
 class Child:
     """A process that Children.start() made."""
 
-    def __init__(self, line: list[str], environment: Mapping[str, str] | None, output: Path | None) -> None:
-        self._output: IO[bytes] = tempfile.TemporaryFile() if output is None else open(output, "w+b")  # noqa: SIM115
-        self._tail = b""
+    def __init__(self, line: list[str], environment: Mapping[str, str] | None) -> None:
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._said: list[str] = []
         self._messages: deque[Message] = deque()
         self._rest, self._silent = b"", False
         self._ending = threading.Lock()
-        pipe = subprocess.PIPE if output is None else None
         try:
             self._process = subprocess.Popen(
                 line,
-                stdin=pipe or subprocess.DEVNULL,
-                stdout=pipe or self._output,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 stderr=self._output,
                 env=environment,
                 start_new_session=True,
@@ -140,7 +136,8 @@ class Child:
             self._output.close()
             raise
         self.pid = self._process.pid
-        self._stdout = -1 if self._process.stdout is None else self._process.stdout.fileno()
+        assert self._process.stdout is not None
+        self._stdout = self._process.stdout.fileno()
 
     def send(self, request: Any) -> None:
         """Send another request. If the child has ended, hear() reports it."""
@@ -158,15 +155,10 @@ class Child:
         while (message := self.hear()) is not None:
             yield message
 
-    def wait(self, seconds: float | None = None, answered: Callable[[], bool] = lambda: False) -> None:
-        """Wait until it has ended, or for so many seconds.
-
-        Once it has answered, only the interpreter's end is waited for, which threads may delay."""
-        end = math.inf if seconds is None else time.monotonic() + seconds
-        leaving = False
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended, or for so many seconds."""
+        end = time.monotonic() + seconds
         while not self._is_over() and time.monotonic() < end:
-            if not leaving and answered():
-                leaving, end = True, min(end, time.monotonic() + _LEAVING)
             time.sleep(0.02)
 
     def end(self) -> int:
@@ -182,8 +174,7 @@ class Child:
                     self.wait(_LEAVING)
                     os.killpg(self.pid, signal.SIGKILL)
                 self._process.wait()
-                size = os.fstat(self._output.fileno()).st_size
-                self._tail = os.pread(self._output.fileno(), _TAIL, max(0, size - _TAIL))
+                self._said = _last_lines(self._output)
                 for file in (self._process.stdin, self._process.stdout, self._output):
                     if file is not None:
                         file.close()
@@ -192,7 +183,7 @@ class Child:
     def said(self, lines: int = 20) -> str:
         """End it, and return the last lines of its output."""
         self.end()
-        return "\n".join(self._tail.decode(errors="replace").splitlines()[-lines:])
+        return "\n".join(self._said[-lines:])
 
     def _is_over(self) -> bool:
         """Return whether it has ended; it is not reaped."""
@@ -201,7 +192,9 @@ class Child:
         return True
 
     def _read(self) -> None:
-        part = os.read(self._stdout, 1 << 16)
+        part = b""
+        with contextlib.suppress(OSError):  # another thread has ended it, which closes this
+            part = os.read(self._stdout, 1 << 16)
         self._silent = not part
         *lines, self._rest = (self._rest + part).split(b"\n")
         for line in lines:
@@ -210,6 +203,17 @@ class Child:
                 self._messages.append(Message(told.pop("kind"), told))
             except (ValueError, KeyError, AttributeError, TypeError):  # what something before it has printed
                 os.write(self._output.fileno(), line + b"\n")
+
+
+def _last_lines(output: IO[bytes]) -> list[str]:
+    output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL))
+    return output.read().decode(errors="replace").splitlines()
+
+
+def last_lines(output: Path, lines: int = 20) -> str:
+    """Return the last lines of a file that a child has written."""
+    with open(output, "rb") as file:
+        return "\n".join(_last_lines(file)[-lines:])
 
 
 def hear(children: Sequence[Child], seconds: float | None = None) -> tuple[Child, Message | None]:

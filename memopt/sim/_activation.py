@@ -107,6 +107,29 @@ def activate_from(settings: str | None = None) -> None:
         )
     if is_active():
         raise RuntimeError("the simulated device is already active: a process can activate it only once")
+    global _active
+    # Not among what is handed on: another process may have another torch.
+    version = "" if "cudnn_version=" in settings else f" cudnn_version={_cudnn_version()}"
+    if _libraries is None:
+        _load_with(settings + version)
+    else:
+        _make_device(_control.device_library(), settings + version)
+    _active = settings
+
+
+def load() -> None:
+    """Load the simulated libraries without a device, so that torch can be imported before its settings are known.
+
+    torch sees a machine without a GPU until activate(), which a forked child may call for itself.
+
+    Raises:
+        RuntimeError: As activate() raises it.
+    """
+    _load_with(None)
+
+
+def _load_with(settings: str | None) -> None:
+    """Load the libraries, with a device if there are settings."""
     if "torch" in sys.modules:
         raise RuntimeError("torch is already imported: memopt.sim.activate() must come before `import torch`")
     real = mapped_cuda()
@@ -116,17 +139,15 @@ def activate_from(settings: str | None = None) -> None:
             "process; start a new one and activate the device before anything opens CUDA"
         )
     folder = _set_for_this_torch()
-    # Not among what is handed on: another process may have another torch.
-    version = "" if "cudnn_version=" in settings else f" cudnn_version={_cudnn_version()}"
-    device = _activated(folder, settings + version)
+    device = _loaded(folder, settings)
     _control.attach(device)
     atexit.register(_at_exit, device)
-    global _active, _libraries
-    _active, _libraries = settings, folder
+    global _libraries
+    _libraries = folder
 
 
 _active: str | None = None  # the settings
-_libraries: Path | None = None
+_libraries: Path | None = None  # that are loaded
 
 
 def active_settings() -> str:
@@ -145,10 +166,10 @@ def active_settings() -> str:
 
 
 def libraries() -> Path:
-    """Return the folder of the simulated libraries that activate() has loaded.
+    """Return the folder of the simulated libraries that this process has loaded.
 
     Raises:
-        RuntimeError: activate() has not been called.
+        RuntimeError: It has loaded none.
     """
     if _libraries is None:
         raise RuntimeError("no simulated library is loaded: call memopt.sim.activate() first")
@@ -263,24 +284,28 @@ def _cudnn_version() -> int:
     return 92800
 
 
-def _activated(folder: Path, settings: str) -> ctypes.CDLL:
-    """Activate the device and load its whole set; after an error none of it stays loaded.
+def _loaded(folder: Path, settings: str | None) -> ctypes.CDLL:
+    """Load the whole set, with a device if there are settings; after an error none of it stays loaded.
 
-    The device library is activated while it is loaded alone, invisible to other libraries. A library that bears
-    NVIDIA's soname and has no device behind it must not stay for `import torch` to link.
+    The device is made while its library is loaded alone, invisible to other libraries: after a refusal no library that
+    bears NVIDIA's soname may stay for `import torch` to link.
     """
     device = _load(folder / "sim_cuda.so", ctypes.RTLD_LOCAL)
     _control.declare(device)
-    refused = device.simcuda_activate(settings.encode())
-    if refused is not None:
-        _ctypes.dlclose(device._handle)
-        raise ValueError(f"the simulated device rejects {settings!r}: {refused.decode()}")
     try:
+        if settings is not None:
+            _make_device(device, settings)
         _open(folder)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         _ctypes.dlclose(device._handle)
         raise
     return device
+
+
+def _make_device(library: ctypes.CDLL, settings: str) -> None:
+    refused = library.simcuda_activate(settings.encode())
+    if refused is not None:
+        raise ValueError(f"the simulated device rejects {settings!r}: {refused.decode()}")
 
 
 def _open(folder: Path) -> ctypes.CDLL:

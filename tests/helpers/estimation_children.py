@@ -1,7 +1,9 @@
-"""Estimates of scripts, each in a child process of the environment that runs the tests."""
+"""Estimates of scripts by the environment that runs the tests: in forks of one process that has imported torch."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import shutil
@@ -16,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def estimate(
     folder: Path, source: str, *arguments: str, cwd: Path | None = None, **request: Any
 ) -> dict[str, Any]:
-    """The answer about a script of this source; besides what it printed, and its process's number."""
+    """The answer about a script of this source; besides what it printed."""
     script, private = folder / "train.py", folder / "private"
     script.write_text(source)
     shutil.rmtree(private, ignore_errors=True)
@@ -24,16 +26,50 @@ def estimate(
     answer, asked = private / "answer.json", private / "request.json"
     given = {"argv": [str(script), *arguments], "answer": str(answer), "memory": 80 << 30}
     asked.write_text(json.dumps(given | request))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "memopt._estimate.script_process", str(asked)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd=cwd or folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    printed, complained = process.communicate(timeout=600)  # a hang; a busy host may take minutes
+    process = _process()
+    assert process.stdin is not None and process.stdout is not None
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process.stdin.write(json.dumps([str(asked), str(cwd or folder), environment]) + "\n")
+    process.stdin.flush()
+    status = process.stdout.readline()
+    printed, complained = ((private / name).read_text() for name in ("printed", "complained"))
     assert answer.exists(), printed + complained
     found = json.loads(answer.read_text())
-    assert process.returncode == found["exit_status"], printed + complained
-    return found | {"printed": printed, "complained": complained, "pid": process.pid}
+    assert int(status) == found["exit_status"], printed + complained
+    return found | {"printed": printed, "complained": complained}
+
+
+@functools.cache
+def _process() -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(process.communicate)
+    return process
+
+
+def _serve() -> int:
+    from memopt._estimate import protection, script_process
+
+    script_process.prepare()
+    for line in sys.stdin:
+        path, folder, environment = json.loads(line)
+        status = protection.fork_and_watch()
+        if status is None:
+            os.chdir(folder)
+            os.environ.clear()
+            os.environ.update(environment)
+            for number, name in enumerate((os.devnull, "printed", "complained")):
+                file = os.open(os.path.join(os.path.dirname(path), name), os.O_RDWR | os.O_CREAT, 0o600)
+                os.dup2(file, number)
+            return script_process.run(path)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_serve())

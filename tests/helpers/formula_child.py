@@ -1,4 +1,4 @@
-"""A child of an estimate that runs nothing: it answers by a formula, which the tests know too.
+"""A child of estimates that runs nothing: it answers by a formula, which the tests know too.
 
 Its script is a JSON file: bytes `fixed`, `each` (of one of a batch), `masks` (where all of them are selected); `kept`,
 the allocator's share beyond the tensors, by backend; `option`, the script's option for its batch, if it has one;
@@ -16,7 +16,12 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from memopt._estimate import script_process
+from memopt._estimate.request import Request
 
 MIB = 1 << 20
 
@@ -33,8 +38,8 @@ def held(script: dict, batch: int, fraction: float, workspace: int, backend: str
     return int(allocated(script, batch, fraction) * script["kept"][backend]) + workspace
 
 
-def main() -> None:
-    request = json.loads(Path(sys.argv[1]).read_text())
+def estimate(asked: Request, _path: str) -> int:
+    request = asdict(asked)
     path, *arguments = request["argv"]
     script = json.loads(Path(path).read_text())
     with open(path + ".requests", "a") as log:
@@ -120,7 +125,10 @@ def main() -> None:
     if ends == "hang at exit":
         time.sleep(20)
         Path(path + ".late").touch()
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    script_process.prepare = lambda: None
+    script_process.estimate = estimate
+    sys.exit(script_process.main([]))

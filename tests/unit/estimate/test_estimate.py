@@ -35,7 +35,7 @@ SCRIPT = {
 def script(tmp_path, monkeypatch):
     """Makes a script of that formula; returns its path."""
     formula = [sys.executable, str(HERE / "formula_child.py")]
-    monkeypatch.setattr(process, "command", lambda python, module, request: [*formula, request])
+    monkeypatch.setattr(process, "command", lambda python, module: formula)
     monkeypatch.setattr(interpreters, "find", lambda python=None: sys.executable)
     monkeypatch.setattr(protection, "find", lambda python, folders: protection.Protection("none"))
 
@@ -530,11 +530,11 @@ def test_processes_that_a_script_leaves_end_with_it(script, capfd):
 
 def test_a_child_that_does_not_keep_its_limit_is_ended(script, capfd, monkeypatch):
     monkeypatch.setattr(child_process, "_GRACE", 0.2)
-    assert "was ended by SIGTERM" in refused(capfd, "--seconds", "0.2", script(ends="hang"))
+    assert "did not end in its time" in refused(capfd, "--seconds", "0.2", script(ends="hang"))
 
 
 def test_a_child_that_has_answered_and_does_not_leave_is_ended(script, capfd, monkeypatch):
-    monkeypatch.setattr(process, "_LEAVING", 0.2)
+    monkeypatch.setattr(child_process, "_LEAVING", 0.2)
     path = script(ends="hang at exit")
     assert answer(capfd, "--gpu", "24GiB", "--quick", path)["verdict"] == "fits"
     assert not Path(path + ".late").exists()

@@ -37,7 +37,7 @@ PEAK = formula_child.allocated(SCRIPT, 8, 1.0)
 def fit(tmp_path, monkeypatch, capfd):
     """Runs `memopt fit` on a script that lacks so many MiB, with what each technique saves; returns status, answer."""
     formula = [sys.executable, str(HERE / "formula_child.py")]
-    monkeypatch.setattr(process, "command", lambda python, module, request: [*formula, request])
+    monkeypatch.setattr(process, "command", lambda python, module: formula)
     monkeypatch.setattr(interpreters, "find", lambda python=None: sys.executable)
     monkeypatch.setattr(protection, "find", lambda python, folders: protection.Protection("none"))
     monkeypatch.chdir(tmp_path)

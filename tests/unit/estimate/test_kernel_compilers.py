@@ -25,7 +25,6 @@ def test_the_driver_is_found_by_its_name_and_caches_are_apart(clean):
     assert (Path(found["TRITON_LIBCUDA_PATH"]) / "libcuda.so.1").read_text() == "the driver"
     assert found["TRITON_CACHE_DIR"] == str(clean / "cache/memopt/simulated/triton")
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(clean / "cache/memopt/simulated/inductor")
-    assert found["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
 
 
 def test_where_no_cache_can_be_the_run_has_its_own(clean, monkeypatch):
