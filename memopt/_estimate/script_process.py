@@ -54,6 +54,7 @@ def main(arguments: list[str]) -> int:
 def prepare() -> None:
     """Import torch, with the simulated libraries but no device yet."""
     _environment_of_torch()
+    os.environ[_REQUEST] = ""  # in a simulated run its startup would make a device when torch is looked for
     _activation.load()
     from memopt._estimate import script_run  # noqa: F401
 
