@@ -7,6 +7,9 @@ PYTEST ?=
 # A worker a core, each file whole in one of them, files in the order of tests/longest_first.txt.
 TESTS = -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+# Hundreds of processes of the tests would compile the package anew where this is set, as in images of Python.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
 # Objects are of pattern rules alone: make would delete them at its end, and build anew what the next one runs.

@@ -556,7 +556,7 @@ BLOCKS: dict[Path, dict[str, Callable[[], str]]] = {
     README: {
         "picture": lambda: f"![{picture_text()}]({PICTURE.relative_to(ROOT)})",
         "estimate": lambda: screen("estimate", "modules", "allocators", "source"),
-        "fit": lambda: screen("fit", "not enough", "fails", "assumed", "covered"),
+        "fit": lambda: screen("fit", "not enough", "fails", "assumed", "covered", "took"),
         "out of memory": lambda: screen("out of memory", "Top lines"),
         "levers": levers,
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -71,6 +72,7 @@ class Fit:
     host_bytes: int = 0  # of the host's memory: pinned there, and made of what is stepped there
     least: int = 0  # bytes of a card, with any of the runs
     runs: int = 0
+    seconds: float = 0.0  # that the runs took
 
     @property
     def step_seconds(self) -> float:
@@ -104,6 +106,7 @@ class Fit:
             "step_seconds": self.step_seconds or None,
             "assumed": _assumed(self.card),
             "simulations": self.runs,
+            "seconds": self.seconds,
         }
 
     def _margin(self, plan: Plan) -> int:
@@ -189,6 +192,9 @@ class Fit:
                 by = " by each rank" if self.estimate.ranks else ""
                 said.append(("host", f"at most {size(self.host_bytes)} of its memory is taken{by}"))
             said += several("to write", self.lines)
+        said.append(
+            ("took", f"{self.runs} simulated run{'' if self.runs == 1 else 's'}, {self.seconds:.0f} s")
+        )
         said += several("covered", self.estimate.covered)
         said += several("guesses", (f"{one['what']} at {one['where']}" for one in self.estimate.guesses))
         said += several("range", self.estimate.unknowns)
@@ -225,6 +231,13 @@ def find(
         ValueError: It does not fit, and trains in processes that it starts.
         ScriptFailed: The script fails by itself, or there is nothing to tell of it.
     """
+    begun = time.monotonic()
+    fit = _found(survey, card, allowed, exact, host_memory)
+    fit.runs, fit.seconds = survey.runs, time.monotonic() - begun
+    return fit
+
+
+def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, host_memory: int | None) -> Fit:
     survey.request = replace(survey.request, timed=True)
     estimate = survey.estimate(fixes=False, advise=False, lean=True)
     survey.request = replace(survey.request, keeps=estimate.keeps)
@@ -233,7 +246,6 @@ def find(
     if estimate.verdict == "fits":
         fit.rows = [replace(plain, fits=True)]
         fit.plan = _plan(survey, card, estimate, Names(), estimate.allocated_bytes[1], fit.step_seconds)
-        fit.runs = survey.runs
         return fit
     if estimate.processes is not None and not estimate.trained_bytes:
         raise ValueError(
@@ -301,7 +313,6 @@ def find(
             whole.append(seen.needed)
             fit.lines_of_least = seen.answer.by_line
     fit.least = min([fit.least, *whole])
-    fit.runs = survey.runs
     return fit
 
 

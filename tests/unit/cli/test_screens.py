@@ -257,6 +257,8 @@ def planned(folder: Path) -> str:
         {"offload activations": 80 * MIB},
         {"fused": 0},
         host_bytes=48 * MIB,
+        runs=8,
+        seconds=32.4,
     )
     command = "python -m memopt run --fit train.fit.json train.py --batch 64"
     return "\n".join([str(found), *with_command("planned in train.fit.json", command, line_width())])
