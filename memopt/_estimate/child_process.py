@@ -72,7 +72,7 @@ class ScriptChildren(Children):
         request = [str(asked), str(output)]
         with self._lock:
             child = self._ready.pop() if self._ready else None
-        if child is None:
+        if child is None or child.is_over():  # a host without memory may have ended it
             child = self.start(CHILD, request=request, python=self._python, environment=self._environment)
         else:
             child.send(request)

@@ -158,7 +158,7 @@ class Child:
     def wait(self, seconds: float) -> None:
         """Wait until it has ended, or for so many seconds."""
         end = time.monotonic() + seconds
-        while not self._is_over() and time.monotonic() < end:
+        while not self.is_over() and time.monotonic() < end:
             time.sleep(0.02)
 
     def end(self) -> int:
@@ -185,7 +185,7 @@ class Child:
         self.end()
         return "\n".join(self._said[-lines:])
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether it has ended; it is not reaped."""
         with contextlib.suppress(ChildProcessError):
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
@@ -228,7 +228,7 @@ def hear(children: Sequence[Child], seconds: float | None = None) -> tuple[Child
             if child._silent or child._process.returncode is not None:
                 child.wait(_LEAVING)
                 return child, None
-        over = [child for child in children if child._is_over()]  # before the look, for what it said last
+        over = [child for child in children if child.is_over()]  # before the look, for what it said last
         ready = wait([child._stdout for child in children], _LOOK)
         for child in children:
             if child._stdout in ready:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -108,8 +110,11 @@ def test_the_child_survives_how_a_script_ends(runs, monkeypatch):
     runs.run(ENDS["left"])
     (daemon,) = (int(line.split()[1]) for line in runs.lines if line.startswith("daemon"))
     assert is_over(daemon)
-    again = runs.run(TRAIN, 10)
-    assert again.peak_allocated == first.peak_allocated and len(runs.pids()) == 1
+    assert runs.run(TRAIN, 10).peak_allocated == first.peak_allocated and len(runs.pids()) == 1
+    os.kill(runs.pids()[0], 9)
+    while not is_over(runs.pids()[0]):
+        time.sleep(0.01)
+    assert runs.run(TRAIN, 10).peak_allocated == first.peak_allocated and len(runs.pids()) == 2
 
 
 def test_a_run_over_its_time_takes_its_child_with_it_and_the_next_has_another(runs, monkeypatch):
