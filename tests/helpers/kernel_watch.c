@@ -30,8 +30,8 @@ typedef struct cell {
     uint64_t key; /* 0: none */
     touch write;
     bool written;
-    unsigned read_count;
-    touch *reads;
+    unsigned read_count, read_room;
+    touch *reads; /* since then, by thread; from NULL: none */
 } cell;
 
 typedef struct publication {
@@ -39,7 +39,7 @@ typedef struct publication {
     uint32_t *clock;
 } publication;
 
-enum { BUFFERS = 64, PUBLICATIONS = 8, REPORT = 8192, TOLD = 256 };
+enum { BUFFERS = 64, PUBLICATIONS = 8, REPORT = 8192, TOLD = 256, MOST_ACCESSES = 1 << 24 };
 
 extern const char __ehdr_start[] __attribute__((visibility("hidden")));
 extern const char _end[] __attribute__((visibility("hidden")));
@@ -62,7 +62,7 @@ static struct {
 } told[TOLD];
 static unsigned told_count;
 static double give_way;
-static uint64_t random_state, moved[2][5];
+static uint64_t random_state, accesses, moved[2][5];
 static const sim_grid *running;
 
 static uint32_t *clock_of(int which, unsigned thread)
@@ -167,6 +167,35 @@ static void check_order(touch before, touch now, bool read_after_write, const ch
         tell("volatile read that nothing orders after the write", before, now, at);
 }
 
+static touch *read_by(touch *reads, unsigned room, unsigned thread)
+{
+    unsigned i = (thread * 0x9E3779B1u >> 8) & (room - 1);
+
+    while (reads[i].from && reads[i].thread != thread)
+        i = (i + 1) & (room - 1);
+    return &reads[i];
+}
+
+/* A value that all threads read has as many reads. */
+static void note_read(cell *c, touch now)
+{
+    touch *found;
+
+    if (2 * c->read_count >= c->read_room) {
+        const unsigned room = c->read_room ? 2 * c->read_room : 2;
+        touch *grown = needed(calloc(room, sizeof *grown));
+        for (unsigned i = 0; i < c->read_room; i++)
+            if (c->reads[i].from)
+                *read_by(grown, room, c->reads[i].thread) = c->reads[i];
+        free(c->reads);
+        c->reads = grown;
+        c->read_room = room;
+    }
+    found = read_by(c->reads, c->read_room, now.thread);
+    c->read_count += found->from == NULL;
+    *found = now;
+}
+
 static void touch_byte(uintptr_t at, bool write, touch now)
 {
     const uint64_t of_block = sim_grid_is_shared((void *)at) ? (uint64_t)(sim_here->block.x + 1) << 48 : 0;
@@ -175,21 +204,17 @@ static void touch_byte(uintptr_t at, bool write, touch now)
     if (c->written)
         check_order(c->write, now, !write, write ? "race of two writes" : "race of a write and a read", at);
     if (write) {
-        for (unsigned i = 0; i < c->read_count; i++)
-            check_order(c->reads[i], now, false, "race of a read and a write", at);
-        c->read_count = 0;
+        for (unsigned i = 0; i < c->read_room; i++)
+            if (c->reads[i].from)
+                check_order(c->reads[i], now, false, "race of a read and a write", at);
+        free(c->reads);
+        c->reads = NULL;
+        c->read_count = c->read_room = 0;
         c->write = now;
         c->written = true;
         return;
     }
-    for (unsigned i = 0; i < c->read_count; i++)
-        if (c->reads[i].thread == now.thread) {
-            c->reads[i] = now;
-            return;
-        }
-    if ((c->read_count & (c->read_count - 1)) == 0)
-        c->reads = needed(realloc(c->reads, (c->read_count ? 2 * c->read_count : 1) * sizeof *c->reads));
-    c->reads[c->read_count++] = now;
+    note_read(c, now);
 }
 
 static void check_place(uintptr_t at, size_t size, bool write, touch now)
@@ -224,6 +249,10 @@ static void access_memory(uintptr_t at, size_t size, bool write, strength strong
     }
     now.thread = sim_grid_thread();
     now.time = clock_of(SEEN, now.thread)[now.thread];
+    if (++accesses == MOST_ACCESSES) {
+        tell("no end in sight", now, now, at);
+        sim_grid_stop("");
+    }
     if (!sim_grid_is_shared((void *)at))
         check_place(at, size, write, now);
     for (size_t i = 0; i < size; i++)
@@ -332,6 +361,7 @@ const char *kernel_run(void (*kernel)(const void *), const void *argument, unsig
 
     report_length = told_count = 0;
     report[0] = 0;
+    accesses = 0;
     memset(moved, 0, sizeof moved);
     give_way = chance;
     random_state = seed;
