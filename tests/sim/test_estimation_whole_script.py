@@ -213,7 +213,7 @@ def collate(texts):
 
 model = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(Texts(), 4, collate_fn=collate, num_workers=2)
+loader = DataLoader(Texts(), 4, collate_fn=collate, num_workers=2, multiprocessing_context="fork")
 for epoch in range(2):
     for batch in loader:
         model(torch.as_tensor(batch["of"]).cuda()[..., None]).mean().backward()
