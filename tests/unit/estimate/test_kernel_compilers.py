@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from memopt._estimate.script_process import compiler_environment
+from memopt._estimate.script_process import compiler_environment, prepare
 from memopt._memory.recording.user_code import is_user_file
 
 
@@ -25,6 +26,17 @@ def test_the_driver_is_found_by_its_name_and_caches_are_apart(clean):
     assert (Path(found["TRITON_LIBCUDA_PATH"]) / "libcuda.so.1").read_text() == "the driver"
     assert found["TRITON_CACHE_DIR"] == str(clean / "cache/memopt/simulated/triton")
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(clean / "cache/memopt/simulated/inductor")
+
+
+def test_the_compiler_has_no_workers_when_torch_is_imported(monkeypatch):
+    seen = []
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "8")
+    monkeypatch.setenv("MEMOPT_ESTIMATE", "")
+    monkeypatch.setattr(
+        "memopt.sim._activation.load", lambda: seen.append(os.environ["TORCHINDUCTOR_COMPILE_THREADS"])
+    )
+    prepare()
+    assert seen == ["1"]
 
 
 def test_where_no_cache_can_be_the_run_has_its_own(clean, monkeypatch):
