@@ -77,7 +77,7 @@ class ScriptChildren(Children):
         else:
             child.send(request)
         end = math.inf if seconds is None else time.monotonic() + seconds + _GRACE
-        leaving = False
+        leaving = waits = False
         try:
             while time.monotonic() < end:
                 with contextlib.suppress(TimeoutError):
@@ -86,11 +86,13 @@ class ScriptChildren(Children):
                         with open(output, "a") as file:
                             file.write(child.said())  # before it had the file
                         return ended(child.end())
-                    self._ready.append(child)
+                    waits = True
                     return ended(told.what["status"])
                 if not leaving and answered():
                     leaving, end = True, min(end, time.monotonic() + _LEAVING)
             return "did not end in its time"
         finally:
-            if child not in self._ready:
+            if waits:
+                self._ready.append(child)  # from here on it is another thread's
+            else:
                 child.end()

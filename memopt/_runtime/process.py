@@ -2,8 +2,8 @@
 alone, and ended with whatever it has started.
 
 A child gets requests on its standard input and answers on its standard output, each a line of JSON; what it prints
-itself goes to its output, as standard error does. This module imports no torch: a child may have to
-prepare the process before that.
+itself goes to its output, as standard error does. This module imports no torch: a child may have to prepare the process
+before that.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,11 @@ def estimate(
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process.stdin.write(json.dumps([str(asked), str(cwd or folder), environment]) + "\n")
     process.stdin.flush()
+    answered, _, _ = select.select([process.stdout], [], [], 600)  # a hang; a busy host may take minutes
+    if not answered:
+        process.terminate()
+        _process.cache_clear()
+        raise TimeoutError(f"no answer about {script} within 600 s")
     status = process.stdout.readline()
     printed, complained = ((private / name).read_text() for name in ("printed", "complained"))
     assert answer.exists(), printed + complained

@@ -34,12 +34,14 @@ ENDS = {
     "over": "import time; time.sleep(600)",
     "left": """
 import os, signal, sys, time
+ready, told = os.pipe()
 if os.fork() == 0:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("daemon", os.getpid(), flush=True)
+    os.write(told, b"x")
     time.sleep(600)
-time.sleep(0.2)
+os.read(ready, 1)
 os._exit(0)
 """,
 }
@@ -101,8 +103,7 @@ def test_a_run_is_what_it_would_be_alone(runs, tmp_path):
     assert len(runs.pids()) == 1
 
 
-def test_the_child_survives_how_a_script_ends(runs, monkeypatch):
-    monkeypatch.setattr(child_process, "_GRACE", 0.0)
+def test_the_child_survives_how_a_script_ends(runs):
     first = runs.run(TRAIN, 10)
     for end, words in (("killed", "was ended by SIGKILL"), ("aborted", "was ended by SIGABRT")):
         with pytest.raises(ChildFailed, match=words):
@@ -125,6 +126,16 @@ def test_a_run_over_its_time_takes_its_child_with_it_and_the_next_has_another(ru
     assert is_over(late)
     assert runs.run(TRAIN, 10).peak_allocated == 10 * MIB
     assert len(runs.pids()) == 2
+
+
+def test_a_child_that_another_thread_has_taken_is_not_ended(runs):
+    class Taken(list):
+        def append(self, child):
+            """Another thread takes it at once."""
+
+    runs.children._ready = Taken()
+    runs.run(TRAIN, 10)
+    assert not is_over(runs.pids()[0])
 
 
 def test_runs_at_the_same_time_have_a_child_each_and_all_end_with_the_block(tmp_path):

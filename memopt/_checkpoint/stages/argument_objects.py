@@ -15,23 +15,21 @@ import torch
 from memopt._checkpoint.stages.trace_forward import CONSTANTS
 from memopt._runtime.state_snapshot import CONTAINERS, refill
 
-_IMMUTABLE = 1 << 8  # CPython's Py_TPFLAGS_IMMUTABLETYPE, of types that are written in C
+# CPython's Py_TPFLAGS_IMMUTABLETYPE, of types that are written in C: a file has more than its attributes, which CPython
+# 3.13 says only when it is pickled.
+_IMMUTABLE = 1 << 8
 
 
 def is_changeable(value: Any) -> bool:
     """Return whether the value is a plain object, or a container that pytree takes for a leaf."""
     kind: Any = type(value)
-    return (
-        isinstance(value, CONTAINERS)
-        or (
-            hasattr(value, "__dict__")
-            and not isinstance(value, (*CONSTANTS, torch.Tensor, torch.nn.Module))
-            and kind.__reduce_ex__ is object.__reduce_ex__
-            and kind.__reduce__ is object.__reduce__
-            and kind.__new__ is object.__new__
-            # A file has more than its attributes, and CPython 3.13 says so only when it is pickled.
-            and not any(base.__flags__ & _IMMUTABLE for base in kind.__mro__[:-1])
-        )
+    return isinstance(value, CONTAINERS) or (
+        hasattr(value, "__dict__")
+        and not isinstance(value, (*CONSTANTS, torch.Tensor, torch.nn.Module))
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and kind.__new__ is object.__new__
+        and not any(base.__flags__ & _IMMUTABLE for base in kind.__mro__[:-1])
     )
 
 

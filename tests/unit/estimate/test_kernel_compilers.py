@@ -30,8 +30,8 @@ def test_the_driver_is_found_by_its_name_and_caches_are_apart(clean):
 
 def test_the_compiler_has_no_workers_when_torch_is_imported(monkeypatch):
     seen = []
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "8")
-    monkeypatch.setenv("MEMOPT_ESTIMATE", "")
+    for name in ("TORCHINDUCTOR_COMPILE_THREADS", "TORCH_CPP_LOG_LEVEL", "MEMOPT_ESTIMATE"):
+        monkeypatch.setenv(name, "8")  # and what is set in its place is taken off again
     monkeypatch.setattr(
         "memopt.sim._activation.load", lambda: seen.append(os.environ["TORCHINDUCTOR_COMPILE_THREADS"])
     )
