@@ -15,6 +15,7 @@ arguments.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import threading
@@ -52,11 +53,19 @@ def main(arguments: list[str]) -> int:
 
 
 def prepare() -> None:
-    """Import torch, with the simulated libraries but no device yet."""
+    """Import torch, with the simulated libraries but no device yet.
+
+    The garbage collector leaves alone what is there then: else it would visit all of torch, again and again while it is
+    imported, and in each fork, where it would copy the pages of what it visits.
+    """
+    gc.disable()
     _environment_of_torch()
     os.environ[_REQUEST] = ""  # in a simulated run its startup would make a device when torch is looked for
     _activation.load()
     from memopt._estimate import script_run  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
 
 
 def _write_to(output: str) -> None:

@@ -16,7 +16,7 @@ import math
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -293,10 +293,23 @@ class _Call:
         self._schema: Any = _schema(text) if text else None
         self.name = node["name"].rpartition("::")[2]
 
+    @functools.cached_property
+    def _given(self) -> list[list[_Tensor]]:
+        """Of each argument its tensors."""
+        return _tensors(self._node["inputs"])
+
+    @functools.cached_property
+    def _inputs(self) -> list[_Tensor]:
+        return [*itertools.chain(*self._given)]
+
+    @functools.cached_property
+    def _outputs(self) -> list[_Tensor]:
+        return [*itertools.chain(*_tensors(self._node["outputs"]))]
+
     def counted(self) -> tuple[str, float, float] | None:
         """Return its row if torch's counter of operations knows it."""
         formula = _formula(self._node["name"]) if self._schema else None
-        if formula is None or not any(one.identity[-1].startswith("cuda") for one in self._inputs()):
+        if formula is None or not any(one.identity[-1].startswith("cuda") for one in self._inputs):
             return None
         positional, named = [], {}
         inputs = self._node["inputs"]
@@ -312,44 +325,42 @@ class _Call:
         operations = formula(
             *positional, **named, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)
         )
-        dtype = next((one.dtype for one in self._inputs() if one.dtype in _DTYPES), "")
+        dtype = next((one.dtype for one in self._inputs if one.dtype in _DTYPES), "")
         kind = _KINDS.get(dtype, "tf32" if _uses_tf32("conv" in self.name) else "fp32")
         return kind, float(operations), float(self._bytes())
 
     def moved(self) -> tuple[str, float, float] | None:
         """Return its row by the bytes that it moves, None if it launches no kernel."""
-        if self._schema is None or _is_composite(self._schema.name, self._schema.overload_name):
+        if self._schema is None or _has_no_kernel(self._schema.name, self._schema.overload_name):
             return None
-        tensors = [*self._inputs(), *self._outputs()]
+        tensors = [*self._inputs, *self._outputs]
         places = {one.identity[-1] for one in tensors}
         on_card = any(place.startswith("cuda") for place in places)
         if not on_card and (places != {"cpu"} or all(one.bytes <= 8 for one in tensors)):
             return None  # of the host, a number that an operator wraps in a tensor for itself
         across = on_card and any(one.identity[-1] == "cpu" and one.bytes > 8 for one in tensors)
         if on_card and (self.name in _READ or (self.name == "copy_" and across)):
-            to_host = self.name in _READ or next(self._inputs()).identity[-1] == "cpu"
+            to_host = self.name in _READ or self._inputs[0].identity[-1] == "cpu"
             waits = to_host and self._node["inputs"]["values"][-1] is not True  # non_blocking
             return (WAIT, 0.0, 0.0) if waits else None
-        if self.name in _NO_KERNEL:
-            return None
         if not self._schema.is_mutable:
-            given = {one.storage for one in self._inputs()}
-            if all(one.storage in given for one in self._outputs()):
-                return None  # a view, or nothing
+            given = {one.storage for one in self._inputs}
+            if all(one.storage in given for one in self._outputs):
+                return None  # a view that its schema does not tell, or nothing
         return ("fp32", 0.0, float(self._bytes())) if on_card else (HOST, 0.0, float(self._bytes("cpu")))
 
     def _bytes(self, device: str = "cuda") -> int:
         """Return the bytes that it reads and writes on devices of a type."""
-        written = {one.identity: one.bytes for one in self._outputs()}
-        read = {one.identity: one.bytes for one in self._inputs()}
-        for place, argument in enumerate(self._schema.arguments):
+        written = {one.identity: one.bytes for one in self._outputs}
+        read = {one.identity: one.bytes for one in self._inputs}
+        for argument, tensors in zip(self._schema.arguments, self._given, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                changed = {one.identity: one.bytes for one in self._inputs(place)}
+                changed = {one.identity: one.bytes for one in tensors}
                 written |= changed
                 if self.name in _OVERWRITE or argument.is_out:
                     read = {key: size for key, size in read.items() if key not in changed}
         if self.name in _PARTLY:
-            first = next(self._inputs()).identity
+            first = self._inputs[0].identity
             others = [size for key, size in (*read.items(), *written.items()) if key != first]
             for side in (read, written):
                 if first in side:
@@ -357,28 +368,24 @@ class _Call:
         sides = (*read.items(), *written.items())
         return sum(size for key, size in sides if key[-1].startswith(device))
 
-    def _inputs(self, place: int | None = None) -> Iterator[_Tensor]:
-        return _tensors(self._node["inputs"], place)
-
-    def _outputs(self) -> Iterator[_Tensor]:
-        return _tensors(self._node["outputs"])
-
 
 _SIDE = ("values", "shapes", "types")
 
 
-def _tensors(side: dict[str, Any], place: int | None = None) -> Iterator[_Tensor]:
+def _tensors(side: dict[str, Any]) -> list[list[_Tensor]]:
+    """Return the tensors of each argument of a call, or of each result."""
     rows = zip(*(side[name] for name in ("values", "shapes", "strides", "types")), strict=True)
-    for number, (value, shape, strides, kind) in enumerate(rows):
-        if place is not None and number != place:
-            continue
-        if kind.startswith("Tensor"):
-            yield _tensor(value, shape, strides, kind)
-        elif kind.startswith("GenericList[Tensor"):
-            kinds = kind.removeprefix("GenericList[").removesuffix("]").split(",")
-            for one in zip(value, shape, strides, kinds, strict=False):
-                if one[3].startswith("Tensor"):
-                    yield _tensor(*one)
+    return [[*_tensors_of(*row)] for row in rows]
+
+
+def _tensors_of(value: Any, shape: Any, strides: Any, kind: str) -> Iterable[_Tensor]:
+    if kind.startswith("Tensor"):
+        return (_tensor(value, shape, strides, kind),)
+    if not kind.startswith("GenericList[Tensor"):
+        return ()
+    kinds = kind.removeprefix("GenericList[").removesuffix("]").split(",")
+    rows = zip(value, shape, strides, kinds, strict=False)
+    return (_tensor(*row) for row in rows if row[3].startswith("Tensor"))
 
 
 def _tensor(value: list[Any], shape: list[int], strides: list[int], kind: str) -> _Tensor:
@@ -411,10 +418,14 @@ def _formula(name: str) -> Callable[..., int] | None:
 
 
 @functools.cache
-def _is_composite(name: str, overload: str) -> bool:
-    """Return whether an operator is always made of others."""
+def _has_no_kernel(name: str, overload: str) -> bool:
+    """Return whether an operator launches none: it makes memory or views, or is made of other operators."""
     full = f"{name}.{overload}" if overload else name
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd"))
+    if torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd"):
+        return True
+    returned = [one.alias_info for one in torch._C._get_schema(name, overload).returns]
+    views = any(alias is not None and not alias.is_write for alias in returned)
+    return views or name.rpartition("::")[2] in _NO_KERNEL
 
 
 def _uses_tf32(convolution: bool) -> bool:

@@ -49,17 +49,20 @@ class _Table:
 
 
 class _StackTable(_Table):
-    """Stacks as torch writes them: a list of dicts for each entry, often the same one."""
+    """Stacks as torch writes them: a list of dicts for each entry. A frame is often the same dict in many stacks."""
 
     def __init__(self) -> None:
         super().__init__(())
-        self._lists: dict[int, int] = {}
+        self._known: dict[
+            tuple[int, ...], int
+        ] = {}  # by the identities of the frames, which the snapshot keeps
 
     def of(self, frames: list[dict[str, Any]]) -> int:
-        known = self._lists.get(id(frames))
+        same = tuple(map(id, frames))
+        known = self._known.get(same)
         if known is None:
             stack = tuple(Frame(text(f["filename"]), integer(f["line"]), text(f["name"])) for f in frames)
-            known = self._lists[id(frames)] = self.number(stack)
+            known = self._known[same] = self.number(stack)
         return known
 
 
