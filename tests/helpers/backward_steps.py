@@ -3,7 +3,6 @@ for each allocator."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -109,12 +108,9 @@ def trial() -> Iterator[Trial]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     made = Trial()
-    gc.collect()
-    gc.freeze()  # each out-of-memory error has the collector run
     yield made
     sim.fail_clear()
     sim.set_memory(MEMORY)
-    gc.unfreeze()
     made.forget()
     torch.set_num_threads(threads)
 

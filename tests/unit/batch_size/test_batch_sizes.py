@@ -16,14 +16,6 @@ import memopt
 from memopt.batch_sizes import Accumulation, rescale_learning_rate_, scaled_learning_rate
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_heap():
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def out_of_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import weakref
 
@@ -15,16 +14,6 @@ from torch import nn
 import memopt
 from memopt._batch_size.find_batch_size import Bracket
 from memopt.batch_sizes import NoBatchSizeFits
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_heap():
-    """A collection goes over what these tests make, and not over all of torch."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
 
 # ---- where to look next: numbers alone -------------------------------------------------------------------------------
 

@@ -17,14 +17,6 @@ from memopt._memory.oom import exceptions
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_heap():
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 held: list[weakref.ref[torch.Tensor]] = []
 
 

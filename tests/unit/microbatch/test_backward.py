@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -73,13 +73,9 @@ def difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 
 
 @pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    """Of models, and of what stands before: each out-of-memory error has the collector run over it."""
+def nothing_known() -> None:
+    """Of models."""
     step._histories.clear()
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("at_entry", [False, True])
