@@ -49,13 +49,12 @@ class _Table:
 
 
 class _StackTable(_Table):
-    """Stacks as torch writes them: a list of dicts for each entry. A frame is often the same dict in many stacks."""
+    """Stacks as torch writes them: a list for each entry, of frames that are the same dicts in many of them, by whose
+    identities a stack is known while the snapshot lives."""
 
     def __init__(self) -> None:
         super().__init__(())
-        self._known: dict[
-            tuple[int, ...], int
-        ] = {}  # by the identities of the frames, which the snapshot keeps
+        self._known: dict[tuple[int, ...], int] = {}
 
     def of(self, frames: list[dict[str, Any]]) -> int:
         same = tuple(map(id, frames))
