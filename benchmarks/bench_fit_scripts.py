@@ -192,6 +192,8 @@ def loss_row(python: str, script: str, folder: Path) -> dict[str, Any]:
 
 
 def headlines(options: argparse.Namespace, report: harness.Report, folder: Path) -> None:
+    done: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for what, (script, card, allow) in HEADLINES.items():
         if options.only not in (None, what):
             continue
@@ -199,9 +201,10 @@ def headlines(options: argparse.Namespace, report: harness.Report, folder: Path)
         call = [str(ROOT / "benchmarks" / name), *arguments]
         allowed = ("--allow", allow) if allow else ()
         found, took = planned(options.python, call, card, folder / "a.fit.json", *allowed)
-        report.note(what, found | {"seconds": took})
+        done.append({"what": what} | found | {"seconds": took})
+        rows = keep(report, "headlines", done)
         said = (
-            f"{found['plan']['peak'] / GIB:.2f} GiB: {' + '.join(found['runs'][0]['techniques'])}"
+            f"{found['plan']['peak_bytes'] / GIB:.2f} GiB: {' + '.join(found['runs'][0]['techniques'])}"
             if found["fits"]
             else ""
         )
@@ -210,6 +213,8 @@ def headlines(options: argparse.Namespace, report: harness.Report, folder: Path)
             file=sys.stderr,
             flush=True,
         )
+    report.note("load", os.getloadavg())
+    report.record("headlines that fit", {"memopt": sum(one["fits"] for one in rows)}, unit="plans")
 
 
 def rows_of(python: str, what: str, script: str, folder: Path) -> list[dict[str, Any]]:
@@ -264,10 +269,9 @@ def keep(report: harness.Report, part: str, rows: list[dict[str, Any]]) -> list[
     path, now = harness.RESULTS / f"{report.name}.json", environment.commit()["hash"]
     kept = json.loads(path.read_text())["notes"].get(part, []) if path.exists() else []
     mine = {one["what"] for one in rows}
-    others = [one for one in kept if one["what"] not in mine and one["what"] in CASES]
-    every = sorted(
-        others + [{"commit": now} | one for one in rows], key=lambda one: [*CASES].index(one["what"])
-    )
+    known = [*CASES, *HEADLINES]
+    others = [one for one in kept if one["what"] not in mine and one["what"] in known]
+    every = sorted(others + [{"commit": now} | one for one in rows], key=lambda one: known.index(one["what"]))
     report.note(part, every)
     if not report.options.quick:
         path.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
