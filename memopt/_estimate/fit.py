@@ -176,7 +176,9 @@ class Fit:
             card = cards.smallest_with(self.least)
             needs = f"a card of {size(self.least)}{f', as {card.name}' if card else ''}"
             if (early := self.estimate.too_large_before_training) is not None:
-                said.append(("nothing", f"fits: {early_in_words(early)}. As it is, it needs {needs}"))
+                said.append(
+                    ("nothing", f"fits: {early_in_words(early)}. The least that a run needed is {needs}")
+                )
                 said += attributed("lines", early["lines"])
             else:
                 said.append(("nothing", f"fits; the least that a run needed is {needs}"))
@@ -274,7 +276,10 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
 
     search: Search = advice.search_of(estimate, card, survey.request.backend, attempt, wanted)
     room = card.usable_bytes - estimate.context_bytes
-    chosen = None if estimate.too_large_before_training else next(search.found(), None)
+    early = estimate.too_large_before_training is not None
+    if early and "expandable" in search.techniques:
+        search.run(Names(["expandable"]))  # what it needs of a card is what an allocator makes of the tensors
+    chosen = None if early else next(search.found(), None)
     if chosen is not None:
         chosen = search.with_more_budget(chosen, room, native=survey.request.backend == "native")
         answer = tried[chosen].answer
@@ -289,7 +294,7 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
         )
         fit.lines = advice.in_words(chosen, answer.more["techniques"], estimate.keeps)
         fit.host_bytes = _host_bytes(estimate, tried[chosen])
-    elif not estimate.too_large_before_training and survey.batch is not None and (survey.batch.size or 0) > 1:
+    elif not early and survey.batch is not None and (survey.batch.size or 0) > 1:
         survey.try_batches(estimate, card, survey.batch)
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
     shown = {frozenset(map(_plain, names)): names for names in reversed(order)}  # of several budgets the best
@@ -298,7 +303,7 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
         runs = [one for other, one in search.alone.items() if _plain(other) == name]  # by its budgets
         if not any(one.fits for one in runs):
             fit.alone[name] = estimate.needed_bytes[0] - min(one.needed for one in runs)
-    if (forecast := search.forecast) is not None and not estimate.too_large_before_training:
+    if (forecast := search.forecast) is not None and not early:
         without, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *survey.failed}
         fit.worked_out = {
             name: without - needed
@@ -307,7 +312,7 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
         }
     fit.failed = survey.failed
     whole = [one.needed for one in tried.values() if not _ran_out(one)]
-    if fit.plan is None and order:  # without a limit, of which it may have run out
+    if fit.plan is None and order and not early:  # without a limit, of which it may have run out
         seen = survey.attempt(estimate, card, order[0], record=True)
         if seen is not None and seen.answer is not None:
             whole.append(seen.needed)

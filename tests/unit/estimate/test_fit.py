@@ -75,12 +75,12 @@ def test_the_lowest_tier_comes_first_whatever_saves_more(fit):
 def test_what_no_plan_reaches_is_answered_at_once(fit, capfd):
     saves = {"offload_activations": 900}
     row = {"name": "train.py:5", "bytes": 600 * MIB, "category": "parameters", "text": "model.cuda()"}
-    status, found = fit(50, saves=saves, script={"early": {"bytes": PEAK - 49 * MIB, "lines": [row]}})
-    assert status == 1 and found["simulations"] == 2 and not found["not_enough_alone"]
-    assert (
-        found["before_training"]["lines"] == [row]
-        and found["smallest_card"]["bytes"] == found["needed_bytes"][1]
-    )
+    early = {"bytes": PEAK - 49 * MIB, "lines": [row]}
+    kept = {"native": 1.5, "expandable": 1.1, "pool": 1.02}
+    status, found = fit(50, saves=saves, script={"early": early, "kept": kept})
+    assert status == 1 and found["simulations"] == 3 and not found["not_enough_alone"]
+    assert found["before_training"]["lines"] == [row]
+    assert found["smallest_card"]["bytes"] == int(1.1 * PEAK) + cards.CONTEXT < found["needed_bytes"][1]
     assert main(["fit", "-f", "--gpu", str(PEAK - 50 * MIB + cards.CONTEXT), "train.py"]) == 1
     said = capfd.readouterr().out
     assert "before a module runs or an optimizer is made" in said and "model.cuda()" in said
