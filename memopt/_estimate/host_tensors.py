@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from memopt._offload import host_parameters
+from memopt._runtime.operands import map_leaves
 from memopt.optim._one_pass import OnePass
 from memopt.sim._compute import ON_HOST
 
@@ -98,10 +98,10 @@ class HostTensors:
             return tuple(written) if len(returned) > 1 else written[0] if returned else None
         try:
             with record_function(ON_HOST):
-                results = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
+                results = func(*map_leaves(_as_meta, args), **map_leaves(_as_meta, kwargs))
         except _NO_SUCH_SHAPE:
             return func(*args, **kwargs)
-        return tree_map(self._made, results)
+        return map_leaves(self._made, results)
 
     def _made(self, leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):

@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import (
     _pop_mode_temporarily,
     _push_mode,
 )
-from torch.utils._pytree import tree_map
 
 from memopt._estimate.host_reads import Guesses, HostReads, HostShadows, most_elements
 from memopt._estimate.host_tensors import HostTensors
 from memopt._runtime.higher_order import run_under
+from memopt._runtime.operands import leaves, map_leaves
 from memopt.sim._compute import SHAPE_FROM_VALUES, Compute, alias
 
 _aten = torch.ops.aten
@@ -123,24 +123,24 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
             if result is not NotImplemented:
                 return result
         packet = func.overloadpacket
-        leaves = _leaves((args, kwargs))
-        without_contents = self.host.among(leaves)
+        given = leaves((args, kwargs))
+        without_contents = self.host.among(given)
         if without_contents and packet is _aten._local_scalar_dense:
             return self.guesses.item(args[0])
         if without_contents and packet is _aten._amp_foreach_non_finite_check_and_unscale_:
             return None
         if func.is_view or torch.Tag.inplace_view in func.tags or packet in _AS_THEY_ARE:
             return func(*args, **kwargs)
-        inputs = [leaf for leaf in leaves if _on_cuda(leaf)]
+        inputs = [leaf for leaf in given if _on_cuda(leaf)]
         written = _written(func, args, kwargs)
-        on_host = not inputs and all(leaf.type == "cpu" for leaf in leaves if isinstance(leaf, torch.device))
+        on_host = not inputs and all(leaf.type == "cpu" for leaf in given if isinstance(leaf, torch.device))
         if without_contents and on_host and not _is_out(func):
             result = self.host.result(func, args, kwargs, written)
             finite = _of_finite_numbers(func, args)
             return result if finite is None else finite.expand(result.shape)
         with self._reads.checks(packet):
             result = func(*args, **kwargs)
-        outputs = [leaf for leaf in _leaves(result) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
         if without_contents:
             self._forget(outputs, written)
         elif inputs or any(map(_on_cuda, outputs)):
@@ -184,7 +184,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
                 return shadows[id(leaf)]
             return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
 
-        host_args, host_kwargs = tree_map(on_host, (args, kwargs))
+        host_args, host_kwargs = map_leaves(on_host, (args, kwargs))
         if isinstance(host_kwargs.get("generator"), torch.Generator):
             host_kwargs["generator"] = None
         try:
@@ -192,7 +192,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
                 values = func(*host_args, **host_kwargs)
         except _NO_SUCH_SHADOW:  # the CPU has no such operation, or not for such shadows: nothing is known
             return False
-        results = [leaf for leaf in _leaves(values) if isinstance(leaf, torch.Tensor)]
+        results = [leaf for leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
         if [one.shape for one in results] != [one.shape for one in outputs]:
             return False
         drawn = draws or any(map(self.shadows.drawn, inputs))
@@ -222,7 +222,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         if not ones or None in ones.values() or written or len(outputs) != 1 or not outputs[0].is_cuda:
             return False
         if torch.Tag.pointwise in func.tags:
-            value = func(*tree_map(lambda leaf: ones.get(id(leaf), leaf), args), **kwargs)
+            value = func(*map_leaves(lambda leaf: ones.get(id(leaf), leaf), args), **kwargs)
         elif func.overloadpacket in (_aten.any, _aten.all, _aten.amax, _aten.amin):
             value = next(iter(ones.values()))
         else:
@@ -271,21 +271,6 @@ def _on_cuda(leaf: object) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.is_cuda
 
 
-def _leaves(value: object) -> list[Any]:
-    """Return what is in the arguments or results of an operation. pytree's tree_leaves takes twice as long."""
-    found: list[Any] = []
-    rest = [value]
-    while rest:
-        one = rest.pop()
-        if isinstance(one, tuple | list):
-            rest += reversed(one)
-        elif isinstance(one, dict):
-            rest += reversed(one.values())
-        else:
-            found.append(one)
-    return found
-
-
 def _is_out(func: Any) -> bool:
     return any(argument.is_out for argument in func._schema.arguments)
 
@@ -297,7 +282,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in _leaves(given) if isinstance(leaf, torch.Tensor)]
+            found += [leaf for leaf in leaves(given) if isinstance(leaf, torch.Tensor)]
     return found
 
 

@@ -26,9 +26,9 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from memopt._runtime.higher_order import run_under
+from memopt._runtime.operands import leaves, map_leaves
 from memopt.sim._activation import is_active
 from memopt.sim._host_kernels import HOST_KERNELS
 
@@ -123,7 +123,7 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             return run_under(self, func, args, kwargs)
         if func in _AS_THEY_ARE or func.is_view or func.namespace in _COLLECTIVES:
             return func(*args, **kwargs)
-        if func in SHAPE_FROM_VALUES and any(map(on_cuda, tree_leaves((args, kwargs)))):
+        if func in SHAPE_FROM_VALUES and any(map(on_cuda, leaves((args, kwargs)))):
             return self._moved(func, args, kwargs)
         return self.computed(func, args, kwargs)
 
@@ -140,11 +140,11 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         Raises:
             RuntimeError: The shapes of the two results differ.
         """
-        leaves = tree_leaves((args, kwargs))
-        inputs = [leaf for leaf in leaves if on_cuda(leaf)]
+        given = leaves((args, kwargs))
+        inputs = [leaf for leaf in given if on_cuda(leaf)]
         if inputs and (func.name() in _DECIDED_ON_HOST or not all(map(is_plain, inputs))):
             return self._moved(func, args, kwargs)
-        generators = {leaf: self._generators.of(leaf) for leaf in leaves if isinstance(leaf, torch.Generator)}
+        generators = {leaf: self._generators.of(leaf) for leaf in given if isinstance(leaf, torch.Generator)}
         try:
             result = func(*args, **kwargs)
         except torch.OutOfMemoryError:
@@ -153,13 +153,13 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             if not inputs or func._schema.is_mutable:
                 raise
             return self._moved(func, args, kwargs, refused)
-        results, spec = tree_flatten(result)
+        results = leaves(result)
         if not inputs and not any(map(on_cuda, results)):
             return result
         if not all(map(is_plain, results)):
             return self._moved(func, args, kwargs) if inputs else result  # else it was copied, which is real
         with record_function(ON_HOST):
-            values = _on_host(func, args, kwargs, generators)
+            values = _on_host(func, args, kwargs, inputs, generators)
             for generator, on_host in generators.items():
                 self._generators.drawn(generator, on_host)
             if func in HOST_KERNELS:
@@ -167,9 +167,9 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
                 return result
             # In place and out=: done by aliasing.
             written = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-            for n, (tensor, value) in enumerate(zip(results, tree_leaves(values), strict=True)):
+            computed = leaves(values)
+            for tensor, value in zip(results, computed, strict=True):
                 if not isinstance(tensor, torch.Tensor):
-                    results[n] = value
                     continue
                 if value is None or not on_cuda(tensor) or not tensor.numel():
                     continue  # None: a gradient that was not asked for, and that the device's kernel makes all the same
@@ -180,7 +180,11 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
                         f"{func}: {tuple(tensor.shape)} on cuda, {tuple(value.shape)} on the CPU"
                     )
                 alias(tensor).copy_(value)
-        return tree_unflatten(results, spec)
+        if all(isinstance(one, torch.Tensor) for one in results):
+            return result
+        both = zip(results, computed, strict=True)
+        merged = (mine if isinstance(mine, torch.Tensor) else value for mine, value in both)
+        return map_leaves(lambda _: next(merged), result)
 
     def _moved(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refused: RuntimeError | None = None
@@ -189,14 +193,14 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
 
         refused: the device's error, which is raised if the CPU refuses too.
         """
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if on_cuda(leaf)]
+        inputs = [leaf for leaf in leaves((args, kwargs)) if on_cuda(leaf)]
         if func._schema.is_mutable and not all(map(is_plain, _written(func, args, kwargs))):
             raise RuntimeError(
                 f"memopt.sim.Compute cannot write to a sparse or nested tensor in place ({func}): use the op without "
                 "the underscore, or call .coalesce() or .to_dense() first"
             )
         try:
-            values = _on_host(func, args, kwargs, {})
+            values = _on_host(func, args, kwargs, inputs, {})
         except RuntimeError as error:
             raise (refused or error) from None
         if torch.device(kwargs.get("device") or "cuda").type != "cuda":
@@ -204,7 +208,7 @@ class Compute(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         if func._schema.is_mutable:
             written = _written(func, args, kwargs)
             return written[0] if len(written) == 1 else tuple(written)
-        return tree_map(
+        return map_leaves(
             lambda leaf: leaf.to(inputs[0].device) if isinstance(leaf, torch.Tensor) else leaf, values
         )
 
@@ -223,9 +227,10 @@ def _on_host(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    inputs: list[torch.Tensor],
     generators: dict[torch.Generator, torch.Generator],
 ) -> Any:
-    """Run an operation on the CPU over the same memory.
+    """Run an operation on the CPU over the same memory; inputs: the tensors on the device among its arguments.
 
     Raises:
         RuntimeError: The CPU has no such operation; the message names it.
@@ -237,14 +242,14 @@ def _on_host(
             "only, without Compute, as `memopt estimate` does"
         )
     # Copies are real work: the CPU must not overtake them.
-    for device in {leaf.device for leaf in tree_leaves((args, kwargs)) if on_cuda(leaf)} or {None}:
+    for device in {tensor.device for tensor in inputs} or {None}:
         torch.cuda.synchronize(device)
     run = HOST_KERNELS.get(func, func)
     there = functools.partial(_on_cpu, generators=generators)
     try:
-        return run(*tree_map(there, args), **tree_map(there, kwargs))
+        return run(*map_leaves(there, args), **map_leaves(there, kwargs))
     except RuntimeError as error:  # NotImplementedError is one
-        wide = _in_32_bits(run, tree_map(there, args), tree_map(there, kwargs), func._schema.is_mutable)
+        wide = _in_32_bits(run, map_leaves(there, args), map_leaves(there, kwargs), func._schema.is_mutable)
         if wide is not None:
             return wide
         if not isinstance(error, NotImplementedError):
@@ -272,7 +277,7 @@ def _in_32_bits(run: Callable[..., Any], args: Any, kwargs: Any, writes: bool) -
             return pairs[-1][1]
         return torch.float32 if leaf in _SHORT else leaf
 
-    args, kwargs = tree_map(widened, args), tree_map(widened, kwargs)
+    args, kwargs = map_leaves(widened, args), map_leaves(widened, kwargs)
     if not pairs:
         return None
     try:
@@ -281,7 +286,7 @@ def _in_32_bits(run: Callable[..., Any], args: Any, kwargs: Any, writes: bool) -
         return None
     for short, wide in pairs if writes else ():
         short.copy_(wide)
-    return tree_map(lambda leaf: leaf.to(pairs[0][0].dtype) if _is_wide(leaf) else leaf, values)
+    return map_leaves(lambda leaf: leaf.to(pairs[0][0].dtype) if _is_wide(leaf) else leaf, values)
 
 
 def _is_wide(leaf: object) -> bool:
@@ -317,7 +322,7 @@ def install(mode: Compute) -> None:
 
 def _keep(result: Any, values: Any) -> None:
     """Write a host kernel's values into the results; a missing value, or None, leaves a result as it is."""
-    for tensor, value in zip(tree_leaves(result), tree_leaves(values), strict=False):
+    for tensor, value in zip(leaves(result), leaves(values), strict=False):
         if on_cuda(tensor) and isinstance(value, torch.Tensor) and tensor.numel():
             alias(tensor).copy_(value)
 
