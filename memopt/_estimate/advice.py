@@ -10,6 +10,7 @@ from memopt._estimate import cards
 from memopt._estimate.cards import Card
 from memopt._estimate.forecast import Forecast
 from memopt._estimate.prediction import Advice, Estimate
+from memopt._estimate.runs_ahead import RunsAhead
 from memopt._estimate.search import PAGES, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import seconds
 from memopt._run.plan import (
@@ -52,14 +53,14 @@ _BUDGET = 0.9
 LEAST = f"{CHECKPOINT}:1"  # the schedule that takes least
 
 
-def find(found: Estimate, card: Card, backend: str, attempt: Callable[[Names], Tried | None]) -> list[Advice]:
+def find(found: Estimate, card: Card, backend: str, runs: RunsAhead[Names, Tried | str]) -> list[Advice]:
     """Find changes with which a script fits its card, for an estimate that does not fit.
 
     Args:
         found: The estimate, with the results of other allocators and batch sizes.
         card: The card that it does not fit.
         backend: The allocator that it does not fit with.
-        attempt: Runs the script with techniques, and an allocator among them.
+        runs: Of the script with techniques, and an allocator among them.
 
     Returns:
         The advice; changes that do not affect results come first. If no technique is enough alone, it is the
@@ -72,7 +73,7 @@ def find(found: Estimate, card: Card, backend: str, attempt: Callable[[Names], T
     ]
     not_tried = (LEAST, FACTORED, BF16)
     search = search_of(
-        found, card, backend, attempt, lambda name: not (found.too_large_before_training or name in not_tried)
+        found, card, backend, runs, lambda name: not (found.too_large_before_training or name in not_tried)
     )
     for tier in range(len(TIERS)):
         search.try_alone(tier)
@@ -96,7 +97,7 @@ def search_of(
     found: Estimate,
     card: Card,
     backend: str,
-    attempt: Callable[[Names], Tried | None],
+    runs: RunsAhead[Names, Tried | str],
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Search:
     """Return the search among the wanted ones of the techniques that could save memory at the peak."""
@@ -106,7 +107,7 @@ def search_of(
         held = found.reserved_bytes[0] / found.allocated_bytes[0]
         forecast = Forecast(found.moments, found.step, card.rates, found.context_bytes, held)
     plain = seconds(found.step, card.rates)
-    return Search(techniques, found.needed_bytes[0], card.usable_bytes, attempt, plain, forecast)
+    return Search(techniques, found.needed_bytes[0], card.usable_bytes, runs, plain, forecast)
 
 
 def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:

@@ -16,7 +16,15 @@ from pathlib import Path
 from memopt._estimate.answer import Answer, together
 from memopt._estimate.progress import Followed
 from memopt._estimate.request import Request
-from memopt._runtime.process import Child, ChildFailed, Children, ended, last_lines, quiet_environment
+from memopt._runtime.process import (
+    Child,
+    ChildFailed,
+    Children,
+    GivenUp,
+    ended,
+    last_lines,
+    quiet_environment,
+)
 
 _GRACE = 30.0  # seconds after which a run is ended that does not keep its own limit
 _LEAVING = 10.0  # seconds in which a run ends that has answered: threads may delay the interpreter's end
@@ -56,6 +64,8 @@ class ScriptChildren(Children):
             try:
                 told = json.loads(answer.read_text())
             except (OSError, ValueError):
+                if self._closed:
+                    raise GivenUp from None
                 said = "" if show else last_lines(output)
                 raise ChildFailed(f"the estimate's child process {end} without an answer", said) from None
             if recording is not None and recorded is not None and Path(recorded).exists():

@@ -14,6 +14,7 @@ from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Card
 from memopt._estimate.forecast import WORKED_OUT
 from memopt._estimate.prediction import Estimate, attributed, early_in_words
+from memopt._estimate.runs_ahead import RunsAhead
 from memopt._estimate.search import BIT_EQUAL, OTHER, TIERS, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import HOST_RATE, LEFT_OUT, seconds
 from memopt._estimate.survey import CUDNN_WORKSPACE, NOT_MET, Survey, wanted_bytes
@@ -254,34 +255,36 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
             f"{estimate.title} trains in processes that it starts, where no plan is applied: "
             "write it so that torchrun starts them, and plan it with --nproc"
         )
-    tried: dict[Names, Tried] = {}
+    room = card.usable_bytes - estimate.context_bytes
 
-    def attempt(names: Names) -> Tried | None:
+    def attempt(names: Names) -> Tried | str:
         alone = len(names) == 1 and names <= {*search.techniques}
         first = search.forecast is not None and not alone and search.could_fit(names)
         result = survey.attempt(estimate, card, names, on_card_first=first)
-        if result is None:
-            return None
+        if isinstance(result, str):
+            return result
         taken = _host_bytes(estimate, result)
         if host_memory is not None and taken > host_memory:
-            size = f"{_C.format_size(taken)} of the host's memory, of which it may take {_C.format_size(host_memory)}"
-            survey.failed[" + ".join(map(_plain, sorted(names)))] = f"it takes {size}"
-            return None
-        tried[names] = result
+            size = _C.format_size
+            return f"it takes {size(taken)} of the host's memory, of which it may take {size(host_memory)}"
         return result
 
     def wanted(name: str) -> bool:
         tier = tier_of([name])
         return name in allowed if tier == OTHER else not exact or tier <= BIT_EQUAL
 
-    search: Search = advice.search_of(estimate, card, survey.request.backend, attempt, wanted)
-    room = card.usable_bytes - estimate.context_bytes
     early = estimate.too_large_before_training is not None
-    if early and "expandable" in search.techniques:
-        search.run(Names(["expandable"]))  # what it needs of a card is what an allocator makes of the tensors
-    chosen = None if early else next(search.found(), None)
+    with RunsAhead(attempt, survey.jobs) as runs:
+        search: Search = advice.search_of(estimate, card, survey.request.backend, runs, wanted)
+        if early and "expandable" in search.techniques:
+            search.run(
+                Names(["expandable"])
+            )  # what it needs of a card is what an allocator makes of the tensors
+        chosen = None if early else next(search.found(), None)
+        if chosen is not None:
+            chosen = search.with_more_budget(chosen, room, native=survey.request.backend == "native")
+    tried = search.tried
     if chosen is not None:
-        chosen = search.with_more_budget(chosen, room, native=survey.request.backend == "native")
         answer = tried[chosen].answer
         assert answer is not None
         fit.plan = _plan(
@@ -300,21 +303,21 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
     shown = {frozenset(map(_plain, names)): names for names in reversed(order)}  # of several budgets the best
     fit.rows = [_row(names, tried[names]) for names in order if names in shown.values()][:_ROWS] or [plain]
     for name in dict.fromkeys(map(_plain, search.alone)):
-        runs = [one for other, one in search.alone.items() if _plain(other) == name]  # by its budgets
-        if not any(one.fits for one in runs):
-            fit.alone[name] = estimate.needed_bytes[0] - min(one.needed for one in runs)
+        budgets = [one for other, one in search.alone.items() if _plain(other) == name]
+        if not any(one.fits for one in budgets):
+            fit.alone[name] = estimate.needed_bytes[0] - min(one.needed for one in budgets)
+    fit.failed = {" + ".join(map(_plain, sorted(names))): why for names, why in search.failed.items()}
     if (forecast := search.forecast) is not None and not early:
-        without, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *survey.failed}
+        without, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *fit.failed}
         fit.worked_out = {
             name: without - needed
             for name in sorted(names)
             if wanted(name) and (needed := forecast.needed([name])) > card.usable_bytes
         }
-    fit.failed = survey.failed
     whole = [one.needed for one in tried.values() if not _ran_out(one)]
     if fit.plan is None and order and not early:  # without a limit, of which it may have run out
         seen = survey.attempt(estimate, card, order[0], record=True)
-        if seen is not None and seen.answer is not None:
+        if not isinstance(seen, str) and seen.answer is not None:
             whole.append(seen.needed)
             fit.lines_of_least = seen.answer.by_line
     fit.least = min([fit.least, *whole])

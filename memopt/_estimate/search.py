@@ -13,13 +13,13 @@ fits, each part is left out that can be.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from memopt._estimate.answer import Answer
 from memopt._estimate.forecast import WORKED_OUT, Forecast, Known
+from memopt._estimate.runs_ahead import RunsAhead
 from memopt._run.plan import (
     BF16,
     CHECKPOINT,
@@ -100,9 +100,14 @@ class Search:
         techniques: Their names, CHECKPOINT's with its budget.
         needed: Bytes of a card that the script needs without any.
         room: Bytes of the card.
-        attempt: Runs the script with techniques; None where it does not run with all of them.
+        runs: Of the script with techniques; why, where it does not run with all of them.
         seconds: Of a step without any.
         forecast: Of what techniques save and cost.
+
+    Attributes:
+        tried: What was asked for, and ran.
+        failed: What was asked for and did not run, and why.
+        alone: What ran with one technique.
     """
 
     def __init__(
@@ -110,22 +115,34 @@ class Search:
         techniques: Iterable[str],
         needed: int,
         room: int,
-        attempt: Callable[[Names], Tried | None],
+        runs: RunsAhead[Names, Tried | str],
         seconds: float = 0.0,
         forecast: Forecast | None = None,
     ) -> None:
         self.techniques = list(techniques)
         self._needed, self._room, self._plain_seconds = needed, room, seconds
-        self.run = functools.cache(attempt)
-        self.alone: dict[str, Tried] = {}  # what ran
+        self._runs = runs
+        self.tried: dict[Names, Tried] = {}
+        self.failed: dict[Names, str] = {}
+        self.alone: dict[str, Tried] = {}
         self.forecast = forecast
+
+    def run(self, names: Names) -> Tried | None:
+        """Return the run with techniques; None where it does not run with all of them."""
+        result = self._runs.result(names)
+        if isinstance(result, str):
+            self.failed[names] = result
+            return None
+        return self.tried.setdefault(names, result)
 
     def try_alone(self, tier: int) -> None:
         """Run each technique of a tier by itself; 4 bits where 8 are not enough."""
-        for name in self.techniques:
+        of_tier = [name for name in self.techniques if tier_of([name]) == tier]
+        for n, name in enumerate(of_tier):
+            self._runs.expect(Names([other]) for other in of_tier[n + 1 :] if other != FOUR_BITS)
             if name == FOUR_BITS and EIGHT_BITS in self.alone and self.alone[EIGHT_BITS].fits:
                 continue
-            if tier_of([name]) == tier and (tried := self.run(Names([name]))) is not None:
+            if (tried := self.run(Names([name]))) is not None:
                 self.alone[name] = tried
 
     def found(self) -> Iterator[Names]:
@@ -137,9 +154,11 @@ class Search:
             fitting = next((names for names in self._candidates(tier) if self._fits(names)), None)
             if fitting is None:
                 continue
-            for name in sorted(fitting, key=self._worth, reverse=True):
+            parts = sorted(fitting, key=self._worth, reverse=True)
+            for n, name in enumerate(parts):
+                self._runs.expect(filter(self._could, (fitting - {other} for other in parts[n + 1 :])))
                 rest = fitting - {name}
-                if rest and self.could_fit(rest) and self._fits(rest):
+                if self._could(rest) and self._fits(rest):
                     fitting = rest
             yield fitting
 
@@ -161,17 +180,23 @@ class Search:
         others = names - {own}
         if native and not others & _ALLOCATORS:
             others |= {"expandable"}
-        best = others | {own} if self._fits(others | {own}) else names
-        if 0 < first.seconds <= self._plain_seconds:
-            return best
         room -= PAGES
-        fastest, low, high = first.seconds, _budget_of(own, first), room
         budgets = [int(share * room) for share in _BUDGETS]
+
+        def within(budget: int) -> Names:
+            return others | {f"{CHECKPOINT}:{budget >> 20 << 20}"}
+
+        timed = first.seconds > self._plain_seconds or not first.seconds
+        self._runs.expect(map(within, budgets if timed else ()))
+        best = others | {own} if self._fits(others | {own}) else names
+        if not timed:
+            return best
+        fastest, low, high = first.seconds, _budget_of(own, first), room
         for _ in range(_TRIES):
             if high - low < _CLOSE * room:
                 break
             budget = budgets.pop(0) if budgets else (low + high) // 2
-            more = others | {f"{CHECKPOINT}:{budget >> 20 << 20}"}
+            more = within(budget)
             tried = self.run(more)
             if tried is None or not tried.fits:
                 high = budget
@@ -187,6 +212,9 @@ class Search:
         """Return whether no forecast says that techniques cannot fit."""
         return self.forecast is None or _SURE * self.forecast.least(names) <= self._room
 
+    def _could(self, names: Names) -> bool:
+        return bool(names) and self.could_fit(names)
+
     def _may_fit(self) -> bool:
         """Return whether the forecast, by which nothing can fit, is wrong, or nobody knows: of the techniques that run
         and save anything alone, the combinations that save most are run."""
@@ -195,7 +223,9 @@ class Search:
         saving = [name for name, tried in self.alone.items() if tried.fits or tried.needed < self._needed]
         possible = [*combinations(saving)]
         largest = [names for names in possible if not any(names < others for others in possible)]
-        most = [self.run(names) for names in sorted(largest, key=self._predicted)[:_LIKELY]]
+        first = sorted(largest, key=self._predicted)[:_LIKELY]
+        self._runs.expect(first[1:])
+        most = [self.run(names) for names in first]
         ran = [tried for tried in most if tried is not None]
         return any(tried.fits for tried in (*ran, *self.alone.values())) or bool(most and not ran)
 
@@ -210,12 +240,19 @@ class Search:
             self.try_alone(lower)
         possible = [names for names in combinations(self.alone) if tier_of(names) == tier]
         likely = [names for names in possible if self._predicted(names) <= self._room or self._known(names)]
-        yield from sorted(likely, key=lambda names: (self._seconds(names), len(names)))[:_LIKELY]
+        yield from self._in_turn(
+            sorted(likely, key=lambda names: (self._seconds(names), len(names)))[:_LIKELY]
+        )
         largest = [names for names in possible if not any(names < others for others in possible)]
-        for names in sorted(largest, key=self._predicted):
+        for names in self._in_turn(sorted(largest, key=self._predicted)):
             yield names
             if len(names) > 1 and self.run(names) is None:  # two of them do not run together
                 yield from (names - {name} for name in names)
+
+    def _in_turn(self, several: list[Names]) -> Iterator[Names]:
+        for n, names in enumerate(several):
+            self._runs.expect(several[n + 1 : n + _LIKELY])
+            yield names
 
     def _forecast(self, tier: int, forecast: Forecast) -> Iterator[Names]:
         """Yield the fastest combinations that are forecast to fit, as far as known: what they have that nothing is
@@ -239,10 +276,15 @@ class Search:
         tries = 0
         while tries < _LIKELY:
             likely = (names for names in left if forecast.needed(names) <= self._room)
-            best = min(likely, key=order, default=None)
-            if best is None:
+            ranked = sorted(likely, key=order)
+            if not ranked:
                 return
+            best = ranked[0]
             alone = unknown(best)[:1]
+            then = [best - {name} for name in best] if not alone else []
+            for names in ranked:
+                then += [Names([name]) for name in unknown(names)] or [names]
+            self._runs.expect(filter(self._could, then), beside=Names(alone) or best)
             if not alone:
                 tries += 1
                 yield best

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memopt import _C
@@ -20,6 +19,7 @@ from memopt._estimate.cards import Card
 from memopt._estimate.prediction import SIMULATED, Backend, Estimate
 from memopt._estimate.protection import Protection
 from memopt._estimate.request import SHORTEN, BatchOption, Request
+from memopt._estimate.runs_ahead import RunsAhead
 from memopt._estimate.search import Tried
 from memopt._estimate.step_time import seconds
 from memopt._run.plan import BACKENDS, KEEPS, named
@@ -75,7 +75,6 @@ class Survey:
     say: Callable[[str], None] = lambda text: None
     runs: int = 0
     shorten: str = SHORTEN[0]  # what of the script's loops, so that it does not fail
-    failed: dict[str, str] = field(default_factory=dict)  # why it does not run, by techniques
 
     # ---- single runs -----------------------------------------------------------------------------------------------
 
@@ -195,8 +194,8 @@ class Survey:
             ):
                 self.try_batches(found, self.card, self.batch)
             if compare and advise and self.card is not None:
-                attempt = functools.partial(self.attempt, found, self.card)
-                found.advice = advice.find(found, self.card, self.request.backend, attempt)
+                with RunsAhead(functools.partial(self.attempt, found, self.card), self.jobs) as runs:
+                    found.advice = advice.find(found, self.card, self.request.backend, runs)
         found.runs = self.runs
         return found
 
@@ -207,10 +206,10 @@ class Survey:
         names: Collection[str],
         on_card_first: bool = False,
         record: bool = False,
-    ) -> Tried | None:
+    ) -> Tried | str:
         """Run the request with techniques, and an allocator among them, without a limit, and on the card unless that
-        shows that it does not fit; with `on_card_first` on the card alone; with `record` its lines are known. None
-        if the script does not run with all of them."""
+        shows that it does not fit; with `on_card_first` on the card alone; with `record` its lines are known. Return
+        why, if the script does not run with all of them."""
         backend = next((name for name in BACKENDS if name in names), self.request.backend)
         techniques = sorted(set(names) - {backend})
         # What hangs with a technique must not keep the answer back.
@@ -239,8 +238,7 @@ class Survey:
         except (ScriptFailed, ChildFailed) as error:
             why = str(error).removeprefix(NO_RESULT)
             self.say(why if why.startswith(NOT_MET) else f"it does not run {what}: {why}")
-            self.failed[" + ".join(name.partition(":")[0] for name in sorted(names))] = str(error)
-            return None
+            return str(error)
         needed = max(free.held, wanted_bytes(free)) + card.context_bytes * free.contexts
         time, unsure = seconds(free.step, card.rates), completed and not fits
         return Tried(fits, needed, time, answer if fits else free, unsure)
@@ -259,12 +257,13 @@ class Survey:
         return replace(request, memory=max(2 * held + request.context, there)) if name == "pool" else request
 
     def _several(self, asked: list[tuple[Request, str]]) -> list[Answer]:
-        pool = ThreadPoolExecutor(max(1, self.jobs))
-        try:
-            return list(pool.map(lambda one: self._ask(*one), asked))
-        finally:
-            # Of an interrupt nobody waits: the children that the threads wait for end with the block of ScriptChildren.
-            pool.shutdown(wait=False, cancel_futures=True)
+        def run(n: int) -> Answer:
+            return self._ask(*asked[n])
+
+        # Of an interrupt nobody waits: the children that the threads wait for end with the block of ScriptChildren.
+        with RunsAhead(run, self.jobs) as runs:
+            runs.expect(range(1, len(asked)))
+            return [runs.result(n) for n in range(len(asked))]
 
     def _widen(self, found: Estimate, free: Answer) -> list[bool]:
         """Make the figures ranges by runs at the other end of unknown values; return whether each of the runs

@@ -53,6 +53,10 @@ class ChildFailed(RuntimeError):
         self.output, self.status = output, status
 
 
+class GivenUp(Exception):
+    """The block of the children was left while a thread waited for one of them, or was about to start it."""
+
+
 class Message(NamedTuple):
     """A line that a child has told."""
 
@@ -106,7 +110,7 @@ class Children:
         line = command(python, module, *arguments)
         with self._lock, interrupted_later():  # between its start and the next line nobody would end it
             if self._closed:
-                raise ChildFailed("the child process was not started: its parent is exiting")
+                raise GivenUp
             child = Child(line, environment)
             self._running.append(child)
         child.send(request)

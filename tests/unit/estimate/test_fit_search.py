@@ -9,12 +9,15 @@ import random
 import pytest
 
 from memopt._estimate import cards, search
+from memopt._estimate.answer import Answer
 from memopt._estimate.forecast import Forecast
+from memopt._estimate.runs_ahead import RunsAhead
 from memopt._estimate.search import PAGES, Names, Search, Tried, tier_of
 from memopt._estimate.step_time import Segment
 
 NAMES = [name if name != "checkpoint" else "checkpoint:9" for name in search._TIER if name != "pool"]
 PLAIN = 1000
+FAILED = "it failed"
 
 
 def allowed(names):
@@ -41,7 +44,7 @@ def table(chance, phases):
         assert chosen and allowed(chosen)
         asked.append(chosen)
         if chosen & broken:
-            return None
+            return FAILED
         needed = max(base - sum(saves[name][n] for name in chosen) for n, base in enumerate(bases))
         return Tried(needed <= room, needed, sum(seconds[name] for name in chosen))
 
@@ -59,10 +62,10 @@ def test_the_lowest_tier_that_has_anything_is_found_in_few_runs(phases):
     found = 0
     for _ in range(300):
         names, room, attempt, asked = table(chance, phases)
-        plans = [*Search(names, PLAIN, room, attempt).found()]
+        plans = [*Search(names, PLAIN, room, RunsAhead(attempt)).found()]
         runs = len(asked)
         assert runs == len({*asked}) and runs <= 12 * len(names)
-        fitting = [one for one in every(names) if (tried := attempt(one)) and tried.fits]
+        fitting = [one for one in every(names) if (tried := attempt(one)) != FAILED and tried.fits]
         tiers = sorted({tier_of(one) for one in fitting})
         assert bool(plans) == bool(fitting)
         if plans:
@@ -73,15 +76,49 @@ def test_the_lowest_tier_that_has_anything_is_found_in_few_runs(phases):
     assert found > 50
 
 
+@pytest.mark.parametrize("forecasts", [False, True])
+def test_runs_ahead_change_no_answer(forecasts):
+    """What was tried is told in the order in which it was asked for, and nothing else."""
+    chance = random.Random(int(os.environ["MEMOPT_SEED"]))
+    ahead = 0
+    for _ in range(100):
+        names, room, attempt, asked = table(chance, 2)
+        forecast = Forecast([[0, 0, 0, 0, PLAIN, 0]], [Segment()], cards.card("8GiB").rates, 0, 1.0)
+        found, made = [], []
+        for jobs in (1, 3):
+            with RunsAhead(_with_moments(attempt), jobs) as runs:
+                search = Search(names, PLAIN, room, runs, 0.0, forecast if forecasts else None)
+                plans = [*search.found()]
+            found.append((plans, [*search.tried], search.failed, [*search.alone]))
+            made.append(len(asked))
+            forecast.alone.clear()
+        assert found[0] == found[1], (names, room)
+        ahead += made[1] - 2 * made[0]
+    assert ahead > 0  # some were of no use
+
+
+def _with_moments(attempt):
+    def run(names):
+        tried = attempt(names)
+        if tried == FAILED:
+            return tried
+        moments = [[0, 0, 0, 0, tried.needed, 0]]
+        return tried._replace(answer=Answer(tried.needed, tried.needed, more={"moments": moments}))
+
+    return run
+
+
 def test_where_bytes_add_up_it_is_the_fastest():
     """But for states of 4 bits: they change numbers more, and are left where 8 are enough."""
     chance = random.Random(int(os.environ["MEMOPT_SEED"]))
     for _ in range(200):
         names, room, attempt, _ = table(chance, 1)
-        plan = next(Search(names, PLAIN, room, attempt).found(), None)
+        plan = next(Search(names, PLAIN, room, RunsAhead(attempt)).found(), None)
         if plan is None:
             continue
-        seconds = {one: tried.seconds for one in every(names) if (tried := attempt(one)) and tried.fits}
+        seconds = {
+            one: tried.seconds for one in every(names) if (tried := attempt(one)) != FAILED and tried.fits
+        }
         fours = {one for one in seconds if "four bits" in one} if Names(["eight bits"]) in seconds else {}
         same = [time for one, time in seconds.items() if tier_of(one) == tier_of(plan) and one not in fours]
         assert seconds[plan] == min(same)
@@ -90,12 +127,14 @@ def test_where_bytes_add_up_it_is_the_fastest():
 def test_two_that_do_not_run_together_are_tried_without_one_another():
     def attempt(chosen):
         if chosen >= {"offload states", "offload layers"}:
-            return None
+            return FAILED
         saved = 100 * len(chosen) + 200 * ({"offload states", "loss head"} <= chosen)
         return Tried(saved >= 400, PLAIN - saved, 1.0)
 
     names = ["offload states", "offload layers", "loss head"]
-    assert [*Search(names, PLAIN, PLAIN - 400, attempt).found()] == [{"offload states", "loss head"}]
+    assert [*Search(names, PLAIN, PLAIN - 400, RunsAhead(attempt)).found()] == [
+        {"offload states", "loss head"}
+    ]
 
 
 @pytest.mark.parametrize(("growing", "plan"), [(1000, 990), (920, 915), (800, None)])
@@ -110,7 +149,7 @@ def test_a_checkpoint_gets_expandable_segments_if_it_fits_with_them(growing, pla
         )
 
     found = Names([f"checkpoint:{900 * mib}"])
-    search = Search(found, 2000 * mib, 1000 * mib, attempt, 1.0)
+    search = Search(found, 2000 * mib, 1000 * mib, RunsAhead(attempt), 1.0)
     expected = found if plan is None else {f"checkpoint:{plan * mib}", "expandable"}
     assert search.with_more_budget(found, 1000 * mib + PAGES, native=True) == expected
 
@@ -134,7 +173,7 @@ def test_a_checkpoint_gets_the_budget_that_is_left(largest, seconds, room, budge
 
     found = Names([f"checkpoint:{900 * mib}", "fused"])
     plain = 1.0
-    asked = Search(found, 2000 * mib, room * mib, attempt, plain).with_more_budget(
+    asked = Search(found, 2000 * mib, room * mib, RunsAhead(attempt), plain).with_more_budget(
         found, room * mib + PAGES, native=False
     )
     assert asked == Names([f"checkpoint:{budget * mib}", "fused"])
@@ -149,13 +188,13 @@ def test_where_nothing_can_fit_by_the_forecast_few_runs_say_whether_it_is_right(
     def attempt(chosen):
         asked.append(chosen)
         if chosen & {"step in backward", "tiles", "fused"}:
-            return None
+            return FAILED
         needed = 2 * PLAIN - 9 * ("offload states" in chosen)
         return Tried(wrong and "loss head" in chosen, needed, 1.0)
 
     moments = [[0, 0, 0, 0, 0, 2 * PLAIN]]
     forecast = Forecast(moments, [Segment()], cards.card("8GiB").rates, 0, 1.0)
-    plans = [*Search(names, 2 * PLAIN, PLAIN, attempt, 1.0, forecast).found()]
+    plans = [*Search(names, 2 * PLAIN, PLAIN, RunsAhead(attempt), 1.0, forecast).found()]
     if wrong:
         assert plans[0] == {"loss head"}
     else:

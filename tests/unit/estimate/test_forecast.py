@@ -11,6 +11,7 @@ from test_fit_search import every
 from memopt._estimate.answer import Answer
 from memopt._estimate.cards import Rates
 from memopt._estimate.forecast import WORKED_OUT, Forecast, Known, _peak, _shares
+from memopt._estimate.runs_ahead import RunsAhead
 from memopt._estimate.search import Names, Search, Tried, tier_of
 from memopt._estimate.step_time import Segment, seconds
 
@@ -18,6 +19,8 @@ RATES = Rates("made-up", half=100e12, tf32=50e12, single=10e12, memory=1e12, lin
 GIB = 1 << 30
 # Of a backward pass, and of the optimizer's step: parameters, gradients, states, temporaries, activations, other.
 MOMENTS = [[4, 4, 8, 0, 9, 1], [4, 4, 8, 4, 0, 1]]
+
+FAILED = "it failed"
 
 
 def forecast_of(moments):
@@ -93,7 +96,7 @@ def script_of(chance):
     def attempt(chosen):
         asked.append(chosen)
         if chosen & broken:
-            return None
+            return FAILED
         rows = [list(row) for row in moments]
         for row in rows:
             for name in chosen - WORKED_OUT:
@@ -114,12 +117,12 @@ def test_a_search_by_it_finds_the_lowest_tier_in_fewer_runs():
         needed = forecast.least([])
         if needed <= room or not names:
             continue
-        plan = next(Search(names, needed, room, attempt, 0.3, forecast).found(), None)
+        plan = next(Search(names, needed, room, RunsAhead(attempt), 0.3, forecast).found(), None)
         runs += len(asked)
         asked.clear()
-        next(Search(names, needed, room, attempt, 0.3).found(), None)
+        next(Search(names, needed, room, RunsAhead(attempt), 0.3).found(), None)
         without += len(asked)
-        fitting = [one for one in every(names) if (tried := attempt(one)) and tried.fits]
+        fitting = [one for one in every(names) if (tried := attempt(one)) != FAILED and tried.fits]
         assert (plan is not None) == bool(fitting), (names, room, moments, fitting)
         if plan is not None:
             found += 1
@@ -133,7 +136,9 @@ def test_a_technique_that_fails_with_others_is_tried_alone():
     moments = [[1000, 1000, 2000, 1000, 0, 0]]
 
     def attempt(chosen):
-        return None if "offload states" in chosen else Tried("eight bits" in chosen, 2500, 1.0)
+        return FAILED if "offload states" in chosen else Tried("eight bits" in chosen, 2500, 1.0)
 
-    search = Search(["offload states", "fused", "eight bits"], 5000, 3000, attempt, 0.3, forecast_of(moments))
+    search = Search(
+        ["offload states", "fused", "eight bits"], 5000, 3000, RunsAhead(attempt), 0.3, forecast_of(moments)
+    )
     assert next(search.found()) == Names(["eight bits"])
