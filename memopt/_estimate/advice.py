@@ -107,14 +107,13 @@ def search_of(
         held = found.reserved_bytes[0] / found.allocated_bytes[0]
         forecast = Forecast(found.moments, found.step, card.rates, found.context_bytes, held)
     plain = seconds(found.step, card.rates)
-    return Search(techniques, found.needed_bytes[0], card.usable_bytes, runs, plain, forecast)
+    needed = found.held_bytes + found.context_bytes
+    return Search(techniques, needed, card.usable_bytes, runs, plain, forecast)
 
 
 def _worth_trying(found: Estimate, card: Card, backend: str) -> Iterator[str]:
     # Of the allocators the one that holds the least: others take what it takes, and more.
-    others = [
-        one for one in found.backends if one.name != backend and one.reserved_bytes < found.reserved_bytes[0]
-    ]
+    others = [one for one in found.backends if one.name != backend and one.reserved_bytes < found.held_bytes]
     if not found.backends and backend == "native":
         yield "expandable"
     if others:
@@ -158,19 +157,24 @@ def in_words(
 
 
 def _in_words(name: str, met: Mapping[str, list[str]], keeps: Collection[str]) -> str:
-    technique, _, budget = name.partition(":")
+    technique, _, size = name.partition(":")
     of = ", ".join(met[technique])
-    budget = met.get(LEAST_BUDGET, [budget])[0]
+    budget = _mebibytes(met.get(LEAST_BUDGET, [size])[0])
+    keep = f"keep={_mebibytes(size)}" if size else ""
     kept = "accumulate=True, " if GRADIENTS in keeps else ""
     kept += "" if OUTPUT in keeps else "keeps_output=False, "
     return {
         FUSED: f"torch.optim.{of}(..., fused=True)",
-        OFFLOAD_ACTIVATIONS: "memopt.offload_activations() around the forward pass",
+        OFFLOAD_ACTIVATIONS: f"memopt.offload_activations({keep}) around the forward pass",
         BF16: 'torch.autocast("cuda", torch.bfloat16) around the forward pass and the loss',
         LOSS_HEAD: "memopt.nn.linear_cross_entropy(rows, head.weight, targets, head.bias) instead of the head and its "
         "cross_entropy (memopt.nn.fuse_loss_head(model) for a model of transformers)",
         TILES: "memopt.nn.tile_mlps(model)",
         OFFLOAD_LAYERS: "memopt.offload_layers(model) before the optimizer is made",
-        CHECKPOINT: f'memopt.auto_checkpoint(model, sample, memory_budget="{-(-int(budget or 0) // (1 << 20))}MiB", '
+        CHECKPOINT: f"memopt.auto_checkpoint(model, sample, memory_budget={budget}, "
         f'optimizer=optimizer, {kept}to="cpu")',
     }[technique]
+
+
+def _mebibytes(size: str) -> str:
+    return f'"{-(-int(size or 0) // (1 << 20))}MiB"'

@@ -282,7 +282,7 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
             )  # what it needs of a card is what an allocator makes of the tensors
         chosen = None if early else next(search.found(), None)
         if chosen is not None:
-            chosen = search.with_more_budget(chosen, room, native=survey.request.backend == "native")
+            chosen = search.with_more_room(chosen, room, native=survey.request.backend == "native")
     tried = search.tried
     if chosen is not None:
         answer = tried[chosen].answer
@@ -305,7 +305,8 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
     for name in dict.fromkeys(map(_plain, search.alone)):
         budgets = [one for other, one in search.alone.items() if _plain(other) == name]
         if not any(one.fits for one in budgets):
-            fit.alone[name] = estimate.needed_bytes[0] - min(one.needed for one in budgets)
+            needed = estimate.held_bytes + estimate.context_bytes
+            fit.alone[name] = needed - min(one.needed for one in budgets)
     fit.failed = {" + ".join(map(_plain, sorted(names))): why for names, why in search.failed.items()}
     if (forecast := search.forecast) is not None and not early:
         without, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *fit.failed}

@@ -69,6 +69,7 @@ class Estimate(Result):
     _not_plain = (
         "advice",
         "again",
+        "held_bytes",
         "largest",
         "step",
         "moments",
@@ -112,6 +113,9 @@ class Estimate(Result):
     moments: list[list[int]] | None = None  # of that run: moments.of()
     before_training: dict[str, Any] | None = None  # what lives then at most, and the lines that hold most
     trained_bytes: int = 0  # of the parameters of the optimizer that steps first
+    held_bytes: int = (
+        0  # by the allocator at the peak of the run whose unknown values techniques are tried with
+    )
     host_bytes: int = 0  # of the host's memory that is pinned
     keeps: list[str] = field(default_factory=lambda: [*KEEPS])  # as a plan has it
     again: Callable[[Card], bool] | None = None  # runs it on a card

@@ -14,7 +14,7 @@ fits, each part is left out that can be.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from memopt._estimate.answer import Answer
@@ -70,7 +70,8 @@ _APART = [  # of each at most one
 _ALLOCATORS = {"expandable", "pool"}
 _SURE = 0.98  # of what is worked out: some blocks are taken for another category's
 _BUDGETS = (0.99, 0.96)  # of the room, before it is halved what lies below
-_TRIES, _CLOSE = 4, 0.03
+_CLOSE = 0.03  # of the room: less is not worth a run
+_HALVED, _KEPT = 2, 4  # runs
 PAGES = 2 * (20 << 20)  # bytes: by 20 MiB torch's segments grow, so that what is left of a few is in pieces
 _LIKELY = 3  # combinations of a tier that are run because they are predicted to fit
 
@@ -162,50 +163,50 @@ class Search:
                     fitting = rest
             yield fitting
 
-    def with_more_budget(self, names: Names, room: int, *, native: bool) -> Names:
-        """Return techniques that fit with the largest budget for CHECKPOINT that was found with which they still do, if
-        they are faster then; with expandable segments, if they fit with these.
+    def with_more_room(self, names: Names, room: int, *, native: bool) -> Names:
+        """Return techniques that fit with what they have for activations made larger, if they are faster then: the
+        budget of CHECKPOINT, or what OFFLOAD_ACTIVATIONS keeps on the device; with expandable segments, if they fit
+        with these.
 
-        A plan is made anew where the script runs, by the times measured there: its blocks may be others, and fixed
-        segments may have no place for them.
+        Fixed segments may have no place for the blocks of a plan that leaves little; nor for those of a checkpoint,
+        which is planned anew where the script runs, by the times measured there.
 
         Args:
             names: The techniques.
             room: Bytes of the card for tensors.
             native: Whether the allocator is torch's own, if none is among the names.
         """
-        first, own = self.run(names), next((name for name in names if name.startswith(CHECKPOINT)), None)
+        first = self.run(names)
+        own = next((name for name in names if name.startswith((CHECKPOINT, OFFLOAD_ACTIVATIONS))), None)
         if own is None or first is None:
             return names
         others = names - {own}
         if native and not others & _ALLOCATORS:
             others |= {"expandable"}
         room -= PAGES
-        budgets = [int(share * room) for share in _BUDGETS]
+        best, fastest = names, first.seconds
 
-        def within(budget: int) -> Names:
-            return others | {f"{CHECKPOINT}:{budget >> 20 << 20}"}
+        def sized(size: int) -> Names:
+            return others | {f"{own.partition(':')[0]}:{size >> 20 << 20}"}
 
-        timed = first.seconds > self._plain_seconds or not first.seconds
-        self._runs.expect(map(within, budgets if timed else ()))
-        best = others | {own} if self._fits(others | {own}) else names
-        if not timed:
-            return best
-        fastest, low, high = first.seconds, _budget_of(own, first), room
-        for _ in range(_TRIES):
-            if high - low < _CLOSE * room:
-                break
-            budget = budgets.pop(0) if budgets else (low + high) // 2
-            more = within(budget)
-            tried = self.run(more)
+        def fitting(size: int) -> Tried | None:
+            nonlocal best, fastest
+            tried = self.run(sized(size))
             if tried is None or not tried.fits:
-                high = budget
-                continue
+                return None
             if tried.seconds < fastest or not tried.seconds:  # unknown
-                best, fastest = more, tried.seconds
-            if budgets or budget >= _BUDGETS[-1] * room:
-                break
-            low = budget
+                best, fastest = sized(size), tried.seconds
+            return tried
+
+        slower = not 0 < first.seconds <= self._plain_seconds
+        is_budget = own.startswith(CHECKPOINT)
+        self._runs.expect(sized(int(share * room)) for share in _BUDGETS if slower and is_budget)
+        if is_budget and self._fits(others | {own}):
+            best = others | {own}
+        if slower and is_budget:
+            _with_budgets(_budget_of(own, first), room, fitting)
+        elif slower:
+            _with_more_kept(first, room, fitting)
         return best
 
     def could_fit(self, names: Names) -> bool:
@@ -332,6 +333,36 @@ def _has(technique: str, names: Names) -> bool:
 def _budget_of(checkpoint: str, tried: Tried) -> int:
     met = tried.answer.more.get("techniques", {}) if tried.answer is not None else {}
     return int(met.get(LEAST_BUDGET, [checkpoint.partition(":")[2]])[0])
+
+
+def _with_budgets(low: int, room: int, fitting: Callable[[int], Tried | None]) -> None:
+    """Try budgets of a checkpoint that are larger than `low`."""
+    high = room
+    for share in _BUDGETS:
+        budget = int(share * room)
+        if high - low < _CLOSE * room or fitting(budget) is not None:
+            return
+        high = budget
+    for _ in range(_HALVED):
+        if high - low < _CLOSE * room:
+            return
+        budget = (low + high) // 2
+        low, high = (low, budget) if fitting(budget) is None else (budget, high)
+
+
+def _with_more_kept(first: Tried, room: int, fitting: Callable[[int], Tried | None]) -> None:
+    """Try to keep more on the device beside what is offloaded: the peak grows by as much, once it is there."""
+    most, kept, too_much = first, 0, 2 * room
+    for _ in range(_KEPT):
+        peak = 0 if most.answer is None else most.answer.peak_allocated
+        more = min(int(_BUDGETS[0] * room) - peak, (too_much - kept) // 2)
+        if more < _CLOSE * room:
+            return
+        tried = fitting(kept + more)
+        if tried is None:
+            too_much = kept + more
+        else:
+            most, kept = tried, kept + more
 
 
 def combinations(techniques: Iterable[str]) -> Iterator[Names]:

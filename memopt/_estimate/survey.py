@@ -168,6 +168,7 @@ class Survey:
             moments=free.more.get("moments"),
             before_training=free.more.get("before_training") if free.processes is None else None,
             trained_bytes=free.more.get("trained_bytes") or 0,
+            held_bytes=free.held,
             host_bytes=free.more.get("host_bytes") or 0,
             keeps=[*KEEPS] if (keeps := free.more.get("keeps")) is None else keeps,
             **free.told() | {"covered": said.covered, "simulated": said.simulated},

@@ -4,7 +4,7 @@ The storages that one pass saved are here, on their way, or away. In the order i
 
     first ─────────────────────────────────────────────────────────────► last
        away                        │ leaving        │ here
-       the copy is over, and the   │ at most        │ at most `in_flight` bytes: what the backward
+       the copy is over, and the   │ at most        │ at most `keep` bytes: what the backward
        device's memory is free     │ `in_flight`    │ pass wants first; never copied
 
 A storage leaves when so much was saved behind it, if by then it is held for the backward pass alone; what lives on
@@ -53,7 +53,7 @@ class offload_activations(ContextDecorator):
 
     It can also decorate a forward function. Gradients are bit-equal. A saved storage is copied once, however many
     tensors of it were saved. Parameters, and tensors that live on elsewhere, stay on the device. So do the tensors that
-    the backward pass needs first, up to `in_flight` bytes: if no more than that is saved, nothing is copied. Copies
+    the backward pass needs first, up to `keep` bytes: if no more than that is saved, nothing is copied. Copies
     overlap with the computation, on streams of their own, and come back in the order of the backward pass; the host
     waits for no device. Tensors that have been changed in place since are refused, as autograd refuses them. Under
     memopt.checkpoint and torch's, regions keep what they keep, and their inputs are offloaded. During a CUDA graph's
@@ -64,9 +64,10 @@ class offload_activations(ContextDecorator):
         to: "cpu": pinned memory for a CUDA device, allocated in the first step and kept for the next ones. Or a
             directory on a disk, for tensors on a CUDA device or the CPU: an unnamed file, of which nothing is left
             however the process ends.
-        in_flight: The most bytes that may be in transfer at once, and also the most that stay at the end (bytes or
-            text). By default twice the largest storage. A larger value hides copies behind longer stretches of
-            computation; the peak grows by twice as much.
+        in_flight: The most bytes that may be in transfer at once (bytes or text). By default twice the largest storage.
+            A larger value hides copies behind longer stretches of computation; the peak grows by as much.
+        keep: The most bytes that stay on the device when the forward pass ends (bytes or text), by default `in_flight`.
+            A larger value copies less; the peak grows by as much.
         host_memory: The most bytes of pinned memory in all. Storages beyond it stay on the device, and a warning says
             so once. On the way back from a disk, storages that are needed at once may take more.
 
@@ -87,11 +88,13 @@ class offload_activations(ContextDecorator):
         to: str | os.PathLike[str] = "cpu",
         *,
         in_flight: int | str | None = None,
+        keep: int | str | None = None,
         host_memory: int | str | None = None,
     ) -> None:
         self.min_size = arguments.size(min_size, "min_size")
         self.to = os.fspath(to)
         self.in_flight = None if in_flight is None else arguments.size(in_flight, "in_flight")
+        self.keep = None if keep is None else arguments.size(keep, "keep")
         self.host_memory = None if host_memory is None else arguments.size(host_memory, "host_memory")
         self._passes: list[
             tuple[SavedStorages, torch.autograd.graph.saved_tensors_hooks, DiskSpace | None]
@@ -124,7 +127,7 @@ class offload_activations(ContextDecorator):
                 raise
 
     def _new_pass(self, space: DiskSpace | None) -> SavedStorages:
-        return SavedStorages(partial(self._begin, space), self.in_flight)
+        return SavedStorages(partial(self._begin, space), self.in_flight, self.keep)
 
     def _packer(self, storages: SavedStorages) -> Callable[[torch.Tensor], SavedTensor | SavedWrapper]:
         def pack(tensor: torch.Tensor) -> SavedTensor | SavedWrapper:
@@ -195,8 +198,8 @@ class OffloadedCalls(offload_activations):
     What one call saved last may leave while the next one runs. The forward pass ends with the first tensor that the
     backward pass wants, or before a module is called again: what no backward pass follows is not held for longer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, keep: int | None = None) -> None:
+        super().__init__(keep=keep)
         self._shared: SavedStorages | None = None
         self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -420,14 +423,15 @@ class SavedStorages:
     """The saved storages of one pass.
 
     begin: begins the copy of a storage, or returns None if there is no room for it. in_flight: bytes, None for twice
-    the largest storage."""
+    the largest storage. keep: bytes, None for as many."""
 
     def __init__(
         self,
         begin: Callable[[SavedStorage, torch.Tensor], StorageTransfer | None],
         in_flight: int | None,
+        keep: int | None,
     ) -> None:
-        self._begin, self._in_flight = begin, in_flight
+        self._begin, self._in_flight, self._keep = begin, in_flight, keep
         self._largest = 0
         self._known: dict[int, SavedStorage] = {}  # by the storage's address in C++; while the pass lasts
         self._here: dict[SavedStorage, None] = {}  # in the order of saving
@@ -444,6 +448,10 @@ class SavedStorages:
     @property
     def in_flight(self) -> int:
         return 2 * self._largest if self._in_flight is None else self._in_flight
+
+    @property
+    def keep(self) -> int:
+        return self.in_flight if self._keep is None else self._keep
 
     # ---- the forward pass --------------------------------------------------------------------------------------------
 
@@ -470,7 +478,7 @@ class SavedStorages:
         with self._lock:
             for _ in range(min(ASKED_AGAIN, len(self._elsewhere))):
                 self._leave(self._elsewhere.popleft())
-            while self._here_bytes > self.in_flight:
+            while self._here_bytes > self.keep:
                 saved = next(iter(self._here))
                 del self._here[saved]
                 self._here_bytes -= saved.nbytes

@@ -17,7 +17,8 @@ import memopt
 from memopt import _C
 
 BACKENDS = ("native", "expandable", "pool")
-# Techniques that a script can be run with; CHECKPOINT is followed by ":" and a budget in bytes.
+# Techniques that a script can be run with. CHECKPOINT is followed by ":" and a budget in bytes, OFFLOAD_ACTIVATIONS may
+# be by what stays on the device.
 FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "checkpoint"
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
 TILES = "tiles"  # of rows, of MLPs
@@ -127,7 +128,7 @@ def read(path: str) -> Plan:
 
 
 def _is_technique(name: str) -> bool:
-    if name.startswith(f"{CHECKPOINT}:"):
+    if name.startswith((f"{CHECKPOINT}:", f"{OFFLOAD_ACTIVATIONS}:")):
         return name.partition(":")[2].isdecimal()
     return name in (FUSED, OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD, TILES, BF16, *OPTIONS)
 
@@ -140,11 +141,13 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def named(technique: str) -> str:
-    """Return a technique's name as a user reads it, with its budget as a size."""
-    name, _, budget = technique.partition(":")
-    if not budget:
+    """Return a technique's name as a user reads it, with its bytes as a size."""
+    name, _, size = technique.partition(":")
+    if not size:
         return name
-    return f"{name} within {_C.format_size(int(budget))}" if int(budget) > 1 else f"{name} to the least"
+    if name == OFFLOAD_ACTIVATIONS:
+        return f"{name} beyond {_C.format_size(int(size))}"
+    return f"{name} within {_C.format_size(int(size))}" if int(size) > 1 else f"{name} to the least"
 
 
 def allocator_environment(backend: str, before: Mapping[str, str]) -> dict[str, str]:

@@ -69,7 +69,8 @@ class Techniques:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._depth = 0
-        names = {name.partition(":")[0] for name in wanted}
+        sizes = {name: int(size or 0) for name, _, size in (one.partition(":") for one in wanted)}
+        names = {*sizes}
         options = [name for name in OPTIONS if name in names]
         if options:
             self._memopts_optimizers(options)
@@ -79,9 +80,8 @@ class Techniques:
             self._watch_optimizers(offloads=OFFLOAD_LAYERS in names)
         if LOSS_HEAD in names:
             _install_loss_head(lambda: self.applied.setdefault(LOSS_HEAD, ["cross_entropy"]))
-        budget = next((int(name.partition(":")[2]) for name in wanted if name.startswith(CHECKPOINT)), None)
-        if budget is not None or names & {OFFLOAD_ACTIVATIONS, TILES, BF16}:
-            self._around_calls(budget, names)
+        if names & {CHECKPOINT, OFFLOAD_ACTIVATIONS, TILES, BF16}:
+            self._around_calls(sizes)
 
     def _met(self, technique: str, what: object) -> None:
         met, name = self.applied.setdefault(technique, []), type(what).__name__
@@ -165,15 +165,16 @@ class Techniques:
                 self._offloaded.add(model)
                 self._met(OFFLOAD_LAYERS, model)
 
-    def _around_calls(self, budget: int | None, names: set[str]) -> None:
-        """Wrap each outermost call of a module with gradients, which is a model's forward pass.
+    def _around_calls(self, names: dict[str, int]) -> None:
+        """Wrap each outermost call of a module with gradients, which is a model's forward pass. names: of techniques,
+        with the bytes behind them.
 
         A part of such a model that is called by itself runs again in a backward pass. Under bf16 results leave the
         call as fp32, as accelerate has them: the loss is computed outside of it.
         """
         from memopt._offload.activations import OffloadedCalls
 
-        original, offloaded = nn.Module.__call__, OffloadedCalls()
+        original, offloaded = nn.Module.__call__, OffloadedCalls(names.get(OFFLOAD_ACTIVATIONS) or None)
         models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         tiled: weakref.WeakSet[TiledForward] = weakref.WeakSet()
         parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -194,8 +195,8 @@ class Techniques:
                     parts.update(part for part in module.modules() if part is not module)
                     if TILES in names:
                         tiled.update(install_tiles(module).values())
-                    if budget is not None:
-                        self._checkpoint(module, args, kwargs, budget)
+                    if CHECKPOINT in names:
+                        self._checkpoint(module, args, kwargs, names[CHECKPOINT])
                 if OFFLOAD_ACTIVATIONS in names:
                     self._met(OFFLOAD_ACTIVATIONS, module)
                     around.enter_context(offloaded.of(module))

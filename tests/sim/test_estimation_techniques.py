@@ -93,6 +93,12 @@ def printed_peak(tmp_path, **written):
         ("factored", "AdamW", 128, {"optimizer": "memopt.optim.AdamW", "options": ", factored=True"}),
         ("bf16", "Sequential", 2048, {"around": "with torch.autocast('cuda', torch.bfloat16):"}),
         ("offload activations", "Sequential", 2048, {"around": "with memopt.offload_activations():"}),
+        (
+            f"offload activations:{60 * MIB}",
+            "Sequential",
+            2048,
+            {"around": "with memopt.offload_activations(keep='60MiB'):"},
+        ),
         ("tiles", "Sequential", 2048, {"before": "memopt.nn.tile_mlps(model)"}),
         ("offload layers", "Sequential", 2048, {"before": "memopt.offload_layers(model)"}),
         (f"checkpoint:{132 * MIB}", "Sequential", 2048, {"planned": CHECKPOINT}),
@@ -105,6 +111,13 @@ def test_a_technique_takes_what_it_takes_in_the_script(tmp_path, technique, met,
     assert applied == {technique.partition(":")[0]: [met]} and nothing == {}
     # The loss stands within the block that is written by hand.
     assert tried == pytest.approx(by_hand, rel=0.03) and tried < as_is
+
+
+def test_activations_that_are_kept_are_added_to_the_peak(tmp_path):
+    peaks = [
+        peak(tmp_path, f"offload activations:{keep * MIB}", rows=2048)[0] // MIB for keep in (20, 40, 60)
+    ]
+    assert peaks[1] - peaks[0] == pytest.approx(20, abs=8) and peaks[2] - peaks[1] == pytest.approx(20, abs=8)
 
 
 def test_layers_and_a_plan_take_less_than_either_alone(tmp_path):

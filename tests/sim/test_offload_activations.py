@@ -365,6 +365,10 @@ def test_what_is_wanted_first_is_never_copied() -> None:
     offload = saved_by(*[lambda: (megabyte(),)] * 9, in_flight="3MiB")
     assert offload.last.bytes_out == offload.last.bytes_in == 7 * MIB
     assert saved_by(*[lambda: (megabyte(),)] * 9, in_flight="10MiB").last.bytes_out == 0
+    for keep in range(11):
+        offload = saved_by(*[lambda: (megabyte(),)] * 9, in_flight="2MiB", keep=keep * MIB)
+        # The last one is held by its maker.
+        assert offload.last.bytes_out == offload.last.bytes_in == min(9, 10 - keep) * MIB
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -521,7 +525,13 @@ def test_in_a_captured_graph_nothing_leaves() -> None:
 
 
 def test_a_size_that_is_none_is_refused() -> None:
-    for wrong in ({"min_size": "much"}, {"min_size": -1}, {"in_flight": "-1"}, {"host_memory": -5}):
+    for wrong in (
+        {"min_size": "much"},
+        {"min_size": -1},
+        {"in_flight": "-1"},
+        {"keep": "-1"},
+        {"host_memory": -5},
+    ):
         with pytest.raises(ValueError, match=r"size|negative"):
             offload_activations(**wrong)
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from memopt._estimate import cards, search
+from memopt._estimate import advice, cards, search
 from memopt._estimate.answer import Answer
 from memopt._estimate.forecast import Forecast
 from memopt._estimate.runs_ahead import RunsAhead
@@ -151,7 +151,7 @@ def test_a_checkpoint_gets_expandable_segments_if_it_fits_with_them(growing, pla
     found = Names([f"checkpoint:{900 * mib}"])
     search = Search(found, 2000 * mib, 1000 * mib, RunsAhead(attempt), 1.0)
     expected = found if plan is None else {f"checkpoint:{plan * mib}", "expandable"}
-    assert search.with_more_budget(found, 1000 * mib + PAGES, native=True) == expected
+    assert search.with_more_room(found, 1000 * mib + PAGES, native=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -173,10 +173,59 @@ def test_a_checkpoint_gets_the_budget_that_is_left(largest, seconds, room, budge
 
     found = Names([f"checkpoint:{900 * mib}", "fused"])
     plain = 1.0
-    asked = Search(found, 2000 * mib, room * mib, RunsAhead(attempt), plain).with_more_budget(
+    asked = Search(found, 2000 * mib, room * mib, RunsAhead(attempt), plain).with_more_room(
         found, room * mib + PAGES, native=False
     )
     assert asked == Names([f"checkpoint:{budget * mib}", "fused"])
+
+
+@pytest.mark.parametrize(
+    ("held", "kept"),
+    [
+        (1.0, 790),  # of 1000 and 200 beside it, 99 %
+        (1.1, 691),  # the allocator's pieces: no more than that fits
+        (9.0, None),  # nothing does
+    ],
+)
+def test_activations_stay_on_the_device_where_there_is_room(held, kept):
+    """By default 50 do. The less goes, the faster."""
+    mib, asked = 1 << 20, []
+
+    def attempt(names):
+        name = next(name for name in names if name.startswith("offload activations"))
+        keep = int(name.partition(":")[2] or 50 * mib)
+        asked.append(keep // mib)
+        peak = 200 * mib + keep
+        fits = peak * (held if keep > 50 * mib else 1) <= 1000 * mib
+        return Tried(fits, peak, 3.0 - keep / (1000 * mib), Answer(peak, peak))
+
+    found = Names(["offload activations", "fused"])
+    plan = Search(found, 2000 * mib, 1000 * mib, RunsAhead(attempt), 1.0).with_more_room(
+        found, 1000 * mib + PAGES, native=False
+    )
+    own = next(name for name in plan if name.startswith("offload activations"))
+    size = int(own.partition(":")[2] or 0) // mib
+    assert plan - {own} == {"fused"} and len(asked) <= 5
+    if kept is None:
+        assert plan == found
+    else:
+        assert kept - 60 <= size <= kept
+    assert advice.in_words(plan, {"fused": ["AdamW"], "offload activations": ["GPT"]})[1] == (
+        f"memopt.offload_activations({f'keep={chr(34)}{size}MiB{chr(34)}' if size else ''}) around the forward pass"
+    )
+
+
+def test_a_script_that_fits_with_all_it_saves_on_the_device_keeps_that():
+    """As where nothing is slower: there is no more to gain."""
+    asked = []
+
+    def attempt(names):
+        asked.append(names)
+        return Tried(True, 0, 1.0, Answer(0, 0))
+
+    found = Names(["offload activations", "expandable"])
+    search = Search(found, 2000, 1000, RunsAhead(attempt), 1.0)
+    assert search.with_more_room(found, 1000 + PAGES, native=True) == found and len(asked) == 1
 
 
 @pytest.mark.parametrize("wrong", [False, True])
