@@ -19,7 +19,9 @@ class Kept:
     """Watches a script's passes: whether a forward or a backward pass finds gradients of the step before, and whether
     a backward pass finds the output that a model has returned, from which the loss was computed.
 
-    The output's memory tells whether the script has let it go: a view of it, or a graph, keeps it as well.
+    The output's memory tells whether the script has let it go: a view of it, or a graph, keeps it as well. Of a model
+    that returns several tensors, half of the bytes decide: a graph may need a part of what the script has dropped, as
+    an encoder's states beside a decoder's logits.
 
     Args:
         begins: Is called once, before a module or a backward pass runs or an optimizer is made: techniques change
@@ -30,7 +32,7 @@ class Kept:
         self._begins: Callable[[], None] | None = begins
         self._seen: dict[str, bool] = {}
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._outputs: list[StorageWeakRef] = []
+        self._outputs: list[tuple[StorageWeakRef, int]] = []
         self._depth = 0  # of calls, and of backward passes, which call modules too
         engine: Any = torch.autograd
         engine._engine_run_backward = self._around(engine._engine_run_backward, self._pass_begins)
@@ -73,7 +75,9 @@ class Kept:
         if torch.is_grad_enabled():
             tensors = (one for one in pytree.tree_leaves(results) if isinstance(one, Tensor))
             self._outputs += [
-                StorageWeakRef(one.untyped_storage()) for one in tensors if one.requires_grad and one.dim()
+                (StorageWeakRef(one.untyped_storage()), one.nbytes)
+                for one in tensors
+                if one.requires_grad and one.dim()
             ]
 
     def _begin(self) -> None:
@@ -88,7 +92,8 @@ class Kept:
     def _pass_begins(self) -> None:
         self._begin()
         if self._outputs:
-            self._see(OUTPUT, any(not one.expired() for one in self._outputs))
+            alive = sum(nbytes for one, nbytes in self._outputs if not one.expired())
+            self._see(OUTPUT, 2 * alive >= sum(nbytes for _, nbytes in self._outputs))
             self._outputs.clear()
         self._find_gradients()
 

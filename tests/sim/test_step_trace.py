@@ -54,7 +54,9 @@ class Model(nn.Module):
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
 
     def forward(self, x):
-        return {"logits": self.head(checkpoint(self.body, x, use_reentrant=False))}
+        hidden = checkpoint(self.body, x, use_reentrant=False)
+        part = {"hidden": hidden[:4].tanh()} if "part" in words else {}
+        return {"logits": self.head(hidden)} | part
 
 model, outputs = Model().cuda(), []
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -64,6 +66,11 @@ for step in range(18):
     if "view" in words:
         rows = model(x)["logits"][:8]
         loss = F.cross_entropy(rows, classes[:8])
+    elif "part" in words:
+        out = model(x)
+        loss = F.cross_entropy(out["logits"], classes) + out["hidden"].sum()
+        if "name" not in words:
+            del out
     elif "name" in words:
         out = model(x)
         loss = F.cross_entropy(out["logits"], classes)
@@ -153,6 +160,8 @@ def test_a_step_on_the_host_counts_its_bytes(tmp_path):
         (("late",), ["gradients"]),  # dropped between the forward pass and the backward pass
         (("name",), ["output"]),
         (("view",), ["output"]),
+        (("part",), []),  # tanh's graph has its result
+        (("part", "name"), ["output"]),
         (("accumulate", "in a list"), ["gradients", "output"]),
     ],
 )
