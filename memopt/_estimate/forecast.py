@@ -45,7 +45,7 @@ def share_of_states(names: Iterable[str]) -> float:
 
 @dataclass(frozen=True)
 class Known:
-    """A run: its moments, and a step's seconds."""
+    """A run: its moments, and a step's seconds, infinite where they are not known."""
 
     moments: list[Moment]
     seconds: float

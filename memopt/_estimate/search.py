@@ -14,6 +14,7 @@ fits, each part is left out that can be.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -301,7 +302,7 @@ class Search:
                     continue
                 self.alone[name] = tried
                 if name not in WORKED_OUT and tried.answer is not None:
-                    forecast.alone[name] = Known(tried.answer.more["moments"], tried.seconds)
+                    forecast.alone[name] = Known(tried.answer.more["moments"], _seconds_of(tried))
                     if name.startswith(CHECKPOINT) and LEAST_BUDGET in tried.answer.more.get(
                         "techniques", {}
                     ):
@@ -316,14 +317,19 @@ class Search:
 
     def _seconds(self, names: Names) -> float:
         plain = self._plain_seconds
-        return plain + sum(self.alone[name].seconds - plain for name in names)
+        return plain + sum(_seconds_of(self.alone[name]) - plain for name in names)
 
     def _worth(self, name: str) -> tuple[int, float, int]:
         """Order what to do without: changed numbers, then time, then what saves least."""
         if self.forecast is not None:
             return tier_of([name]), self.forecast.seconds([name]), self.forecast.needed([name])
         tried = self.alone[name]
-        return tier_of([name]), tried.seconds, tried.needed
+        return tier_of([name]), _seconds_of(tried), tried.needed
+
+
+def _seconds_of(tried: Tried) -> float:
+    """Return a step's seconds; what is not known, as of a script each of whose steps makes a plan, comes last."""
+    return tried.seconds or math.inf
 
 
 def _has(technique: str, names: Names) -> bool:

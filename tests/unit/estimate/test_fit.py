@@ -7,8 +7,6 @@ import dataclasses
 import json
 import re
 import sys
-import threading
-import time
 from pathlib import Path
 
 import formula_child
@@ -18,8 +16,6 @@ from memopt.__main__ import main
 from memopt._C import format_size
 from memopt._estimate import cards, interpreters, prediction, protection
 from memopt._estimate import fit as fits
-from memopt._estimate.child_process import ScriptChildren
-from memopt._estimate.request import Request
 from memopt._run import plan as plans
 from memopt._run.run_child import StepClock
 from memopt._runtime import process
@@ -147,30 +143,6 @@ def test_runs_at_the_same_time_change_no_answer(fit):
         del found["seconds"], found["simulations"]
         answers.append((status, found))
     assert answers[0] == answers[1] and answers[0][0] == 0
-
-
-def test_a_run_that_nobody_waits_for_any_more_is_given_up(monkeypatch, tmp_path):
-    formula = [sys.executable, str(HERE / "formula_child.py")]
-    monkeypatch.setattr(process, "command", lambda python, module: formula)
-    script = tmp_path / "train.py"
-    script.write_text(json.dumps(SCRIPT | {"ends": "hang"}))
-    raised = []
-
-    def run():
-        try:
-            children.run(Request([str(script)], answer="", memory=1 << 40))
-        except BaseException as error:
-            raised.append(error)
-
-    with ScriptChildren(sys.executable) as children:
-        thread = threading.Thread(target=run)
-        thread.start()
-        while not Path(f"{script}.requests").exists():
-            time.sleep(0.01)
-    thread.join()
-    assert [type(error) for error in raised] == [process.GivenUp]
-    run()  # after the block
-    assert [type(error) for error in raised] == [process.GivenUp] * 2
 
 
 def test_the_faster_of_two_is_planned_by_the_seconds_of_a_step(fit, capfd):
