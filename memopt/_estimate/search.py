@@ -70,7 +70,7 @@ _APART = [  # of each at most one
 ]
 _ALLOCATORS = {"expandable", "pool"}
 _SURE = 0.98  # of what is worked out: some blocks are taken for another category's
-_BUDGETS = (0.99, 0.96)  # of the room, before it is halved what lies below
+_BUDGETS = (0.99, 0.975, 0.96)  # of the room, before it is halved what lies below
 _CLOSE = 0.03  # of the room: less is not worth a run
 _HALVED, _KEPT = 2, 4  # runs
 PAGES = 2 * (20 << 20)  # bytes: by 20 MiB torch's segments grow, so that what is left of a few is in pieces
