@@ -277,9 +277,8 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
     with RunsAhead(attempt, survey.jobs) as runs:
         search: Search = advice.search_of(estimate, card, survey.request.backend, runs, wanted)
         if early and "expandable" in search.techniques:
-            search.run(
-                Names(["expandable"])
-            )  # what it needs of a card is what an allocator makes of the tensors
+            # What it needs of a card is what an allocator makes of the tensors.
+            search.run(Names(["expandable"]))
         chosen = None if early else next(search.found(), None)
         if chosen is not None:
             chosen = search.with_more_room(chosen, room, native=survey.request.backend == "native")
@@ -302,11 +301,11 @@ def _found(survey: Survey, card: Card, allowed: Collection[str], exact: bool, ho
     order = sorted(tried, key=lambda names: (names != chosen, not tried[names].fits, tried[names].needed))
     shown = {frozenset(map(_plain, names)): names for names in reversed(order)}  # of several budgets the best
     fit.rows = [_row(names, tried[names]) for names in order if names in shown.values()][:_ROWS] or [plain]
+    as_is = estimate.held_bytes + estimate.context_bytes
     for name in dict.fromkeys(map(_plain, search.alone)):
         budgets = [one for other, one in search.alone.items() if _plain(other) == name]
         if not any(one.fits for one in budgets):
-            needed = estimate.held_bytes + estimate.context_bytes
-            fit.alone[name] = needed - min(one.needed for one in budgets)
+            fit.alone[name] = as_is - min(one.needed for one in budgets)
     fit.failed = {" + ".join(map(_plain, sorted(names))): why for names, why in search.failed.items()}
     if (forecast := search.forecast) is not None and not early:
         without, names = forecast.needed([]), WORKED_OUT - {*BACKENDS, *search.alone, *fit.failed}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 _Asked = TypeVar("_Asked", bound=Hashable)
 _Told = TypeVar("_Told")
+_QUEUED = 16
 
 
 class RunsAhead(Generic[_Asked, _Told]):
@@ -26,12 +27,7 @@ class RunsAhead(Generic[_Asked, _Told]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -48,10 +44,10 @@ class RunsAhead(Generic[_Asked, _Told]):
 
     def expect(self, likely: Iterable[_Asked], beside: _Asked | None = None) -> None:
         """Begin these, the likeliest first, in the place of what was expected before and has not begun; but not what
-        they are made beside, which is waited for next."""
+        they are made beside, which is waited for next. Of many the first few are enough until the next call."""
         if self._pool is None:
             return
         self._begun = {asked: begun for asked, begun in self._begun.items() if not begun.cancel()}
-        for asked in likely:
-            if asked != beside and asked not in self._begun:
-                self._begun[asked] = self._pool.submit(self._run, asked)
+        new = (asked for asked in likely if asked != beside and asked not in self._begun)
+        for asked in itertools.islice(new, _QUEUED):
+            self._begun[asked] = self._pool.submit(self._run, asked)
