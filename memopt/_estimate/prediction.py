@@ -114,7 +114,7 @@ class Estimate(Result):
     before_training: dict[str, Any] | None = None  # what lives then at most, and the lines that hold most
     trained_bytes: int = 0  # of the parameters of the optimizer that steps first
     held_bytes: int = (
-        0  # by the allocator at the peak of the run whose unknown values techniques are tried with
+        0  # by the allocator at the peak, with the unknown values that techniques are tried with
     )
     host_bytes: int = 0  # of the host's memory that is pinned
     keeps: list[str] = field(default_factory=lambda: [*KEEPS])  # as a plan has it

@@ -65,7 +65,8 @@ class offload_activations(ContextDecorator):
             directory on a disk, for tensors on a CUDA device or the CPU: an unnamed file, of which nothing is left
             however the process ends.
         in_flight: The most bytes that may be in transfer at once (bytes or text). By default twice the largest storage.
-            A larger value hides copies behind longer stretches of computation; the peak grows by as much.
+            A larger value hides copies behind longer stretches of computation; the peak grows by as much, and by twice
+            as much without `keep`.
         keep: The most bytes that stay on the device when the forward pass ends (bytes or text), by default `in_flight`.
             A larger value copies less; the peak grows by as much.
         host_memory: The most bytes of pinned memory in all. Storages beyond it stay on the device, and a warning says

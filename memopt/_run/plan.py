@@ -17,8 +17,8 @@ import memopt
 from memopt import _C
 
 BACKENDS = ("native", "expandable", "pool")
-# Techniques that a script can be run with. CHECKPOINT is followed by ":" and a budget in bytes, OFFLOAD_ACTIVATIONS may
-# be by what stays on the device.
+# Techniques that a script can be run with. CHECKPOINT is followed by ":" and a budget in bytes; OFFLOAD_ACTIVATIONS may
+# be followed by ":" and the bytes that stay on the device.
 FUSED, EIGHT_BITS, FOUR_BITS, CHECKPOINT = "fused", "eight bits", "four bits", "checkpoint"
 OFFLOAD_ACTIVATIONS, OFFLOAD_LAYERS, LOSS_HEAD = "offload activations", "offload layers", "loss head"
 TILES = "tiles"  # of rows, of MLPs
