@@ -18,6 +18,7 @@ import atexit
 import gc
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -62,7 +63,10 @@ def prepare() -> None:
     _environment_of_torch()
     os.environ[_REQUEST] = ""  # in a simulated run its startup would make a device when torch is looked for
     _activation.load()
-    from memopt._estimate import script_run  # noqa: F401
+    with tempfile.TemporaryDirectory(prefix="memopt-estimate-") as folder:
+        # torch makes this folder, which is each run's own later, and nothing is confined yet.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        from memopt._estimate import script_run  # noqa: F401
 
     gc.freeze()
     gc.enable()
