@@ -42,7 +42,7 @@ CONTENDERS: dict[str, tuple[str, bool | None]] = {
     "memopt": ("", None),
     "memopt, one address": ("", False),
 }
-QUICK = ("gpt_varlen", "unet", "two_streams")  # on a GPU; on the simulated device all take seconds
+QUICK = ("gpt_varlen", "unet", "two_streams")
 TRIALS = 5  # of a budget: an answer within 1/32 of what a loop holds beyond its live peak
 # A loop that takes so much longer than under torch's allocator, or needs so much more, is slow.
 SLOW_STEP, SLOW_FRONTIER = 1.15, 1.01
@@ -54,7 +54,7 @@ def allocator(request: PartRequest) -> PartOutcome:
     """The loops under each allocator, in other processes, then memopt's at its edges in this process."""
     from memopt._gpu_check.workloads import WORKLOADS
 
-    names = list(QUICK if request.quick and not request.simulated else WORKLOADS)
+    names = list(QUICK if request.quick else WORKLOADS)
     # memopt's allocator lets itself hold what an earlier loop needed, so that --full has a process a loop.
     shares = [names] if request.quick else [[name] for name in names]
     figures: Figures = {}
