@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import re
 import sys
@@ -63,6 +64,16 @@ def small_heap() -> None:
     out-of-memory error and each plan for a model begins with one. No garbage of other files is left."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """What a command shows of memopt's log, run in this process, it shows no longer than its test."""
+    logger = logging.getLogger("memopt")
+    before = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate, level = before
+    logger.setLevel(level)
 
 
 @pytest.fixture

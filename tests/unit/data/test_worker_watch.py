@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from memopt._runtime.log import logger
 from memopt.data import Prefetcher, SharedStrings, watch
 from memopt.data._tuning import worker_watch
 from memopt.data._tuning.worker_watch import process_memory
@@ -69,8 +68,7 @@ def test_a_process_is_measured_by_kind_and_a_dead_one_is_none(tmp_path):
     assert process_memory(7, str(tmp_path)) == expected
 
 
-def test_the_list_that_workers_copy_is_named_and_the_shared_one_is_not(caplog, monkeypatch):
-    monkeypatch.setattr(logger, "propagate", True)  # a command's -v, in this process, would take it
+def test_the_list_that_workers_copy_is_named_and_the_shared_one_is_not(caplog):
     caplog.set_level(logging.WARNING, "memopt")
 
     def watched(names):

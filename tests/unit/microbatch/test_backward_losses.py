@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import memopt
-from memopt._runtime.log import logger
 from tests.unit.microbatch.test_backward import Failing, Net, batch, difference, grads, nothing_known, refused  # noqa: F401
 
 CUT = "memopt.backward: a batch of 8 samples ran out of memory; its step was done again in micro-batches of 4, as"
@@ -142,9 +141,8 @@ WHOLE_ONLY = [(of_graph, r"IndexError: index \d is out of bounds"), (of_many, "V
 
 @pytest.mark.parametrize(("loss", "words"), WHOLE_ONLY, ids=["graph", "small"])
 def test_a_step_that_fits_goes_on_where_fn_does_not_run_on_parts(
-    loss: Callable, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    loss: Callable, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logger, "propagate", True)  # a command's -v, in this process, would take it
     caplog.set_level(logging.WARNING, "memopt")
     x, y = batch()
     plain, model = Net(), Net()
