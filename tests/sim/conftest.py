@@ -10,7 +10,6 @@ This file reads them from the source text and activates before pytest imports th
 
 from __future__ import annotations
 
-import ast
 import gc
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sim_tests import in_sim_environment
+from sim_tests import constants, in_sim_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,16 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
         activate(wanted.get("SIM", {}))
         # What CPython 3.14 starts by default would be a process without the device.
         multiprocessing.set_start_method("fork")
-
-
-def constants(file: Path) -> dict[str, object]:
-    """SIM and ENVIRONMENT of a test file, without importing it."""
-    found = {}
-    for statement in ast.parse(file.read_text()).body:
-        name = getattr(statement.targets[0], "id", "") if isinstance(statement, ast.Assign) else ""
-        if name in ("SIM", "ENVIRONMENT"):
-            found[name] = ast.literal_eval(statement.value)
-    return found
 
 
 def activate(settings: dict[str, object]) -> None:
