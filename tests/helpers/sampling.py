@@ -1,6 +1,6 @@
-"""`@pytest.mark.sampled(n)`: of a family of tests, the first one and n - 1 that MEMOPT_SEED draws are run; in the long
-form all. A family is what the mark stands on: the cases of a parametrized test, or with `pytestmark` the tests of a
-file."""
+"""`@pytest.mark.sampled(n)`: of a family of tests, n that MEMOPT_SEED draws are run, of several the first always; in
+the long form all. A family is what the mark stands on: the cases of a parametrized test, or with `pytestmark` the tests
+of a file; with family=, all that name it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     for (name, count), members in families.items():
         if len(members) > count:
             draw = random.Random(f"{os.environ['MEMOPT_SEED']} {name}")
-            dropped += draw.sample(members[1:], len(members) - count)
+            dropped += draw.sample(members[count > 1 :], len(members) - count)
             left[name] = len(members) - count, len(members)
     config.stash[LEFT] = left
     gone = set(map(id, dropped))

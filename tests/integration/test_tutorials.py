@@ -10,9 +10,11 @@ import socket
 import subprocess
 from pathlib import Path
 
+import pytest
 from environment_python import python_of
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.sampled(1)
 TUTORIALS = ROOT / "docs/tutorials"
 
 

@@ -24,12 +24,14 @@ def most_in(function: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", budget_models.KINDS)
 def test_a_named_least_budget_is_accepted_and_kept(kind: str) -> None:
     print(f"MEMOPT_SEED={SEED}")
     budget_models.check(kind, SEED, "cuda", most_in)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", budget_models.KINDS)
 def test_a_larger_batch_keeps_the_budget_too(kind: str) -> None:
     print(f"MEMOPT_SEED={SEED}")

@@ -99,6 +99,7 @@ def wrong_after(directory: Path, ahead: str, disk: str = "its time", steps: int 
     return wrong
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("disk", DISKS)
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_the_step_reads_what_the_last_one_wrote_whoever_is_ahead(

@@ -3,7 +3,7 @@
 import pytest
 
 SIM = None
-pytestmark = pytest.mark.sampled(6)
+pytestmark = pytest.mark.sampled(4)
 
 START = """
 import warnings

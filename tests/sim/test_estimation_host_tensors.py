@@ -38,6 +38,7 @@ print(first - before, resident() - before, float(norm), norm.device, next(model.
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("optimizer", "states"),
     [

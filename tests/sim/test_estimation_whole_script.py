@@ -8,7 +8,7 @@ from estimation_children import estimate
 
 SIM = None
 MIB = 1 << 20
-pytestmark = pytest.mark.sampled(7)
+pytestmark = pytest.mark.sampled(4)
 
 TRAIN = """
 import sys

@@ -62,6 +62,7 @@ def program(page: Path) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("page", [page for page in PAGES if program(page)], ids=lambda page: page.stem)
 def test_the_program_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     if page.stem in LIBRARIES and os.environ.get("MEMOPT_SOAK") != "1":

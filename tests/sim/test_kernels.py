@@ -20,6 +20,7 @@ from nvrtc_wheel import nvrtc
 from memopt import _C, amp, sim
 from memopt._runtime import kernels
 from memopt.amp import _scaling
+from memopt.sim import _activation
 
 SIM = {"memory": "1GiB"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -281,6 +282,8 @@ def test_the_embedded_image_is_what_serves_here_if_there_is_one() -> None:
 
 
 # ---- loading, each in a process of its own -----------------------------------------------------------------
+# What a cache does is the same for any compiler: NVIDIA's takes 11 s where the simulated one takes none.
+SIMULATED_NVRTC = _activation.libraries() / "sim_nvrtc.so"
 CHILD = """
 import json, sys
 from memopt import _C, sim
@@ -312,7 +315,7 @@ def child(
 ) -> subprocess.Popen[str]:
     environment = os.environ | {
         "XDG_CACHE_HOME": str(cache),
-        "MEMOPT_NVRTC": str(library or nvrtc()),
+        "MEMOPT_NVRTC": str(library or SIMULATED_NVRTC),
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, "-c", CHILD, json.dumps(refusals), capability, *(["cached"] if cached else [])]
@@ -347,20 +350,28 @@ def filled(compiled_once: Path, tmp_path: Path) -> Path:
 
 
 @needs_image
-@pytest.mark.parametrize("code", [209, 222])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("code", "capability"), [(209, "8.0"), (222, "7.5"), (209, "10.3"), (222, "12.1")], ids=str
+)
 def test_a_refused_image_is_compiled_by_nvrtc_once_and_then_comes_from_the_cache(
-    code: int, tmp_path: Path
+    code: int, capability: str, tmp_path: Path
 ) -> None:
-    first = outcome(child(tmp_path, refusals=(code,)))
+    def run() -> dict:
+        return outcome(child(tmp_path, refusals=(code,), capability=capability, library=nvrtc()))
+
+    first = run()
     assert (first["origin"], first["cache"], first["stored"], first["compilations"]) == (
         "compiled",
         "missing",
         True,
         1,
     )
-    assert first["options"].startswith("--gpu-architecture=sm_80 ") and first["nvrtc"].startswith("13.")
+    assert first["options"].startswith(f"--gpu-architecture=sm_{capability.replace('.', '')} ") and first[
+        "nvrtc"
+    ].startswith("13.")
     assert "rejected" in first["note"] and first["loads"] == 2
-    second = outcome(child(tmp_path, refusals=(code,)))
+    second = run()
     assert (second["origin"], second["cache"], second["compilations"]) == ("cached", "hit", 0)
     files = list((tmp_path / "memopt" / "kernels").iterdir())
     assert len(files) == 1 and files[0].stat().st_mode & 0o777 == 0o600
@@ -419,7 +430,7 @@ def test_two_processes_at_once_both_load_and_leave_one_file(tmp_path: Path) -> N
 
 
 @needs_image
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("damage", ["header only", "one bit", "foreign"])
 def test_a_damaged_cache_file_is_rebuilt(damage: str, filled: Path) -> None:
     (file,) = (filled / "memopt" / "kernels").iterdir()
@@ -466,19 +477,9 @@ def test_without_nvrtc_the_error_says_what_was_tried_and_the_mend(tmp_path: Path
 
 
 @needs_image
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("capability", ["7.5", "10.3", "12.1"])
-def test_a_device_of_any_generation_takes_the_embedded_image_and_its_fallback(
-    capability: str, tmp_path: Path
-) -> None:
-    embedded, fallback = (
-        child(tmp_path, refusals=(), capability=capability),
-        child(tmp_path, capability=capability),
-    )
-    assert outcome(embedded)["origin"] == "embedded"
-    state = outcome(fallback)
-    assert state["origin"] == "compiled"
-    assert f"sm_{capability.replace('.', '')} " in state["options"]
+def test_a_device_of_any_generation_takes_the_embedded_image(capability: str, tmp_path: Path) -> None:
+    assert outcome(child(tmp_path, refusals=(), capability=capability))["origin"] == "embedded"
 
 
 @needs_image

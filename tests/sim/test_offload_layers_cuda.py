@@ -80,6 +80,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     return getattr(torch.optim, kind)(model.parameters(), lr=1e-2, foreach=False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "steps"), [("AdamW", 20 if SOAK else 3), ("memopt", 2)])
 def test_training_is_the_plain_models(kind: str, steps: int) -> None:
     plain, other, handle = pair()
@@ -390,6 +391,7 @@ def handle_bytes(model: nn.Module) -> int:
     return model.__dict__["_call_impl"].residency.here()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("checkpoint", [torch.utils.checkpoint.checkpoint, memopt.checkpoint])
 @pytest.mark.parametrize("part", ["block", "mlp"])

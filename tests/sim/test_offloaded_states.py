@@ -55,7 +55,7 @@ def note_pieces(cut: list[_turns.Piece], monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("way", ["accumulated", "scaled", "twice"])
 @pytest.mark.parametrize("kind", [*KINDS, "amsgrad", "master"])
@@ -85,7 +85,7 @@ def test_states_on_the_host_have_the_bits_of_those_that_stay(
     assert any(piece.first_index for piece in cut) == (pieces and kind not in WHOLE)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("states", [False, True])

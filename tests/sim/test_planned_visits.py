@@ -79,8 +79,8 @@ def least_of(model: nn.Module, sample: torch.Tensor, **options: Any) -> int:
 
 
 LARGE = {
-    "gpt": lambda: (Transformer(8, 128, 200, 16), torch.randint(200, (24, 16))),
-    "llama": lambda: (Llama(8, 128, 200, 16), torch.randint(200, (24, 16))),
+    "gpt": lambda: (Transformer(6, 64, 100, 16), torch.randint(100, (24, 16))),
+    "llama": lambda: (Llama(6, 64, 100, 16), torch.randint(100, (24, 16))),
 }
 
 
@@ -93,6 +93,7 @@ def peak_of_step(model: nn.Module, sample: torch.Tensor) -> int:
     return most_in(run)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", LARGE)
 def test_blocks_train_as_in_the_plain_model_within_budgets_down_to_far_below_each_lever_alone(
     kind: str,
@@ -113,7 +114,7 @@ def test_blocks_train_as_in_the_plain_model_within_budgets_down_to_far_below_eac
     alone = min(peaks["auto_checkpoint"], peaks["offload_layers"])
     assert peaks["both"] - workspaces < 0.6 * (alone - workspaces)
     state = copy.deepcopy(model.state_dict())
-    for share in (0.0, 0.3, 1.0):
+    for share in (0.0, 1.0):
         budget = int(least + share * (peaks["plain"] - least))
         memopt.auto_checkpoint(model, sample, memory_budget=budget, loss=loss_of)
         assert model.plan.keeps_all == (share == 1.0)
@@ -125,7 +126,7 @@ def test_blocks_train_as_in_the_plain_model_within_budgets_down_to_far_below_eac
     assert_same(steps(model, batches, 2), expected)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("kind", visiting_models.KINDS)
 def test_any_model_budget_and_order_of_calls(kind: str, number: int) -> None:
@@ -291,6 +292,7 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", STACKS)
 def test_layers_that_are_not_the_stages(kind: str, tmp_path: Path) -> None:
     block, inner = STACKS[kind]

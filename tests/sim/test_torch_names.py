@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 SIM = None  # each test is a process of its own: an allocator cannot be taken back
-pytestmark = pytest.mark.sampled(6)
+pytestmark = pytest.mark.sampled(3)
 
 BEGIN = """
 import warnings

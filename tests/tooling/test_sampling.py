@@ -17,6 +17,9 @@ import pytest
 @pytest.mark.parametrize("n", range(20))
 def test_of_a_family(n): pass
 def test_alone(): pass
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("n", range(20))
+def test_one_of_a_family(n): pass
 """
 CONFTEST = """
 import sampling
@@ -43,8 +46,9 @@ def collected(tmp_path):
 
 def test_of_a_family_the_first_is_run_and_others_by_the_seed(collected):
     some, said = collected("1")
-    assert some[0] == "test_of_a_family[0]" and some[-1] == "test_alone" and len(some) == 5
-    assert "left to `make soak`: 16 tests: test_it.py::test_of_a_family 16 of 20" in said
+    assert some[0] == "test_of_a_family[0]" and some[4] == "test_alone" and len(some) == 6
+    assert "left to `make soak`: 35 tests: test_it.py::test_of_a_family 16 of 20" in said
+    assert len({collected(str(seed))[0][5] for seed in range(4)}) > 1
     assert collected("1")[0] == some != collected("2")[0]
 
 

@@ -174,6 +174,7 @@ def bits(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
     return [value.detach(), *gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_plain_runs_bits_within_the_least_budget(kind: str) -> None:
     make, shape, share = MODELS[kind]
@@ -197,6 +198,7 @@ def test_the_plain_runs_bits_within_the_least_budget(kind: str) -> None:
     assert all(map(torch.equal, bits(model, other, 4), bits(plain, other, 4)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["skips", "sums", "twice"])
 def test_a_training_with_all_that_comes_between_has_the_plain_runs_bits(kind: str) -> None:
     """Batches of other sizes, gradients of two of them, evaluation, and another model between forward and backward."""
@@ -375,6 +377,7 @@ def test_storages_are_told_apart_though_they_lie_at_one_address() -> None:
     assert len(numbers) == 2  # what is changed, and the result by another name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["skips", "sums"])
 def test_a_copy_and_a_saved_model_are_in_parts_too(kind: str) -> None:
     make, shape, _ = MODELS[kind]
@@ -432,6 +435,7 @@ class Net(nn.Module):
 KINDS = ("branch", "in place", "halves", "noise", "plain", "plain")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", range(500 if SOAK else 8))
 def test_random_graphs_have_the_plain_runs_bits_within_their_budgets(number: int) -> None:
     seed = number if number % 2 else int(os.environ["MEMOPT_SEED"]) + number

@@ -47,7 +47,7 @@ def interrupt(process: subprocess.Popen[str], command: str, group: bool) -> None
     assert out == "" and err == f"memopt {command}: interrupted\n"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("group", [True, False], ids=["terminal", "signal"])
 @pytest.mark.parametrize("command", [["report", "--text"], ["diff", "other"], ["replay"]], ids=lambda c: c[0])
 def test_a_command_that_reads_a_file(command: list[str], group: bool, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(3)
 TRAIN = """\
 import argparse
 import os

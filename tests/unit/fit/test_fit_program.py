@@ -37,7 +37,7 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("allow", [(), ("8bit",), ("8bit", "4bit")], ids=["exact states", "8bit", "4bit"])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,6 +47,7 @@ def test_steps_by_the_plan_are_within_the_budget_and_as_its_tier_says(
     fit_models.check(kind, share, "cpu", allow=allow)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "share"), [("gpt", 0.6), ("gpt", 0.25), ("optimizer", 0.9), ("headed", 0.5), ("cnn", 0.85)]
 )
@@ -61,6 +62,7 @@ def planner_of(one: Training, budget: int, **options: Any) -> planning.Planner:
     return planning.Planner(step, budget, options.pop("exact", False), allowed, False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.35])
 @pytest.mark.parametrize("kind", ["gpt", "optimizer", "headed"])
 def test_all_combinations_tried_one_by_one_hold_no_better_plan(kind: str, share: float) -> None:
@@ -141,6 +143,7 @@ def same(mine: Any, other: Any) -> bool:
     return bool(mine == other)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_planning_changes_nothing(kind: str, stepped: bool) -> None:
@@ -405,6 +408,7 @@ def test_a_model_with_other_modules_than_were_planned_for_is_refused() -> None:
 # ---- the plan that was tested is the one in force --------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "share"), [("gpt", 0.6), ("gpt", 0.25), ("cnn", 0.8)])
 def test_steps_run_by_the_schedule_that_was_tested(kind: str, share: float) -> None:
     plain = training(kind)

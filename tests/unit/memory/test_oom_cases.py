@@ -72,7 +72,7 @@ def test_each_case_is_known():
     assert set(FIT) == set(CASES)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", FIT)
 def test_what_is_said_to_fit_fits(case, run):
     found = run(case)

@@ -79,11 +79,11 @@ def functions(cubin: bytes) -> set[str]:
 
 
 def test_nvrtc_compiles_every_kernel_for_every_architecture_without_a_word(compiler: ctypes.CDLL) -> None:
-    """For the oldest, the newest and one between; in the long form for all."""
+    """For one that is drawn; in the long form for all."""
     known = sorted(architectures(compiler))
     assert known[0] <= 75 and known[-1] >= 120
-    some = [known[0], random.Random(os.environ["MEMOPT_SEED"]).choice(known[1:-1]), known[-1]]
-    for architecture in known if os.environ.get("MEMOPT_SOAK") == "1" else some:
+    drawn = [random.Random(os.environ["MEMOPT_SEED"]).choice(known)]
+    for architecture in known if os.environ.get("MEMOPT_SOAK") == "1" else drawn:
         began = time.perf_counter()
         image, log = compiled(compiler, f"sm_{architecture}")
         print(f"sm_{architecture}: {len(image)} bytes in {time.perf_counter() - began:.3f} s")
@@ -91,13 +91,9 @@ def test_nvrtc_compiles_every_kernel_for_every_architecture_without_a_word(compi
         assert log == "", architecture
 
 
-def test_nvrtc_makes_ptx_with_every_kernel(compiler: ctypes.CDLL) -> None:
-    text = compiled(compiler, f"compute_{max(architectures(compiler))}")[0].decode()
-    assert set(re.findall(r"\.entry (\w+)", text)) == KERNELS
-
-
-def test_vectors_are_moved_by_16_byte_loads_and_stores_in_global_memory(compiler: ctypes.CDLL) -> None:
+def test_ptx_has_every_kernel_and_moves_vectors_by_16_bytes_in_global_memory(compiler: ctypes.CDLL) -> None:
     text = compiled(compiler, "compute_80")[0].decode()
+    assert set(re.findall(r"\.entry (\w+)", text)) == KERNELS
     for name in KERNELS:
         body = text.split(f".entry {name}")[1].split(".visible .entry")[0]
         assert re.search(r"ld\.global\.v2\.(u|b)64|ld\.global\.v4\.(u|b)32", body), name
@@ -156,20 +152,6 @@ def test_the_fatbin_has_machine_code_for_every_architecture_of_nvcc_and_ptx_of_b
     assert fatbin.stat().st_size < 950_000
 
 
-def test_a_second_build_does_nothing_and_a_changed_environment_builds_anew(
-    nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MEMOPT_CUDA", raising=False)
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
-    fatbin = build_kernels.build(tmp_path)
-    assert fatbin is not None and members(fatbin.read_bytes()) == [("elf", 80)]
-    before = fatbin.stat().st_mtime_ns
-    assert build_kernels.build(tmp_path) == fatbin and fatbin.stat().st_mtime_ns == before
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5+PTX")
-    build_kernels.build(tmp_path)
-    assert sorted(members(fatbin.read_bytes())) == [("elf", 75), ("ptx", 75)]
-
-
 # ---- the build, with a compiler that only writes its arguments down ----------------------------------------
 @pytest.fixture
 def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -194,6 +176,19 @@ def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def arguments(fatbin: Path | None) -> list[str]:
     assert fatbin is not None
     return fatbin.read_text().splitlines()
+
+
+def test_a_second_build_does_nothing_and_a_changed_environment_builds_anew(
+    fake_nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    fatbin = build_kernels.build(out)
+    assert fatbin is not None and "arch=compute_80,code=[sm_80]" in arguments(fatbin)
+    before = fatbin.stat().st_mtime_ns
+    assert build_kernels.build(out) == fatbin and fatbin.stat().st_mtime_ns == before
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5+PTX")
+    assert "arch=compute_75,code=[sm_75,compute_75]" in arguments(build_kernels.build(out))
 
 
 def test_by_default_the_first_architecture_of_each_major_from_turing_on_is_built(
