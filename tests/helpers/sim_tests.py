@@ -50,7 +50,10 @@ def pytest_there(config: pytest.Config, *arguments: str, forked: bool = False) -
             assert server.stdin is not None and server.stdout is not None
             server.stdin.write(json.dumps([output.name, *arguments]) + "\n")
             server.stdin.flush()
-            status = int(server.stdout.readline())
+            ended = server.stdout.readline()
+            if not ended:
+                raise RuntimeError(f"the process whose forks run tests/sim ended with {server.wait()}")
+            status = int(ended)
         else:
             status = subprocess.run(
                 [python, "-m", "pytest", *arguments],
