@@ -4,8 +4,10 @@ CC ?= gcc
 ENVIRONMENT = $(PYTHON) tests/environments.py
 TORCH ?= 2.13.0
 PYTEST ?=
-# A worker a core, each file whole in one of them, files in the order of tests/longest_first.txt.
-TESTS = -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# A worker more than there are cores, since many tests wait (for a disk, a process, a terminal), but at most 8; each file
+# whole in one of them, files in the order of tests/longest_first.txt.
+TESTS = -m pytest --numprocesses "$$(n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n + 1 : 8)))" --dist loadfile \
+    --no-loadscope-reorder
 
 # Hundreds of processes of the tests would compile the package anew where this is set, as in images of Python.
 export PYTHONDONTWRITEBYTECODE =

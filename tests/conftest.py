@@ -5,7 +5,7 @@
 * `tests/sim/test_*.py` need PyTorch's CUDA build on the simulated device, which has to be activated before torch is
   imported: each file runs in a process of its own under `.venv/sim` (sim_tests.py).
 
-`make test` runs them under pytest-xdist, a worker a core, each file whole in one worker: tests of one file never run
+`make test` runs them under pytest-xdist, each file whole in one worker: tests of one file never run
 at the same time, those of two files may. Of families marked `sampled` it runs some (sampling.py), `make soak` all.
 
 Which environment this process is in, its own file `memopt-environment` says."""

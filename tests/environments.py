@@ -45,7 +45,7 @@ TORCH = "2.13.0"
 OLDEST_TORCH = (2, 10)
 BUILD = ["setuptools==84.2.1", "wheel==0.48.0"]
 TESTS = ["pytest==9.2.0", "hypothesis==6.170.15", "numpy==2.4.6", "scikit-learn==1.9.1"]
-# What `make test` runs them with: a worker a core.
+# What `make test` runs them with, several at a time.
 RUNNER = ["pytest-xdist==3.8.0", "execnet==2.1.2"]
 # What torch imports beside NVIDIA's libraries.
 PURE = [
