@@ -68,7 +68,7 @@ def small_heap() -> None:
 
 @pytest.fixture(autouse=True)
 def own_log() -> Iterator[None]:
-    """What a command shows of memopt's log, run in this process, it shows no longer than its test."""
+    """After each test, take back what a command that ran in this process has done to memopt's log."""
     logger = logging.getLogger("memopt")
     before = logger.handlers[:], logger.propagate, logger.level
     yield

@@ -76,9 +76,13 @@ TEST(the_slowest_requests_of_a_hundred_do_not_count_for_the_99th_percentile)
         length += (size_t)snprintf(text + length, sizeof text - length, "a %zu %zu 0\nf %zu 0\n", i,
                                    i % 200 == 50 ? (i + 1000) * 2 * MIB : 1000, i);
     parse(text);
-    run(&o);
-    CHECK(result.request.p50 <= result.request.p99 && result.request.max <= result.nanoseconds);
-    CHECK(result.request.p99 < result.request.max);
+    for (int n = 0; n < 50; n++) { /* a busy machine delays small requests too */
+        run(&o);
+        CHECK(result.request.p50 <= result.request.p99 && result.request.max <= result.nanoseconds);
+        if (10 * result.request.p99 < result.request.max)
+            return;
+    }
+    TEST_FAIL("none of 50 runs has a 99th percentile below a tenth of its slowest request");
 }
 
 TEST(a_trace_without_steps_is_one)

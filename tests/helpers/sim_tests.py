@@ -66,7 +66,7 @@ def pytest_there(config: pytest.Config, *arguments: str, forked: bool = False) -
 
 
 def _environment() -> dict[str, str]:
-    """What pytest there prints is read: options that are meant for this process would change it."""
+    """Return this process's environment without options for its own pytest: the other one's output is read."""
     return {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
 
 

@@ -482,7 +482,7 @@ def test_a_device_of_any_generation_takes_the_embedded_image(capability: str, tm
 
 @needs_image
 def test_a_device_newer_than_the_compiler_gets_ptx(tmp_path: Path) -> None:
-    state = outcome(child(tmp_path, capability="19.0"))
+    state = outcome(child(tmp_path, capability="19.0", library=nvrtc()))
     assert state["origin"] == "compiled" and "compute_" in state["options"]
     assert outcome(child(tmp_path, capability="19.0", refusals=()))["origin"] == "embedded"  # its PTX
 

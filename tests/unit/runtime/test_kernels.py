@@ -152,6 +152,19 @@ def test_the_fatbin_has_machine_code_for_every_architecture_of_nvcc_and_ptx_of_b
     assert fatbin.stat().st_size < 950_000
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("wanted", "expected"), [("8.0", [("elf", 80)]), ("7.5+PTX", [("elf", 75), ("ptx", 75)])]
+)
+def test_the_fatbin_has_what_torchs_list_asks_for(
+    nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, expected: list[tuple[str, int]]
+) -> None:
+    monkeypatch.delenv("MEMOPT_CUDA", raising=False)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted)
+    fatbin = build_kernels.build(tmp_path)
+    assert fatbin is not None and sorted(members(fatbin.read_bytes())) == expected
+
+
 # ---- the build, with a compiler that only writes its arguments down ----------------------------------------
 @pytest.fixture
 def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
