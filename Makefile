@@ -157,7 +157,7 @@ C_WARNINGS = -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -We
 C_FLAGS = -std=c11 -D_GNU_SOURCE -ffp-contract=off -Icsrc -I. -Itests/c $(C_WARNINGS)
 C_LIBRARIES = -ldl -lpthread -lm
 
-plain_FLAGS = -O1 -g -DMO_LEVEL=3
+plain_FLAGS = -O1 -g1 -DMO_LEVEL=3
 asan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=address -fno-omit-frame-pointer
 ubsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=undefined -fno-sanitize-recover=all
 tsan_FLAGS = -O1 -g -DMO_LEVEL=3 -fsanitize=thread
@@ -166,7 +166,7 @@ bench_FLAGS = -O2 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -DMO_LEVEL=
 bench_HOT_FLAGS = -flto=auto
 # For another machine, and run by qemu.
 aarch64_CC = aarch64-linux-gnu-gcc
-aarch64_FLAGS = -O1 -g -DMO_LEVEL=3
+aarch64_FLAGS = -O1 -g1 -DMO_LEVEL=3
 
 CORE = $(sort $(wildcard csrc/base/*.c csrc/driver/*.c csrc/alloc/*.c csrc/scaler/*.c csrc/optim/*.c csrc/loss/*.c \
 	csrc/checkpoint/*.c csrc/transfer/*.c csrc/data/*.c csrc/confine/*.c))

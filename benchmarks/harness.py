@@ -166,7 +166,7 @@ def compare(
             log.start(result.calls, result.load_before)
 
     names = list(entries)
-    collecting = gc.isenabled()
+    collecting, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()  # what stood before (all of torch's modules) need not be walked again before every sample
     gc.disable()
@@ -191,7 +191,8 @@ def compare(
             if progress:
                 progress(f"{case}: round {number + 1} of {rounds}")
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if collecting:
             gc.enable()
     return result

@@ -56,6 +56,7 @@ def losses_of(process: subprocess.Popen[str]) -> list[float]:
     return found
 
 
+@pytest.mark.sampled("several processes")
 def test_two_ranks_by_ddp_one_of_them_under_memopt_run_train_as_plain_torch_does(tmp_path: Path) -> None:
     file = str(tmp_path / "meeting")
     ranks = [

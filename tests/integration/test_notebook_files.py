@@ -23,7 +23,7 @@ def notebook(request) -> Path:
     return request.param
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("programs of the documentation")
 def test_it_runs_from_top_to_bottom(notebook, tmp_path):
     if LONG:
         command = ["tests/tooling/execute_notebook.py", str(notebook), str(tmp_path / notebook.name)]

@@ -23,6 +23,7 @@ if LONG:
     CASES += [(4, "long", PARTS), (3, "short", ["ddp", "fsdp", *PARTS])]
 
 
+@pytest.mark.sampled("several processes")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize(("ranks", "form", "cases"), CASES)
 def test_ranks_train_as_one_process_does(ranks: int, form: str, cases: list[str], tmp_path: Path):

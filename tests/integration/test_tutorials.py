@@ -14,7 +14,7 @@ import pytest
 from environment_python import python_of
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.sampled(1)
+pytestmark = pytest.mark.sampled("programs of the documentation")
 TUTORIALS = ROOT / "docs/tutorials"
 
 

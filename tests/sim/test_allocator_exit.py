@@ -3,6 +3,8 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 SIM = None
 ROUNDS = 200 if os.environ.get("MEMOPT_SOAK") == "1" else 3
 
@@ -41,12 +43,14 @@ print("ends")
 )
 
 
+@pytest.mark.sampled("processes that end")
 def test_exits_with_live_tensors_autograd_threads_and_pending_events_have_the_scripts_status(run_script):
     with ThreadPoolExecutor(2) as pool:  # two at once: more orders of the threads are met
         done = list(pool.map(lambda _: run_script(IN_THE_MIDST_OF_IT), range(ROUNDS)))
     assert [(script.returncode, script.stdout) for script in done] == [(0, "ends\n")] * ROUNDS, done[0].stderr
 
 
+@pytest.mark.sampled("processes that end")
 def test_threads_that_allocate_while_the_interpreter_ends_do_not_hinder_it(run_script):
     done = run_script(
         INSTALLED
@@ -64,6 +68,7 @@ print("ends")
     assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
 
 
+@pytest.mark.sampled("processes that end")
 def test_workers_that_inherit_cuda_tensors_end_well_and_the_parent_goes_on(run_script):
     done = run_script(
         INSTALLED
@@ -121,6 +126,7 @@ assert memopt.cuda.memory_stats()["live_blocks"] == memopt.cuda.memory_stats()["
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled("processes that end")
 def test_a_fork_at_any_moment_of_threads_that_allocate_ends_well(run_script):
     """A lock that a thread of the parent holds is held for ever in the child. That is so of torch's own mutex around
     its list of what a pluggable allocator gave it, whichever allocator that is: a child that frees a tensor may wait

@@ -101,7 +101,7 @@ def test_nonsense_is_refused_in_words(binary, arguments, question, says):
     assert says in done.stderr
 
 
-@pytest.mark.sampled(2, family="whole benchmarks")
+@pytest.mark.sampled("whole benchmarks")
 def test_a_run_says_what_it_measured(binary, tmp_path):
     output = tmp_path / "result.json"
     command = [sys.executable, bench_alloc_core.__file__, "--quick", "--patterns", "again", "--live", "1000"]

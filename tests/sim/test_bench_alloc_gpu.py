@@ -19,7 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
 
 
-@pytest.mark.sampled(2, family="whole benchmarks")
+@pytest.mark.sampled("whole benchmarks")
 def test_all_of_it_runs_on_the_simulated_device_and_says_so(tmp_path):
     output = tmp_path / "result.json"
     done = run(

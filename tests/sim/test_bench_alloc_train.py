@@ -127,7 +127,7 @@ def test_a_steps_virtual_time_is_its_launches_where_the_host_is_ahead():
     assert price_of({"cuMemMap": 3, "cuMemCreate": 2, "cudaEventRecord": 100}) == 3 * 2000 + 2 * 29000
 
 
-@pytest.mark.sampled(2, family="whole benchmarks")
+@pytest.mark.sampled("whole benchmarks")
 def test_the_peers_are_told_apart_by_a_real_run(tmp_path: Path):
     output = tmp_path / "result.json"
     version = tuple(map(int, torch.__version__.split(".")[:2]))

@@ -124,7 +124,7 @@ def wrong_after(steps: int, ahead: str, later: str, seed: int = 0, to: str | Pat
     return sum(not torch.equal(source, seen) for stage in stages for source, seen in stage.pairs)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("later", ["", "both"])
 @pytest.mark.parametrize("ahead", ["computation", "out", "in", "neither", "either"])
 @pytest.mark.parametrize("to", ["cpu", "disk"])

@@ -61,7 +61,7 @@ assert pool.stats()["allocations"] == 1
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled("processes that end")
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("allocator", ["memopt", "native"])
 def test_a_process_ends_well(run_script, allocator, end):

@@ -56,7 +56,7 @@ def on_disk(optimizer: torch.optim.Optimizer) -> bool:
     return bool(found) and all(type(value) is DiskState for value in found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("way", ["accumulated", "scaled", "twice"])
 @pytest.mark.parametrize("kind", [*KINDS, *MORE])
@@ -316,6 +316,7 @@ def some(apart: int) -> range:
     return range(0, 1000, apart if SOAK else 3 * apart - SEED % 3)
 
 
+@pytest.mark.sampled("what fails while states are on a disk")
 @pytest.mark.parametrize("pieces", [False, True])
 def test_whatever_write_fails_the_step_is_taken_and_nothing_is_lost(
     pieces: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -350,6 +351,7 @@ def test_whatever_write_fails_the_step_is_taken_and_nothing_is_lost(
     assert number > 10
 
 
+@pytest.mark.sampled("what fails while states are on a disk")
 def test_whatever_read_fails_each_parameter_is_before_the_step_or_after_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -391,6 +393,7 @@ def test_whatever_read_fails_each_parameter_is_before_the_step_or_after_it(
     assert kinds == {False, True}
 
 
+@pytest.mark.sampled("what fails while states are on a disk")
 def test_whatever_write_of_the_first_states_fails_nothing_has_changed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -414,6 +417,7 @@ def test_whatever_write_of_the_first_states_fails_nothing_has_changed(
     assert number > 10
 
 
+@pytest.mark.sampled("what fails while states are on a disk")
 def test_an_exception_in_a_turn_leaves_each_parameter_with_its_states(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

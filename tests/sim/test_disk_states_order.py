@@ -99,7 +99,7 @@ def wrong_after(directory: Path, ahead: str, disk: str = "its time", steps: int 
     return wrong
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("disk", DISKS)
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_the_step_reads_what_the_last_one_wrote_whoever_is_ahead(
@@ -120,15 +120,18 @@ def is_needed(tmp_path: Path) -> bool:
             sim.lazy(False)
             return "differ from the bytes that were written" in str(error)
 
-    return any(fails(ahead, disk) for disk in DISKS for ahead in AHEAD[:-1])
+    # The last disk first, which finds most.
+    return any(fails(ahead, disk) for disk in reversed(DISKS) for ahead in AHEAD[:-1])
 
 
+@pytest.mark.sampled("waits that a step needs")
 @pytest.mark.parametrize("job", [ReadJob, WriteJob])
 def test_each_wait_for_the_disk_is_needed(job: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(job, "finish", lambda _: None)
     assert is_needed(tmp_path)
 
 
+@pytest.mark.sampled("waits that a step needs")
 @pytest.mark.parametrize("way", ["read", "write"])
 def test_each_wait_of_the_disk_for_a_copy_is_needed(
     way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -138,6 +141,7 @@ def test_each_wait_of_the_disk_for_a_copy_is_needed(
     assert is_needed(tmp_path)
 
 
+@pytest.mark.sampled("waits that a step needs")
 def test_what_comes_is_behind_the_copy_out_of_what_had_its_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -146,6 +150,7 @@ def test_what_comes_is_behind_the_copy_out_of_what_had_its_room(
     assert is_needed(tmp_path)
 
 
+@pytest.mark.sampled("waits that a step needs")
 def test_the_update_waits_for_what_comes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The end of the turns (Turns.end) has no wait of its own here: the step ends when all is written."""
     function = CopyIn.join

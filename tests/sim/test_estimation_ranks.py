@@ -67,6 +67,7 @@ def has_the_parts_of(found: dict, bytes_: int) -> None:
     assert 2 * bytes_ <= found["by_category"]["optimizer"] < 3.1 * bytes_
 
 
+@pytest.mark.sampled("several processes")
 def test_a_script_of_its_own_ranks_is_run_as_one_of_them(tmp_path):
     last = estimate(tmp_path, MODEL + SHARDED + TRAINING, ranks=4, rank=3, record=True)
     has_the_parts_of(last, WEIGHTS // 4)
@@ -84,6 +85,7 @@ def test_a_replica_has_the_whole_model_and_its_buckets(tmp_path):
     assert found["peak_allocated"] > 5.9 * WEIGHTS, found["peak_allocated"] / WEIGHTS
 
 
+@pytest.mark.sampled("several processes")
 def test_a_replica_is_recomputed_within_its_parallel_module(tmp_path):
     """Its bits are other tests'; a plan for the wrapper itself would reduce in trial steps."""
     source = (
@@ -96,6 +98,7 @@ def test_a_replica_is_recomputed_within_its_parallel_module(tmp_path):
     assert found["peak_allocated"] < 0.8 * plain["peak_allocated"]
 
 
+@pytest.mark.sampled("several processes")
 def test_shards_are_recomputed_by_a_plan_that_takes_the_other_ranks_to_be_alike(tmp_path):
     source = MODEL + SHARDED.replace("SAMPLES = 64 *", "SAMPLES = 2048 *") + TRAINING
     plain = estimate(tmp_path, source, ranks=2, rank=0)
@@ -105,6 +108,7 @@ def test_shards_are_recomputed_by_a_plan_that_takes_the_other_ranks_to_be_alike(
     assert found["peak_allocated"] < 0.8 * plain["peak_allocated"]
 
 
+@pytest.mark.sampled("several processes")
 @pytest.mark.parametrize("spread", ["ddp", "fsdp", "tp"] if SOAK else ["tp"])
 def test_a_script_for_one_device_is_spread(tmp_path, spread):
     source = MODEL + "SAMPLES = 64" + TRAINING

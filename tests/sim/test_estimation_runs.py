@@ -85,6 +85,7 @@ def is_over(pid):
         return True
 
 
+@pytest.mark.sampled("runs of estimates")
 def test_a_run_is_what_it_would_be_alone(runs, tmp_path):
     small = {"memory": 1024 * MIB}
     large = {"memory": 3072 * MIB, "backend": "expandable", "compute_capability": "9.0"}
@@ -103,6 +104,7 @@ def test_a_run_is_what_it_would_be_alone(runs, tmp_path):
     assert len(runs.pids()) == 1
 
 
+@pytest.mark.sampled("runs of estimates")
 def test_the_child_survives_how_a_script_ends(runs):
     first = runs.run(TRAIN, 10)
     for end, words in (("killed", "was ended by SIGKILL"), ("aborted", "was ended by SIGABRT")):
@@ -118,6 +120,7 @@ def test_the_child_survives_how_a_script_ends(runs):
     assert runs.run(TRAIN, 10).peak_allocated == first.peak_allocated and len(runs.pids()) == 2
 
 
+@pytest.mark.sampled("runs of estimates")
 def test_a_run_over_its_time_takes_its_child_with_it_and_the_next_has_another(runs, monkeypatch):
     monkeypatch.setattr(child_process, "_GRACE", -600.0)  # before the child keeps the limit itself
     with pytest.raises(ChildFailed, match="did not end in its time"):
@@ -128,6 +131,7 @@ def test_a_run_over_its_time_takes_its_child_with_it_and_the_next_has_another(ru
     assert len(runs.pids()) == 2
 
 
+@pytest.mark.sampled("runs of estimates")
 def test_a_child_that_another_thread_has_taken_is_not_ended(runs):
     class Taken(list):
         def append(self, child):
@@ -138,6 +142,7 @@ def test_a_child_that_another_thread_has_taken_is_not_ended(runs):
     assert not is_over(runs.pids()[0])
 
 
+@pytest.mark.sampled("runs of estimates")
 def test_runs_at_the_same_time_have_a_child_each_and_all_end_with_the_block(tmp_path):
     with Runs(tmp_path) as runs:
         script = tmp_path / "script.py"

@@ -21,6 +21,7 @@ def reported():
 """
 
 
+@pytest.mark.sampled("faults that gpu-check finds")
 def test_stale_reads_by_a_second_address_are_wrong(run_script):
     done = run_script(
         ALIASING.format(stale=True)
@@ -34,6 +35,7 @@ assert "device 0's memory by its second address, read by device 1: 200 of 200 re
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled("faults that gpu-check finds")
 def test_a_peer_that_reads_old_values_is_wrong(run_script):
     done = run_script(
         ALIASING.format(stale=False)
@@ -50,6 +52,7 @@ assert found.status == "wrong" and found.text.startswith("peers: RuntimeError: c
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled("faults that gpu-check finds")
 def test_old_values_are_a_figure_before_the_wait_of_a_dependent_launch_and_wrong_behind_it(run_script):
     done = run_script(
         ALIASING.format(stale=False)
@@ -76,6 +79,7 @@ assert found.status == "wrong" and "99 of 100 reads behind griddepcontrol.wait" 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled("faults that gpu-check finds")
 def test_without_a_peer_and_dependent_launches_both_are_not_here(run_script):
     done = run_script(
         """

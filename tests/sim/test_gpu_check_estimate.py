@@ -76,6 +76,7 @@ def test_a_simulated_device_that_fails_is_wrong(monkeypatch, steps):
     assert found.status == "wrong" and "simulated device" in found.text and "memory" in found.text
 
 
+@pytest.mark.sampled("faults that gpu-check finds")
 @pytest.mark.parametrize("context", ["900MiB", "100MiB"])
 def test_a_context_of_other_bytes_than_assumed_is_wrong(run_script, context):
     done = run_script(

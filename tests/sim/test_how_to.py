@@ -62,7 +62,7 @@ def program(page: Path) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled("programs of the documentation")
 @pytest.mark.parametrize("page", [page for page in PAGES if program(page)], ids=lambda page: page.stem)
 def test_the_program_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     if page.stem in LIBRARIES and os.environ.get("MEMOPT_SOAK") != "1":
@@ -96,6 +96,7 @@ def trained(folder: Path, script: str) -> tuple[float, int]:
     return float(re.findall(r": loss ([\d.]+)", done.stdout)[-1]), _C.parse_size(peak[1].replace(" ", ""))
 
 
+@pytest.mark.sampled("programs of the documentation")
 def test_a_trainer_like_nanogpt_trains_alike_in_less_memory(tmp_path: Path) -> None:
     page = (ROOT / "docs/how_to/nanogpt.md").read_text()
     plain = (ROOT / "benchmarks/scripts/nanogpt.py").read_text()

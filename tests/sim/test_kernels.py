@@ -350,7 +350,7 @@ def filled(compiled_once: Path, tmp_path: Path) -> Path:
 
 
 @needs_image
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("kernels by NVIDIA's compilers")
 @pytest.mark.parametrize(
     ("code", "capability"), [(209, "8.0"), (222, "7.5"), (209, "10.3"), (222, "12.1")], ids=str
 )
@@ -480,6 +480,7 @@ def test_a_device_of_any_generation_takes_the_embedded_image(capability: str, tm
     assert outcome(child(tmp_path, refusals=(), capability=capability))["origin"] == "embedded"
 
 
+@pytest.mark.sampled("kernels by NVIDIA's compilers")
 @needs_image
 def test_a_device_newer_than_the_compiler_gets_ptx(tmp_path: Path) -> None:
     state = outcome(child(tmp_path, capability="19.0", library=nvrtc()))

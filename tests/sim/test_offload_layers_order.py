@@ -114,6 +114,7 @@ def wrong_after(steps: int, ahead: str, seed: int = 0, *, late: bool = False) ->
     return wrong
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", ["computation", "copies", "neither", "either"])
 def test_layers_read_their_parameters_and_gradients_come_back_whoever_is_ahead(ahead: str) -> None:
     for n in range((200 if SOAK else 3) if ahead == "either" else 1):
@@ -137,6 +138,7 @@ def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     monkeypatch.setattr(owner, name, call)
 
 
+@pytest.mark.sampled("waits that a step needs")
 @pytest.mark.parametrize(
     ("owner", "name", "ahead", "late"),
     [

@@ -164,7 +164,7 @@ def wrong_after(
     return wrong
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize("ahead", ["computation", "copies", "copies in", "neither", "either"])
 def test_the_step_reads_what_was_made_for_it_whoever_is_ahead(ahead: str, states: bool) -> None:
@@ -172,7 +172,7 @@ def test_the_step_reads_what_was_made_for_it_whoever_is_ahead(ahead: str, states
         assert wrong_after(3, ahead, SEED + n, states=states) == 0, f"seed {SEED + n}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_a_step_in_the_backward_pass_reads_what_was_made_for_it(ahead: str) -> None:
     for n in range((200 if SOAK else 1) if ahead == "either" else 1):
@@ -188,6 +188,7 @@ def sides(optimizer: Any) -> list[torch.cuda.Stream]:
     return [way._side for way in ways if way._side is not None]
 
 
+@pytest.mark.sampled("waits that a step needs")
 @pytest.mark.parametrize(
     ("owner", "name", "ahead"),
     [
@@ -267,13 +268,14 @@ def test_a_gradient_is_kept_until_its_step_in_the_backward_pass(monkeypatch: pyt
     assert wrong_after(3, "computation", states=True, backward=True) > 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_gradients_add_up_to_what_was_made(ahead: str) -> None:
     for n in range((200 if SOAK else 1) if ahead == "either" else 1):
         assert wrong_after(3, ahead, SEED + n, passes=3) == 0, f"seed {SEED + n}"
 
 
+@pytest.mark.sampled("waits that a step needs")
 @pytest.mark.parametrize(("owner", "name"), [(torch.cuda.Stream, "wait_stream"), (_WayToHost, "settle")])
 def test_each_wait_of_gradients_that_add_up_is_needed(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str
@@ -285,6 +287,7 @@ def test_each_wait_of_gradients_that_add_up_is_needed(
     assert any(wrong_after(3, ahead, SEED, passes=3) > 0 for ahead in AHEAD)
 
 
+@pytest.mark.sampled("waits that a step needs")
 def test_what_is_added_is_kept_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     leave = _WayToHost.leave
     monkeypatch.setattr(_WayToHost, "leave", lambda self, grad, other=None: leave(self, grad))
@@ -303,12 +306,14 @@ def without(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     monkeypatch.setattr(owner, name, call)
 
 
+@pytest.mark.sampled("waits that a step needs")
 @pytest.mark.parametrize(("owner", "name"), [(PinnedTransfer, "settle"), (CopyIn, "join")])
 def test_each_wait_is_needed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     without(monkeypatch, owner, name)
     assert wrong_after(3, "computation") > 0
 
 
+@pytest.mark.sampled("waits that a step needs")
 def test_what_comes_is_behind_the_copy_out_of_what_had_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     for trip in (GradientTrip, HostTrip):
         begin = trip.begin
@@ -316,6 +321,7 @@ def test_what_comes_is_behind_the_copy_out_of_what_had_its_room(monkeypatch: pyt
     assert wrong_after(3, "copies in", states=True) > 0
 
 
+@pytest.mark.sampled("waits that a step needs")
 def test_a_step_ends_behind_its_copies_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """They read the rooms, which are others' afterwards, and write what the next step reads."""
     assert wrong_after(3, "copies in", states=True, gradients=False) == 0

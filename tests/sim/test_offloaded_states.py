@@ -55,7 +55,7 @@ def note_pieces(cut: list[_turns.Piece], monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("way", ["accumulated", "scaled", "twice"])
 @pytest.mark.parametrize("kind", [*KINDS, "amsgrad", "master"])

@@ -27,6 +27,7 @@ from tests.helpers.offloaded_models import Transformer
 from tests.helpers.visiting_models import Llama
 
 SIM = {"memory": "1GiB"}
+pytestmark = pytest.mark.sampled(3)
 SOAK = os.environ.get("MEMOPT_SOAK") == "1"
 SEED = int(os.environ.get("MEMOPT_SEED") or random.randrange(1 << 30))
 
@@ -94,7 +95,6 @@ def peak_of_step(model: nn.Module, sample: torch.Tensor) -> int:
     return most_in(run)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", LARGE)
 def test_blocks_train_as_in_the_plain_model_within_budgets_down_to_far_below_each_lever_alone(
     kind: str,
@@ -127,7 +127,6 @@ def test_blocks_train_as_in_the_plain_model_within_budgets_down_to_far_below_eac
     assert_same(steps(model, batches, 2), expected)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("kind", visiting_models.KINDS)
 def test_any_model_budget_and_order_of_calls(kind: str, number: int) -> None:
@@ -293,7 +292,6 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", STACKS)
 def test_layers_that_are_not_the_stages(kind: str, tmp_path: Path) -> None:
     block, inner = STACKS[kind]

@@ -63,7 +63,7 @@ def trained(script: str, budget: str) -> tuple[float, int]:
     return loss, peak
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("programs of the documentation")
 @pytest.mark.parametrize(
     ("page", "budget"),  # 16 MiB of it are cuBLAS's workspaces
     [("README.md", 37), ("docs/how_to/training_script.md", 34)],

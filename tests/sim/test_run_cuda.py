@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from memopt._memory.recording import recording_file
 
 SIM = {"memory": "64MiB"}
@@ -43,6 +45,7 @@ def run(folder: Path, *arguments: str):
     return done.returncode, done.stderr
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_an_out_of_memory_is_in_the_recording_and_ends_the_script_as_ever(tmp_path):
     status, err = run(tmp_path, "train.py", "oom")
     assert status == 1 and "torch.OutOfMemoryError: CUDA out of memory" in err
@@ -52,6 +55,7 @@ def test_an_out_of_memory_is_in_the_recording_and_ends_the_script_as_ever(tmp_pa
     assert "+64.0 KiB/step from train.py:11, held by `kept[*]` (train.py:11)" in err
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_memopts_allocator_and_a_budget_come_by_flags(tmp_path):
     status, err = run(tmp_path, "--backend", "pool", "--budget", "64MiB", "train.py", "oom")
     assert status == 1 and "torch.OutOfMemoryError" in err

@@ -13,7 +13,7 @@ import pytest
 from memopt._memory.recording import recording_file
 
 SIM = {"memory": "64MiB"}
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled("scripts under `memopt run`")
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = {
     name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MEMOPT_SIM")

@@ -325,11 +325,13 @@ def block(size):
 """
 
 
+@pytest.mark.sampled("processes that end")
 def test_an_exit_with_live_tensors_has_the_scripts_status(run_script):
     done = run_script(INSTALLED + "x = [block(1000) for _ in range(10)]\nraise SystemExit(7)\n")
     assert (done.returncode, done.stderr) == (7, "")
 
 
+@pytest.mark.sampled("processes that end")
 def test_an_out_of_memory_that_nobody_catches_is_a_traceback(run_script):
     done = run_script(INSTALLED + "x = block(1000)\nblock(1 << 30)\n")
     assert done.returncode == 1
@@ -337,6 +339,7 @@ def test_an_out_of_memory_that_nobody_catches_is_a_traceback(run_script):
     assert "terminate called" not in done.stderr
 
 
+@pytest.mark.sampled("processes that end")
 def test_an_exit_right_after_an_out_of_memory_in_backward_is_quiet(run_script):
     done = run_script(
         INSTALLED

@@ -182,6 +182,7 @@ def loop():
 """
 
 
+@pytest.mark.sampled("processes that end")
 def test_the_interpreter_ends_while_threads_allocate_with_stacks(run_script):
     ending = "threading.Thread(target=loop, daemon=True).start()\ntime.sleep(0.3)\nprint('ends')\n"
     for _ in range(3):
@@ -189,6 +190,7 @@ def test_the_interpreter_ends_while_threads_allocate_with_stacks(run_script):
         assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
 
 
+@pytest.mark.sampled("processes that end")
 def test_a_forked_child_ends_though_its_parent_notes_stacks(run_script):
     # The model is never freed: the parent's thread may have had torch's own mutex, for which the child would wait.
     ending = (

@@ -34,7 +34,7 @@ def timed(result: dict[str, Any]) -> dict[str, set[str]]:
     return {c["case"]: set(c["calls"]) for c in result["comparisons"]}
 
 
-@pytest.mark.sampled(2, family="whole benchmarks")
+@pytest.mark.sampled("whole benchmarks")
 def test_bench_scaler_times_all_its_cases(tmp_path: Path) -> None:
     result = result_of("bench_scaler.py", tmp_path, "--threads", "1")
     cases = timed(result)
@@ -51,7 +51,7 @@ def test_bench_scaler_times_all_its_cases(tmp_path: Path) -> None:
     assert first["moved"]["memopt"] == 12 * n and 10 * n < first["moved"]["bound"] <= 12 * n
 
 
-@pytest.mark.sampled(2, family="whole benchmarks")
+@pytest.mark.sampled("whole benchmarks")
 def test_bench_optim_times_all_its_cases_and_avx2_in_a_process_of_its_own(tmp_path: Path) -> None:
     result = result_of("bench_optim.py", tmp_path, "--threads", "1")
     cases = timed(result)
@@ -209,7 +209,7 @@ def test_finished_trainings_are_found_again(tmp_path: Path, monkeypatch: pytest.
         run(steps=6)
 
 
-@pytest.mark.sampled(2, family="whole benchmarks")
+@pytest.mark.sampled("whole benchmarks")
 def test_convergence_trains_each_kind_for_each_seed(tmp_path: Path) -> None:
     result = result_of("convergence_8bit.py", tmp_path, "--steps", "6", "--seeds", "2", "--threads", "1")
     assert result["notes"]["steps"] == 6 and set(result["notes"]["runs"]) == set(convergence_8bit.OPTIMIZERS)

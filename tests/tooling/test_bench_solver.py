@@ -12,7 +12,7 @@ from memopt.chain import Chain, Stage
 from tests.reference import chain_oracle
 
 
-@pytest.mark.sampled(2, family="whole benchmarks")
+@pytest.mark.sampled("whole benchmarks")
 def test_it_writes_every_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

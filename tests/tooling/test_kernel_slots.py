@@ -34,7 +34,7 @@ def test_slots_of_an_instruction(operation: str, slots: int) -> None:
     assert ptx_to_c.slots_of(operation) == slots
 
 
-@pytest.mark.sampled(2, family="whole benchmarks")
+@pytest.mark.sampled("whole benchmarks")
 @pytest.mark.skipif(build_kernels.find_nvcc() is None, reason="there is no nvcc")
 def test_each_kernel_is_counted(tmp_path: Path) -> None:
     output = tmp_path / "slots.json"

@@ -19,7 +19,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("several processes")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize("ranks", CASES)
 def test_ranks(ranks: int, tmp_path: Path):

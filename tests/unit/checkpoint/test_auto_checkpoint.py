@@ -156,7 +156,7 @@ def least_budget(model: nn.Module, sample: object, loss: Callable) -> int:
     return error.value.least_budget
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plain_runs_bits_within_every_budget(kind: str) -> None:
     model, sample, loss = make(kind)

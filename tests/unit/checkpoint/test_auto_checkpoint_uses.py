@@ -34,6 +34,7 @@ def tight(work: Work) -> Work:
     return work
 
 
+@pytest.mark.sampled("several processes")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_in_distributed_data_parallel(tmp_path: Path) -> None:
     script = str(ROOT / "tests/isolated/checkpoint_ranks.py")
@@ -103,6 +104,7 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["conv chain", "GPT", "encoder"])
 def test_no_step_leaves_anything(family: str) -> None:
     """Tensors, objects, blocks of the interpreter; in the long form resident memory too."""
@@ -161,6 +163,7 @@ class FailsAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["conv chain", "GPT"])
 def test_an_exception_in_any_operation_leaves_nothing(family: str) -> None:
     work = tight(checkpoint_models.make(family, small=True))

@@ -174,7 +174,7 @@ def bits(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
     return [value.detach(), *gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state()]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_plain_runs_bits_within_the_least_budget(kind: str) -> None:
     make, shape, share = MODELS[kind]
@@ -435,7 +435,7 @@ class Net(nn.Module):
 KINDS = ("branch", "in place", "halves", "noise", "plain", "plain")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(500 if SOAK else 8))
 def test_random_graphs_have_the_plain_runs_bits_within_their_budgets(number: int) -> None:
     seed = number if number % 2 else int(os.environ["MEMOPT_SEED"]) + number

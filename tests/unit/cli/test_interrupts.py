@@ -71,7 +71,7 @@ def test_the_doctor(tmp_path: Path) -> None:
     interrupt(process, "doctor", True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled("estimates as processes")
 @pytest.mark.parametrize("group", [True, False], ids=["terminal", "signal"])
 @pytest.mark.parametrize("way", ["simulated", "fake tensors", "fit"])
 def test_an_estimate_ends_its_children(
@@ -88,6 +88,7 @@ def test_an_estimate_ends_its_children(
     assert not Path(f"/proc/{told[2]}").exists() and not [*tmp_path.glob("*.json")]
 
 
+@pytest.mark.sampled("estimates as processes")
 def test_an_estimate_that_is_killed_leaves_no_child(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     (tmp_path / "script.py").write_text(WAITS)
     python = request.config.getoption("--sim-python")

@@ -57,6 +57,7 @@ def live(folder: Path, end: str, text: str = TRAINING, **options):
     return status, output, shown[0].decode()
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_the_line_is_below_the_scripts_output_and_goes(tmp_path):
     status, output, line = live(tmp_path, "sys.exit(7)")
     assert status == 7, output
@@ -66,6 +67,7 @@ def test_the_line_is_below_the_scripts_output_and_goes(tmp_path):
     assert screen.text == "begins\nbar\nends True 100" and screen.column == 0
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_an_error_is_shown_whole_below_the_output(tmp_path):
     status, output, _ = live(tmp_path, "raise KeyError('as planned')")
     lines = Screen(100).show(output).text.splitlines()
@@ -78,6 +80,7 @@ def test_an_error_is_shown_whole_below_the_output(tmp_path):
     assert lines[-1] == "KeyError: 'as planned'" and "memopt" not in "".join(lines)
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_an_interrupt_from_the_terminal_ends_both(tmp_path):
     status, output, _ = live(tmp_path, "print('waits'); time.sleep(600)")
     text = Screen(100).show(output.replace(b"^C", b"")).text
@@ -86,6 +89,7 @@ def test_an_interrupt_from_the_terminal_ends_both(tmp_path):
     assert "memopt:" not in text
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_output_that_goes_to_a_file_stays_what_it_is(tmp_path):
     text = TRAINING.replace("os.get_terminal_size(1).columns", "''")
     with open(tmp_path / "out", "wb") as file:
@@ -94,6 +98,7 @@ def test_output_that_goes_to_a_file_stays_what_it_is(tmp_path):
     assert Screen(100).show(output).text == "bar"
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 @pytest.mark.parametrize("dumb", [False, True])
 def test_without_a_terminal_it_is_said_and_nothing_is_drawn(tmp_path, dumb):
     (tmp_path / "train.py").write_text("print('runs')")
@@ -108,6 +113,7 @@ def test_without_a_terminal_it_is_said_and_nothing_is_drawn(tmp_path, dumb):
     assert "--live needs a terminal" in " ".join(lines) and b"\x1b" not in output
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_a_process_that_the_script_leaves_behind_keeps_nobody_waiting(tmp_path):
     text = "import os, time\nif not (child := os.fork()):\n    time.sleep(600)\nprint('left', child)\n"
     (tmp_path / "train.py").write_text(text)

@@ -58,6 +58,7 @@ def script(folder: Path, text: str, name: str = "train.py") -> str:
     return name
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_a_script_runs_as_alone_and_its_memory_is_told_and_written(tmp_path):
     status, out, err = done("run", script(tmp_path, TRAINING), "sys.exit(7)", "--epochs", "3", cwd=tmp_path)
     assert status == 7, err
@@ -71,6 +72,7 @@ def test_a_script_runs_as_alone_and_its_memory_is_told_and_written(tmp_path):
     assert f"(pid {file.name.split('.')[1]}) ended with 7" in err
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_a_script_that_fails_shows_its_own_traceback_and_keeps_the_data(tmp_path):
     status, _, err = done("run", script(tmp_path, TRAINING), "raise KeyError('as planned')", cwd=tmp_path)
     assert status == 1 and "KeyError: 'as planned'" in err
@@ -78,6 +80,7 @@ def test_a_script_that_fails_shows_its_own_traceback_and_keeps_the_data(tmp_path
     assert len(list(tmp_path.glob("*.mopt"))) == 1
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_the_report_is_folded_at_the_terminals_width_where_there_is_one(tmp_path):
     name = script(tmp_path, TRAINING, "a-script-with-a-long-name-that-has-no-room.py")
     command = [sys.executable, "-m", "memopt", "run", name, "pass"]
@@ -96,6 +99,7 @@ def test_the_report_is_folded_at_the_terminals_width_where_there_is_one(tmp_path
     assert any(60 < len(line) <= 118 and line.startswith("  recorded in") for line in lines)
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_os__exit_and_forked_children_keep_the_data_once(tmp_path):
     end = "if os.fork() == 0: sys.exit(3)\nos.wait()\nos._exit(9)"
     status, _, err = done("run", "-o", "mine.mopt", script(tmp_path, TRAINING), end, cwd=tmp_path)
@@ -104,6 +108,7 @@ def test_os__exit_and_forked_children_keep_the_data_once(tmp_path):
     assert err.count("recorded in") == 1
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_a_script_that_is_killed_leaves_what_was_seen_from_outside(tmp_path):
     end = "block = bytearray(200 << 20); import time; time.sleep(0.6); os.kill(os.getpid(), 9)"
     status, _, err = done("run", script(tmp_path, TRAINING), end, cwd=tmp_path)
@@ -112,6 +117,7 @@ def test_a_script_that_is_killed_leaves_what_was_seen_from_outside(tmp_path):
     assert "last seen after" in err and "optimizer step" in err
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_processes_of_multiprocessing_work_by_either_way_of_starting(tmp_path):
     text = """
 import multiprocessing, sys
@@ -154,6 +160,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 @pytest.mark.parametrize("after,status", [("sys.exit(5)", 5), ("raise", 128 + signal.SIGINT)])
 def test_an_interrupt_reaches_the_script_which_decides(tmp_path, after, status):
     # A shell starts what runs in its background deaf to interrupts, and so the suite.
@@ -166,6 +173,7 @@ def test_an_interrupt_reaches_the_script_which_decides(tmp_path, after, status):
     assert "memopt run: train.py" in err
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_an_interrupt_from_a_terminal_comes_once(tmp_path):
     text = """
 import signal, sys, time
@@ -197,6 +205,7 @@ print(count)
     assert (process.returncode, out) == (0, "1\n"), err
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_termination_keeps_the_data(tmp_path):
     process = memopt(
         "run",
@@ -212,6 +221,7 @@ def test_termination_keeps_the_data(tmp_path):
     assert len(list(tmp_path.glob("*.mopt"))) == 1 and "SIGTERM" in err
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_modules_folders_and_odd_names_run_too(tmp_path):
     (tmp_path / "pkg").mkdir()
     script(tmp_path / "pkg", "import sys; print(__name__, __package__, sys.argv[1:])", "__main__.py")
@@ -246,6 +256,7 @@ def test_a_wrong_call_names_the_mend(tmp_path):
     assert (tmp_path / "there.mopt").read_text() == "x"
 
 
+@pytest.mark.sampled("scripts under `memopt run`")
 def test_what_cannot_be_recorded_is_said_and_the_script_runs(tmp_path):
     status, out, err = done("run", "--device", "cuda", script(tmp_path, TRAINING), "pass", cwd=tmp_path)
     assert status == 0 and out.startswith("trained")

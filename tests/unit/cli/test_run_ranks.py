@@ -39,6 +39,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.sampled("several processes")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_ranks_of_torchrun_are_told_together(tmp_path, capsys):
     (tmp_path / "train.py").write_text(TRAINING)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from environment_python import run_there
 
 BOTH_WAYS = """
@@ -35,6 +36,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.sampled("other libraries")
 def test_safetensors_reads_what_is_written_and_its_files_are_read(tmp_path):
     told = json.loads(run_there("data", BOTH_WAYS, str(tmp_path)))
     for found in told.values():
@@ -66,6 +68,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.sampled("other libraries")
 def test_an_entry_that_compresses_well_is_smaller_and_comes_back_equal(tmp_path):
     told = json.loads(run_there("data", COMPRESSED, str(tmp_path)))
     assert told["calls"] == 1 and told["equal"]
@@ -86,5 +89,6 @@ print(json.dumps([len(rows), int(rows[7]["x"]), float(rows[99]["y"]), rows[[5, 3
 """
 
 
+@pytest.mark.sampled("other libraries")
 def test_an_arrow_file_is_rows(tmp_path):
     assert json.loads(run_there("data", ARROW, str(tmp_path / "rows.arrow"))) == [100, 7, 49.5, [5, 3]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from environment_python import run_there
 from test_folder_stream import CELL
 
@@ -40,6 +41,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.sampled("other libraries")
 def test_a_folder_goes_on_where_torchdatas_loader_left_it(tmp_path):
     told = json.loads(run_there("data", RESUMED, str(tmp_path), CELL))
     assert told == {workers: [270, 270, [True] * 4] for workers in ("0", "2")}
@@ -91,6 +93,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.sampled("other libraries")
 def test_a_hugging_face_stream_goes_through_everything_unchanged(tmp_path):
     told = json.loads(run_there("data", HUGGING_FACE, str(tmp_path)).splitlines()[-1])
     assert told.pop("class") == "StatefulDataLoader" and told.pop("a list of it") == {"n": 7, "text": "row 7"}

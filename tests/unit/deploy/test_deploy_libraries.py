@@ -126,6 +126,7 @@ def told(tmp_path_factory):
     return json.loads(run_there("techniques", BOTH, folder, "long" if SOAK else "short").splitlines()[-1])
 
 
+@pytest.mark.sampled("other libraries")
 def test_onnx_files_run_in_onnxruntime(told):
     for name in ("apart", "again", *(["inline"] if SOAK else [])):
         found = told[name]
@@ -146,6 +147,7 @@ def test_onnx_files_run_in_onnxruntime(told):
         )
 
 
+@pytest.mark.sampled("other libraries")
 def test_quantized_and_pruned_models(told):
     for name in ("weights", *(["dynamic", "weights onnx", "cut"] if SOAK else [])):
         found = told[name]

@@ -29,7 +29,7 @@ for _ in range(3):
     optimizer.zero_grad()
 """
 WEIGHT = 512 * 512 * 4
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled("estimates as processes")
 
 
 @pytest.fixture

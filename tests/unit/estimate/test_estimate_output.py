@@ -47,6 +47,7 @@ def done(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sampled("estimates as processes")
 @pytest.mark.parametrize("way", ["simulated", "fake tensors"])
 def test_the_scripts_output_is_labelled_and_the_answer_stands_alone(tmp_path, request, way):
     """Each line comes when it is written, before what comes after."""
@@ -59,12 +60,14 @@ def test_the_scripts_output_is_labelled_and_the_answer_stands_alone(tmp_path, re
     assert own == ["script| on standard output", "script| on standard error", "script| step 2"]
 
 
+@pytest.mark.sampled("estimates as processes")
 def test_a_quiet_one_says_the_answer_alone_and_a_verbose_one_what_libraries_say(tmp_path):
     assert done(tmp_path, "-q", "train.py").stderr == ""
     said = done(tmp_path, "-v", "train.py").stderr
     assert "script| " in said and "pynvml" in said
 
 
+@pytest.mark.sampled("estimates as processes")
 def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch, time\nopen('written', 'w').write('x')\nprint('ready')\ntime.sleep(600)\n"
@@ -88,6 +91,7 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path):
     assert list(folder.glob("memopt*")) == [] and not (tmp_path / "written").exists()
 
 
+@pytest.mark.sampled("estimates as processes")
 def test_on_a_terminal_there_is_one_line_that_goes(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "rich.py").write_text("raise ImportError('none')")

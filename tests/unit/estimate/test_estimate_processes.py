@@ -12,7 +12,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parents[2] / "helpers"
 MIB = 1 << 20
-pytestmark = pytest.mark.sampled(1)
+pytestmark = pytest.mark.sampled("estimates as processes")
 WEIGHT = 1024 * 1024 * 4
 CONTEXT = 450 * MIB
 TRAINING = """

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled("estimates as processes")
 TRAIN = """\
 import argparse
 import os

@@ -17,7 +17,7 @@ DAEMON = f"8{os.getpid()}"  # how long a process of ours sleeps: no other suite'
 REFUSED = {"overlay": "", "landlock": "unshare", "neither": "unshare,landlock_create_ruleset"}
 WAYS = {"simulated": "simulated device", "fake": "fake tensors"}
 WEIGHT = 512 * 512 * 4
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled("estimates as processes")
 PROGRAM = """
 import logging, os, pathlib, subprocess, sys, threading
 import torch

@@ -41,7 +41,7 @@ def test_the_text_is_right_in_any_order_of_blocks_and_threads(of_text: KernelLib
 
 
 @needs_nvcc
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("kernels by NVIDIA's compilers")
 @pytest.mark.parametrize("which", ["oldest", "newest"])
 def test_nvccs_instructions_are_right_in_any_order_of_blocks_and_threads(folder: Path, which: str) -> None:
     library = KernelLibrary.of_ptx(folder, architectures()[0 if which == "oldest" else -1])
@@ -335,7 +335,7 @@ def test_a_fault_of_a_line_is_found_in_the_text(folder: Path, mutant: Mutant) ->
 
 
 @needs_nvcc
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("kernels by NVIDIA's compilers")
 @pytest.mark.parametrize("mutant", OF_INSTRUCTIONS, ids=lambda m: f"{m.kernel}-{m.fault.replace(' ', '_')}")
 def test_a_fault_of_a_line_is_found_in_the_instructions(folder: Path, mutant: Mutant) -> None:
     library = KernelLibrary.of_ptx(folder, architectures()[-1], with_fault(build_kernels.flatten(), mutant))

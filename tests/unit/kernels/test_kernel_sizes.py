@@ -38,7 +38,10 @@ class Sparse:
         return self.array[number * UNIT : (number + 1) * UNIT]
 
 
-@pytest.fixture(scope="module", params=["text", "instructions"])
+INSTRUCTIONS = pytest.param("instructions", marks=pytest.mark.sampled("kernels by NVIDIA's compilers"))
+
+
+@pytest.fixture(scope="module", params=["text", INSTRUCTIONS])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
     folder: Path = tmp_path_factory.mktemp("kernels")
     if request.param == "text":

@@ -139,7 +139,7 @@ def test_impossible_addresses_are_refused(tmp_path):
             recording_file.load_all(path)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("forged files")
 @pytest.mark.parametrize("forged", [forged_snapshot, forged_recording])
 def test_forged_recordings_are_refused_in_one_line_or_shown(tmp_path, capsys, forged):
     chance = random.Random(SEED)
@@ -158,7 +158,7 @@ def test_forged_recordings_are_refused_in_one_line_or_shown(tmp_path, capsys, fo
     assert loaded
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "value",
     [10**400, float("inf"), float("nan"), [], "a" * 10_000, -1, 0, 2**55, 2**63],
@@ -259,6 +259,7 @@ def forged_safetensors(chance):
     return damaged(content, chance) if chance.random() < 0.3 else content
 
 
+@pytest.mark.sampled("forged files")
 @pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
 )  # of NumPy's at sizes beyond any, ours of rows that lie askew
@@ -332,6 +333,7 @@ assert read
 """
 
 
+@pytest.mark.sampled("forged files")
 def test_a_forged_arrow_file_ends_no_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_there("data", ARROW, ":".join(FOLDERS))
@@ -346,6 +348,7 @@ def test_a_damaged_trace_is_refused_by_line_or_replayed(tmp_path, capsys):
         told(["replay", str(path), "--json"], capsys)
 
 
+@pytest.mark.sampled("forged files")
 def test_forged_ranks_of_a_job_are_refused_in_one_line_or_told(tmp_path, capsys):
     chance = random.Random(SEED)
     path = tmp_path / "rank1.json"

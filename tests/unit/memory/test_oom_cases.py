@@ -72,7 +72,7 @@ def test_each_case_is_known():
     assert set(FIT) == set(CASES)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", FIT)
 def test_what_is_said_to_fit_fits(case, run):
     found = run(case)
@@ -95,6 +95,7 @@ def test_a_step_that_was_not_seen_is_at_least_as_much(run):
     assert "Needs at least 57.2 MiB: no first step had completed" in text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "batch"),
     [

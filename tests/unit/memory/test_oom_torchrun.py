@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from environment_python import ROOT, python_of
 
 SCRIPT = """
@@ -25,6 +26,7 @@ dist.barrier()  # rank 1 never comes
 """
 
 
+@pytest.mark.sampled("several processes")
 def test_the_report_names_the_rank(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -51,12 +51,13 @@ def run(ranks: int, cases: list[str], folder: Path, **environment: str) -> list[
     return [out.splitlines() for out, _ in said]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("several processes")
 @pytest.mark.parametrize("ranks", CASES)
 def test_ranks(ranks: int, tmp_path: Path):
     run(ranks, CASES[ranks], tmp_path)
 
 
+@pytest.mark.sampled("several processes")
 @pytest.mark.parametrize(
     ("where", "stays"),
     [

@@ -111,6 +111,7 @@ for p in ps:
     return run_python(script, **options)
 
 
+@pytest.mark.sampled("what fails while states are on a disk")
 def test_a_full_disk_is_told_before_anything_has_changed(tmp_path: Path) -> None:
     """Full: a limit on the size of files, which any user may set."""
 
@@ -148,6 +149,7 @@ print("and goes on")
     assert done.stdout.endswith("and goes on\n")
 
 
+@pytest.mark.sampled("what fails while states are on a disk")
 @pytest.mark.parametrize("moment", ["after a step", "in a step"])
 def test_a_process_that_is_killed_leaves_nothing(moment: str, tmp_path: Path) -> None:
     kill = "os.kill(os.getpid(), 9)"
@@ -158,6 +160,7 @@ def test_a_process_that_is_killed_leaves_nothing(moment: str, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sampled("what fails while states are on a disk")
 def test_ctrl_c_in_a_step_comes_after_it(tmp_path: Path) -> None:
     done = in_a_process(
         """
@@ -181,6 +184,7 @@ optimizer.step()
     assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
 
 
+@pytest.mark.sampled("what fails while states are on a disk")
 def test_a_fork_has_states_of_its_own_to_begin_with(tmp_path: Path) -> None:
     done = in_a_process(
         """

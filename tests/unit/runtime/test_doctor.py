@@ -110,6 +110,7 @@ def test_a_log_level_that_is_none_is_broken_and_stops_nothing(findings):
     assert done.returncode == 0 and "MEMOPT_LOG=loud is not one of debug, info, warning, error" in done.stderr
 
 
+@pytest.mark.sampled("the doctor's screens")
 def test_verbose_tells_what_is_looked_at_and_quiet_does_not():
     assert "memopt: looking at the CUDA driver" in run("doctor", "-v").stderr
     assert "memopt: looking at the CUDA driver" in run("doctor", MEMOPT_LOG="info").stderr
@@ -121,6 +122,7 @@ def test_an_nvrtc_that_cannot_be_opened_is_broken_and_named(findings):
     assert kernels["state"] == "broken" and "/nowhere/libnvrtc.so" in kernels["text"]
 
 
+@pytest.mark.sampled("the doctor's screens")
 def test_json_is_what_the_function_finds():
     done = run("doctor", "--json")
     answer = json.loads(done.stdout)
@@ -128,12 +130,14 @@ def test_json_is_what_the_function_finds():
     assert [f["topic"] for f in answer["findings"]][:4] == ["memopt", "python", "torch", "cuda driver"]
 
 
+@pytest.mark.sampled("the doctor's screens")
 def test_quiet_says_only_what_is_broken():
     assert run("doctor", "-q").stdout == ""
     broken = run("doctor", "-q", MEMOPT_ISA="avx3")
     assert broken.returncode == 1 and len(broken.stdout.splitlines()) == 2
 
 
+@pytest.mark.sampled("the doctor's screens")
 def test_output_goes_to_a_file(tmp_path):
     done = run("doctor", "-o", str(tmp_path / "doctor.txt"))
     assert done.returncode == 0 and done.stdout == ""
@@ -145,6 +149,7 @@ def test_an_output_that_cannot_be_written_is_status_2(tmp_path):
     assert done.returncode == 2 and "no such folder" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.sampled("the doctor's screens")
 def test_a_reader_that_leaves_early_is_no_error():
     done = subprocess.run(
         f"{sys.executable} -m memopt doctor | true", shell=True, cwd=ROOT, capture_output=True, text=True
@@ -158,6 +163,7 @@ def test_a_wrong_call_is_status_2_and_shows_the_usage():
         assert done.returncode == 2 and "usage:" in done.stderr, arguments
 
 
+@pytest.mark.sampled("the doctor's screens")
 def test_the_function_returns_what_the_command_prints(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("MEMOPT_", "PYTORCH_")):

@@ -78,6 +78,7 @@ def functions(cubin: bytes) -> set[str]:
     return found
 
 
+@pytest.mark.sampled("kernels by NVIDIA's compilers")
 def test_nvrtc_compiles_every_kernel_for_every_architecture_without_a_word(compiler: ctypes.CDLL) -> None:
     """For one that is drawn; in the long form for all."""
     known = sorted(architectures(compiler))
@@ -91,6 +92,7 @@ def test_nvrtc_compiles_every_kernel_for_every_architecture_without_a_word(compi
         assert log == "", architecture
 
 
+@pytest.mark.sampled("kernels by NVIDIA's compilers")
 def test_ptx_has_every_kernel_and_moves_vectors_by_16_bytes_in_global_memory(compiler: ctypes.CDLL) -> None:
     text = compiled(compiler, "compute_80")[0].decode()
     assert set(re.findall(r"\.entry (\w+)", text)) == KERNELS
@@ -152,7 +154,7 @@ def test_the_fatbin_has_machine_code_for_every_architecture_of_nvcc_and_ptx_of_b
     assert fatbin.stat().st_size < 950_000
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("kernels by NVIDIA's compilers")
 @pytest.mark.parametrize(
     ("wanted", "expected"), [("8.0", [("elf", 80)]), ("7.5+PTX", [("elf", 75), ("ptx", 75)])]
 )
