@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,9 +95,13 @@ def tile_mlps(model: nn.Module, *, rows: int | None = None) -> TiledMLPs:
 def install(model: nn.Module, rows: int | None = None) -> dict[str, TiledForward]:
     """Run those modules in tiles that look like MLPs, and return their forwards by the modules' names."""
     found = {name: TiledForward(one, own_forward(one), rows) for name, one in _mlps(model, "").items()}
-    for forward in found.values():
-        forward.module.__dict__["forward"] = forward
+    put(found.values())
     return found
+
+
+def put(forwards: Iterable[TiledForward]) -> None:
+    for forward in forwards:
+        forward.module.__dict__["forward"] = forward
 
 
 def _mlps(module: nn.Module, name: str) -> dict[str, nn.Module]:
@@ -118,7 +122,10 @@ class TiledForward:
         own: Its own.
         rows: Of a tile; None: as many as the input is wide.
         ran: Whether a call had several tiles.
+        by_rows: That its parts' calls are no stages of a model.
     """
+
+    by_rows = True
 
     def __init__(self, module: nn.Module, own: Callable[..., Any], rows: int | None) -> None:
         self.module, self.own, self.rows, self.ran = module, own, rows, False

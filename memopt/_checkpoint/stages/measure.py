@@ -312,7 +312,9 @@ class ChainMeasurement:
             with repeatedly(self.chain.names[k]):
                 function = state.repeatable(self.functions[k])
                 standing = [*self.standing, *state.tensors]
-                size = stage_bytes(function, arguments, inputs, standing, self.trainable, self.device)
+                # What its backward pass saves, for a graph of its own, is not around the stages.
+                with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
+                    size = stage_bytes(function, arguments, inputs, standing, self.trainable, self.device)
             more = bytes_of([b for norm in self.chain.norms[k] for b in norm.buffers(recurse=False)])
             self.linked_bytes.append(bytes_of([held.tensor for held in linked]))
             if (first := self.chain.lingering[k]) is not None:

@@ -107,10 +107,11 @@ def meet(a: Iterable[TensorVersion], b: Iterable[TensorVersion]) -> bool:
     return not keys(a).isdisjoint(keys(b))
 
 
-def compiled(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Return modules whose code torch.compile takes over: hooks in them would be compiled too.
+def closed(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return modules that are not watched: those whose code torch.compile takes over, as hooks in them would be
+    compiled too, and the parts of one that runs them on some rows at a time.
 
-    A module that it wrapped (an OptimizedModule) is called as any other.
+    A module that torch.compile wrapped (an OptimizedModule) is called as any other.
     """
     inside: set[torch.nn.Module] = set()
     for module in model.modules():
@@ -118,6 +119,8 @@ def compiled(model: torch.nn.Module) -> set[torch.nn.Module]:
             inside.update(wrapped.modules())
         elif module._compiled_call_impl is not None:
             inside.update(module.modules())
+        elif getattr(module.__dict__.get("forward"), "by_rows", False):
+            inside.update({*module.modules()} - {module})
     return inside
 
 
@@ -163,7 +166,7 @@ def watch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             call.changes_stream = source is not None and keys(changed) <= keys(source.outputs)
 
     with ExitStack() as stack:
-        for module in names.keys() - compiled(model):
+        for module in names.keys() - closed(model):
             stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
         # In grad mode, as in training: a model may do otherwise without it, and a kernel take more memory.

@@ -7,7 +7,10 @@ import gc
 import torch
 from torch import nn
 
+import memopt
 from memopt._checkpoint.stages.costs import Meter, bytes_of, stage_bytes, stage_moments, tensors_in
+from memopt._checkpoint.stages.measure import ChainMeasurement
+from memopt._checkpoint.stages.model_chain import ModelChain
 
 ROWS, WIDTH = 32, 16
 UNIT = ROWS * WIDTH * 4
@@ -88,3 +91,16 @@ def test_gradients_and_times() -> None:
         torch.device("cpu"),
     )
     assert len(moments) == 4 and all(ended > begun for begun, ended in moments)
+
+
+def test_what_a_backward_pass_saves_for_a_graph_of_its_own_goes_with_that() -> None:
+    rows, width = 2048, 16
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, 256), nn.GELU(), nn.Linear(256, width)) for _ in range(3))
+    )
+    memopt.nn.tile_mlps(model)
+    chain = ModelChain(model, (torch.randn(rows, width),), {})
+    found = ChainMeasurement(chain, lambda out: out.square().mean(), keeps_output=False)
+    assert len(found.stage_bytes) == 4
+    whole = 4 * rows * 256  # bytes of the wide result of all rows
+    assert all(size.backward_overhead < whole / 4 for size in found.stage_bytes[:3])

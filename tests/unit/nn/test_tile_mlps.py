@@ -286,6 +286,27 @@ def test_recomputed_planned_and_stepped_in_backward() -> None:
         torch.testing.assert_close(p, q)
 
 
+def test_a_schedule_has_mlps_in_tiles_as_its_stages() -> None:
+    """Not their layers, which run once for each tile; and within a budget that no MLP of all rows is within."""
+    mlps = (
+        nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(4)
+    )
+    plain = nn.Sequential(*mlps).double()
+    tiled, x = copy.deepcopy(plain), torch.randn(2, 128, WIDTH, dtype=torch.float64)
+    expected = gradients(plain, x)
+    memopt.nn.tile_mlps(tiled, rows=8)
+    least = []
+    for model in (copy.deepcopy(plain), tiled):
+        with pytest.raises(memopt.chain.InfeasibleBudget) as raised:
+            memopt.auto_checkpoint(model, x, memory_budget=1, loss=lambda out: out.square().mean())
+        least.append(raised.value.least_budget)
+    assert least[1] < 0.7 * least[0]
+    memopt.auto_checkpoint(tiled, x, memory_budget=least[1], loss=lambda out: out.square().mean())
+    assert len(tiled.plan.chain.stages) == 5 and tiled.plan.check().within
+    for mine, other in zip(gradients(tiled, x), expected, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 @pytest.mark.parametrize(
     ("model", "rows", "said"), [(Attention(), None, "no module of 2 to 4"), (Gated(), 0, "rows=0")]
 )
