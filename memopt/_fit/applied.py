@@ -16,8 +16,9 @@ from memopt._checkpoint.shape_plans import PlanRequest
 from memopt._fit.optimizers import load_states, options_of, replaced
 from memopt._microbatch.backward import backward
 from memopt._offload.layers import offload_layers
-from memopt._run.plan import CHECKPOINT, FUSED, LOSS_HEAD, OFFLOAD_LAYERS, OPTIONS
+from memopt._run.plan import CHECKPOINT, FUSED, LOSS_HEAD, OFFLOAD_LAYERS, OPTIONS, TILES
 from memopt.nn._fuse_loss_head import fuse_loss_head
+from memopt.nn._tile_mlps import put
 
 if TYPE_CHECKING:
     from memopt._fit.result import Fit
@@ -48,6 +49,9 @@ class AppliedFit:
         names, step, model = self.fit.names or frozenset(), self.fit.step, self.model
         if LOSS_HEAD in names:
             self._undo.callback(fuse_loss_head(model).remove)
+        if TILES in names:
+            put(step.tiles.forwards.values())
+            self._undo.callback(step.tiles.remove)
         if OFFLOAD_LAYERS in names:
             self._undo.callback(_move_states, step.optimizer)
             self._undo.callback(offload_layers(model).remove)

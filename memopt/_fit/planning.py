@@ -37,6 +37,7 @@ from memopt._run.plan import (
     OFFLOAD_STATES,
     OPTIONS,
     STEP_IN_BACKWARD,
+    TILES,
 )
 from memopt._runtime import arguments
 from memopt.nn._fuse_loss_head import fuse_loss_head
@@ -64,11 +65,11 @@ def fit(
 
     In question are: a schedule by which stages are kept, recomputed or offloaded (memopt.auto_checkpoint), with what
     the other levers leave of the budget; memopt's optimizer in one pass, with its gradients or states on the host, or
-    with its steps in the backward pass; the loss head in chunks (memopt.nn.fuse_loss_head); layers on the host
-    (memopt.offload_layers); and micro-batches with the gradients of the whole batch (memopt.backward). Of the plans
-    that fit those come first that change nothing, then those with bit-equal results, then those equal to rounding; of
-    one tier the fastest, without a lever that it does not need. The learning rate, the effective batch and the dtype
-    are never changed. What offloads needs a CUDA device.
+    with its steps in the backward pass; the loss head in chunks (memopt.nn.fuse_loss_head); MLPs some rows at a time
+    (memopt.nn.tile_mlps); layers on the host (memopt.offload_layers); and micro-batches with the gradients of the whole
+    batch (memopt.backward). Of the plans that fit those come first that change nothing, then those with bit-equal
+    results, then those equal to rounding; of one tier the fastest, without a lever that it does not need. The learning
+    rate, the effective batch and the dtype are never changed. What offloads needs a CUDA device.
 
     Nothing is changed yet: parameters, gradients, buffers, random states and the optimizer are left as they are.
     `.apply()` changes them, and what it returns can undo that.
@@ -219,6 +220,13 @@ class Planner:
                 return str(error).removeprefix("fuse_loss_head: ")
             return "" if self.step.model.training else "the model is in eval mode"
 
+        def no_tiles() -> str:
+            try:
+                _ = self.step.tiles
+            except ValueError as error:
+                return str(error).removeprefix("tile_mlps: ")
+            return ""
+
         def no_layers() -> str:
             if self.step.device.type != "cuda":
                 return "the model is in the host's memory already"
@@ -230,6 +238,8 @@ class Planner:
 
         if self._wanted(LOSS_HEAD, no_loss_head):
             yield LOSS_HEAD
+        if self._wanted(TILES, no_tiles):
+            yield TILES
         if self._wanted(OFFLOAD_LAYERS, no_layers):
             yield OFFLOAD_LAYERS
 
@@ -317,6 +327,9 @@ class Planner:
         for names in sorted(bounds, key=lambda names: (bounds[names], len(names), sorted(names))):
             if bounds[names] > ALIKE * best:
                 break
+            whole = self.prices.attempts.get(names - {TILES})
+            if TILES in names and whole is not None and whole.fits and whole.seconds <= ALIKE * bounds[names]:
+                continue
             tried = self.prices.attempt(names)
             if tried.fits:
                 fitting.append(tried)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -62,13 +62,16 @@ from memopt._run.plan import (
     OFFLOAD_STATES,
     OPTIONS,
     STEP_IN_BACKWARD,
+    TILES,
 )
 from memopt._runtime.log import logger
 from memopt.chain import InfeasibleBudget
 from memopt.nn._fuse_loss_head import fuse_loss_head
+from memopt.nn._tile_mlps import put
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 NEAR = 1.5  # times the budget: what is worked out to take more is not tried
+OTHER_FORWARD = Names({LOSS_HEAD, TILES})  # levers with which the model runs other functions
 RANDOM_STATES = 4  # that memopt.backward has: of the batch, of a micro-batch, and two that are compared
 
 
@@ -131,36 +134,38 @@ class Prices:
         self._rooms: dict[Names, int] = {}  # of a combination that did not stand: bytes for its next attempt
         self._beyond: dict[Names, int] = {}  # bytes that its steps took beyond what was worked out
         self._no_chain = ""
-        self._measured: dict[tuple[int, bool, Names], Measured] = {}
+        self._measured: dict[tuple[int, Names, Names], Measured] = {}
         self._beside: dict[Names, OnDevice] = {}
         self._step_seconds: dict[Names, float] = {}
-        self._less: dict[tuple[int, bool, Names, bool], int] = {}
+        self._less: dict[tuple[int, Names, Names, bool], int] = {}
 
     # ---- measurement -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _as_with(self, count: int, head: bool, go: Names) -> Iterator[None]:
-        """Have the model as it is with a fused loss head, or with gradients that go as they are made."""
-        handle = fuse_loss_head(self.step.model) if head else None
+    def _as_with(self, count: int, forward: Names, go: Names) -> Iterator[None]:
+        """Have the model as it is with levers of OTHER_FORWARD, and with gradients that go as they are made."""
         sums = count > 1 or self.accumulates
         hooks = optimizers.trial_gradients(self.step.optimizer, go, sums) if go else nullcontext()
-        try:
+        with ExitStack() as undo:
+            if LOSS_HEAD in forward:
+                undo.callback(fuse_loss_head(self.step.model).remove)
+            if TILES in forward:
+                put(self.step.tiles.forwards.values())
+                undo.callback(self.step.tiles.remove)
             with left_as_it_is(self.step.model), hooks:
                 yield
-        finally:
-            if handle is not None:
-                handle.remove()
 
-    def measured(self, count: int, head: bool, go: Names) -> Measured:
-        """Return the chain's costs for one of so many micro-batches. go: levers by which gradients go."""
-        key = count, head, go
+    def measured(self, count: int, forward: Names, go: Names) -> Measured:
+        """Return the chain's costs for one of so many micro-batches, with levers of OTHER_FORWARD. go: levers by which
+        gradients go."""
+        key = count, forward, go
         if key not in self._measured:
             known: list[StageSeconds] | None = None
             if go:  # which changes no stage's work
-                known = self.measured(count, head, Names()).costs.stage_seconds
+                known = self.measured(count, forward, Names()).costs.stage_seconds
             call = self.step.call(None if count == 1 else self.micro_batch_size(count))
             begun = time.perf_counter()
-            with self._as_with(count, head, go):
+            with self._as_with(count, forward, go):
                 try:
                     chain = ModelChain(self.step.model, call.args, call.kwargs)
                 except ValueError as error:
@@ -173,7 +178,7 @@ class Prices:
 
     def no_chain(self) -> str:
         """Return why the model is no chain of stages; "" if it is."""
-        self.measured(1, False, Names())
+        self.measured(1, Names(), Names())
         return self._no_chain
 
     def micro_batch_size(self, count: int) -> int:
@@ -186,7 +191,7 @@ class Prices:
         return -(-self.step.samples // size)
 
     def _measured_with(self, names: Names) -> Measured:
-        return self.measured(micro_batches_of(names), LOSS_HEAD in names, _going(names))
+        return self.measured(micro_batches_of(names), names & OTHER_FORWARD, _going(names))
 
     @cached_property
     def link(self) -> Bandwidth:
@@ -279,8 +284,8 @@ class Prices:
         return not _going(names) and (self.accumulates or micro_batches_of(names) > 1)
 
     def least_seconds(self, names: Names) -> float:
-        """Return a bound: these levers take no less, whatever is recomputed."""
-        one = self.measured(micro_batches_of(names), LOSS_HEAD in names, Names()).costs
+        """Return a bound: these levers take no less, whatever is recomputed. MLPs in tiles are no faster than whole."""
+        one = self.measured(micro_batches_of(names), names & {LOSS_HEAD}, Names()).costs
         seconds = sum(stage.full_forward + stage.backward for stage in one.stage_seconds)
         return seconds * micro_batches_of(names) * self.step.batches + self._beside_passes(names)
 
@@ -342,7 +347,7 @@ class Prices:
 
         A chain counts what skips its stages for longer than it lives. They are the same whatever the optimizer is.
         """
-        key = (micro_batches_of(names), LOSS_HEAD in names, _going(names), candidate is not None)
+        key = (micro_batches_of(names), names & OTHER_FORWARD, _going(names), candidate is not None)
         if OFFLOAD_LAYERS in names:
             return 0
         if key not in self._less:
@@ -434,7 +439,7 @@ class Prices:
         measured = self._measured_with(names)
         optimizer = self._optimizer(names)
         optimizer = optimizer._replace(unseen=optimizer.unseen + self._besides(names))
-        with self._as_with(micro_batches_of(names), LOSS_HEAD in names, _going(names)):
+        with self._as_with(micro_batches_of(names), names & OTHER_FORWARD, _going(names)):
             if candidate is not None:
                 forward = planned_forward(candidate, measured.costs, measured.chain, self.to)
             else:

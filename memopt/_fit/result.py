@@ -17,6 +17,7 @@ from memopt._run.plan import (
     MICRO_BATCHES,
     OFFLOAD_LAYERS,
     OPTIONS,
+    TILES,
 )
 from memopt._runtime.results import Result
 from memopt._runtime.table import Facts, Html, ResultTable, paragraphs, seconds_text, several
@@ -159,6 +160,7 @@ class Fit(Result):
             return f"at most {self.micro_batch_size} of {self.step.samples} samples at a time"
         return {
             LOSS_HEAD: "logits in chunks",
+            TILES: "MLPs some rows at a time",
             OFFLOAD_LAYERS: "parameters on the host, copied layer by layer",
         }[name]
 
@@ -190,6 +192,8 @@ class Fit(Result):
         lines = []
         if LOSS_HEAD in names:
             lines.append("memopt.nn.fuse_loss_head(model)")
+        if TILES in names:
+            lines.append("memopt.nn.tile_mlps(model)")
         if OFFLOAD_LAYERS in names:
             lines.append("memopt.offload_layers(model)")
             lines.append("optimizer.load_state_dict(optimizer.state_dict())  # its states go to the host")

@@ -17,6 +17,7 @@ from memopt._microbatch.split_batch import Cutting, Reduction, SplitBatch, Weigh
 from memopt._offload.layers import offloaded
 from memopt._runtime import arguments
 from memopt._runtime.state_snapshot import BufferValues, ModuleTensors, RandomState
+from memopt.nn._tile_mlps import TiledMLPs, tile_mlps
 
 CHECKED = 8  # samples on which the loss of a batch is compared with those of its parts
 
@@ -163,6 +164,26 @@ class TrainingStep:
             f"memopt.fit: {type(self.model).__name__} and its loss do not run on sample, which is read as {how}: "
             f"{type(error).__name__}: {error}"
         )
+
+    # ---- MLPs in tiles -----------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def tiles(self) -> TiledMLPs:
+        """The model's MLPs as they run in tiles, once they are put in. Raises ValueError where none does."""
+        handle = tile_mlps(self.model)
+        try:
+            with left_as_it_is(self.model), torch.no_grad():
+                self.compute(*self.batch)
+        except torch.OutOfMemoryError:
+            pass  # that is what is planned for; what has run is known
+        finally:
+            handle.remove()
+        if not handle.ran:
+            raise ValueError(
+                "no MLP of the model runs in tiles: they get no more rows than they are wide, or do more than "
+                "functions of single rows"
+            )
+        return handle
 
     # ---- micro-batches -----------------------------------------------------------------------------------------------
 

@@ -53,6 +53,18 @@ class Headed(nn.Module):
         return {"loss": F.cross_entropy(logits.reshape(-1, 2048), labels.reshape(-1)), "logits": logits}
 
 
+class Wide(nn.Module):
+    """A layer of a model for long sequences: most of it are the wide results of its MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 16 * width), nn.GELU(), nn.Linear(16 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
 def tokens_loss(out: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, -2), targets.flatten())
 
@@ -93,7 +105,7 @@ class Training:
         return [*self.model.parameters(), *self.model.buffers(), *tensors_in(self.sample), *states]
 
 
-KINDS = ("gpt", "cnn", "embedded", "optimizer", "headed")
+KINDS = ("gpt", "cnn", "embedded", "optimizer", "headed", "long")
 
 
 def training(kind: str, device: str = "cpu", optimizer: Any = torch.optim.AdamW) -> Training:
@@ -112,6 +124,9 @@ def training(kind: str, device: str = "cpu", optimizer: Any = torch.optim.AdamW)
     elif kind == "optimizer":
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.Linear(256, 10))
         sample = torch.randn(16, 256), torch.randint(0, 10, (16,))
+    elif kind == "long":  # of one sample
+        model, loss = nn.Sequential(*(Wide(32) for _ in range(3)), nn.Linear(32, 10)), tokens_loss
+        sample = torch.randn(1, 2048, 32), torch.randint(0, 10, (1, 2048))
     else:
         model, loss = Headed(), None
         ids = torch.randint(0, 2048, (16, 32))

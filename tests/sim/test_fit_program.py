@@ -28,7 +28,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.4, 0.25])
-@pytest.mark.parametrize("kind", ["gpt", "optimizer", "embedded"])
+@pytest.mark.parametrize("kind", ["gpt", "optimizer", "embedded", "long"])
 def test_steps_by_the_plan_are_within_the_budget_and_as_its_tier_says(kind: str, share: float) -> None:
     fit_models.check(kind, share, "cuda")
 

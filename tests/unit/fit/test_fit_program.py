@@ -49,11 +49,24 @@ def test_steps_by_the_plan_are_within_the_budget_and_as_its_tier_says(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("kind", "share"), [("gpt", 0.6), ("gpt", 0.25), ("optimizer", 0.9), ("headed", 0.5), ("cnn", 0.85)]
+    ("kind", "share"),
+    [("gpt", 0.6), ("gpt", 0.25), ("optimizer", 0.9), ("headed", 0.5), ("cnn", 0.85), ("long", 0.1)],
 )
 def test_a_plan_is_found_where_one_is_known(kind: str, share: float) -> None:
     fit, measured = fit_models.check(kind, share, "cpu")
     assert measured is not None, fit
+
+
+def test_a_sequence_whose_mlps_are_too_much_runs_through_them_in_tiles() -> None:
+    """A schedule makes an MLP's wide results whole, and one sample cannot be divided."""
+    fit, _ = fit_models.check("long", 0.25, "cpu")
+    assert "tiles" in fit.names and "memopt.nn.tile_mlps(model)" in fit.code()
+    assert {lever.name: lever.does for lever in fit.levers}["tiles"] == "MLPs some rows at a time"
+    refused = fit_models.training("optimizer").fit(1 << 30).refused
+    assert "has no module of 2 to 4 linear layers" in refused["tiles"]
+    few = fit_models.training("long")
+    few.sample = tuple(part[:, :16] for part in few.sample)  # rows, of a model that is twice as wide
+    assert "no more rows than they are wide" in few.fit(1 << 30).refused["tiles"]
 
 
 def planner_of(one: Training, budget: int, **options: Any) -> planning.Planner:
@@ -64,7 +77,7 @@ def planner_of(one: Training, budget: int, **options: Any) -> planning.Planner:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.35])
-@pytest.mark.parametrize("kind", ["gpt", "optimizer", "headed"])
+@pytest.mark.parametrize("kind", ["gpt", "optimizer", "headed", "long"])
 def test_all_combinations_tried_one_by_one_hold_no_better_plan(kind: str, share: float) -> None:
     one = training(kind)
     whole = planner_of(one, 1 << 40)
