@@ -60,7 +60,8 @@ class AppliedFit:
             self.optimizer, undo = replaced(step.optimizer, options_of(names))
             self._undo.callback(self._take_back, undo)
         if CHECKPOINT in names:
-            self._checkpoint()
+            with step.cast(names):
+                self._checkpoint()
             self._undo.callback(undo_checkpoint, model)
 
     def _checkpoint(self) -> None:
@@ -107,19 +108,22 @@ class AppliedFit:
         Raises:
             ValueError: As memopt.backward, for micro-batches.
         """
-        step = self.fit.step
         if self.fit.micro_batch_size is None:
-            loss = step.compute(*batch)
+            loss = self._compute(*batch)
             (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         return backward(
-            step.compute,
+            self._compute,
             *batch,
             model=self.model,
             scaler=scaler,
-            reduction=step.reduction,
+            reduction=self.fit.step.reduction,
             micro_batch_size=self.fit.micro_batch_size,
         )
+
+    def _compute(self, *batch: Any) -> Tensor:
+        with self.fit.step.cast(self.fit.names or ()):
+            return self.fit.step.compute(*batch)
 
     def remove(self) -> nn.Module:
         """Undo the plan: the model is plain, and the states are the given optimizer's again. Once is enough.

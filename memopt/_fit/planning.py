@@ -25,6 +25,7 @@ from memopt._fit.training_step import TrainingStep
 from memopt._microbatch.split_batch import Reduction
 from memopt._offload.model_layers import check_model
 from memopt._run.plan import (
+    BF16,
     CHECKPOINT,
     EIGHT_BITS,
     FACTORED,
@@ -45,7 +46,7 @@ from memopt.optim._one_pass import OnePass
 
 ALIKE = 1.02  # a plan with fewer levers is taken, if it takes no more than so much of the fastest one's time
 TRIALS = 8  # of plans by a step
-ALLOW = {word: name for word, name in ALLOWED.items() if name in OPTIONS} | {"dropout": MICRO_BATCHES}
+ALLOW = ALLOWED | {"dropout": MICRO_BATCHES}
 
 
 def fit(
@@ -69,7 +70,8 @@ def fit(
     (memopt.nn.tile_mlps); layers on the host (memopt.offload_layers); and micro-batches with the gradients of the whole
     batch (memopt.backward). Of the plans that fit those come first that change nothing, then those with bit-equal
     results, then those equal to rounding; of one tier the fastest, without a lever that it does not need. The learning
-    rate, the effective batch and the dtype are never changed. What offloads needs a CUDA device.
+    rate and the effective batch are never changed, and the dtype only where `allow` has "bf16". What offloads needs a
+    CUDA device.
 
     Nothing is changed yet: parameters, gradients, buffers, random states and the optimizer are left as they are.
     `.apply()` changes them, and what it returns can undo that.
@@ -96,8 +98,8 @@ def fit(
         reduction: The loss's reduction over the samples, as memopt.backward has it.
         exact: Whether results must be bit-equal to the plain training's.
         allow: What may change results beyond rounding: "8bit" and "4bit" (optimizer states), "factored" (second
-            moments, as averages of rows and columns), "dropout" (micro-batches of a model that draws random numbers,
-            which then draw others).
+            moments, as averages of rows and columns), "bf16" (autocast of the model and the loss), "dropout"
+            (micro-batches of a model that draws random numbers, which then draw others).
         reads_gradients: Whether the training reads gradients between backward and step: clips, scales or logs them.
             They then stay where they are.
 
@@ -227,6 +229,16 @@ class Planner:
                 return str(error).removeprefix("tile_mlps: ")
             return ""
 
+        def no_bf16() -> str:
+            kind = self.step.device.type
+            if torch.is_autocast_enabled(kind):
+                return "autocast is on already"
+            if kind == "cuda" and not torch.cuda.is_bf16_supported():
+                return "this device does not compute in bf16"
+            if all(p.dtype != torch.float32 for p in self.step.model.parameters()):
+                return "no parameter is in fp32"
+            return ""
+
         def no_layers() -> str:
             if self.step.device.type != "cuda":
                 return "the model is in the host's memory already"
@@ -240,6 +252,8 @@ class Planner:
             yield LOSS_HEAD
         if self._wanted(TILES, no_tiles):
             yield TILES
+        if self._wanted(BF16, no_bf16):
+            yield BF16
         if self._wanted(OFFLOAD_LAYERS, no_layers):
             yield OFFLOAD_LAYERS
 

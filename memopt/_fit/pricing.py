@@ -50,6 +50,7 @@ from memopt._offload.model_layers import find_layers
 from memopt._offload.model_layers import nbytes as layer_bytes
 from memopt._offload.schedule_sets import Bandwidth, bandwidth
 from memopt._run.plan import (
+    BF16,
     CHECKPOINT,
     EIGHT_BITS,
     FACTORED,
@@ -71,7 +72,7 @@ from memopt.nn._tile_mlps import put
 from memopt.optim._state_bytes import OptimizerBytes, foretold
 
 NEAR = 1.5  # times the budget: what is worked out to take more is not tried
-OTHER_FORWARD = Names({LOSS_HEAD, TILES})  # levers with which the model runs other functions
+OTHER_FORWARD = Names({LOSS_HEAD, TILES, BF16})  # levers with which the model runs other functions
 RANDOM_STATES = 4  # that memopt.backward has: of the batch, of a micro-batch, and two that are compared
 
 
@@ -152,6 +153,7 @@ class Prices:
             if TILES in forward:
                 put(self.step.tiles.forwards.values())
                 undo.callback(self.step.tiles.remove)
+            undo.enter_context(self.step.cast(forward))
             with left_as_it_is(self.step.model), hooks:
                 yield
 
@@ -172,7 +174,7 @@ class Prices:
                     self._no_chain = str(error)
                     chain = ModelChain(Whole(self.step.model), call.args, call.kwargs)
                 costs = ChainMeasurement(chain, call.loss, keeps_output=False, seconds=known)
-            shape = CallShape.of(self.step.model, call.args, call.kwargs)
+                shape = CallShape.of(self.step.model, call.args, call.kwargs)
             self._measured[key] = Measured(chain, costs, shape, time.perf_counter() - begun)
         return self._measured[key]
 
@@ -285,7 +287,7 @@ class Prices:
 
     def least_seconds(self, names: Names) -> float:
         """Return a bound: these levers take no less, whatever is recomputed. MLPs in tiles are no faster than whole."""
-        one = self.measured(micro_batches_of(names), names & {LOSS_HEAD}, Names()).costs
+        one = self.measured(micro_batches_of(names), names & (OTHER_FORWARD - {TILES}), Names()).costs
         seconds = sum(stage.full_forward + stage.backward for stage in one.stage_seconds)
         return seconds * micro_batches_of(names) * self.step.batches + self._beside_passes(names)
 

@@ -11,6 +11,7 @@ from memopt._estimate.search import TIERS, Names, tier_of
 from memopt._fit.optimizers import counterpart_of, options_of
 from memopt._fit.training_step import TrainingStep
 from memopt._run.plan import (
+    BF16,
     CHECKPOINT,
     FUSED,
     LOSS_HEAD,
@@ -161,6 +162,7 @@ class Fit(Result):
         return {
             LOSS_HEAD: "logits in chunks",
             TILES: "MLPs some rows at a time",
+            BF16: "autocast of the model and the loss",
             OFFLOAD_LAYERS: "parameters on the host, copied layer by layer",
         }[name]
 
@@ -207,18 +209,23 @@ class Fit(Result):
             lines.append("states = optimizer.state_dict()")
             lines.append(f"optimizer = memopt.optim.{kind}({groups}{given})")
             lines.append("optimizer.load_state_dict(states)")
+        cast = f"with torch.autocast({step.device.type!r}, torch.bfloat16):" if BF16 in names else ""
         if CHECKPOINT in names:
-            lines += self._checkpoint_lines()
+            *inputs, call = self._checkpoint_lines()
+            lines += [*inputs, *([cast, f"    {call}"] if cast else [call])]
         if self.micro_batch_size is not None:
             how = "" if step.reduction == "mean" else f", reduction={_word(step.reduction)}"
             lines.append(f"def compute_loss({self._signature()}):")
-            lines.append(f"    return {self._loss_of_batch()}")
+            computed = f"    return {self._loss_of_batch()}"
+            lines += [f"    {cast}", f"    {computed}"] if cast else [computed]
             star = "*" if isinstance(step.sample, (tuple, list)) else ""
             lines += [
                 "# in each step, instead of the loss's .backward():",
                 f"memopt.backward(compute_loss, {star}sample, model=model, "
                 f"micro_batch_size={self.micro_batch_size}{how})",
             ]
+        elif cast:
+            lines += ["# in each step, around the model's call and the loss:", f"# {cast}"]
         return lines
 
     def _checkpoint_lines(self) -> list[str]:

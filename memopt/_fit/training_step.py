@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from memopt._checkpoint.stages import ranks
 from memopt._microbatch import exactness
 from memopt._microbatch.split_batch import Cutting, Reduction, SplitBatch, Weights
 from memopt._offload.layers import offloaded
+from memopt._run.plan import BF16
 from memopt._runtime import arguments
 from memopt._runtime.state_snapshot import BufferValues, ModuleTensors, RandomState
 from memopt.nn._tile_mlps import TiledMLPs, tile_mlps
@@ -77,6 +79,10 @@ class TrainingStep:
         inputs, rest = self._divided(batch)
         args, kwargs = sample_arguments(inputs)
         return self._loss_of(self.model(*args, **kwargs), rest)
+
+    def cast(self, names: Collection[str]) -> AbstractContextManager[object]:
+        """Return what is around the model and the loss with these levers."""
+        return torch.autocast(self.device.type, torch.bfloat16) if BF16 in names else nullcontext()
 
     def call(self, samples: int | None = None) -> ModelCall:
         """Return the model's call on the first samples of the batch; None: on all."""

@@ -9,8 +9,10 @@ import torch
 
 from memopt import sim
 from memopt._fit.optimizers import step_seconds
+from memopt._fit.planning import Planner
 from memopt._fit.pricing import Prices
-from memopt._run.plan import OFFLOAD_LAYERS
+from memopt._fit.training_step import TrainingStep
+from memopt._run.plan import BF16, OFFLOAD_LAYERS
 from tests.helpers import fit_models
 
 SIM = {"memory": "1GiB"}
@@ -31,6 +33,20 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["gpt", "optimizer", "embedded", "long"])
 def test_steps_by_the_plan_are_within_the_budget_and_as_its_tier_says(kind: str, share: float) -> None:
     fit_models.check(kind, share, "cuda")
+
+
+def test_a_plan_in_bf16_takes_what_was_worked_out() -> None:
+    one = fit_models.training("gpt", "cuda")
+    plain = fit_models.peak_on_cuda(one.standing(), lambda: fit_models.plain(one))
+    step = TrainingStep(one.model, one.optimizer, one.sample, one.loss, "mean", None)
+    planner = Planner(step, plain - plain // 8, False, {BF16}, False)
+    planner.levers = [BF16]
+    planner.micro_batches = []
+    fit = planner.plan()
+    assert fit.names == {BF16} and fit.peak_bytes is not None
+    with fit.apply() as handle:
+        measured = fit_models.peak_on_cuda(one.standing(), lambda: fit_models.applied(handle, one))
+    assert measured <= fit.memory_budget and abs(fit.peak_bytes - measured) <= 0.03 * measured
 
 
 def test_a_step_on_the_host_is_timed_there() -> None:

@@ -170,32 +170,71 @@ def test_planning_changes_nothing(kind: str, stepped: bool) -> None:
     assert same(snapshot(one), before)
 
 
+def assert_lines_do_what_apply_does(fit: Any, one: Training, two: Training) -> None:
+    """The plan is of one, its lines are run for two."""
+    assert fit.fits and fit.names
+    handle = fit.apply()
+    lines = fit.code().splitlines()
+    in_step = [line for line in lines if line.startswith("memopt.backward(")]
+    names: dict[str, Any] = {"memopt": memopt, "torch": torch, "model": two.model, "optimizer": two.optimizer}
+    names |= {"sample": two.sample, "loss": two.loss}
+    exec("\n".join(line for line in lines if line not in in_step), names)
+    lowered = "# with torch.autocast('cpu', torch.bfloat16):" in lines
+    assert lowered == ("bf16" in fit.names and not in_step)
+    for _ in range(2):
+        wanted = handle.backward(*one.batch)
+        handle.optimizer.step()
+        handle.optimizer.zero_grad()
+        if in_step:
+            found = eval(in_step[0], names)
+        else:
+            with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+                loss = two.compute(*two.batch)
+            loss.backward()
+            found = loss.detach()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+        assert torch.equal(found, wanted), fit.code()
+
+
 def test_the_lines_to_write_do_what_apply_does() -> None:
     for kind, share in (("gpt", 0.5), ("gpt", 0.25), ("headed", 0.4), ("headed", 0.25), ("optimizer", 0.8)):
         other = training(kind)
         budget = int(share * fit_models.peak_on_cpu(other.standing(), lambda: fit_models.plain(other)))  # noqa: B023
-        one, two = training(kind), training(kind)
-        fit = one.fit(budget)
-        assert fit.fits and fit.names
-        handle = fit.apply()
-        lines = fit.code().splitlines()
-        in_step = [line for line in lines if line.startswith("memopt.backward(")]
-        names: dict[str, Any] = {"memopt": memopt, "model": two.model, "optimizer": two.optimizer}
-        names |= {"sample": two.sample, "loss": two.loss}
-        exec("\n".join(line for line in lines if line not in in_step), names)
-        for _ in range(2):
-            wanted = handle.backward(*one.batch)
-            handle.optimizer.step()
-            handle.optimizer.zero_grad()
-            if in_step:
-                found = eval(in_step[0], names)
-            else:
-                loss = two.compute(*two.batch)
-                loss.backward()
-                found = loss.detach()
-            names["optimizer"].step()
-            names["optimizer"].zero_grad()
-            assert torch.equal(found, wanted), fit.code()
+        one = training(kind)
+        assert_lines_do_what_apply_does(one.fit(budget), one, training(kind))
+
+
+def test_where_bf16_is_allowed_the_model_and_the_loss_run_in_autocast() -> None:
+    fit, _ = fit_models.check("cnn", 0.5, "cpu", allow=("bf16",))  # and nothing else is enough
+    assert "bf16" in fit.names and fit.tier == "other numbers"
+    one = training("cnn")
+    assert "allow={'bf16'}" in one.fit(fit.memory_budget).refused["bf16"]
+    assert_lines_do_what_apply_does(one.fit(fit.memory_budget, allow=("bf16",)), one, training("cnn"))
+
+
+def test_micro_batches_run_in_autocast_too() -> None:
+    def of_two() -> Training:
+        one = training("long")
+        one.sample = tuple(torch.cat([part, part.flip(1)]) for part in one.sample)
+        return one
+
+    one, fewest = of_two(), Names(["micro-batches:2"])
+    alone = planner_of(of_two(), 1 << 40).prices.attempt(fewest).peak
+    planner = planner_of(one, alone - alone // 8, allow=("bf16",))
+    planner.levers = ["bf16"]
+    fit = planner.plan()
+    assert fit.names == {"bf16", *fewest}
+    assert_lines_do_what_apply_does(fit, one, of_two())
+
+
+def test_bf16_has_its_reasons_against_it() -> None:
+    one = training("optimizer")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert one.fit(1 << 30, allow=("bf16",)).refused["bf16"] == "autocast is on already"
+    one.model.bfloat16()
+    one.sample = one.sample[0].bfloat16(), one.sample[1]
+    assert one.fit(1 << 30, allow=("bf16",)).refused["bf16"] == "no parameter is in fp32"
 
 
 def test_a_scheduler_of_the_given_optimizer_sets_the_rate_of_the_one_in_its_place() -> None:
