@@ -160,10 +160,11 @@ class TiledForward:
             if p is not None
         ]
 
-    def tiles(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the rows of a tensor in tiles, with as many dimensions as it has."""
+    def tiles(self, x: Tensor, given: Tensor) -> Sequence[Tensor]:
+        """Return the rows of a tensor in tiles, with as many dimensions as it has. given: the input, by whose width a
+        tile has its rows."""
         flat = x.reshape(*[1] * (x.dim() - 2), -1, x.shape[-1])
-        return torch.split(flat, self.rows or x.shape[-1], -2)  # type: ignore[no-any-return, no-untyped-call]
+        return torch.split(flat, self.rows or given.shape[-1], -2)  # type: ignore[no-any-return, no-untyped-call]
 
     def _suits(self, x: Any) -> bool:
         if type(x) is not Tensor or x.dim() < 2 or torch.compiler.is_compiling():
@@ -173,7 +174,7 @@ class TiledForward:
         if not all(type(p) in (nn.Parameter, Tensor) for p in self.parameters()) or self._is_watched():
             return False
         if self._takes_rows is None:
-            self._takes_rows = takes_single_rows(self.own, self.tiles(x)[0][..., :_TRIED, :])
+            self._takes_rows = takes_single_rows(self.own, self.tiles(x, x)[0][..., :_TRIED, :])
         return self._takes_rows
 
     def _is_watched(self) -> bool:
@@ -199,7 +200,7 @@ class InTiles(torch.autograd.Function):
         made: Tensor | None = None
         done = 0
         with torch.autocast(**ctx.cast):
-            for tile in mlp.tiles(x):
+            for tile in mlp.tiles(x, x):
                 rows: Tensor = mlp.own(tile).flatten(0, -2)
                 if made is None:
                     made = rows.new_empty(x.shape[:-1].numel(), rows.shape[-1])
@@ -217,7 +218,7 @@ class InTiles(torch.autograd.Function):
         del saved
         of_x = x.new_empty(x.shape)
         sums: list[Tensor | None] = [None] * sum(trained)
-        for tile, part, place in zip(mlp.tiles(x), mlp.tiles(gradient), mlp.tiles(of_x), strict=True):
+        for tile, part, place in zip(*(mlp.tiles(one, x) for one in (x, gradient, of_x)), strict=True):
             rows = tile.detach().requires_grad_(goes_on)
             with mlp.using(parameters), torch.enable_grad(), torch.autocast(**ctx.cast):
                 result = mlp.own(rows)

@@ -286,6 +286,16 @@ def test_recomputed_planned_and_stepped_in_backward() -> None:
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.parametrize("out", [1, 4, 12])
+def test_tiles_have_as_many_rows_as_the_input_is_wide_whatever_comes_out(out: int) -> None:
+    plain = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, out)).double()
+    tiled, x = copy.deepcopy(plain), torch.randn(33, 5, dtype=torch.float64)
+    handle = memopt.nn.tile_mlps(tiled)
+    for mine, other in zip(gradients(tiled, x), gradients(plain, x), strict=True):
+        torch.testing.assert_close(mine, other)
+    assert handle.ran == [""]
+
+
 def test_a_schedule_has_mlps_in_tiles_as_its_stages() -> None:
     """Not their layers, which run once for each tile; and within a budget that no MLP of all rows is within."""
     mlps = (
