@@ -100,6 +100,7 @@ def install(model: nn.Module, rows: int | None = None) -> dict[str, TiledForward
 
 
 def put(forwards: Iterable[TiledForward]) -> None:
+    """Have the modules of these forwards run by them."""
     for forward in forwards:
         forward.module.__dict__["forward"] = forward
 
