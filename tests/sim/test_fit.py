@@ -97,6 +97,13 @@ def test_the_plan_trains_with_the_bits_of_the_script(tmp_path, kind):
     peak, foreseen = map(parse_size, said)
     assert peak == pytest.approx(foreseen, rel=0.05) and peak <= PEAK * 6 // 10 << 20
     memopt(tmp_path, "run", "-q", "--no-record", "--sim", card, *call, status=1)
+    plan = json.loads((tmp_path / "train.fit.json").read_text())
+    (tmp_path / "old.json").write_text(json.dumps(plan | {"torch": "2.9.1"}))
+    old = memopt(
+        tmp_path, *("old.json" if word == "train.fit.json" else word for word in run), card, *call, status=2
+    )
+    assert "torch: planned for 2.9.1" in old.stderr and not old.stdout
+    assert "a smaller card" in memopt(tmp_path, *run, "600MiB", *call, status=2).stderr
 
 
 def test_a_script_without_a_step_has_nothing_to_plan(tmp_path):

@@ -54,11 +54,12 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_part_is_right_on_the_simulated_device(tmp_path):
     """In the short form four that are drawn."""
-    file, parts, length = tmp_path / "report.json", list(PARTS), "--full"
+    file, parts, options = tmp_path / "report.json", list(PARTS), ["--full"]
     if os.environ.get("MEMOPT_SOAK") != "1":
         drawn = random.Random(os.environ.get("MEMOPT_SEED")).sample(parts[1:], 3)
-        parts, length = [name for name in parts if name in {parts[0], *drawn}], "--quick"
-    done = command("--simulated", length, "-o", str(file), "--parts", *parts)
+        parts = [name for name in parts if name in {parts[0], *drawn}]
+        options = ["--quick", "--parts", *parts]
+    done = command("--simulated", "-o", str(file), *options)
     assert done.returncode == 0, done.stdout + done.stderr
     found = check_report.read(str(file))
     assert [(part.part, part.status) for part in found.parts] == [(name, "ok") for name in parts]
