@@ -7,6 +7,7 @@ ends an interpreter (some paths of fake attention) does not end this one.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import inspect
@@ -132,7 +133,7 @@ def _run(training: TrainingTask, seconds: float, protected: Protection, folder: 
     read, write = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    pid = _fork()
     if pid == 0:
         os.close(read)
         _in_child(training, protected, folder, write, output)
@@ -153,6 +154,42 @@ def _run(training: TrainingTask, seconds: float, protected: Protection, folder: 
     if "failed" in answer:
         raise ChildFailed(f"it does not run on fake tensors: {answer['failed']}", answer["trace"])
     return Answer.from_json(answer)
+
+
+def _fork() -> int:
+    """os.fork(), whose child can run backward passes.
+
+    torch refuses them in a fork of a process where backward passes have started threads: of one with a GPU, or where
+    torch.compile has met a CUDA build without one. It learns of a fork from a handler, and glibc's _Fork() runs none.
+    The child needs none of those threads, because its tensors are fake. Where there is no _Fork() (before glibc 2.34),
+    torch's refusal is the answer.
+    """
+    _backward()  # a device's threads start here, where its driver is known to work
+    trial = os.fork()
+    if trial == 0:
+        try:
+            _backward()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, refused = os.waitpid(trial, 0)
+    raw = getattr(ctypes.PyDLL(None, use_errno=True), "_Fork", None) if refused else None
+    if raw is None:
+        return os.fork()
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid: int = raw()
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return pid
+
+
+def _backward() -> None:
+    with torch.inference_mode(False):
+        torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
 def _heard(read: int, seconds: float) -> bytes:
@@ -194,7 +231,7 @@ def _in_child(training: TrainingTask, protected: Protection, folder: str, write:
 
 def _confine(protected: Protection, folder: str) -> None:
     """A fork has one thread, however many its parent has."""
-    fork_watched()
+    fork_watched(_fork)
     opened = protection.open_for_writing()
     protection.confine(protected, folder)
     protection.reopen(protected, opened, folder)
@@ -254,9 +291,12 @@ def _as_in_a_fork_of_fakes() -> None:
     """Patch torch for fake tensors for the rest of this process.
 
     Patched are conversions of modules, CUDA's autocast, which a CPU build would switch off, DataLoader's workers, to
-    which fake tensors cannot be sent, and the backward pass, which torch runs outside LikeCuda: what it runs again must
-    be what was run.
+    which fake tensors cannot be sent, the question before an optimizer's step whether a CUDA graph is captured, which a
+    fork cannot ask, and the backward pass, which torch runs outside LikeCuda: what it runs again must be what was run.
     """
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        if hasattr(torch.optim.Optimizer, name):  # either, by the version
+            setattr(torch.optim.Optimizer, name, lambda _: None)
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def like_cuda(*args: Any, **kwargs: Any) -> Any:
@@ -334,55 +374,68 @@ def _fakes() -> Iterator[FakeTensor]:
 
 
 def _make_fake(training: TrainingTask, mode: FakeTensorMode) -> None:
-    """Replace real tensors by fake ones: of the model, the optimizer, the sample, and of modules that a function
-    reaches."""
+    """Replace real tensors by fake ones, in modules, in optimizers, and what else the training holds by itself."""
     from torch.utils import _pytree as pytree
 
-    from_meta: dict[int, torch.Tensor] = {}
+    empties: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        if not tensor.is_meta:
+        if tensor.is_cpu:
             return mode.from_tensor(tensor)  # one and the same each time
-        if id(tensor) not in from_meta:
+        if id(tensor) not in empties:
             with mode:
                 made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
             needs_grad = tensor.requires_grad
             parameter = isinstance(tensor, torch.nn.Parameter)
-            from_meta[id(tensor)] = torch.nn.Parameter(made, needs_grad) if parameter else made
-        return from_meta[id(tensor)]
+            empties[id(tensor)] = torch.nn.Parameter(made, needs_grad) if parameter else made
+        return empties[id(tensor)]
 
-    for module in {id(m): m for root in _reached(training) for m in root.modules()}.values():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    table[name] = fake(tensor)
-    if isinstance(training.optimizer, torch.optim.Optimizer):
-        optimizer = training.optimizer
-        states = {fake(p): s for p, s in optimizer.state.items()}
-        optimizer.state.clear()
-        for parameter, state in states.items():
-            optimizer.state[parameter] = pytree.tree_map_only(torch.Tensor, fake, state)
-        for group in optimizer.param_groups:
-            group["params"] = [fake(p) for p in group["params"]]
-    training.sample = pytree.tree_map_only(torch.Tensor, fake, training.sample)
+    for held, put in list(_held(training)):
+        if isinstance(held, torch.nn.Module):
+            for module in held.modules():
+                for table in (module._parameters, module._buffers):
+                    for name, tensor in table.items():
+                        if tensor is not None:
+                            table[name] = fake(tensor)
+        elif isinstance(held, torch.optim.Optimizer):
+            states = {fake(p): s for p, s in held.state.items()}
+            held.state.clear()
+            for parameter, state in states.items():
+                held.state[parameter] = pytree.tree_map_only(torch.Tensor, fake, state)
+            for group in held.param_groups:
+                group["params"] = [fake(p) for p in group["params"]]
+        elif any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(held)):
+            put(pytree.tree_map_only(torch.Tensor, fake, held))
 
 
-def _reached(training: TrainingTask) -> Iterable[torch.nn.Module]:
-    """The module, or those that a function holds: in its closure, its defaults, the globals that it names, and as its
-    object."""
-    subject = training.subject
-    held = [subject, training.loss]
-    for function in (subject, training.loss):
+_Held = Iterator[tuple[Any, Callable[[Any], None]]]
+
+
+def _held(training: TrainingTask) -> _Held:
+    """What the training is given, and what its functions hold: in their closures, their defaults, the globals that they
+    name, and as their objects. Each with what puts another in its place."""
+    yield from _named(vars(training))
+    for function in (training.subject, training.loss):
         if isinstance(function, types.MethodType):
-            held += [function.__self__, *getattr(function.__self__, "__dict__", {}).values()]
+            yield function.__self__, lambda _: None
+            if not isinstance(function.__self__, torch.nn.Module):
+                yield from _named(getattr(function.__self__, "__dict__", {}))
             function = function.__func__
         if isinstance(function, types.FunctionType):
-            held += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-            held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-            held += [function.__globals__.get(name) for name in function.__code__.co_names]
-    return [thing for thing in held if isinstance(thing, torch.nn.Module)]
+            for cell in function.__closure__ or ():
+                if cell != types.CellType():
+                    yield cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
+            yield function.__defaults__, functools.partial(setattr, function, "__defaults__")
+            yield from _named(function.__kwdefaults__ or {})
+            yield from _named(function.__globals__, function.__code__.co_names)
+
+
+def _named(table: dict[str, Any], names: Iterable[str] | None = None) -> _Held:
+    for name in table if names is None else names:
+        if name in table:
+            yield table[name], functools.partial(table.__setitem__, name)
 
 
 # ---- a script --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -230,13 +230,13 @@ class _EndAsked(BaseException):
     """Raised when this process is told to end."""
 
 
-def fork_watched() -> None:
+def fork_watched(fork: Callable[[], int] = os.fork) -> None:
     """Continue in a forked child; this process watches it (fork_and_watch) and ends with its status."""
-    if (status := fork_and_watch()) is not None:
+    if (status := fork_and_watch(fork)) is not None:
         _end_as(status)
 
 
-def fork_and_watch() -> int | None:
+def fork_and_watch(fork: Callable[[], int] = os.fork) -> int | None:
     """Fork. Return None in the child; in this process its wait status, once it and all that it has left behind have
     ended.
 
@@ -247,7 +247,7 @@ def fork_and_watch() -> int | None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_asked)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

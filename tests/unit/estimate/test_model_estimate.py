@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import types
@@ -218,7 +219,15 @@ def test_the_same_training_in_any_form_takes_the_same():
     model, sample, optimizer = build()
     expected = fake(model, sample, optimizer=optimizer)
     instance = optimizer(model.parameters(), lr=0.1)
+
+    def train():
+        for _ in range(3):
+            model(sample).sum().backward()
+            instance.step()
+            instance.zero_grad()
+
     forms = [
+        fake(train),
         fake(model, (sample,), optimizer=instance),
         fake(model, {"input": sample}, optimizer=functools.partial(optimizer, lr=0.1)),
         fake(lambda x: model(x).sum(), sample, optimizer=optimizer),
@@ -229,7 +238,8 @@ def test_the_same_training_in_any_form_takes_the_same():
     ]
     for form in forms:
         assert form.peak == pytest.approx(expected.peak, rel=0.15), form
-        assert form.by_category["parameters"] == expected.by_category["parameters"]
+        for category in ("parameters", "optimizer"):
+            assert form.by_category.get(category) == expected.by_category.get(category), form
 
 
 def test_nothing_here_is_changed():
@@ -242,6 +252,47 @@ def test_nothing_here_is_changed():
     assert all(torch.equal(p, before) and p.grad is None for p, before in parameters)
     assert not model.training and not optimizer.state
     assert torch.equal(random, torch.get_rng_state())
+
+
+THREADS = """\
+import os, sys, torch, memopt
+
+class Nested(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth:
+            with torch.enable_grad():
+                Nested.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).sum().backward()
+        return grad, None
+
+def refused():
+    if (child := os.fork()) == 0:
+        try:
+            torch.ones(1, requires_grad=True).sum().backward()
+        except RuntimeError:
+            os._exit(3)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 3 << 8
+
+def estimate():
+    model = torch.nn.Linear(64, 64, bias=False)
+    return memopt.estimate(model, torch.ones(8, 64), optimizer=torch.optim.SGD, method="fake tensors").peak
+
+before = estimate()
+assert not refused()
+Nested.apply(torch.ones(1, requires_grad=True), 100).sum().backward()  # nested over 60 times: in a thread of their own
+assert refused()
+assert estimate() == before
+"""
+
+
+def test_a_process_whose_backward_passes_have_started_threads():
+    subprocess.run([sys.executable, "-c", THREADS], check=True)
 
 
 def test_what_compiling_has_left_in_this_process_is_not_counted():
