@@ -15,6 +15,7 @@ from memopt._checkpoint.stages.costs import (
     gradients_on,
     tensors_in,
 )
+from memopt._checkpoint.stages.model_chain import is_deferred
 from memopt.optim._gradient_hooks import StandIn
 
 
@@ -55,8 +56,9 @@ class StepPeak:
         if self.allocator is None:
             return
         for tensor in tensors_in(out):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._begin_backward)
+            end = tensor.hidden if is_deferred(tensor) else tensor  # type: ignore[attr-defined]
+            if end.grad_fn is not None:
+                end.grad_fn.register_prehook(self._begin_backward)
 
     def _begin_backward(self, grads: Any) -> None:
         if self.in_backward:

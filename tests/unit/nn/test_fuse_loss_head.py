@@ -128,6 +128,31 @@ def test_the_logits_never_exist():
     assert peaks[0] - peaks[1] > 2 * logits
 
 
+class Blocks(Model):
+    """With stages, and an output that a program may keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, tokens, labels=None):
+        return vars(super().forward(tokens, labels))
+
+
+def test_they_are_not_computed_where_a_schedule_watches_its_step():
+    model, (tokens, labels) = Blocks(), batch()
+    expected = model(tokens, labels)["loss"]
+    fuse_loss_head(model, chunk_bytes=2000)
+    memopt.auto_checkpoint(
+        model, {"tokens": tokens, "labels": labels}, memory_budget="1GiB", loss=lambda out: out["loss"]
+    )
+    for _ in range(2):
+        output = model(tokens=tokens, labels=labels)
+        output["loss"].backward()
+        torch.testing.assert_close(output["loss"], expected)
+        assert output["logits"].value is None
+
+
 def test_the_plain_model_runs_in_eval_mode_without_labels_and_compiled():
     model, (tokens, labels) = Model(), batch()
     fuse_loss_head(model)
