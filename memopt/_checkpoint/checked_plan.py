@@ -35,6 +35,7 @@ from memopt.optim._state_bytes import OptimizerBytes
 
 TRIES = 8
 USED = 0.97  # of the budget: a plan whose steps take less is worth another try
+LARGER = 2  # tries for that
 STEPS = 3  # the optimizer's state comes after the first one; what is cached by then may be split otherwise in the next
 SPARE = 256  # a least budget that is named has so many parts and one more: a device's cached blocks differ a little
 SPARE_OF_RANKS = 2048  # bytes at least: what collectives' threads hold differs from step to step
@@ -243,24 +244,31 @@ def checked_plan(
         note_trial(plan, budget, taken)
         return taken
 
-    room = budget
+    def taken_by(found: Candidate) -> TrialSteps:
+        try:
+            return tried(found)
+        except torch.OutOfMemoryError:
+            if distributed:
+                raise  # the other ranks wait in this one's collectives
+            return ran_out(budget)
+
+    room, beyond = budget, None
     for _ in range(TRIES):
         try:
             found = candidate(room)
         except InfeasibleBudget:
             break
         foreseen = found[0].peak_bytes
-        try:
-            taken = tried(found)
-        except torch.OutOfMemoryError:
-            if distributed:
-                raise  # the other ranks wait in this one's collectives
-            taken = ran_out(budget)
+        taken = taken_by(found)
         if found[0].peak_bytes <= budget and max(taken[:2]) <= budget:
-            more = room_left(found[0], budget) if room == budget and not distributed else None
-            return found if more is None else _faster(found, candidate(more), budget, tried)
+            if distributed:
+                return found
+            return faster_within(
+                found, room, beyond, budget, candidate, lambda other: max(taken_by(other)[:2])
+            )
         if taken.in_step > budget:
             break  # whatever the stages do
+        beyond = room, taken.in_passes
         room = min(room, foreseen) - (taken.in_passes - budget)
     found = candidate(None)
     taken = tried(found)
@@ -285,25 +293,46 @@ def checked_plan(
     )
 
 
-def room_left(plan: Plan, budget: int) -> int | None:
+def faster_within(
+    found: Candidate,
+    room: int,
+    beyond: tuple[int, int] | None,
+    budget: int,
+    candidate: Callable[[int], Candidate],
+    taken_by: Callable[[Candidate], int],
+) -> Candidate:
+    """Return the fastest of plans whose steps are within a budget, where those of a tested one leave some of it.
+
+    room: the plan's. beyond: a larger room, and what steps by its plan took, which was too much. candidate: the plan
+    for a room. taken_by: the bytes that steps by a plan take.
+    """
+    for _ in range(LARGER):
+        more = room_left(found[0], room, beyond, budget)
+        if more is None:
+            break
+        try:
+            other = candidate(more)
+        except InfeasibleBudget:  # found was the least, and foretold to take more than it did
+            break
+        if other[0].schedule.seconds >= found[0].schedule.seconds:
+            break
+        taken = taken_by(other)
+        if taken <= budget:
+            found, room = other, more
+        else:
+            beyond = more, taken
+    return found
+
+
+def room_left(plan: Plan, room: int, beyond: tuple[int, int] | None, budget: int) -> int | None:
     """Return the room with which a tested plan could use the budget, if it leaves some: as much too much may be
-    foretold again."""
+    foretold again, or, if a larger room is known to be too large, what lies between grows evenly."""
     if plan.keeps_all or plan.peak_bytes >= USED * budget:
         return None
-    return budget + max(0, plan.predicted_bytes - plan.peak_bytes)
-
-
-def _faster(
-    found: Candidate, other: Candidate, budget: int, tried: Callable[[Candidate], TrialSteps]
-) -> Candidate:
-    """Return the other plan if it is faster and its steps are within the budget."""
-    if other[0].schedule.seconds >= found[0].schedule.seconds:
-        return found
-    try:
-        taken = tried(other)
-    except torch.OutOfMemoryError:
-        return found
-    return other if max(taken[:2]) <= budget else found
+    if beyond is None:
+        return budget + max(0, plan.predicted_bytes - plan.peak_bytes)
+    larger, taken = beyond
+    return room + (budget - plan.peak_bytes) * (larger - room) // (taken - plan.peak_bytes)
 
 
 def ran_out(budget: int) -> TrialSteps:

@@ -23,10 +23,10 @@ from memopt._checkpoint.checked_plan import (
     TrialSteps,
     bytes_of_step,
     chain_costs,
+    faster_within,
     note_trial,
     plan_for,
     ran_out,
-    room_left,
 )
 from memopt._checkpoint.plan import SLOTS, keep_all
 from memopt._checkpoint.shape_plans import (
@@ -404,28 +404,31 @@ class Prices:
         """Return a tested combination by a faster schedule, where its steps leave room and those of that one stand."""
         if found.candidate is None or not found.tested:
             return found
-        earlier = found.candidate[0]
-        if (room := room_left(earlier, self.budget)) is None:
-            return found
-        try:
-            candidate = self._candidate(found.names, self._fixed(found.names), room)
-        except InfeasibleBudget:
-            return found
-        plan = candidate[0]
-        gain = earlier.schedule.seconds - plan.schedule.seconds
-        if gain <= 0:
-            return found
-        count = micro_batches_of(found.names) * self.step.batches
-        faster = replace(
-            found,
-            in_passes=plan.predicted_bytes,
-            seconds=found.seconds - gain * count,
-            candidate=candidate,
+        names, count = found.names, micro_batches_of(found.names) * self.step.batches
+        earlier, tested = found.candidate[0], [found]
+
+        def taken_by(candidate: Candidate) -> int:
+            plan = candidate[0]
+            faster = replace(
+                found,
+                in_passes=plan.predicted_bytes,
+                seconds=found.seconds - (earlier.schedule.seconds - plan.schedule.seconds) * count,
+                candidate=candidate,
+            )
+            self._is_within(faster)
+            tested.append(faster)
+            return faster.tested
+
+        fastest = faster_within(
+            found.candidate,
+            self._rooms.get(names, self.budget),
+            None,
+            self.budget,
+            lambda room: self._candidate(names, self._fixed(names), room),
+            taken_by,
         )
-        if not self._is_within(faster):
-            return found
-        self.attempts[found.names] = faster
-        return faster
+        self.attempts[names] = next(one for one in tested if one.candidate is fastest)
+        return self.attempts[names]
 
     def planned(self, found: Attempt) -> ShapePlan | None:
         """Return the schedule that a combination was tested with, for its model to run by; None without either."""
