@@ -8,7 +8,7 @@ save anything the combinations that save most.
 Where that finds nothing, or without a forecast, each technique is run alone. What a combination takes is predicted by
 adding up what each saves; the fastest that are predicted to fit are run. Where that misleads, as one phase of a step
 hides what is saved in another, the largest combinations are run: if none of a tier fits, the tier has nothing. Of what
-fits, each part is left out that can be.
+fits, each part is left out that can be, unless it saves time.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ _BUDGETS = (0.99, 0.975, 0.96)  # of the room, before it is halved what lies bel
 _CLOSE = 0.03  # of the room: less is not worth a run
 _HALVED, _KEPT = 2, 4  # runs
 PAGES = 2 * (20 << 20)  # bytes: by 20 MiB torch's segments grow, so that what is left of a few is in pieces
+_NOTICED = 0.01  # of a step's seconds: what saves less time is not worth a line to write
 _LIKELY = 3  # combinations of a tier that are run because they are predicted to fit
 
 Names = frozenset[str]
@@ -156,13 +157,7 @@ class Search:
             fitting = next((names for names in self._candidates(tier) if self._fits(names)), None)
             if fitting is None:
                 continue
-            parts = sorted(fitting, key=self._worth, reverse=True)
-            for n, name in enumerate(parts):
-                self._runs.expect(filter(self._could, (fitting - {other} for other in parts[n + 1 :])))
-                rest = fitting - {name}
-                if self._could(rest) and self._fits(rest):
-                    fitting = rest
-            yield fitting
+            yield self._without_needless(fitting)
 
     def with_more_room(self, names: Names, room: int, *, native: bool) -> Names:
         """Return techniques that fit with what they have for activations made larger, if they are faster then: the
@@ -234,6 +229,27 @@ class Search:
     def _fits(self, names: Names) -> bool:
         tried = self.run(names)
         return tried is not None and tried.fits
+
+    def _without_needless(self, fitting: Names) -> Names:
+        """Return what is left of techniques that fit without those that neither are needed nor save time."""
+        parts = sorted(fitting, key=self._worth, reverse=True)
+        while parts:
+            before, faster = fitting, []
+            for n, name in enumerate(parts):
+                self._runs.expect(filter(self._could, (fitting - {other} for other in parts[n + 1 :])))
+                rest = fitting - {name}
+                if not (self._could(rest) and self._fits(rest)):
+                    continue
+                if self._is_slower(rest, fitting):
+                    faster.append(name)
+                else:
+                    fitting = rest
+            parts = faster if fitting != before else []
+        return fitting
+
+    def _is_slower(self, names: Names, others: Names) -> bool:
+        seconds = self.tried[others].seconds
+        return 0 < (1 + _NOTICED) * seconds < _seconds_of(self.tried[names])
 
     def _candidates(self, tier: int) -> Iterator[Names]:
         if self.forecast is not None:

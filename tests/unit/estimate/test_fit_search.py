@@ -124,6 +124,19 @@ def test_where_bytes_add_up_it_is_the_fastest():
         assert seconds[plan] == min(same)
 
 
+@pytest.mark.parametrize(("saved", "kept"), [(1.0, True), (0.001, False), (-1.0, False)])
+def test_a_part_that_is_not_needed_stays_if_it_saves_time(saved, kept):
+    def attempt(names):
+        return Tried(
+            "offload layers" in names,
+            PLAIN - 1,
+            5.0 + ("offload layers" in names) - saved * ("fused" in names),
+        )
+
+    found = next(Search(["fused", "offload layers"], PLAIN, PLAIN - 1, RunsAhead(attempt), 5.0).found())
+    assert found == {"offload layers", *(["fused"] if kept else [])}
+
+
 @pytest.mark.parametrize("forecasts", [False, True])
 def test_what_takes_nobody_knows_how_long_comes_last(forecasts):
     """As a checkpoint of a script whose steps have shapes of their own: each step makes a plan. It was run."""
