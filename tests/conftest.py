@@ -66,6 +66,14 @@ def small_heap() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def first_backward_pass() -> None:
+    """Before any FakeTensorMode: the first one after that starts threads where torch is a CUDA build, and torch refuses
+    backward passes in forks of such a process, which several tests have."""
+    if "torch" in sys.modules and not in_sim_environment():
+        sys.modules["torch"].zeros((), requires_grad=True).backward()
+
+
 @pytest.fixture(autouse=True)
 def own_log() -> Iterator[None]:
     """After each test, take back what a command that ran in this process has done to memopt's log."""

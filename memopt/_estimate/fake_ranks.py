@@ -165,7 +165,7 @@ def _roots(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
     holding = [
         module
         for module in gc.get_objects()
-        if isinstance(module, nn.Module)
+        if issubclass(type(module), nn.Module)  # no `__class__` of others is asked
         and "_parameters" in module.__dict__
         and any(id(p) in wanted for p in module.parameters())
     ]

@@ -256,7 +256,9 @@ class Techniques:
 
 def _models() -> list[nn.Module]:
     """Return modules that are in no other module."""
-    modules = [one for one in gc.get_objects() if isinstance(one, nn.Module)]
+    modules = [
+        one for one in gc.get_objects() if issubclass(type(one), nn.Module)
+    ]  # no `__class__` of others
     below = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in below]
 

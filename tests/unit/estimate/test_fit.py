@@ -11,13 +11,15 @@ from pathlib import Path
 
 import formula_child
 import pytest
+import torch
 
 from memopt.__main__ import main
 from memopt._C import format_size
-from memopt._estimate import cards, interpreters, prediction, protection
+from memopt._estimate import cards, fake_ranks, interpreters, prediction, protection
 from memopt._estimate import fit as fits
 from memopt._run import plan as plans
 from memopt._run.run_child import StepClock
+from memopt._run.techniques import _models
 from memopt._runtime import process
 
 HERE = Path(__file__).resolve().parents[2] / "helpers"
@@ -410,3 +412,19 @@ def test_the_plan_decides_alone(planned, capfd):
     assert "no file of the module 'tran'" in refused(capfd, "-m", "tran", "3")
     assert main(["run", "--fit", "none.json", "train.py", "3"]) == 2
     assert "none.json" in capfd.readouterr().err
+
+
+def test_modules_are_found_and_no_other_object_is_asked_for_its_class():
+    """torch.distributed has an object that warns when it is."""
+
+    class Asked:
+        @property
+        def __class__(self):
+            raise AssertionError("it was asked")
+
+    kept = Asked()
+    outer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    found = _models()
+    assert any(one is outer for one in found) and not any(one is outer[0] for one in found)
+    assert fake_ranks._roots(outer.parameters()) == [outer]
+    del kept
