@@ -252,7 +252,8 @@ def checked_plan(
                 raise  # the other ranks wait in this one's collectives
             return ran_out(budget)
 
-    room, beyond = budget, None
+    room = budget
+    beyond: Beyond | None = None
     for _ in range(TRIES):
         try:
             found = candidate(room)
@@ -268,7 +269,7 @@ def checked_plan(
             )
         if taken.in_step > budget:
             break  # whatever the stages do
-        beyond = room, taken.in_passes
+        beyond = Beyond(room, taken.in_passes, found[0].schedule)
         room = min(room, foreseen) - (taken.in_passes - budget)
     found = candidate(None)
     taken = tried(found)
@@ -293,18 +294,26 @@ def checked_plan(
     )
 
 
+class Beyond(NamedTuple):
+    """A room with which steps took more than the budget: so many bytes, by this schedule."""
+
+    room: int
+    taken: int
+    schedule: Schedule
+
+
 def faster_within(
     found: Candidate,
     room: int,
-    beyond: tuple[int, int] | None,
+    beyond: Beyond | None,
     budget: int,
     candidate: Callable[[int], Candidate],
     taken_by: Callable[[Candidate], int],
 ) -> Candidate:
     """Return the fastest of plans whose steps are within a budget, where those of a tested one leave some of it.
 
-    room: the plan's. beyond: a larger room, and what steps by its plan took, which was too much. candidate: the plan
-    for a room. taken_by: the bytes that steps by a plan take.
+    room: the plan's. beyond: a larger one, which was too large. candidate: the plan for a room. taken_by: the bytes
+    that steps by a plan take.
     """
     for _ in range(LARGER):
         more = room_left(found[0], room, beyond, budget)
@@ -314,25 +323,26 @@ def faster_within(
             other = candidate(more)
         except InfeasibleBudget:  # found was the least, and foretold to take more than it did
             break
-        if other[0].schedule.seconds >= found[0].schedule.seconds:
+        schedule = other[0].schedule
+        if schedule.seconds >= found[0].schedule.seconds or (beyond and schedule.ops == beyond.schedule.ops):
             break
         taken = taken_by(other)
         if taken <= budget:
             found, room = other, more
         else:
-            beyond = more, taken
+            beyond = Beyond(more, taken, schedule)
     return found
 
 
-def room_left(plan: Plan, room: int, beyond: tuple[int, int] | None, budget: int) -> int | None:
+def room_left(plan: Plan, room: int, beyond: Beyond | None, budget: int) -> int | None:
     """Return the room with which a tested plan could use the budget, if it leaves some: as much too much may be
-    foretold again, or, if a larger room is known to be too large, what lies between grows evenly."""
+    foretold again, or, if a larger room is known to be too large, what is taken may grow evenly up to that one's."""
     if plan.keeps_all or plan.peak_bytes >= USED * budget:
         return None
     if beyond is None:
         return budget + max(0, plan.predicted_bytes - plan.peak_bytes)
-    larger, taken = beyond
-    return room + (budget - plan.peak_bytes) * (larger - room) // (taken - plan.peak_bytes)
+    wanted = int((1 + USED) / 2 * budget) - plan.peak_bytes
+    return room + wanted * (beyond.room - room) // (beyond.taken - plan.peak_bytes)
 
 
 def ran_out(budget: int) -> TrialSteps:

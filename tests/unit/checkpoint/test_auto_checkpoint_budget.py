@@ -100,13 +100,41 @@ def test_a_plan_that_leaves_room_is_given_more_until_it_uses_it(first: float, sl
 
     def candidate(room: int) -> Any:
         taken = int(first + slope * (room - 100))
-        schedule = SimpleNamespace(seconds=1000 - room)
+        schedule = SimpleNamespace(seconds=1000 - room, ops=room)
         return SimpleNamespace(
             predicted_bytes=room, peak_bytes=taken, schedule=schedule, keeps_all=False
         ), room
 
-    found: Any = faster_within(candidate(100), 100, None, 100, candidate, lambda one: one[0].peak_bytes)
-    assert 97 <= found[0].peak_bytes <= 100
+    tested: list[int] = []
+
+    def taken_by(one: Any) -> int:
+        tested.append(one[1])
+        return int(one[0].peak_bytes)
+
+    found: Any = faster_within(candidate(100), 100, None, 100, candidate, taken_by)
+    assert 97 <= found[0].peak_bytes <= 100 and len(tested) == len({*tested})
+
+
+def test_no_schedule_is_tested_twice() -> None:
+    """Where there is none between one that leaves room and one that takes too much."""
+    small, large = (
+        SimpleNamespace(
+            predicted_bytes=99,
+            peak_bytes=peak,
+            keeps_all=False,
+            schedule=SimpleNamespace(seconds=time, ops=peak),
+        )
+        for peak, time in ((80, 2.0), (110, 1.0))
+    )
+    tested: list[Any] = []
+
+    def taken_by(one: Any) -> int:
+        tested.append(one[0])
+        return 110
+
+    found: Any = (small, 0)
+    assert faster_within(found, 100, None, 100, lambda _: (large, 0), taken_by) is found  # type: ignore[arg-type, return-value]
+    assert tested == [large]
 
 
 @pytest.mark.parametrize("seconds", [1.0, 2.0])
@@ -114,7 +142,7 @@ def test_more_room_is_of_no_use_where_it_saves_no_time(seconds: float) -> None:
     plan = SimpleNamespace(
         predicted_bytes=99, peak_bytes=90, schedule=SimpleNamespace(seconds=1.0), keeps_all=False
     )
-    other = SimpleNamespace(schedule=SimpleNamespace(seconds=seconds)), 0
+    other = SimpleNamespace(schedule=SimpleNamespace(seconds=seconds, ops=1)), 0
     found: Any = (plan, 0)
 
     def refused(_: Any) -> int:
