@@ -1,14 +1,15 @@
-"""Run an unmodified script under memopt: record its memory, explain an out-of-memory error, and print a summary of
-the memory's use at the end. The script's exit code is kept. The recording is written to memopt-<script>.<pid>.mopt, for
+"""Run an unmodified script under memopt: record its memory, explain an out-of-memory error, and print a summary of the
+memory's use at the end. The script's exit code is kept. The recording is written to memopt-<script>.<pid>.mopt, for
 `memopt report` and `memopt diff`. Under torchrun, as `torchrun --nproc-per-node 4 -m memopt run script.py`, each rank
 writes its recording to the folder memopt-<script>.<job>, or the one that -o names (on several nodes, one that all of
 them see), and the rank that ends last reports on all of them, with a page. With --sim the script runs on a simulated
 card of that size, which needs PyTorch's CUDA build and no GPU: PyTorch's own CUDA allocator decides what fits, and the
-host computes each operation, in as much host memory as the script takes on the card. With --fit the script runs with
-the changes of a plan that `memopt fit` made for it, and with no other script, arguments, torch or memopt, no
-smaller card, no model of another size, and in as many ranks. With --live one line on the terminal shows live tensors,
-their peak, what the allocator reserves, and what the device has in use, or the host where there is no device. The line
-stays below the script's output and goes with it."""
+host computes each operation, in as much host memory as the script takes on the card. A backward pass takes some more of
+the card than on a real one: computed so, gradients are copied. With --fit the script runs with the changes of a plan
+that `memopt fit` made for it, and with no other script, arguments, torch or memopt, no smaller card, no model of
+another size, and in as many ranks. With --live one line on the terminal shows live tensors, their peak, what the
+allocator reserves, and what the device has in use, or the host where there is no device. The line stays below the
+script's output and goes with it."""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ def _fork() -> int:
 
     torch refuses them in a fork of a process where backward passes have started threads: of one with a GPU, or where
     torch.compile has met a CUDA build without one. It learns of a fork from a handler, and glibc's _Fork() runs none.
-    The child needs none of those threads, because its tensors are fake. Where there is no _Fork() (before glibc 2.34),
+    The child needs none of those threads, because its tensors are fake. A lock of malloc's that a thread happens to
+    hold stays locked in the child, which its time limit ends then. Where there is no _Fork() (before glibc 2.34),
     torch's refusal is the answer.
     """
     _backward()  # a device's threads start here, where its driver is known to work
