@@ -74,7 +74,7 @@ _BUDGETS = (0.99, 0.975, 0.96)  # of the room, before it is halved what lies bel
 _CLOSE = 0.03  # of the room: less is not worth a run
 _HALVED, _KEPT = 2, 4  # runs
 PAGES = 2 * (20 << 20)  # bytes: by 20 MiB torch's segments grow, so that what is left of a few is in pieces
-_NOTICED = 0.01  # of a step's seconds: what saves less time is not worth a line to write
+ALIKE = 1.02  # a plan with fewer techniques is taken, if it takes no more than so much of another's time
 _LIKELY = 3  # combinations of a tier that are run because they are predicted to fit
 
 Names = frozenset[str]
@@ -249,7 +249,7 @@ class Search:
 
     def _is_slower(self, names: Names, others: Names) -> bool:
         seconds = self.tried[others].seconds
-        return 0 < (1 + _NOTICED) * seconds < _seconds_of(self.tried[names])
+        return 0 < ALIKE * seconds < _seconds_of(self.tried[names])
 
     def _candidates(self, tier: int) -> Iterator[Names]:
         if self.forecast is not None:

@@ -17,7 +17,7 @@ from memopt import _C
 from memopt._checkpoint.checked_plan import SPARE
 from memopt._checkpoint.stages.costs import bytes_of
 from memopt._estimate.fit import ALLOWED
-from memopt._estimate.search import BIT_EQUAL, FREE, OTHER, TIERS, Names, combinations, tier_of
+from memopt._estimate.search import ALIKE, BIT_EQUAL, FREE, OTHER, TIERS, Names, combinations, tier_of
 from memopt._fit import optimizers
 from memopt._fit.pricing import Attempt, Prices, micro_batches_of
 from memopt._fit.result import Fit, Row
@@ -44,7 +44,6 @@ from memopt._runtime import arguments
 from memopt.nn._fuse_loss_head import fuse_loss_head
 from memopt.optim._one_pass import OnePass
 
-ALIKE = 1.02  # a plan with fewer levers is taken, if it takes no more than so much of the fastest one's time
 TRIALS = 8  # of plans by a step
 ALLOW = ALLOWED | {"dropout": MICRO_BATCHES}
 
