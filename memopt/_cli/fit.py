@@ -2,9 +2,9 @@
 Each plan is a run on a simulated card, as in `memopt estimate`. The plan has the lowest tier of exactness that is
 enough (free: nothing changes, another allocator; bit-equal: activations recomputed or on the host; equal to rounding:
 another optimizer's step, the loss head in chunks, gradients, states or layers on the host; other numbers: only what
---allow names), is the fastest found in that tier by a simple model of cost, and has nothing that is neither needed nor
-saves time. The answer has the lines to write. The plan's file (-o, by default SCRIPT's name with .fit.json) applies it
-to the script as it is: `memopt run --fit train.fit.json train.py`. With --nproc it is for each rank of a job of
+--allow names), is the fastest found in that tier by a simple model of cost, and leaves out what is not needed and saves
+no time. The answer has the lines to write. The plan's file (-o, by default SCRIPT's name with .fit.json) applies it to
+the script as it is: `memopt run --fit train.fit.json train.py`. With --nproc it is for each rank of a job of
 torchrun's, by the peak of the one with the highest. Exits with 0 if the script fits, as it is or with the plan, 1 if
 nothing fits, 2 if the call was wrong, the script fails by itself, or there is nothing to report because it takes no
 step or no memory of the card."""

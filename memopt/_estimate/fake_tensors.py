@@ -415,8 +415,8 @@ _Held = Iterator[tuple[Any, Callable[[Any], None]]]
 
 
 def _held(training: TrainingTask) -> _Held:
-    """What the training is given, and what its functions hold: in their closures, their defaults, the globals that they
-    name, and as their objects. Each with what puts another in its place."""
+    """Yield what the training is given, and what its functions hold: in their closures, their defaults, the globals
+    that they name, and as their objects. Each comes with a function that puts another in its place."""
     yield from _named(vars(training))
     for function in (training.subject, training.loss):
         if isinstance(function, types.MethodType):

@@ -231,7 +231,7 @@ class Search:
         return tried is not None and tried.fits
 
     def _without_needless(self, fitting: Names) -> Names:
-        """Return what is left of techniques that fit without those that neither are needed nor save time."""
+        """Return techniques that fit without those that are not needed and save no time."""
         parts = sorted(fitting, key=self._worth, reverse=True)
         while parts:
             before, faster = fitting, []

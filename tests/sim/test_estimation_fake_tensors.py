@@ -40,7 +40,7 @@ def test_a_model_on_the_device_takes_what_it_takes_on_the_cpu(trained):
         fake(model, sample, optimizer=optimizer),
         fake(train),
     ):
-        assert found.peak == pytest.approx(expected.peak, rel=0.15), found
+        assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.15), found
         for category in ("parameters", "gradients", "optimizer"):
             assert found.by_category[category] == expected.by_category[category], found
     assert ([(p.data_ptr(), p.device) for p in model.parameters()], len(optimizer.state)) == before

@@ -116,7 +116,7 @@ def test_a_plan_that_leaves_room_is_given_more_until_it_uses_it(first: float, sl
 
 
 def test_no_schedule_is_tested_twice() -> None:
-    """Where there is none between one that leaves room and one that takes too much."""
+    """One leaves room, the next takes too much, and there is none between them."""
     small, large = (
         SimpleNamespace(
             predicted_bytes=99,
