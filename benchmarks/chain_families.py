@@ -105,6 +105,17 @@ def with_options(r: random.Random, chain: Chain, count: int) -> Chain:
     return Chain(tuple(stages), chain.input_bytes, chain.output_grad_bytes)
 
 
+def with_inputs_put_away(r: random.Random, chain: Chain) -> Chain:
+    """The same chain, in which some inputs can be put off the device."""
+    stages = [
+        replace(s, put_input_seconds=r.randint(0, 1), get_input_seconds=r.randint(0, 3))
+        if r.random() < 0.7
+        else s
+        for s in chain.stages
+    ]
+    return Chain(tuple(stages), chain.input_bytes, chain.output_grad_bytes)
+
+
 def in_units(chain: Chain, unit: int) -> Chain:
     """Every size times `unit`."""
     stages = [

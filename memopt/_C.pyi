@@ -204,7 +204,7 @@ class UpdatePlan:
     def drop(self, /) -> None: ...
 
 _ChainOption = tuple[int, int, int, float, float, float]
-_ChainStage = tuple[int, int, tuple[_ChainOption, ...]]
+_ChainStage = tuple[int, int, float, float, tuple[_ChainOption, ...]]
 _ChainOp = tuple[str, int, int]
 
 @final

@@ -19,12 +19,15 @@ Operations:
     bwd i          needs s[i], the gradient of a[i+1], and a[i] or s[i-1]; makes the gradient of a[i]; frees the others
     drop_input i   frees a[i]
     drop_saved i   frees s[i]
+    put_input i    needs a[i] other than in s[i-1]; frees it, and has it off the device; takes put_input_seconds
+    get_input i    needs a[i] off the device; makes it again; takes get_input_seconds
 
 fnone, fck and fall need forward_overhead_bytes more while they run, bwd backward_overhead_bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -122,6 +125,9 @@ class Stage:
         input_grad_bytes: Bytes of the gradient of the input; None for as many as the input's.
         options: Alternatives for the full forward run.
         name: Name of the stage, for tables and errors.
+        put_input_seconds: Time by which a step gets longer where the stage's input is put off the device, once the
+            stage has run, until the stage is to run again or its backward comes; None where the input stays.
+        get_input_seconds: Time by which it gets longer as the input comes back.
     """
 
     saved_bytes: int
@@ -134,6 +140,8 @@ class Stage:
     input_grad_bytes: int | None = None
     options: tuple[Option, ...] = ()
     name: str = ""
+    put_input_seconds: float | None = None
+    get_input_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", tuple(self.options))
@@ -261,7 +269,8 @@ class Chain:
                 options = tuple(option._native() for option in (stage._own(), *stage.options))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"stage {i}: {error}") from None
-            native.append((output, grad, options))
+            put = math.inf if stage.put_input_seconds is None else float(stage.put_input_seconds)
+            native.append((output, grad, put, float(stage.get_input_seconds), options))
             given = output
         if self.output_grad_bytes is not None:
             given = arguments.size(self.output_grad_bytes, "output_grad_bytes")
@@ -394,6 +403,7 @@ class Schedule(Result):
         Returns:
             The drawing, a row for each stage, in these marks:
                 n c F B x: the stage runs fnone, fck, fall, bwd, a drop
+                < >: its input is put off the device, got back
                 =: its saved set is there
                 -: its input is there
         """
@@ -406,7 +416,7 @@ class Schedule(Result):
             column = at * columns // len(self.ops)
             memory[column] = max(memory[column], self.moments[at].during_bytes)
             for row, mark in zip(rows, marks, strict=True):
-                row[column] = max(row[column], mark, key=" -=xncFB".index)
+                row[column] = max(row[column], mark, key=" -=x<>ncFB".index)
         top = max(self.memory_budget or 0, self.peak_bytes, 1)
         bars = "".join("▁▂▃▄▅▆▇█"[min(7, 8 * bytes_ // top)] for bytes_ in memory)
         lines = [f"{name:>{wide}} {''.join(row)}" for name, row in zip(names, rows, strict=True)]
@@ -417,6 +427,7 @@ class Schedule(Result):
         stages = len(self.chain.stages)
         inputs, saved = [False] * (stages + 1), [False] * stages
         letters = {"fnone": "n", "fck": "c", "fall": "F", "bwd": "B", "drop_input": "x", "drop_saved": "x"}
+        letters |= {"put_input": "<", "get_input": ">"}
         for op, stage, *_ in self.ops:
             marks = ["=" if s else "-" if i else " " for i, s in zip(inputs, saved, strict=False)]
             if stage < stages:
@@ -424,8 +435,10 @@ class Schedule(Result):
             yield marks
             if op in ("fnone", "fck"):
                 inputs[stage + 1] = True
-            if op in ("fnone", "bwd", "drop_input"):
+            if op in ("fnone", "bwd", "drop_input", "put_input"):
                 inputs[stage] = False
+            if op == "get_input":
+                inputs[stage] = True
             if op in ("fall", "bwd", "drop_saved"):
                 saved[stage] = op == "fall"
 

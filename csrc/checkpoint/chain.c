@@ -1,8 +1,6 @@
 #include "checkpoint/chain.h"
 
 #include <inttypes.h>
-#include <math.h>
-#include <stdbool.h>
 
 #include "base/hostmem.h"
 
@@ -72,6 +70,11 @@ mo_status mo_chain_check(const mo_chain *chain, mo_detail *detail)
         if (!stage->option_count || stage->option_count > MO_CHAIN_MAX_OPTIONS)
             return mo_fail(detail, MO_INVALID, 0, "stage %zu has %" PRIu32 " options: expected 1 to %d", i,
                            stage->option_count, MO_CHAIN_MAX_OPTIONS);
+        if (!(stage->put >= 0) || !is_time(stage->get))
+            return mo_fail(
+                detail, MO_INVALID, 0,
+                "stage %zu: put_input_seconds %g, get_input_seconds %g must be finite and not negative", i,
+                stage->put, stage->get);
         add_up(&total, stage->output);
         add_up(&total, stage->input_grad);
         for (size_t k = 0; k < stage->option_count; k++) {

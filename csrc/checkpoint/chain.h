@@ -11,10 +11,15 @@
  *     forward, backward          seconds; remake: of a forward in full right before its own backward
  *     forward_overhead, backward_overhead    bytes more while that runs
  *
+ * An input may be put away, off the device, until it is wanted: put and get are the seconds by which that makes the
+ * step longer. a[0] never is.
+ *
  * A chain owns its arrays and never changes once it is made; any number of threads may read it. */
 #ifndef MO_CHAIN_H
 #define MO_CHAIN_H
 
+#include <math.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -32,6 +37,7 @@ typedef struct mo_chain_option {
 typedef struct mo_chain_stage {
     uint64_t output;     /* a[i + 1] */
     uint64_t input_grad; /* d[i] */
+    double put, get;     /* seconds, of a[i]; put is infinite where it cannot be put away */
     uint32_t option_count;
     mo_chain_option *options; /* option_count >= 1 */
 } mo_chain_stage;
@@ -53,6 +59,11 @@ void mo_chain_close(mo_chain *chain);
 
 /* The inequalities above, finite and not negative times, the limits. MO_INVALID says which stage, and the mend. */
 mo_status mo_chain_check(const mo_chain *chain, mo_detail *detail);
+
+static inline bool mo_chain_puts(const mo_chain *chain, size_t i)
+{
+    return i && isfinite(chain->stages[i].put);
+}
 
 /* a[i], 0 <= i <= n. */
 static inline uint64_t mo_chain_input(const mo_chain *chain, size_t i)

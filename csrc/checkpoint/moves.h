@@ -1,5 +1,6 @@
 /* The solver's recurrence, written once. A part of a chain, one of the functions of solver.h at (s, t), begins with
- * one of several *moves*: some operations, then what is left, which is the sum of two parts that are shorter:
+ * one of several *moves*: some operations, then what is left, which is the sum of two parts that are shorter, or of
+ * O at the same (s, t):
  *
  *     seconds + left(m - less) + right(m)          possible for m >= max(base + need, alone)
  *
@@ -11,7 +12,7 @@
 
 #include "checkpoint/solver.h"
 
-typedef enum mo_part_kind { MO_PART_NONE, MO_PART_O, MO_PART_Q, MO_PART_H } mo_part_kind;
+typedef enum mo_part_kind { MO_PART_NONE, MO_PART_O, MO_PART_P, MO_PART_Q, MO_PART_H } mo_part_kind;
 
 /* One of the functions, at (s, t). */
 typedef struct mo_part {
@@ -21,7 +22,7 @@ typedef struct mo_part {
     uint16_t s, t;
 } mo_part;
 
-typedef enum mo_move_kind { MO_LEAF, MO_FIRST, MO_KEEP, MO_TRICK, MO_AGAIN } mo_move_kind;
+typedef enum mo_move_kind { MO_LEAF, MO_STAY, MO_FIRST, MO_KEEP, MO_TRICK, MO_AGAIN } mo_move_kind;
 
 typedef struct mo_move {
     uint8_t kind;   /* mo_move_kind */

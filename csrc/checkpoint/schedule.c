@@ -42,6 +42,7 @@ enum { NOT_SAVED = 0xFF }; /* MO_CHAIN_MAX_OPTIONS is far below */
 typedef struct state {
     const mo_chain *chain;
     bool *input;    /* a[i] is there in its own right; i <= n; never of a[0], which is there always */
+    bool *away;     /* a[i] is off the device */
     uint8_t *saved; /* the option of s[i], or NOT_SAVED */
     size_t next;    /* bwd next - 1 is the next one possible; the gradient is that of a[next] */
     uint64_t bytes;
@@ -90,6 +91,14 @@ static const char *objection(const state *s, const mo_action *action)
         return !i                ? "the chain's own input belongs to its caller"
                : has_input(s, i) ? NULL
                                  : "this input does not exist";
+    if (action->op == MO_OP_PUT_INPUT)
+        return !mo_chain_puts(s->chain, i) ? "this input cannot be put away"
+               : s->input[i]               ? NULL
+                                           : "this input does not exist in its own right";
+    if (action->op == MO_OP_GET_INPUT)
+        return !s->away[i]       ? "this input was not put away"
+               : has_input(s, i) ? "this input exists already"
+                                 : NULL;
     if (option_of(action) >= s->chain->stages[i].option_count)
         return "the stage has no such option";
     if (action->op == MO_OP_DROP_SAVED)
@@ -142,6 +151,18 @@ static mo_moment act(state *s, const mo_action *action, const mo_action *next)
         moment.during = s->bytes;
         free_input(s, i);
         break;
+    case MO_OP_PUT_INPUT:
+        moment.during = s->bytes;
+        moment.seconds = s->chain->stages[i].put;
+        s->away[i] = true;
+        free_input(s, i);
+        break;
+    case MO_OP_GET_INPUT:
+        s->away[i] = false;
+        make_input(s, i);
+        moment.during = s->bytes;
+        moment.seconds = s->chain->stages[i].get;
+        break;
     default: /* MO_OP_DROP_SAVED */
         moment.during = s->bytes;
         free_saved(s, i);
@@ -184,8 +205,9 @@ mo_status mo_schedule_replay(const mo_chain *chain, const mo_action *actions, si
     mo_status status = MO_OK;
 
     s.input = mo_host_calloc(stages + 1, sizeof *s.input);
+    s.away = mo_host_calloc(stages, sizeof *s.away);
     s.saved = mo_host_alloc(stages * sizeof *s.saved);
-    if (!s.input || !s.saved) {
+    if (!s.input || !s.away || !s.saved) {
         status =
             mo_fail(detail, MO_NO_HOST_MEMORY, 0, "no host memory to replay a chain of %zu stages", stages);
         goto fail;
@@ -194,6 +216,7 @@ mo_status mo_schedule_replay(const mo_chain *chain, const mo_action *actions, si
     status = replay(&s, actions, count, detail, moments, out);
 fail:
     mo_host_free(s.input);
+    mo_host_free(s.away);
     mo_host_free(s.saved);
     return status;
 }

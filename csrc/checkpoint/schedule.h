@@ -11,6 +11,8 @@
  * s[i],
  *                    a[i] and the gradient of a[i + 1]; by the option that made s[i]
  *     drop_input i   frees a[i]        drop_saved i   frees s[i]
+ *     put_input i    needs a[i] other than in s[i - 1]; frees it, and has it off the device
+ *     get_input i    needs a[i] off the device; makes it again
  *
  * Nothing is freed of a[0], nor of an a[i] that lives in s[i - 1] alone. While an operation runs, what it makes,
  * what it frees and its overhead are all there:
@@ -30,7 +32,9 @@
     X(MO_OP_FALL, "fall")                                                                                    \
     X(MO_OP_BWD, "bwd")                                                                                      \
     X(MO_OP_DROP_INPUT, "drop_input")                                                                        \
-    X(MO_OP_DROP_SAVED, "drop_saved")
+    X(MO_OP_DROP_SAVED, "drop_saved")                                                                        \
+    X(MO_OP_PUT_INPUT, "put_input")                                                                          \
+    X(MO_OP_GET_INPUT, "get_input")
 
 #define MO_OP_ENUM(name, text) name,
 typedef enum mo_op { MO_OP_LIST(MO_OP_ENUM) MO_OP_COUNT } mo_op;

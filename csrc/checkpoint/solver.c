@@ -190,9 +190,12 @@ static void try_leaves(const mo_solver *solver, mo_part part)
     const size_t count = mo_moves_leaves(&solver->moves, part, solver->list);
 
     for (size_t i = 0; i < count; i++) {
+        const mo_move *move = &solver->list[i];
         const uint64_t base = mo_moves_base(&solver->moves, part.t, part.right);
-        const option o = option_of(&solver->list[i], base, NULL, NULL);
-        try_option(solver, &o, mo_table_entry(table, part), 0, progress_of(solver, part.t, part.right));
+        const mo_part left = mo_move_left(move, part.t, part.right);
+        const option o = option_of(move, base, mo_table_find(table, left), NULL);
+        try_option(solver, &o, mo_table_entry(table, part), mo_table_shift(table, move->less),
+                   progress_of(solver, part.t, part.right));
     }
     end_entry(solver, part);
 }
@@ -256,6 +259,9 @@ bool mo_solver_advance(mo_solver *solver)
         return false;
     part = (mo_part){.kind = MO_PART_O, .s = (uint16_t)--solver->from};
     fill(solver, part);
+    part.kind = MO_PART_P;
+    if (mo_chain_puts(solver->moves.chain, part.s))
+        fill(solver, part);
     if (solver->moves.level == MO_SOLVE_FULL) {
         part.kind = MO_PART_Q;
         for (; part.option < solver->moves.chain->stages[part.s].option_count; part.option++)

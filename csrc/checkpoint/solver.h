@@ -2,23 +2,28 @@
  *
  * The classical programme (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: "Optimal checkpointing for heterogeneous
  * chains") is optimal among *persistent* schedules, in which what is kept stays until its backward. This one goes
- * on: an input may be dropped and made again. Six functions of (s, t, m), the least seconds with m bytes:
+ * on: an input may be dropped and made again, or be put away and got back. Functions of (s, t, m), the least seconds
+ * with m bytes:
  *
  *     O(s,t,m)   a[s] is the caller's (kept, not counted); do bwd t..s
+ *     P(s,t,m)   a[s] is counted in m and may be put away; do bwd t..s; where a[s] cannot be: O(s,t; m - a[s])
  *     Q(s,t,m)   a[s] is counted in m and may go; do bwd t..s+1; leave s[s], by option k, without its input
  *     H(s,t,m)   a[s] is counted in m and may go; do bwd t..s+1; leave nothing
  *
  * each with right = 0, or right = k + 1: s[t], by option k, is there already and counted, and waits for a[t] alone.
- * The gradient of a[t + 1] is counted. With hold = 0 (O) or a[s] (Q, H), S(s,j) the seconds of running s..j-1:
+ * The gradient of a[t + 1] is counted. With hold = 0 (O, P) or a[s] (Q, H), S(s,j) the seconds of running s..j-1:
  *
  *     first   O: fall s . O(s+1,t; m - saved) . bwd s       Q: fall s, drop_input s . O(s+1,t; m - saved)
+ *             P: fall s, put s . O(s+1,t; m - saved) . get s, bwd s
  *             H: fnone s . O(s+1,t; m - a[s+1])
- *     keep    S(s,j) + O(j,t; m - hold - a[j]) + same(s,j-1; m)             a[j] waits for bwd t..j
+ *     keep    S(s,j) + P(j,t; m - hold) + same(s,j-1; m)                    a[j] waits for bwd t..j
  *     trick   S(s,j) + Q_k(j,t; m - hold) + same(s,j; m), right = k + 1     s[j] stays, a[j] is made again for bwd j
  *     again   S(s,j) + H(j,t; m - hold) + same(s,j; m)                      a[j] serves bwd t..j+1, and is made again
+ *     stay    P: O(s,t; m - a[s])
  *
- * Persistent is first and keep of O alone; the default adds trick, with Q by `first` alone and j - s <= 8; full is
- * all, j - s without a bound. Each level has the choices of the one before, so none is worse.
+ * of P with put s once s has run, and get s before same(s,…). Persistent is first, keep and stay alone; the default adds
+ * trick, with Q by `first` alone and j - s <= 8; full is all, j - s without a bound. Each level has the choices of the
+ * one before, so none is worse.
  *
  * **Bytes and slots.** m is seen in steps of `unit` bytes down from the budget: a function is an array of seconds,
  * one a step. Below its first step stands the exact least m, in bytes, with the seconds there; so that a budget is

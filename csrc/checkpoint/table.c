@@ -65,7 +65,8 @@ static size_t lay_out(const mo_table *table, const mo_moves *moves)
             mo_pair *pair = mo_table_pair(table, s, t);
             pair->index = count;
             pair->rights = waits ? 1 + stages[t].option_count : 1;
-            pair->kinds = moves->level == MO_SOLVE_FULL ? 2 + stages[s].option_count : 1;
+            pair->puts = mo_chain_puts(moves->chain, s);
+            pair->kinds = 1u + pair->puts + (moves->level == MO_SOLVE_FULL ? 1 + stages[s].option_count : 0);
             count += (size_t)pair->rights * pair->kinds;
         }
     return count;

@@ -25,11 +25,12 @@ typedef struct mo_entry {
     size_t first;
 } mo_entry;
 
-/* (s, t), whose entries stand one after the other: O for each `right`; and in full Q for each option and `right`, H
- * for each `right`. */
+/* (s, t), whose entries stand one after the other: O for each `right`; P for each, where a[s] can be put away; and in
+ * full Q for each option and `right`, H for each `right`. */
 typedef struct mo_pair {
     size_t index; /* of the first */
     uint32_t rights, kinds;
+    bool puts;
 } mo_pair;
 
 enum { MO_TABLE_BLOCKS = MO_RELAX_BLOCKS };
@@ -85,7 +86,8 @@ static inline mo_entry *mo_table_entry(const mo_table *table, mo_part part)
 {
     const mo_pair *pair = mo_table_pair(table, part.s, part.t);
     const size_t kind = part.kind == MO_PART_O   ? 0
-                        : part.kind == MO_PART_Q ? 1u + part.option
+                        : part.kind == MO_PART_P ? 1
+                        : part.kind == MO_PART_Q ? 1u + pair->puts + part.option
                                                  : pair->kinds - 1;
 
     MO_ASSERT(part.kind != MO_PART_NONE && part.right < pair->rights && kind < pair->kinds);

@@ -1,7 +1,7 @@
 /* Checkpointing a chain: the solver's tables as the type memopt._C.ChainTable, and a schedule's replay. A chain
  * comes as
  *
- *     (stages, input_bytes, output_grad_bytes)        stage = (output_bytes, input_grad_bytes, options)
+ *     (stages, input_bytes, output_grad_bytes)        stage = (output_bytes, input_grad_bytes, put, get, options)
  *     option = (saved_bytes, forward_overhead_bytes, backward_overhead_bytes, forward, backward, remake)
  *
  * and a schedule as a list of (op, stage, option). */
@@ -46,7 +46,7 @@ static int parse_stage(PyObject *tuple, mo_chain_stage *out, mo_chain_option **o
     unsigned long long output, input_grad;
     PyObject *list;
 
-    if (!PyArg_ParseTuple(tuple, "KKO!", &output, &input_grad, &PyTuple_Type, &list))
+    if (!PyArg_ParseTuple(tuple, "KKddO!", &output, &input_grad, &out->put, &out->get, &PyTuple_Type, &list))
         return -1;
     out->output = output;
     out->input_grad = input_grad;
@@ -69,10 +69,11 @@ static Py_ssize_t count_options(PyObject *stages)
         PyObject *stage = tuple_at(stages, i), *options;
         if (!stage)
             return -1;
-        options = PyTuple_Size(stage) == 3 ? tuple_at(stage, 2) : NULL;
+        options = PyTuple_Size(stage) == 5 ? tuple_at(stage, 4) : NULL;
         if (!options) {
             if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_TypeError, "a stage must be (output_bytes, input_grad_bytes, options)");
+                PyErr_SetString(PyExc_TypeError,
+                                "a stage must be (output_bytes, input_grad_bytes, put, get, options)");
             return -1;
         }
         count += PyTuple_Size(options);
@@ -282,7 +283,8 @@ static int parse_action(PyObject *item, mo_schedule *schedule)
         op++;
     if (op == MO_OP_COUNT || option > MO_CHAIN_MAX_OPTIONS) {
         PyErr_Format(PyExc_ValueError,
-                     "%R is not an operation: expected one of fnone, fck, fall, bwd, drop_input, drop_saved",
+                     "%R is not an operation: expected one of fnone, fck, fall, bwd, drop_input, drop_saved, "
+                     "put_input, get_input",
                      item);
         return -1;
     }

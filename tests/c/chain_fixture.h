@@ -10,7 +10,7 @@ static inline uint64_t chain_up_to(uint64_t *random, uint64_t most)
     return test_random(random) % (most + 1);
 }
 
-/* `stages` stages with `options` ways each, for mo_chain_close(). */
+/* `stages` stages with `options` ways each, whose inputs stay, for mo_chain_close(). */
 static inline mo_chain chain_random(uint64_t *random, size_t stages, size_t options, uint64_t unit)
 {
     mo_chain chain;
@@ -25,6 +25,7 @@ static inline mo_chain chain_random(uint64_t *random, size_t stages, size_t opti
         const double forward = (double)chain_up_to(random, 9);
         stage->output = (1 + chain_up_to(random, 5)) * unit;
         stage->input_grad = chain_up_to(random, 6) * unit;
+        stage->put = INFINITY;
         stage->option_count = (uint32_t)options;
         stage->options = chain.options + i * options;
         for (size_t k = 0; k < options; k++)
@@ -40,6 +41,16 @@ static inline mo_chain chain_random(uint64_t *random, size_t stages, size_t opti
     if (mo_chain_check(&chain, &detail))
         TEST_FAIL("%s", detail.text);
     return chain;
+}
+
+/* Has some of the inputs put away for a few seconds. */
+static inline void chain_put_some(uint64_t *random, mo_chain *chain)
+{
+    for (size_t i = 0; i < chain->length; i++)
+        if (chain_up_to(random, 1)) {
+            chain->stages[i].put = (double)chain_up_to(random, 2);
+            chain->stages[i].get = (double)chain_up_to(random, 4);
+        }
 }
 
 /* What keeping everything takes, and more. */

@@ -48,6 +48,17 @@ TEST(what_makes_no_sense_is_refused_by_stage)
     option->remake = INFINITY;
     check_refused(&chain, "remake_seconds inf");
     *option = good;
+    chain.stages[1].put = NAN;
+    check_refused(&chain, "stage 1: put_input_seconds nan");
+    chain.stages[1].put = 1;
+    chain.stages[1].get = -1;
+    check_refused(&chain, "get_input_seconds -1");
+    chain.stages[1].get = INFINITY;
+    check_refused(&chain, "get_input_seconds inf");
+    chain.stages[1].get = 1;
+    CHECK(mo_chain_puts(&chain, 1));
+    chain.stages[0].put = 1;
+    CHECK(!mo_chain_puts(&chain, 0)); /* the caller's */
     chain.stages[0].option_count = 0;
     check_refused(&chain, "stage 0 has 0 options");
     chain.stages[0].option_count = MO_CHAIN_MAX_OPTIONS + 1;

@@ -22,7 +22,7 @@ static fixture fixture_of(mo_solver_level level, size_t window)
         f.forward[i + 1] = f.forward[i] + f.chain.stages[i].options[0].forward;
     f.moves = (mo_moves){.level = level, .window = window, .most_options = 2};
     f.list = mo_host_calloc(2 + STAGES * 4, sizeof *f.list);
-    f.steps = mo_host_calloc(STAGES + 4, sizeof *f.steps);
+    f.steps = mo_host_calloc(STAGES + 5, sizeof *f.steps);
     return f;
 }
 
@@ -31,7 +31,7 @@ static void tie(fixture *f)
     f->moves.chain = &f->chain;
     f->moves.forward = f->forward;
     CHECK_EQ(mo_moves_most(&f->moves), 2 + STAGES * 4);
-    CHECK_EQ(mo_moves_most_steps(&f->moves), STAGES + 4);
+    CHECK_EQ(mo_moves_most_steps(&f->moves), STAGES + 5);
 }
 
 static void end(fixture *f)
@@ -95,7 +95,7 @@ static const char *text_of(const fixture *f, mo_part part, const mo_move *move, 
     const size_t count = mo_move_write(&f->moves, part, move, m, f->steps);
     size_t at = 0;
 
-    CHECK(count <= STAGES + 4);
+    CHECK(count <= STAGES + 5);
     text[0] = 0;
     for (size_t i = 0; i < count; i++) {
         const mo_step *step = &f->steps[i];
@@ -103,10 +103,10 @@ static const char *text_of(const fixture *f, mo_part part, const mo_move *move, 
             at += (size_t)snprintf(text + at, sizeof text - at, "%s %u/%u, ", mo_op_name(step->action.op),
                                    (unsigned)step->action.stage, (unsigned)step->action.option);
         else
-            at +=
-                (size_t)snprintf(text + at, sizeof text - at, "%c%u/%u(%u,%u;-%u), ", " OQH"[step->part.kind],
-                                 (unsigned)step -> part.option, (unsigned)step->part.right,
-                                 (unsigned)step->part.s, (unsigned)step->part.t, (unsigned)(m - step->bytes));
+            at += (size_t)snprintf(text + at, sizeof text - at, "%c%u/%u(%u,%u;-%u), ",
+                                   " OPQH"[step->part.kind], (unsigned)step -> part.option,
+                                   (unsigned)step->part.right, (unsigned)step->part.s, (unsigned)step->part.t,
+                                   (unsigned)(m - step->bytes));
     }
     return text;
 }
@@ -153,6 +153,49 @@ TEST(moves_are_the_operations_that_the_recurrence_says)
              "fck 1/0, fnone 2/0, fall 3/1, drop_input 3/0, O0/1(4,5;-%u), O0/2(1,3;-0), ",
              (unsigned)c->stages[3].options[1].saved);
     CHECK_STR(text_of(&f, o, move_of(&f, o, MO_TRICK, 3, 1), 1000), wanted);
+    end(&f);
+}
+
+TEST(moves_put_an_input_away_and_get_it_back)
+{
+    const mo_part o = {.kind = MO_PART_O, .s = 1, .t = 5},
+                  p = {.kind = MO_PART_P, .right = 1, .s = 2, .t = 5};
+    char wanted[400];
+    fixture f = fixture_of(MO_SOLVE_FULL, STAGES);
+    tie(&f);
+    mo_chain *c = &f.chain;
+    c->stages[2].put = 3;
+    c->stages[2].get = 4;
+    c->stages[4].put = 1;
+    const unsigned a2 = (unsigned)mo_chain_input(c, 2), a3 = (unsigned)mo_chain_input(c, 3),
+                   saved = (unsigned)c->stages[2].options[1].saved;
+
+    CHECK_STR(text_of(&f, o, move_of(&f, o, MO_KEEP, 2, 0), 1000), "fck 1/0, P0/0(2,5;-0), O0/0(1,1;-0), ");
+    snprintf(wanted, sizeof wanted, "fck 1/0, fnone 2/0, O0/0(3,5;-%u), O0/0(1,2;-0), ", a3);
+    CHECK_STR(text_of(&f, o, move_of(&f, o, MO_KEEP, 3, 0), 1000), wanted);
+    snprintf(wanted, sizeof wanted, "O0/1(2,5;-%u), ", a2);
+    CHECK_STR(text_of(&f, p, move_of(&f, p, MO_STAY, 0, 0), 1000), wanted);
+    snprintf(wanted, sizeof wanted, "fall 2/1, put_input 2/0, O0/1(3,5;-%u), get_input 2/0, bwd 2/1, ",
+             saved);
+    CHECK_STR(text_of(&f, p, move_of(&f, p, MO_FIRST, 0, 1), 1000), wanted);
+    CHECK_STR(text_of(&f, p, move_of(&f, p, MO_KEEP, 4, 0), 1000),
+              "fck 2/0, put_input 2/0, fnone 3/0, P0/1(4,5;-0), get_input 2/0, P0/0(2,3;-0), ");
+    CHECK_STR(text_of(&f, p, move_of(&f, p, MO_TRICK, 4, 1), 1000),
+              "fck 2/0, put_input 2/0, fnone 3/0, Q1/1(4,5;-0), get_input 2/0, P0/2(2,4;-0), ");
+    CHECK_STR(text_of(&f, p, move_of(&f, p, MO_AGAIN, 4, 0), 1000),
+              "fck 2/0, put_input 2/0, fnone 3/0, H0/1(4,5;-0), get_input 2/0, P0/0(2,4;-0), ");
+
+    const mo_move *first = move_of(&f, p, MO_FIRST, 0, 1), *keep;
+    const mo_chain_option *option = &c->stages[2].options[1];
+    CHECK(first->seconds == (float)(option->forward + option->backward + 7));
+    CHECK_EQ(first->need, a2 + saved + option->forward_overhead);
+    CHECK_EQ(first->alone,
+             a2 + mo_chain_grad(c, 3) + saved + mo_chain_grad(c, 2) + option->backward_overhead);
+    keep = move_of(&f, p, MO_KEEP, 3, 0);
+    CHECK(keep->seconds == (float)(c->stages[2].options[0].forward + 7));
+    CHECK_EQ(keep->need, a2 + a3 + c->stages[2].options[0].forward_overhead);
+    CHECK_EQ(mo_moves_leaves(&f.moves, (mo_part){MO_PART_P, 0, 1, 2, 2}, f.list), 1);
+    CHECK_EQ(f.list[0].less, a2);
     end(&f);
 }
 

@@ -3,10 +3,11 @@
 #include "base/hostmem.h"
 #include "chain_fixture.h"
 
-enum { FNONE = MO_OP_FNONE, FCK, FALL, BWD, DROP_INPUT, DROP_SAVED };
+enum { FNONE = MO_OP_FNONE, FCK, FALL, BWD, DROP_INPUT, DROP_SAVED, PUT_INPUT, GET_INPUT };
 
 /* Three stages: a = 5, 2, 3, 1; d = 7, 11, 13, 4; saved 20 + i or, by option 1, 10; overheads 100 forwards, 200
- * backwards; seconds 1, 2, 4 forwards, 10 times that backwards, half of it remade. */
+ * backwards; seconds 1, 2, 4 forwards, 10 times that backwards, half of it remade. a[1] is put away in 6 seconds and
+ * got back in 7, a[2] stays. */
 static mo_chain three_stages(void)
 {
     static const uint64_t a[] = {2, 3, 1}, d[] = {7, 11, 13};
@@ -18,7 +19,7 @@ static mo_chain three_stages(void)
     for (size_t i = 0; i < 3; i++) {
         const double forward = (double)(1 << i);
         mo_chain_stage *stage = &chain.stages[i];
-        *stage = (mo_chain_stage){a[i], d[i], 2, chain.options + 2 * i};
+        *stage = (mo_chain_stage){a[i], d[i], i == 1 ? 6 : INFINITY, 7, 2, chain.options + 2 * i};
         stage->options[0] = (mo_chain_option){20 + i, 100, 200, forward, 10 * forward, forward / 2};
         stage->options[1] = (mo_chain_option){10, 0, 0, 3 * forward, 30 * forward, forward};
     }
@@ -110,6 +111,14 @@ TEST(what_cannot_be_done_is_refused_by_operation)
     REFUSED("this input does not exist", {DROP_INPUT, 0, 1});
     REFUSED("belongs to its caller", {DROP_INPUT, 0, 0});
     REFUSED("the schedule ends before bwd 1", {FCK, 0, 0}, {FCK, 0, 1}, {FALL, 0, 2}, {BWD, 0, 2});
+    REFUSED("operation 0, put_input 0, cannot be done: this input cannot be put away", {PUT_INPUT, 0, 0});
+    REFUSED("cannot be put away", {FCK, 0, 0}, {FCK, 0, 1}, {PUT_INPUT, 0, 2});
+    REFUSED("in its own right", {PUT_INPUT, 0, 1});
+    REFUSED("in its own right", {FALL, 0, 0}, {PUT_INPUT, 0, 1});
+    REFUSED("in its own right", {FCK, 0, 0}, {PUT_INPUT, 0, 1}, {PUT_INPUT, 0, 1});
+    REFUSED("was not put away", {FCK, 0, 0}, {GET_INPUT, 0, 1});
+    REFUSED("exists already", {FCK, 0, 0}, {PUT_INPUT, 0, 1}, {FCK, 0, 0}, {GET_INPUT, 0, 1});
+    REFUSED("the input of the stage does not exist", {FCK, 0, 0}, {PUT_INPUT, 0, 1}, {FNONE, 0, 1});
     REFUSED("operation 4, fck 1, cannot be done: the input", {FCK, 0, 0}, {FNONE, 0, 1}, {FALL, 0, 2},
             {BWD, 0, 2}, {FCK, 0, 1});
 }
@@ -126,6 +135,22 @@ TEST(an_input_within_a_saved_set_stays_when_it_is_dropped_or_run_over)
     CHECK_EQ(moments[0].after, 4 + 20);
     CHECK_EQ(moments[1].after, 4 + 20);
     CHECK_EQ(moments[2].after, 4 + 20 + 3);
+    mo_chain_close(&chain);
+}
+
+TEST(an_input_that_is_away_takes_nothing_until_it_is_back)
+{
+    mo_chain chain = three_stages();
+    static const mo_action actions[] = {{FCK, 0, 0},  {FCK, 0, 1},       {PUT_INPUT, 0, 1}, {FALL, 0, 2},
+                                        {BWD, 0, 2},  {GET_INPUT, 0, 1}, {FALL, 0, 1},      {BWD, 0, 1},
+                                        {FALL, 0, 0}, {BWD, 0, 0}};
+    mo_moment moments[10];
+    mo_replay_totals totals;
+
+    CHECK_EQ(mo_schedule_replay(&chain, actions, 10, NULL, moments, &totals), MO_OK);
+    CHECK(moments[2].seconds == 6 && moments[2].during == 4 + 2 + 3 && moments[2].after == 4 + 3);
+    CHECK_EQ(moments[4].after, 13);
+    CHECK(moments[5].seconds == 7 && moments[5].during == 13 + 2 && moments[5].after == 13 + 2);
     mo_chain_close(&chain);
 }
 

@@ -36,28 +36,34 @@ static mo_replay_totals totals_of(const mo_solver *solver, const mo_chain *chain
 
 /* ---- the paper's recurrence -------------------------------------------------------------------------------------- */
 
-static double persistent(const mo_chain *c, size_t s, size_t t, uint64_t m)
+/* puts: a[s] is counted in m, and may be put away. */
+static double persistent(const mo_chain *c, size_t s, size_t t, uint64_t m, bool puts)
 {
+    const uint64_t own = puts ? mo_chain_input(c, s) : 0;
+    const double away = puts ? c->stages[s].put + c->stages[s].get : 0;
     const uint64_t d = mo_chain_grad(c, s), d1 = mo_chain_grad(c, s + 1), dt = mo_chain_grad(c, t + 1);
     uint64_t need = 0;
-    double best = INFINITY, ran = 0;
+    double best = puts && m >= own ? persistent(c, s, t, m - own, false) : INFINITY, ran = 0;
 
     for (size_t k = 0; k < c->stages[s].option_count; k++) {
         const mo_chain_option *o = &c->stages[s].options[k];
-        const uint64_t forward = dt + o->saved + o->forward_overhead,
-                       backward = d1 + o->saved + d + o->backward_overhead;
-        if (m < forward || m < backward)
+        const uint64_t forward = own + dt + o->saved + o->forward_overhead,
+                       backward = own + d1 + o->saved + d + o->backward_overhead;
+        if (m < forward || m < backward || (puts && s == t))
             continue;
-        best = fmin(best, s == t ? o->remake + o->backward
-                                 : o->forward + o->backward + persistent(c, s + 1, t, m - o->saved));
+        best = fmin(best,
+                    s == t ? o->remake + o->backward
+                           : o->forward + o->backward + away + persistent(c, s + 1, t, m - o->saved, false));
     }
     for (size_t j = s + 1; j <= t; j++) {
-        const uint64_t kept = j > s + 1 ? mo_chain_input(c, j - 1) : 0, a = mo_chain_input(c, j);
+        const uint64_t kept = j > s + 1 ? mo_chain_input(c, j - 1) : own, a = mo_chain_input(c, j);
+        const bool next = mo_chain_puts(c, j);
         const uint64_t running = dt + kept + a + c->stages[j - 1].options[0].forward_overhead;
         need = running > need ? running : need;
         ran += c->stages[j - 1].options[0].forward;
         if (m >= need && m >= a)
-            best = fmin(best, ran + persistent(c, j, t, m - a) + persistent(c, s, j - 1, m));
+            best = fmin(best, ran + away + persistent(c, j, t, next ? m : m - a, next) +
+                                  persistent(c, s, j - 1, m, puts));
     }
     return best;
 }
@@ -69,8 +75,10 @@ TEST(the_persistent_level_is_the_papers_recurrence)
     for (int round = 0; round < test_rounds(60, 3000); round++) {
         mo_chain chain = chain_random(&random, 1 + chain_up_to(&random, 5), 1 + chain_up_to(&random, 2), 1);
         const uint64_t budget = chain_plenty(&chain) * (1 + chain_up_to(&random, 9)) / 10;
+        if (round % 2)
+            chain_put_some(&random, &chain);
         mo_solver *solver = solved(&chain, budget, 500, MO_SOLVE_PERSISTENT);
-        const double wanted = persistent(&chain, 0, chain.length - 1, budget);
+        const double wanted = persistent(&chain, 0, chain.length - 1, budget, false);
         CHECK((mo_solver_least(solver) <= budget) == isfinite(wanted));
         if (isfinite(wanted))
             CHECK(totals_of(solver, &chain, budget).seconds == wanted);
@@ -123,6 +131,8 @@ TEST(every_point_of_the_curve_is_kept_and_no_level_is_worse_than_the_one_before)
     for (int round = 0; round < test_rounds(25, 1000); round++) {
         mo_chain chain = chain_random(&random, 1 + chain_up_to(&random, 10), 1 + chain_up_to(&random, 2), 1);
         const uint64_t budget = chain_plenty(&chain) * (1 + chain_up_to(&random, 9)) / 10;
+        if (round % 2)
+            chain_put_some(&random, &chain);
         check_levels(&chain, budget, 1000, /* exact */ true);
         mo_chain_close(&chain);
     }
@@ -151,6 +161,7 @@ TEST(the_least_budget_is_known_to_the_byte)
 
     for (int round = 0; round < test_rounds(25, 500); round++) {
         mo_chain chain = chain_random(&random, 1 + chain_up_to(&random, 9), 2, 997);
+        chain_put_some(&random, &chain);
         for (mo_solver_level level = MO_SOLVE_PERSISTENT; level < MO_SOLVE_COUNT; level++) {
             mo_solver *none = solved(&chain, 0, 7, level), *solver;
             const uint64_t least = mo_solver_least(none);

@@ -24,6 +24,8 @@ class Sizes:
         self.n, self.a, self.d = len(stages), [up(size) for size in a], [up(size) for size in d]
         self.ways = [[_way(way, up) for way in (stage, *stage.options)] for stage in stages]
         self.names = [["", *(option.name for option in stage.options)] for stage in stages]
+        self.put = [stage.put_input_seconds if i else None for i, stage in enumerate(stages)]
+        self.get = [stage.get_input_seconds for stage in stages]
 
 
 class _way:
@@ -40,11 +42,8 @@ class _way:
 def replay(chain: Chain, ops) -> tuple[float, int]:
     """(seconds, peak bytes) of a schedule; AssertionError where an operation lacks what it needs."""
     c = Sizes(chain)
-    inputs, saved, grad = (
-        set(),
-        {},
-        c.n,
-    )  # a[i] in their own right, but a[0]; s[i]: its option; whose gradient there is
+    # a[i] in their own right, but a[0]; a[i] off the device; s[i]: its option; whose gradient there is
+    inputs, away, saved, grad = set(), set(), {}, c.n
     seconds, peak = 0.0, 0
 
     def held() -> int:
@@ -77,6 +76,17 @@ def replay(chain: Chain, ops) -> tuple[float, int]:
         elif op == "drop_input":
             assert i > 0 and here, (at, op, i)
             inputs.discard(i)
+        elif op == "put_input":
+            assert i in inputs and c.put[i] is not None, (at, op, i)
+            inputs.discard(i)
+            away.add(i)
+            seconds += c.put[i]
+        elif op == "get_input":
+            assert i in away and not here, (at, op, i)
+            away.discard(i)
+            inputs.add(i)
+            peak = max(peak, held())
+            seconds += c.get[i]
         else:
             assert op == "drop_saved", (at, op, i)
             del saved[i]
@@ -87,21 +97,21 @@ def replay(chain: Chain, ops) -> tuple[float, int]:
 def exhaustive(c: Sizes, budget: int) -> float:
     """The least seconds of any sequence of operations whose peak is no more than the budget; inf: there is none.
 
-    A* over the states (next backward, inputs, saved sets): what is still to be done takes at least each stage's fastest
-    backward, and its fastest forward where nothing is saved of it."""
+    A* over the states (next backward, inputs, inputs off the device, saved sets): what is still to be done takes at
+    least each stage's fastest backward, and its fastest forward where nothing is saved of it."""
     fastest = [min(w.ub for w in ways) for ways in c.ways]
     remake = [min(min(w.uf, w.ue) for w in ways) for ways in c.ways]
 
     def bound(b, saved):
         return sum(fastest[: b + 1]) + sum(remake[i] for i in range(b + 1) if saved[i] < 0)
 
-    start = (c.n - 1, frozenset(), (-1,) * c.n)
+    start = (c.n - 1, frozenset(), frozenset(), (-1,) * c.n)
     if c.d[c.n] > budget:
         return math.inf
-    best, queue, ticket = {start: 0.0}, [(bound(start[0], start[2]), 0, 0.0, start)], 0
+    best, queue, ticket = {start: 0.0}, [(bound(start[0], start[3]), 0, 0.0, start)], 0
     while queue:
         _, _, seconds, state = heapq.heappop(queue)
-        b, inputs, saved = state
+        b, inputs, away, saved = state
         if b < 0:
             return seconds
         if seconds > best[state]:
@@ -110,52 +120,61 @@ def exhaustive(c: Sizes, budget: int) -> float:
         free -= sum(c.ways[i][k].saved for i, k in enumerate(saved) if k >= 0)
         after = []
         for i in inputs:
-            after.append((0.0, b, inputs - {i}, saved))
+            after.append((0.0, b, inputs - {i}, away, saved))
+            if i < c.n and c.put[i] is not None:
+                after.append((c.put[i], b, inputs - {i}, away | {i}, saved))
+        for i in away:
+            if i not in inputs and saved[i - 1] < 0 and c.a[i] <= free:
+                after.append((c.get[i], b, inputs | {i}, away - {i}, saved))
         for i in range(b + 1):
             if saved[i] >= 0:
-                after.append((0.0, b, inputs, (*saved[:i], -1, *saved[i + 1 :])))
+                after.append((0.0, b, inputs, away, (*saved[:i], -1, *saved[i + 1 :])))
             if i and i not in inputs and saved[i - 1] < 0:
                 continue
             if i < b and i + 1 not in inputs and saved[i] < 0 and c.a[i + 1] + c.ways[i][0].of <= free:
-                after.append((c.ways[i][0].uf, b, inputs | {i + 1}, saved))
-                after.append((c.ways[i][0].uf, b, (inputs | {i + 1}) - {i}, saved))
+                after.append((c.ways[i][0].uf, b, inputs | {i + 1}, away, saved))
+                after.append((c.ways[i][0].uf, b, (inputs | {i + 1}) - {i}, away, saved))
             for k, w in enumerate(c.ways[i]):
                 if saved[i] < 0 and w.saved + w.of <= free:
-                    after.append((w.uf, b, inputs, (*saved[:i], k, *saved[i + 1 :])))
+                    after.append((w.uf, b, inputs, away, (*saved[:i], k, *saved[i + 1 :])))
                 fits = c.d[b] + w.ob <= free - (w.saved if saved[b] < 0 else 0)
                 if i == b and fits and saved[b] == k:
-                    after.append((w.ub, b - 1, inputs - {b}, (*saved[:b], -1, *saved[b + 1 :])))
+                    after.append((w.ub, b - 1, inputs - {b}, away - {b}, (*saved[:b], -1, *saved[b + 1 :])))
                 if i == b and fits and saved[b] < 0 and w.saved + w.of <= free:
-                    after.append((w.ue + w.ub, b - 1, inputs - {b}, saved))
+                    after.append((w.ue + w.ub, b - 1, inputs - {b}, away - {b}, saved))
         for took, *then in after:
-            reached, total = (then[0], then[1], then[2]), seconds + took
+            reached, total = (then[0], then[1], then[2], then[3]), seconds + took
             if total < best.get(reached, math.inf):
                 best[reached] = total
                 ticket += 1
-                queue_bound = total + bound(then[0], then[2])
+                queue_bound = total + bound(then[0], then[3])
                 heapq.heappush(queue, (queue_bound, ticket, total, reached))
     return math.inf
 
 
 def persistent(c: Sizes, budget: int) -> float:
-    """The least seconds of a persistent schedule: the recurrence of the paper, with options and early stop."""
+    """The least seconds of a persistent schedule: the recurrence of the paper, with options, early stop, and inputs
+    that are put away."""
 
     @cache
-    def least(s: int, t: int, m: int) -> float:
-        found = math.inf
+    def least(s: int, t: int, m: int, puts: bool = False) -> float:
+        """puts: a[s] is counted in m, and may be put away."""
+        own, away = (c.a[s], c.put[s] + c.get[s]) if puts else (0, 0.0)
+        found = least(s, t, m - own) if puts and m >= own else math.inf
         for w in c.ways[s]:
             if s == t:
-                if m >= c.d[t + 1] + w.saved + max(w.of, c.d[s] + w.ob):
+                if not puts and m >= c.d[t + 1] + w.saved + max(w.of, c.d[s] + w.ob):
                     found = min(found, w.ue + w.ub)
-            elif m >= max(c.d[t + 1] + w.saved + w.of, c.d[s + 1] + w.saved + c.d[s] + w.ob):
-                found = min(found, w.uf + w.ub + least(s + 1, t, m - w.saved))
-        need, ran = 0, 0.0
+            elif m >= own + w.saved + max(c.d[t + 1] + w.of, c.d[s + 1] + c.d[s] + w.ob):
+                found = min(found, w.uf + w.ub + away + least(s + 1, t, m - w.saved))
+        need, ran = 0, away
         for j in range(s + 1, t + 1):
-            kept = c.a[j - 1] if j > s + 1 else 0
+            kept = c.a[j - 1] if j > s + 1 else own
             need = max(need, c.d[t + 1] + kept + c.a[j] + c.ways[j - 1][0].of)
             ran += c.ways[j - 1][0].uf
             if m >= need and m >= c.a[j]:
-                found = min(found, ran + least(j, t, m - c.a[j]) + least(s, j - 1, m))
+                later = least(j, t, m, True) if c.put[j] is not None else least(j, t, m - c.a[j])
+                found = min(found, ran + later + least(s, j - 1, m, puts))
         return found
 
     return least(0, c.n - 1, budget)

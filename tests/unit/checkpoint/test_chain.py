@@ -163,6 +163,11 @@ def test_options_need_names_of_their_own():
         (Stage(4, 2, 1.0, 1.0, remake_seconds=float("inf")), "remake_seconds inf"),
         (Stage(-4, 2, 1.0, 1.0), "stage 1: saved_bytes: -4"),
         (Stage(4, 2, 1.0, 1.0, input_grad_bytes=-1), "stage 1: input_grad_bytes: -1"),
+        (Stage(4, 2, 1.0, 1.0, put_input_seconds=-1.0), "stage 1: put_input_seconds -1"),
+        (
+            Stage(4, 2, 1.0, 1.0, put_input_seconds=0.0, get_input_seconds=float("inf")),
+            "get_input_seconds inf",
+        ),
         (Stage(2**62, 2, 1.0, 1.0), r"2\*\*60"),
         (Stage(4, 2, 1.0, 1.0, options=(Option("x", 1, 1.0, 1.0),)), "stage 1, option 1: saved_bytes 1"),
     ],
@@ -235,6 +240,18 @@ def test_a_picture_shows_what_is_kept_when():
     picture = solve(Chain(stages, 1), 13).picture().splitlines()
     assert picture[1:3] == [" first c  FB", "     1  FB  "]
     assert picture[0].startswith("memory ") and len(picture[0]) == len("memory ") + 5 and "█" in picture[0]
+
+
+def test_a_picture_shows_what_is_off_the_device_when():
+    stages = [
+        Stage(3, 1, 1, 1),
+        Stage(3, 1, 1, 1, put_input_seconds=0.5, get_input_seconds=0.25),
+        Stage(3, 1, 1, 1),
+    ]
+    ops = [("fck", 0), ("fck", 1), ("put_input", 1), ("fall", 2), ("bwd", 2), ("get_input", 1), ("fall", 1)]
+    schedule = Schedule(Chain(stages, 1), [*ops, ("bwd", 1), ("fall", 0), ("bwd", 0)])
+    assert schedule.picture().splitlines()[2] == "     1  c<  >FB  "
+    assert schedule.seconds == 6 + 2 + 0.75
 
 
 def test_a_picture_is_no_wider_than_asked():

@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 import os
 import random
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import chain_families
 from benchmarks.chain_families import FAMILIES, IRREGULAR
-from memopt.chain import LEVELS, Chain, InfeasibleBudget, Table, solve
+from memopt.chain import LEVELS, Chain, InfeasibleBudget, Stage, Table, solve
 from tests.reference import chain_oracle
 from tests.reference.chain_oracle import Sizes
 
@@ -93,6 +94,28 @@ def test_with_options_too():
         family = r.choice(list(FAMILIES))
         chain = chain_families.with_options(r, FAMILIES[family](r, r.randint(2, 4)), r.randint(2, 3))
         compare(chain, int(saved(chain) * r.uniform(0.2, 0.8)))
+
+
+def test_with_inputs_put_away_too():
+    r, count, away = random.Random(SEED), 300 if SOAK else 25, 0
+    for _ in range(count):
+        chain = FAMILIES[r.choice(list(FAMILIES))](r, r.randint(4, 6 if SOAK else 5))
+        chain = chain_families.with_inputs_put_away(r, chain)
+        least = Table(chain, saved(chain)).least_budget
+        budget = r.randint(least, max(least, saved(chain) * 2 // 3))
+        compare(chain, budget)
+        away += any(op == "put_input" for op, *_ in solve(chain, budget).ops)
+    assert away >= count // 8  # else the sample would say nothing
+
+
+def test_at_the_least_budget_inputs_that_are_put_away_need_not_be_made_again():
+    plain = [Stage(10, 4, 1.0, 2.0) for _ in range(12)]
+    puts = [replace(stage, put_input_seconds=0.0, get_input_seconds=0.1) for stage in plain]
+    stay, away = Chain(tuple(plain), 4), Chain(tuple(puts), 4)
+    budget = Table(away, 0).least_budget
+    assert budget == Table(stay, 0).least_budget
+    # Each stage runs twice, but for the last one; of twelve inputs the caller has one.
+    assert solve(away, budget).seconds <= 12 * 3 + 11 + 11 * 0.1 + 1e-4 < solve(stay, budget).seconds / 1.5
 
 
 def test_a_long_chain_is_no_slower_than_the_persistent_optimum():
